@@ -1,0 +1,3 @@
+"""dpmon: live terminal monitor for data-parallel PyTorch training."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,16 @@
+"""`python -m dpmon` is `dpmon`."""
+
+import os
+import sys
+
+# -m puts the current directory first: a user's json.py would be taken for the standard library's.
+try:
+    if sys.path and sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]
+except OSError:  # the directory is gone: nothing can be imported from it
+    pass
+
+from dpmon.cli.main import entry
+
+if __name__ == "__main__":
+    entry()

@@ -1,0 +1,215 @@
+"""A run without a screen: the script's output passes through, a line now and then says how it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpmon.cli.progress import Progress
+from dpmon.run.foreground import FORWARDED
+from dpmon.run.guard import Guard
+from dpmon.run.reader import RunReader
+from dpmon.run.rundir import ExitInfo
+from dpmon.run.terminal import send_input
+
+__all__ = ["Follower", "Stream"]
+
+CHUNK = 1 << 18
+IDLE_S = 0.03
+LOOK_S = 0.05
+STATUS_S = 10.0
+_ESCALATION = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+
+
+class Stream:
+    """One log file that is copied to one descriptor, byte for byte, as it grows."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self._path = path
+        self._fd = fd
+        self._file: int | None = None
+        self.open = True
+        self.last = b"\n"
+        """The last byte that went out, to know where a line begins."""
+
+    def pump(self) -> bool:
+        """Copy what is new, one chunk of it; True if there was any."""
+        if self._file is None:
+            try:
+                self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError:
+                return False
+        data = os.read(self._file, CHUNK)
+        if data and self.open:
+            self.write(data)
+        return bool(data)
+
+    def write(self, data: bytes) -> None:
+        """Write all of `data`; a reader that has gone ends the copying, never the run."""
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._fd, view) :]
+            except BlockingIOError:
+                select.select([], [self._fd], [])
+            except OSError as error:
+                if error.errno == errno.EINTR:
+                    continue
+                self.open = False
+                return
+        self.last = data[-1:]
+
+    def skip(self, keep: int) -> None:
+        """Begin `keep` bytes before the end of what is there now."""
+        with contextlib.suppress(OSError):
+            self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            os.lseek(self._file, max(0, os.fstat(self._file).st_size - keep), os.SEEK_SET)
+
+
+class Follower:
+    """Follows one run to its end."""
+
+    def __init__(
+        self,
+        directory: Path,
+        supervisor: subprocess.Popen[bytes] | None,
+        *,
+        early: Sequence[int] = (),
+        keep: int | None = None,
+    ) -> None:
+        """`supervisor`: the one this process started, None to follow somebody else's run.
+
+        `early`: signals that came before this; `keep`: of the output that is there, show only so many bytes.
+        """
+        self._directory = directory
+        self._reader = RunReader(directory, calls=False)
+        self._guard = None if supervisor is None else Guard(directory, supervisor)
+        self._progress = Progress(self._reader)
+        paths = self._reader.output_paths
+        self._streams = [Stream(path, fd) for fd, path in enumerate(paths, start=1)]
+        if keep is not None:
+            for stream in self._streams:
+                stream.skip(keep)
+        self._err = self._streams[-1] if len(paths) > 1 else Stream(self._directory / "none", 2)
+        self._interrupts = 0
+        self._early = early
+        self._owed: deque[int] = deque()
+        """Signals that the command has yet to be sent: it was not started when they came."""
+        self._told = False
+
+    def follow(self) -> ExitInfo | None:
+        """Copy and report until the run has ended; how it ended, None if that cannot be known."""
+        self._handle_signals()
+        status_due = time.monotonic() + STATUS_S
+        look_due = 0.0
+        while True:
+            now = time.monotonic()
+            if now >= look_due:
+                look_due = now + LOOK_S
+                how, over = self._look()
+                if over:
+                    self._drain_output()
+                    return how
+            moved = [stream.pump() for stream in self._streams]
+            if now >= status_due:
+                status_due = now + STATUS_S
+                self._say_status()
+            if not any(moved):
+                self._wait()
+
+    def _look(self) -> tuple[ExitInfo | None, bool]:
+        """How the run ended, and whether it is over."""
+        guard = self._guard
+        if guard is None:
+            how = self._reader.exit()
+            return how, how is not None or self._reader.command_alive() is False
+        for _ in range(len(self._owed)):  # a signal may come, and add one, at any moment
+            self._forward(self._owed.popleft())
+        guard.look()
+        how = guard.exit()
+        if not guard.supervised and not self._told and (how is None or how.by == "foreground"):
+            self._told = True
+            self.say("the supervisor was killed; the training does not need it, but the record ends in its rings")
+        if guard.lost and not how:
+            self.say(guard.lost)
+        return how, how is not None or guard.lost is not None
+
+    def _drain_output(self) -> None:
+        for stream in self._streams:
+            while stream.pump():
+                pass
+
+    # ------------------------------------------------------------------------------------------ input, signals
+
+    def _wait(self) -> None:
+        """Wait a moment, or for a line that is typed: it goes to the command."""
+        if self._guard is None or not _may_read_terminal():
+            time.sleep(IDLE_S)
+            return
+        with contextlib.suppress(OSError, ValueError):
+            if select.select([0], [], [], IDLE_S)[0]:
+                data = os.read(0, 4096)
+                send_input(self._directory, data or b"\x04")
+                if not data:  # a terminal that has gone reads as ended for ever
+                    time.sleep(IDLE_S)
+
+    def _handle_signals(self) -> None:
+        if self._guard is None:
+            return
+        for number in FORWARDED:
+            # What is ignored (a job in the background of a shell script) stays ignored.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._told_to)
+        for came_before in self._early:
+            self._told_to(came_before)
+
+    def _told_to(self, number: int, *_: object) -> None:
+        """Pass a signal on; every interrupt after the first insists more."""
+        if number != signal.SIGINT:
+            self._forward(number)
+            return
+        self._forward(_ESCALATION[min(self._interrupts, len(_ESCALATION) - 1)])
+        self._interrupts += 1
+
+    def _forward(self, number: int) -> None:
+        if self._guard is not None and not self._guard.send(number):
+            self._owed.append(number)
+
+    # ------------------------------------------------------------------------------------------ what we say
+
+    def say(self, text: str) -> None:
+        """A line of our own on stderr, never within a line of the script's."""
+        fresh = self._err.last == b"\n" and (not _same_file(1, 2) or self._streams[0].last == b"\n")
+        self._err.write(b"" if fresh else b"\n")
+        self._err.write(f"dpmon: {text}\n".encode("utf-8", "replace"))
+
+    def _say_status(self) -> None:
+        """The line of progress; not while the script is within a line (a bar, a prompt)."""
+        text = self._progress.line()
+        shared = _same_file(1, 2)
+        if text and self._err.last == b"\n" and (not shared or self._streams[0].last == b"\n"):
+            self.say(text)
+
+
+def _same_file(one: int, other: int) -> bool:
+    """Whether two descriptors lead to the same file or terminal."""
+    try:
+        return os.path.sameopenfile(one, other)
+    except OSError:
+        return False
+
+
+def _may_read_terminal() -> bool:
+    """Whether stdin is a terminal whose foreground job this is: reading it from the background stops a process."""
+    try:
+        return os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False

@@ -1,0 +1,166 @@
+"""`dpmon SCRIPT.py`: makes the run, starts its supervisor, and shows it on a screen or without one."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import dpmon
+from dpmon.cli.speak import closing, speak
+from dpmon.run import proc
+from dpmon.run.command import Command, resolve
+from dpmon.run.foreground import become_reaper, remember_signals
+from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, load_info, short_name
+from dpmon.run.start import start_supervisor
+
+if TYPE_CHECKING:
+    from dpmon.run.guard import Guard
+
+__all__ = ["has_screen", "run"]
+
+_START_S = 5.0
+"""How long `--detach` waits to hear that the command was started; a slow disk is no reason to wait longer."""
+
+
+def has_screen() -> bool:
+    """Whether there is a terminal that keys can come from and a screen can be drawn on (Textual draws on stderr)."""
+    if os.environ.get("TERM", "dumb") in ("", "dumb"):
+        return False
+    return all(os.isatty(fd) for fd in (0, 1, 2))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Start what `options` say; the exit status. CommandError or RunError if it cannot be started."""
+    _open_standard_descriptors()
+    command = resolve(options.words, options.module, options.python, os.environ)
+    headless = not options.detach and (options.headless or not has_screen())
+    # A terminal that is not ours to read lines from alone: the command gets one of its own.
+    inherit = (headless or options.detach) and not os.isatty(0)
+    directory, info = create_run(_describe(options, command, headless, inherit))
+    early: list[int] = []
+    if headless:
+        remember_signals(early)
+    if not options.detach:
+        become_reaper()
+    try:
+        supervisor = start_supervisor(directory, stdin=inherit)
+    except OSError as error:
+        raise RunError(f"the supervisor cannot be started: {error.strerror or error}") from None
+    if options.detach:
+        return _detached(directory, info, supervisor)
+    if headless:
+        return _headless(directory, supervisor, early)
+    return _screen(directory, supervisor, options.refresh)
+
+
+def _open_standard_descriptors() -> None:
+    """Put /dev/null where one of the three standard descriptors is closed, lest a log file takes its number."""
+    null = os.open(os.devnull, os.O_RDWR)
+    while null <= 2:
+        os.set_inheritable(null, True)
+        null = os.open(os.devnull, os.O_RDWR)
+    os.close(null)
+
+
+def _describe(options: argparse.Namespace, command: Command, headless: bool, inherit: bool) -> RunInfo:
+    size = shutil.get_terminal_size((80, 24))
+    try:
+        cwd = os.getcwd()
+    except OSError:  # deleted meanwhile; the command can live with that, so can we
+        cwd = ""
+    return RunInfo(
+        id="",
+        name=options.name or command.name,
+        command=command.argv,
+        script=command.script,
+        cwd=cwd,
+        python=command.python,
+        started_unix=time.time(),
+        start_ns=time.monotonic_ns(),
+        boot_id=proc.boot_id(),
+        headless=headless,
+        options={
+            "mode": options.mode,
+            "replicas": options.replicas,
+            "devices": options.devices,
+            "stdin": "inherit" if inherit else "terminal",
+            "window": [size.lines, size.columns],
+        },
+        refresh=options.refresh,
+        versions={"dpmon": dpmon.__version__, "python": sys.version.split()[0]},
+    )
+
+
+def _detached(directory: Path, info: RunInfo, supervisor: subprocess.Popen[bytes]) -> int:
+    """Say how to come back, once the command was started; RunError if it was not."""
+    until = time.monotonic() + _START_S
+    while load_info(directory).command_pid is None and time.monotonic() < until:
+        how = load_exit(directory)
+        if how is not None and how.error is not None:
+            raise RunError(how.error)
+        if how is not None or supervisor.poll() is not None:
+            break
+        time.sleep(0.01)
+    name = short_name(info)
+    print(f"{name}\nback to it: dpmon attach {name}   stop it: dpmon stop {name}   its output: {directory}/output.log")
+    return 0
+
+
+def _headless(directory: Path, supervisor: subprocess.Popen[bytes], early: list[int]) -> int:
+    from dpmon.cli.headless import Follower
+
+    follower = Follower(directory, supervisor, early=early)
+    how = follower.follow()
+    return closing(directory, how, follower.say)
+
+
+def _screen(directory: Path, supervisor: subprocess.Popen[bytes], refresh: float) -> int:
+    from dpmon.run.guard import Guard
+
+    guard = Guard(directory, supervisor)
+    over = threading.Event()
+    watch = threading.Thread(target=_keep_looking, args=(guard, over), name="dpmon guard", daemon=True)
+    watch.start()
+    # The supervisor is under way: what follows takes as long as the command needs to start.
+    try:
+        from dpmon.ui.app import run_screen
+
+        result = run_screen(directory, refresh=refresh)
+    except KeyboardInterrupt:  # before the screen had the keyboard
+        result = "left"
+    if result == "left":
+        over.set()
+        speak(f"the training goes on; back to it: dpmon attach {short_name(guard.info)}")
+        return 0
+    how = _outcome(guard)
+    over.set()
+    return closing(directory, how, speak)
+
+
+def _outcome(guard: Guard) -> ExitInfo | None:
+    """How the run ended; the screen has seen its end, so it is there or never will be."""
+    until = time.monotonic() + 10.0
+    while time.monotonic() < until and guard.lost is None:
+        how = guard.exit()
+        if how is not None:
+            return how
+        time.sleep(0.02)
+    return None
+
+
+def _keep_looking(guard: Guard, over: threading.Event) -> None:
+    while not over.wait(0.2):
+        with contextlib.suppress(Exception):  # whatever it is, the screen goes on
+            guard.look()
+
+
+if sys.platform != "linux":  # /proc, pidfd and prctl are leaned on throughout
+    raise RunError(f"dpmon runs on Linux; this is {sys.platform}")

@@ -1,0 +1,55 @@
+"""The entry point: what was asked for, done by the module that knows how. Heavy imports happen there, not here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+__all__ = ["entry", "main"]
+
+
+def main(words: Sequence[str]) -> int:
+    """Do what the command line says; the exit status. 2 with one sentence on stderr for what cannot be done."""
+    from dpmon.cli.options import UsageError, parse
+
+    try:
+        command, options = parse(words)
+    except UsageError as error:
+        print(f"dpmon: {error}; dpmon --help lists what there is", file=sys.stderr)
+        return 2
+    if command == "help":
+        return 0
+    from dpmon.run.command import CommandError
+    from dpmon.run.rundir import RunError
+
+    try:
+        if command == "run":
+            from dpmon.cli.launch import run
+
+            return run(options)
+        from dpmon.cli import commands
+
+        return {
+            "attach": commands.attach,
+            "ls": commands.ls,
+            "stop": commands.stop,
+            "export": commands.export,
+        }[command](options)
+    except (CommandError, RunError) as error:
+        from dpmon.ui.text import clean
+
+        print(f"dpmon: {clean(str(error))}", file=sys.stderr)
+        return 2
+
+
+def entry() -> None:
+    """The console script."""
+    try:
+        status = main(sys.argv[1:])
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:
+        # Whoever read our output has gone; nothing more to say, and nothing to flush at exit.
+        sys.stdout = sys.stderr = None
+        status = 0
+    sys.exit(status)

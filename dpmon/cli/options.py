@@ -1,0 +1,174 @@
+"""The command line: which words are dpmon's and which belong to the script."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import NoReturn
+
+import dpmon
+
+__all__ = ["COMMANDS", "UsageError", "parse"]
+
+COMMANDS = ("run", "attach", "ls", "stop", "export")
+MAX_REPLICAS = 4096
+
+_USAGE = """\
+dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
+       dpmon [OPTIONS] -m MODULE [ARGS...]     run a module
+       dpmon [OPTIONS] COMMAND [ARGS...]       any launcher: torchrun, accelerate, python -u
+       dpmon attach [RUN]                      look at a run again
+       dpmon ls                                list the runs
+       dpmon stop RUN                          stop a run: SIGINT, SIGTERM, SIGKILL
+       dpmon export [RUN] [-o FILE]            the records as JSON lines"""
+_EPILOG = """\
+Everything after the script's name belongs to the script. RUN is an id, the unique start of an id, a name, or
+`last`. The exit status is the script's own, 128+N for a signal; 2 for a wrong command line.
+"""
+
+
+class UsageError(Exception):
+    """A command line that means nothing; the text is one sentence for a person."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            word = unknown.split()[0]
+            raise UsageError(f"unknown option {word}" if word.startswith("-") else f"{word} is one word too many")
+        raise UsageError(message.removeprefix("argument "))
+
+
+def _replicas(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= MAX_REPLICAS:
+        raise argparse.ArgumentTypeError(f"N is a number from 1 to {MAX_REPLICAS}, not {text!r}")
+    return int(text)
+
+
+def _devices(text: str) -> str:
+    names = [name.strip() for name in text.split(",")]
+    if not all(re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) for name in names):
+        raise argparse.ArgumentTypeError(f"a list such as cuda:0,cuda:1 or cpu,cpu is wanted, not {text!r}")
+    if len({name.partition(":")[0] for name in names}) > 1:
+        raise argparse.ArgumentTypeError(f"replicas are all on cpu or all on cuda, not {text!r}")
+    return ",".join(names)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 60:
+        raise argparse.ArgumentTypeError(f"a number of seconds from 0.1 to 60 is wanted, not {text!r}")
+    return seconds
+
+
+def _run_name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}", text) or text == "last":
+        raise argparse.ArgumentTypeError(f"a name is letters, digits, . _ - (and not `last`), not {text!r}")
+    return text
+
+
+def _run_parser() -> _Parser:
+    parser = _Parser(
+        prog="dpmon",
+        usage=_USAGE,
+        description="Live terminal monitor for data-parallel PyTorch training.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--version", action="version", version=f"dpmon {dpmon.__version__}")
+    add("-m", dest="module", metavar="MODULE", help="run a module instead of a script")
+    add("--replicas", type=_replicas, metavar="N", help="N virtual replicas, or N GPUs")
+    add("--devices", type=_devices, metavar="LIST", help="the replicas' devices: cuda:0,cuda:1 or cpu,cpu")
+    add(
+        "--mode",
+        choices=("auto", "script", "dp", "single"),
+        default="auto",
+        help="how it starts; script: leave the computation exactly as written",
+    )
+    add("--headless", action="store_true", help="no screen (chosen by itself when stdout is no terminal)")
+    add("--detach", action="store_true", help="start in the background and return at once")
+    add("--refresh", type=_seconds, default=1.0, metavar="SECONDS", help="how often the screen is drawn (1)")
+    add("--name", type=_run_name, help="what the run is called (the script's name)")
+    add("--python", metavar="PYTHON", help="the Python that runs the script (the environment's)")
+    return parser
+
+
+def _command_parser(command: str) -> _Parser:
+    parser = _Parser(prog=f"dpmon {command}", allow_abbrev=False)
+    if command != "ls":
+        optional = {"nargs": None} if command == "stop" else {"nargs": "?", "default": "last"}
+        parser.add_argument("run", metavar="RUN", help="an id, its unique start, a name, or `last`", **optional)
+    if command == "attach":
+        parser.add_argument("--refresh", type=_seconds, metavar="SECONDS", help="how often the screen is drawn")
+        parser.add_argument("--headless", action="store_true", help="follow it without a screen")
+    if command == "export":
+        parser.add_argument("--format", choices=("jsonl",), default="jsonl", help="jsonl: one JSON object a line")
+        parser.add_argument("-o", "--output", metavar="FILE", help="where to (standard output)")
+    return parser
+
+
+def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str], bool]:
+    """dpmon's own words and those of the command: from the first that is no option, or from after `-m MODULE`.
+
+    The third: whether `--` stood between them, so that what follows is a program whatever its name.
+    """
+    takes_value = {option for action in parser._actions if action.nargs is None for option in action.option_strings}
+    own: list[str] = []
+    at = 0
+    while at < len(words) and words[at].startswith("-") and words[at] != "-":
+        word = words[at]
+        at += 1
+        if word == "--":
+            return own, list(words[at:]), True
+        own.append(word)
+        if word in takes_value and at < len(words):
+            # Joined, so that a value such as -1 is not taken for an option.
+            own[-1:] = [f"{word}={words[at]}"] if word.startswith("--") else [word, words[at]]
+            at += 1
+        if word.startswith("-m") and not word.startswith("--"):
+            break
+    return own, list(words[at:]), False
+
+
+def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
+    """The command (one of COMMANDS, or "help") and its options; for run, `words` holds the command to be run.
+
+    Raises UsageError; SystemExit(0) after --help and --version have printed.
+    """
+    parser = _run_parser()
+    own, rest, program = _split(parser, words)
+    options = parser.parse_args(own)
+    command = "run"
+    if options.module is None and rest and rest[0] in COMMANDS and not program:
+        command, rest = rest[0], rest[1:]
+        if command == "run":
+            own, rest, _ = _split(parser, rest)
+            options = parser.parse_args(own, options)
+        elif own:
+            raise UsageError(f"{own[0]} is an option of a run, not of {command}")
+        else:
+            return command, _command_parser(command).parse_args(rest)
+    options.words = rest
+    if options.module is None and not rest:
+        if words:
+            raise UsageError("no script to run")
+        parser.print_help()
+        return "help", options
+    _check(options)
+    return command, options
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.replicas is not None and options.devices is not None:
+        count = len(options.devices.split(","))
+        if count != options.replicas:
+            raise UsageError(f"--replicas {options.replicas} and --devices with {count} of them contradict")
+    if options.mode == "script" and (options.replicas is not None or options.devices is not None):
+        raise UsageError("--mode script leaves the computation as written: give no --replicas or --devices")

@@ -1,0 +1,76 @@
+"""The line that a run without a screen shows now and then."""
+
+from __future__ import annotations
+
+import time
+
+from dpmon.records import Event, Step
+from dpmon.run.reader import RunReader
+
+__all__ = ["Progress", "rate"]
+
+_POLLS = 16
+
+
+def rate(value: float) -> str:
+    """A rate in the unit that suits it: 3.41, 412, 12.4k."""
+    if value >= 10_000:
+        return f"{value / 1000:.1f}k"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+class Progress:
+    """Counts what a reader sees between two lines."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self._reader = reader
+        self._processes: set[int] = set()
+        self._virtual = False
+
+    def line(self) -> str:
+        """How far the run is and how fast since the last line; what it waits for if there was no step."""
+        steps = self._new_steps()
+        if not steps:
+            return self._waiting()
+        parts = [f"step {max(step.step for step in steps)}"]
+        if len(self._processes) > 1:
+            parts.append(f"{len(self._processes)} processes")
+        began = min(step.start_ns for step in steps)
+        seconds = (max(step.start_ns + step.wall_ns for step in steps) - began) / 1e9
+        if seconds > 0:
+            # The processes of a distributed run take their steps together: steps once, samples added up.
+            parts.append(f"{rate(len(steps) / len({step.process for step in steps}) / seconds)} steps/s")
+            samples = [step.samples for step in steps if step.samples is not None]
+            if len(samples) == len(steps):
+                parts.append(f"{rate(sum(samples) / seconds)} samples/s")
+        if steps[-1].mode:
+            parts.append(steps[-1].mode + (" (virtual)" if self._virtual and steps[-1].mode == "dp" else ""))
+        return "  ".join(parts)
+
+    def _new_steps(self) -> list[Step]:
+        """The steps since the last line; modes are remembered on the way."""
+        steps: list[Step] = []
+        for _ in range(_POLLS):  # a writer that is faster than this is not chased for ever
+            records = self._reader.poll()
+            for record in records:
+                if isinstance(record, Step):
+                    steps.append(record)
+                    self._processes.add(record.process)
+                elif isinstance(record, Event) and record.kind == "mode":
+                    self._virtual = record.data.get("virtual") is True
+            if not records:
+                break
+        return steps
+
+    def _waiting(self) -> str:
+        activities = self._reader.activities()
+        now = time.monotonic_ns()
+        for name, since in activities.values():
+            if since and name != "ended":
+                return f"no step for {(now - since) / 1e9:.0f} s, in {name}"
+        stage = self._reader.stage()
+        if stage is None:
+            return "waiting for the first batch"
+        text, at = stage
+        text = "waiting for the first batch, torch imported" if text == "torch imported" else text
+        return f"{text} ({(now - at) / 1e9:.0f} s)"

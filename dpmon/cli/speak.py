@@ -1,0 +1,32 @@
+"""What dpmon itself says: on stderr, a line at a time, never failing for want of a listener."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from dpmon.run.rundir import ExitInfo, RunError
+
+__all__ = ["closing", "speak"]
+
+UNKNOWN_STATUS = 2
+
+
+def speak(text: str) -> None:
+    """One line of dpmon's own on stderr; a closed stderr is no reason to fail."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"dpmon: {text}", file=sys.stderr, flush=True)
+
+
+def closing(directory: Path, how: ExitInfo | None, say: Callable[[str], None]) -> int:
+    """Say what the run did and how it ended; the exit status for dpmon: the command's own, 2 if it is not known."""
+    from dpmon.cli.summary import summary_lines
+
+    try:
+        for line in summary_lines(directory, how):
+            say(line)
+    except (RunError, OSError) as error:
+        say(f"no summary: {error}")
+    return UNKNOWN_STATUS if how is None else how.status

@@ -1,0 +1,121 @@
+"""What a run did, as text for its end: how it ended, each mode's speed and phases, each replica's sizes."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+from dpmon.cli.progress import rate
+from dpmon.model.stats import median, percentile
+from dpmon.records import CALL_PHASES, STEP_PHASES
+from dpmon.run.reader import RunReader
+from dpmon.run.rundir import ExitInfo, RunInfo, short_name
+from dpmon.run.totals import ModeTotals, Totals, add_up
+from dpmon.ui.text import clean
+
+__all__ = ["summary_lines"]
+
+_MAX_REPLICA_LINES = 40
+_MAX_WARNINGS = 5
+
+
+def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
+    """The summary of the run in `directory`, a line each, safe for a terminal. RunError if it is no run.
+
+    Medians are the middle value, p95 the nearest rank (the smallest value that 95 % do not exceed), over every step
+    that is still in the record.
+    """
+    reader = RunReader(directory)
+    info = reader.info
+    totals = add_up(directory)
+    lines = [_outcome(info, how)]
+    if not any(mode.walls or mode.calls for mode in totals.modes.values()):
+        lines.append(_nothing(totals, reader))
+    for name, mode in sorted(totals.modes.items()):
+        lines += _mode_lines(name, mode, totals)
+    lines += _replica_lines(totals)
+    if totals.pruned:
+        lines.append(f"{totals.pruned:,} older records were deleted to bound the history: the figures are of the rest")
+    if totals.dropped:
+        lines.append(f"{totals.dropped:,} records were dropped: the figures are of the rest")
+    lines += [f"warning: {text}" for text in list(dict.fromkeys(totals.warnings))[:_MAX_WARNINGS]]
+    lines.append(f"record: {directory}  (dpmon export {short_name(info)})")
+    return [clean(line) for line in lines]
+
+
+def _outcome(info: RunInfo, how: ExitInfo | None) -> str:
+    name = f"{info.script} ({short_name(info)})"
+    if how is None:
+        return f"{name}: how it ended is not known"
+    if how.error is not None:
+        return f"{name}: {how.error}"
+    took = duration(how.seconds)
+    if how.signal is not None:
+        return f"{name}: killed by {how.signal} after {took}"
+    return f"{name}: finished in {took}" if how.status == 0 else f"{name}: exit status {how.status} after {took}"
+
+
+def duration(seconds: float) -> str:
+    """A duration as people say it: 0.41 s, 12.3 s, 3 min 41 s, 2 h 05 min."""
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _ms(ns: float) -> str:
+    ms = ns / 1e6
+    return f"{ms:.3f}" if ms < 10 else f"{ms:.1f}" if ms < 1000 else f"{ms:.0f}"
+
+
+def _nothing(totals: Totals, reader: RunReader) -> str:
+    """Nothing was traced: say so, and why if anything tells."""
+    if totals.warnings:
+        return f"nothing was traced: {totals.warnings[0]}"
+    stage = reader.stage()
+    if reader.info.command_pid is None:
+        return "nothing was traced"
+    if stage is None:
+        return "nothing was traced: no Python process of it imported torch"
+    if stage[0] == "importing torch":
+        return "nothing was traced: it ended while torch was being imported"
+    return "nothing was traced: torch was imported, but no model was called"
+
+
+def _mode_lines(name: str, mode: ModeTotals, totals: Totals) -> list[str]:
+    title = (name or "mode unknown") + (" (virtual replicas)" if name == "dp" and totals.virtual else "")
+    speed = mode.samples_per_s()
+    head = f"{title}: {len(mode.walls):,} steps, {mode.calls:,} calls"
+    if speed is not None:
+        head += f", {rate(speed)} samples/s"
+    if totals.processes > 1:
+        head += f", {totals.processes} processes"
+    lines = [head]
+    rows = [("step", mode.walls)]
+    for phase in STEP_PHASES:
+        if phase in mode.step_phases:
+            rows.append((f"  {phase}", mode.step_phases[phase]))
+        if phase == "forward":
+            rows += [(f"    {part}", mode.call_phases[part]) for part in CALL_PHASES if part in mode.call_phases]
+    lines += [_phase_line(label, values) for label, values in rows if values]
+    return lines
+
+
+def _phase_line(label: str, values: array[int]) -> str:
+    ordered = sorted(values)
+    middle, tail = median(ordered) or 0, percentile(ordered, 0.95) or 0
+    return f"  {label:<18} median {_ms(middle):>8} ms   p95 {_ms(tail):>8} ms"
+
+
+def _replica_lines(totals: Totals) -> list[str]:
+    lines = []
+    for line in totals.replicas[:_MAX_REPLICA_LINES]:
+        sizes = f"{line.inputs or 'sizes not seen'} -> {line.outputs or 'sizes not seen'}"
+        times = f"{line.calls:,} call{'s' if line.calls != 1 else ''}"
+        lines.append(f"  {line.mode or '?'} replica {line.replica} {line.device}  {sizes}  {times}")
+    more = len(totals.replicas) - len(lines)
+    if more > 0:
+        lines.append(f"  and {more} more; dpmon export has them all")
+    return ["replicas", *lines] if lines else []

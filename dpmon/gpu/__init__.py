@@ -1,0 +1,1 @@
+"""What the devices do: NVML for GPUs, the kernel for the host."""

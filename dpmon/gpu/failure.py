@@ -1,0 +1,70 @@
+"""How a call into NVML fails: its numbers in words, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["GPU_IS_LOST", "NO_START", "UNINITIALIZED", "Failure", "call"]
+
+# NVML's own numbers (nvml.h); a driver may answer with any other.
+UNINITIALIZED, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION = 1, 2, 3, 4
+_DRIVER_NOT_LOADED, _LIBRARY_NOT_FOUND, _FUNCTION_NOT_FOUND = 9, 12, 13
+GPU_IS_LOST, _RESET_REQUIRED, _VERSION_MISMATCH, _ARGUMENT_VERSION, _GPU_NOT_FOUND = 15, 16, 18, 25, 28
+
+_WORDS = {
+    UNINITIALIZED: "NVML is not initialised",
+    _INVALID_ARGUMENT: "NVML: invalid argument",
+    _NOT_SUPPORTED: "not supported",
+    _NO_PERMISSION: "no permission",
+    6: "NVML: not found",
+    7: "NVML: insufficient size",
+    8: "the GPU's external power cable is not connected",
+    _DRIVER_NOT_LOADED: "the NVIDIA driver is not loaded",
+    10: "NVML: timeout",
+    11: "NVML: interrupt problem in the driver",
+    _LIBRARY_NOT_FOUND: "no NVML library",
+    _FUNCTION_NOT_FOUND: "this driver does not offer it",
+    14: "the GPU's infoROM is corrupted",
+    GPU_IS_LOST: "the GPU is lost",
+    _RESET_REQUIRED: "the GPU needs a reset",
+    17: "NVML: blocked by the operating system",
+    _VERSION_MISMATCH: "driver and NVML library differ in version",
+    20: "NVML: out of memory",
+    21: "no data yet",
+    _ARGUMENT_VERSION: "this driver does not offer it",
+    _GPU_NOT_FOUND: "NVML: GPU not found",
+    999: "NVML: unknown error",
+}
+NO_START: dict[int | None, str] = {
+    _LIBRARY_NOT_FOUND: "no NVIDIA driver on this machine: libnvidia-ml.so.1 was not found",
+    _DRIVER_NOT_LOADED: "the NVIDIA driver is installed but not loaded",
+    _VERSION_MISMATCH: "the NVIDIA driver and its library differ in version: a reboot is due after an update",
+    _NO_PERMISSION: "no permission to talk to the NVIDIA driver",
+}
+_NEVER = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION})
+_GONE = frozenset({UNINITIALIZED, GPU_IS_LOST, _RESET_REQUIRED, _GPU_NOT_FOUND})
+
+
+class Failure(Exception):
+    """A call that failed, with the reason in words and NVML's number if it was NVML that failed."""
+
+    def __init__(self, reason: str, code: int | None = None, *, never: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.code = code
+        self.never = never or code in _NEVER  # asking again is useless
+        self.gone = code in _GONE  # the whole GPU does not answer
+
+
+def call(read: Callable[[], Any]) -> Any:
+    """The result of `read`, or Failure; errors are told apart by number: the objects have no hash."""
+    try:
+        return read()
+    except AttributeError:
+        raise Failure("the installed nvidia-ml-py does not know it", never=True) from None
+    except Exception as error:  # noqa: BLE001 - ctypes and pynvml raise what they like; one field is lost, no more
+        code = getattr(error, "value", None)
+        if not isinstance(code, int):
+            raise Failure(f"NVML: {type(error).__name__}: {error}") from None
+        raise Failure(_WORDS.get(code, f"NVML error {code}"), code) from None

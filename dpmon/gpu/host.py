@@ -1,0 +1,137 @@
+"""What the machine and the run's processes use of CPU and memory, by psutil."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import psutil
+
+__all__ = ["HostSample", "HostSampler"]
+
+_SCAN_SHARE = 0.01
+"""Looking for new processes reads every process of the machine; it may take this share of one core."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostSample:
+    """The machine at one instant. What could not be had is None and its reason is in `absent`, by field.
+
+    `cpu_pct`: share of all cores in use, 0..100. `run_cpu_pct`: the run's processes, 100 for one core.
+    `mem_used_bytes`: what is not available to a new program. `run_mem_bytes`: resident memory of the run's
+    processes, added up: shared pages count in each, since to tell them apart takes milliseconds a process.
+    """
+
+    cpu_pct: float | None = None
+    mem_used_bytes: int | None = None
+    mem_total_bytes: int | None = None
+    run_cpu_pct: float | None = None
+    run_mem_bytes: int | None = None
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+class HostSampler:
+    """Samples the machine and the processes that descend from the run's command; for one thread only."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives seconds, monotonic."""
+        self._clock = clock
+        self._machine: tuple[float, float] | None = None  # busy and total CPU seconds
+        self._cpu: dict[psutil.Process, float] = {}  # the run's processes: CPU seconds used
+        self._at: float | None = None
+        self._scan_due = 0.0
+
+    def pids(self) -> frozenset[int]:
+        """Process ids of the run, as of the last sample."""
+        return frozenset(process.pid for process in self._cpu)
+
+    def sample(self, root_pid: int | None) -> HostSample:
+        """One sample; `root_pid` is the run's command, None before it was started."""
+        absent: dict[str, str] = {}
+        cpu_pct = self._machine_cpu(absent)
+        used, total = self._memory(absent)
+        run_cpu, run_mem = self._run(root_pid, absent)
+        return HostSample(cpu_pct, used, total, run_cpu, run_mem, absent)
+
+    def _machine_cpu(self, absent: dict[str, str]) -> float | None:
+        try:
+            times = psutil.cpu_times()
+        except (OSError, psutil.Error, RuntimeError) as error:
+            self._machine = None
+            absent["cpu_pct"] = f"the system does not tell: {error}"
+            return None
+        # Time spent for guests is part of user time already.
+        total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        busy = total - times.idle - getattr(times, "iowait", 0.0)
+        before, self._machine = self._machine, (busy, total)
+        if before is None or total <= before[1]:
+            absent["cpu_pct"] = "needs two samples"
+            return None
+        return round(min(100.0, max(0.0, 100 * (busy - before[0]) / (total - before[1]))), 1)
+
+    def _memory(self, absent: dict[str, str]) -> tuple[int | None, int | None]:
+        try:
+            memory = psutil.virtual_memory()
+        except (OSError, psutil.Error, RuntimeError) as error:
+            absent["mem_used_bytes"] = absent["mem_total_bytes"] = f"the system does not tell: {error}"
+            return None, None
+        return int(memory.total - memory.available), int(memory.total)
+
+    def _run(self, root_pid: int | None, absent: dict[str, str]) -> tuple[float | None, int | None]:
+        now = self._clock()
+        if now >= self._scan_due:
+            self._find(root_pid)
+            took = self._clock() - now
+            self._scan_due = now + took / _SCAN_SHARE
+        used, memory = 0.0, 0
+        alive: dict[psutil.Process, float] = {}
+        for process, before in self._cpu.items():
+            try:
+                if not process.is_running():  # its number may belong to somebody else by now
+                    continue
+                with process.oneshot():
+                    if process.status() == psutil.STATUS_ZOMBIE:
+                        continue
+                    times = process.cpu_times()
+                    memory += process.memory_info().rss
+            except psutil.Error:
+                continue
+            alive[process] = times.user + times.system
+            used += max(0.0, alive[process] - before)
+        self._cpu = alive
+        before_at, self._at = self._at, now
+        if not alive:
+            reason = "the command has not started" if root_pid is None else "no process of the run is left"
+            absent.update(run_cpu_pct=reason, run_mem_bytes=reason)
+            self._at = None
+            return None, None
+        if before_at is None or now <= before_at:
+            absent["run_cpu_pct"] = "needs two samples"
+            return None, memory
+        return round(100 * used / (now - before_at), 1), memory
+
+    def _find(self, root_pid: int | None) -> None:
+        """Add what descends from the command or from a process seen before, whose own parent may be gone."""
+        if root_pid is not None:
+            with contextlib.suppress(psutil.Error):
+                self._follow(psutil.Process(root_pid))
+        covered: set[psutil.Process] = set()
+        for process in list(self._cpu):
+            if process in covered:  # each look at the children reads the whole table of processes
+                continue
+            try:
+                children = process.children(recursive=True)
+            except psutil.Error:
+                continue
+            covered.update(children)
+            for child in children:
+                self._follow(child)
+
+    def _follow(self, process: psutil.Process) -> None:
+        """Count a process from now on; what it used before it was seen cannot be told by interval."""
+        if process not in self._cpu:
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                self._cpu[process] = times.user + times.system

@@ -1,0 +1,315 @@
+"""fold(state, record): the only place where the state changes.
+
+Pure in what it depends on: no clock, no I/O; the same records in the same order give the same state. The state that
+is given is used up: its buffers are changed in place and it is returned, since a screen folds thousands of records a
+second.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from dpmon.model import state as kept
+from dpmon.model.state import (
+    NOT_RUN,
+    PHASES,
+    CallTrack,
+    Column,
+    DeviceTrack,
+    Mark,
+    ModeChange,
+    ModeTrack,
+    Process,
+    State,
+    StepSample,
+    WarningText,
+)
+from dpmon.records import CALL_PHASES, MODES, Call, Event, Record, Step
+
+__all__ = ["fold"]
+
+_SECOND = 1_000_000_000
+_DATA, _FORWARD, _BACKWARD, _OPTIMIZER, _OTHER = (
+    PHASES.index(name) for name in ("data", "forward", "backward", "optimizer", "other")
+)
+_STEP_SLOTS = (("data", _DATA), ("forward", _FORWARD), ("backward", _BACKWARD), ("optimizer", _OPTIMIZER))
+
+
+def fold(state: State, record: Record) -> State:
+    """The state after `record`; what makes no sense is counted in `ignored` and changes nothing else."""
+    if isinstance(record, Call):
+        _call(state, record)
+    elif isinstance(record, Step):
+        _step(state, record)
+    else:
+        handler = _EVENTS.get(record.kind)
+        if handler is None:
+            state.ignored += 1
+        else:
+            handler(state, record)
+    return state
+
+
+def _process(state: State, number: int, rank: int | None) -> Process | None:
+    process = state.processes.get(number)
+    if process is None:
+        if len(state.processes) >= kept.PROCESSES_KEPT:
+            state.ignored += 1
+            return None
+        process = state.processes[number] = Process(number, rank)
+    if rank is not None:
+        process.rank = rank
+    return process
+
+
+def _saw(state: State, process: Process, end_ns: int) -> None:
+    process.seen_ns = max(process.seen_ns, end_ns)
+    state.newest_ns = max(state.newest_ns, end_ns)
+
+
+# ------------------------------------------------------------------------------------------------ calls
+
+
+def _call(state: State, call: Call) -> None:
+    if call.wall_ns < 0 or call.start_ns < 0:
+        state.ignored += 1
+        return
+    process = _process(state, call.process, call.rank)
+    if process is None:
+        return
+    _saw(state, process, call.start_ns + call.wall_ns)
+    process.call_count += 1
+    key = (call.root, call.via)
+    track = process.calls.get(key)
+    if track is None:
+        if len(process.calls) >= kept.ROOTS_KEPT:
+            del process.calls[next(iter(process.calls))]
+        track = process.calls[key] = CallTrack(call)
+    _time_replicas(track, call)
+    track.last = call
+    track.count += 1
+    process.newest = key
+    process.mode, process.virtual = call.mode or process.mode, call.virtual
+    if call.devices:
+        process.devices = call.devices
+    if call.phases:
+        _remember_phases(process, call)
+
+
+def _time_replicas(track: CallTrack, call: Call) -> None:
+    before = track.last
+    wanted = min(len(call.replicas), kept.REPLICAS_TIMED)
+    if before.mode != call.mode or before.devices != call.devices or len(track.replica_ns) > wanted:
+        track.replica_ns.clear()
+    while len(track.replica_ns) < wanted:
+        track.replica_ns.append(deque(maxlen=kept.CALLS_TIMED))
+    if call.failed:
+        return
+    for times, replica in zip(track.replica_ns, call.replicas, strict=False):
+        if replica.host_ns >= 0:
+            times.append(replica.host_ns)
+
+
+def _remember_phases(process: Process, call: Call) -> None:
+    sums = process.open_steps.get(call.step)
+    if sums is None:
+        if len(process.open_steps) >= kept.OPEN_STEPS_KEPT:
+            del process.open_steps[next(iter(process.open_steps))]
+        sums = process.open_steps[call.step] = [NOT_RUN] * len(CALL_PHASES)
+    for index, name in enumerate(CALL_PHASES):
+        phase = call.phases.get(name)
+        if phase is not None and phase.host_ns >= 0:
+            sums[index] = max(sums[index], 0) + phase.host_ns
+
+
+# ------------------------------------------------------------------------------------------------ steps
+
+
+def _step(state: State, step: Step) -> None:
+    if step.wall_ns < 0 or step.start_ns < 0:
+        state.ignored += 1
+        return
+    process = _process(state, step.process, step.rank)
+    if process is None:
+        return
+    end = step.start_ns + step.wall_ns
+    _saw(state, process, end)
+    phases = _refined(step, process.open_steps.pop(step.step, None))
+    sample = StepSample(step.step, end, step.wall_ns, step.samples, phases)
+    process.step_count += 1
+    process.last_step = sample
+    mode = step.mode or process.mode
+    process.mode = process.mode or mode
+    track = process.modes.get(mode)
+    if track is None:
+        track = process.modes[mode] = ModeTrack(mode)
+    track.steps.append(sample)
+    track.count += 1
+    if process.marks_mode != mode:
+        process.marks.clear()
+        process.marks_mode = mode
+    _mark(process, sample)
+    _column(process, sample, mode)
+
+
+def _refined(step: Step, of_calls: list[int] | None) -> tuple[int, ...]:
+    """The step's phases with the calls' phases taken out of its forward, in the order of PHASES."""
+    slots = [NOT_RUN] * len(PHASES)
+    for name, slot in _STEP_SLOTS:
+        slots[slot] = step.phases.get(name, NOT_RUN)
+    slots[_OTHER] = step.phases.get("other", NOT_RUN)
+    forward = slots[_FORWARD]
+    if of_calls is not None and forward >= 0:
+        inside = sum(took for took in of_calls if took > 0)
+        # More than the whole means that calls ran elsewhere too (recomputed in backward): they cannot be told apart.
+        if inside <= forward:
+            slots[1:5] = of_calls
+            slots[_FORWARD] = forward - inside
+    return tuple(slots)
+
+
+def _mark(process: Process, sample: StepSample) -> None:
+    """Keep the way marks a second apart at least, the newest always at the end."""
+    marks = process.marks
+    last = marks[-1] if marks else Mark(0, 0, 0, 0, 0)
+    knows = sample.samples is not None
+    mark = Mark(
+        sample.end_ns,
+        sample.step,
+        last.counted + 1,
+        last.samples + (sample.samples or 0),
+        last.knowing + knows,
+    )
+    if len(marks) > 1 and sample.end_ns - marks[-2].end_ns < _SECOND:
+        marks[-1] = mark
+    else:
+        marks.append(mark)
+
+
+def _column(process: Process, sample: StepSample, mode: str) -> None:
+    second = sample.end_ns // _SECOND
+    columns = process.columns
+    column = columns[-1] if columns else None
+    if column is None or column.mode != mode or second > column.second:
+        column = Column(process.columns_made, second, mode)
+        process.columns_made += 1
+        columns.append(column)
+    column.count += 1
+    column.wall_ns += sample.wall_ns
+    sums = column.phases
+    for index, took in enumerate(sample.phases):
+        if took > 0:
+            sums[index] += took
+
+
+# ------------------------------------------------------------------------------------------------ events
+
+
+def _number(data: Mapping[str, Any], key: str) -> float | None:
+    value = data.get(key)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _whole(data: Mapping[str, Any], key: str) -> int | None:
+    value = data.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _text(data: Mapping[str, Any], key: str) -> str | None:
+    value = data.get(key)
+    return value if isinstance(value, str) else None
+
+
+def _time(data: Mapping[str, Any]) -> int | None:
+    seconds = _number(data, "t_s")
+    # NaN and infinity are JSON to Python.
+    return int(seconds * _SECOND) if seconds is not None and abs(seconds) < 1e9 else None
+
+
+def _process_event(state: State, event: Event) -> None:
+    number = _whole(event.data, "process")
+    if number is None:
+        state.ignored += 1
+        return
+    process = _process(state, number, _whole(event.data, "rank"))
+    if process is not None:
+        process.info = event.data
+
+
+def _mode_event(state: State, event: Event) -> None:
+    data = event.data
+    number, mode = _whole(data, "process"), _text(data, "mode")
+    if number is None or mode not in MODES:
+        state.ignored += 1
+        return
+    process = _process(state, number, _whole(data, "rank"))
+    if process is None:
+        return
+    listed = data.get("devices")
+    devices = tuple(str(name) for name in listed[:4096]) if isinstance(listed, list) else ()
+    change = ModeChange(
+        number,
+        _time(data),
+        _whole(data, "step"),
+        mode,
+        _text(data, "requested_by") or "",
+        devices,
+        data.get("virtual") is True,
+        _text(data, "reason"),
+        _text(data, "refused"),
+    )
+    state.mode_changes.append(change)
+    state.mode_change_count += 1
+    process.mode = mode
+    if change.refused is None:
+        process.virtual, process.mode_reason = change.virtual, change.reason
+        process.devices = devices or process.devices
+
+
+def _warning_event(state: State, event: Event) -> None:
+    text = _text(event.data, "text")
+    if text is None:
+        state.ignored += 1
+        return
+    state.warnings.append(WarningText(_whole(event.data, "process"), _time(event.data), text))
+    state.warning_count += 1
+
+
+def _device_event(state: State, event: Event) -> None:
+    index = _whole(event.data, "index")
+    if index is None or (index not in state.devices and len(state.devices) >= kept.DEVICES_KEPT):
+        state.ignored += 1
+        return
+    track = state.devices.setdefault(index, DeviceTrack())
+    _sample(track, event.data, "util_pct")
+
+
+def _host_event(state: State, event: Event) -> None:
+    _sample(state.host, event.data, "cpu_pct")
+
+
+def _sample(track: DeviceTrack, data: Mapping[str, Any], key: str) -> None:
+    track.data = data
+    track.t_ns = _time(data)
+    track.util.append(_number(data, key))
+
+
+def _dropped_event(state: State, event: Event) -> None:
+    state.dropped = max(state.dropped, _whole(event.data, "count") or 0)
+
+
+def _exit_event(state: State, event: Event) -> None:
+    state.exit = event.data
+
+
+_EVENTS = {
+    "process": _process_event,
+    "mode": _mode_event,
+    "warning": _warning_event,
+    "device": _device_event,
+    "host": _host_event,
+    "dropped": _dropped_event,
+    "exit": _exit_event,
+}

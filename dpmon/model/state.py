@@ -1,0 +1,185 @@
+"""What is known of a run, as far as a reader needs it: everything in bounded buffers, so memory is flat for ever.
+
+Times are ns since the run's start. Unknown is None; a phase that did not run in a step is NOT_RUN in its sample.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dpmon.records import Call
+
+__all__ = [
+    "NOT_RUN",
+    "PHASES",
+    "CallTrack",
+    "Column",
+    "DeviceTrack",
+    "Mark",
+    "ModeChange",
+    "ModeTrack",
+    "Process",
+    "State",
+    "StepSample",
+    "WarningText",
+]
+
+PHASES = ("data", "scatter", "replicate", "apply", "gather", "forward", "backward", "optimizer", "other")
+"""Phases of a step as shown: the phases of its calls take their part out of `forward`, which keeps the rest."""
+NOT_RUN = -1
+
+STEPS_KEPT = 1024
+COLUMNS_KEPT = 512
+CALLS_TIMED = 128
+REPLICAS_TIMED = 256
+MARKS_KEPT = 32
+ROOTS_KEPT = 32
+PROCESSES_KEPT = 1024
+DEVICES_KEPT = 256
+HISTORY_KEPT = 256
+TEXTS_KEPT = 100
+OPEN_STEPS_KEPT = 64
+
+
+class StepSample(NamedTuple):
+    """One step: its number, when it ended, how long it took, samples or None, ns for each of PHASES or NOT_RUN."""
+
+    step: int
+    end_ns: int
+    wall_ns: int
+    samples: int | None
+    phases: tuple[int, ...]
+
+
+class Mark(NamedTuple):
+    """How far a process had come at a time: for speeds over a window that do not depend on every record being seen."""
+
+    end_ns: int
+    step: int
+    counted: int
+    """Steps that were seen."""
+    samples: int
+    """Samples in the steps that were seen and that knew them."""
+    knowing: int
+    """Steps that were seen and that knew their samples."""
+
+
+@dataclass(slots=True)
+class Column:
+    """One column of history: the steps of one mode that ended in one second."""
+
+    number: int
+    second: int
+    mode: str
+    count: int = 0
+    wall_ns: int = 0
+    phases: list[int] = field(default_factory=lambda: [0] * len(PHASES))
+
+
+@dataclass(slots=True)
+class ModeTrack:
+    """What was seen of one process in one mode."""
+
+    mode: str
+    steps: deque[StepSample] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    count: int = 0
+
+
+@dataclass(slots=True)
+class CallTrack:
+    """The last call of one root and how long each replica took in the calls before it that looked the same."""
+
+    last: Call
+    count: int = 0
+    replica_ns: list[deque[int]] = field(default_factory=list)
+    """A deque a replica, newest last; begun anew when mode, devices or the number of replicas change."""
+
+
+class ModeChange(NamedTuple):
+    """An acknowledged answer to a request for a mode (or the mode at the start)."""
+
+    process: int
+    t_ns: int | None
+    step: int | None
+    mode: str
+    requested_by: str
+    devices: tuple[str, ...]
+    virtual: bool
+    reason: str | None
+    refused: str | None
+
+
+class WarningText(NamedTuple):
+    """A warning of ours, from the tracer (process) or from the supervisor (None)."""
+
+    process: int | None
+    t_ns: int | None
+    text: str
+
+
+@dataclass(slots=True)
+class Process:
+    """One training process of the run."""
+
+    process: int
+    rank: int | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+    mode: str = ""
+    virtual: bool = False
+    devices: tuple[str, ...] = ()
+    mode_reason: str | None = None
+    calls: dict[tuple[str, str | None], CallTrack] = field(default_factory=dict)
+    newest: tuple[str, str | None] | None = None
+    """The root that was called last."""
+    call_count: int = 0
+    step_count: int = 0
+    last_step: StepSample | None = None
+    seen_ns: int = -1
+    """When its newest step or call ended."""
+    modes: dict[str, ModeTrack] = field(default_factory=dict)
+    columns: deque[Column] = field(default_factory=lambda: deque(maxlen=COLUMNS_KEPT))
+    columns_made: int = 0
+    marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MARKS_KEPT))
+    """Of the mode in force only: a speed never mixes two modes."""
+    marks_mode: str = ""
+    open_steps: dict[int, list[int]] = field(default_factory=dict)
+    """Phases of the calls of steps that have not ended: ns in the order of CALL_PHASES."""
+
+
+@dataclass(slots=True)
+class DeviceTrack:
+    """The newest sample of a GPU, or of the host, and the history of its use (None: that sample did not have it)."""
+
+    data: Mapping[str, Any] = field(default_factory=dict)
+    t_ns: int | None = None
+    util: deque[float | None] = field(default_factory=lambda: deque(maxlen=HISTORY_KEPT))
+
+
+@dataclass(slots=True)
+class State:
+    """Everything that was folded so far."""
+
+    processes: dict[int, Process] = field(default_factory=dict)
+    devices: dict[int, DeviceTrack] = field(default_factory=dict)
+    host: DeviceTrack = field(default_factory=DeviceTrack)
+    mode_changes: deque[ModeChange] = field(default_factory=lambda: deque(maxlen=TEXTS_KEPT))
+    mode_change_count: int = 0
+    warnings: deque[WarningText] = field(default_factory=lambda: deque(maxlen=TEXTS_KEPT))
+    warning_count: int = 0
+    dropped: int = 0
+    """Records that the record itself says were dropped."""
+    ignored: int = 0
+    """Records that made no sense (negative durations, fields of the wrong type) or were beyond what is kept."""
+    exit: Mapping[str, Any] | None = None
+    newest_ns: int = -1
+
+    def focus(self) -> Process | None:
+        """The process whose numbers stand for the run: the first of those that have trained lately, by rank."""
+        trained = [p for p in self.processes.values() if p.seen_ns >= 0]
+        lately = [p for p in trained if p.seen_ns >= self.newest_ns - 30_000_000_000]
+        return min(lately, key=lambda p: (p.rank is None, p.rank or 0, p.process), default=None) or (
+            next(iter(self.processes.values()), None)
+        )

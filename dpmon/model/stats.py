@@ -1,0 +1,124 @@
+"""Figures from the state's buffers: medians, tails, shares and speeds. Pure; the time of asking is a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from dpmon.model.state import PHASES, ModeTrack, Process, StepSample
+
+__all__ = ["PhaseFigures", "Speed", "Summary", "median", "percentile", "recent", "speed", "summary"]
+
+WINDOW_NS = 120_000_000_000
+SPEED_WINDOW_NS = 10_000_000_000
+
+
+class PhaseFigures(NamedTuple):
+    """One phase over recent steps: median and p95 (ns) of the steps it ran in, its share of all their time (0 to 1)."""
+
+    name: str
+    ran: int
+    median_ns: float | None
+    p95_ns: float | None
+    share: float | None
+
+
+class Summary(NamedTuple):
+    """Recent steps of one mode."""
+
+    steps: int
+    span_ns: int
+    """From the first one's start to the last one's end."""
+    median_ns: float | None
+    p95_ns: float | None
+    samples_per_s: float | None
+    """Samples per second of step time; None when a step did not know its samples."""
+    phases: tuple[PhaseFigures, ...]
+
+
+class Speed(NamedTuple):
+    """Speeds over the last seconds, or None and the reason."""
+
+    steps_per_s: float | None
+    samples_per_s: float | None
+    reason: str | None
+
+
+def median(values: Iterable[float]) -> float | None:
+    """The middle value (the mean of the two middle ones), None of nothing."""
+    ordered = sorted(values)
+    count = len(ordered)
+    if not count:
+        return None
+    half = count // 2
+    return ordered[half] if count % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def percentile(values: Iterable[float], fraction: float) -> float | None:
+    """The smallest value that at least `fraction` of all do not exceed (nearest rank), None of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    rank = -int(-fraction * len(ordered) // 1)
+    return ordered[min(max(rank, 1), len(ordered)) - 1]
+
+
+def recent(track: ModeTrack) -> list[StepSample]:
+    """The steps kept of a mode that ended within the window before its newest one, oldest first."""
+    if not track.steps:
+        return []
+    since = track.steps[-1].end_ns - WINDOW_NS
+    return [step for step in track.steps if step.end_ns >= since]
+
+
+def summary(steps: Sequence[StepSample]) -> Summary:
+    """Figures over `steps`, oldest first."""
+    walls = sorted(step.wall_ns for step in steps)
+    total = sum(walls)
+    known = [step.samples for step in steps if step.samples is not None]
+    rate = sum(known) / total * 1e9 if known and len(known) == len(steps) and total else None
+    return Summary(
+        steps=len(steps),
+        span_ns=steps[-1].end_ns - (steps[0].end_ns - steps[0].wall_ns) if steps else 0,
+        median_ns=median(walls),
+        p95_ns=percentile(walls, 0.95),
+        samples_per_s=rate,
+        phases=tuple(_phase(name, [s.phases[i] for s in steps], total) for i, name in enumerate(PHASES)),
+    )
+
+
+def _phase(name: str, column: list[int], total: int) -> PhaseFigures:
+    times = sorted(took for took in column if took >= 0)
+    if not times:
+        return PhaseFigures(name, 0, None, None, None)
+    share = sum(times) / total if total else None
+    # Sorting what is sorted costs next to nothing.
+    return PhaseFigures(name, len(times), median(times), percentile(times, 0.95), share)
+
+
+def speed(process: Process, now_ns: int | None) -> Speed:
+    """Steps and samples a second over the last ten seconds of steps; `now_ns` None when nothing more will come.
+
+    None with the reason when there are too few steps, or when no step has ended for so long that the figure is past.
+    """
+    marks = process.marks
+    last = process.last_step
+    if last is None:
+        return Speed(None, None, "no step has ended yet")
+    if len(marks) < 2:
+        return Speed(None, None, "one step in this mode so far")
+    quiet = 0 if now_ns is None else now_ns - last.end_ns
+    if quiet > max(3_000_000_000, 3 * last.wall_ns):
+        return Speed(None, None, f"no step has ended for {quiet / 1e9:.0f} s")
+    newest = marks[-1]
+    first = next(m for m in marks if m.end_ns >= newest.end_ns - SPEED_WINDOW_NS)
+    if first is newest:
+        first = marks[-2]
+    took = (newest.end_ns - first.end_ns) / 1e9
+    # Step numbers count also the steps whose records were missed.
+    steps = newest.step - first.step
+    if took <= 0 or steps <= 0:
+        return Speed(None, None, "one step in this mode so far")
+    knowing = newest.knowing - first.knowing
+    each = (newest.samples - first.samples) / knowing if knowing else None
+    return Speed(steps / took, None if each is None else each * steps / took, None)

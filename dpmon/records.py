@@ -1,0 +1,489 @@
+"""What a record is: the bytes a training process writes into its ring, and the objects everybody else sees.
+
+The tracer encodes (`pack_call` and the others; on its hot path it fills the formats itself), all others decode with
+a `Decoder` and turn records into JSON with `as_json`. What does not change from batch to batch (names, devices,
+shapes) is sent once as a *definition* and referred to by number, so that a call over 8 replicas takes 304 bytes.
+
+Standard library only: this module is imported into the training process.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = [
+    "CALL_PHASES",
+    "CALL_TAG",
+    "MODES",
+    "PLAIN_FORMAT",
+    "PLAIN_TAG",
+    "PLAIN_WORDS",
+    "STEP_FORMAT",
+    "STEP_PHASES",
+    "STEP_TAG",
+    "STEP_WORDS",
+    "Call",
+    "Decoder",
+    "Event",
+    "Phase",
+    "Record",
+    "RecordError",
+    "Replica",
+    "Size",
+    "Step",
+    "as_json",
+    "call_flags",
+    "call_format",
+    "call_head",
+    "call_replicas",
+    "definition",
+    "kind_of",
+    "mode_number",
+    "pack_call",
+    "pack_definition",
+    "pack_event",
+    "pack_step",
+    "step_fields",
+]
+
+MODES = ("", "dp", "single")
+"""Modes by the number they have in records and in a ring's control block; 0 is none."""
+CALL_PHASES = ("scatter", "replicate", "parallel_apply", "gather")
+STEP_PHASES = ("data", "forward", "backward", "optimizer", "other")
+
+_DEFINE, CALL_TAG, STEP_TAG, _EVENT, PLAIN_TAG = 1, 2, 3, 4, 5
+_KINDS = ("", "definition", "call", "step", "event", "call")
+VIRTUAL, TRAINING, GRAD, FAILED = 1, 2, 4, 8
+
+_DEFINE_HEAD = struct.Struct("<B3xI")
+PLAIN_FORMAT = "<BBBBIQQqqII"
+"""A call without phases, whose one replica is the whole of it: PLAIN_TAG, then as pack_call takes them."""
+PLAIN_WORDS = "<QQQqqQ"
+"""The same bytes as fewer numbers: tag | mode << 8 | flags << 16 | layout << 32, step, call, start, wall,
+inputs | outputs << 32."""
+_PLAIN = struct.Struct(PLAIN_FORMAT)
+_NO_PHASES = (-1, 0) * len(CALL_PHASES)
+_CALL_FORMAT = PLAIN_FORMAT + "qq" * len(CALL_PHASES)
+_CALL_HEAD = struct.Struct(_CALL_FORMAT)
+_CALL_REPLICA = struct.Struct("<IIqq")
+STEP_FORMAT = "<BBBxIQqqqqqqq"
+"""STEP_TAG, mode, 0, 0, step, start, wall, samples, four phases: see pack_step."""
+STEP_WORDS = "<QQqqqqqqq"
+"""The same bytes as fewer numbers: tag | mode << 8, then step and the others."""
+_STEP_BODY = struct.Struct(STEP_FORMAT)
+_call_structs: dict[int, struct.Struct] = {}
+
+MAX_REPLICAS = 4096
+MAX_DEFINITIONS = 1 << 16
+"""Definitions a decoder remembers; the writer repeats those in use, so the oldest may be forgotten."""
+
+
+class RecordError(Exception):
+    """Bytes that are no record of ours, or refer to a definition that was not seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One tensor among the arguments or results: where it is, its shape, dtype and bytes (elements times item size)."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase of a call: start after the call's own start and duration, in ns; device time in ms or None."""
+
+    offset_ns: int
+    host_ns: int
+    device_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One share of a call. Sizes are None where they could not be seen; offset_ns counts from the call's start."""
+
+    replica: int
+    device: str
+    offset_ns: int
+    host_ns: int
+    inputs: tuple[Size, ...] | None
+    outputs: tuple[Size, ...] | None
+    device_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One top-level forward; start_ns counts from the run's start."""
+
+    process: int
+    rank: int | None
+    step: int
+    call: int
+    root: str
+    via: str | None
+    mode: str
+    virtual: bool
+    training: bool
+    grad: bool
+    failed: bool
+    start_ns: int
+    wall_ns: int
+    devices: tuple[str, ...]
+    phases: Mapping[str, Phase]
+    replicas: tuple[Replica, ...]
+    inputs: tuple[Size, ...] | None
+    outputs: tuple[Size, ...] | None
+    absent: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of the batch: the first tensor's size along dimension 0; None if it has none."""
+        return rows_of(self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One turn of the training loop; phases in ns, those that did not run are missing ("other" is always there)."""
+
+    process: int
+    rank: int | None
+    step: int
+    mode: str
+    start_ns: int
+    wall_ns: int
+    samples: int | None
+    phases: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Everything that is rare (kind: mode, process, device, warning, dropped, exit): its JSON object as it is."""
+
+    kind: str
+    data: Mapping[str, Any]
+
+
+Record = Call | Step | Event
+
+
+def rows_of(sizes: Sequence[Size] | None) -> int | None:
+    """Rows of the first tensor that has a dimension, None if there is none."""
+    for size in sizes or ():
+        if size.shape:
+            return size.shape[0]
+    return None
+
+
+def mode_number(mode: str) -> int:
+    """The number of a mode by its name; ValueError for a name that is none."""
+    return MODES.index(mode)
+
+
+# ------------------------------------------------------------------------------------------------ encoding
+
+
+def pack_definition(number: int, value: Any) -> bytes:
+    """A definition: `value` is a layout (root, via, devices, absent) or a list of (path, shape, dtype, bytes)."""
+    return _DEFINE_HEAD.pack(_DEFINE, number) + json.dumps(value, separators=(",", ":")).encode()
+
+
+def pack_event(kind: str, data: Mapping[str, Any]) -> bytes:
+    """A rare record, as JSON; `data` without its kind."""
+    return bytes((_EVENT,)) + json.dumps({"kind": kind, **data}, separators=(",", ":")).encode()
+
+
+def call_flags(virtual: bool, training: bool, grad: bool, failed: bool) -> int:
+    """The flag byte of a call."""
+    return virtual * VIRTUAL | training * TRAINING | grad * GRAD | failed * FAILED
+
+
+def call_format(replicas: int) -> str:
+    """The struct format of a call over so many replicas: CALL_TAG, mode, flags, 0, then as pack_call takes them."""
+    return _CALL_FORMAT + "IIqq" * replicas
+
+
+def pack_call(
+    mode: int,
+    flags: int,
+    layout: int,
+    step: int,
+    call: int,
+    start_ns: int,
+    wall_ns: int,
+    inputs: int,
+    outputs: int,
+    phases: Sequence[int],
+    replicas: Sequence[int],
+) -> bytes:
+    """A call.
+
+    `phases`: offset and duration (ns) for each of CALL_PHASES, offset -1 for one that did not run. `replicas`: four
+    numbers a replica: inputs, outputs (definitions, 0 unknown), offset, duration. Clocks are monotonic ns.
+    """
+    count = len(replicas) >> 2
+    packer = _call_structs.get(count)
+    if packer is None:
+        packer = _call_structs[count] = struct.Struct(call_format(count))
+    return packer.pack(
+        CALL_TAG, mode, flags, 0, layout, step, call, start_ns, wall_ns, inputs, outputs, *phases, *replicas
+    )
+
+
+def pack_step(mode: int, step: int, start_ns: int, wall_ns: int, samples: int, phases: Sequence[int]) -> bytes:
+    """A step; `samples` -1 if unknown; `phases`: ns for the first four of STEP_PHASES, -1 for one that did not run."""
+    return _STEP_BODY.pack(STEP_TAG, mode, 0, 0, step, start_ns, wall_ns, samples, *phases)
+
+
+# ------------------------------------------------------------------------------------------------ decoding
+
+
+def _sizes(value: Any) -> tuple[Size, ...]:
+    return tuple(
+        Size(str(path), tuple(int(n) for n in shape), str(dtype), int(count)) for path, shape, dtype, count in value
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    root: str
+    via: str | None
+    devices: tuple[str, ...]
+    absent: dict[str, str]
+
+
+def _layout(value: dict[str, Any]) -> _Layout:
+    return _Layout(
+        str(value["root"]),
+        None if value["via"] is None else str(value["via"]),
+        tuple(str(name) for name in value["devices"]),
+        {str(key): str(reason) for key, reason in value["absent"].items()},
+    )
+
+
+class Decoder:
+    """Turns one process's payloads into records, resolving definitions; `origin_ns` is the run's start (monotonic)."""
+
+    def __init__(self, process: int, rank: int | None = None, origin_ns: int = 0) -> None:
+        self.process = process
+        self.rank = rank
+        self.origin_ns = origin_ns
+        self._layouts: dict[int, _Layout] = {}
+        self._sizes: dict[int, tuple[Size, ...]] = {}
+
+    def decode(self, payload: bytes) -> Record | None:
+        """The record in `payload`; None for a definition, which is remembered. Raises RecordError for anything else."""
+        try:
+            kind = payload[0]
+            if kind in (CALL_TAG, PLAIN_TAG):
+                return self._call(payload)
+            if kind == STEP_TAG:
+                return self._step(payload)
+            if kind == _EVENT:
+                data = json.loads(payload[1:])
+                return Event(str(data.pop("kind")), data)
+            if kind == _DEFINE:
+                self._define(payload)
+                return None
+        except (
+            LookupError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            struct.error,
+            RecursionError,
+        ) as error:
+            raise RecordError(f"unreadable record: {type(error).__name__}: {error}") from None
+        raise RecordError(f"unknown kind of record: {kind}")
+
+    def _define(self, payload: bytes) -> None:
+        _, number = _DEFINE_HEAD.unpack_from(payload)
+        value = json.loads(payload[_DEFINE_HEAD.size :])
+        if isinstance(value, dict):
+            self._layouts.pop(number, None)
+            self._layouts[number] = _layout(value)
+        else:
+            self._sizes.pop(number, None)
+            self._sizes[number] = _sizes(value)
+        for table in (self._layouts, self._sizes):
+            if len(table) > MAX_DEFINITIONS:
+                del table[next(iter(table))]
+
+    def _known(self, number: int) -> tuple[Size, ...] | None:
+        return None if number == 0 else self._sizes[number]
+
+    def _call(self, payload: bytes) -> Call:
+        mode, flags, _, layout_number, step, call, start, wall, inputs, outputs, *phases = call_head(payload)
+        shares = call_replicas(payload)
+        if len(shares) > MAX_REPLICAS:
+            raise RecordError("more replicas than any machine has devices")
+        layout = self._layouts[layout_number]
+        return Call(
+            process=self.process,
+            rank=self.rank,
+            step=step,
+            call=call,
+            root=layout.root,
+            via=layout.via,
+            mode=MODES[mode],
+            virtual=bool(flags & VIRTUAL),
+            training=bool(flags & TRAINING),
+            grad=bool(flags & GRAD),
+            failed=bool(flags & FAILED),
+            start_ns=start - self.origin_ns,
+            wall_ns=wall,
+            devices=layout.devices,
+            phases={
+                name: Phase(phases[2 * i], phases[2 * i + 1])
+                for i, name in enumerate(CALL_PHASES)
+                if phases[2 * i] >= 0
+            },
+            replicas=tuple(
+                Replica(i, layout.devices[i], offset, took, self._known(got), self._known(gave))
+                for i, (got, gave, offset, took) in enumerate(shares)
+            ),
+            inputs=self._known(inputs),
+            outputs=self._known(outputs),
+            absent=layout.absent,
+        )
+
+    def _step(self, payload: bytes) -> Step:
+        _, mode, _, _, step, start, wall, samples, *phases = _STEP_BODY.unpack(payload)
+        known = {name: took for name, took in zip(STEP_PHASES, phases, strict=False) if took >= 0}
+        known["other"] = max(0, wall - sum(known.values()))
+        return Step(
+            process=self.process,
+            rank=self.rank,
+            step=step,
+            mode=MODES[mode],
+            start_ns=start - self.origin_ns,
+            wall_ns=wall,
+            samples=samples if samples >= 0 else None,
+            phases=known,
+        )
+
+
+# ------------------------------------------------------------------------------------------- light reading
+
+
+def kind_of(payload: bytes) -> str:
+    """What a payload is, without decoding it: definition, call, step, event, or "" for none of ours."""
+    return _KINDS[payload[0]] if payload and payload[0] < len(_KINDS) else ""
+
+
+def call_head(payload: bytes) -> tuple[int, ...]:
+    """A call's numbers as they lie in the payload; struct.error if it is cut off.
+
+    mode, flags, 0, layout, step, call, start_ns, wall_ns, inputs, outputs (start on the absolute monotonic
+    clock; layout, inputs and outputs by definition), then offset and duration for each of CALL_PHASES (offset
+    -1: did not run).
+    """
+    if payload[0] == PLAIN_TAG:
+        return (*_PLAIN.unpack(payload)[1:], *_NO_PHASES)
+    return _CALL_HEAD.unpack_from(payload)[1:]
+
+
+def call_replicas(payload: bytes) -> list[tuple[int, int, int, int]]:
+    """For each replica: inputs, outputs (definitions), offset_ns, host_ns; struct.error if cut off."""
+    if payload[0] == PLAIN_TAG:
+        *_, wall, inputs, outputs = _PLAIN.unpack(payload)
+        return [(inputs, outputs, 0, wall)]
+    return list(_CALL_REPLICA.iter_unpack(memoryview(payload)[_CALL_HEAD.size :]))
+
+
+def step_fields(payload: bytes) -> tuple[int, ...]:
+    """A step's numbers; struct.error if it is cut off.
+
+    mode, 0, 0, step, start_ns (absolute), wall_ns, samples, the first four of STEP_PHASES; -1 for none.
+    """
+    return _STEP_BODY.unpack(payload)[1:]
+
+
+def definition(payload: bytes) -> tuple[int, Any]:
+    """A definition's number and value; ValueError or struct.error if it is damaged."""
+    return _DEFINE_HEAD.unpack_from(payload)[1], json.loads(payload[_DEFINE_HEAD.size :])
+
+
+# ------------------------------------------------------------------------------------------------ JSON
+
+
+def _ms(ns: int) -> float:
+    return ns / 1e6
+
+
+def _sizes_json(sizes: tuple[Size, ...] | None) -> list[dict[str, Any]] | None:
+    if sizes is None:
+        return None
+    return [{"path": s.path, "shape": list(s.shape), "dtype": s.dtype, "bytes": s.bytes} for s in sizes]
+
+
+def _call_json(call: Call) -> dict[str, Any]:
+    absent = dict(call.absent)
+    if call.failed:
+        absent["outputs"] = "the forward raised an exception"
+    elif (
+        call.inputs is None or call.outputs is None or any(r.inputs is None or r.outputs is None for r in call.replicas)
+    ):
+        absent.setdefault("sizes", "not seen by a forward hook")
+    return {
+        "kind": "call",
+        "process": call.process,
+        "rank": call.rank,
+        "step": call.step,
+        "call": call.call,
+        "root": call.root,
+        "via": call.via,
+        "mode": call.mode,
+        "virtual": call.virtual,
+        "training": call.training,
+        "grad": call.grad,
+        "start_s": call.start_ns / 1e9,
+        "wall_ms": _ms(call.wall_ns),
+        "devices": list(call.devices),
+        "phases": {name: {"host_ms": _ms(p.host_ns), "device_ms": p.device_ms} for name, p in call.phases.items()},
+        "replicas": [
+            {
+                "replica": r.replica,
+                "device": r.device,
+                "host_ms": _ms(r.host_ns),
+                "device_ms": r.device_ms,
+                "inputs": _sizes_json(r.inputs),
+                "outputs": _sizes_json(r.outputs),
+            }
+            for r in call.replicas
+        ],
+        "inputs": _sizes_json(call.inputs),
+        "outputs": _sizes_json(call.outputs),
+        "absent": absent,
+    }
+
+
+def _step_json(step: Step) -> dict[str, Any]:
+    absent = {} if step.samples is not None else {"samples": "no call of this step had a tensor with rows"}
+    return {
+        "kind": "step",
+        "process": step.process,
+        "rank": step.rank,
+        "step": step.step,
+        "start_s": step.start_ns / 1e9,
+        "wall_ms": _ms(step.wall_ns),
+        "samples": step.samples,
+        "phases": {name: _ms(step.phases[name]) for name in STEP_PHASES if name in step.phases},
+        "absent": absent,
+    }
+
+
+def as_json(record: Record) -> dict[str, Any]:
+    """The record as an object of `dpmon export --format jsonl`: times in ms, starts in s since the run's start."""
+    if isinstance(record, Call):
+        return _call_json(record)
+    if isinstance(record, Step):
+        return _step_json(record)
+    return {"kind": record.kind, **record.data}

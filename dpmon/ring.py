@@ -1,0 +1,445 @@
+"""A memory-mapped ring of records: one writer that never waits, any number of readers that only read.
+
+Layout of a ring file (native byte order; a run never leaves its machine)::
+
+    0      magic, version, sizes, pid, process index, rank, world size, start     written once
+    128    head, claim, lost                                                      written by the writer
+    192    request serial, requested mode                                         written by readers
+    256    acknowledged serial, mode in force, activity and since when,
+           size of a staged record                                                 written by the writer
+    512    a record that is staged: its number plus one, the record, the number again
+    4096   the data area: a whole number of blocks; a frame never crosses a block's end
+
+A frame is ``length u32, check u32, sequence u64, payload``, padded to eight bytes; the check ties the length to the
+sequence number, so that a reader that lands on anything but a frame's start sees it. Offsets grow for ever and are
+taken modulo the capacity. The writer moves *claim* to a block's end before it writes there and *head* after each
+frame, so what lies in ``[claim - capacity, head)`` is whole; a reader that was lapped jumps to the next block's start,
+and the sequence numbers tell it how many records it missed.
+
+The writer maps the file, so that a record costs no system call and survives the death of its process. Readers use
+pread: a file that is truncated under them is a short read, not a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import struct
+import sys
+import time
+from typing import Any
+
+__all__ = ["Activity", "Frame", "Ring", "RingError", "RingReader"]
+
+MAGIC = b"DPMONRNG"
+VERSION = 1
+HEADER_BYTES = 4096
+BLOCK_BYTES = 1 << 16
+DEFAULT_CAPACITY = 1 << 22
+"""4 MiB: about 7,000 steps of one call over 8 replicas. Touched pages count as the training's memory, so not more."""
+
+_HEAD_STRUCT = struct.Struct("=8sIIQIiiiq")  # magic version header capacity pid process rank world start_ns
+_FRAME = struct.Struct("<IIQ")
+_FRAME_BYTES = _FRAME.size
+_WAIT_TURNS = 50
+"""Tenths of a millisecond to wait for another thread's write, once at most."""
+_PAD_LENGTH = 0xFFFFFFFF
+MAX_PAYLOAD = BLOCK_BYTES - _FRAME_BYTES
+
+# Indices of the 64-bit words that change while the ring is in use.
+_HEAD, _CLAIM, _LOST = 16, 17, 18
+_REQUEST_SERIAL, _REQUEST_MODE = 24, 25
+_ACK_SERIAL, _ACK_MODE, _ACTIVITY, _STAGE_SIZE = 32, 33, 34, 35
+_STAGE_AT = 512
+_STAGE_MAX = 256
+_WORDS = struct.Struct("=20Q")  # bytes 128..288: words 16..35
+
+
+class RingError(Exception):
+    """A file that is not a usable ring: foreign, truncated, of another version."""
+
+
+class Activity:
+    """What the training thread was last seen to begin, as numbers in the ring's header."""
+
+    OTHER, DATA, FORWARD, BACKWARD, OPTIMIZER, ENDED = range(6)
+    WORD = _ACTIVITY
+    """Index in Ring.words: monotonic ns of the turn's start shifted left by three, and one of the numbers above."""
+    BYTE = _ACTIVITY * 8
+    """Index in Ring.map of the byte that holds the number (and a few low bits of the time, which do not matter)."""
+    NAMES = ("other", "data", "forward", "backward", "optimizer", "ended")
+
+
+class Frame:
+    """A record of fixed layout, or two in a row, written by one call of struct straight into the map."""
+
+    __slots__ = ("need", "pack_into", "second", "size")
+
+    def __init__(self, layout: str, second: str | None = None) -> None:
+        """Layouts are struct formats of standard size, beginning with "<"."""
+        self.size = struct.calcsize(layout)
+        pad = -self.size % 8
+        # The head's length and check are one number here, least significant half first, as in _FRAME.
+        whole = f"<QQ{layout[1:]}"
+        self.second = 0
+        if second is not None:
+            whole += f"{pad}xQQ{second[1:]}"
+            self.second = struct.calcsize(second)
+        packer = struct.Struct(whole)
+        native = struct.Struct("@" + whole[1:])
+        if native.size == packer.size and sys.byteorder == "little":
+            packer = native  # the same bytes, packed several times faster, where the fields lie aligned anyway
+        self.need = (packer.size + 7) & ~7
+        self.pack_into = packer.pack_into
+
+
+class Ring:
+    """The writing end. Create one in the process that is traced; `write` is safe from any thread of it."""
+
+    __slots__ = (
+        "_block_end",
+        "_capacity",
+        "_sequence",
+        "_stage_frame",
+        "_stage_into",
+        "_token",
+        "head",
+        "map",
+        "staged",
+        "words",
+    )
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        process: int,
+        rank: int = -1,
+        world: int = -1,
+        start_ns: int = 0,
+        capacity: int = DEFAULT_CAPACITY,
+    ) -> None:
+        """Create `path` (which must not exist), `capacity` bytes of it for records (whole blocks of 64 KiB).
+
+        Raises FileExistsError if the name is taken and OSError if the disk has no room: the whole file is allocated
+        here, since a page that cannot be had later would kill the process with SIGBUS.
+        """
+        if capacity < 2 * BLOCK_BYTES or capacity % BLOCK_BYTES:
+            raise ValueError(f"capacity must be at least two blocks of {BLOCK_BYTES} bytes, whole: {capacity}")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(path, flags, 0o600)
+        try:
+            try:
+                os.posix_fallocate(fd, 0, HEADER_BYTES + capacity)
+            except OSError:
+                os.unlink(path)
+                raise
+            self.map = mmap.mmap(fd, HEADER_BYTES + capacity)
+        finally:
+            os.close(fd)
+        self._capacity = capacity
+        self._token: list[None] = [None]
+        """Holds one element while nobody writes."""
+        self._sequence = 0
+        self.head = 0
+        """Bytes written since the ring was made (it grows for ever)."""
+        self._block_end = 0
+        """Where the block under way ends, as an offset like head; 0 before the first."""
+        self.staged: tuple[int, ...] | None = None
+        self.words = memoryview(self.map)[:HEADER_BYTES].cast("Q")
+        # The magic comes last: a reader that sees it sees a complete header.
+        _HEAD_STRUCT.pack_into(
+            self.map, 0, bytes(8), VERSION, HEADER_BYTES, capacity, os.getpid(), process, rank, world, start_ns
+        )
+        self.map[0:8] = MAGIC
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that the ring holds before the oldest are overwritten."""
+        return self._capacity
+
+    def put(self, frame: Frame, values: tuple[Any, ...], more: tuple[Any, ...] = ()) -> bool:
+        """Append one record of a fixed layout; `more` are the values of the second, if the frame holds two.
+
+        False, and counted as lost, if it interrupts a write of its own thread (a signal handler of the script may call
+        the model while we write). Raises struct.error for values that do not fit. On the hot path: no bytes object is
+        made, and nothing but struct and the map is touched.
+        """
+        token = self._token
+        try:
+            token.pop()  # atomic, and cheaper than a lock when nobody else is there
+        except IndexError:
+            if not self._wait():
+                return False
+        try:
+            head = self.head
+            end = head + frame.need
+            if end > self._block_end:
+                head = self._next_block()
+                end = head + frame.need
+            sequence = self._sequence
+            size = frame.size
+            first = size | ((sequence ^ size) & 0xFFFFFFFF) << 32
+            at = HEADER_BYTES + head % self._capacity
+            if not more:
+                frame.pack_into(self.map, at, first, sequence, *values)
+                sequence += 1
+            else:
+                size = frame.second
+                next_ = sequence + 1
+                second = size | ((next_ ^ size) & 0xFFFFFFFF) << 32
+                frame.pack_into(self.map, at, first, sequence, *values, second, next_, *more)
+                sequence += 2
+            self._sequence = sequence
+            self.head = end
+            self.words[_HEAD] = end
+        finally:
+            token.append(None)
+        return True
+
+    def _wait(self) -> bool:
+        """Wait for another thread's write; False (counted) if the write under way is further down our own stack."""
+        caller = sys._getframe(1).f_back
+        while caller is not None:
+            if caller.f_code is Ring.put.__code__:
+                self.words[_LOST] += 1
+                return False
+            caller = caller.f_back
+        head = self.head
+        for _ in range(_WAIT_TURNS):
+            time.sleep(0.0001)
+            try:
+                self._token.pop()
+            except IndexError:
+                continue
+            return True
+        if self.head == head:  # an exception (KeyboardInterrupt) struck between taking the token and the try
+            return True
+        self.words[_LOST] += 1
+        return False
+
+    def write(self, payload: bytes) -> bool:
+        """Append one record of any layout, after the one that is staged; False, and counted as lost, if too large."""
+        if len(payload) > MAX_PAYLOAD:
+            self.words[_LOST] += 1
+            return False
+        self.flush()
+        return self.put(Frame(f"<{len(payload)}s"), (payload,))
+
+    def stage(self, values: tuple[int, ...]) -> None:
+        """Keep a record (of STAGE's layout) where `RingReader.last_words` finds it if the process dies now.
+
+        It costs less than a frame, since it is the same memory every time. It is written by the next `put_staged`,
+        `flush` or `write`, whichever comes first, so that nothing overtakes it.
+        """
+        self.staged = values
+        number = self._sequence + 1
+        self._stage_into(self.map, _STAGE_AT, number, *values, number)
+
+    def flush(self) -> None:
+        """Write the record that is staged, if there is one."""
+        staged, self.staged = self.staged, None
+        if staged is not None:
+            self.put(self._stage_frame, staged)
+
+    def staging(self, layout: str) -> None:
+        """Say which layout `stage` takes; once, before its first use."""
+        packer, native = struct.Struct(f"<Q{layout[1:]}Q"), struct.Struct(f"@Q{layout[1:]}Q")
+        self._stage_into = (native if native.size == packer.size else packer).pack_into
+        self._stage_frame = Frame(layout)
+        self.words[_STAGE_SIZE] = struct.calcsize(layout)
+
+    def _next_block(self) -> int:
+        """Claim the next block, end the one under way with a pad, and return where the new one starts."""
+        head, start = self.head, self._block_end
+        self.words[_CLAIM] = start + BLOCK_BYTES
+        if start - head >= _FRAME_BYTES:
+            _FRAME.pack_into(self.map, HEADER_BYTES + head % self._capacity, _PAD_LENGTH, 0, 0)
+        self.head = start  # before the block's end: an exception in between must not leave them in different blocks
+        self._block_end = start + BLOCK_BYTES
+        return start
+
+    def activity(self, what: int, since_ns: int) -> None:
+        """Say what the training thread has just begun (one of Activity) and when (monotonic, ns)."""
+        self.words[_ACTIVITY] = since_ns << 3 | what
+
+    REQUEST = _REQUEST_SERIAL
+    """Index in `words` of what `request_serial` returns."""
+
+    @property
+    def request_serial(self) -> int:
+        """The number of the last request that a reader made; 0 when there was none."""
+        return self.words[_REQUEST_SERIAL]
+
+    @property
+    def request_mode(self) -> int:
+        """The mode asked for by the last request, as `dpmon.records.MODES` numbers it."""
+        return self.words[_REQUEST_MODE]
+
+    def acknowledge(self, serial: int, mode: int) -> None:
+        """Tell readers which request was acted upon and which mode is in force now."""
+        self.words[_ACK_MODE] = mode
+        self.words[_ACK_SERIAL] = serial
+
+
+class RingReader:
+    """The reading end: never blocks the writer, never trusts the file."""
+
+    def __init__(self, path: str, *, position: int = 0, sequence: int = 0, live: bool = False) -> None:
+        """Open `path` and continue at byte `position`, where record number `sequence` is due.
+
+        With `live`, start at what is still in the ring and do not count what was overwritten before as missed.
+        Raises RingError if the file is not a ring of this user, OSError if it cannot be opened.
+        """
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except PermissionError:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            info = os.fstat(self._fd)
+            if not stat.S_ISREG(info.st_mode):
+                raise RingError(f"{path}: not a regular file")
+            if info.st_uid != os.getuid():
+                raise RingError(f"{path}: belongs to another user")
+            raw = os.pread(self._fd, _HEAD_STRUCT.size, 0)
+            if len(raw) < _HEAD_STRUCT.size or raw[:8] != MAGIC:
+                raise RingError(f"{path}: not a ring")
+            _, version, header, capacity, pid, process, rank, world, start = _HEAD_STRUCT.unpack(raw)
+            if version != VERSION or header != HEADER_BYTES:
+                raise RingError(f"{path}: ring of another version ({version})")
+            if capacity < 2 * BLOCK_BYTES or capacity % BLOCK_BYTES or header + capacity != info.st_size:
+                raise RingError(f"{path}: size does not match its header")
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.path = path
+        self.pid, self.process, self.start_ns = pid, process, start
+        self.rank = rank if rank >= 0 else None
+        self.world = world if world >= 0 else None
+        self.capacity = capacity
+        self.position = position
+        self.sequence = sequence
+        self.missed = 0
+        """Records that were overwritten, torn or damaged before this reader came to them."""
+        self._first = live
+        self.ended = False
+
+    def close(self) -> None:
+        """Give the descriptor back; the reader is of no further use."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _words(self) -> tuple[int, ...]:
+        raw = os.pread(self._fd, _WORDS.size, 128)
+        if len(raw) < _WORDS.size:
+            raise RingError(f"{self.path}: truncated")
+        return _WORDS.unpack(raw)
+
+    def lost(self) -> int:
+        """Records that the writer itself could not write."""
+        return self._words()[_LOST - 16]
+
+    def activity(self) -> tuple[int, int]:
+        """What the training thread last began (one of Activity), and when its turn of the loop began.
+
+        Monotonic ns, 0 when there was none yet. A turn begins by waiting for data, so for DATA this is
+        since when it waits.
+        """
+        word = self._words()[_ACTIVITY - 16]
+        return min(word & 7, Activity.ENDED), word >> 3
+
+    def request(self, mode: int) -> int:
+        """Ask the training process for `mode`; returns the request's serial, to compare with `acknowledged`."""
+        serial = (self._words()[_REQUEST_SERIAL - 16] + 1) & 0xFFFFFFFFFFFFFFFF
+        os.pwrite(self._fd, struct.pack("=Q", mode), _REQUEST_MODE * 8)
+        os.pwrite(self._fd, struct.pack("=Q", serial), _REQUEST_SERIAL * 8)
+        return serial
+
+    def acknowledged(self) -> tuple[int, int]:
+        """The serial of the last request acted upon and the mode in force (0: none yet)."""
+        words = self._words()
+        return words[_ACK_SERIAL - 16], words[_ACK_MODE - 16]
+
+    def read(self, limit: int = 1 << 20) -> list[bytes]:
+        """The next records' payloads, oldest first, from at most `limit` bytes; an empty list when there are none.
+
+        What was overwritten before it could be read is added to `missed`. Raises RingError if the file was truncated.
+        """
+        words = self._words()
+        head, claim = words[_HEAD - 16], max(words[_CLAIM - 16], words[_HEAD - 16])
+        if self.position > head:  # damaged header: there is nothing to be trusted
+            return []
+        self._skip_overwritten(claim)
+        start = self.position
+        if start >= head:
+            return []
+        end = min(head, start + max(limit, BLOCK_BYTES))
+        if end < head:
+            end -= end % BLOCK_BYTES  # frames never cross a block, so a cut there is clean
+        data = self._copy(start, end)
+        words = self._words()
+        safe_from = max(words[_CLAIM - 16] - self.capacity, 0)
+        return self._parse(data, start, safe_from)
+
+    def last_words(self) -> list[bytes]:
+        """The record that a process staged and died before it could write it, once `read` has nothing more."""
+        size = self._words()[_STAGE_SIZE - 16]
+        if not 0 < size <= _STAGE_MAX:
+            return []
+        raw = os.pread(self._fd, size + 16, _STAGE_AT)
+        if len(raw) < size + 16 or raw[:8] != raw[-8:]:  # killed while it staged: the record was not finished
+            return []
+        number = int.from_bytes(raw[:8], "little")
+        if number <= self.sequence:
+            return []
+        self.sequence = number
+        return [raw[8:-8]]
+
+    def _skip_overwritten(self, claim: int) -> None:
+        oldest = claim - self.capacity
+        if self.position < oldest:
+            self.position = -(-oldest // BLOCK_BYTES) * BLOCK_BYTES
+
+    def _copy(self, start: int, end: int) -> bytes:
+        at = start % self.capacity
+        size = end - start
+        first = min(size, self.capacity - at)
+        data = os.pread(self._fd, first, HEADER_BYTES + at)
+        if size > first:
+            data += os.pread(self._fd, size - first, HEADER_BYTES)
+        if len(data) < size:
+            raise RingError(f"{self.path}: truncated")
+        return data
+
+    def _parse(self, data: bytes, start: int, safe_from: int) -> list[bytes]:
+        found: list[bytes] = []
+        offset, size = 0, len(data)
+        if start < safe_from:
+            offset = min(-(-safe_from // BLOCK_BYTES) * BLOCK_BYTES - start, size)
+        while offset < size:
+            room = BLOCK_BYTES - ((start + offset) & (BLOCK_BYTES - 1))
+            if min(room, size - offset) < _FRAME_BYTES:  # a block's end, or a damaged head
+                offset += min(room, size - offset)
+                continue
+            length, check, sequence = _FRAME.unpack_from(data, offset)
+            if length == _PAD_LENGTH:
+                offset += room
+                continue
+            body = offset + _FRAME_BYTES
+            payload = data[body : body + length]
+            if length > room - _FRAME_BYTES or body + length > size or (sequence ^ length) & 0xFFFFFFFF != check:
+                offset += room  # damaged: the next block starts with a frame again, its number tells what is missing
+                continue
+            if sequence < self.sequence:  # already taken from the stage
+                offset = body + ((length + 7) & ~7)
+                continue
+            if not self._first:
+                self.missed += sequence - self.sequence
+            self._first = False
+            self.sequence = sequence + 1
+            found.append(payload)
+            offset = body + ((length + 7) & ~7)
+        self.position = start + offset
+        return found

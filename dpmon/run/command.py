@@ -1,0 +1,165 @@
+"""From the words on the command line to what is executed: which Python, which arguments."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Command", "CommandError", "resolve"]
+
+PROBE_S = 20.0
+"""How long a Python may take to say whether it has torch (a cold network file system is slow)."""
+_PROBE = (
+    "import importlib.util as u,sys;s=u.find_spec('torch');sys.exit(0 if s is not None and s.origin is not None else 9)"
+)
+
+
+class CommandError(Exception):
+    """The command cannot be run as it was given; the text is one sentence for a person."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What is executed (`argv`), by which Python (None: any launcher), and what it is called."""
+
+    argv: tuple[str, ...]
+    python: str | None
+    script: str
+    name: str
+
+
+def resolve(words: Sequence[str], module: str | None, python: str | None, environ: Mapping[str, str]) -> Command:
+    """The command for `words` (a script or launcher and its arguments) or for `module` with arguments `words`.
+
+    Raises CommandError for what cannot be run, before anything was started.
+    """
+    if module is not None:
+        if not module:
+            raise CommandError("-m needs the name of a module")
+        chosen = choose_python(python, environ)
+        return Command((chosen, "-m", module, *words), chosen, f"-m {module}", _name(module.split(".")[-1]))
+    if not words or not words[0]:
+        raise CommandError("no script to run")
+    first = words[0]
+    if _is_script(first, environ):
+        _check_file(first)
+        chosen = choose_python(python, environ)
+        return Command((chosen, *words), chosen, first, _name(Path(first).stem))
+    if python is not None:
+        raise CommandError(f"--python is for a script or -m, and {first} is neither")
+    _check_command(first, environ)
+    return Command(tuple(words), None, first, _name(Path(first).stem))
+
+
+def _name(text: str) -> str:
+    """A run's name made of what may stand in a directory's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:40] or "run"
+
+
+def _is_script(word: str, environ: Mapping[str, str]) -> bool:
+    if not word.endswith((".py", ".pyw", ".pyc")):
+        return False
+    # A launcher whose name ends in .py is found on PATH, and then is no file here.
+    return os.path.lexists(word) or os.sep in word or not shutil.which(word, path=environ.get("PATH"))
+
+
+def _check_file(path: str) -> None:
+    if os.path.isdir(path):
+        raise CommandError(f"{path} is a directory, not a script")
+    if not os.path.exists(path):
+        raise CommandError(f"no such file: {path}")
+    if not os.access(path, os.R_OK):
+        raise CommandError(f"{path} cannot be read: permission denied")
+
+
+def _check_command(word: str, environ: Mapping[str, str]) -> None:
+    if os.path.isdir(word):
+        raise CommandError(f"{word} is a directory, not a script")
+    if shutil.which(word, path=environ.get("PATH")):
+        return
+    if os.path.exists(word):
+        raise CommandError(f"{word} is neither a Python script (*.py) nor an executable on PATH")
+    if os.sep in word:
+        raise CommandError(f"no such file: {word}")
+    raise CommandError(f"command not found: {word}")
+
+
+# ------------------------------------------------------------------------------------------------ which Python
+
+
+def choose_python(asked: str | None, environ: Mapping[str, str]) -> str:
+    """The first Python that has torch: the one asked for, the environment's, dpmon's own, the first on PATH."""
+    if asked is not None:
+        found = shutil.which(asked, path=environ.get("PATH"))
+        if found is None or os.path.isdir(asked):
+            raise CommandError(f"--python {asked} is no executable file")
+        candidates = [os.path.abspath(found)]
+    else:
+        candidates = _candidates(environ)
+    looked_at = []
+    for candidate in candidates:
+        reason = _lacks_torch(candidate)
+        if reason is None:
+            return candidate
+        looked_at.append(f"{candidate} ({reason})" if reason else candidate)
+    raise CommandError(
+        f"torch was not found in {' or '.join(looked_at)}: install it there (pip install torch),"
+        " or run pip install 'dpmon[torch]', or name another Python with --python"
+    )
+
+
+def _candidates(environ: Mapping[str, str]) -> list[str]:
+    found = []
+    for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        prefix = environ.get(variable)
+        if prefix:
+            found.append(os.path.join(prefix, "bin", "python"))
+    found.append(sys.executable)
+    for name in ("python3", "python"):
+        on_path = shutil.which(name, path=environ.get("PATH"))
+        if on_path:
+            found.append(os.path.abspath(on_path))
+    unique: list[str] = []
+    for python in found:
+        # Not the resolved path: a virtual environment's python is a link to one that lacks its packages.
+        if os.access(python, os.X_OK) and all(not _same(python, other) for other in unique):
+            unique.append(python)
+    return unique
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two paths are the same Python: the same file in the same directory."""
+    return os.path.realpath(os.path.dirname(one)) == os.path.realpath(os.path.dirname(other)) and os.path.realpath(
+        one
+    ) == os.path.realpath(other)
+
+
+def _lacks_torch(python: str) -> str | None:
+    """None if this Python has torch, else why not ("" for the plain reason that it is not installed)."""
+    if _same(python, sys.executable):
+        spec = importlib.util.find_spec("torch")
+        return None if spec is not None and spec.origin is not None else ""
+    try:
+        # Asked in the root directory: a folder called torch beside the script is not torch.
+        done = subprocess.run(
+            [python, "-c", _PROBE],
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=PROBE_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {PROBE_S:.0f} s"
+    except OSError as error:
+        return str(error.strerror or error)
+    if done.returncode == 0:
+        return None
+    return "" if done.returncode == 9 else f"it ends with status {done.returncode}"

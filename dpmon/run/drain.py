@@ -1,0 +1,187 @@
+"""Takes the records out of the rings and hands them to the history, cheaply: bytes are kept, not decoded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from dpmon.records import RecordError
+from dpmon.ring import RingError, RingReader
+from dpmon.run.history import LIMIT_BYTES, Batch, History, HistoryError, RingRow
+from dpmon.run.rows import Sorter
+from dpmon.run.rundir import RunInfo, ring_paths
+
+__all__ = ["Drain"]
+
+COMMIT_S = 1.0
+COMMIT_BYTES = 1 << 19
+"""Written at the latest when this much has gathered: an eighth of a ring, so a kill in between loses nothing."""
+HOLD_BYTES = 8 << 20
+"""Held at most while the history cannot be written; the rings keep what is newer, what they lose is counted."""
+RETRY_S = 5.0
+
+
+class _Source:
+    """One ring, how far it is read, and the sorter of its payloads."""
+
+    def __init__(self, path: Path, row: RingRow | None, start_ns: int) -> None:
+        position, sequence = (0, 0) if row is None else (row.position, row.sequence)
+        self.ring = RingReader(str(path), position=position, sequence=sequence)
+        self.row = row or RingRow(path.name, self.ring.process, self.ring.rank, self.ring.pid)
+        self.sorter = Sorter(self.row, start_ns)
+        self._missed_before = self.row.missed
+        self.unreadable = 0
+
+    def note(self) -> None:
+        """Bring the row up to what has been read."""
+        self.row.position, self.row.sequence = self.ring.position, self.ring.sequence
+        self.row.missed = self._missed_before + self.ring.missed + self.unreadable
+        with suppress(RingError, OSError):  # truncated under us: what was known stays
+            self.row.lost = self.ring.lost()
+
+
+class Drain:
+    """All rings of one run, and what was taken from them since the last write."""
+
+    def __init__(
+        self, directory: Path, info: RunInfo, warn: Callable[[str], None], limit_bytes: int = LIMIT_BYTES
+    ) -> None:
+        self._directory = directory
+        self._info = info
+        self._warn = warn
+        self._limit_bytes = limit_bytes
+        self._history: History | None = None
+        self._kept: dict[str, RingRow] = {}
+        """The rings' rows as they stand in the history."""
+        self._sources: dict[str, _Source] = {}
+        self._refused: set[str] = set()
+        self._batch = Batch()
+        self._bytes = 0
+        self._next_id = 1
+        self._commit_at = 0.0
+        self._retry_at = 0.0
+        self._failing = False
+
+    def drain(self, now: float) -> bool:
+        """Take what is new, write what is due; True if there is more to take at once. `now`: monotonic s."""
+        if self._history is None and not self._open(now):
+            return False
+        more = False
+        if self._bytes < HOLD_BYTES:
+            self._find_rings()
+            for source in self._sources.values():
+                more = self._take(source) or more
+        if now >= self._commit_at or self._bytes >= COMMIT_BYTES:
+            self._write(now)
+        return more and self._bytes < HOLD_BYTES
+
+    def flush(self, over: bool = False) -> None:
+        """Take and write everything that is there now (at most a ring's worth from each).
+
+        With `over`, the processes are gone: also what they had staged and could not write any more.
+        """
+        now = time.monotonic()
+        self._retry_at = 0.0
+        for _ in range(64):
+            if not self.drain(now):
+                break
+        for source in self._sources.values() if over else ():
+            with suppress(RingError, OSError):
+                self._add(source, source.ring.last_words())
+        if self._history is not None:
+            self._write(now)
+
+    def close(self) -> None:
+        """Close history and rings; `flush` first."""
+        if self._history is not None:
+            self._history.close()
+            self._history = None
+        for source in self._sources.values():
+            source.ring.close()
+
+    # ------------------------------------------------------------------------------------------ rings
+
+    def _find_rings(self) -> None:
+        for _, path in ring_paths(self._directory):
+            if path.name in self._sources or path.name in self._refused:
+                continue
+            kept = self._kept.get(path.name)
+            try:
+                self._sources[path.name] = _Source(path, kept and replace(kept), self._info.start_ns)
+            except (RingError, OSError) as error:
+                # It may be half made: its header is complete a moment later.
+                if time.time() - _modified(path) > RETRY_S:
+                    self._refused.add(path.name)
+                    self._warn(f"{path.name} cannot be read: {error}")
+
+    def _take(self, source: _Source) -> bool:
+        """Move what one ring has into the batch; True if it filled faster than it was read."""
+        try:
+            before = source.ring.position
+            payloads = source.ring.read()
+        except (RingError, OSError):
+            return False
+        self._add(source, payloads)
+        return bool(source.ring.position - before >= source.ring.capacity // 8)
+
+    def _add(self, source: _Source, payloads: list[bytes]) -> None:
+        for payload in payloads:
+            try:
+                if source.sorter.add(self._batch, self._next_id, payload):
+                    self._next_id += 1
+            except RecordError:
+                source.unreadable += 1
+            self._bytes += len(payload)
+
+    # ------------------------------------------------------------------------------------------ history
+
+    def _open(self, now: float) -> bool:
+        if now < self._retry_at:
+            return False
+        meta = {"run": self._info.id, "start_ns": self._info.start_ns}
+        try:
+            history = History(self._directory, meta, self._limit_bytes)
+        except (HistoryError, OSError) as error:
+            self._fail(now, error)
+            return False
+        self._history = history
+        self._kept = history.rings()
+        self._next_id = history.next_id
+        self._commit_at = now
+        return True
+
+    def _write(self, now: float) -> None:
+        if self._history is None or now < self._retry_at:
+            return
+        self._commit_at = now + COMMIT_S
+        for source in self._sources.values():
+            source.note()
+        self._batch.rings = [source.row for name, source in self._sources.items() if self._kept.get(name) != source.row]
+        if not self._batch.rings:
+            return
+        try:
+            self._history.write(self._batch)
+        except HistoryError as error:
+            self._fail(now, error)
+            return
+        self._kept.update((row.name, replace(row)) for row in self._batch.rings)
+        self._batch = Batch()
+        self._bytes = 0
+        self._failing = False
+
+    def _fail(self, now: float, error: Exception) -> None:
+        """Say once that the history cannot be written, and try again later: the run goes on without it."""
+        self._retry_at = now + RETRY_S
+        if not self._failing:
+            self._failing = True
+            self._warn(f"the history cannot be written ({error}); the run goes on, older records may be lost")
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

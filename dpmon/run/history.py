@@ -1,0 +1,244 @@
+"""What a run keeps for good: history.sqlite. One writer (the supervisor), any number of readers.
+
+    meta         key, value: schema, run, start_ns, limit_bytes, pruned (rows deleted to stay below it)
+    rings        one row a ring: how far it was read (position, sequence), what was missed, what was counted
+    definitions  process, number, value (JSON): layouts and sizes that calls refer to
+    calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.records)
+    steps        id, process, step, mode, start_ns, wall_ns, samples, data_ns ... other_ns (NULL: did not run)
+    events       id, process (NULL: the supervisor), kind, t_ns, json
+
+Times are ns since the run's start. Ids are drawn from one counter, so they give the order across the three
+tables. A ring's position is written in the transaction that writes its records: whoever reads on from there misses
+and repeats nothing. This file is the only user of sqlite3.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+__all__ = ["HISTORY_FILE", "Batch", "History", "HistoryError", "Kept", "RingRow"]
+
+HISTORY_FILE = "history.sqlite"
+LIMIT_BYTES = 256 << 20
+SCHEMA_VERSION = 1
+_PRUNE_PART = 16
+_LASTING = ("process", "mode", "exit")
+"""Kinds of events that are never deleted: few, and what they say holds for all that follows."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS rings (
+    name TEXT PRIMARY KEY, process INTEGER, rank INTEGER, pid INTEGER, position INTEGER, sequence INTEGER,
+    missed INTEGER, lost INTEGER, calls INTEGER, steps INTEGER, last_step INTEGER) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS definitions (
+    process INTEGER, number INTEGER, value TEXT, PRIMARY KEY (process, number)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS calls (
+    id INTEGER PRIMARY KEY, process INTEGER, call INTEGER, step INTEGER, mode TEXT, start_ns INTEGER,
+    wall_ns INTEGER, rows INTEGER, payload BLOB);
+CREATE TABLE IF NOT EXISTS steps (
+    id INTEGER PRIMARY KEY, process INTEGER, step INTEGER, mode TEXT, start_ns INTEGER, wall_ns INTEGER,
+    samples INTEGER, data_ns INTEGER, forward_ns INTEGER, backward_ns INTEGER, optimizer_ns INTEGER,
+    other_ns INTEGER);
+CREATE TABLE IF NOT EXISTS events (
+    id INTEGER PRIMARY KEY, process INTEGER, kind TEXT, t_ns INTEGER, json TEXT);
+"""
+
+
+class HistoryError(Exception):
+    """The history cannot be written or read: no room, damaged, not ours."""
+
+
+@dataclass
+class RingRow:
+    """How far one ring has been taken over, as in the table `rings`."""
+
+    name: str
+    process: int
+    rank: int | None
+    pid: int
+    position: int = 0
+    sequence: int = 0
+    missed: int = 0
+    """Records that were overwritten before they were read, were damaged or could not be kept."""
+    lost: int = 0
+    """Records that the writer could not write."""
+    calls: int = 0
+    steps: int = 0
+    last_step: int | None = None
+
+
+@dataclass
+class Batch:
+    """Rows that are written together."""
+
+    definitions: list[tuple[int, int, str]] = field(default_factory=list)
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    steps: list[tuple[Any, ...]] = field(default_factory=list)
+    events: list[tuple[Any, ...]] = field(default_factory=list)
+    rings: list[RingRow] = field(default_factory=list)
+
+
+class History:
+    """The writing end."""
+
+    def __init__(self, directory: Path, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES) -> None:
+        """Open or make the history of the run in `directory`; raises HistoryError."""
+        self._limit = limit_bytes
+        try:
+            self._db = sqlite3.connect(
+                directory / HISTORY_FILE, isolation_level=None, timeout=1.0, check_same_thread=False
+            )
+        except sqlite3.Error as error:
+            raise HistoryError(str(error)) from None
+        try:
+            self._prepare(meta)
+        except sqlite3.Error as error:
+            self._db.close()
+            raise HistoryError(str(error)) from None
+
+    def _prepare(self, meta: Mapping[str, Any]) -> None:
+        run = self._db.execute
+        run("PRAGMA journal_mode=WAL")
+        # No fsync at all: a kill of this process loses nothing (the kernel holds the pages), a power cut ends
+        # the training too; and a flush of a slow disk every few seconds is felt by a training that writes to it.
+        run("PRAGMA synchronous=OFF")
+        run("PRAGMA journal_size_limit=4194304")
+        run("PRAGMA cache_size=-2000")
+        self._db.executescript(_SCHEMA)
+        rows = {"schema": SCHEMA_VERSION, "limit_bytes": self._limit, "pruned": 0, **meta}
+        self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", rows.items())
+        self._page_bytes: int = run("PRAGMA page_size").fetchone()[0]
+        self.next_id: int = 1 + max(_last_ids(self._db))
+
+    def rings(self) -> dict[str, RingRow]:
+        """How far each ring was taken over by whoever wrote this history before."""
+        return _rings(self._db)
+
+    def write(self, batch: Batch) -> None:
+        """Write all of `batch` or nothing; raises HistoryError, and the same batch may be tried again."""
+        many = self._db.executemany
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
+            many("INSERT INTO calls VALUES (?,?,?,?,?,?,?,?,?)", batch.calls)
+            many("INSERT INTO steps VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", batch.steps)
+            many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
+            many("INSERT OR REPLACE INTO rings VALUES (?,?,?,?,?,?,?,?,?,?,?)", map(astuple, batch.rings))
+            if self._used_bytes() > self._limit:
+                self._prune()
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            with suppress(sqlite3.Error):  # some errors have rolled back already
+                self._db.execute("ROLLBACK")
+            raise HistoryError(str(error)) from None
+
+    def _used_bytes(self) -> int:
+        pages: int = self._db.execute("PRAGMA page_count").fetchone()[0]
+        free: int = self._db.execute("PRAGMA freelist_count").fetchone()[0]
+        return (pages - free) * self._page_bytes
+
+    def _prune(self) -> None:
+        """Delete the oldest sixteenth of what is there; the pages are used again, the file does not grow."""
+        firsts = [
+            row[0]
+            for row in self._db.execute(
+                "SELECT min(id) FROM calls UNION ALL SELECT min(id) FROM steps"
+                " UNION ALL SELECT min(id) FROM events WHERE kind NOT IN (?,?,?)",
+                _LASTING,
+            )
+            if row[0] is not None
+        ]
+        if not firsts:
+            return
+        before = min(firsts) + max(1, (max(_last_ids(self._db)) - min(firsts)) // _PRUNE_PART)
+        gone = self._db.execute("DELETE FROM calls WHERE id < ?", (before,)).rowcount
+        gone += self._db.execute("DELETE FROM steps WHERE id < ?", (before,)).rowcount
+        gone += self._db.execute(
+            "DELETE FROM events WHERE id < ? AND kind NOT IN (?,?,?)", (before, *_LASTING)
+        ).rowcount
+        self._db.execute("UPDATE meta SET value = value + ? WHERE key = 'pruned'", (gone,))
+
+    def close(self) -> None:
+        """Close it, leaving one self-contained file if nobody else reads it now."""
+        with suppress(sqlite3.Error):  # somebody reads: the last of them tidies up
+            self._db.execute("PRAGMA journal_mode=DELETE")
+        self._db.close()
+
+
+class Kept:
+    """A snapshot of a history: what it holds at one instant, whatever is written meanwhile."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises HistoryError if there is none or it cannot be read, FileNotFoundError if there is none."""
+        path = directory / HISTORY_FILE
+        if not path.is_file() or path.is_symlink():
+            raise FileNotFoundError(path)
+        try:
+            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+        except sqlite3.Error as error:
+            raise HistoryError(str(error)) from None
+        try:
+            self._db.execute("BEGIN")
+            self.rings = _rings(self._db)
+            self.last_id = max(_last_ids(self._db))
+            row = self._db.execute("SELECT value FROM meta WHERE key = 'pruned'").fetchone()
+            self.pruned = int(row[0]) if row else 0
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            self._db.close()
+            raise HistoryError(str(error)) from None
+
+    def definitions(self, process: int) -> list[tuple[int, Any]]:
+        """Number and value of every definition of one process."""
+        query = "SELECT number, value FROM definitions WHERE process = ?"
+        return [(number, json.loads(value)) for number, value in self._all(query, (process,))]
+
+    def rows(self, after: int = 0) -> Iterator[tuple[Any, ...]]:
+        """Everything with an id above `after` in order: (id, table name, columns after the id ...)."""
+        return heapq.merge(
+            *(
+                self._all(f"SELECT id, '{table}', * FROM {table} WHERE id > ? ORDER BY id", (after,))
+                for table in ("calls", "steps", "events")
+            )
+        )
+
+    def lasting(self, before: int, since_ns: int) -> Iterator[tuple[Any, ...]]:
+        """Of the events up to the id `before`: those that still matter, and all after `since_ns`; as `rows`."""
+        query = (
+            "SELECT id, 'events', * FROM events WHERE id <= ?"
+            " AND (kind IN ('process', 'mode', 'warning', 'exit') OR t_ns > ?) ORDER BY id"
+        )
+        return self._all(query, (before, since_ns))
+
+    def last_ns(self) -> int:
+        """The time of the newest event, 0 if there is none."""
+        for (found,) in self._all("SELECT max(t_ns) FROM events", ()):
+            return int(found or 0)
+        return 0
+
+    def _all(self, query: str, parameters: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        try:
+            for row in self._db.execute(query, parameters):  # noqa: UP028 `yield from` would close the cursor
+                yield row
+        except sqlite3.Error as error:
+            raise HistoryError(str(error)) from None
+
+    def close(self) -> None:
+        """Let go of the snapshot."""
+        self._db.close()
+
+
+def _last_ids(db: sqlite3.Connection) -> list[int]:
+    query = " UNION ALL ".join(f"SELECT max(id) FROM {table}" for table in ("calls", "steps", "events"))
+    return [row[0] or 0 for row in db.execute(query)]
+
+
+def _rings(db: sqlite3.Connection) -> dict[str, RingRow]:
+    columns = ", ".join(member.name for member in fields(RingRow))
+    return {row[0]: RingRow(*row) for row in db.execute(f"SELECT {columns} FROM rings")}

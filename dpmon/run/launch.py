@@ -1,0 +1,73 @@
+"""Starts the user's command as it would start alone: same arguments, directory, environment, descriptors, signals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import dpmon
+from dpmon.run.rundir import RunInfo
+from dpmon.run.terminal import Terminal
+
+__all__ = ["environment", "start_command"]
+
+_SITE = Path(dpmon.__file__).resolve().parent / "tracer" / "site"
+
+
+def environment(info: RunInfo, directory: Path, outer: Mapping[str, str]) -> dict[str, str]:
+    """The command's environment: `outer`, and what the tracer needs to get in and to know.
+
+    Changed: PYTHONPATH; set: DPMON_*, PYTHONUNBUFFERED, and for a run with a screen the wish for colour.
+    """
+    env = {name: value for name, value in outer.items() if not name.startswith("DPMON_")}
+    old = env.get("PYTHONPATH")
+    env["PYTHONPATH"] = f"{_SITE}{os.pathsep}{old}" if old else str(_SITE)
+    # An empty value counts as unset for Python, yet it is the user's.
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    env["DPMON_RUN"] = str(directory)
+    env["DPMON_START_NS"] = str(info.start_ns)
+    env["DPMON_MODE"] = str(info.options.get("mode") or "auto")
+    for option in ("replicas", "devices"):
+        value = info.options.get(option)
+        if value is not None:
+            env[f"DPMON_{option.upper()}"] = str(value)
+    colour = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE")
+    if not info.headless and not any(name in env for name in colour):
+        env["FORCE_COLOR"] = env["CLICOLOR_FORCE"] = "1"
+    return env
+
+
+def _log(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.open(path, flags, 0o600)
+
+
+def start_command(
+    info: RunInfo, directory: Path, terminal: Terminal | None, outer: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start the command in a session of its own; OSError if it cannot be started.
+
+    Its output goes straight into the log files. Descriptors that dpmon was given beyond the usual three go on to it
+    (a shell's `<(...)` needs that); all of ours are closed on exec.
+    """
+    if info.headless:
+        out, err = _log(directory / "stdout.log"), _log(directory / "stderr.log")
+    else:
+        out = err = _log(directory / "output.log")
+    try:
+        return subprocess.Popen(
+            info.command,
+            stdin=None if terminal is None else terminal.slave,
+            stdout=out,
+            stderr=err,
+            env=environment(info, directory, outer),
+            close_fds=False,
+            start_new_session=True,
+            restore_signals=True,
+        )
+    finally:
+        os.close(out)
+        if err != out:
+            os.close(err)

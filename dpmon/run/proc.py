@@ -1,0 +1,102 @@
+"""What /proc knows about processes: who lives, since when, and who belongs to whom.
+
+A process is identified by its id and its start, counted in seconds since boot: unlike a time of day it does not
+move when the clock is set, so a number that was given to another process is never taken for the old one.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Process", "alive", "boot_id", "every_process", "started", "status_of_dead", "tree"]
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One line of the process table; `started` in seconds since boot."""
+
+    pid: int
+    state: str
+    parent: int
+    group: int
+    session: int
+    started: float
+    exit_code: int | None
+    """As waitpid would give it; the kernel shows it to the owner, and only once the process has ended."""
+
+    @property
+    def dead(self) -> bool:
+        """Whether it has ended (a zombie has)."""
+        return self.state in "ZXx"
+
+
+def read(pid: int) -> Process | None:
+    """The process with this number, zombies included; None if there is none."""
+    try:
+        raw = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+    except OSError:
+        return None
+    # The name in parentheses may hold blanks and parentheses itself.
+    fields = raw.rpartition(")")[2].split()
+    if len(fields) < 20:
+        return None
+    state = fields[0]
+    code = int(fields[49]) if state in "ZXx" and len(fields) > 49 else None
+    return Process(pid, state, int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]) / _TICKS, code)
+
+
+def started(pid: int) -> float | None:
+    """When the process was started, in seconds since boot; None if there is none."""
+    process = read(pid)
+    return None if process is None else process.started
+
+
+def alive(pid: int, since: float | None) -> bool:
+    """Whether this very process runs; with `since` None, whether any of this number does."""
+    process = read(pid)
+    if process is None or process.dead:
+        return False
+    return since is None or abs(process.started - since) < 1.5 / _TICKS
+
+
+def status_of_dead(pid: int, since: float | None) -> int | None:
+    """The wait status of a process that has ended and was not reaped yet, None if that cannot be known."""
+    process = read(pid)
+    if process is None or not process.dead or (since is not None and abs(process.started - since) > 0.1):
+        return None
+    return process.exit_code
+
+
+def every_process() -> dict[int, Process]:
+    """The process table, by number."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            process = read(int(name))
+            if process is not None:
+                found[process.pid] = process
+    return found
+
+
+def tree(root: int) -> dict[int, Process]:
+    """The living processes that belong to `root`: its descendants, group and session, and what these started."""
+    table = every_process()
+    mine = {pid for pid, p in table.items() if pid == root or root in (p.group, p.session)}
+    grew = True
+    while grew:
+        more = {pid for pid, p in table.items() if p.parent in mine and pid not in mine}
+        grew = bool(more)
+        mine |= more
+    return {pid: table[pid] for pid in mine if not table[pid].dead}
+
+
+def boot_id() -> str:
+    """What distinguishes this boot of the machine from every other; empty if the kernel does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

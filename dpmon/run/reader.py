@@ -1,0 +1,251 @@
+"""Tails the rings of one run: what the screen and the headless run know, they know from here.
+
+No threads, and nothing is written but requests. A reader that comes late begins with what the history keeps, and
+goes on in the rings exactly where the history ends.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dpmon.records import Decoder, Event, Record, RecordError, kind_of, mode_number
+from dpmon.ring import Activity, RingError, RingReader
+from dpmon.run import proc
+from dpmon.run.rundir import INFO_FILE, ExitInfo, RunError, RunInfo, load_exit, load_info, ring_paths
+
+__all__ = ["RunReader"]
+
+POLL_BYTES = 1 << 20
+RECENT_RECORDS = 4000
+"""Calls and steps that a late reader is given from the history."""
+RECENT_NS = 120 * 10**9
+"""And this much of device samples, as far back as the charts go."""
+_HISTORY = "history.sqlite"
+
+
+class _Tail:
+    """One ring, its decoder, and what is asked of its process."""
+
+    def __init__(self, ring: RingReader, decoder: Decoder, missed_before: int) -> None:
+        self.ring = ring
+        self.decoder = decoder
+        self.asked = 0
+        self.unreadable = missed_before
+
+    @property
+    def missed(self) -> int:
+        try:
+            lost = self.ring.lost()
+        except (RingError, OSError):
+            lost = 0
+        return self.unreadable + self.ring.missed + lost
+
+    def alive(self) -> bool:
+        """Whether the process that writes this ring runs."""
+        return self.activity()[0] != "ended" and proc.alive(self.ring.pid, None)
+
+    def activity(self) -> tuple[str, int]:
+        try:
+            what, since = self.ring.activity()
+        except (RingError, OSError):
+            return "ended", 0
+        return Activity.NAMES[what], since
+
+    def request(self, mode: int) -> bool:
+        try:
+            self.asked = self.ring.request(mode)
+        except (RingError, OSError):
+            return False
+        return True
+
+    def waiting(self) -> bool:
+        try:
+            return self.ring.acknowledged()[0] < self.asked
+        except (RingError, OSError):
+            return False
+
+
+class RunReader:
+    """Tails all rings of the run in `directory`; `calls` False leaves out calls, which are dear to decode."""
+
+    def __init__(self, directory: Path, *, calls: bool = True) -> None:
+        """Raises RunError if the directory is no run of this user."""
+        self.directory = directory
+        self._stamp = 0
+        self.info: RunInfo = load_info(directory)
+        self._calls = calls
+        self._tails: dict[str, _Tail] = {}
+        self._looked_back = False
+        self._starts: dict[str, tuple[int, int, int, Decoder]] = {}
+        self._exit: ExitInfo | None = None
+        self._exit_event: Event | None = None
+
+    def refresh(self) -> RunInfo:
+        """Read run.json again if it was replaced; the old one holds while it cannot be read."""
+        try:
+            stamp = os.stat(self.directory / INFO_FILE).st_mtime_ns
+            if stamp != self._stamp:
+                self.info = load_info(self.directory)
+                self._stamp = stamp
+        except (OSError, RunError):
+            pass
+        return self.info
+
+    def close(self) -> None:
+        """Give the descriptors back; the reader is of no further use."""
+        for tail in self._tails.values():
+            tail.ring.close()
+        self._tails.clear()
+
+    # ------------------------------------------------------------------------------------------ records
+
+    def poll(self) -> list[Record]:
+        """What is new in all rings since the last poll, oldest first for each; about 1 MiB a ring at most."""
+        found: list[Record] = []
+        if not self._looked_back:
+            self._looked_back = True
+            found += self._look_back()
+        self._open_new()
+        for tail in self._tails.values():
+            try:
+                payloads = tail.ring.read(POLL_BYTES)
+            except (RingError, OSError):
+                continue
+            for payload in payloads:
+                record = self._decode(tail, payload)
+                if record is not None:
+                    found.append(record)
+        return found
+
+    @property
+    def missed(self) -> int:
+        """Records overwritten before they were read, unreadable, or lost by their writers; over all rings."""
+        return sum(tail.missed for tail in self._tails.values())
+
+    def _open_new(self) -> None:
+        for process, path in ring_paths(self.directory):
+            if path.name in self._tails:
+                continue
+            start = self._starts.get(path.name)
+            try:
+                if start is None:
+                    ring = RingReader(str(path), live=True)
+                    decoder, missed = Decoder(process, ring.rank, self.info.start_ns), 0
+                else:
+                    position, sequence, missed, decoder = start
+                    ring = RingReader(str(path), position=position, sequence=sequence)
+            except (RingError, OSError):
+                continue  # not ready yet: its header is complete a moment later
+            self._tails[path.name] = _Tail(ring, decoder, missed)
+
+    def _decode(self, tail: _Tail, payload: bytes) -> Record | None:
+        if not self._calls and kind_of(payload) in ("call", "definition"):
+            return None
+        try:
+            record = tail.decoder.decode(payload)
+        except RecordError:
+            tail.unreadable += 1
+            return None
+        if isinstance(record, Event) and record.kind == "exit":
+            self._exit_event = record
+        return record
+
+    def _look_back(self) -> list[Record]:
+        """What the history kept: lasting events, recent calls, steps, samples; the rings go on from there."""
+        if not (self.directory / _HISTORY).exists():
+            return []
+        from dpmon.run.history import HistoryError, Kept
+        from dpmon.run.rows import decoders_of, record_of
+
+        try:
+            kept = Kept(self.directory)
+        except (HistoryError, OSError):
+            return []
+        found: list[Record] = []
+        try:
+            decoders = decoders_of(kept, self.info.start_ns)
+            for ring in kept.rings.values():
+                self._starts[ring.name] = (ring.position, ring.sequence, ring.missed, decoders[ring.process])
+            first = kept.last_id - RECENT_RECORDS
+            for rows in (kept.lasting(first, kept.last_ns() - RECENT_NS), kept.rows(first)):
+                for row in rows:
+                    if self._calls or row[1] != "calls":
+                        found.append(record_of(row, decoders))
+        except (HistoryError, RecordError, ValueError):
+            pass  # damaged: what could be read is better than nothing
+        finally:
+            kept.close()
+        return found
+
+    # ------------------------------------------------------------------------------------------ state
+
+    def stage(self) -> tuple[str, int] | None:
+        """The last stage a Python of the run has reached before its first batch, and when (monotonic ns)."""
+        try:
+            with open(self.directory / "stages.log", "rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+                lines = file.read(4096).decode("utf-8", "replace").split("\n")
+        except OSError:
+            return None
+        for line in reversed(lines[:-1]):  # what follows the last line's end is not finished
+            fields = line.split(" ", 2)
+            if len(fields) == 3 and fields[1].isdecimal():
+                return fields[2], int(fields[1])
+        return None
+
+    def activities(self) -> dict[int, tuple[str, int]]:
+        """What each training process is in, and since when (monotonic ns)."""
+        return {tail.ring.process: tail.activity() for tail in self._tails.values() if tail.ring.process >= 0}
+
+    def exit(self) -> ExitInfo | None:
+        """How the run ended; None while it goes on."""
+        if self._exit is None:
+            self._exit = load_exit(self.directory) or self._exit_from_ring()
+        return self._exit
+
+    def _exit_from_ring(self) -> ExitInfo | None:
+        """The exit as the ring has it, for a disk that had no room for exit.json."""
+        data = {} if self._exit_event is None else self._exit_event.data
+        status, seconds = data.get("status"), data.get("t_s")
+        if not isinstance(status, int) or not isinstance(seconds, (int, float)):
+            return None
+        signal = data.get("signal")
+        return ExitInfo(
+            status=status,
+            signal=signal if isinstance(signal, str) else None,
+            ended_unix=self.info.started_unix + seconds,
+            end_ns=self.info.start_ns + int(seconds * 1e9),
+            seconds=float(seconds),
+            by="supervisor",
+        )
+
+    def command_alive(self) -> bool | None:
+        """Whether the command runs; None: it was not started yet."""
+        info = self.info if self.info.command_pid is not None else self.refresh()
+        if info.command_pid is None:
+            return None
+        if info.boot_id != proc.boot_id():
+            return False
+        return proc.alive(info.command_pid, info.command_started)
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def request_mode(self, mode: str) -> int:
+        """Ask every training process for `mode` (dp or single); how many were asked. ValueError for others."""
+        number = mode_number(mode)
+        self._open_new()
+        return sum(tail.request(number) for tail in self._training())
+
+    def pending(self) -> bool:
+        """Whether a living process has not yet acted on what was asked of it."""
+        return any(tail.waiting() for tail in self._training())
+
+    def _training(self) -> list[_Tail]:
+        return [tail for tail in self._tails.values() if tail.ring.process >= 0 and tail.alive()]
+
+    @property
+    def output_paths(self) -> tuple[Path, ...]:
+        """The files with the script's output: one, or two for a headless run (output first, then errors)."""
+        names = ("stdout.log", "stderr.log") if self.info.headless else ("output.log",)
+        return tuple(self.directory / name for name in names)

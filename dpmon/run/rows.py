@@ -1,0 +1,158 @@
+"""Between a ring's payloads, the history's rows and records: what is in which column is known here only."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from dpmon.records import (
+    MODES,
+    STEP_PHASES,
+    Decoder,
+    Event,
+    Record,
+    RecordError,
+    Step,
+    call_head,
+    definition,
+    kind_of,
+    pack_definition,
+    step_fields,
+)
+from dpmon.run.history import Batch, Kept, RingRow
+
+__all__ = ["Sorter", "decoders_of", "record_of", "step_columns"]
+
+_MAX_INT = (1 << 63) - 1
+
+
+class Sorter:
+    """Puts one ring's payloads into the rows they belong to, without decoding more than the columns need."""
+
+    def __init__(self, row: RingRow, start_ns: int) -> None:
+        self.row = row
+        self._start_ns = start_ns
+        self._rows: dict[int, int | None] = {}
+
+    def learn(self, number: int, value: Any) -> None:
+        """Remember how many rows a batch has whose inputs are this definition (None: not to be known)."""
+        if isinstance(value, list):
+            shapes = (size[1] for size in value if size[1])
+            self._rows[number] = next((int(shape[0]) for shape in shapes), None)
+
+    def add(self, batch: Batch, number: int, payload: bytes) -> bool:
+        """Put `payload` into `batch` under the id `number`; False if it was a definition, which takes no id.
+
+        Raises RecordError for bytes that are no record.
+        """
+        kind = kind_of(payload)
+        try:
+            if kind == "call":
+                batch.calls.append(self._call(number, payload))
+            elif kind == "step":
+                batch.steps.append(self._step(number, payload))
+            elif kind == "event":
+                batch.events.append(self._event(number, payload))
+            elif kind == "definition":
+                which, value = definition(payload)
+                self.learn(which, value)
+                batch.definitions.append((self.row.process, which, json.dumps(value, separators=(",", ":"))))
+                return False
+            else:
+                raise RecordError("unknown kind of record")
+        except (LookupError, ValueError, TypeError, AttributeError, struct.error, RecursionError) as error:
+            raise RecordError(f"unreadable record: {type(error).__name__}") from None
+        return True
+
+    def _call(self, number: int, payload: bytes) -> tuple[Any, ...]:
+        mode, _, _, _, step, call, start, wall, inputs, *_ = call_head(payload)
+        if step > _MAX_INT or call > _MAX_INT:
+            raise RecordError("numbers beyond reason")
+        row = (
+            number, self.row.process, call, step, MODES[mode], start - self._start_ns, wall,
+            self._rows.get(inputs), payload,
+        )  # fmt: skip
+        self.row.calls += 1
+        return row
+
+    def _step(self, number: int, payload: bytes) -> tuple[Any, ...]:
+        mode, _, _, step, start, wall, samples, *phases = step_fields(payload)
+        if step > _MAX_INT:
+            raise RecordError("numbers beyond reason")
+        known = [took if took >= 0 else None for took in phases]
+        other = max(0, wall - sum(took for took in phases if took >= 0))
+        row = (
+            number, self.row.process, step, MODES[mode], start - self._start_ns, wall,
+            samples if samples >= 0 else None, *known, other,
+        )  # fmt: skip
+        self.row.steps += 1
+        self.row.last_step = step
+        return row
+
+    def _event(self, number: int, payload: bytes) -> tuple[Any, ...]:
+        text = payload[1:].decode()
+        data = json.loads(text)
+        seconds = data.get("t_s")
+        t_ns = int(seconds * 1e9) if isinstance(seconds, (int, float)) and abs(seconds) < 1e9 else None
+        process = self.row.process if self.row.process >= 0 else None
+        return (number, process, str(data["kind"]), t_ns, text)
+
+
+def decoders_of(kept: Kept, origin_ns: int) -> dict[int, Decoder]:
+    """For every process that a history knows, a decoder that knows its definitions."""
+    found = {}
+    for row in kept.rings.values():
+        decoder = found[row.process] = Decoder(row.process, row.rank, origin_ns)
+        for number, value in kept.definitions(row.process):
+            try:
+                decoder.decode(pack_definition(number, value))
+            except (RecordError, struct.error):
+                continue  # its calls will be found unreadable, and counted
+    return found
+
+
+def record_of(row: tuple[Any, ...], decoders: Mapping[int, Decoder]) -> Record:
+    """The record in a row as `Kept.rows` gives it; RecordError if it is damaged."""
+    table = row[1]
+    try:
+        if table == "calls":
+            record = decoders[row[3]].decode(row[-1])
+        elif table == "steps":
+            record = _step_of(row, decoders)
+        else:
+            data = json.loads(row[-1])
+            record = Event(str(data.pop("kind")), data)
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise RecordError(f"damaged row in {table}: {type(error).__name__}") from None
+    if record is None:
+        raise RecordError(f"damaged row in {table}")
+    return record
+
+
+def step_columns(row: tuple[Any, ...]) -> tuple[int, int, str, int, int, int | None, list[int | None]]:
+    """process, step, mode, start_ns, wall_ns, samples and the phases of a row of steps; RecordError if damaged."""
+    _, _, _, process, step, mode, start_ns, wall_ns, samples, *phases = row
+    # SQLite holds whatever was written into a column, of any type.
+    if mode not in MODES or len(phases) != len(STEP_PHASES):
+        raise RecordError("damaged row in steps")
+    if not all(type(value) is int for value in (process, step, start_ns, wall_ns)):
+        raise RecordError("damaged row in steps")
+    if not all(value is None or type(value) is int for value in (samples, *phases)):
+        raise RecordError("damaged row in steps")
+    return process, step, mode, start_ns, wall_ns, samples, phases
+
+
+def _step_of(row: tuple[Any, ...], decoders: Mapping[int, Decoder]) -> Step:
+    process, step, mode, start_ns, wall_ns, samples, phases = step_columns(row)
+    return Step(
+        process=process,
+        rank=decoders[process].rank,
+        step=step,
+        mode=mode,
+        start_ns=start_ns,
+        wall_ns=wall_ns,
+        samples=samples,
+        phases={name: took for name, took in zip(STEP_PHASES, phases, strict=True) if took is not None},
+    )

@@ -1,0 +1,266 @@
+"""The directory of a run: making one, finding one, and the two files that say what it is and how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+__all__ = [
+    "ExitInfo",
+    "RunError",
+    "RunInfo",
+    "create_run",
+    "find_run",
+    "list_runs",
+    "load_exit",
+    "load_info",
+    "ring_paths",
+    "runs_directory",
+    "save",
+    "short_name",
+]
+
+INFO_FILE = "run.json"
+EXIT_FILE = "exit.json"
+_MAX_JSON_BYTES = 1 << 22
+_RING_NAME = re.compile(r"(?:process-(\d{1,6})|gpu)\.ring")
+_ID = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9._-]{1,64}-[0-9a-f]{4}")
+
+
+class RunError(Exception):
+    """There is no such run, or its directory cannot be used; the text is one sentence for a person."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What run.json says. `started_unix` in s since 1970, `start_ns` monotonic, `*_started` in s since boot."""
+
+    id: str
+    name: str
+    command: tuple[str, ...]
+    script: str
+    cwd: str
+    python: str | None
+    started_unix: float
+    start_ns: int
+    boot_id: str
+    headless: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
+    refresh: float = 1.0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    supervisor_pid: int | None = None
+    supervisor_started: float | None = None
+    command_pid: int | None = None
+    command_started: float | None = None
+
+
+@dataclass(frozen=True)
+class ExitInfo:
+    """How a run ended: status 0..255 (128+N for a signal), the signal's name, when, and who saw it."""
+
+    status: int
+    signal: str | None
+    ended_unix: float
+    end_ns: int
+    seconds: float
+    by: str
+    error: str | None = None
+    """Why the command could not be started at all; the status is dpmon's own then."""
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "str | None": (str, type(None)),
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (int, float),
+    "float | None": (int, float, type(None)),
+    "bool": (bool,),
+    "tuple[str, ...]": (list,),
+    "Mapping[str, Any]": (dict,),
+    "Mapping[str, str]": (dict,),
+}
+
+
+def _checked(kind: type[Any], data: Any, path: Path) -> dict[str, Any]:
+    """The members of `data` that `kind` has, each of its declared type; RunError for anything else."""
+    if not isinstance(data, dict):
+        raise RunError(f"{path} is not a JSON object")
+    found: dict[str, Any] = {}
+    for member in fields(kind):
+        if member.name not in data:
+            continue
+        value = data[member.name]
+        declared = str(member.type)
+        if not isinstance(value, _TYPES[declared]) or (isinstance(value, bool) and declared != "bool"):
+            raise RunError(f"{path}: {member.name} is not a {declared}")
+        if isinstance(value, list):
+            value = tuple(str(item) for item in value)
+        found[member.name] = value
+    return found
+
+
+def _load(path: Path) -> Any:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid():
+            raise RunError(f"{path} is not a file of yours")
+        return json.loads(file.read(_MAX_JSON_BYTES))
+
+
+def load_info(directory: Path) -> RunInfo:
+    """What run.json says; RunError if the directory is no run of this user."""
+    path = directory / INFO_FILE
+    check_directory(directory)
+    try:
+        return RunInfo(**_checked(RunInfo, _load(path), path))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise RunError(f"{directory} is not a run: {error}") from None
+
+
+def load_exit(directory: Path) -> ExitInfo | None:
+    """What exit.json says; None while there is none that can be read."""
+    path = directory / EXIT_FILE
+    try:
+        return ExitInfo(**_checked(ExitInfo, _load(path), path))
+    except (OSError, ValueError, TypeError, RecursionError, RunError):
+        return None
+
+
+def save(directory: Path, what: RunInfo | ExitInfo) -> None:
+    """Write run.json or exit.json in one step: a reader sees the old one or the new one, never half of it."""
+    name = INFO_FILE if isinstance(what, RunInfo) else EXIT_FILE
+    temporary = directory / f".{name}.{os.getpid()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(temporary, flags, 0o600)
+    try:
+        with open(fd, "w", encoding="utf-8") as file:
+            json.dump(asdict(what), file, indent=1)
+            file.write("\n")
+        os.replace(temporary, directory / name)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def check_directory(directory: Path) -> None:
+    """Raise RunError unless `directory` is a real directory of this user (a link could lead anywhere)."""
+    try:
+        info = os.lstat(directory)
+    except OSError as error:
+        raise RunError(f"{directory} cannot be used: {error.strerror}") from None
+    if stat.S_ISLNK(info.st_mode):
+        raise RunError(f"{directory} is a symbolic link, not a run's directory")
+    if not stat.S_ISDIR(info.st_mode):
+        raise RunError(f"{directory} is not a directory")
+    if info.st_uid != os.getuid():
+        raise RunError(f"{directory} belongs to another user")
+
+
+def runs_directory() -> Path:
+    """Where runs are kept: under the user's state directory (XDG_STATE_HOME), whether it exists or not."""
+    return Path(platformdirs.user_state_dir()) / "dpmon" / "runs"
+
+
+def _prepared() -> Path:
+    """The directory of all runs, made if need be and closed to others; RunError if that is not possible."""
+    runs = runs_directory()
+    try:
+        runs.parent.parent.mkdir(parents=True, exist_ok=True)
+        for directory in (runs.parent, runs):
+            directory.mkdir(mode=0o700, exist_ok=True)
+            info = os.stat(directory)
+            if info.st_uid != os.getuid():
+                raise RunError(f"{directory} belongs to another user; set XDG_STATE_HOME to a place of yours")
+            if info.st_mode & 0o077:
+                os.chmod(directory, 0o700)
+    except OSError as error:
+        raise RunError(f"no run can be kept in {runs}: {error.strerror}; set XDG_STATE_HOME") from None
+    return runs
+
+
+def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
+    """Make a new directory for the run `draft` (its id is filled in), with run.json; RunError if that fails."""
+    runs = _prepared()
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(draft.started_unix))
+    for _ in range(1000):
+        run_id = f"{stamp}-{draft.name}-{os.urandom(2).hex()}"
+        directory = runs / run_id
+        try:
+            directory.mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RunError(f"{directory} cannot be made: {error.strerror}") from None
+        info = replace(draft, id=run_id)
+        try:
+            save(directory, info)
+        except OSError as error:
+            raise RunError(f"{directory} cannot be written: {error.strerror}") from None
+        return directory, info
+    raise RunError(f"no free name for a run in {runs}")
+
+
+def ring_paths(directory: Path) -> list[tuple[int, Path]]:
+    """The rings of a run with the number of their process (-1: the supervisor's own), in that order."""
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return []
+    found = []
+    for name in names:
+        match = _RING_NAME.fullmatch(name)
+        if match:
+            found.append((-1 if match[1] is None else int(match[1]), directory / name))
+    return sorted(found)
+
+
+def list_runs() -> list[tuple[Path, RunInfo]]:
+    """All runs of this user that can be read, oldest first."""
+    try:
+        names = os.listdir(runs_directory())
+    except OSError:
+        return []
+    found = []
+    for name in names:
+        if _ID.fullmatch(name):
+            try:
+                directory = runs_directory() / name
+                found.append((directory, load_info(directory)))
+            except RunError:
+                continue
+    return sorted(found, key=lambda run: (run[1].started_unix, run[0].name))
+
+
+def short_name(info: RunInfo) -> str:
+    """What people call the run: its name and the four digits that tell it from others of that name."""
+    return f"{info.name}-{info.id[-4:]}"
+
+
+def find_run(what: str = "last") -> Path:
+    """The run that `what` means: `last`, an id, a short name, a name (its latest run), a unique start of an id."""
+    runs = list_runs()
+    if not runs:
+        raise RunError(f"there is no run yet in {runs_directory()}")
+    if what == "last":
+        return runs[-1][0]
+    for meaning in (lambda run: run.id, short_name, lambda run: run.name):
+        same = [directory for directory, info in runs if meaning(info) == what]
+        if same:
+            return same[-1]
+    starts = [directory for directory, info in runs if what and info.id.startswith(what)]
+    if len(starts) > 1:
+        raise RunError(f"{what!r} could be any of {len(starts)} runs; `dpmon ls` lists them")
+    if not starts:
+        raise RunError(f"there is no run {what!r}; `dpmon ls` lists them")
+    return starts[0]

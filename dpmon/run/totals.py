@@ -1,0 +1,220 @@
+"""Adds up a whole run from its history and rings, exactly and without decoding every record."""
+
+from __future__ import annotations
+
+import json
+import struct
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dpmon.records import (
+    CALL_PHASES,
+    MODES,
+    STEP_PHASES,
+    Event,
+    RecordError,
+    call_head,
+    call_replicas,
+    definition,
+    kind_of,
+    step_fields,
+)
+from dpmon.run.export import Snapshot
+from dpmon.run.history import HistoryError
+from dpmon.run.rows import record_of, step_columns
+
+__all__ = ["ModeTotals", "ReplicaLine", "Totals", "add_up"]
+
+
+@dataclass
+class ModeTotals:
+    """All steps and calls of one mode; every duration in ns."""
+
+    walls: array[int] = field(default_factory=lambda: array("q"))
+    step_phases: dict[str, array[int]] = field(default_factory=dict)
+    call_phases: dict[str, array[int]] = field(default_factory=dict)
+    samples: Counter[int] = field(default_factory=Counter)
+    """Samples by process."""
+    step_ns: Counter[int] = field(default_factory=Counter)
+    """Time of the steps by process."""
+    unknown_samples: int = 0
+    """Steps that did not know their samples."""
+    calls: int = 0
+
+    def samples_per_s(self) -> float | None:
+        """Samples per second of step time, added over the processes; None if a step did not know its samples."""
+        if self.unknown_samples or not all(self.step_ns.values()):
+            return None
+        return sum(self.samples[process] * 1e9 / ns for process, ns in self.step_ns.items())
+
+
+class ReplicaLine(NamedTuple):
+    """What one replica got and gave, in how many calls; None: the sizes were not seen."""
+
+    mode: str
+    root: str
+    replica: int
+    device: str
+    inputs: Any
+    outputs: Any
+    calls: int
+
+
+@dataclass
+class Totals:
+    """One run, added up."""
+
+    modes: dict[str, ModeTotals] = field(default_factory=dict)
+    replicas: list[ReplicaLine] = field(default_factory=list)
+    processes: int = 0
+    virtual: bool = False
+    reasons: list[str] = field(default_factory=list)
+    """Why the run is in the mode it is in, as the training says, and what it warned of."""
+    warnings: list[str] = field(default_factory=list)
+    dropped: int = 0
+    pruned: int = 0
+
+
+class _Adder:
+    def __init__(self) -> None:
+        self.totals = Totals()
+        self._groups: Counter[tuple[Any, ...]] = Counter()
+        self._definitions: dict[tuple[int, int], Any] = {}
+        self._processes: set[int] = set()
+
+    def define(self, process: int, number: int, value: Any) -> None:
+        self._definitions[process, number] = value
+
+    def _mode(self, mode: str) -> ModeTotals:
+        return self.totals.modes.setdefault(mode, ModeTotals())
+
+    def step(self, process: int, mode: str, wall: int, samples: int | None, phases: list[int | None]) -> None:
+        """`phases` as in STEP_PHASES."""
+        self._processes.add(process)
+        found = self._mode(mode)
+        found.walls.append(wall)
+        found.step_ns[process] += wall
+        if samples is None:
+            found.unknown_samples += 1
+        else:
+            found.samples[process] += samples
+        for name, took in zip(STEP_PHASES, phases, strict=True):
+            if took is not None:
+                found.step_phases.setdefault(name, array("q")).append(took)
+
+    def call(self, process: int, payload: bytes) -> None:
+        mode_number, flags, _, layout, _, _, _, _, _, _, *phases = call_head(payload)
+        mode = MODES[mode_number]
+        found = self._mode(mode)
+        self._processes.add(process)
+        found.calls += 1
+        for index, name in enumerate(CALL_PHASES):
+            if phases[2 * index] >= 0:
+                found.call_phases.setdefault(name, array("q")).append(phases[2 * index + 1])
+        sizes = tuple((got, gave) for got, gave, _, _ in call_replicas(payload))
+        self._groups[process, mode, flags & 1, layout, sizes] += 1
+
+    def event(self, kind: str, data: Any) -> None:
+        if kind == "warning" and isinstance(data.get("text"), str):
+            self.totals.warnings.append(data["text"])
+        elif kind == "mode" and isinstance(data.get("reason"), str) and data["reason"] not in self.totals.reasons:
+            self.totals.reasons.append(data["reason"])
+
+    def result(self) -> Totals:
+        lines: Counter[tuple[Any, ...]] = Counter()
+        for (process, mode, virtual, layout_number, sizes), count in self._groups.items():
+            layout = self._definitions.get((process, layout_number))
+            if not isinstance(layout, dict):
+                continue
+            self.totals.virtual |= bool(virtual)
+            for replica, (got, gave) in enumerate(sizes):
+                devices = layout.get("devices") or []
+                device = str(devices[replica]) if replica < len(devices) else "?"
+                key = (mode, str(layout.get("root")), replica, device, self._text(process, got),
+                       self._text(process, gave))  # fmt: skip
+                lines[key] += count
+        self.totals.replicas = [ReplicaLine._make((*key, count)) for key, count in sorted(lines.items(), key=_order)]
+        self.totals.processes = len(self._processes)
+        return self.totals
+
+    def _text(self, process: int, number: int) -> str | None:
+        """Sizes as people write them, None if they were not seen: [30, 5] or x [30, 5], mask [30]."""
+        value = self._definitions.get((process, number)) if number else None
+        if not isinstance(value, list):
+            return None
+        texts = [f"{list(shape)}" if path in ("", "0") else f"{path} {list(shape)}" for path, shape, *_ in value]
+        return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
+
+
+def _order(item: tuple[tuple[Any, ...], int]) -> tuple[Any, ...]:
+    (mode, root, replica, device, got, gave), count = item
+    return (mode, root, replica, device, -count, got or "", gave or "")
+
+
+def add_up(directory: Path) -> Totals:
+    """Everything the run in `directory` has recorded, added up; RunError if the directory is no run."""
+    snapshot = Snapshot.take(directory)
+    adder = _Adder()
+    try:
+        if snapshot.kept is not None:
+            try:
+                _add_kept(adder, snapshot)
+            except (HistoryError, ValueError) as error:
+                adder.totals.warnings.append(f"the history cannot be read to its end: {error}")
+        for process, payload in _payloads(snapshot):
+            try:
+                _add_payload(adder, process, payload)
+            except (LookupError, ValueError, TypeError, struct.error):
+                snapshot.dropped += 1
+        totals = adder.result()
+        totals.dropped = snapshot.dropped
+        totals.pruned = snapshot.kept.pruned if snapshot.kept is not None else 0
+        return totals
+    finally:
+        snapshot.close()
+
+
+def _payloads(snapshot: Snapshot) -> Iterator[tuple[int, bytes]]:
+    for rest in snapshot.rest:
+        for payload in rest.payloads:
+            yield rest.process, payload
+
+
+def _add_kept(adder: _Adder, snapshot: Snapshot) -> None:
+    assert snapshot.kept is not None
+    for ring in snapshot.kept.rings.values():
+        for number, value in snapshot.kept.definitions(ring.process):
+            adder.define(ring.process, number, value)
+    for row in snapshot.kept.rows():
+        try:
+            if row[1] == "calls":
+                adder.call(row[3], row[-1])
+            elif row[1] == "steps":
+                process, _, mode, _, wall, samples, phases = step_columns(row)
+                adder.step(process, mode, wall, samples, phases)
+            else:
+                event = record_of(row, {})
+                if isinstance(event, Event):
+                    adder.event(event.kind, event.data)
+        except (RecordError, LookupError, ValueError, TypeError, OverflowError, struct.error):
+            snapshot.dropped += 1
+
+
+def _add_payload(adder: _Adder, process: int, payload: bytes) -> None:
+    kind = kind_of(payload)
+    if kind == "definition":
+        adder.define(process, *definition(payload))
+    elif kind == "call":
+        adder.call(process, payload)
+    elif kind == "step":
+        mode, _, _, _, _, wall, samples, *phases = step_fields(payload)
+        known: list[int | None] = [took if took >= 0 else None for took in phases]
+        other = max(0, wall - sum(took for took in phases if took >= 0))
+        adder.step(process, MODES[mode], wall, samples if samples >= 0 else None, [*known, other])
+    elif kind == "event":
+        data = json.loads(payload[1:])
+        adder.event(str(data.pop("kind")), data)

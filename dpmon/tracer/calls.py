@@ -1,0 +1,520 @@
+"""A call and its phases: the wrappers around DataParallel.forward, its four verbs, and bare root modules.
+
+Every wrapper runs torch's own code whatever happens to us, and takes its own frame out of a traceback that passes
+through it (Python 3.11 and later keep the change when an exception is raised again).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from threading import get_ident
+from time import monotonic_ns
+from typing import Any
+
+import torch
+
+from dpmon.records import CALL_TAG, FAILED, GRAD, TRAINING, VIRTUAL, call_format
+from dpmon.ring import Frame, Ring
+from dpmon.tracer.frames import drop_frames, named_like
+from dpmon.tracer.modes import DP, SINGLE, Modes, Plan
+from dpmon.tracer.replicas import Watch
+from dpmon.tracer.session import Memo, Session
+from dpmon.tracer.sizes import tensors_in
+from dpmon.tracer.steps import Steps
+from dpmon.tracer.virtual import Originals
+
+__all__ = ["Calls", "Site"]
+
+SCATTER, REPLICATE, PARALLEL_APPLY, GATHER = range(4)
+MAX_SITES = 1024
+_frames: list[Frame] = []
+
+
+def _frame(replicas: int) -> Frame:
+    """The frame of a call over so many replicas."""
+    while len(_frames) <= replicas:
+        _frames.append(Frame(call_format(len(_frames))))
+    return _frames[replicas]
+
+
+class Unsuited(Exception):
+    """A bare root whose results would mean something else to the script under dp; the text says why."""
+
+
+class Site:
+    """What is known of one module that is called: how its calls run, and what they looked like the last time."""
+
+    __slots__ = (
+        "dim",
+        "epoch",
+        "inputs",
+        "layout",
+        "module",
+        "outputs",
+        "plain",
+        "plan",
+        "proven",
+        "replicas",
+        "root",
+        "share",
+        "via",
+    )
+
+    def __init__(self, module: Any, plan: Plan, via: str | None, dim: int, gone: Callable[[Any], object]) -> None:
+        self.module = weakref.ref(module, gone)
+        self.plan = plan
+        self.plain = plan.mode == SINGLE and via is None and not _holds_wrapper(module)
+        """Whether nothing but the module's own code runs: no phases, no DataParallel inside."""
+        self.via = via
+        self.root = type(module.module if via is not None else module).__name__
+        self.dim = dim
+        self.inputs = Memo()
+        self.outputs = Memo()
+        self.share = Memo()
+        self.replicas: list[tuple[Memo, Memo]] = []
+        self.proven = False
+        """dp has worked for it."""
+        self.layout = 0
+        self.epoch = -1
+
+
+class Before:
+    """The random state and the buffers of a module, to be put back when an attempt at dp has failed."""
+
+    def __init__(self, module: Any) -> None:
+        self._random = torch.get_rng_state()
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in torch.nn.Module.buffers(module)]
+
+    def restore(self) -> None:
+        """As if nothing had been tried (what the forward did outside torch stays done)."""
+        torch.set_rng_state(self._random)
+        with torch.no_grad():
+            for buffer, was in self._buffers:
+                buffer.copy_(was)
+
+
+class Trace:
+    """One call while it runs. Times are monotonic ns; phases hold start and duration, start -1 if it did not run."""
+
+    __slots__ = (
+        "before",
+        "inputs",
+        "number",
+        "outer",
+        "phases",
+        "plan",
+        "rows",
+        "share",
+        "silent",
+        "site",
+        "start",
+        "step",
+        "watch",
+    )
+
+    def __init__(self, site: Site, number: int, step: int) -> None:
+        self.site = site
+        self.plan = site.plan
+        self.number = number
+        self.step = step
+        self.phases = [-1, 0, -1, 0, -1, 0, -1, 0]
+        self.watch: Watch | None = None
+        """Hooks on what is run in parallel; none on a bare root that runs as it is written."""
+        self.share: Any = None
+        """What scatter gave to replica 0, where torch runs the module itself: (args, kwargs)."""
+        self.before: Before | None = None
+        self.silent = False
+        """A bare root in which a DataParallel was called is recorded by that one's calls."""
+        self.inputs = 0
+        self.rows = -1
+        self.outer = -1
+        self.start = 0
+
+
+class Calls:
+    """Traces the calls of one process."""
+
+    def __init__(self, session: Session, steps: Steps, modes: Modes, originals: Originals) -> None:
+        self.session = session
+        self.steps = steps
+        self.modes = modes
+        self.originals = originals
+        self._functional: dict[Any, Callable[..., Any]] = {}
+        self.sites: dict[int, Site] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Start afresh, as after a fork."""
+        self.count = 0
+        self.sites.clear()
+
+    # ---------------------------------------------------------------- the verbs
+
+    def verb(self, index: int) -> Callable[..., Any]:
+        """The traced form of scatter_kwargs, replicate, parallel_apply or gather, by index."""
+        original = self.originals.all[index]
+        local = self.session.local
+        fault = self.session.fault
+        is_compiling = torch.compiler.is_dynamo_compiling
+        clock = monotonic_ns
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return original(*args, **kwargs)
+            trace = local.call
+            try:
+                if trace is None:
+                    return original(*args, **kwargs)
+                if index == GATHER and trace.watch is not None and trace.watch.odd:
+                    raise Unsuited("the module returns a scalar, or more than tensors: DataParallel would change it")
+                virtual = trace.plan.virtual
+                began = clock()
+                result = (original if virtual is None else virtual.verbs[index])(*args, **kwargs)
+                ended = clock()
+            except BaseException as error:
+                drop_frames(error)
+                raise
+            try:
+                phases = trace.phases
+                if phases[2 * index] < 0:
+                    phases[2 * index] = began - trace.start
+                phases[2 * index + 1] += ended - began  # a subclass may run one twice in a call
+                if index == REPLICATE and trace.watch is not None:
+                    trace.watch.expect(result)
+                elif index == SCATTER and len(result[0]) == 1:
+                    trace.share = result[0][0], result[1][0]
+            except Exception as error:  # noqa: BLE001 - the result is torch's, whatever we make of it
+                fault("phases", error)
+            return result
+
+        return named_like(traced, original)
+
+    # ---------------------------------------------------------------- DataParallel
+
+    def wrapper_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The traced form of DataParallel.forward."""
+        session = self.session
+        local = session.local
+
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return original(module, *args, **kwargs)
+            # Depth 1 is inside a bare root, more is inside another DataParallel.
+            trace = None if session.off or local.depth > 1 else self._begin(module, True, args, kwargs)
+            before, depth = local.call, local.depth
+            local.call = trace
+            result: Any = None
+            failed = True
+            if trace is not None:
+                if depth == 1:
+                    local.root.silent = True
+                local.depth = depth + 2
+            try:
+                if trace is None:
+                    result = original(module, *args, **kwargs)
+                else:
+                    result = self._run_wrapper(original, trace, module, args, kwargs)
+                failed = False
+            except BaseException as error:
+                drop_frames(error)
+                raise
+            finally:
+                local.call = before
+                if trace is not None:
+                    local.depth = depth  # a hook that was passed over by an exception did not count down
+                    self._end(trace, module, failed, result)
+            return result
+
+        return named_like(forward, original)
+
+    def _run_wrapper(self, original: Callable[..., Any], trace: Trace, module: Any, args: Any, kwargs: Any) -> Any:
+        plan = trace.plan
+        if plan.device_ids is None:
+            return original(module, *args, **kwargs)
+        try:
+            view = _view(module, plan, trace.site.dim)
+            self._before(trace, module)
+        except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+            self.session.fault("view", error)
+            return original(module, *args, **kwargs)
+        if plan.virtual is None:
+            result = original(view, *args, **kwargs)
+            if plan.mode == SINGLE and module.output_device != plan.device_ids[0]:
+                result = self.originals.gather([result], module.output_device, module.dim)
+            self._take_back(module, view)
+            return result
+        try:
+            result = original(view, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - without us this call would not have been data parallel
+            self._fall_back(trace, module, True, error, False)
+        else:
+            self._take_back(module, view)
+            self._worked(trace, module)
+            return result
+        return original(module, *args, **kwargs)
+
+    def _before(self, trace: Trace, module: Any) -> None:
+        """Remember what a first attempt at dp may change, should it fail. Never raises."""
+        if trace.site.proven or trace.plan.virtual is None:
+            return
+        try:
+            trace.before = Before(module)
+        except Exception as error:  # noqa: BLE001 - then the attempt leaves its traces
+            self.session.fault("before", error)
+
+    def _worked(self, trace: Trace, module: Any) -> None:
+        """dp went well: earlier failures no longer count. Never raises."""
+        try:
+            trace.site.proven = True
+            self.modes.succeeded(module)
+        except Exception as error:  # noqa: BLE001 - the result is there, whatever we make of it
+            self.session.fault("success", error)
+
+    def _take_back(self, module: Any, view: Any) -> None:
+        """What a subclass set on itself during the call belongs to the script's object. Never raises."""
+        if type(module) is torch.nn.DataParallel:
+            return
+        try:
+            own = module.__dict__
+            for name, value in view.__dict__.items():
+                if name not in _OVERLAID and own.get(name, own) is not value:
+                    own[name] = value
+        except Exception as error:  # noqa: BLE001 - the result is there, whatever we make of it
+            self.session.fault("view", error)
+
+    def _fall_back(self, trace: Trace, module: Any, wrapper: bool, why: Exception | str, final: bool) -> None:
+        """dp did not work for this call: note why, and let it run as the script alone would."""
+        trace.phases = [-1, 0] * 4
+        trace.watch = trace.share = None
+        try:
+            if trace.before is not None:
+                trace.before.restore()
+            known = isinstance(why, (str, Unsuited))
+            reason = str(why) if known else f"{type(why).__name__}: {_last_line(why)}"
+            plan = self.modes.failed(module, reason, final, trace.number)
+            if plan is None:
+                plan = self._new_site(module, wrapper).plan
+                self.modes.announce(trace.step, trace.number)
+            trace.plan = plan
+            self.steps.ran_as(plan.mode)
+        except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+            self.session.fault("fall back", error)
+
+    # ---------------------------------------------------------------- bare roots
+
+    def root_call(self, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+        """Trace the call of a bare root module; `original` is torch's Module.__call__."""
+        local = self.session.local
+        trace = self._begin(module, False, args, kwargs)
+        if trace is None:
+            return original(module, *args, **kwargs)
+        local.depth = 1
+        local.root = trace
+        result: Any = None
+        failed = True
+        try:
+            if trace.plan.mode == DP:
+                result = self._run_root(original, trace, module, args, kwargs)
+            else:
+                result = original(module, *args, **kwargs)
+            failed = False
+        finally:
+            local.depth = 0
+            self._end(trace, module, failed, result)
+        return result
+
+    def _run_root(self, original: Callable[..., Any], trace: Trace, module: Any, args: Any, kwargs: Any) -> Any:
+        plan = trace.plan
+        local = self.session.local
+        local.call = trace
+        local.depth = 2
+        self._before(trace, module)
+        try:
+            result = self._functional_for(plan)(module, args, plan.device_ids, None, 0, kwargs)
+            reason = self._changed_meaning(trace, result)
+        except Exception as error:  # noqa: BLE001 - without us this call would not have been data parallel
+            self._fall_back(trace, module, False, error, isinstance(error, Unsuited))
+        else:
+            if reason is None:
+                self._worked(trace, module)
+                return result
+            self._fall_back(trace, module, False, reason, True)
+        finally:
+            local.call = None
+            local.depth = 1
+        return original(module, *args, **kwargs)
+
+    def _functional_for(self, plan: Plan) -> Callable[..., Any]:
+        if plan.virtual is None:
+            function: Callable[..., Any] = self.originals.data_parallel
+            return function
+        functional = self._functional.get(plan.virtual)
+        if functional is None:
+            functional = self._functional[plan.virtual] = plan.virtual.functional(self.originals.data_parallel)
+        return functional
+
+    def _changed_meaning(self, trace: Trace, result: Any) -> str | None:
+        """Why dp would give the script something else than it is written for; None if it would not.
+
+        A script that wraps in DataParallel expects a vector of losses; one that never heard of it does not.
+        """
+        for tensor in tensors_in(result):
+            rows = tensor.shape[0] if tensor.dim() else 0
+            if rows != trace.rows:
+                scalar = tensor.dim() == 1 and trace.watch is not None and rows == len(trace.watch.probes)
+                kind = "a scalar" if scalar else "tensors of other lengths"
+                return f"the module returns {kind} instead of a row for each of the {trace.rows} rows of the batch"
+        return None
+
+    # ---------------------------------------------------------------- begin and end
+
+    def _begin(self, module: Any, wrapper: bool, args: Any, kwargs: Any) -> Trace | None:
+        """Start tracing a call; None where nothing is recorded. Never raises."""
+        session = self.session
+        steps = self.steps
+        try:
+            if not session.ready():
+                return None
+            ring = session.ring
+            if torch._C._get_tracing_state() is not None:  # torch.jit.trace: sizes are tensors of its graph
+                return None
+            local = session.local
+            site = self.sites.get(id(module))
+            if ring is None:
+                return None
+            if local.depth == 0 and ring.words[Ring.REQUEST] != self.modes.serial and self.modes.poll():
+                self.sites.clear()
+                site = None
+            if site is None:
+                site = self._new_site(module, wrapper)
+            trace = Trace(site, self.count + 1, steps.number)
+            if site.plan.mode == DP:
+                trace.watch = Watch(session, site.replicas, strict=not wrapper)
+            trace.inputs = inputs = session.inputs(args, kwargs, site.inputs)
+            trace.rows = session.rows(inputs, site.dim)
+            trace.start = now = monotonic_ns()
+            if local.depth == 0 and (steps.thread == 0 or steps.thread == get_ident()):
+                steps.call_begins(id(module), site.plan.mode, now)
+                trace.step = steps.number
+                trace.outer = steps.inner
+                steps.inner = 0
+            if self.modes.unannounced:
+                self.modes.announce(trace.step, trace.number)
+            return trace
+        except Exception as error:  # noqa: BLE001 - ours must not reach the script
+            session.fault("begin", error)
+            return None
+
+    def _new_site(self, module: Any, wrapper: bool) -> Site:
+        dim = self.modes.dim_of(module) if wrapper else 0
+        if wrapper:
+            via: str | None = type(module).__name__
+        else:
+            via = "DistributedDataParallel" if _is_ddp(module) else None
+        if len(self.sites) >= MAX_SITES:
+            self.sites.clear()
+        key = id(module)
+        plan = self.modes.plan(module, wrapper)
+        site = self.sites[key] = Site(module, plan, via, dim or 0, lambda _: self.sites.pop(key, None))
+        return site
+
+    def _end(self, trace: Trace, module: Any, failed: bool, result: Any) -> None:
+        """The call is over: close its phase and write its record. Never raises."""
+        now = monotonic_ns()
+        session = self.session
+        try:
+            if trace.outer >= 0:
+                self.steps.call_ends(trace.start, now, trace.outer, trace.rows)
+            ring = session.ring
+            if trace.silent or ring is None:
+                return
+            self.count += 1
+            site, plan = trace.site, trace.plan
+            fresh = plan is site.plan and site.epoch == session.epoch
+            layout = site.layout if fresh else self.layout(site, plan)
+            outputs = 0 if failed else session.outputs(result, site.outputs)
+            flags = FAILED if failed else 0
+            if plan.virtual is not None:
+                flags |= VIRTUAL
+            if module.training:
+                flags |= TRAINING
+            if torch.is_grad_enabled():
+                flags |= GRAD
+            replicas = self._replicas(trace, outputs, now)
+            ring.flush()
+            values = (
+                CALL_TAG,
+                plan.mode,
+                flags,
+                0,
+                layout,
+                trace.step,
+                self.count,
+                trace.start,
+                now - trace.start,
+                trace.inputs,
+                outputs,
+                *trace.phases,
+                *replicas,
+            )
+            ring.put(_frame(len(replicas) >> 2), values)
+            if ring.head >= session.renew_at:
+                session.renew()
+        except Exception as error:  # noqa: BLE001 - the result is the script's, whatever we make of it
+            session.fault("end", error)
+
+    def layout(self, site: Site, plan: Plan) -> int:
+        number = self.session.define((site.root, site.via, plan.devices), lambda: _spell(site, plan))
+        if plan is site.plan:
+            site.layout, site.epoch = number, self.session.epoch
+        return number
+
+    def _replicas(self, trace: Trace, outputs: int, now: int) -> tuple[int, ...] | list[int]:
+        """Four numbers a replica, as dpmon.records.pack_call takes them."""
+        start = trace.start
+        if trace.share is not None:
+            args, kwargs = trace.share
+            began = trace.phases[0] + trace.phases[1]
+            return self.session.inputs(args, kwargs, trace.site.share), outputs, began, now - start - began
+        if trace.watch is None or not trace.watch.probes:
+            return trace.inputs, outputs, 0, now - start
+        flat: list[int] = []
+        for probe in trace.watch.probes:
+            began, took = probe.began - start, probe.ended - probe.began
+            flat += (probe.inputs, probe.outputs, began if began > 0 else 0, took if took > 0 else 0)
+        return flat
+
+
+def _spell(site: Site, plan: Plan) -> dict[str, Any]:
+    return {"root": site.root, "via": site.via, "devices": list(plan.devices), "absent": plan.absent}
+
+
+def _holds_wrapper(module: Any) -> bool:
+    return any(isinstance(inner, torch.nn.DataParallel) for inner in module.modules())
+
+
+def _is_ddp(module: Any) -> bool:
+    return isinstance(module, torch.nn.parallel.DistributedDataParallel)
+
+
+def _view(module: Any, plan: Plan, dim: int) -> Any:
+    """The same DataParallel with other devices: shares everything with `module`, which is not touched."""
+    ids = list(plan.device_ids or ())
+    view = object.__new__(type(module))
+    state = view.__dict__
+    state.update(module.__dict__)
+    state["device_ids"] = ids
+    if plan.virtual is not None:
+        state["src_device_obj"] = plan.virtual.base
+        state["output_device"] = ids[0]
+        state["dim"] = dim
+    return view
+
+
+_OVERLAID = frozenset(("device_ids", "src_device_obj", "output_device", "dim"))
+
+
+def _last_line(error: object) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1][:300] if lines else ""

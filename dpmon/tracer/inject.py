@@ -1,0 +1,119 @@
+"""Waits for the user's program to import torch, then puts the tracer in.
+
+A finder at the head of sys.meta_path wraps the loader of `torch` so that `dpmon.tracer.patch.install` runs when the
+import is done. It may be asked more than once (transformers looks for torch with find_spec before it imports it), so it
+stays until the import has happened. Processes that never import torch pay for one more finder and nothing else; hence
+no imports here but what every Python has loaded anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from time import monotonic_ns
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+__all__ = ["arm", "note"]
+
+
+def note(text: str, file: str = "stages.log") -> None:
+    """Append a line to a file of the run's directory: for what happens before the ring exists, not on the hot path."""
+    directory = os.environ.get("DPMON_RUN")
+    if not directory:
+        return
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        fd = os.open(os.path.join(directory, file), flags, 0o600)
+        try:
+            os.write(fd, f"{os.getpid()} {monotonic_ns()} {text}\n".encode("utf-8", "replace"))
+        finally:
+            os.close(fd)
+    except OSError:
+        pass  # a full disk or a vanished directory is no reason to disturb the program
+
+
+class _Loader:
+    """Runs torch's own loader, then the tracer's installation; gone from the module before its code runs."""
+
+    def __init__(self, loader: Any, finder: _Finder) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._finder.remove()
+        note("importing torch")
+        try:
+            self._loader.exec_module(module)
+        except BaseException:
+            self._finder.restore()  # a program may try again
+            raise
+        note("torch imported")
+        _install(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class _Finder:
+    """Answers for `torch` only; everything else is left to the other finders."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        _hide_sitecustomize()
+        if name != "torch":
+            return None
+        for finder in list(sys.meta_path):
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec: ModuleSpec | None = finder.find_spec(name, path, target)
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]  # all that is asked of one
+                return spec
+        return None
+
+    def remove(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def restore(self) -> None:
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+
+def _hide_sitecustomize() -> None:
+    # A program that has no sitecustomize of its own must not find one either; but the import system expects to find
+    # the module while it is still being imported.
+    module = sys.modules.get("sitecustomize")
+    own = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site", "sitecustomize.py")
+    if module is None or getattr(module, "__file__", None) != own:
+        return
+    if not getattr(module.__spec__, "_initializing", False):
+        del sys.modules["sitecustomize"]
+
+
+def _install(torch: ModuleType) -> None:
+    try:
+        from dpmon.tracer.patch import install
+
+        install()
+    except Exception as error:  # noqa: BLE001 - an unknown torch costs the record, never the run
+        version = getattr(torch, "__version__", "unknown version")
+        note(f"this torch ({version}) cannot be traced: {type(error).__name__}: {error}", "warnings.log")
+
+
+def arm() -> None:
+    """Start waiting for torch; does nothing if it is there already."""
+    if "torch" not in sys.modules:
+        sys.meta_path.insert(0, _Finder())

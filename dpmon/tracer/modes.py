@@ -1,0 +1,285 @@
+"""dp or single: what was asked for, what is in force, and why something cannot be had.
+
+A `Plan` says how calls of one module run. It is made when the module is first called, and again after each request.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dpmon.records import MODES
+from dpmon.tracer.session import Session
+from dpmon.tracer.virtual import Originals, VirtualDevices
+
+__all__ = ["DP", "SINGLE", "Modes", "Plan"]
+
+DP, SINGLE = 1, 2
+DEFAULT_VIRTUAL = 2
+MAX_EVENTS = 64
+MAX_FAILURES = 3
+
+_HOST_ONLY = "the devices are CPUs: host time is all there is"
+_NO_EVENTS = "device times of GPUs are not recorded by this version"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How calls of one module run."""
+
+    mode: int
+    devices: tuple[str, ...]
+    """Names of the devices offered, as records show them."""
+    device_ids: tuple[int, ...] | None = None
+    """What torch's code is given instead of the script's own; None leaves the call as it is written."""
+    virtual: VirtualDevices | None = None
+    reason: str | None = None
+    """Why it is this and not what was asked for, or why the replicas are virtual."""
+    refused: bool = False
+
+    @property
+    def absent(self) -> dict[str, str]:
+        """Reasons for what a record of such a call lacks."""
+        return {"device_ms": _HOST_ONLY if self.on_cpu else _NO_EVENTS}
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether no accelerator takes part."""
+        return all(name.startswith("cpu") for name in self.devices)
+
+
+class Modes:
+    """The mode of one process."""
+
+    def __init__(self, session: Session, originals: Originals) -> None:
+        self.session = session
+        self.originals = originals
+        self._constructed: dict[int, tuple[Any, int]] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Start afresh, as after a fork."""
+        config = self.session.config
+        self.locked = config.mode == "script"
+        self.chosen = MODES.index(config.mode) if config.mode in MODES[1:] else 0
+        self.by_user = False
+        self.serial = 0
+        """The last request taken up."""
+        self._refused: dict[int, tuple[Any, str, int]] = {}
+        self._events = 0
+        self.unannounced: list[tuple[str, Plan]] = []
+        self._virtual: dict[tuple[int, str], VirtualDevices] = {}
+
+    def constructed(self, wrapper: Any, dim: int) -> None:
+        """A DataParallel was made to split along `dim`, which torch forgets on a machine without GPUs."""
+        key = id(wrapper)  # not a WeakKeyDictionary: a subclass may compare and hash as it likes
+        self._constructed[key] = weakref.ref(wrapper, lambda _: self._constructed.pop(key, None)), dim
+
+    def dim_of(self, wrapper: Any) -> int | None:
+        """Along which dimension the DataParallel splits; None if it was not made here (copied, loaded)."""
+        known = self._constructed.get(id(wrapper))
+        return known[1] if known is not None and known[0]() is wrapper else None
+
+    # ---------------------------------------------------------------- requests
+
+    def poll(self) -> bool:
+        """Take up a request, if somebody made one since the last time; called between calls only."""
+        ring = self.session.ring
+        if ring is None or ring.request_serial == self.serial:
+            return False
+        self.serial = ring.request_serial
+        wanted = ring.request_mode
+        if self.locked or wanted not in (DP, SINGLE):
+            reason = "--mode script leaves the computation as it is written" if self.locked else "unknown mode"
+            self.session.event("mode", mode=None, requested_by="user", refused=reason, reason=reason)
+            ring.acknowledge(self.serial, 0)
+            return False
+        self.chosen = wanted
+        self.by_user = True
+        self._refused.clear()
+        self._events = 0
+        return True
+
+    def plan(self, module: torch.nn.Module, wrapper: bool) -> Plan:
+        """Make the plan for `module`: a DataParallel (`wrapper`) or a bare root."""
+        plan = self._for_wrapper(module) if wrapper else self._for_root(module)
+        root = module.module if wrapper else module
+        self.unannounced.append((type(root).__name__, plan))
+        return plan
+
+    def failed(self, module: torch.nn.Module, reason: str, final: bool, call: int) -> Plan | None:
+        """dp could not be done for one call; the plan to run that call by, None if a new one is to be made for good.
+
+        A batch may be at fault (one row for BatchNorm), so the next call tries again; after MAX_FAILURES in a row, or
+        when `final`, the module stays single until somebody asks for dp again.
+        """
+        known = self._refused.get(id(module))
+        count = known[2] + 1 if known is not None and known[0]() is module else 1
+        count = MAX_FAILURES if final else count
+        self._refused[id(module)] = (weakref.ref(module), reason, count)
+        if count >= MAX_FAILURES:
+            return None
+        self.session.warn(f"dp was not possible for call {call}, which ran on one device: {reason}")
+        return Plan(SINGLE, (str(_device_of(module) or "cpu"),), None, None, reason, True)
+
+    def succeeded(self, module: torch.nn.Module) -> None:
+        """dp worked: earlier failures of the module no longer count."""
+        if self._refused:
+            self._refused.pop(id(module), None)
+
+    def announce(self, step: int, call: int) -> None:
+        """Acknowledge and record the plans made since the last time; `call` is the first that runs by them."""
+        made, self.unannounced = self.unannounced, []
+        ring = self.session.ring
+        if ring is None:
+            return
+        for root, plan in made:
+            ring.acknowledge(self.serial, plan.mode)
+            self._events += 1
+            if self._events > MAX_EVENTS:
+                continue
+            config = self.session.config
+            if plan.refused and not self.by_user and (config.explicit or config.mode == "dp"):
+                self.session.warn(f"dp was asked for, but {root} runs on one device: {plan.reason}")
+            self.session.event(
+                "mode",
+                step=step,
+                call=call,
+                root=root,
+                mode=MODES[plan.mode],
+                requested_by="user" if self.by_user else "start",
+                devices=list(plan.devices),
+                virtual=plan.virtual is not None,
+                reason=plan.reason,
+                refused=plan.reason if plan.refused else None,
+            )
+
+    # ---------------------------------------------------------------- plans
+
+    def _refusal(self, module: torch.nn.Module) -> str | None:
+        known = self._refused.get(id(module))
+        if known is None or known[0]() is not module or known[2] < MAX_FAILURES:
+            return None
+        return known[1]
+
+    def _for_wrapper(self, module: Any) -> Plan:
+        own = tuple(f"{module.src_device_obj.type}:{i}" for i in module.device_ids)
+        inner = _device_of(module.module)
+        if self.locked:
+            mode = DP if len(own) > 1 else SINGLE
+            return Plan(mode, own or (str(inner or "cpu"),))
+        mode = self.chosen or DP
+        here = (str(inner or "cpu"),)
+        if mode == SINGLE:
+            if len(own) > 1:
+                return Plan(SINGLE, own[:1], tuple(module.device_ids[:1]))
+            return Plan(SINGLE, own or here)
+        refusal = self._refusal(module)
+        if refusal is None and not own and self.dim_of(module) is None:
+            refusal = "this DataParallel was copied or loaded: its dim is not known"
+        if refusal is None and not own:
+            refusal = _unreplicable(module.module)
+        if refusal is not None:
+            return Plan(SINGLE, own or here, tuple(module.device_ids[:1]) if own else None, None, refusal, True)
+        if own and not self.session.config.explicit:
+            if len(own) > 1 or not self.by_user:
+                return Plan(DP, own)
+            return self._spread(inner, False)
+        return self._spread(inner, False)
+
+    def _for_root(self, module: torch.nn.Module) -> Plan:
+        inner = _device_of(module)
+        here = (str(inner or "cpu"),)
+        if self.locked:
+            return Plan(SINGLE, here)
+        mode = self.chosen or (DP if self.session.config.explicit else SINGLE)
+        if mode == SINGLE:
+            return Plan(SINGLE, here)
+        refusal = self._refusal(module) or _unsplittable(module)
+        if refusal is not None:
+            return Plan(SINGLE, here, None, None, refusal, True)
+        return self._spread(inner, True)
+
+    def _spread(self, base: torch.device | None, bare: bool) -> Plan:
+        """dp over what was asked for, else over all there is."""
+        if base is None:
+            return Plan(SINGLE, ("cpu",), None, None, "the module has no parameters", True)
+        config = self.session.config
+        devices = [torch.device(name) for name in config.devices]
+        if devices:
+            if len(set(devices)) == len(devices) and devices[0].type != "cpu":
+                return self._real([d.index or 0 for d in devices], base)
+            if len({(d.type, d.index or 0) for d in devices}) > 1:
+                reason = "virtual replicas share one device; --devices names several"
+                return Plan(SINGLE, (str(base),), None, None, reason, True)
+            if devices[0].type != base.type:
+                reason = f"--devices says {devices[0]}, but the module is on {base}"
+                return Plan(SINGLE, (str(base),), None, None, reason, True)
+            return self._share(len(devices), base, "asked for by --devices")
+        if base.type == "cuda":
+            count = torch.cuda.device_count()
+            wanted = config.replicas or count
+            first = base.index or 0
+            if wanted <= count and (wanted > 1 or config.replicas):
+                others = [i for i in range(count) if i != first]
+                return self._real([first, *others][:wanted], base)
+            if config.replicas:
+                return self._share(config.replicas, base, f"{config.replicas} replicas on {count} GPU(s)")
+            return Plan(
+                SINGLE, (str(base),), None, None, "there is only one GPU; --replicas N makes virtual ones", True
+            )
+        if base.type != "cpu":
+            return Plan(SINGLE, (str(base),), None, None, f"DataParallel does not run on {base.type}", True)
+        if torch.cuda.is_available() and not config.replicas:
+            return Plan(SINGLE, (str(base),), None, None, "the module is on the CPU of a machine with GPUs", True)
+        reason = "no GPU" if not torch.cuda.is_available() else "the module is on the CPU"
+        return self._share(config.replicas or DEFAULT_VIRTUAL, base, f"{reason}: replicas share the CPU")
+
+    def _real(self, ids: list[int], base: torch.device) -> Plan:
+        if ids[0] != (base.index or 0) or base.type != "cuda":
+            reason = f"the module is on {base}, the first of the devices is cuda:{ids[0]}"
+            return Plan(SINGLE, (str(base),), None, None, reason, True)
+        return Plan(DP, tuple(f"cuda:{i}" for i in ids), tuple(ids))
+
+    def _share(self, count: int, base: torch.device, reason: str) -> Plan:
+        key = (count, str(base))
+        virtual = self._virtual.get(key)
+        if virtual is None:
+            virtual = self._virtual[key] = VirtualDevices(count, base, self.originals)
+        return Plan(DP, virtual.names, tuple(range(count)), virtual, reason)
+
+
+def _device_of(module: torch.nn.Module) -> torch.device | None:
+    tensor: torch.Tensor | None = next(module.parameters(), None)
+    if tensor is None:
+        tensor = next(module.buffers(), None)
+    return None if tensor is None else tensor.device
+
+
+def _unsplittable(module: torch.nn.Module) -> str | None:
+    """Why a bare root cannot be run by data_parallel; None if it can."""
+    unfit = _unreplicable(module)
+    if unfit is not None:
+        return unfit
+    for inner in torch.nn.Module.modules(module):
+        if isinstance(inner, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+            return f"it holds a {type(inner).__name__} of its own"
+    devices = {str(tensor.device) for tensor in module.parameters()}
+    devices |= {str(tensor.device) for tensor in module.buffers()}
+    if len(devices) > 1:
+        return f"its parameters are spread over {', '.join(sorted(devices))}"
+    return None
+
+
+def _unreplicable(module: torch.nn.Module) -> str | None:
+    """Why virtual replicas of a module cannot be made; None if they can."""
+    for inner in torch.nn.Module.modules(module):
+        compiled = getattr(inner, "_compiled_call_impl", None) is not None
+        if compiled or type(inner).__module__.startswith("torch._dynamo"):
+            return "a module compiled by torch.compile cannot be replicated"
+        if isinstance(inner, torch.jit.ScriptModule):
+            return "a TorchScript module is not replicated virtually"
+    return None

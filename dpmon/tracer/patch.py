@@ -1,0 +1,106 @@
+"""The one place that says where torch is touched, and does it.
+
+| what | why |
+|---|---|
+| the four verbs in torch.nn.parallel.data_parallel | phases of a call, virtual replicas |
+| DataParallel.forward, DataParallel.__init__ | calls; the dim and devices a machine without GPUs throws away |
+| Module.__call__, for a while | bare root modules |
+| _BaseDataLoaderIter.__next__ | turns of the loop, waiting for data |
+| torch.autograd._engine_run_backward | backward, whichever way it is asked for |
+| the global optimizer step hooks | optimizer |
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dpmon.tracer.calls import Calls
+from dpmon.tracer.frames import drop_frames, named_like
+from dpmon.tracer.modes import Modes
+from dpmon.tracer.roots import Roots
+from dpmon.tracer.session import Config, Session
+from dpmon.tracer.steps import Steps
+from dpmon.tracer.virtual import Originals
+
+__all__ = ["install"]
+
+
+def install() -> None:
+    """Put the tracer into this process's torch; raises if it is not a torch we know, then nothing is touched."""
+    data_parallel: Any = importlib.import_module("torch.nn.parallel.data_parallel")
+    scatter_gather: Any = importlib.import_module("torch.nn.parallel.scatter_gather")
+    loader: Any = importlib.import_module("torch.utils.data.dataloader")
+    autograd: Any = importlib.import_module("torch.autograd")
+    optimizer: Any = importlib.import_module("torch.optim.optimizer")
+    fetch = loader._BaseDataLoaderIter.__next__
+    backward = autograd._engine_run_backward
+    construct = torch.nn.DataParallel.__init__
+    forward = torch.nn.DataParallel.forward
+
+    originals = Originals(data_parallel, scatter_gather)
+    session = Session(Config.from_environment())
+    steps = Steps(session)
+    modes = Modes(session, originals)
+    calls = Calls(session, steps, modes, originals)
+    roots = Roots(session, calls)
+    steps.on_close = roots.turns_closed
+    steps.on_idle = roots.watch  # batches come, but no call is seen
+
+    for index, name in enumerate(("scatter_kwargs", "replicate", "parallel_apply", "gather")):
+        setattr(data_parallel, name, calls.verb(index))
+    torch.nn.DataParallel.__init__ = _constructing(construct, modes)  # type: ignore[method-assign]
+    torch.nn.DataParallel.forward = calls.wrapper_forward(forward)  # type: ignore[method-assign]
+    loader._BaseDataLoaderIter.__next__ = steps.fetching(fetch)
+    autograd._engine_run_backward = steps.going_back(backward)
+    before_step, after_step = steps.optimizer_hooks()
+    optimizer.register_optimizer_step_pre_hook(before_step)
+    optimizer.register_optimizer_step_post_hook(after_step)
+    roots.watch()
+    _at_the_end(session, steps, modes, calls)
+
+
+def _constructing(original: Callable[..., Any], modes: Modes) -> Callable[..., Any]:
+    """DataParallel.__init__: on a machine without GPUs torch forgets dim, so it is kept beside the object."""
+
+    def __init__(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
+        try:
+            original(self, module, device_ids, output_device, dim)
+        except BaseException as error:
+            drop_frames(error)
+            raise
+        try:
+            modes.constructed(self, dim)
+        except Exception as error:  # noqa: BLE001 - the object is made, whatever we make of it
+            modes.session.fault("construct", error)
+
+    return named_like(__init__, original)
+
+
+def _at_the_end(session: Session, steps: Steps, modes: Modes, calls: Calls) -> None:
+    atexit.register(steps.at_exit)
+
+    def opened() -> None:
+        if session.ring is not None:
+            steps.attach(session.ring)
+        # A child of multiprocessing ends by os._exit, after its own finalizers.
+        util = sys.modules.get("multiprocessing.util")
+        process = sys.modules.get("multiprocessing.process")
+        if util is not None and process is not None and process.parent_process() is not None:
+            util.Finalize(None, steps.at_exit, exitpriority=0)
+
+    session.on_open = opened
+
+    def forked() -> None:
+        session.after_fork()
+        steps.reset()
+        modes.reset()
+        calls.reset()
+
+    os.register_at_fork(after_in_child=forked)

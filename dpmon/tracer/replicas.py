@@ -1,0 +1,84 @@
+"""Forward hooks on DataParallel's replicas: the sizes each received and returned, and how long it took.
+
+A replica is a throw-away copy of the module that shares its hook dicts with it. Each replica is given dicts of its own,
+so that nothing of ours is ever seen on the script's module, nor pickled or copied with it, not even by another thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from time import monotonic_ns
+from typing import Any
+
+from dpmon.tracer.session import Memo, Session
+from dpmon.tracer.sizes import gathers
+
+__all__ = ["Watch"]
+
+
+KEY = -7061
+"""torch counts hooks up from 0, so a negative number is nobody else's."""
+
+
+class Probe:
+    """What one replica did in one call: definitions of its sizes, 0 unknown; monotonic ns, 0 if it was not seen."""
+
+    __slots__ = ("began", "ended", "inputs", "memos", "outputs", "watch")
+
+    def __init__(self, watch: Watch, memos: tuple[Memo, Memo]) -> None:
+        self.watch = watch
+        self.memos = memos
+        self.inputs = self.outputs = 0
+        self.began = self.ended = 0
+
+    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook: runs on the replica's thread, and must change nothing."""
+        session = self.watch.session
+        try:
+            self.inputs = session.inputs(args, kwargs, self.memos[0])
+            session.local.depth += 2
+        except Exception as error:  # noqa: BLE001 - sizes are not worth a training
+            session.fault("hooks", error)
+        self.began = monotonic_ns()
+
+    def leave(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Forward hook."""
+        self.ended = monotonic_ns()
+        watch = self.watch
+        session = watch.session
+        try:
+            session.local.depth -= 2
+            self.outputs = session.outputs(result, self.memos[1])
+            if watch.odd is False and not gathers(result):
+                watch.odd = True
+        except Exception as error:  # noqa: BLE001 - sizes are not worth a training
+            session.fault("hooks", error)
+
+
+class Watch:
+    """What the replicas of one call did."""
+
+    __slots__ = ("memos", "odd", "probes", "session")
+
+    def __init__(self, session: Session, memos: list[tuple[Memo, Memo]], strict: bool) -> None:
+        """`memos`: what each place saw last, kept between calls. `strict`: look for what gather does not keep."""
+        self.session = session
+        self.memos = memos
+        self.probes: list[Probe] = []
+        self.odd: bool | None = False if strict else None
+        """Whether a replica returned something that torch's gather would turn into something else."""
+
+    def expect(self, replicas: list[Any]) -> None:
+        """Hook these replicas, numbered in this order."""
+        while len(self.memos) < len(replicas):
+            self.memos.append((Memo(), Memo()))
+        for replica, memos in zip(replicas, self.memos, strict=False):
+            probe = Probe(self, memos)
+            own = replica.__dict__
+            for name, hook in (("_forward_pre_hooks", probe.enter), ("_forward_hooks", probe.leave)):
+                own[name] = hooks = OrderedDict(own[name])
+                hooks[KEY] = hook
+            for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs"):
+                own[name] = OrderedDict(own[name])
+                own[name][KEY] = True
+            self.probes.append(probe)

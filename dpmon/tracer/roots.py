@@ -1,0 +1,148 @@
+"""Finding the modules that a script calls itself: bare roots, which no wrapper announces.
+
+For the first turns of the loop, and for one turn now and then, Module.__call__ itself is watched; the class of every
+root that turns up gets a `__call__` of its own, and the watch ends, so that the hundreds of modules inside a network
+cost nothing. Nothing is put on an instance: what is pickled or copied is the script's alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+
+from dpmon.tracer.calls import Calls
+from dpmon.tracer.frames import named_like
+from dpmon.tracer.plain import short_way
+from dpmon.tracer.session import Session
+
+__all__ = ["Roots"]
+
+WATCH_TURNS = 16
+"""Turns without a new root after which the watch ends."""
+WATCH_EVERY = 256
+"""Turns between two short watches, for roots that appear later."""
+
+
+class _RootCall:
+    """The `__call__` of a root's class: on an instance the traced call, on the class what was there before."""
+
+    def __init__(self, roots: Roots) -> None:
+        self._roots = roots
+
+    def __get__(self, module: Any, owner: Any = None) -> Any:
+        now = torch.nn.Module.__call__
+        if module is None:
+            return now
+        roots = self._roots
+        if now is not roots.original and now is not roots.watcher:
+            return MethodType(now, module)  # the script, or torch.fx, has put its own there: it comes first
+        return MethodType(roots.called, module)
+
+    def __reduce__(self) -> Any:
+        # Classes may be pickled by value (cloudpickle): where they are read, dpmon need not exist.
+        return getattr, (torch.nn.Module, "__call__")
+
+
+class Roots:
+    """The watch over one process's modules."""
+
+    def __init__(self, session: Session, calls: Calls) -> None:
+        self.session = session
+        self.calls = calls
+        self.original: Callable[..., Any] = torch.nn.Module.__call__
+        self.called = short_way(calls, self.original, self._slow)
+        self.watcher = named_like(short_way(calls, self.original, self._slow), self.original)
+        self._classes: set[type] = set()
+        self._verdicts: dict[int, tuple[Any, bool]] = {}
+        self._watching = False
+        self._found = True
+        """Whether a root turned up since the last look."""
+        self._always = False
+        """A root's class has a `__call__` of its own: the watch cannot end."""
+
+    def _slow(self, module: Any, args: Any, kwargs: Any) -> Any:
+        """A module's call that the short way does not take; the caller takes our frames out of a traceback."""
+        try:
+            root = self._starts_call(module)
+        except Exception as error:  # noqa: BLE001 - ours must not reach the script
+            self.session.fault("roots", error)
+            root = False
+        if root:
+            return self.calls.root_call(self.original, module, args, kwargs)
+        if "_is_replica" not in module.__dict__:
+            return self.original(module, *args, **kwargs)
+        local = self.session.local
+        local.depth += 2  # inside a replica nothing is a root
+        try:
+            return self.original(module, *args, **kwargs)
+        finally:
+            local.depth -= 2
+
+    def _starts_call(self, module: Any) -> bool:
+        """Whether this is the outermost call of a module worth recording."""
+        session, steps = self.session, self.calls.steps
+        if session.local.depth or session.off or steps.inside() or torch._C._current_graph_task_id() != -1:
+            return False  # the last: autograd runs it again for a checkpoint, on whichever thread
+        if not self._is_root(module):
+            return False
+        self._register(type(module))
+        return True
+
+    def _is_root(self, module: Any) -> bool:
+        known = self._verdicts.get(id(module))
+        if known is not None and known[0]() is module:
+            return known[1]
+        if "_is_replica" in module.__dict__:
+            return False
+        # A DataParallel is traced by its forward. A module without parameters is a loss or a transform.
+        verdict = not isinstance(module, torch.nn.DataParallel) and (
+            # Not module.parameters(): a script may have overridden it.
+            next(torch.nn.Module.parameters(module), None) is not None
+        )
+        if len(self._verdicts) > 4096:
+            self._verdicts.clear()
+        self._verdicts[id(module)] = (weakref.ref(module), verdict)
+        return verdict
+
+    def _register(self, kind: type) -> None:
+        if kind in self._classes:
+            return
+        self._found = True
+        self._classes.add(kind)
+        if any(isinstance(base.__dict__.get("__call__"), _RootCall) for base in kind.__mro__):
+            return  # it derives from a root's class and has its call
+        try:
+            if kind.__call__ is not self.watcher:
+                raise TypeError("a __call__ of its own")
+            kind.__call__ = _RootCall(self)  # type: ignore[method-assign, assignment]  # a descriptor
+        except Exception:  # noqa: BLE001 - a class may refuse in any way; then the watch simply goes on
+            self._always = True
+
+    # ---------------------------------------------------------------- the watch
+
+    def watch(self) -> None:
+        """Watch every module from now on."""
+        if not self._watching and torch.nn.Module.__call__ is self.original:
+            self._watching = True
+            torch.nn.Module.__call__ = self.watcher  # type: ignore[method-assign]
+
+    def rest(self) -> None:
+        """End the watch; roots found so far go on being traced."""
+        if self._watching and not self._always and torch.nn.Module.__call__ is self.watcher:
+            self._watching = False
+            torch.nn.Module.__call__ = self.original  # type: ignore[method-assign]
+
+    def turns_closed(self) -> int:
+        """Called after some turns of the loop, to start or end a watch; returns after how many to be called again."""
+        if self._watching and self._found:
+            self._found = False
+            return WATCH_TURNS
+        if self._watching:
+            self.rest()
+            return WATCH_EVERY
+        self.watch()
+        return 1

@@ -1,0 +1,44 @@
+"""How dpmon gets into a Python process: `site` imports this file because its folder is first on PYTHONPATH.
+
+It takes the folder off sys.path again, waits for torch to be imported by whoever imports it, and lets the
+sitecustomize that it shadows run as if nothing had happened. Nothing here may fail loudly: this runs before the
+user's program, in every Python the program starts.
+"""
+
+
+def _arm() -> None:
+    import os
+    import sys
+
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
+    if "DPMON_RUN" not in os.environ or sys.version_info < (3, 10):
+        return
+    # The program's Python need not have dpmon installed: it is imported from where this file lies, and only it.
+    parent = os.path.dirname(os.path.dirname(os.path.dirname(here)))
+    sys.path.insert(0, parent)
+    try:
+        from dpmon.tracer import inject
+    finally:
+        sys.path.remove(parent)
+    inject.arm()
+
+
+def _chain() -> None:
+    """Import the sitecustomize that would have been found without ours; its faults are its own."""
+    import sys
+
+    ours = sys.modules.pop(__name__)
+    try:
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401 - it may or may not exist
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+        sys.modules[__name__] = ours  # the import system wants to find it; dpmon.tracer.inject takes it away
+
+
+try:  # noqa: SIM105 - contextlib is not loaded yet in every Python
+    _arm()
+except Exception:  # noqa: BLE001 - the user's program comes first, whatever is wrong with us
+    pass
+_chain()

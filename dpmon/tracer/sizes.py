@@ -1,0 +1,145 @@
+"""Sizes of the tensors in whatever is passed to and returned by a module, as hashable signatures.
+
+A signature is made of shapes and dtypes only: no tensor is ever held. It is looked up in a table on the hot path and
+spelled out (paths, bytes) once, when it is new.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["first_rows", "gathers", "signature_of_call", "signature_of_value", "spell_out", "tensors_in"]
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+
+MAX_LEAVES = 64
+"""Tensors listed of one container; a growing list of thousands must not make records (or the training) grow."""
+MAX_VISITED = 4096
+MAX_DEPTH = 16
+MAX_PATH = 120
+
+
+def signature_of_value(value: Any) -> Hashable:
+    """The signature of a result: (shape, dtype) of a lone tensor, else a tuple of (path, shape, dtype)."""
+    if type(value) is Tensor:
+        return value.shape, value.dtype
+    return _leaves(value, "")
+
+
+def signature_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+    """The signature of arguments; paths begin with the position or the keyword."""
+    if len(args) == 1 and not kwargs:
+        value = args[0]
+        if type(value) is Tensor:
+            return value.shape, value.dtype
+    found: list[Any] = []
+    budget = [MAX_VISITED]
+    for index, value in enumerate(args):
+        _walk(value, str(index), found, budget, 0)
+    for name, value in kwargs.items():
+        _walk(value, str(name), found, budget, 0)
+    return tuple(found)
+
+
+def _leaves(value: Any, path: str) -> tuple[Any, ...]:
+    found: list[Any] = []
+    _walk(value, path, found, [MAX_VISITED], 0)
+    return tuple(found)
+
+
+def _walk(value: Any, path: str, found: list[Any], budget: list[int], depth: int) -> None:
+    if len(found) >= MAX_LEAVES or budget[0] <= 0 or depth > MAX_DEPTH:
+        return
+    budget[0] -= 1
+    if isinstance(value, Tensor):
+        found.append((path[:MAX_PATH], _shape(value), value.dtype))
+        return
+    if value is None or isinstance(value, (str, bytes, int, float, bool)):
+        return
+    for name, child in _children(value):
+        _walk(child, f"{path}.{name}" if path else name, found, budget, depth + 1)
+        if len(found) >= MAX_LEAVES or budget[0] <= 0:
+            return
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    # Subclasses may watch attribute access; a monitor must not be seen by them.
+    if type(tensor) is Tensor or type(tensor) is Parameter:
+        return tensor.shape
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.shape
+
+
+def _children(value: Any) -> Any:
+    if isinstance(value, dict):
+        return ((str(key), child) for key, child in value.items())
+    if isinstance(value, tuple):
+        fields = getattr(value, "_fields", None)
+        if fields is not None:
+            return zip((str(name) for name in fields), value, strict=False)
+        return ((str(i), child) for i, child in enumerate(value))
+    if isinstance(value, (list, set, frozenset)):
+        return ((str(i), child) for i, child in enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return ((f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value))
+    if isinstance(value, Mapping):
+        return ((str(key), child) for key, child in value.items())
+    return ()
+
+
+def spell_out(signature: Any, lone_path: str) -> list[tuple[str, list[int], str, int]]:
+    """(path, shape, dtype, bytes) of each tensor; `lone_path` is the path of a signature that is one bare tensor."""
+    if len(signature) == 2 and isinstance(signature[1], torch.dtype):
+        signature = ((lone_path, *signature),)
+    result = []
+    for path, shape, dtype in signature:
+        count = dtype.itemsize
+        for extent in shape:
+            count *= int(extent)
+        result.append((path, [int(extent) for extent in shape], str(dtype).removeprefix("torch."), count))
+    return result
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors themselves, for a check during a call; not to be kept."""
+    found: list[Tensor] = []
+    _collect(value, found, [MAX_VISITED], 0)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor], budget: list[int], depth: int) -> None:
+    if budget[0] <= 0 or depth > MAX_DEPTH:
+        return
+    budget[0] -= 1
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif value is not None and not isinstance(value, (str, bytes, int, float, bool)):
+        for _, child in _children(value):
+            _collect(child, found, budget, depth + 1)
+
+
+def gathers(value: Any, depth: int = 0) -> bool:
+    """Whether torch's gather hands on what a replica returns: tensors with rows, None, dicts, lists, tuples of them."""
+    if value is None or isinstance(value, Tensor):
+        return value is None or value.dim() > 0
+    if depth > MAX_DEPTH:
+        return False
+    if isinstance(value, dict):
+        return all(gathers(child, depth + 1) for child in value.values())
+    return isinstance(value, (list, tuple)) and all(gathers(child, depth + 1) for child in value)
+
+
+def first_rows(signature: Any, dim: int = 0) -> int:
+    """Rows of the first tensor that has dimension `dim`; -1 if none has."""
+    if len(signature) == 2 and isinstance(signature[1], torch.dtype):
+        shape = signature[0]
+        return shape[dim] if -len(shape) <= dim < len(shape) else -1
+    for _, shape, _ in signature:
+        if -len(shape) <= dim < len(shape):
+            return int(shape[dim])
+    return -1

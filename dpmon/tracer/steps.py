@@ -1,0 +1,438 @@
+"""Turns of the training loop, cut where the script fetches a batch, and what each turn's time went to.
+
+With a DataLoader a turn runs from one fetch to the next. Without one it runs from one step of the first optimizer to
+the next; without an optimizer, from one call of the first root module to its next. The phases of a turn are exclusive:
+a forward inside an optimizer's closure counts as forward, not twice.
+
+Everything here runs on one thread, the one that made the first traced call; other threads do not disturb it.
+
+This is the hot path. In a training loop the processor's caches hold the training's data and not our code, so that
+every function entered costs several times what a warm loop suggests: hence few functions, some of them longer than
+elsewhere, and integers rather than objects.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from threading import get_ident
+from time import monotonic_ns
+from typing import Any
+
+import torch
+
+from dpmon.records import PLAIN_WORDS, STEP_TAG, STEP_WORDS
+from dpmon.ring import HEADER_BYTES, Activity, Frame, Ring
+from dpmon.tracer.frames import drop_frames, named_like
+from dpmon.tracer.session import Session
+
+__all__ = ["Steps"]
+
+STALE_STEPS = 64
+"""Optimizer steps without a fetch after which a loader no longer counts (a script that keeps using one batch)."""
+IDLE_FETCHES = 4
+"""Fetches, or steps of the optimizer, without a call after which somebody should look where the calls are."""
+MAX_NESTED = 8
+"""Optimizers inside optimizers."""
+STALE_CALLS = 64
+"""Calls without an optimizer step after which an optimizer no longer counts (it was made, but never used)."""
+
+WORD, BYTE = Activity.WORD, Activity.BYTE
+_FRAME = Frame(STEP_WORDS)
+_BOTH = Frame(PLAIN_WORDS, STEP_WORDS)
+
+
+class Steps:
+    """The clock of the training loop of one process.
+
+    A phase's time is 0 until it has run in the turn. Whoever times a phase saves `inner`, sets it to 0, runs the
+    phase, takes what `inner` then is off the phase's own time, and leaves in `inner` the saved value and all of its
+    time: what runs inside a phase is counted once.
+    """
+
+    __slots__ = (
+        "backward",
+        "backwards",
+        "boundary",
+        "boundary_lives",
+        "calls",
+        "countdown",
+        "data",
+        "due",
+        "fetcher",
+        "fetches",
+        "forward",
+        "inner",
+        "last",
+        "learns",
+        "loader",
+        "map",
+        "mode",
+        "number",
+        "on_close",
+        "on_idle",
+        "open",
+        "optimizer",
+        "other",
+        "outer",
+        "plain",
+        "root",
+        "samples",
+        "session",
+        "since_fetch",
+        "since_optimizer",
+        "start",
+        "stepped",
+        "stepping",
+        "thread",
+        "words",
+    )
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.on_close: Callable[[], int] = lambda: 1 << 30
+        """Called when `countdown` turns have ended; returns the next countdown."""
+        self.on_idle: Callable[[], None] = lambda: None
+        self.reset()
+
+    def reset(self) -> None:
+        """Start afresh, as after a fork."""
+        self.map: Any = bytearray(HEADER_BYTES)
+        self.words: Any = memoryview(self.map).cast("Q")
+        """The ring's memory, once there is a ring: see `attach`."""
+        self.thread = 0
+        """The training thread; 0 before the first call, when any may turn out to be it."""
+        self.number = 0
+        """The turn under way, or the last one: 1 for the first."""
+        self.calls = 0
+        self.countdown = 1
+        self.inner = 0
+        self.plain = False
+        """Whether the training thread is in a call that is traced the short way."""
+        self.backwards = 0
+        """1 while the training thread is in a backward pass: modules run in it are recomputed, not called."""
+        self.learns = False
+        """Whether the training thread has gone backward or stepped: then it is the right one."""
+        self.due = False
+        """An optimizer stepped inside a backward pass, where no turn can end."""
+        self.open = False
+        self.samples = -1
+        self.mode = 0
+        self.start = self.last = 0
+        self.data = self.forward = self.backward = self.optimizer = 0
+        self.loader = False
+        self.fetches = 0
+        self.since_fetch = 0
+        self.fetcher = 0
+        self.boundary = self.other = 0
+        self.boundary_lives: Callable[[], Any] = lambda: None
+        self.since_optimizer = 0
+        self.root = 0
+        self.stepped = self.outer = 0
+        """When the optimizer that steps now began, 0 if none does, and `inner` as it was then."""
+        self.stepping: list[tuple[int, int]] = []
+
+    def attach(self, ring: Ring) -> None:
+        """Tell the ring from now on what the training thread does."""
+        self.map, self.words = ring.map, ring.words
+
+    def inside(self) -> bool:
+        """Whether this thread is in a call that is traced the short way."""
+        return self.plain and self.thread == get_ident()
+
+    # ---------------------------------------------------------------- data
+
+    def fetching(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The traced form of the DataLoader iterator's __next__: what the loop waits for, where its turns begin."""
+        session = self.session
+
+        def __next__(iterator: Any) -> Any:
+            thread = self.thread
+            if session.off or (thread and thread != get_ident()):
+                try:
+                    return original(iterator)
+                except BaseException as error:
+                    drop_frames(error)
+                    raise
+            began = outer = 0
+            try:
+                if not thread:
+                    self.fetcher = get_ident()
+                began = monotonic_ns()
+                self.loader = True
+                self.since_fetch = 0
+                if not self.open:
+                    self._begin(began)
+                elif self.calls:
+                    self.close(began)
+                    self._begin(began)
+                    if self.stepped:
+                        self.stepped = 0
+                        self.stepping.clear()
+                self.fetches += 1
+                if self.fetches == IDLE_FETCHES:
+                    self.on_idle()
+                self.words[WORD] = began << 3 | Activity.DATA
+                outer = self.inner
+                self.inner = 0
+            except Exception as error:  # noqa: BLE001 - ours must not reach the script
+                session.fault("fetch", error)
+            exhausted = True
+            try:
+                batch = original(iterator)
+                exhausted = False
+                return batch
+            except BaseException as error:
+                drop_frames(error)
+                raise
+            finally:
+                try:
+                    if thread or self.thread in (0, get_ident()):  # else this fetch turned out to be another loop's
+                        now = self.last = monotonic_ns()
+                        took = now - began
+                        self.data += took - self.inner
+                        self.inner = outer + took
+                        self.map[BYTE] = Activity.OTHER  # what comes now is the script's own
+                        if exhausted:
+                            self._abandon()
+                except Exception as error:  # noqa: BLE001 - the batch is there, whatever we make of it
+                    session.fault("fetch", error)
+
+        return named_like(__next__, original)
+
+    def _abandon(self) -> None:
+        # The loader is at its end: what follows is no turn until the next fetch.
+        if self.open and not self.calls:
+            self.open = False
+            self.number -= 1
+
+    # ---------------------------------------------------------------- calls
+
+    def call_begins(self, root: int, mode: int, now: int) -> None:
+        """An outermost call of the module with id `root` on the training thread; `number` is its turn."""
+        if self.calls:
+            if root == self.root and not self.loader and self._by_calls():
+                self.close(now)
+                self._begin(now)
+                self.mode = mode
+        else:
+            if not self.thread:
+                self._found_thread()
+            if not self.open:
+                self._begin(self.stepped or now)  # in the closure of an optimizer the turn began with it
+            self.mode = mode
+            if not self.root:
+                self.root = root
+        self.calls += 1
+        self.fetches = 0
+        self.since_optimizer += 1
+        self.map[BYTE] = Activity.FORWARD
+
+    def _found_thread(self) -> None:
+        """The first call: this is the training thread. Batches that another one fetched say nothing of its turns."""
+        self.thread = get_ident()
+        if self.fetcher not in (0, self.thread):
+            self.loader = False
+            if self.open:
+                self.open = False
+                self.number -= 1
+
+    def _moves_here(self) -> bool:
+        """Whether this thread turns out to be the training thread: it goes backward, and the one taken for it never."""
+        if self.learns or not self.thread or torch._C._current_graph_task_id() != -1:
+            return False
+        if self.open and self.calls:
+            self.close(self.last)
+        elif self.open:
+            self.number -= 1
+        self.thread = get_ident()
+        self.loader = self.open = False
+        self.calls = self.inner = 0
+        return True
+
+    def _by_calls(self) -> bool:
+        if self.stepped:  # in a closure: the optimizer's step is not over
+            return False
+        # With an optimizer the turn ends there; with gradients but none yet, it will step soon, or never.
+        return self.since_optimizer > STALE_CALLS or not (self.boundary or self.backward)
+
+    def ran_as(self, mode: int) -> None:
+        """The turn's first call ran in another mode than it began in."""
+        if self.calls == 1:
+            self.mode = mode
+
+    def call_ends(self, began: int, now: int, outer: int, rows: int) -> None:
+        """The outermost call is over; `rows` of its batch, -1 if unknown."""
+        self.forward += now - began - self.inner
+        self.inner = outer + now - began
+        self.last = now
+        if rows > self.samples:
+            self.samples = rows
+
+    # ---------------------------------------------------------------- backward and optimizer
+
+    def going_back(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The traced form of the autograd engine's entry, which Tensor.backward and autograd.grad all go through."""
+        is_compiling = torch.compiler.is_dynamo_compiling
+
+        def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return original(*args, **kwargs)
+            try:
+                if self.backwards or (self.thread != get_ident() and not self._moves_here()):
+                    return original(*args, **kwargs)
+                self.backwards = 1
+                self.learns = True
+                self.map[BYTE] = Activity.BACKWARD
+                outer = self.inner
+                self.inner = 0
+                began = monotonic_ns()
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    now = self.last = monotonic_ns()
+                    took = now - began
+                    self.backwards = 0
+                    self.backward += took - self.inner
+                    self.inner = outer + took
+                    if self.due:
+                        try:
+                            self._optimizer_ends_turn(now)
+                        except Exception as error:  # noqa: BLE001 - the gradients are there
+                            self.session.fault("backward", error)
+            except BaseException as error:
+                drop_frames(error)
+                raise
+
+        return named_like(_engine_run_backward, original)
+
+    def optimizer_hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        """The global optimizer pre- and post-hook."""
+        fault = self.session.fault
+
+        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            try:
+                self._optimizer_begins()
+            except Exception as error:  # noqa: BLE001 - ours must not reach the script
+                fault("optimizer", error)
+
+        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+            try:
+                self._optimizer_ends(optimizer)
+            except Exception as error:  # noqa: BLE001 - the step is done, whatever we make of it
+                fault("optimizer", error)
+
+        return before, after
+
+    def _optimizer_begins(self) -> None:
+        if self.thread and self.thread != get_ident():
+            return
+        if self.stepped:  # an optimizer inside an optimizer, or one that raised
+            self.stepping.append((self.stepped, self.outer))
+            del self.stepping[:-MAX_NESTED]
+        self.outer = self.inner
+        self.inner = 0
+        self.map[BYTE] = Activity.OPTIMIZER
+        self.stepped = monotonic_ns()
+
+    def _optimizer_ends(self, optimizer: Any) -> None:
+        """An optimizer has stepped; without a loader that is the end of a turn."""
+        now = monotonic_ns()
+        if not self.stepped or self.thread != get_ident():
+            if not self.thread:  # before the first call: no turn, and nobody's time
+                self.stepped = 0
+                self.stepping.clear()
+            return
+        self.learns = True
+        took = now - self.stepped
+        self.optimizer += took - self.inner
+        self.inner = self.outer + took
+        self.last = now
+        self.stepped = 0
+        if self.stepping:
+            self.stepped, self.outer = self.stepping.pop()
+            if self.stepped < self.start:  # it raised, and never said that it ended
+                self.stepped = 0
+        self.since_optimizer = 0
+        if self.boundary != id(optimizer):
+            if self.other != id(optimizer) and self.boundary_lives() is not None:
+                self.other = id(optimizer)
+                return
+            # The first, or the first after it has gone, or one that stepped twice while the first did not.
+            self.boundary = id(optimizer)
+            self.boundary_lives = weakref.ref(optimizer)
+        self.other = 0
+        if self.stepped:
+            return
+        if self.backwards:
+            self.due = True
+            return
+        self._optimizer_ends_turn(now)
+
+    def _optimizer_ends_turn(self, now: int) -> None:
+        self.due = False
+        self.since_fetch += 1
+        if self.since_fetch > STALE_STEPS:
+            self.loader = False
+        if self.loader or not self.open or self.session.off:
+            return
+        if self.calls:
+            self.close(now)
+            self._begin(now)
+        else:
+            self.fetches += 1
+            if self.fetches == IDLE_FETCHES:
+                self.on_idle()
+
+    # ---------------------------------------------------------------- boundaries
+
+    def _begin(self, now: int) -> None:
+        self.number += 1
+        self.open = True
+        self.calls = 0
+        self.samples = -1
+        self.start = now
+        self.data = self.forward = self.backward = self.optimizer = 0
+        self.inner = 0
+        if not self.loader:
+            self.words[WORD] = now << 3
+
+    def close(self, now: int) -> None:
+        """The turn is over at `now`: write it, together with its call if that is staged."""
+        self.open = False
+        start = self.start
+        session = self.session
+        ring = session.ring
+        if ring is not None:
+            step = (
+                STEP_TAG | self.mode << 8,
+                self.number,
+                start,
+                now - start,
+                self.samples,
+                self.data or -1,
+                self.forward or -1,
+                self.backward or -1,
+                self.optimizer or -1,
+            )
+            staged = ring.staged
+            if staged is None:
+                ring.put(_FRAME, step)
+            else:
+                ring.staged = None
+                ring.put(_BOTH, staged, step)
+            if ring.head >= session.renew_at:
+                session.renew()
+        self.countdown -= 1
+        if self.countdown <= 0:
+            self.countdown = self.on_close()
+
+    def at_exit(self) -> None:
+        """The process ends: write the turn under way, up to the end of its last phase."""
+        try:
+            if self.open and self.calls:
+                self.close(self.last)
+            if self.session.ring is not None:
+                self.session.ring.activity(Activity.ENDED, monotonic_ns())
+        except Exception as error:  # noqa: BLE001 - the interpreter is ending
+            self.session.fault("exit", error)

@@ -1,0 +1,200 @@
+"""Virtual replicas: torch's own DataParallel code over devices that are one and the same.
+
+Only the lowest layer is ours: how a batch is cut (scatter), copied together again (gather), how parameters reach the
+replicas (broadcast), and what "the current device" means in a replica's thread. The functions above it are torch's,
+given other globals; nothing global is changed, so real calls on other threads are not affected.
+
+Semantics kept, as on GPUs: chunks as torch.chunk cuts them; replica 0 shares its storage with the module (BatchNorm's
+running statistics are those of its chunk); the other replicas get copies, so what they write in place is lost;
+gradients of all replicas are added up in the module; scalars are gathered into a vector, with a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+__all__ = ["VirtualDevices"]
+
+_NOWHERE = nullcontext()
+
+
+class _Scatter(Function):
+    """Cut a tensor as comm.scatter does; the first chunk stays where it is, the others are copied."""
+
+    @staticmethod
+    def forward(ctx: Any, targets: Sequence[int], sizes: Any, dim: int, tensor: torch.Tensor) -> Any:
+        ctx.dim = dim
+        chunks = tensor.chunk(len(targets), dim) if sizes is None else tensor.split(sizes, dim)  # type: ignore[no-untyped-call]
+        return (chunks[0], *(chunk.clone() for chunk in chunks[1:]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, None, None, torch.cat(grads, ctx.dim)
+
+
+class _Gather(Function):
+    """Put the replicas' tensors together along `dim`; zero-dimensional ones become a vector."""
+
+    @staticmethod
+    def forward(ctx: Any, target: Any, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.dim = dim
+        ctx.scalars = dim == 0 and all(tensor.dim() == 0 for tensor in tensors)
+        if ctx.scalars:
+            # Word for word torch's own warning (torch.nn.parallel._functions.Gather): scripts filter it by its text.
+            warnings.warn(
+                "Was asked to gather along dimension 0, but all input tensors were scalars; "
+                "will instead unsqueeze and return a vector.",
+                stacklevel=2,
+            )
+            tensors = tuple(tensor.view(1) for tensor in tensors)
+        ctx.sizes = [tensor.size(dim) for tensor in tensors]
+        return torch.cat(tensors, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        pieces = grad.split(ctx.sizes, ctx.dim)  # type: ignore[no-untyped-call]
+        return (None, None, *(piece[0] if ctx.scalars else piece for piece in pieces))
+
+
+class _Broadcast(Function):
+    """Hand the parameters to every replica, the first gets them as they are; gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, targets: Sequence[int], *tensors: torch.Tensor) -> Any:
+        ctx.count = len(tensors)
+        copies = [tensors, *(tuple(t.clone() for t in tensors) for _ in targets[1:])]
+        needs = ctx.needs_input_grad[1:]
+        fixed = [copy[i] for copy in copies for i, needed in enumerate(needs) if not needed]
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(tensor for copy in copies for tensor in copy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        sums = []
+        for index in range(ctx.count):
+            total = grads[index]
+            for replica in range(index + ctx.count, len(grads), ctx.count):
+                total = total + grads[replica]
+            sums.append(total)
+        return (None, *sums)
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], devices: Sequence[int], detach: bool = False) -> Any:
+    """What `torch.nn.parallel.replicate` calls to spread parameters and buffers: a list of tensors a device."""
+    if not tensors:
+        return []
+    if detach:
+        return [list(tensors), *([t.detach().clone() for t in tensors] for _ in devices[1:])]
+    flat = _Broadcast.apply(devices, *tensors)  # type: ignore[no-untyped-call]
+    count = len(tensors)
+    return [list(flat[i : i + count]) for i in range(0, len(flat), count)]
+
+
+class _Torch:
+    """The module torch, seen by parallel_apply, with one device that all replicas share."""
+
+    def __init__(self, base: torch.device) -> None:
+        def on_device(_: Any = None) -> Any:
+            return torch.cuda.device(base) if base.type == "cuda" else _NOWHERE
+
+        def no_stream(_: Any = None) -> Any:
+            return _NOWHERE  # the replicas' threads use their current stream
+
+        self.accelerator = SimpleNamespace(
+            is_available=lambda: True,
+            current_accelerator=lambda: base,
+            current_stream=no_stream,
+            device_index=on_device,
+        )
+        self.cuda = SimpleNamespace(current_stream=no_stream, device=on_device, stream=no_stream)
+        self.is_autocast_enabled = lambda: torch.is_autocast_enabled(base.type)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _index(device: Any, *_: Any, **__: Any) -> int:
+    return 0 if device is None else int(device)
+
+
+def _names_used(code: CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names_used(constant)
+    return names
+
+
+def _with_globals(function: Callable[..., Any], **changed: Any) -> Callable[..., Any]:
+    """A copy of a function of torch's whose global names mean something else."""
+    if not isinstance(function, FunctionType):
+        raise TypeError(f"{function!r} is no plain function: this torch is not known")
+    missing = set(changed) - _names_used(function.__code__)
+    if missing:
+        raise TypeError(f"{function.__name__} does not use {', '.join(sorted(missing))}: this torch is not known")
+    copy = FunctionType(
+        function.__code__,
+        {**function.__globals__, **changed},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+class VirtualDevices:
+    """`count` replicas on one device `base`, with torch's four verbs made to work over them."""
+
+    def __init__(self, count: int, base: torch.device, verbs: Originals) -> None:
+        self.count = count
+        self.base = base
+        scatter = _with_globals(verbs.scatter, Scatter=_Scatter)
+        replicate = _with_globals(verbs.replicate, _broadcast_coalesced_reshape=_broadcast, _get_device_index=_index)
+        apply_globals: dict[str, Any] = {"torch": _Torch(base), "_get_device_index": _index}
+        if "autocast" in verbs.parallel_apply.__globals__:  # before torch.amp.autocast was used here
+
+            def autocast(*_: Any, enabled: bool = True, **__: Any) -> Any:
+                return torch.amp.autocast(base.type, enabled=enabled)
+
+            apply_globals["autocast"] = autocast
+        verbs_here = (
+            _with_globals(verbs.scatter_kwargs, scatter=scatter),
+            replicate,
+            _with_globals(verbs.parallel_apply, **apply_globals),
+            _with_globals(verbs.gather, Gather=_Gather),
+        )
+        self.verbs: tuple[Callable[..., Any], ...] = verbs_here
+        """scatter_kwargs, replicate, parallel_apply, gather."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the devices are called in records: cpu:0, cpu:1, or cuda:0/0, cuda:0/1."""
+        separator = "/" if self.base.type != "cpu" else ":"
+        return tuple(f"{self.base}{separator}{i}" for i in range(self.count))
+
+    def functional(self, data_parallel: Callable[..., Any]) -> Callable[..., Any]:
+        """torch's functional data_parallel, made to take these devices for granted."""
+        base = self.base
+        shim = SimpleNamespace(device=lambda *_: base)
+        return _with_globals(data_parallel, torch=shim, _get_available_device_type=lambda: base.type)
+
+
+class Originals:
+    """torch's own functions, kept before anything is patched; AttributeError if this torch has no such names."""
+
+    def __init__(self, data_parallel: ModuleType, scatter_gather: ModuleType) -> None:
+        self.scatter = scatter_gather.scatter
+        self.scatter_kwargs = data_parallel.scatter_kwargs
+        self.replicate = data_parallel.replicate
+        self.parallel_apply = data_parallel.parallel_apply
+        self.gather = data_parallel.gather
+        self.data_parallel = data_parallel.data_parallel
+        self.all = (self.scatter_kwargs, self.replicate, self.parallel_apply, self.gather)

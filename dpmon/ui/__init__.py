@@ -1,0 +1,1 @@
+"""The live screen: reads a run, draws it, asks it to change its mode."""

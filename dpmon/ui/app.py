@@ -1,0 +1,52 @@
+"""The doorway to the screen: what has to be settled before Textual is imported, and how a screen came to its end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+
+__all__ = ["ScreenClosed", "prepare", "run_screen"]
+
+_COLOUR_SYSTEMS = ("auto", "standard", "256", "truecolor")
+
+
+class ScreenClosed(SystemExit):
+    """The screen had to go: told by a signal (128+N), its terminal vanished (129), or a fault of its own (1)."""
+
+
+def prepare(environ: MutableMapping[str, str]) -> None:
+    """Settle what Textual reads when it is imported, in this process's environment."""
+    environ.setdefault("TEXTUAL_DISABLE_KITTY_KEY", "1")
+    # Textual looks these up in a table without asking whether they are in it.
+    if environ.get("TEXTUAL_COLOR_SYSTEM", "auto") not in _COLOUR_SYSTEMS:
+        del environ["TEXTUAL_COLOR_SYSTEM"]
+    environ.pop("TEXTUAL_THEME", None)
+
+
+def run_screen(directory: Path, *, refresh: float = 1.0) -> str:
+    """Show the run in `directory` until the user has seen enough.
+
+    "left": the training goes on; "ended": the run is over; "stopped": the user stopped it and it has ended. Raises
+    ScreenClosed, a SystemExit with the status, when the screen went without being asked by its user, and RunError when
+    the directory is no run.
+    """
+    prepare(os.environ)
+    from dpmon.ui.look import choose
+    from dpmon.ui.monitor import Monitor
+
+    look = choose(os.environ, getattr(sys.__stderr__, "encoding", None))
+    monitor = Monitor(directory, look, refresh=refresh)
+    monitor.leaving.begin()
+    try:
+        result = monitor.run()
+    finally:
+        monitor.leaving.end()
+        monitor.feed.close()
+    if monitor.problem is not None:
+        raise monitor.problem
+    status = monitor.leaving.status or monitor.return_code
+    if status or result is None:
+        raise ScreenClosed(status or 1)
+    return result

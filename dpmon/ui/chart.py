@@ -1,0 +1,145 @@
+"""Small drawings in cells: bars, lines of blocks, ranges, and the stacked history of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import groupby
+
+from dpmon.model.state import PHASES, Column
+from dpmon.ui.look import LETTERS, Glyphs, Look
+from dpmon.ui.rows import Row, Span
+
+__all__ = ["bar", "ceiling", "range_bar", "spark", "stacked", "top_of", "window"]
+
+_NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+
+
+def bar(share: float | None, width: int, glyphs: Glyphs, style: str = "bar") -> Row:
+    """A bar of `width` cells, `share` (0 to 1) of it full; dots when it is unknown. Something is never empty."""
+    if share is None:
+        return [(glyphs.middot * width, "dim")]
+    full = min(max(round(share * width), 1 if share > 0 else 0), width)
+    return [(glyphs.bar[0] * full, style), (glyphs.bar[1] * (width - full), "dim")]
+
+
+def spark(values: Sequence[float | None], width: int, glyphs: Glyphs, top: float = 100.0) -> str:
+    """The newest `width` values as blocks against `top`, newest at the right; a middle dot for an unknown one."""
+    shown = list(values)[-width:] if width > 0 else []
+    steps = len(glyphs.blocks) - 1
+    text = "".join(
+        glyphs.middot if v is None else glyphs.blocks[min(max(round(v / top * steps), 1 if v > 0 else 0), steps)]
+        for v in shown
+    )
+    return " " * (width - len(text)) + text
+
+
+def range_bar(low: float, middle: float, high: float, top: float, width: int, glyphs: Glyphs) -> str:
+    """Where low, middle and high lie between 0 and `top`, in `width` cells."""
+    if top <= 0 or width <= 0:
+        return " " * max(width, 0)
+
+    def place(value: float) -> int:
+        return min(max(int(value / top * (width - 1) + 0.5), 0), width - 1)
+
+    first, centre, last = place(low), place(middle), place(high)
+    cells = [" "] * width
+    for index in range(first, last + 1):
+        cells[index] = glyphs.span[1]
+    cells[first], cells[last] = glyphs.span[0], glyphs.span[3]
+    cells[centre] = glyphs.span[2]
+    return "".join(cells)
+
+
+def ceiling(value: float) -> float:
+    """The next round number at or above `value` (positive), so that a scale stands still while values change."""
+    if value <= 0:
+        return 1.0
+    scale = 1.0
+    while value > scale * 10:
+        scale *= 10
+    while value <= scale:
+        scale /= 10
+    return next(n * scale for n in _NICE if value <= n * scale * 1.000001)
+
+
+def top_of(columns: Sequence[Column]) -> float:
+    """The scale for a history (ns): a round number that 95 % of the columns stay under; others are cut with a sign."""
+    totals = sorted(c.wall_ns / c.count for c in columns if c.count)
+    return ceiling(totals[max(-(-len(totals) * 95 // 100) - 1, 0)]) if totals else 1.0
+
+
+@lru_cache(maxsize=4096)
+def _cells(phases: tuple[int, ...], count: int, top: float, height: int, cut_top: str, mono: bool) -> tuple[Span, ...]:
+    """One column from the bottom up; `phases`: sums over `count` steps, in ns, stacked in their order."""
+    scale = height * 8 / top / max(count, 1)
+    edges = [0.0]
+    for took in phases:
+        edges.append(edges[-1] + took * scale)
+    total = edges[-1]
+    cells: list[Span] = []
+    for row in range(height):
+        floor = row * 8
+        parts = []
+        for index, name in enumerate(PHASES):
+            inside = min(edges[index + 1], floor + 8) - max(edges[index], floor)
+            if inside > 0:
+                parts.append((inside, index, name))
+        cells.append(_cell(parts, mono))
+    if total > height * 8 + 1 and cells[-1][1]:
+        style = cells[-1][1].partition("/")[0]
+        cells[-1] = (cut_top, style)
+    return tuple(cells)
+
+
+def _cell(parts: list[tuple[float, int, str]], mono: bool) -> Span:
+    filled = sum(part[0] for part in parts)
+    if not parts or filled < 0.5:
+        return (" ", "")
+    if mono:
+        largest = max(parts)
+        return (LETTERS[largest[2]], f"phase.{largest[2]}") if filled >= 4 else (" ", "")
+    blocks = " ▁▂▃▄▅▆▇█"
+    # Two colours fit into one cell: the two largest parts, the lower one drawn in front.
+    two = sorted(sorted(parts, reverse=True)[:2], key=lambda part: part[1])
+    if len(two) == 1:
+        return (blocks[min(round(filled), 8)], f"phase.{two[0][2]}")
+    if filled < 7.5:
+        # The end of the column: the background is the second colour, and the uppermost phase is the one to be seen.
+        upper = max((part for part in parts if part[0] >= 1), key=lambda part: part[1], default=max(parts))
+        return (blocks[round(filled)], f"phase.{upper[2]}")
+    lower = min(max(round(8 * two[0][0] / (two[0][0] + two[1][0])), 1), 7)
+    return (blocks[lower], f"phase.{two[0][2]}/{two[1][2]}")
+
+
+def window(columns: Sequence[Column], width: int) -> list[Column]:
+    """The columns to show in `width` cells: they stay where they are until there is no room, then a quarter goes.
+
+    So a column is drawn once, not again and again one cell further left.
+    """
+    if not columns or width <= 0:
+        return []
+    made = columns[-1].number + 1
+    page = max(width // 4, 1)
+    first = -(-(made - width) // page) * page if made > width else 0
+    return [column for column in columns if column.number >= first][-width:]
+
+
+def stacked(columns: Sequence[Column], width: int, height: int, top: float, look: Look) -> list[Row]:
+    """`columns` from left to right, at most `width`, in `height` rows (top row first) against `top` (ns).
+
+    Each column is the mean step of its second, its phases stacked in the order of PHASES from below; by colour, or by
+    letter where there is no colour or only ASCII.
+    """
+    mono = not look.colour or look.glyphs.ascii
+    shown = list(columns)[-width:] if width > 0 else []
+    drawn = [_cells(tuple(c.phases), c.count, top, height, look.glyphs.cut_top, mono) for c in shown]
+    rows: list[Row] = []
+    for row in range(height - 1, -1, -1):
+        spans: Row = []
+        for style, group in groupby((cells[row] for cells in drawn), key=lambda cell: cell[1]):
+            spans.append(("".join(text for text, _ in group), style))
+        if len(drawn) < width:
+            spans.append((" " * (width - len(drawn)), ""))
+        rows.append(spans)
+    return rows

@@ -1,0 +1,169 @@
+"""Dialogs over the screen: leaving, help, warnings, a line of input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from textual import events
+from textual.app import ComposeResult
+from textual.screen import ModalScreen
+
+from dpmon.ui.look import Look
+from dpmon.ui.rows import Row, box, cut, width_of
+from dpmon.ui.text import harmless
+from dpmon.ui.view import PanelView
+
+__all__ = ["Choice", "Line", "Pages"]
+
+
+class _Dialog(ModalScreen[str | None]):
+    """A framed box in the middle; sub-classes give its rows."""
+
+    DEFAULT_CSS = "_Dialog { background: transparent; align: left top; }"
+
+    def __init__(self, title: str, look: Look) -> None:
+        super().__init__()
+        self.title_text = title
+        self.look = look
+        self.box = PanelView("dialog", look)
+
+    def compose(self) -> ComposeResult:
+        """The box alone."""
+        yield self.box
+
+    def on_mount(self) -> None:
+        """Draw it."""
+        self.draw()
+
+    def on_resize(self) -> None:
+        """Draw it again in the middle of the new size."""
+        self.draw()
+
+    def content(self, width: int, height: int) -> list[Row]:
+        """Rows that fit into `width` cells; `height` is what there is room for."""
+        raise NotImplementedError
+
+    def corner(self) -> str:
+        """What stands at the right of the title."""
+        return ""
+
+    def wanted(self) -> int:
+        """The width that the content would like to have."""
+        return 64
+
+    def draw(self) -> None:
+        """Build the rows and place the box."""
+        screen_width, screen_height = self.app.size
+        width = max(min(self.wanted() + 4, screen_width), 8)
+        rows = self.content(width - 4, max(screen_height - 2, 1))
+        height = min(len(rows) + 2, screen_height)
+        self.box.place((screen_width - width) // 2, (screen_height - height) // 2, width, height)
+        corner: Row = [(self.corner(), "dim")] if self.corner() else []
+        title: Row = [(cut(self.title_text, width - 6), "title")]
+        self.box.show(box(title, corner, rows, width, height, self.look.glyphs, focused=True))
+
+
+class Choice(_Dialog):
+    """A question with a key for each answer; dismissed with the answer's name, None for staying."""
+
+    def __init__(self, title: str, text: Sequence[str], answers: Sequence[tuple[str, str, str]], look: Look) -> None:
+        """`answers`: key, name, what it says."""
+        super().__init__(title, look)
+        self.lines = text
+        self.answers = answers
+
+    def wanted(self) -> int:
+        """As wide as its longest row."""
+        return max(*(len(line) for line in self.lines), *(len(says) + 8 for _, _, says in self.answers), 30)
+
+    def content(self, width: int, height: int) -> list[Row]:
+        """The text, then a row an answer."""
+        rows: list[Row] = [[(cut(line, width), "")] for line in self.lines]
+        rows.append([])
+        for key, _, says in self.answers:
+            rows.append([("  ", ""), (key.ljust(5), "key"), (" " + cut(says, width - 8), "")])
+        return rows
+
+    def on_key(self, event: events.Key) -> None:
+        """An answer's key answers; escape, and a second ctrl+c, stay."""
+        event.stop()
+        for key, name, _ in self.answers:
+            if event.key == key or (key == "esc" and event.key in ("escape", "ctrl+c")):
+                self.dismiss(name)
+                return
+
+
+class Pages(_Dialog):
+    """Rows to read, with scrolling; any other key closes it."""
+
+    def __init__(self, title: str, make: Callable[[int], list[Row]], look: Look) -> None:
+        """`make`: the rows for a width."""
+        super().__init__(title, look)
+        self.make = make
+        self.top = 0
+        self.room = 1
+
+    def wanted(self) -> int:
+        """A comfortable width to read."""
+        return 112
+
+    def corner(self) -> str:
+        """How to go on and to close."""
+        return "arrows scroll  esc closes"
+
+    def content(self, width: int, height: int) -> list[Row]:
+        """As many rows from the place scrolled to as there is room for, and a sign of how many follow."""
+        rows = self.make(width)
+        self.room = height
+        self.top = max(min(self.top, len(rows) - height), 0)
+        return rows[self.top :]
+
+    def on_key(self, event: events.Key) -> None:
+        """Scroll, or close."""
+        event.stop()
+        moves = {"up": -1, "down": 1, "pageup": -self.room, "pagedown": self.room, "home": -1 << 30, "end": 1 << 30}
+        if event.key in moves:
+            self.top += moves[event.key]
+            self.draw()
+        else:
+            self.dismiss(None)
+
+
+class Line(_Dialog):
+    """One line to type; dismissed with it, or None."""
+
+    def __init__(self, title: str, note: str, look: Look) -> None:
+        super().__init__(title, look)
+        self.note = note
+        self.typed = ""
+
+    def content(self, width: int, height: int) -> list[Row]:
+        """The line as far as it was typed, its end in sight, and what will happen."""
+        shown = self.typed
+        while width_of([(shown, "")]) > width - 3:
+            shown = shown[1:]
+        cursor = "_" if self.look.glyphs.ascii else "▏"
+        return [[("> ", "key"), (shown, ""), (cursor, "key")], [], [(cut(self.note, width), "dim")]]
+
+    def on_key(self, event: events.Key) -> None:
+        """Edit, send, or give up."""
+        event.stop()
+        if event.key == "enter":
+            self.dismiss(self.typed)
+        elif event.key in ("escape", "ctrl+c"):
+            self.dismiss(None)
+        elif event.key in ("backspace", "ctrl+h"):
+            self.typed = self.typed[:-1]
+            self.draw()
+        elif event.key == "ctrl+u":
+            self.typed = ""
+            self.draw()
+        elif event.is_printable and event.character:
+            self.typed += harmless(event.character)
+            self.draw()
+
+    def on_paste(self, event: events.Paste) -> None:
+        """The first line of what is pasted."""
+        event.stop()
+        self.typed += harmless((event.text.splitlines() or [""])[0])[:4000]
+        self.draw()

@@ -1,0 +1,114 @@
+"""Writes only the cells that changed, past Textual's compositor, which would send each row again from its left edge.
+
+Textual keeps the whole picture too (the widgets' rows), so whatever it draws itself, after a resize or under a dialog,
+is right; this is a short cut for the second after second of a screen on which nothing moves but numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from rich.cells import cell_len
+from rich.color import ColorSystem
+from rich.style import Style
+
+from dpmon.ui.look import Look
+from dpmon.ui.rows import Span
+
+__all__ = ["Cell", "cells_of", "patch"]
+
+Cell = tuple[str, str]
+"""What stands in one cell and its style's name; the right half of a wide character is empty."""
+_GAP = 5
+"""So many unchanged cells between two changes are cheaper to write again than to jump over."""
+
+
+def cells_of(row: Sequence[Span]) -> list[Cell]:
+    """The row cell by cell; a mark without a width of its own stays with what it marks."""
+    cells: list[Cell] = []
+    for text, style in row:
+        if text.isascii():
+            cells += [(char, style) for char in text]
+            continue
+        for char in text:
+            size = cell_len(char)
+            if size:
+                cells.append((char, style))
+                if size == 2:
+                    cells.append(("", style))
+            elif cells:
+                at = -1 if cells[-1][0] or len(cells) < 2 else -2
+                cells[at] = (cells[at][0] + char, cells[at][1])
+    return cells
+
+
+def _changes(before: Sequence[Cell], after: Sequence[Cell]) -> list[tuple[int, int]]:
+    """Where the rows differ, as ranges of cells; near ones are one."""
+    ranges: list[tuple[int, int]] = []
+    for index, (old, new) in enumerate(zip(before, after, strict=False)):
+        if old != new:
+            if ranges and index - ranges[-1][1] <= _GAP:
+                ranges[-1] = (ranges[-1][0], index + 1)
+            else:
+                ranges.append((index, index + 1))
+    if len(after) > len(before):
+        ranges.append((len(before), len(after)))
+    # A wide character is written whole.
+    return [
+        (
+            start - 1 if start and not after[start][0] else start,
+            end + 1 if end < len(after) and not after[end][0] else end,
+        )
+        for start, end in ranges
+    ]
+
+
+@lru_cache(maxsize=2048)
+def _codes(style: Style, system: str | None) -> tuple[str, str, str]:
+    """Attributes, foreground and background of a style as SGR parameters."""
+    attributes = ";".join(
+        code
+        for code, on in (
+            ("1", style.bold),
+            ("2", style.dim),
+            ("3", style.italic),
+            ("4", style.underline),
+            ("7", style.reverse),
+            ("9", style.strike),
+        )
+        if on
+    )
+    if system is None:
+        return attributes, "", ""
+    level = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BIT}.get(system, ColorSystem.TRUECOLOR)
+    front = ";".join(style.color.downgrade(level).get_ansi_codes(True)) if style.color else ""
+    back = ";".join(style.bgcolor.downgrade(level).get_ansi_codes(False)) if style.bgcolor else ""
+    return attributes, front, back
+
+
+def patch(x: int, y: int, before: Sequence[Cell], after: Sequence[Cell], look: Look, system: str | None) -> str:
+    """What to write to a terminal that shows `before` at column `x` of row `y` (from 0), so that it shows `after`.
+
+    `system`: the terminal's colours as Rich names them. The attributes are reset at the end.
+    """
+    out: list[str] = []
+    now = ("", "", "")
+    for start, end in _changes(before, after):
+        out.append(f"\x1b[{y + 1};{x + start + 1}H")
+        for char, name in after[start:end]:
+            wanted = _codes(look.style(name), system)
+            if wanted != now:
+                out.append(_change(now, wanted))
+                now = wanted
+            out.append(char)
+    if out and now != ("", "", ""):
+        out.append("\x1b[m")
+    return "".join(out)
+
+
+def _change(now: tuple[str, str, str], wanted: tuple[str, str, str]) -> str:
+    """The shortest SGR from one style to the other."""
+    if now[0] != wanted[0] or (now[1] and not wanted[1]) or (now[2] and not wanted[2]):
+        return "\x1b[" + ";".join(("0", *(part for part in wanted if part))) + "m"
+    return "\x1b[" + ";".join(b for a, b in zip(now[1:], wanted[1:], strict=True) if a != b) + "m"

@@ -1,0 +1,257 @@
+"""What the screen knows: a reader of the run's directory, folded into the state, and the answers to what was asked."""
+
+from __future__ import annotations
+
+import copy
+import os
+import stat
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from dpmon.model import State, fold
+from dpmon.records import Record
+from dpmon.ui.panel_output import Output
+from dpmon.ui.scene import Ended, Facts, Scene, Toggle, View
+from dpmon.ui.tail import Tail, last_line_of_traceback
+from dpmon.ui.text import clean
+
+__all__ = ["Feed", "Reader"]
+
+INPUT = "input.fifo"
+_GRACE_NS = 3_000_000_000
+"""How long a vanished command may be without a recorded exit before the screen says so."""
+_BUSY_RECORDS = 500
+"""When a poll brings so many records, the next one comes before the next picture, so that keys need not wait long."""
+
+
+class Reader(Protocol):
+    """What the screen needs of `dpmon.run.reader.RunReader`."""
+
+    @property
+    def info(self) -> Any:
+        """The members of run.json."""
+
+    def refresh(self) -> Any:
+        """Read run.json again."""
+
+    def poll(self) -> list[Record]:
+        """New records."""
+
+    @property
+    def missed(self) -> int:
+        """Records that nobody will read."""
+
+    def stage(self) -> tuple[str, int] | None:
+        """Stage before the first batch, and since when."""
+
+    def activities(self) -> Mapping[int, tuple[str, int]]:
+        """What each process is in, and since when."""
+
+    def exit(self) -> Any:
+        """How the run ended."""
+
+    def command_alive(self) -> bool | None:
+        """Whether the command runs."""
+
+    def request_mode(self, mode: str) -> int:
+        """Ask for a mode."""
+
+    def pending(self) -> bool:
+        """Whether a request was not answered yet."""
+
+    @property
+    def output_paths(self) -> tuple[Path, ...]:
+        """The script's output."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class Feed:
+    """One run as it is now. `open_reader` is called by `start`, so that the first picture waits for no file."""
+
+    def __init__(
+        self,
+        directory: Path,
+        open_reader: Callable[[], Reader],
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.directory = directory
+        self.state = State()
+        self.output = Output()
+        self._open_reader = open_reader
+        self._clock = clock
+        self._reader: Reader | None = None
+        self._facts = Facts(script=clean(directory.name, 100))
+        self._ended: Ended | None = None
+        self._alive: bool | None = None
+        self._gone_ns: int | None = None
+        self._ending = False
+        self._busy = False
+        self._toggle: Toggle | None = None
+        self._asked_at_change = 0
+
+    def start(self) -> None:
+        """Open the run. Raises what the reader raises when the directory is no run."""
+        reader = self._reader = self._open_reader()
+        self._facts = self._facts_of(reader)
+        self.output.tails = [Tail(path) for path in reader.output_paths]
+
+    def close(self) -> None:
+        """Give descriptors back."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+        for tail in self.output.tails:
+            tail.close()
+
+    def _facts_of(self, reader: Reader) -> Facts:
+        info = reader.info
+        mode = info.options.get("mode") if isinstance(info.options, Mapping) else None
+        return Facts(
+            run=clean(info.id, 120),
+            script=clean(info.script, 200),
+            start_ns=info.start_ns,
+            mode_option=mode if isinstance(mode, str) else "auto",
+            python=clean(info.python, 200) if info.python else "",
+        )
+
+    def now_ns(self) -> int:
+        """Time since the run's start."""
+        return max(self._clock() - self._facts.start_ns, 0) if self._facts.start_ns else 0
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def tick(self) -> None:
+        """Take in what is new. The end is asked for first, so that all that was written before it is seen."""
+        reader = self._reader
+        if reader is None:
+            return
+        reader.refresh()
+        ended = reader.exit() if self._ended is None else None
+        self._look_alive(reader)
+        self._take_in(reader)
+        if ended is not None:
+            while self._busy:
+                self._take_in(reader)
+            self._end(ended)
+        self._answer(reader)
+
+    def sip(self) -> None:
+        """Between two pictures: take in records, if there are many of them."""
+        if self._busy and self._reader is not None:
+            self._take_in(self._reader)
+
+    def _take_in(self, reader: Reader) -> None:
+        records = reader.poll()
+        for record in records:
+            self.state = fold(self.state, record)
+        self._busy = len(records) >= _BUSY_RECORDS
+
+    def _look_alive(self, reader: Reader) -> None:
+        alive = reader.command_alive()
+        self._ending = False
+        if alive is False and self._ended is None:
+            now = self._clock()
+            self._gone_ns = self._gone_ns or now
+            self._ending = now - self._gone_ns < _GRACE_NS
+            alive = self._ending
+        self._alive = alive
+
+    def _end(self, ended: Any) -> None:
+        for tail in self.output.tails:
+            tail.refresh()
+        last = None
+        if ended.status:
+            lines = [line for tail in reversed(self.output.tails) if (line := last_line_of_traceback(tail))]
+            last = clean(ended.error, 500) if ended.error else clean(lines[0], 500) if lines else None
+        self._ended = Ended(ended.status, ended.signal, int(ended.seconds * 1e9), last)
+
+    # ------------------------------------------------------------------------------------------ asking
+
+    def can_toggle(self) -> bool:
+        """Whether a request for a mode would reach anybody."""
+        return (
+            self._reader is not None
+            and bool(self.state.processes)
+            and self._facts.mode_option != "script"
+            and self._ended is None
+            and self._alive is not False
+        )
+
+    def toggle(self) -> None:
+        """Ask for the other mode; pending from this moment on."""
+        process = self.state.focus()
+        if self._reader is None or process is None or not self.can_toggle():
+            return
+        wanted = "dp" if process.mode == "single" else "single"
+        if self._toggle is not None and self._toggle.status == "pending":
+            wanted = "dp" if self._toggle.mode == "single" else "single"
+        self._asked_at_change = self.state.mode_change_count
+        asked = self._reader.request_mode(wanted)
+        if asked:
+            self._toggle = Toggle(wanted, "pending", self.now_ns())
+        else:
+            self._toggle = Toggle(wanted, "refused", self.now_ns(), reason="no training process is there to answer")
+
+    def _answer(self, reader: Reader) -> None:
+        toggle = self._toggle
+        if toggle is None or toggle.status != "pending" or reader.pending():
+            return
+        fresh = self.state.mode_change_count - self._asked_at_change
+        process = self.state.focus()
+        changes = list(self.state.mode_changes)[-fresh:] if fresh > 0 else []
+        answers = [c for c in changes if c.requested_by == "user"]
+        refused = next((c for c in answers if c.refused is not None), None)
+        if refused is not None:
+            self._toggle = Toggle(toggle.mode, "refused", self.now_ns(), reason=refused.refused)
+        elif answers:
+            self._toggle = Toggle(toggle.mode, "done", self.now_ns(), answers[-1].step)
+        elif process is not None and process.mode == toggle.mode:
+            self._toggle = Toggle(toggle.mode, "done", self.now_ns())
+
+    def can_type(self) -> bool:
+        """Whether the script's standard input can be reached."""
+        try:
+            return stat.S_ISFIFO(os.lstat(self.directory / INPUT).st_mode)
+        except OSError:
+            return False
+
+    def type_line(self, line: str) -> str | None:
+        """Send a line to the script's standard input; None, or why that was not possible."""
+        from dpmon.run.terminal import send_input
+
+        sent = send_input(self.directory, (line + "\n").encode("utf-8", "replace"))
+        return None if sent else "nobody takes it just now"
+
+    # ------------------------------------------------------------------------------------------ scenes
+
+    def scene(self, view: View, stopping: str | None = None) -> Scene:
+        """Everything as it is now, for the pictures."""
+        reader = self._reader
+        if reader is None:
+            return Scene(self.state, 0, self._facts, view)
+        start = self._facts.start_ns
+        stage = reader.stage() if self._ended is None else None
+        return Scene(
+            self.state,
+            self.now_ns(),
+            self._facts,
+            view,
+            stage=None if stage is None else (stage[0], max(stage[1] - start, 0)),
+            activities={p: (what, since - start if since else 0) for p, (what, since) in reader.activities().items()},
+            alive=self._alive,
+            ended=self._ended,
+            toggle=self._toggle,
+            missed=reader.missed,
+            can_toggle=self.can_toggle(),
+            can_type=self._ended is None and self.can_type(),
+            stopping=stopping,
+            ending=self._ending,
+        )
+
+    def frozen(self, view: View) -> Scene:
+        """A scene that stays as it is while the run goes on."""
+        return copy.deepcopy(self.scene(view))

@@ -1,0 +1,84 @@
+"""Numbers as people read them: units always, few digits, the same width while they change."""
+
+from __future__ import annotations
+
+__all__ = ["UNKNOWN", "clock", "compact", "group", "memory", "memory_of", "ms", "percent", "rate", "short_ms"]
+
+UNKNOWN = "–"
+
+
+def group(number: int | None) -> str:
+    """12340 -> "12 340"."""
+    return UNKNOWN if number is None else f"{number:,}".replace(",", " ")
+
+
+def ms(ns: float | None) -> str:
+    """A duration in ns with three digits and its unit: "23.0 µs", "4.12 ms", "1.25 s", at most 7 cells."""
+    return short_ms(ns, " ")
+
+
+def short_ms(ns: float | None, gap: str = "") -> str:
+    """As `ms`, without the space before the unit."""
+    if ns is None:
+        return UNKNOWN
+    if ns < 99_950:
+        return _three(ns / 1e3) + gap + "µs"
+    if ns < 999_500_000:
+        return _three(ns / 1e6) + gap + "ms"
+    return _three(ns / 1e9) + gap + "s"
+
+
+def _three(value: float) -> str:
+    if value >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def compact(number: float | None) -> str:
+    """Three digits and a thousands letter: 412, 12.4k, 3.10M, 0.52."""
+    if number is None:
+        return UNKNOWN
+    for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= scale * 0.9995:
+            return _three(number / scale) + letter
+    return _three(number)
+
+
+def rate(number: float | None, unit: str) -> str:
+    """A speed with its unit: "412 steps/s"."""
+    return f"{compact(number)} {unit}"
+
+
+def percent(share: float | None) -> str:
+    """A share (0 to 1) in whole per cent; what is there but rounds to nothing is "<1 %"."""
+    if share is None:
+        return UNKNOWN
+    value = share * 100
+    return "<1 %" if 0 < value < 0.5 else f"{value:.0f} %"
+
+
+def memory(count: float | None) -> str:
+    """Bytes with a binary unit and three digits: "71.2 GiB"."""
+    if count is None:
+        return UNKNOWN
+    for scale, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= scale * 0.9995:
+            return f"{_three(count / scale)} {unit}"
+    return f"{count:.0f} B"
+
+
+def memory_of(used: float | None, total: float | None) -> str:
+    """Used of total in one unit: "71.2 / 141 GiB"."""
+    whole = memory(total)
+    number, _, unit = memory(used).partition(" ")
+    return f"{number} / {whole}" if whole.endswith(" " + unit) else f"{memory(used)} / {whole}"
+
+
+def clock(ns: int | None) -> str:
+    """A time span as hh:mm:ss, with days before it when there are any."""
+    if ns is None:
+        return UNKNOWN
+    seconds = max(ns, 0) // 1_000_000_000
+    days, rest = divmod(seconds, 86_400)
+    text = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return f"{days}d {text}" if days else text

@@ -1,0 +1,69 @@
+"""What the words on the screen mean, a sentence each; and the dialogs' texts."""
+
+from __future__ import annotations
+
+from dpmon.model.state import PHASES
+from dpmon.ui.look import Look
+from dpmon.ui.rows import Row, cut, wrapped
+
+__all__ = ["help_rows"]
+
+_PHASE_WORDS = {
+    "data": "waiting until the loader hands over the next batch.",
+    "scatter": "the batch is cut into chunks, one a device, and sent there.",
+    "replicate": "the module's parameters are copied to every device, for every batch anew.",
+    "apply": "every replica computes its forward at the same time (torch calls it parallel_apply).",
+    "gather": "the replicas' outputs are brought together on one device.",
+    "forward": "what is left of the forward; in single mode this is the whole of it.",
+    "backward": "autograd computes the gradients, and sums those of the replicas.",
+    "optimizer": "the optimizer changes the parameters.",
+    "other": "the rest of the step: the script's own work between these.",
+}
+_PANELS = (
+    ("1 Devices", "what each GPU does, once a second; without a GPU what this machine's processor does, and why."),
+    (
+        "2 Replicas",
+        "a replica is one device's share of a batch: what went in, what came out, how long its forward took.",
+    ),
+    ("", "Rows are the first dimension of its input; idle means the batch made fewer chunks than there are devices."),
+    ("", "Virtual replicas share a device that is no separate GPU: right sizes and gradients, but no real speed-up."),
+    (
+        "3 Batch",
+        "where a step's time goes. Median: half the steps are faster. p95: 95 of 100 are. Share: of all the time.",
+    ),
+    ("", "Columns are one second each, from left to right, their phases stacked in the order below."),
+    ("", "Host times: what the script's thread spent. A GPU may still be at work when the thread goes on."),
+    ("4 dp against single", "both modes' figures side by side, once both ran; d switches the running job."),
+    ("5 Output", "what the script prints. Page keys scroll, end follows again; nothing in it can steer this terminal."),
+)
+_KEYS = (
+    ("d", "data parallel or single device, from the next batch on; pending until the training has answered"),
+    ("1-5", "go to a panel; once more, or enter: full screen and back; tab: the next one"),
+    ("space", "freeze the picture (the training goes on)"),
+    ("arrows, page keys, home, end", "scroll the output"),
+    ("n", "the next root module, when there are several"),
+    ("i", "send a line to the script's standard input"),
+    ("w", "warnings; o: the other output file of a headless run"),
+    ("q, ctrl+c", "leave the training running, stop it, or stay"),
+)
+
+
+def _entries(pairs: list[tuple[str, str, str]], label: int, width: int) -> list[Row]:
+    rows: list[Row] = []
+    for word, style, text in pairs:
+        for index, line in enumerate(wrapped(text, max(width - label, 10))):
+            head = cut(word, label - 1).ljust(label) if index == 0 else " " * label
+            rows.append([(head, style), (line, "")])
+    return rows
+
+
+def help_rows(width: int, look: Look) -> list[Row]:
+    """The help, in rows of at most `width` cells."""
+    label = 14 if width < 90 else 22
+    rows: list[Row] = [[("Panels", "title")]]
+    rows += _entries([(name, "bold", text) for name, text in _PANELS], label, width)
+    rows += [[], [("Phases of a step", "title")]]
+    rows += _entries([(name, f"phase.{name}", _PHASE_WORDS[name]) for name in PHASES], label, width)
+    rows += [[], [("Keys", "title")]]
+    rows += _entries([(keys, "key", text) for keys, text in _KEYS], label, width)
+    return rows

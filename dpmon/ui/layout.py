@@ -1,0 +1,113 @@
+"""Where each panel stands on a screen of a given size: open, or folded to its title."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["MIN_HEIGHT", "MIN_WIDTH", "Slot", "arrange", "is_wide"]
+
+MIN_WIDTH, MIN_HEIGHT = 40, 10
+_WIDE = 110
+
+
+class Slot(NamedTuple):
+    """A panel's place in cells; `folded`: one row, the title and the number that counts."""
+
+    panel: str
+    x: int
+    y: int
+    width: int
+    height: int
+    folded: bool = False
+
+
+def is_wide(width: int) -> bool:
+    """Whether panels stand side by side."""
+    return width >= _WIDE
+
+
+def arrange(
+    width: int, height: int, *, devices: int = 2, replicas: int = 2, zoom: str | None = None
+) -> dict[str, Slot]:
+    """Places for "status", the panels and "footer", which tile the screen; "small" alone when it is too small.
+
+    `devices` and `replicas`: rows those panels would like to show. A panel that is not in the answer is hidden.
+    """
+    if width < MIN_WIDTH or height < MIN_HEIGHT:
+        return {"small": Slot("small", 0, 0, width, height)}
+    head = 2 if is_wide(width) else 3
+    slots = {
+        "status": Slot("status", 0, 0, width, head),
+        "footer": Slot("footer", 0, height - 1, width, 1),
+    }
+    body = height - head - 1
+    if zoom is not None:
+        slots[zoom] = Slot(zoom, 0, head, width, body)
+    elif is_wide(width):
+        slots.update(_two_columns(width, head, body, devices, replicas))
+    else:
+        slots.update(_one_column(width, head, body, devices, replicas))
+    return slots
+
+
+def _two_columns(width: int, top: int, body: int, devices: int, replicas: int) -> dict[str, Slot]:
+    half = width // 2
+    if body < 24:
+        upper = min(max(devices, replicas) + 3, body // 2)
+        lower = body - upper
+        return {
+            "devices": Slot("devices", 0, top, half, upper),
+            "replicas": Slot("replicas", half, top, width - half, upper),
+            "batch": Slot("batch", 0, top + upper, half, lower),
+            "output": Slot("output", half, top + upper, width - half, lower),
+        }
+    upper = min(max(devices + 2, replicas + 3, 7), max(body // 3, 7))
+    middle = min(max(body * 3 // 8, 11), 22)
+    lower = body - upper - middle
+    return {
+        "devices": Slot("devices", 0, top, half, upper),
+        "replicas": Slot("replicas", half, top, width - half, upper),
+        "batch": Slot("batch", 0, top + upper, width, middle),
+        "compare": Slot("compare", 0, top + upper + middle, half, lower),
+        "output": Slot("output", half, top + upper + middle, width - half, lower),
+    }
+
+
+def _one_column(width: int, top: int, body: int, devices: int, replicas: int) -> dict[str, Slot]:
+    slots: dict[str, Slot] = {}
+    y = top
+
+    def put(panel: str, height: int) -> None:
+        nonlocal y
+        if height > 0:
+            slots[panel] = Slot(panel, 0, y, width, height, folded=height == 1)
+            y += height
+
+    wished = min(max(replicas + 3, 5), 11)
+    if body >= 40:
+        put("devices", min(max(devices + 2, 4), 10))
+        put("replicas", wished)
+        put("batch", min(body // 4, 12))
+        put("compare", 8)
+        put("output", top + body - y)
+        return slots
+    if body >= 27:
+        put("devices", min(max(devices + 2, 4), 6))
+        put("replicas", min(wished, 8))
+        put("batch", min(body // 3, 9))
+        put("output", top + body - y)
+        return slots
+    if body >= 18:
+        half = width // 2
+        slots["devices"] = Slot("devices", 0, y, half, 1, folded=True)
+        slots["compare"] = Slot("compare", half, y, width - half, 1, folded=True)
+        y += 1
+        put("replicas", min(wished, 7))
+        put("batch", 7)
+    elif body >= 11:
+        put("replicas", min(wished, 5))
+        put("batch", body - min(wished, 5) - 4)
+    else:
+        put("replicas", body // 2)
+    put("output", top + body - y)
+    return slots

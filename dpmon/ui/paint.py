@@ -1,0 +1,90 @@
+"""The whole screen as rows: which picture goes into which place. Pure; widgets and tests both draw from here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dpmon.model.stats import Summary, recent, summary
+from dpmon.ui import panel_batch, panel_compare, panel_devices, panel_output, panel_replicas
+from dpmon.ui.footer import footer
+from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, Slot, arrange
+from dpmon.ui.look import Look
+from dpmon.ui.panel_output import Output
+from dpmon.ui.panel_status import status
+from dpmon.ui.rows import Row, box, fit
+from dpmon.ui.scene import Scene
+
+__all__ = ["by_mode", "paint", "places", "whole"]
+
+
+def places(scene: Scene, width: int, height: int) -> dict[str, Slot]:
+    """Where everything stands just now."""
+    return arrange(
+        width,
+        height,
+        devices=panel_devices.wanted_rows(scene),
+        replicas=panel_replicas.wanted_rows(scene),
+        zoom=scene.view.zoom,
+    )
+
+
+def paint(scene: Scene, output: Output, slots: Mapping[str, Slot], look: Look) -> dict[str, list[Row]]:
+    """For each place its rows, of exactly its size."""
+    seen = by_mode(scene)
+    return {panel: _fitted(_one(panel, scene, output, slot, look, seen), slot, look) for panel, slot in slots.items()}
+
+
+def by_mode(scene: Scene) -> dict[str, Summary]:
+    """Figures over the recent steps of each mode that was seen."""
+    modes = scene.process.modes if scene.process is not None else {}
+    return {mode: summary(recent(track)) for mode, track in modes.items()}
+
+
+def _fitted(rows: list[Row], slot: Slot, look: Look) -> list[Row]:
+    rows = rows[: slot.height] + [[]] * (slot.height - len(rows))
+    return [fit(row, slot.width, look.glyphs.more) for row in rows]
+
+
+def _one(panel: str, scene: Scene, output: Output, slot: Slot, look: Look, seen: Mapping[str, Summary]) -> list[Row]:
+    if panel == "small":
+        return [*status(scene, slot.width, 3, look)[: slot.height - 1], [(f"needs {MIN_WIDTH}x{MIN_HEIGHT}", "wait")]]
+    if panel == "status":
+        return status(scene, slot.width, slot.height, look)
+    if panel == "footer":
+        return footer(scene, slot.width, look)
+    title, corner, rows = _content(panel, scene, output, slot, look, seen)
+    return box(title, corner, rows, slot.width, slot.height, look.glyphs, focused=scene.view.focus == panel)
+
+
+def _content(
+    panel: str, scene: Scene, output: Output, slot: Slot, look: Look, seen: Mapping[str, Summary]
+) -> tuple[Row, Row, list[Row]]:
+    width, height = slot.width - 4, max(slot.height - 2, 0)
+    zoomed = scene.view.zoom == panel
+    if panel == "devices":
+        title, corner = panel_devices.title(scene, look)
+        return title, corner, panel_devices.devices(scene, width, height, look)
+    if panel == "replicas":
+        title, corner = panel_replicas.title(scene, look)
+        picture = panel_replicas.zoomed if zoomed else panel_replicas.replicas
+        return title, corner, picture(scene, width, height, look)
+    if panel == "batch":
+        numbers = panel_batch.figures(scene, seen)
+        title, corner = panel_batch.title(scene, look, numbers)
+        return title, corner, panel_batch.batch(scene, width, height, look, numbers)
+    if panel == "compare":
+        title, corner = panel_compare.title(seen, slot.folded)
+        return title, corner, panel_compare.compare(scene, width, height, seen)
+    title, corner = panel_output.title(output, look)
+    return title, corner, panel_output.shifted(output.visible(height), output.left)
+
+
+def whole(scene: Scene, output: Output, width: int, height: int, look: Look) -> list[Row]:
+    """The screen as it would be drawn, row by row: for tests, and for looking at it without a terminal."""
+    slots = places(scene, width, height)
+    painted = paint(scene, output, slots, look)
+    rows: list[Row] = [[] for _ in range(height)]
+    for panel, slot in sorted(slots.items(), key=lambda item: item[1].x):
+        for index, row in enumerate(painted[panel]):
+            rows[slot.y + index].extend(row)
+    return rows

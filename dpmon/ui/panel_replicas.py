@@ -1,0 +1,181 @@
+"""Panel 2: what each replica of the last call received and returned, and how long it took."""
+
+from __future__ import annotations
+
+from dpmon.model.state import CallTrack
+from dpmon.model.stats import median, percentile
+from dpmon.records import Call, Replica, Size, rows_of
+from dpmon.ui.chart import bar, range_bar
+from dpmon.ui.format import UNKNOWN, group, memory, ms
+from dpmon.ui.look import Look
+from dpmon.ui.rows import Row, cut, fit, right, span_width
+from dpmon.ui.scene import Scene, mode_words
+from dpmon.ui.text import clean
+
+__all__ = ["replicas", "shown", "title", "wanted_rows"]
+
+
+def shown(scene: Scene) -> CallTrack | None:
+    """The root that the panel shows: the one called last, or the one the user went on to."""
+    process = scene.process
+    if process is None or process.newest is None:
+        return None
+    keys = list(process.calls)
+    first = keys.index(process.newest)
+    if scene.view.root:
+        # Sorted, so that the choice stays where it is while roots take turns.
+        keys.sort(key=lambda key: (key[0], key[1] or ""))
+        return process.calls[keys[(scene.view.root - 1) % len(keys)]]
+    return process.calls[keys[first]]
+
+
+def wanted_rows(scene: Scene) -> int:
+    """Rows that the panel would like to have for its content."""
+    track = shown(scene)
+    return 3 if track is None else max(len(track.last.devices), len(track.last.replicas), 1) + 1
+
+
+def title(scene: Scene, look: Look) -> tuple[Row, Row]:
+    """The panel's title, and the one number that counts."""
+    track = shown(scene)
+    if track is None:
+        return [("2 Replicas", "title")], []
+    call = track.last
+    dot = f" {look.glyphs.middot} "
+    name = f"{dot}{clean(call.root, 60)}{dot}{clean(call.via, 40) if call.via else 'bare module'}"
+    roots = len(scene.process.calls) if scene.process is not None else 1
+    many = f"{dot}1 of {roots} roots" if roots > 1 else ""
+    corner: Row = [("call", "dim"), (right(group(call.call), 9), "")]
+    return [("2 Replicas", "title"), (name + many, "")], corner
+
+
+def replicas(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+    """The panel's rows, inside its frame: a header, a row a replica, what is idle, what is absent and why."""
+    track = shown(scene)
+    if track is None:
+        return [[("no call was traced" if scene.over else "no call yet", "dim")]]
+    call = track.last
+    table = _Table(track, width, look)
+    rows: list[Row] = [table.header()] if height > 1 else []
+    rows += [table.row(replica) for replica in call.replicas]
+    rows += _idle(call, look)
+    if not call.replicas:
+        rows.append([("the replicas of this call were not seen", "dim")])
+    if call.failed:
+        rows.append([("the forward raised an exception", "bad")])
+    for reason in call.absent.values():
+        rows.append([(cut(clean(reason, 300), width, look.glyphs.more), "dim")])
+    process = scene.process
+    if process is not None and call.virtual and len(rows) < height:
+        rows.append([("virtual: the replicas share this machine's processor", "dim")] if process.mode == "dp" else [])
+    return rows
+
+
+class _Table:
+    """Columns whose widths depend on the panel's width and on the sizes of the last call only."""
+
+    def __init__(self, track: CallTrack, width: int, look: Look) -> None:
+        self.track, self.look, self.width = track, look, width
+        call = track.last
+        self.device = min(max([span_width(clean(d, 20)) for d in call.devices] + [6]), 10)
+        texts = [size_text(r.inputs) for r in call.replicas] + ["input"]
+        outs = [size_text(r.outputs) for r in call.replicas] + ["output"]
+        # The number, the device, rows, time and the gaps; sizes get what they need of the rest, drawings what is left.
+        fixed = 3 + self.device + 2 + 2 + 6 + 10
+        room = max(width - fixed, 12)
+        self.input = min(max(span_width(t) for t in texts), max(room * 3 // 5, room - max(map(span_width, outs))))
+        self.output = min(max(span_width(t) for t in outs), room - self.input)
+        left = room - self.input - self.output
+        self.spread = min(max(left - 2, 0), 10) if left >= 8 else 0
+        left -= self.spread + 2
+        self.bar = min(left - 1, 16) if left >= 5 else 0
+        figures = [(percentile(t, 0.05), median(t), percentile(t, 0.95)) for t in track.replica_ns]
+        self.figures = figures
+        self.top = max((high for _, _, high in figures if high is not None), default=0.0)
+        self.rows_total = call.rows
+
+    def header(self) -> Row:
+        device_time = any(r.device_ms is not None for r in self.track.last.replicas)
+        return [
+            (" # ", "dim"),
+            ("device".ljust(self.device) + "  ", "dim"),
+            ("input".ljust(self.input) + "  ", "dim"),
+            ("output".ljust(self.output), "dim"),
+            ("  rows", "dim"),
+            (" " * (self.bar + 1 if self.bar else 0), ""),
+            (" device ms" if device_time else " host time", "dim"),
+            (("  " + "5 to 95 %"[: self.spread].ljust(self.spread)) if self.spread else "", "dim"),
+        ]
+
+    def row(self, replica: Replica) -> Row:
+        look = self.look
+        count = rows_of(replica.inputs)
+        share = count / self.rows_total if count is not None and self.rows_total else None
+        low, middle, high = self.figures[replica.replica] if replica.replica < len(self.figures) else (None, None, None)
+        if replica.device_ms is not None:
+            middle = replica.device_ms * 1e6
+        spread = ""
+        if self.spread:
+            drawn = " " * self.spread
+            if low is not None and middle is not None and high is not None:
+                drawn = range_bar(low, middle, high, self.top, self.spread, look.glyphs)
+            spread = "  " + drawn
+        return [
+            (right(str(replica.replica), 2) + " ", "bold"),
+            *fit([(clean(replica.device, 40), "")], self.device + 2, look.glyphs.more),
+            *fit([(size_text(replica.inputs), "")], self.input, look.glyphs.more),
+            ("  ", ""),
+            *fit([(size_text(replica.outputs), "")], self.output, look.glyphs.more),
+            (right(UNKNOWN if count is None else str(count), 6), ""),
+            *([(" ", ""), *bar(share, self.bar, look.glyphs)] if self.bar else []),
+            (right(ms(middle), 10), "bold"),
+            (spread, "bar"),
+        ]
+
+
+def size_text(sizes: tuple[Size, ...] | None) -> str:
+    """The first size, and how many more there are: "[16, 512] +2"; clean."""
+    if sizes is None:
+        return UNKNOWN
+    if not sizes:
+        return "none"
+    first = "[" + ", ".join(str(n) for n in sizes[0].shape[:12]) + "]"
+    return first if len(sizes) == 1 else f"{first} +{len(sizes) - 1}"
+
+
+def size_line(size: Size, look: Look) -> str:
+    """Everything about one size: "0.mask [16, 512] float32 32.0 KiB"; clean."""
+    name = clean(size.path, 80) + " " if size.path else ""
+    shape = "[" + ", ".join(str(n) for n in size.shape[:32]) + "]"
+    return f"{name}{shape} {clean(size.dtype, 20)} {memory(size.bytes)}"
+
+
+def _idle(call: Call, look: Look) -> list[Row]:
+    """A row for each device that received nothing, with the reason."""
+    if call.mode != "dp":
+        return []
+    used = len(call.replicas)
+    rows = call.rows
+    why = f"idle: a batch of {rows} makes {used} chunks" if rows is not None else f"idle: {used} chunks"
+    return [
+        [(right(str(i), 2) + " ", "dim"), (clean(device, 20) + "  ", "dim"), (why, "wait")]
+        for i, device in enumerate(call.devices[used:], used)
+    ]
+
+
+def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+    """The panel at full size: the table, then every size of every replica by its path."""
+    rows = replicas(scene, width, height, look)
+    track = shown(scene)
+    if track is None:
+        return rows
+    mode, where = mode_words(scene.process, look.glyphs.times)
+    rows += [[], [(f"mode {mode}  {where}", "dim")], []]
+    for replica in track.last.replicas:
+        rows.append([(f"{right(str(replica.replica), 2)} {clean(replica.device, 40)}", "bold")])
+        for word, sizes in (("in ", replica.inputs), ("out", replica.outputs)):
+            if sizes is None:
+                rows.append([(f"   {word}  {UNKNOWN}  not seen by a forward hook", "dim")])
+            for size in sizes or ():
+                rows.append([(f"   {word}  ", "dim"), (cut(size_line(size, look), width - 8, look.glyphs.more), "")])
+    return rows

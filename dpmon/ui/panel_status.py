@@ -1,0 +1,215 @@
+"""The first rows: which run, is it running, how fast, in which mode; below them what has just happened."""
+
+from __future__ import annotations
+
+from dpmon.model.stats import Speed, median, recent, speed
+from dpmon.ui.format import clock, compact, group, ms
+from dpmon.ui.look import Look
+from dpmon.ui.rows import Row, columns, cut, fit, right, span_width, width_of
+from dpmon.ui.scene import SECOND, Life, Scene, life, mode_words
+from dpmon.ui.text import clean
+
+__all__ = ["status"]
+
+DONE_SHOWN_NS = 15 * SECOND
+WARNING_SHOWN_NS = 60 * SECOND
+
+
+def status(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+    """`height` rows of `width` cells: two where panels stand side by side, three on a narrow screen."""
+    alive = life(scene)
+    rows = _narrow(scene, alive, width, look) if height >= 3 else [_wide(scene, alive, width, look)]
+    message: Row = [(" ", ""), *_message(scene, look)]
+    corner = _missed(scene) or _next(scene, width - width_of(message))
+    rows.append(columns(message, corner, width, look.glyphs.more))
+    blank: Row = [(" " * width, "")]
+    return [*(fit(row, width, look.glyphs.more) for row in rows), *[blank] * height][:height]
+
+
+def _name(scene: Scene) -> str:
+    """The script without its directories."""
+    return scene.facts.script.rsplit("/", 1)[-1] or scene.facts.script
+
+
+def _speed(scene: Scene) -> Speed:
+    process = scene.process
+    if process is None:
+        return Speed(None, None, "no training process yet")
+    return speed(process, None if scene.over else scene.now_ns)
+
+
+def _sign(alive: Life, look: Look) -> tuple[str, str]:
+    signs = {"good": look.glyphs.dot, "bad": look.glyphs.cross}
+    return (signs.get(alive.style, look.glyphs.ring), alive.style)
+
+
+def _state(scene: Scene, alive: Life, width: int, look: Look) -> Row:
+    detail = f" {alive.detail}" if alive.detail else ""
+    frozen: Row = [("FROZEN ", "wait")] if scene.view.frozen else []
+    row: Row = [*frozen, _sign(alive, look), (" " + alive.word, alive.style), (detail, "dim")]
+    return fit(row, width, look.glyphs.more)
+
+
+def _mode(scene: Scene, look: Look) -> Row:
+    process = scene.process
+    mode, where = mode_words(process, look.glyphs.times)
+    style = f"mode.{process.mode}" if process is not None and process.mode else "dim"
+    return [(mode, style), ("  " + where if where else "", "")]
+
+
+def _numbers(scene: Scene) -> tuple[str, str, str]:
+    process = scene.process
+    rates = _speed(scene)
+    step = group(process.last_step.step if process is not None and process.last_step is not None else None)
+    return step, compact(rates.steps_per_s), compact(rates.samples_per_s)
+
+
+def _wide(scene: Scene, alive: Life, width: int, look: Look) -> Row:
+    numbers = [*_rates(scene), ("   ", ""), *_mode(scene, look), (" ", "")]
+    clock_text = clock(scene.elapsed_ns)
+    brand = " dpmon  " if width >= 140 else " "
+    rest = width - width_of(numbers) - span_width(clock_text) - len(brand) - 4
+    said = span_width(alive.word) + span_width(alive.detail) + 3
+    name = cut(_name(scene), max(rest - max(said, 18), 10), look.glyphs.more)
+    return [
+        (brand, "dim"),
+        (name + "  ", "title"),
+        *_state(scene, alive, max(rest - span_width(name), 12), look),
+        ("  " + clock_text, ""),
+        *numbers,
+    ]
+
+
+def _rates(scene: Scene) -> Row:
+    """Step and speeds in a fixed width; nothing before the first step, so that there is room to say what happens."""
+    step, steps, samples = _numbers(scene)
+    if scene.process is None or scene.process.last_step is None:
+        return []
+    return [
+        ("  step", "dim"),
+        (right(step, 10), "bold"),
+        (right(steps, 8), "bold"),
+        (" steps/s", "dim"),
+        (right(samples, 8), "bold"),
+        (" samples/s", "dim"),
+    ]
+
+
+def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
+    step, steps, samples = _numbers(scene)
+    process = scene.process
+    mode: Row = [*_mode(scene, look), (" ", "")]
+    clock_text = "  " + clock(scene.elapsed_ns) + "  "
+    room = width - width_of(mode) - span_width(clock_text) - 1
+    name = cut(_name(scene), max(room // 3, 8), look.glyphs.more)
+    first: Row = [
+        (" ", ""),
+        (name + "  ", "title"),
+        *_state(scene, alive, max(room - span_width(name) - 2, 3), look),
+        (clock_text, ""),
+        *mode,
+    ]
+    track = process.modes.get(process.mode) if process is not None else None
+    middle = median(s.wall_ns for s in recent(track)) if track is not None else None
+    second: Row = [
+        (" step", "dim"),
+        (right(step, 10), "bold"),
+        (right(steps, 9), "bold"),
+        (" steps/s", "dim"),
+        (right(samples, 9), "bold"),
+        (" samples/s", "dim"),
+        ("   median", "dim"),
+        (right(ms(middle), 9), "bold"),
+    ]
+    return [first, second]
+
+
+def _missed(scene: Scene) -> Row:
+    """Records that are not in the picture, if any."""
+    lost = scene.missed + scene.state.dropped
+    if not lost:
+        return []
+    return [(f"  {group(lost)} records dropped ", "wait")]
+
+
+def _message(scene: Scene, look: Look) -> Row:
+    """What matters most just now: an ending, an answer, a warning; or the plain facts."""
+    if scene.stopping is not None:
+        return [("stopping: ", "wait"), (clean(scene.stopping, 200), "")]
+    if scene.view.message is not None and scene.now_ns - scene.view.message_ns < DONE_SHOWN_NS:
+        return [(scene.view.message, "wait")]
+    if scene.over:
+        return _afterwards(scene)
+    row = _answer(scene, look)
+    if row:
+        return row
+    process = scene.process
+    warning = scene.state.warnings[-1] if scene.state.warnings else None
+    if warning is not None and scene.now_ns - (warning.t_ns or 0) < WARNING_SHOWN_NS:
+        return [("warning: ", "wait"), (clean(warning.text, 300), "")]
+    rates = _speed(scene)
+    if rates.reason is not None and process is not None and process.last_step is not None:
+        return [(rates.reason, "dim")]
+    return _facts(scene, look)
+
+
+def _afterwards(scene: Scene) -> Row:
+    last = scene.ended.last_line if scene.ended is not None else None
+    if last:
+        return [(last, "bad")]
+    if scene.ended is None:
+        return [("the command is gone and nobody recorded its exit status", "wait")]
+    return [("the run is over; this picture stays", "dim")]
+
+
+def _next(scene: Scene, room: int) -> Row:
+    """What can be done after the end, if there is room to say it."""
+    if not scene.over:
+        return []
+    hints = (f"dpmon export {scene.facts.run} gives the records ", f"dpmon export {scene.facts.run} ")
+    return next(([("  " + hint, "dim")] for hint in hints if scene.facts.run and len(hint) + 4 <= room), [])
+
+
+def _answer(scene: Scene, look: Look) -> Row:
+    toggle = scene.toggle
+    if toggle is None:
+        return []
+    style = f"mode.{toggle.mode}"
+    if toggle.status == "pending":
+        waited = max(scene.now_ns - toggle.since_ns, 0) / 1e9
+        note = "the training answers at its next batch"
+        if scene.process is None or scene.process.seen_ns < 0:
+            note = "the training answers at its first batch"
+        return [
+            (f"{look.glyphs.arrow} ", ""),
+            (toggle.mode, style),
+            (" pending ", "wait"),
+            (f"{waited:.0f} s: {note}", "dim"),
+        ]
+    if scene.now_ns - toggle.since_ns > DONE_SHOWN_NS:
+        return []
+    if toggle.status == "refused":
+        why = clean(toggle.reason, 300) if toggle.reason else "no reason was given"
+        return [(toggle.mode, style), (" refused: ", "bad"), (why, "")]
+    at = f" since step {group(toggle.step)}" if toggle.step is not None else ""
+    return [(toggle.mode, style), (" done", "good"), (at, "dim")]
+
+
+def _facts(scene: Scene, look: Look) -> Row:
+    process = scene.process
+    parts: list[str] = []
+    if process is not None:
+        if process.virtual and process.mode == "dp":
+            parts.append("virtual replicas: " + clean(process.mode_reason or "devices are shared", 200))
+        if len(scene.state.processes) > 1:
+            who = f"process {process.process}" if process.rank is None else f"rank {process.rank}"
+            parts.append(f"{who} of {len(scene.state.processes)}")
+        for key in ("python", "torch"):
+            value = process.info.get(key)
+            if isinstance(value, str):
+                parts.append(f"{key} {clean(value, 30)}")
+    elif scene.facts.python:
+        parts.append(scene.facts.python)
+    if scene.facts.mode_option == "script":
+        parts.append("mode script: observed only")
+    return [(f" {look.glyphs.middot} ".join(parts), "dim")]

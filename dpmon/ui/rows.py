@@ -1,0 +1,137 @@
+"""Rows of styled text, measured in cells: what every picture is made of.
+
+A row is a list of spans (text, style name); the style names are those of `dpmon.ui.look`. Text in a span is clean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.cells import cell_len, set_cell_size
+
+from dpmon.ui.look import Glyphs
+
+__all__ = ["Row", "Span", "box", "columns", "cut", "fit", "plain", "right", "span_width", "width_of", "wrapped"]
+
+Span = tuple[str, str]
+Row = list[Span]
+
+
+def span_width(text: str) -> int:
+    """Cells that `text` takes (wide characters take two)."""
+    return len(text) if text.isascii() else cell_len(text)
+
+
+def width_of(row: Iterable[Span]) -> int:
+    """Cells that a row takes."""
+    return sum(span_width(text) for text, _ in row)
+
+
+def plain(row: Iterable[Span]) -> str:
+    """The row's text alone."""
+    return "".join(text for text, _ in row)
+
+
+def cut(text: str, width: int, more: str = "…") -> str:
+    """`text` in at most `width` cells; if something had to go, it ends with the sign for more."""
+    if width <= 0:
+        return ""
+    if span_width(text) <= width:
+        return text
+    sign = more if span_width(more) <= width else "." * width
+    return set_cell_size(text, width - span_width(sign)) + sign
+
+
+def fit(row: Sequence[Span], width: int, more: str = "…") -> Row:
+    """The row in exactly `width` cells: padded with spaces, or cut with a sign of it."""
+    total = width_of(row)
+    if total <= width:
+        return [*row, (" " * (width - total), "")] if total < width else list(row)
+    fitted: Row = []
+    room = width - span_width(more)
+    if room < 0:
+        return [("." * width, "dim")]
+    for text, style in row:
+        size = span_width(text)
+        if size > room:
+            fitted.append((set_cell_size(text, room), style))
+            break
+        fitted.append((text, style))
+        room -= size
+    fitted.append((more, "dim"))
+    return fitted
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """`text` in lines of at most `width` cells, broken between words."""
+    lines: list[str] = []
+    line = ""
+    for word in text.split():
+        if line and span_width(line) + 1 + span_width(word) > width:
+            lines.append(line)
+            line = word
+        else:
+            line = f"{line} {word}" if line else word
+    return [cut(each, width) for each in [*lines, line]]
+
+
+def right(text: str, width: int) -> str:
+    """`text` against the right end of `width` cells, cut with a sign when it is longer."""
+    shown = cut(text, width)
+    return " " * (width - span_width(shown)) + shown
+
+
+def columns(left: Sequence[Span], right_part: Sequence[Span], width: int, more: str = "…") -> Row:
+    """`left` and, against the right end, `right_part`; when both do not fit, `left` is cut with a sign of it."""
+    tail = width_of(right_part)
+    if tail >= width:
+        return fit(right_part, width, more)
+    return [*fit(left, width - tail, more), *right_part]
+
+
+def box(
+    title: Sequence[Span],
+    corner: Sequence[Span],
+    rows: Sequence[Sequence[Span]],
+    width: int,
+    height: int,
+    glyphs: Glyphs,
+    *,
+    focused: bool = False,
+) -> list[Row]:
+    """A frame of exactly `width` x `height` cells around `rows`, its title at the left and `corner` at the right.
+
+    Rows that do not fit are left out, with a sign in the frame that says how many.
+    """
+    if height <= 1 or width < 8:
+        mark = glyphs.focus if focused else " "
+        return [fit([(mark, "frame.focus"), *title, ("  ", ""), *corner], width, glyphs.more)][:height]
+    style = "frame.focus" if focused else "frame"
+    tl, tr, bl, br, line, side = glyphs.frame
+    mark = glyphs.focus if focused else " "
+    head = fit_title(title, corner, width - 3, line, style, glyphs.more)
+    framed: list[Row] = [[(tl, style), (mark, style), *head, (tr, style)]]
+    inside = height - 2
+    for index in range(inside):
+        row = rows[index] if index < len(rows) else []
+        framed.append([(side, style), (" ", ""), *fit(row, width - 4, glyphs.more), (" ", ""), (side, style)])
+    hidden = len(rows) - inside
+    if hidden > 0:
+        sign = f" {hidden} more {glyphs.down} "
+        framed.append([(bl + line * max(width - 3 - span_width(sign), 0), style), (sign, "dim"), (line + br, style)])
+        framed[-1] = fit(framed[-1], width, "")
+    else:
+        framed.append([(bl + line * (width - 2) + br, style)])
+    return framed
+
+
+def fit_title(title: Sequence[Span], corner: Sequence[Span], width: int, line: str, style: str, more: str) -> Row:
+    """The upper edge of a frame: title, line, corner, in exactly `width` cells."""
+    corner_width = width_of(corner)
+    shown_corner = list(corner) if corner_width + 8 <= width else []
+    room = width - (width_of(shown_corner) + 3 if shown_corner else 1)
+    shown = list(title) if width_of(title) <= room - 1 else fit(title, max(room - 1, 0), more)
+    row: Row = [*shown, (" ", "")]
+    tail: Row = [(" ", ""), *shown_corner, (" ", "")] if shown_corner else []
+    gap = width - width_of(row) - width_of(tail)
+    return [*row, (line * gap, style), *tail]

@@ -1,0 +1,192 @@
+"""Everything a picture is drawn from, in one piece: what is known of the run and what the user looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dpmon.model.state import Process, State
+from dpmon.ui.format import UNKNOWN
+from dpmon.ui.text import clean
+
+__all__ = ["PANELS", "Ended", "Facts", "Life", "Scene", "Toggle", "View", "devices_in_short", "life", "mode_words"]
+
+PANELS = ("devices", "replicas", "batch", "compare", "output")
+SECOND = 1_000_000_000
+WAIT_SHOWN_NS = SECOND
+QUIET_SHOWN_NS = 5 * SECOND
+
+
+class Facts(NamedTuple):
+    """What does not change while a run is looked at; all text clean."""
+
+    run: str = ""
+    script: str = ""
+    start_ns: int = 0
+    mode_option: str = "auto"
+    python: str = ""
+    log: str = ""
+
+
+class Ended(NamedTuple):
+    """How the run ended: status 0 to 255 (128+N for a signal), the signal's name, when (ns since the start)."""
+
+    status: int
+    signal: str | None
+    end_ns: int | None
+    last_line: str | None = None
+    """The last line of the script's traceback, clean; None if it printed none."""
+
+
+class Toggle(NamedTuple):
+    """A mode that was asked for: pending, done or refused, and since when (ns since the run's start)."""
+
+    mode: str
+    status: str
+    since_ns: int
+    step: int | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the user has chosen to look at."""
+
+    focus: str = "replicas"
+    zoom: str | None = None
+    frozen: bool = False
+    root: int = 0
+    """Which of the roots the replicas panel shows: 0 is the one that was called last."""
+    message: str | None = None
+    message_ns: int = 0
+    """When there was something to say, ns since the run's start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """One instant of a run. Times are ns since the run's start."""
+
+    state: State
+    now_ns: int
+    facts: Facts = field(default_factory=Facts)
+    view: View = field(default_factory=View)
+    stage: tuple[str, int] | None = None
+    activities: Mapping[int, tuple[str, int]] = field(default_factory=dict)
+    alive: bool | None = None
+    ended: Ended | None = None
+    toggle: Toggle | None = None
+    missed: int = 0
+    can_toggle: bool = False
+    can_type: bool = False
+    stopping: str | None = None
+    ending: bool = False
+    """The command is gone, and how it ended is not yet recorded."""
+
+    @property
+    def process(self) -> Process | None:
+        """The process whose numbers stand for the run."""
+        return self.state.focus()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come."""
+        return self.ended is not None or self.alive is False
+
+    @property
+    def elapsed_ns(self) -> int:
+        """How long the run has taken, up to its end."""
+        if self.ended is not None and self.ended.end_ns is not None:
+            return self.ended.end_ns
+        return self.now_ns
+
+
+class Life(NamedTuple):
+    """What the run is doing, in words, with a style and what more there is to say."""
+
+    word: str
+    style: str
+    detail: str = ""
+
+
+def life(scene: Scene) -> Life:
+    """The run's state as people would say it."""
+    if scene.ended is not None:
+        return _outcome(scene.ended)
+    if scene.alive is False:
+        return Life("ended", "bad", "status unknown")
+    process = scene.process
+    activity = scene.activities.get(process.process) if process is not None else None
+    if scene.ending:
+        return Life("ending", "wait", "the command has ended")
+    doing, since = activity if activity is not None else ("", 0)
+    spent = scene.now_ns - since if since > 0 else 0
+    if process is None or process.seen_ns < 0:
+        return _before_first_batch(scene, doing, spent)
+    if doing == "data" and spent > WAIT_SHOWN_NS:
+        return Life("waiting for data", "wait", f"{spent / 1e9:.0f} s")
+    if doing == "ended":
+        return Life("ending", "wait", "the training process is at its end")
+    quiet = scene.now_ns - process.seen_ns
+    if quiet > QUIET_SHOWN_NS and doing in ("forward", "backward", "optimizer"):
+        return Life(f"in {doing}", "wait", f"{spent / 1e9:.0f} s")
+    if quiet > QUIET_SHOWN_NS:
+        return Life("running", "good", f"no batch for {quiet / 1e9:.0f} s")
+    return Life("running", "good")
+
+
+def _before_first_batch(scene: Scene, doing: str, spent: int) -> Life:
+    if doing == "data" and spent > WAIT_SHOWN_NS:
+        return Life("waiting for data", "wait", f"first batch, {spent / 1e9:.0f} s")
+    if doing:
+        return Life("first batch", "wait", f"in {clean(doing, 20)}, {spent / 1e9:.0f} s" if spent > 0 else "")
+    if scene.stage is None:
+        what, since = ("starting python", 0)
+    elif scene.stage[0] == "importing torch":
+        what, since = ("importing torch", scene.stage[1])
+    else:
+        what, since = ("waiting for the first batch", scene.stage[1])
+    if scene.alive is None:
+        what = "starting"
+    return Life(what, "wait", f"{max(scene.now_ns - since, 0) / 1e9:.0f} s")
+
+
+def _outcome(ended: Ended) -> Life:
+    if ended.signal is not None:
+        perhaps = "perhaps out of memory" if ended.signal == "SIGKILL" else ""
+        return Life(f"killed by {clean(ended.signal, 12)}", "bad", perhaps)
+    if ended.status == 0:
+        return Life("finished", "good", "status 0")
+    return Life("failed", "bad", f"status {ended.status}")
+
+
+def devices_in_short(devices: tuple[str, ...]) -> str:
+    """("cuda:0", "cuda:1", "cuda:3") -> "cuda:0-1,3"; clean."""
+    groups: list[tuple[str, list[str]]] = []
+    for device in devices:
+        kind, _, index = clean(device, 40).partition(":")
+        if groups and groups[-1][0] == kind:
+            groups[-1][1].append(index)
+        else:
+            groups.append((kind, [index]))
+    return " ".join(kind + (":" + _ranges(indices) if any(indices) else "") for kind, indices in groups)
+
+
+def _ranges(indices: list[str]) -> str:
+    spans: list[tuple[str, str]] = []
+    for index in indices:
+        if spans and spans[-1][1].isdecimal() and index.isdecimal() and int(index) == int(spans[-1][1]) + 1:
+            spans[-1] = (spans[-1][0], index)
+        else:
+            spans.append((index, index))
+    return ",".join(a if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def mode_words(process: Process | None, times: str) -> tuple[str, str]:
+    """The mode in force ("dp ×4", "single") and where ("cuda:0-3", "cpu:0-1 virtual")."""
+    if process is None or not process.mode:
+        return UNKNOWN, ""
+    where = devices_in_short(process.devices)
+    if process.mode != "dp":
+        return process.mode, where.split(",")[0].split("-")[0]
+    return f"dp {times}{len(process.devices)}", where + (" virtual" if process.virtual else "")

@@ -1,0 +1,168 @@
+"""A log file by line, without reading more of it than is looked at.
+
+The index holds one number for each 64 KiB of the file (lines before that block), so a gigabyte of log costs 128 kB, and
+what is drawn is read when it is drawn.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from array import array
+from bisect import bisect_left
+from pathlib import Path
+
+__all__ = ["Tail", "last_line_of_traceback"]
+
+_BLOCK = 1 << 16
+_LONG = 1 << 16
+"""Of a longer line only its beginning and its end are read."""
+_LONG_PART = 1 << 14
+_BUDGET = 32 << 20
+_TAIL_READ = 1 << 17
+
+
+class Tail:
+    """One log file that others append to. No thread, no lock; a file that is not there yet is empty."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        """Bytes of the file at the last refresh."""
+        self._fd = -1
+        self._inode = 0
+        self._before = array("Q", [0])
+        self._indexed = 0
+        self._newlines = 0
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def refresh(self, budget: int = _BUDGET) -> bool:
+        """Look at the file again and index at most `budget` bytes more; whether its size or identity changed."""
+        try:
+            if self._fd < 0:
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            size = os.fstat(self._fd).st_size
+        except OSError:
+            return False
+        changed = size != self.size
+        if size < self._indexed:  # truncated under us: begin again
+            self._before, self._indexed, self._newlines = array("Q", [0]), 0, 0
+        self.size = size
+        while self._indexed < size and budget > 0:
+            # Whole blocks only, so that the index stays a plain array; the rest is counted when it is asked for.
+            if size - self._indexed < _BLOCK:
+                break
+            data = self._read(self._indexed, _BLOCK)
+            if len(data) < _BLOCK:
+                break
+            self._newlines += data.count(b"\n")
+            self._before.append(self._newlines)
+            self._indexed += _BLOCK
+            budget -= _BLOCK
+        return changed
+
+    @property
+    def complete(self) -> bool:
+        """Whether the index reaches the last block of the file."""
+        return self.size - self._indexed < _BLOCK
+
+    def lines(self) -> int:
+        """Lines in the indexed part; an unfinished last line counts."""
+        rest = self._read(self._indexed, min(self.size - self._indexed, _BLOCK))
+        count = self._newlines + rest.count(b"\n")
+        if self.complete and self.size and not (rest or self._read(self.size - 1, 1)).endswith(b"\n"):
+            count += 1
+        return count
+
+    def _read(self, start: int, count: int) -> bytes:
+        if self._fd < 0 or count <= 0:
+            return b""
+        try:
+            return os.pread(self._fd, count, start)
+        except OSError:
+            return b""
+
+    def last(self, count: int) -> list[bytes]:
+        """The last `count` lines (fewer if they are very long), the unfinished one included."""
+        start = max(self.size - _TAIL_READ, 0)
+        data = self._read(start, self.size - start)
+        if start:
+            _, found, rest = data.partition(b"\n")
+            # A line longer than what was read: only its end can be shown.
+            data = rest if found and rest else data
+        parts = data.split(b"\n")
+        if parts and not parts[-1]:
+            parts.pop()
+        return [_shortened(part) for part in parts[-count:]] if count > 0 else []
+
+    def at(self, first: int, count: int) -> list[bytes]:
+        """`count` lines from number `first` (0 is the first) on, as far as there are any."""
+        found: list[bytes] = []
+        offset = self._offset(first)
+        while offset is not None and offset < self.size and len(found) < count:
+            data = self._read(offset, min(_LONG, self.size - offset))
+            if not data:
+                break
+            parts = data.split(b"\n")
+            if len(parts) == 1 and offset + len(data) < self.size:
+                following = self._offset(first + len(found) + 1)
+                end = self.size if following is None else following - 1
+                found.append(self._long(offset, end))
+                offset = following
+                continue
+            if offset + len(data) < self.size or not parts[-1]:
+                parts.pop()
+            found.extend(_shortened(part) for part in parts)
+            offset += sum(len(part) + 1 for part in parts)
+        return found[:count]
+
+    def _long(self, start: int, end: int) -> bytes:
+        return _joined(self._read(start, _LONG_PART), self._read(max(end - _LONG_PART, start), _LONG_PART), end - start)
+
+    def _offset(self, line: int) -> int | None:
+        """Where a line begins; None beyond the end of what is indexed."""
+        if line <= 0:
+            return 0
+        block = bisect_left(self._before, line) - 1
+        start = block * _BLOCK
+        data = self._read(start, min(_BLOCK, self.size - start))
+        at = -1
+        for _ in range(line - self._before[block]):
+            at = data.find(b"\n", at + 1)
+            if at < 0:
+                return None
+        return start + at + 1
+
+
+def _shortened(line: bytes) -> bytes:
+    return line if len(line) <= _LONG else _joined(line[:_LONG_PART], line[-_LONG_PART:], len(line))
+
+
+def _joined(head: bytes, tail: bytes, size: int) -> bytes:
+    """What stands for a line that is too long to be read: its end if it redraws itself (a bar), else its beginning."""
+    if b"\r" in tail[:-1]:
+        return tail[tail.index(b"\r") :]
+    return head + f" ... ({size:,} bytes)".encode()
+
+
+_ESCAPE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Iteration|Warning|Fault|Timeout)\b(?:: .*)?$")
+_ANY_NAME = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
+
+
+def last_line_of_traceback(tail: Tail) -> str | None:
+    """The line of the script's last traceback that names the exception; None if there is no such line near the end."""
+    start = max(tail.size - _TAIL_READ, 0)
+    data = _ESCAPE.sub(b"", tail._read(start, tail.size - start))
+    lines = data.decode("utf-8", "replace").replace("\r", "\n").split("\n")
+    header = max((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")), default=None)
+    if header is not None:
+        after = next((line for line in lines[header + 1 :] if line and not line[0].isspace()), None)
+        if after is not None and _ANY_NAME.match(after):
+            return after.strip()
+    return next((line.strip() for line in reversed(lines[-50:]) if _RAISED.match(line)), None)

@@ -1,0 +1,76 @@
+"""Text from outside, made harmless: nothing that a script, a path or a device's name says can steer the terminal.
+
+Standard library only, so that the command line can use it without importing anything of the screen.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from functools import lru_cache
+
+__all__ = ["LIMIT", "clean", "harmless"]
+
+LIMIT = 4096
+"""Characters that `clean` returns at most."""
+_MARKS_IN_A_ROW = 2
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+# Letters by category, yet drawn as nothing (Hangul fillers, Khmer inherent vowels) or as whatever the font likes
+# (variation selectors change the width of what is before them, terminals do not agree how).
+_INVISIBLE = frozenset(
+    (
+        *(0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, 0xFFFC),
+        *range(0x180B, 0x1810),
+        *range(0xFE00, 0xFE10),
+        *range(0xE0100, 0xE01F0),
+    )
+)
+_AS_SPACE = frozenset("\t\n\v\f\r\x1c\x1d\x1e\x1f\x85\u2028\u2029")
+
+
+@lru_cache(maxsize=4096)
+def _one(char: str) -> str:
+    """What is shown for one character: itself, a space, the replacement character, or nothing."""
+    if char in _AS_SPACE:
+        return " "
+    code = ord(char)
+    if code in _INVISIBLE:
+        return " " if code == 0x2800 else ""
+    category = unicodedata.category(char)
+    if category == "Zs":
+        return " "
+    # Cc: C0, DEL, C1. Cs: halves of surrogate pairs. Cn: not assigned, so its width is anybody's guess.
+    if category in ("Cc", "Cs", "Cn"):
+        return _REPLACEMENT
+    # Cf: direction overrides, isolates, zero-width joiners and spaces, soft hyphens, tags.
+    return "" if category == "Cf" else char
+
+
+def harmless(text: str) -> str:
+    """`text` without a character that steers, hides or has no width of its own; of any length."""
+    if text.isascii() and text.isprintable():
+        return text
+    kept: list[str] = []
+    marks = 0
+    for char in text:
+        shown = _one(char)
+        if shown and unicodedata.combining(shown):
+            marks += 1
+            if marks > _MARKS_IN_A_ROW or not kept:
+                continue
+        else:
+            marks = 0
+        kept.append(shown)
+    return "".join(kept)
+
+
+def clean(text: object, limit: int = LIMIT) -> str:
+    """One line of at most `limit` characters that any terminal prints as it is; what is cut ends in an ellipsis.
+
+    Control characters (C0, C1, DEL, so ESC and every sequence it begins), lone surrogates and unassigned code points
+    become U+FFFD; line breaks and tabs a space; format characters (bidi, zero-width) vanish. Never raises.
+    """
+    line = text if isinstance(text, str) else str(text)
+    if len(line) > limit:
+        return harmless(line[: limit - 1]) + "…"
+    return harmless(line)

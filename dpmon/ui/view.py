@@ -1,0 +1,151 @@
+"""The widget every panel is drawn with: rows of a fixed size, of which only what changed is drawn again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.segment import Segment
+from rich.style import Style
+from textual import events
+from textual.geometry import Region
+from textual.message import Message
+from textual.strip import Strip
+from textual.widget import Widget
+
+from dpmon.ui.direct import cells_of, patch
+from dpmon.ui.look import Look
+from dpmon.ui.rows import Row, plain, span_width
+
+__all__ = ["PanelView"]
+
+
+class PanelView(Widget):
+    """Shows rows that are exactly as wide as the widget. Compares them with the last ones, redraws what differs."""
+
+    DEFAULT_CSS = "PanelView { position: absolute; padding: 0; margin: 0; }"
+
+    class Picked(Message):
+        """A panel was clicked."""
+
+        def __init__(self, panel: str) -> None:
+            super().__init__()
+            self.panel = panel
+
+    class Wheel(Message):
+        """The wheel was turned over a panel, by so many steps down."""
+
+        def __init__(self, panel: str, by: int) -> None:
+            super().__init__()
+            self.panel = panel
+            self.by = by
+
+    def __init__(self, panel: str, look: Look) -> None:
+        super().__init__(id=panel)
+        self.panel = panel
+        self.look = look
+        self._rows: list[Row] = []
+        self._strips: list[Strip] = []
+        self.drawn = 0
+        """Rows drawn so far (for tests and measurements)."""
+
+    def place(self, x: int, y: int, width: int, height: int) -> bool:
+        """Put the widget there; whether it stands there already, drawn."""
+        styles = self.styles
+        if (styles.offset.x.value, styles.offset.y.value) != (x, y):
+            styles.offset = (x, y)
+        if styles.width is None or styles.width.value != width:
+            styles.width = width
+        if styles.height is None or styles.height.value != height:
+            styles.height = height
+        return self.region == Region(x, y, width, height)
+
+    def show(self, rows: Sequence[Row], write: Callable[[str], None] | None = None) -> None:
+        """Draw `rows` from now on: changed rows by Textual, or changed cells through `write`, past it.
+
+        `write` may only be given when the terminal shows this widget whole, where it stands and as it was last shown.
+        """
+        fresh = [self._ascii(row) for row in rows] if self.look.glyphs.ascii else list(rows)
+        before = self._rows
+        changed = [i for i, row in enumerate(fresh) if i >= len(before) or row != before[i]]
+        if not changed and len(fresh) == len(before):
+            return
+        self._strips = [
+            self._strips[i] if i < len(before) and row == before[i] else self._strip(row) for i, row in enumerate(fresh)
+        ]
+        self._rows = fresh
+        self.drawn += len(changed)
+        if write is not None and len(fresh) == len(before):
+            system = self.app.console.color_system
+            x, y = self.region.offset
+            pieces = (patch(x, y + i, cells_of(before[i]), cells_of(fresh[i]), self.look, system) for i in changed)
+            write("".join(pieces))
+            return
+        width = max(self.size.width, max((strip.cell_length for strip in self._strips), default=0))
+        self.refresh(*(Region(0, y, width, 1) for y in changed or range(len(fresh), len(before))))
+
+    def text(self) -> list[str]:
+        """The rows' text, for tests."""
+        return [plain(row) for row in self._rows]
+
+    def _ascii(self, row: Row) -> Row:
+        return [(text if text.isascii() else "".join(map(_ascii, text)), style) for text, style in row]
+
+    def _strip(self, row: Row) -> Strip:
+        style = self.look.style
+        return Strip([Segment(text, style(name)) for text, name in row if text]).simplify()
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """The rows in `crop`: always the newest ones, since Textual would keep those that were drawn past it."""
+        return [self.render_line(y).crop(crop.x, crop.right) for y in crop.line_range]
+
+    def render_line(self, y: int) -> Strip:
+        """One row of the picture; blank where there is none."""
+        if y < len(self._strips):
+            return self._strips[y].adjust_cell_length(self.size.width, self._blank)
+        return Strip.blank(self.size.width, self._blank)
+
+    @property
+    def _blank(self) -> Style:
+        return self.look.style("")
+
+    def on_click(self, event: events.Click) -> None:
+        """A click goes to the panel."""
+        self.post_message(self.Picked(self.panel))
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """The wheel, towards the beginning."""
+        self.post_message(self.Wheel(self.panel, -3))
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """The wheel, towards the end."""
+        self.post_message(self.Wheel(self.panel, 3))
+
+
+_ASCII = {
+    "–": "-",
+    "µ": "u",
+    "°": " ",
+    "…": ">",
+    "·": "-",
+    "×": "x",
+    "→": ">",
+    "─": "-",
+    "━": "=",
+    "│": "|",
+    # Bars as tqdm draws them.
+    "█": "#",
+    "▉": "#",
+    "▊": "#",
+    "▋": "=",
+    "▌": "=",
+    "▍": "-",
+    "▎": "-",
+    "▏": "|",
+}
+
+
+def _ascii(char: str) -> str:
+    """One character for a terminal that knows only ASCII, as wide as before."""
+    if char.isascii():
+        return char
+    return _ASCII.get(char, "?" * span_width(char))

@@ -1,0 +1,36 @@
+"""Fixtures for every test. Its place makes what lies beside it (synthetic, running) importable from all of them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running import Dpmon
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A state directory of the test's own, for this process and those it starts."""
+    directory = tmp_path / "state"
+    monkeypatch.setenv("XDG_STATE_HOME", str(directory))
+    return directory
+
+
+@pytest.fixture
+def dpmon(state: Path, tmp_path: Path) -> Iterator[Dpmon]:
+    """The real command line, in a working directory of its own."""
+    cwd = tmp_path / "work"
+    cwd.mkdir()
+    runner = Dpmon(state, cwd)
+    yield runner
+    runner.clean_up()
+
+
+def pytest_configure() -> None:
+    """A shell that runs the tests in the background has them, and all that they start, ignore interrupts and quits."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)

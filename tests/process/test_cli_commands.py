@@ -1,0 +1,270 @@
+"""The command line as people use it: help, lists, names, terminals that are none, coming back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import Dpmon, Terminal, wait_for
+
+from dpmon.run import proc
+
+WAIT = """\
+import pathlib, time
+pathlib.Path("began").touch()
+while not pathlib.Path("go").exists():
+    time.sleep(0.01)
+"""
+
+
+def test_help_and_version(dpmon: Dpmon) -> None:
+    alone = dpmon.run()
+    assert alone.status == 0
+    assert "SCRIPT.py" in alone.text
+    assert dpmon.run("--help").text == alone.text
+    assert dpmon.run("--version").text.startswith("dpmon 0.")
+    for command in ("attach", "ls", "stop", "export"):
+        assert f"dpmon {command}" in dpmon.run(command, "--help").text
+
+
+@pytest.mark.parametrize(("words", "absent"), [
+    (["--help"], {"textual", "torch", "pynvml", "sqlite3", "psutil"}),
+    (["ls"], {"textual", "torch", "pynvml", "psutil"}),
+    (["script.py"], {"textual", "torch", "pynvml", "psutil"}),
+])  # fmt: skip
+def test_what_is_not_needed_is_not_imported(dpmon: Dpmon, words: list[str], absent: set[str]) -> None:
+    dpmon.script("print(1)")
+    code = (
+        "import atexit, sys\n"
+        "from dpmon.cli.main import entry\n"
+        "atexit.register(lambda: print('LOADED', *sorted({m.split('.')[0] for m in sys.modules}), file=sys.stderr))\n"
+        "entry()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=dpmon.cwd, env=dpmon.environment(), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0
+    loaded = set(done.stderr.rpartition("LOADED")[2].split())
+    assert "dpmon" in loaded
+    assert not loaded & absent
+
+
+def test_detach_returns_at_once_and_everything_finds_the_run(dpmon: Dpmon) -> None:
+    dpmon.script(WAIT + "import sys; print('out'); print('err', file=sys.stderr); sys.exit(4)")
+    result = dpmon.run("--detach", "--name", "mine", "script.py", "--lr", "3")
+    assert result.status == 0
+    name = result.text.splitlines()[0]
+    assert name.startswith("mine-")
+    info = dpmon.info()
+    wait_for((dpmon.cwd / "began").exists)
+    row = dpmon.run("ls").text.splitlines()[1].split()
+    assert row[:2] == [name, "running"]
+    (dpmon.cwd / "go").touch()
+    assert dpmon.exit()["status"] == 4
+    assert (dpmon.last() / "output.log").read_text() == "out\nerr\n"
+    run_id = info["id"]
+    for what in ("last", "mine", name, run_id, run_id[:20]):
+        assert json.loads(dpmon.run("export", what).out.splitlines()[-1])["status"] == 4
+    row = dpmon.run("ls").text.splitlines()[1].split()
+    assert row[:2] == [name, "failed"]
+    assert row[-3:] == ["script.py", "--lr", "3"]
+
+
+def test_a_start_that_fits_several_runs_is_refused(dpmon: Dpmon) -> None:
+    dpmon.script("pass")
+    dpmon.run("script.py")
+    dpmon.run("script.py")
+    result = dpmon.run("export", "2")
+    assert result.status == 2
+    assert "could be any of 2 runs" in result.errors
+
+
+def test_attach_without_a_terminal_follows_to_the_end(dpmon: Dpmon) -> None:
+    dpmon.script("print('before', flush=True)\n" + WAIT + "print('after')\nraise SystemExit(6)")
+    dpmon.run("--detach", "script.py")
+    wait_for((dpmon.cwd / "began").exists)
+    process = dpmon.start("attach")
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"before\n"
+    (dpmon.cwd / "go").touch()
+    out, err = process.communicate(timeout=30)
+    assert (out, process.returncode) == (b"after\n", 6)
+    assert b"exit status 6" in err
+    again = dpmon.run("attach")
+    assert (again.out, again.status) == (b"before\nafter\n", 6)
+
+
+def test_interrupting_attach_leaves_the_training(dpmon: Dpmon) -> None:
+    dpmon.script("print('before', flush=True)\n" + WAIT)
+    dpmon.run("--detach", "script.py")
+    process = dpmon.start("attach")
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"before\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    (dpmon.cwd / "go").touch()
+    assert dpmon.exit()["status"] == 0
+
+
+def test_export_to_a_file(dpmon: Dpmon, tmp_path: Path) -> None:
+    dpmon.script("pass")
+    dpmon.run("script.py")
+    target = tmp_path / "records.jsonl"
+    assert dpmon.run("export", "-o", target).status == 0
+    kinds = [json.loads(line)["kind"] for line in target.read_text().splitlines()]
+    assert kinds[-2:] == ["dropped", "exit"]
+    result = dpmon.run("export", "-o", tmp_path / "no" / "place")
+    assert result.status == 2
+    assert "cannot be written" in result.errors
+
+
+def test_export_into_a_closed_pipe_is_quiet(dpmon: Dpmon) -> None:
+    dpmon.script("pass")
+    dpmon.run("script.py")
+    words = " ".join(dpmon.words("export", "last"))
+    done = subprocess.run(
+        ["bash", "-c", f"{words} | true; exit ${{PIPESTATUS[0]}}"],
+        cwd=dpmon.cwd, env=dpmon.environment(), capture_output=True, timeout=30,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+# ------------------------------------------------------------------------------------------------ with a terminal
+
+
+def test_a_dumb_terminal_gets_no_screen_and_its_lines_reach_the_script(dpmon: Dpmon) -> None:
+    dpmon.script(
+        "import sys, os\n"
+        "print(sys.stdin.isatty(), os.get_terminal_size(0), flush=True)\n"
+        "print('got', input('ask: '), flush=True)\n"
+        "print('rest', repr(sys.stdin.read()), flush=True)\n"
+    )
+    terminal = Terminal(dpmon, "script.py", size=(30, 90), TERM="dumb")
+    terminal.until("ask: ")
+    assert b"True os.terminal_size(columns=90, lines=30)" in terminal.seen
+    terminal.type("an answer\n")
+    terminal.until("got an answer")
+    terminal.type("more\n\x04")
+    terminal.until("rest 'more\\n'")
+    assert terminal.wait() == 0
+    assert b"\x1b" not in terminal.seen
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_stream_that_is_no_terminal_means_no_screen(dpmon: Dpmon, stream: str) -> None:
+    dpmon.script("print('out')")
+    command = f"{' '.join(dpmon.words('script.py'))} {'1' if stream == 'stdout' else '2'}> file"
+    terminal = Terminal(dpmon, argv=["sh", "-c", command], TERM="xterm-256color")
+    assert terminal.wait() == 0
+    assert b"\x1b" not in terminal.seen + (dpmon.cwd / "file").read_bytes()
+
+
+def test_the_interrupt_key_reaches_the_script_once(dpmon: Dpmon) -> None:
+    dpmon.script(
+        "import signal, time\n"
+        "n = 0\n"
+        "def on(*_):\n    global n\n    n += 1\n"
+        "signal.signal(signal.SIGINT, on)\n"
+        "print('ready', flush=True)\n"
+        "while not n: time.sleep(0.01)\n"
+        "time.sleep(0.5)\n"
+        "print('count', n)\nraise SystemExit(8)\n"
+    )
+    terminal = Terminal(dpmon, "--headless", "script.py", TERM="xterm")
+    terminal.until("ready")
+    terminal.type("\x03")
+    terminal.until("count 1")
+    assert terminal.wait() == 8
+
+
+def test_a_closed_terminal_leaves_the_training_running(dpmon: Dpmon) -> None:
+    dpmon.script("print('ready', flush=True)\n" + WAIT + "print('end')\n")
+    terminal = Terminal(dpmon, "--headless", "script.py", TERM="xterm")
+    terminal.until("ready")
+    terminal.hang_up()
+    assert terminal.wait() in (-signal.SIGHUP, 128 + signal.SIGHUP)
+    (dpmon.cwd / "go").touch()
+    assert dpmon.exit()["status"] == 0
+    assert (dpmon.last() / "stdout.log").read_text() == "ready\nend\n"
+
+
+def test_in_the_background_of_a_shell_it_does_not_stop(dpmon: Dpmon) -> None:
+    """A job in the background that reads its terminal is stopped by the kernel: it must not try."""
+    dpmon.script("import time; time.sleep(0.3); print('fin' + 'ished', flush=True)")
+    command = f"set -m; {' '.join(dpmon.words('script.py'))} & wait $!; echo status=$?"
+    terminal = Terminal(dpmon, argv=["bash", "-i", "-c", command], TERM="dumb")
+    terminal.until("status=0")
+    assert b"finished" in terminal.seen
+    terminal.wait()
+
+
+# ------------------------------------------------------------------------------------------------ with a screen
+
+
+def test_leaving_the_screen_leaves_the_training(dpmon: Dpmon) -> None:
+    dpmon.script("print('a line of the script', flush=True)\n" + WAIT + "raise SystemExit(3)")
+    terminal = Terminal(dpmon, "script.py", TERM="xterm-256color")
+    terminal.shows("a line of the script")
+    terminal.type("q")
+    terminal.shows("leave it running")
+    terminal.type("l")
+    assert terminal.wait() == 0
+    assert b"the training goes on; back to it: dpmon attach script-" in terminal.seen
+    info = dpmon.info()
+    assert proc.alive(info["command_pid"], info["command_started"])
+    (dpmon.cwd / "go").touch()
+    assert dpmon.exit()["status"] == 3
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_screen_ends_with_the_scripts_status(dpmon: Dpmon, killed: bool) -> None:
+    dpmon.script("print('a line of the script', flush=True)\n" + WAIT + "raise SystemExit(3)")
+    terminal = Terminal(dpmon, "script.py", TERM="xterm-256color")
+    terminal.shows("a line of the script")
+    if killed:
+        os.kill(dpmon.info()["supervisor_pid"], signal.SIGKILL)
+    (dpmon.cwd / "go").touch()
+    assert dpmon.exit()["by"] == ("foreground" if killed else "supervisor")
+    terminal.shows("status 3")
+    terminal.type("q")
+    assert terminal.wait() == 3
+    assert b"exit status 3 after" in terminal.seen
+    assert (dpmon.last() / "output.log").read_text() == "a line of the script\n"
+
+
+def test_stopping_from_the_screen(dpmon: Dpmon) -> None:
+    dpmon.script("print('a line of the script', flush=True)\n" + WAIT)
+    terminal = Terminal(dpmon, "script.py", TERM="xterm-256color")
+    terminal.shows("a line of the script")
+    terminal.type("q")
+    terminal.shows("stop the training")
+    terminal.type("s")
+    assert terminal.wait() == 130
+    assert dpmon.exit()["signal"] == "SIGINT"
+
+
+def test_attach_opens_the_screen_of_a_run_that_goes_on(dpmon: Dpmon) -> None:
+    dpmon.script("print('a line of the script', flush=True)\n" + WAIT)
+    dpmon.run("--detach", "script.py")
+    terminal = Terminal(dpmon, "attach", TERM="xterm-256color")
+    terminal.shows("a line of the script")
+    terminal.type("q")
+    terminal.shows("leave it running")
+    terminal.type("l")
+    assert terminal.wait() == 0
+    (dpmon.cwd / "go").touch()
+    assert dpmon.exit()["status"] == 0
+
+
+def test_a_script_that_ends_at_once_still_shows_its_end(dpmon: Dpmon) -> None:
+    dpmon.script("raise SystemExit(7)")
+    terminal = Terminal(dpmon, "script.py", TERM="xterm-256color")
+    terminal.shows("status 7")
+    terminal.type("q")
+    assert terminal.wait() == 7

@@ -1,0 +1,143 @@
+"""A wrong command line: status 2, one clear sentence on stderr, nothing started, no run left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from running import Dpmon
+
+
+def refused(dpmon: Dpmon, *words: str, says: str, **more: object) -> str:
+    """Run dpmon with `words`, which it must refuse with a sentence that contains `says`."""
+    result = dpmon.run(*words, **more)
+    assert result.status == 2, result.errors
+    assert result.out == b""
+    lines = result.errors.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("dpmon: ")
+    assert says in lines[0]
+    assert dpmon.runs() == []
+    return lines[0]
+
+
+def test_no_such_script(dpmon: Dpmon) -> None:
+    refused(dpmon, "nowhere.py", says="no such file: nowhere.py")
+    refused(dpmon, "a/b/train", says="no such file: a/b/train")
+
+
+def test_a_directory(dpmon: Dpmon) -> None:
+    (dpmon.cwd / "examples").mkdir()
+    (dpmon.cwd / "odd.py").mkdir()
+    refused(dpmon, "examples", says="examples is a directory, not a script")
+    refused(dpmon, "odd.py", says="odd.py is a directory, not a script")
+
+
+def test_a_script_that_may_not_be_read(dpmon: Dpmon) -> None:
+    dpmon.script("pass").chmod(0o000)
+    if os.geteuid() == 0:
+        pytest.skip("root may read everything")
+    refused(dpmon, "script.py", says="script.py cannot be read")
+
+
+def test_a_dangling_link(dpmon: Dpmon) -> None:
+    (dpmon.cwd / "script.py").symlink_to("gone.py")
+    refused(dpmon, "script.py", says="no such file: script.py")
+
+
+def test_command_not_found(dpmon: Dpmon) -> None:
+    refused(dpmon, "torchrunn", "--nproc", "2", says="command not found: torchrunn")
+
+
+def test_a_file_that_is_no_program(dpmon: Dpmon) -> None:
+    dpmon.script("pass", "train")
+    refused(dpmon, "train", says="train is neither a Python script (*.py) nor an executable")
+    refused(dpmon, "./train", says="./train is neither a Python script (*.py) nor an executable")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--bogus", "script.py"], "unknown option --bogus"),
+        (["-x", "script.py"], "unknown option -x"),
+        (["--replicas", "0", "script.py"], "--replicas: N is a number from 1 to 4096, not '0'"),
+        (["--replicas", "-1", "script.py"], "--replicas: N is a number from 1 to 4096, not '-1'"),
+        (["--replicas=-1", "script.py"], "not '-1'"),
+        (["--replicas", "x", "script.py"], "not 'x'"),
+        (["--replicas", "1.5", "script.py"], "not '1.5'"),
+        (["--replicas", "٣", "script.py"], "not '٣'"),
+        (["--replicas", "script.py"], "not 'script.py'"),
+        (["--replicas"], "--replicas: expected one argument"),
+        (["--mode", "fast", "script.py"], "--mode: invalid choice: 'fast'"),
+        (["--devices", "gpu0", "script.py"], "not 'gpu0'"),
+        (["--devices", "", "script.py"], "--devices"),
+        (["--devices", "cpu,cuda:0", "script.py"], "all on cpu or all on cuda"),
+        (["--devices", "cpu,cpu", "--replicas", "3", "script.py"], "contradict"),
+        (["--mode", "script", "--replicas", "2", "script.py"], "--mode script leaves the computation as written"),
+        (["--refresh", "0", "script.py"], "--refresh"),
+        (["--refresh", "nan", "script.py"], "--refresh"),
+        (["--name", "a/b", "script.py"], "--name"),
+        (["--name", "last", "script.py"], "--name"),
+        (["--headless"], "no script to run"),
+        (["run"], "no script to run"),
+        (["-m"], "-m: expected one argument"),
+        (["--python", "/nowhere/python", "script.py"], "--python /nowhere/python is no executable file"),
+        (["--rep", "2", "script.py"], "unknown option --rep"),
+        (["--headless", "ls"], "--headless is an option of a run, not of ls"),
+        (["stop"], "the following arguments are required: RUN"),
+        (["ls", "x"], "x is one word too many"),
+        (["export", "--format", "yaml"], "invalid choice: 'yaml'"),
+    ],
+)
+def test_options_that_mean_nothing(dpmon: Dpmon, words: list[str], says: str) -> None:
+    dpmon.script("pass")
+    refused(dpmon, *words, says=says)
+
+
+@pytest.mark.parametrize("command", ["attach", "stop", "export"])
+def test_a_run_that_is_not_there(dpmon: Dpmon, command: str) -> None:
+    assert "there is no run yet" in dpmon.run(command, "last").errors
+    dpmon.script("pass")
+    assert dpmon.run("script.py").status == 0
+    result = dpmon.run(command, "nothing-like-it")
+    assert result.status == 2
+    assert "there is no run 'nothing-like-it'" in result.errors
+
+
+def test_names_that_would_steer_the_terminal_do_not(dpmon: Dpmon) -> None:
+    result = dpmon.run("\x1b]52;c;x\x07.py")
+    assert result.status == 2
+    assert b"\x1b" not in result.err
+    assert b"\x07" not in result.err
+
+
+def test_torch_nowhere_is_one_sentence(dpmon: Dpmon, tmp_path: Path) -> None:
+    """A bare Python asked for by name: what it lacks, where it was looked for, how to get it."""
+    bare = tmp_path / "bare" / "bin"
+    bare.mkdir(parents=True)
+    python = bare / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -E "$@"\n')
+    python.chmod(0o755)
+    dpmon.script("print('never')")
+    line = refused(dpmon, "--python", str(python), "script.py", says=f"torch was not found in {python}")
+    assert "pip install" in line
+
+
+def test_a_python_that_cannot_answer_says_why(dpmon: Dpmon, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 77\n")
+    python.chmod(0o755)
+    dpmon.script("pass")
+    refused(dpmon, "--python", str(python), "script.py", says=f"{python} (it ends with status 77)")
+
+
+def test_no_place_for_the_record(dpmon: Dpmon) -> None:
+    dpmon.script("pass")
+    dpmon.state.write_text("a file where the directory should be")
+    result = dpmon.run("script.py")
+    assert result.status == 2
+    assert "no run can be kept" in result.errors
+    assert len(result.errors.splitlines()) == 1
+    dpmon.state.unlink()

@@ -1,0 +1,144 @@
+"""The main job: the examples under dpmon without a screen, and the records they leave."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import Dpmon
+from sidebyside import ROOT, SideBySide, of_kind
+
+LINEAR = str(ROOT / "examples" / "linear.py")
+TUTORIAL = str(ROOT / "examples" / "tutorial.py")
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+
+# The seeds' tables: rows of each replica that received any, for a batch of 30 and for the last one of 10.
+SHARES = {
+    1: ([30], [10]),
+    2: ([15, 15], [5, 5]),
+    3: ([10, 10, 10], [4, 4, 2]),
+    8: ([4, 4, 4, 4, 4, 4, 4, 2], [2, 2, 2, 2, 2]),
+}
+
+
+@pytest.fixture
+def place(dpmon: Dpmon) -> SideBySide:
+    return SideBySide(dpmon)
+
+
+@pytest.fixture
+def losses(dpmon: Dpmon, tmp_path: Path) -> SideBySide:
+    """A place with losses.py in it."""
+    source = tmp_path / "source"
+    source.mkdir()
+    shutil.copy(SCRIPTS / "losses.py", source)
+    return SideBySide(dpmon, source)
+
+
+def check_tables(records: list[dict[str, Any]], replicas: int) -> None:
+    """The four calls of the tutorial have exactly the sizes of the tables."""
+    calls = of_kind(records, "call")
+    assert [call["call"] for call in calls] == [1, 2, 3, 4]
+    full, last = SHARES[replicas]
+    for call, rows in zip(calls, [30, 30, 30, 10], strict=True):
+        shares = last if rows == 10 else full
+        assert sum(shares) == rows
+        assert len(call["devices"]) == replicas
+        assert [r["replica"] for r in call["replicas"]] == list(range(len(shares)))
+        assert [r["device"] for r in call["replicas"]] == call["devices"][: len(shares)]
+        for share, replica in zip([rows, *shares], [call, *call["replicas"]], strict=True):
+            assert replica["inputs"] == [{"path": "0", "shape": [share, 5], "dtype": "float32", "bytes": share * 5 * 4}]
+            assert replica["outputs"] == [{"path": "", "shape": [share, 2], "dtype": "float32", "bytes": share * 2 * 4}]
+        assert call["root"] == "Model"
+        assert call["mode"] == "dp"
+    steps = of_kind(records, "step")
+    assert [step["samples"] for step in steps] == [30, 30, 30, 10]
+
+
+@pytest.mark.parametrize("replicas", SHARES)
+def test_the_tutorial_gives_the_sizes_of_the_tables(place: SideBySide, replicas: int) -> None:
+    outcome = place.under(TUTORIAL, "--seed", 3, options=("--replicas", replicas))
+    assert outcome.status == 0, outcome.stderr
+    records = place.dpmon.records()
+    check_tables(records, replicas)
+    assert {call["via"] for call in of_kind(records, "call")} == {"DataParallel"}
+    # What the model prints itself is the same table, though replicas print in any order.
+    printed = [int(rows) for rows in re.findall(rb"In Model: input size torch.Size\(\[(\d+), 5\]\)", outcome.stdout)]
+    full, last = SHARES[replicas]
+    assert sorted(printed) == sorted(full * 3 + last)
+    outside = re.findall(rb"Outside: input size torch.Size\(\[(\d+), 5\]\)", outcome.stdout)
+    assert outside == [b"30", b"30", b"30", b"10"]
+
+
+@pytest.mark.parametrize("replicas", SHARES)
+def test_the_published_tutorial_with_its_guard_gives_them_too(place: SideBySide, replicas: int) -> None:
+    outcome = place.under(SCRIPTS / "guarded.py", options=("--replicas", replicas))
+    assert outcome.status == 0, outcome.stderr
+    records = place.dpmon.records()
+    check_tables(records, replicas)
+    assert {call["via"] for call in of_kind(records, "call")} == {None}
+
+
+def test_the_main_job(place: SideBySide) -> None:
+    steps = 700  # an epoch is 667 batches, the last of 20 rows: its end is among them
+    outcome = place.under(LINEAR, "--steps", steps, "--print-every", 100)
+    assert outcome.status == 0, outcome.stderr
+    losses = [float(loss) for loss in re.findall(rb"step +\d+  loss ([\d.]+)", outcome.stdout)]
+    assert len(losses) == 7
+    assert losses[-1] < losses[0]
+    assert outcome.stdout.decode().splitlines()[-1] == f"final loss {losses[-1]:.5f}"
+
+    records = place.dpmon.records()
+    calls, turns = of_kind(records, "call"), of_kind(records, "step")
+    assert [call["call"] for call in calls] == list(range(1, steps + 1))
+    assert [turn["step"] for turn in turns] == list(range(1, steps + 1))
+    assert [call["step"] for call in calls] == list(range(1, steps + 1))
+    assert [turn["samples"] for turn in turns] == [30] * 666 + [20] + [30] * 33
+    for call in calls:
+        assert (call["root"], call["via"], call["mode"], call["virtual"]) == ("Model", "DataParallel", "dp", True)
+        assert (call["training"], call["grad"]) == (True, True)
+        assert set(call["phases"]) == {"scatter", "replicate", "parallel_apply", "gather"}
+        assert len(call["replicas"]) == 2
+    for turn in turns:
+        assert set(turn["phases"]) == {"data", "forward", "backward", "optimizer", "other"}
+        assert all(took >= 0 for took in turn["phases"].values())
+        assert sum(turn["phases"].values()) == pytest.approx(turn["wall_ms"], rel=1e-6)
+    (mode,) = of_kind(records, "mode")
+    assert (mode["mode"], mode["virtual"], mode["requested_by"]) == ("dp", True, "start")
+    assert "no GPU" in mode["reason"]
+    (process,) = of_kind(records, "process")
+    assert process["rank"] is None
+    (dropped,) = of_kind(records, "dropped")
+    assert dropped["count"] == 0
+    (ended,) = of_kind(records, "exit")
+    assert (ended["status"], ended["signal"]) == (0, None)
+    hosts = of_kind(records, "host")
+    assert hosts
+    assert hosts[0]["gpu_absent"]
+    assert of_kind(records, "warning") == []
+
+
+def test_mode_script_changes_no_bit(losses: SideBySide) -> None:
+    alone = losses.alone("losses.py")
+    assert set(alone.files) == {"losses.json", "weights.pt"}
+    assert losses.under("losses.py", options=("--mode", "script")) == alone
+    records = losses.dpmon.records()
+    assert len(of_kind(records, "call")) == len(of_kind(records, "step")) == 200
+    assert {call["mode"] for call in of_kind(records, "call")} == {"single"}
+
+
+def test_one_virtual_replica_changes_no_bit_either(losses: SideBySide) -> None:
+    """One replica is the module itself, so torch's single-device branch must be taken."""
+    assert losses.under("losses.py", options=("--replicas", 1)) == losses.alone("losses.py")
+
+
+def test_the_examples_are_deterministic_and_know_nothing_of_dpmon(place: SideBySide) -> None:
+    words = [LINEAR, "--steps", 60, "--print-every", 20, "--seed"]
+    first = place.alone(*words, 1)
+    assert first.status == 0
+    assert first == place.alone(*words, 1)
+    for path in (LINEAR, TUTORIAL):
+        assert "import dpmon" not in Path(path).read_text()

@@ -1,0 +1,109 @@
+"""CPU and memory of real processes: the run's own, its children, and those whose parent has gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psutil
+
+from dpmon.gpu.host import HostSample, HostSampler
+
+LIMIT_S = 30.0
+MIB = 1 << 20
+
+BUSY_CHILD = "import sys; held = bytearray(96 << 20); print('ready', flush=True)\nwhile True: pass"
+PARENT = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {BUSY_CHILD!r}], stdout=subprocess.PIPE, text=True)
+assert child.stdout.readline() == "ready\\n"
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def run_with_child() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A command and the process id of its child, which is busy and holds 96 MiB."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = None
+    try:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        yield parent, child
+    finally:
+        for pid in (child, parent.pid):
+            if pid is not None and psutil.pid_exists(pid):
+                os.kill(pid, signal.SIGKILL)
+        parent.communicate()
+
+
+def sample_until(host: HostSampler, root: int, holds: Callable[[HostSample], bool]) -> HostSample:
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        sample = host.sample(root)
+        if holds(sample):
+            return sample
+        assert time.monotonic() < deadline, sample
+        time.sleep(0.1)
+
+
+def test_a_child_counts_with_its_cpu_and_memory() -> None:
+    with run_with_child() as (parent, child):
+        host = HostSampler()
+        sample = sample_until(host, parent.pid, lambda s: (s.run_cpu_pct or 0) > 5)
+        assert host.pids() == {parent.pid, child}
+        assert sample.run_mem_bytes is not None
+        assert 96 * MIB < sample.run_mem_bytes < 1024 * MIB
+        assert sample.run_cpu_pct is not None
+        assert sample.run_cpu_pct < 100 * (psutil.cpu_count() or 1) * 1.5
+        assert sample.cpu_pct is not None
+        assert 0 < sample.cpu_pct <= 100
+        assert sample.absent == {}
+
+
+def test_a_child_is_followed_when_its_parent_has_gone() -> None:
+    with run_with_child() as (parent, child):
+        host = HostSampler()
+        sample_until(host, parent.pid, lambda s: child in host.pids())
+        parent.kill()
+        parent.wait()
+        sample = sample_until(host, parent.pid, lambda s: host.pids() == {child} and s.run_cpu_pct is not None)
+        assert sample.run_mem_bytes is not None
+        assert sample.run_mem_bytes > 96 * MIB
+
+
+def test_nothing_is_known_of_a_run_that_has_ended() -> None:
+    with run_with_child() as (parent, child):
+        host = HostSampler()
+        sample_until(host, parent.pid, lambda s: child in host.pids())
+        os.kill(child, signal.SIGKILL)
+        parent.kill()  # not waited for: a zombie is no process of the run any more
+        sample = sample_until(host, parent.pid, lambda s: not host.pids())
+        assert (sample.run_cpu_pct, sample.run_mem_bytes) == (None, None)
+        assert sample.absent["run_mem_bytes"] == "no process of the run is left"
+
+
+def test_the_search_for_new_processes_is_rationed() -> None:
+    """However long the table of processes takes to read, it is read for a hundredth of the time at most."""
+    now = [0.0]
+    scans = []
+
+    def clock() -> float:
+        return now[0]
+
+    class Slow(HostSampler):
+        def _find(self, root_pid: int | None) -> None:
+            scans.append(now[0])
+            now[0] += 0.05
+
+    host = Slow(clock)
+    for second in range(60):
+        now[0] = max(now[0], float(second))
+        host.sample(None)
+    assert 10 <= len(scans) <= 13

@@ -1,0 +1,310 @@
+"""Whatever is killed on dpmon's side, the training goes on; whatever kills the training, its end is known."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from running import Dpmon, wait_for
+
+from dpmon.run import proc
+
+SLOW = """\
+import pathlib, sys, time
+pathlib.Path("began").touch()
+while not pathlib.Path("go").exists():
+    time.sleep(0.01)
+print("end of the training", flush=True)
+pathlib.Path("done").touch()
+sys.exit({status})
+"""
+
+
+def begun(dpmon: Dpmon) -> None:
+    wait_for((dpmon.cwd / "began").exists, what="the script's first line")
+
+
+def has_runs(dpmon: Dpmon, count: int) -> bool:
+    return len(dpmon.runs()) == count
+
+
+def finish(dpmon: Dpmon) -> None:
+    (dpmon.cwd / "go").touch()
+
+
+@pytest.mark.parametrize("status", [0, 7])
+def test_supervisor_killed_the_foreground_takes_over(dpmon: Dpmon, status: int) -> None:
+    dpmon.script(SLOW.format(status=status))
+    process = dpmon.start("script.py")
+    info = dpmon.info()
+    begun(dpmon)
+    os.kill(info["supervisor_pid"], signal.SIGKILL)
+    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]))
+    finish(dpmon)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert out == b"end of the training\n"
+    assert b"supervisor was killed" in err
+    assert dpmon.exit()["status"] == status
+    assert dpmon.exit()["by"] == "foreground"
+    assert proc.read(info["command_pid"]) is None, "the command was left a zombie"
+
+
+def test_supervisor_killed_and_the_script_killed_by_a_signal(dpmon: Dpmon) -> None:
+    dpmon.script(SLOW.format(status=0))
+    process = dpmon.start("script.py")
+    info = dpmon.info()
+    begun(dpmon)
+    os.kill(info["supervisor_pid"], signal.SIGKILL)
+    os.kill(info["command_pid"], signal.SIGKILL)
+    assert process.wait(30) == 137
+    assert dpmon.exit()["signal"] == "SIGKILL"
+
+
+def test_foreground_killed_the_supervisor_goes_on(dpmon: Dpmon) -> None:
+    dpmon.script(SLOW.format(status=5))
+    process = dpmon.start("script.py")
+    begun(dpmon)
+    process.kill()
+    process.wait()
+    finish(dpmon)
+    found = dpmon.exit()
+    assert (found["status"], found["by"]) == (5, "supervisor")
+    assert (dpmon.last() / "stdout.log").read_text() == "end of the training\n"
+
+
+def test_both_killed_the_training_goes_on(dpmon: Dpmon) -> None:
+    dpmon.script(SLOW.format(status=0))
+    process = dpmon.start("script.py")
+    info = dpmon.info()
+    begun(dpmon)
+    process.kill()
+    process.wait()
+    os.kill(info["supervisor_pid"], signal.SIGKILL)
+    finish(dpmon)
+    wait_for((dpmon.cwd / "done").exists)
+    wait_for(lambda: not proc.alive(info["command_pid"], info["command_started"]))
+    assert (dpmon.last() / "stdout.log").read_text() == "end of the training\n"
+    listed = dpmon.run("ls").text
+    assert "lost" in listed
+
+
+def test_hang_up_leaves_the_training_running(dpmon: Dpmon) -> None:
+    dpmon.script(SLOW.format(status=0))
+    process = dpmon.start("script.py")
+    info = dpmon.info()
+    begun(dpmon)
+    for pid in (process.pid, info["supervisor_pid"]):
+        os.kill(pid, signal.SIGHUP)
+    assert process.wait(20) in (-signal.SIGHUP, 128 + signal.SIGHUP)
+    finish(dpmon)
+    assert dpmon.exit()["status"] == 0
+
+
+def test_a_stopped_supervisor_holds_nobody_up(dpmon: Dpmon) -> None:
+    dpmon.script(SLOW.format(status=6))
+    process = dpmon.start("script.py")
+    info = dpmon.info()
+    begun(dpmon)
+    os.kill(info["supervisor_pid"], signal.SIGSTOP)
+    try:
+        finish(dpmon)
+        wait_for((dpmon.cwd / "done").exists)
+        assert process.wait(30) == 6
+        assert dpmon.exit()["by"] == "foreground"
+    finally:
+        os.kill(info["supervisor_pid"], signal.SIGCONT)
+    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]))
+    assert dpmon.exit()["status"] == 6
+
+
+def test_interrupt_reaches_the_script_and_its_children(dpmon: Dpmon) -> None:
+    dpmon.script(
+        "import pathlib, signal, subprocess, sys\n"
+        "code = 'import time; print(1, flush=True); time.sleep(60)'\n"
+        "child = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "pathlib.Path('began').touch()\n"
+        "try:\n    signal.pause()\nexcept KeyboardInterrupt:\n    print('interrupted', child.wait()); sys.exit(11)\n"
+    )
+    process = dpmon.start("script.py")
+    begun(dpmon)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out) == (11, b"interrupted -2\n")
+
+
+def test_a_second_and_third_interrupt_insist(dpmon: Dpmon) -> None:
+    dpmon.script(
+        "import pathlib, signal, time\n"
+        "for n in ('SIGINT', 'SIGTERM'):\n"
+        "    signal.signal(getattr(signal, n), lambda *_, n=n: pathlib.Path(n).touch())\n"
+        "pathlib.Path('began').touch()\n"
+        "while True: time.sleep(1)\n"
+    )
+    process = dpmon.start("script.py")
+    begun(dpmon)
+    for name in ("SIGINT", "SIGTERM"):
+        process.send_signal(signal.SIGINT)
+        wait_for((dpmon.cwd / name).exists, what=name)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 137
+
+
+def test_an_ignored_interrupt_stays_ignored(dpmon: Dpmon) -> None:
+    dpmon.script(
+        "import signal; print(*(signal.getsignal(s) == signal.SIG_IGN for s in (signal.SIGINT, signal.SIGHUP)))"
+    )
+    result = dpmon.run("script.py", before="trap '' INT HUP")
+    assert result.out == b"True True\n"
+
+
+def test_what_the_command_leaves_behind_is_not_waited_for(dpmon: Dpmon) -> None:
+    dpmon.script(
+        "import subprocess, sys\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
+        " stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+        "print(p.pid)\n"
+    )
+    began = time.monotonic()
+    result = dpmon.run("script.py")
+    assert result.status == 0
+    assert time.monotonic() - began < 20
+    assert proc.alive(int(result.text), None)
+    os.kill(int(result.text), signal.SIGKILL)
+
+
+def test_stop_asks_then_insists_over_the_whole_tree(dpmon: Dpmon) -> None:
+    dpmon.script(
+        "import os, pathlib, signal, subprocess, sys, time\n"
+        "code = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        " signal.signal(signal.SIGINT, signal.SIG_IGN); print(1, flush=True); time.sleep(100)'\n"
+        "child = subprocess.Popen([sys.executable, '-c', code], start_new_session=True, stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "pathlib.Path('child').write_text(str(child.pid))\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "pathlib.Path('began').touch()\n"
+        "time.sleep(100)\n"
+    )
+    process = dpmon.start("--name", "stubborn", "script.py")
+    begun(dpmon)
+    child = int((dpmon.cwd / "child").read_text())
+    result = dpmon.run("stop", "stubborn")
+    assert result.status == 0, result.errors
+    said = result.text.splitlines()
+    assert [line.split()[0] for line in said] == ["SIGINT", "SIGTERM", "SIGKILL", "stopped"]
+    assert not proc.alive(child, None)
+    assert process.wait(20) == 128 + signal.SIGTERM
+    assert "is over" in dpmon.run("stop", "stubborn").text
+
+
+def test_a_command_that_cannot_be_executed_is_reported(dpmon: Dpmon) -> None:
+    path = dpmon.cwd / "tool"
+    path.write_text("no header, so the kernel refuses it")
+    path.chmod(0o755)
+    result = dpmon.run("./tool")
+    assert result.status == 2
+    assert "./tool cannot be started: Exec format error" in result.errors
+
+
+def test_a_full_disk_costs_the_record_not_the_run(dpmon: Dpmon, tmp_path: Path) -> None:
+    dpmon.script(SLOW.format(status=3))
+    # What the supervisor may write is limited to less than its files need; the command's own limit is put back.
+    dpmon.script(
+        "import resource, sys, runpy, signal\n"
+        "soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))\n"
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')\n",
+        "unlimited.py",
+    )
+
+    # No bytecode is written meanwhile: some Pythons do not notice that it was cut off, and read it for ever after.
+    env = {"PYTHONDONTWRITEBYTECODE": "1"}
+    process = dpmon.start("unlimited.py", "script.py", before="ulimit -S -f 6", env=env)
+    begun(dpmon)
+    finish(dpmon)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 3, err
+    assert out == b"end of the training\n"
+
+
+def test_exit_is_known_within_a_second(dpmon: Dpmon) -> None:
+    dpmon.script("import os, time; print('up', flush=True); time.sleep(0.3); os._exit(9)")
+    assert dpmon.run("script.py").status == 9
+    info, how = dpmon.info(), dpmon.exit()
+    written = (dpmon.last() / "exit.json").stat().st_mtime
+    assert written - how["ended_unix"] < 1.0
+    assert how["seconds"] == pytest.approx((how["end_ns"] - info["start_ns"]) / 1e9)
+    assert json.loads((dpmon.last() / "run.json").read_text())["boot_id"] == proc.boot_id()
+
+
+def test_an_interrupt_before_the_command_is_there_reaches_it(dpmon: Dpmon) -> None:
+    """At any moment of the start: the command ends as it would, and is never left running behind our back."""
+    dpmon.script("import time; time.sleep(60)")
+    for delay in range(6):
+        process = dpmon.start("script.py")
+        wait_for(partial(has_runs, dpmon, delay + 1))
+        time.sleep(delay * 0.03)  # the moment is what is varied here
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) in (130, 1, -signal.SIGINT), delay
+        for directory in dpmon.runs():
+            info = json.loads((directory / "run.json").read_text())
+            pid, since = info["command_pid"], info["command_started"]
+            assert pid is None or not proc.alive(pid, since)
+
+
+def test_a_users_signal_goes_to_the_command_alone(dpmon: Dpmon) -> None:
+    dpmon.script(
+        "import pathlib, signal, subprocess, sys\n"
+        "got = []\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: got.append(1))\n"
+        "code = 'import time; print(1, flush=True); time.sleep(60)'\n"
+        "child = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "pathlib.Path('began').touch()\n"
+        "while not got: signal.pause()\n"
+        "print(child.poll()); child.kill(); child.wait()\n"
+    )
+    process = dpmon.start("script.py")
+    begun(dpmon)
+    process.send_signal(signal.SIGUSR1)
+    assert process.communicate(timeout=30)[0] == b"None\n"
+    assert process.returncode == 0
+
+
+def test_told_to_end_the_supervisor_still_sees_the_end(dpmon: Dpmon) -> None:
+    """As when the machine goes down: everybody is told at the same time."""
+    dpmon.script(SLOW.format(status=0))
+    dpmon.run("--detach", "script.py")
+    info = dpmon.info()
+    begun(dpmon)
+    os.kill(info["supervisor_pid"], signal.SIGTERM)
+    os.kill(info["command_pid"], signal.SIGTERM)
+    found = dpmon.exit()
+    assert (found["signal"], found["by"]) == ("SIGTERM", "supervisor")
+
+
+def test_a_supervisor_that_is_told_to_end_leaves_the_training(dpmon: Dpmon) -> None:
+    dpmon.script(SLOW.format(status=0))
+    dpmon.run("--detach", "script.py")
+    info = dpmon.info()
+    begun(dpmon)
+    os.kill(info["supervisor_pid"], signal.SIGTERM)
+    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]))
+    assert proc.alive(info["command_pid"], info["command_started"])
+    finish(dpmon)
+    wait_for((dpmon.cwd / "done").exists)
+
+
+def test_detaching_from_what_cannot_be_started_says_so(dpmon: Dpmon) -> None:
+    path = dpmon.cwd / "tool"
+    path.write_text("no header")
+    path.chmod(0o755)
+    result = dpmon.run("--detach", "./tool")
+    assert (result.status, result.text) == (2, "")
+    assert "cannot be started" in result.errors

@@ -1,0 +1,327 @@
+"""A run without a screen is the script itself: what it prints, how it ends, what it sees of the world."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import Dpmon, wait_for
+
+# What the environment of the command has that the outer one has not, as the README says.
+OURS = {"PYTHONPATH", "PYTHONUNBUFFERED"}
+
+SEEN = """\
+import json, os, resource, signal, sys
+def fds():
+    found = []
+    for fd in range(3, 64):
+        try:
+            found.append((fd, os.readlink(f"/proc/self/fd/{fd}")))
+        except OSError:
+            pass
+    return found
+print(json.dumps({
+    "argv": sys.argv, "cwd": os.getcwd(), "path": sys.path, "main": __name__, "file": __file__,
+    "environ": dict(os.environ), "umask": os.umask(0), "nice": os.nice(0),
+    "signals": {s.name: str(signal.getsignal(s)) for s in signal.Signals},
+    "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "fds": fds(),
+    "modules": sorted(m for m in sys.modules if "site" in m),
+    "meta_path": len(sys.meta_path), "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
+}))
+"""
+
+
+def alone(dpmon: Dpmon, *words: str, **more: object) -> subprocess.CompletedProcess[bytes]:
+    """The same script without dpmon."""
+    env = dpmon.environment()
+    return subprocess.run([sys.executable, *words], cwd=dpmon.cwd, env=env, capture_output=True, **more)
+
+
+@pytest.mark.parametrize("status", [0, 1, 3, 137, 255])
+def test_exit_status_is_the_scripts_own(dpmon: Dpmon, status: int) -> None:
+    dpmon.script(f"import sys; sys.exit({status})")
+    assert dpmon.run("script.py").status == status
+    assert dpmon.exit()["status"] == status
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGSEGV", "SIGINT", "SIGHUP", "SIGRTMIN"])
+def test_death_by_a_signal_is_128_plus_its_number(dpmon: Dpmon, name: str) -> None:
+    number = int(getattr(signal, name))
+    dpmon.script(
+        "import os, resource, signal\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        f"signal.signal({number}, signal.SIG_DFL) if {number} != signal.SIGKILL else None\n"
+        f"os.kill(os.getpid(), {number})\nsignal.pause()\n"
+    )
+    result = dpmon.run("script.py")
+    assert result.status == 128 + number
+    found = dpmon.exit()
+    assert found["status"] == 128 + number
+    assert found["signal"] == name
+
+
+def test_the_script_sees_the_world_as_it_is_without_dpmon(dpmon: Dpmon) -> None:
+    dpmon.script(SEEN)
+    words = ["script.py", "--lr", "0.1", "--replicas", "x", "--", "-m", "", "ü\udcff", "a b"]
+    one = json.loads(alone(dpmon, *words, stdin=subprocess.DEVNULL).stdout)
+    two = json.loads(dpmon.run(*words).out)
+    new = {name for name in two["environ"] if name not in one["environ"]}
+    assert new - OURS == {name for name in new if name.startswith("DPMON_")}
+    for name in new | OURS:
+        one["environ"].pop(name, None)
+        two["environ"].pop(name, None)
+    # A C locale is coerced by the first Python in the chain and inherited from there on.
+    two["environ"].pop("LC_CTYPE", None)
+    one["environ"].pop("LC_CTYPE", None)
+    assert two.pop("meta_path") == one.pop("meta_path") + 1  # what waits for torch
+    assert "sitecustomize" not in set(two.pop("modules")) - set(one.pop("modules"))
+    assert two == one
+
+
+def test_inherited_descriptors_reach_the_script_and_are_not_held(dpmon: Dpmon) -> None:
+    dpmon.script("import os, time\nprint(os.read(int(os.environ['FD']), 100).decode())\n")
+    reading, writing = os.pipe()
+    os.write(writing, b"through a pipe")
+    os.close(writing)
+    result = dpmon.run("script.py", env={"FD": str(reading)}, pass_fds=[reading])
+    os.close(reading)
+    assert result.text == "through a pipe\n"
+
+
+def test_a_passed_pipe_ends_with_the_script_not_with_the_supervisor(dpmon: Dpmon) -> None:
+    dpmon.script("import os, time\nos.close(int(os.environ['FD']))\ntime.sleep(60)\n")
+    reading, writing = os.pipe()
+    process = dpmon.start("--detach", "script.py", env={"FD": str(writing)}, pass_fds=[writing])
+    os.close(writing)
+    process.wait()
+    os.set_blocking(reading, False)
+
+    def ended() -> bool:
+        try:
+            return os.read(reading, 1) == b""
+        except BlockingIOError:
+            return False
+
+    wait_for(ended, what="the last writer of the pipe to let go")
+    os.close(reading)
+
+
+def test_megabytes_pass_through_unchanged(dpmon: Dpmon, tmp_path: Path) -> None:
+    dpmon.script(
+        "import os, random, sys\n"
+        "r = random.Random(1)\n"
+        "for _ in range(20):\n"
+        "    os.write(1, r.randbytes(1 << 20))\n"
+        "os.write(2, bytes(range(256)) * 4)\n"
+    )
+    out, err = alone(dpmon, "script.py").stdout, alone(dpmon, "script.py").stderr
+    result = dpmon.run("script.py")
+    assert result.status == 0
+    assert len(result.out) == 20 << 20
+    assert result.out == out
+    assert result.err.startswith(err)
+    assert all(line.startswith(b"dpmon: ") for line in result.err[len(err) :].splitlines() if line)
+
+
+def test_output_arrives_while_the_script_runs(dpmon: Dpmon) -> None:
+    dpmon.script("print('first'); import time; time.sleep(60)")
+    process = dpmon.start("script.py")
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"first\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 128 + signal.SIGTERM
+
+
+def test_piped_input_reaches_the_script(dpmon: Dpmon) -> None:
+    dpmon.script("import sys; print(len(sys.stdin.buffer.read()))")
+    assert dpmon.run("script.py", input=b"x" * 3_000_000).text == "3000000\n"
+
+
+def test_no_input_is_the_end_of_it_at_once(dpmon: Dpmon) -> None:
+    dpmon.script("import sys; print(repr(sys.stdin.read()))")
+    assert dpmon.run("script.py").text == "''\n"
+
+
+def test_closed_input_and_output_do_no_harm(dpmon: Dpmon) -> None:
+    dpmon.script("import sys, os; os.write(1, b'x'); sys.exit(4)")
+    shell = f"exec {' '.join(dpmon.words('script.py'))} <&- >&- 2>&-"
+    done = subprocess.run(["sh", "-c", shell], cwd=dpmon.cwd, env=dpmon.environment(), timeout=30)
+    assert done.returncode == 4
+    assert (dpmon.last() / "stdout.log").read_bytes() == b"x"
+
+
+def test_a_syntax_error_gives_pythons_own_report(dpmon: Dpmon) -> None:
+    dpmon.script("print('a'\n")
+    bare, result = alone(dpmon, "script.py"), dpmon.run("script.py")
+    assert result.status == bare.returncode == 1
+    assert result.err.startswith(bare.stderr)
+
+
+def test_an_exception_gives_the_scripts_own_traceback(dpmon: Dpmon) -> None:
+    dpmon.script("def f():\n    raise ValueError('no')\nf()\n")
+    bare, result = alone(dpmon, "script.py"), dpmon.run("script.py")
+    assert result.status == bare.returncode == 1
+    assert result.err.startswith(bare.stderr)
+
+
+def test_a_script_that_trains_nothing_is_told_so(dpmon: Dpmon) -> None:
+    dpmon.script("pass")
+    result = dpmon.run("script.py")
+    assert result.status == 0
+    assert "nothing was traced: no Python process of it imported torch" in result.errors
+
+
+def test_a_reader_that_leaves_does_not_stop_the_training(dpmon: Dpmon) -> None:
+    dpmon.script(
+        "import pathlib, time\n"
+        "for i in range(2000): print(i)\n"
+        "time.sleep(0.3)\n"
+        "for i in range(2000): print(i)\n"
+        "pathlib.Path('done').touch()\n"
+    )
+    process = dpmon.start("script.py")
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"0\n"
+    process.stdout.close()
+    assert process.wait(30) == 0
+    assert (dpmon.cwd / "done").exists()
+    assert len((dpmon.last() / "stdout.log").read_bytes().splitlines()) == 4000
+
+
+@pytest.mark.parametrize("name", ["random.py", "json.py", "dpmon.py", "signal.py", "select.py", "torch.py"])
+def test_files_beside_the_script_are_the_scripts_only(dpmon: Dpmon, name: str) -> None:
+    dpmon.script("print('mine', __name__)\nraise SystemExit(9)\n", name)
+    dpmon.script("print('hello')")
+    result = dpmon.run("script.py")
+    assert (result.status, result.text) == (0, "hello\n"), result.errors
+    module = name.removesuffix(".py")
+    # signal and select are loaded before any script; dpmon is the package that the tracer comes from.
+    if module not in ("signal", "select", "dpmon"):
+        dpmon.script(f"import {module}")
+        assert dpmon.run("script.py").status == 9
+
+
+def test_run_as_a_module_it_does_not_look_beside_the_script_either(dpmon: Dpmon) -> None:
+    for name in ("json.py", "random.py", "signal.py", "argparse.py", "subprocess.py", "textwrap.py"):
+        dpmon.script("raise SystemExit(9)\n", name)
+    dpmon.script("print('hello')")
+    words = [sys.executable, "-m", "dpmon", "script.py"]
+    done = subprocess.run(words, cwd=dpmon.cwd, env=dpmon.environment(), stdin=subprocess.DEVNULL, capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"hello\n"), done.stderr
+
+
+def test_a_module_is_run_with_its_own_arguments(dpmon: Dpmon) -> None:
+    package = dpmon.cwd / "pkg"
+    package.mkdir()
+    (package / "__main__.py").write_text("import sys; print(sys.argv[1:], __package__)")
+    result = dpmon.run("-m", "pkg", "--mode", "x", "-m", "y")
+    assert result.text == "['--mode', 'x', '-m', 'y'] pkg\n"
+
+
+def test_any_launcher_is_run_as_it_is(dpmon: Dpmon) -> None:
+    result = dpmon.run("sh", "-c", 'echo "$0 $*"; exit 5', "a", "--replicas", "b c")
+    assert (result.status, result.text) == (5, "a --replicas b c\n")
+
+
+def test_two_runs_of_the_same_second_do_not_meet(dpmon: Dpmon) -> None:
+    dpmon.script("import sys; print(sys.argv[1])")
+    processes = [dpmon.start("script.py", n) for n in range(6)]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert outputs == [f"{n}\n".encode() for n in range(6)]
+    assert len(dpmon.runs()) == 6
+    assert all((directory / "exit.json").exists() for directory in dpmon.runs())
+
+
+def test_the_record_is_closed_to_others(dpmon: Dpmon) -> None:
+    dpmon.script("import os; os.umask(0); print(1)")
+    before = os.umask(0)
+    try:
+        dpmon.run("script.py")
+    finally:
+        os.umask(before)
+    runs = dpmon.last().parent
+    for directory in (runs.parent, runs, dpmon.last()):
+        assert directory.stat().st_mode & 0o777 == 0o700, directory
+    for path in dpmon.last().iterdir():
+        assert path.stat().st_mode & 0o777 == 0o600, path
+
+
+def test_a_status_line_never_splits_a_line_of_the_script(dpmon: Dpmon) -> None:
+    dpmon.script("import sys; sys.stderr.write('half a line'); sys.stderr.flush()")
+    assert dpmon.run("script.py").err.startswith(b"half a line\ndpmon: ")
+
+
+# ------------------------------------------------------------------------------------------------ what dpmon says
+
+OFTEN = "import dpmon.cli.headless as h; h.STATUS_S = 0.2; from dpmon.cli.main import entry; entry()"
+WRITER = Path(__file__).resolve().parent.parent / "writer.py"
+
+
+def often(dpmon: Dpmon, *words: object) -> list[str]:
+    """The lines on stderr of a run whose status line comes every fifth of a second."""
+    done = subprocess.run(
+        [sys.executable, "-c", OFTEN, *map(str, words)],
+        cwd=dpmon.cwd, env=dpmon.environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stderr.splitlines()
+
+
+def test_a_line_now_and_then_says_how_it_goes(dpmon: Dpmon) -> None:
+    lines = often(dpmon, WRITER, 600, 400, 3)
+    status = [line.split() for line in lines if line.startswith("dpmon: step ")]
+    assert len(status) >= 3
+    steps = [int(fields[2]) for fields in status]
+    assert steps == sorted(steps)
+    assert 1 <= steps[0] < steps[-1] <= 300
+    for fields in status:
+        assert fields[4:] == ["steps/s", fields[5], "samples/s", "dp"]
+        assert float(fields[3]) == pytest.approx(200, rel=0.5)
+        assert float(fields[5]) == pytest.approx(200 * 24, rel=0.5)
+
+
+def test_a_line_of_the_script_is_never_cut_by_one_of_ours(dpmon: Dpmon) -> None:
+    dpmon.script(
+        "import sys, time\n"
+        "for n in range(4):\n"
+        "    sys.stderr.write(f'begun {n} '); sys.stderr.flush(); time.sleep(0.5)\n"
+        "    sys.stderr.write('ended\\n'); sys.stderr.flush(); time.sleep(0.3)\n"
+    )
+    lines = often(dpmon, "script.py")
+    assert [line for line in lines if not line.startswith("dpmon: ")] == [f"begun {n} ended" for n in range(4)]
+    assert "dpmon: waiting for the first batch" in lines
+
+
+def test_what_the_tracer_could_not_record_is_told(dpmon: Dpmon) -> None:
+    """A torch that is not known, a disk without room: the tracer leaves a line, the run has a warning."""
+    dpmon.script(
+        "import os, time\n"
+        "with open(os.environ['DPMON_RUN'] + '/warnings.log', 'a') as file:\n"
+        "    print(os.getpid(), time.monotonic_ns(), 'this torch (9.9) cannot be traced: \\x1b[31mno', file=file)\n"
+        "    print('no line of the tracer', end='', file=file)\n"
+    )
+    result = dpmon.run("script.py")
+    assert "nothing was traced: this torch (9.9) cannot be traced" in result.errors
+    assert "\x1b" not in result.errors
+    warnings = [record for record in dpmon.records() if record["kind"] == "warning" and "9.9" in record["text"]]
+    assert len(warnings) == 1
+    assert warnings[0]["process"] is None
+
+
+def test_wishes_for_colour_are_for_screens_only(dpmon: Dpmon) -> None:
+    dpmon.script("import os; print({n: os.environ.get(n) for n in ('FORCE_COLOR', 'CLICOLOR_FORCE', 'NO_COLOR')})")
+    nothing = {"FORCE_COLOR": None, "CLICOLOR_FORCE": None, "NO_COLOR": None}
+    assert dpmon.run("script.py").text.strip() == str(nothing)
+    for env, expected in (
+        ({}, {**nothing, "FORCE_COLOR": "1", "CLICOLOR_FORCE": "1"}),
+        ({"NO_COLOR": "1"}, {**nothing, "NO_COLOR": "1"}),
+        ({"FORCE_COLOR": "3"}, {**nothing, "FORCE_COLOR": "3"}),
+    ):
+        dpmon.run("--detach", "script.py", env=env)
+        dpmon.exit()
+        assert (dpmon.last() / "output.log").read_text().strip() == str(expected)

@@ -1,0 +1,246 @@
+"""No record is lost or doubled silently: under floods, kills and with a history that is full, absent or damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import Dpmon, wait_for
+
+from dpmon.ring import RingError, RingReader
+from dpmon.run import proc
+from dpmon.run.drain import Drain
+from dpmon.run.rundir import load_info
+
+WRITER = Path(__file__).resolve().parent.parent / "writer.py"
+DEFINITIONS = 4
+"""The writer's definitions, which are no records of their own, and are repeated as the ring goes round."""
+
+
+def of_training(records: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
+    """Kind and number of every call and step, in their order."""
+    return [(r["kind"], r["step"]) for r in records if r["kind"] in ("call", "step")]
+
+
+def tailed(dpmon: Dpmon, count: int) -> bool:
+    """Whether the writer has written `count` records by now."""
+    path = dpmon.last() / "process-0.ring"
+    if not path.exists():
+        return False
+    try:
+        ring = RingReader(str(path), live=True)
+    except RingError:  # half made
+        return False
+    try:
+        while ring.read():
+            pass
+        return ring.sequence >= count
+    finally:
+        ring.close()
+
+
+def expected(count: int) -> list[tuple[str, int]]:
+    """What the writer writes: a call and a step for every step."""
+    return [("step" if n % 2 else "call", n // 2 + 1) for n in range(count)]
+
+
+def test_every_record_is_exported_once_and_in_order(dpmon: Dpmon) -> None:
+    assert dpmon.run(WRITER, 6000, 6000).status == 0
+    records = dpmon.records()
+    assert of_training(records) == expected(6000)
+    assert records[-2:-1] == [{"kind": "dropped", "count": 0, "pruned": 0}]
+    assert (records[-1]["kind"], records[-1]["status"]) == ("exit", 0)
+    assert Counter(r["kind"] for r in records)["exit"] == 1
+
+
+def test_a_flood_is_seen_or_counted(dpmon: Dpmon) -> None:
+    """As fast as Python can write, and for a part of it with a supervisor that does not run at all."""
+    total = 120_000
+    dpmon.run("--detach", WRITER, total, 0, 2)
+    info = dpmon.info()
+    wait_for(lambda: tailed(dpmon, 20_000))
+    os.kill(info["supervisor_pid"], signal.SIGSTOP)
+    wait_for(lambda: not proc.alive(info["command_pid"], info["command_started"]))
+    os.kill(info["supervisor_pid"], signal.SIGCONT)
+    assert dpmon.exit()["status"] == 0
+    sent, lost = map(int, (dpmon.last() / "output.log").read_text().split())
+    assert lost == 0
+    db = sqlite3.connect(dpmon.last() / "history.sqlite")
+    row = db.execute("SELECT sequence, missed, calls, steps FROM rings WHERE process = 0").fetchone()
+    sequence, missed, calls, steps = row
+    kept = db.execute("SELECT (SELECT count(*) FROM calls), (SELECT count(*) FROM steps)").fetchone()
+    db.close()
+    assert sequence == sent
+    assert (calls, steps) == kept
+    definitions_and_events = sent - missed - calls - steps
+    assert 1 <= definitions_and_events <= sent - total
+    assert missed > 10_000
+    records = dpmon.records()
+    dropped = next(r["count"] for r in records if r["kind"] == "dropped")
+    exported = of_training(records)
+    assert len(exported) == calls + steps
+    assert dropped == missed
+    assert exported == sorted(exported, key=lambda r: (r[1], r[0]))
+    assert len(set(exported)) == len(exported)
+
+
+def test_export_while_the_run_goes_on(dpmon: Dpmon) -> None:
+    process = dpmon.start(WRITER, 200_000, 3000)
+    lengths = []
+    for wanted in (500, 3500):
+
+        def enough(wanted: int = wanted) -> list[tuple[str, int]] | None:
+            found = of_training(dpmon.records()) if dpmon.runs() and (dpmon.last() / "run.json").exists() else []
+            return found if len(found) >= wanted else None
+
+        found = wait_for(enough)
+        assert found == expected(len(found))
+        lengths.append(len(found))
+    assert lengths[0] < lengths[1]
+    process.send_signal(signal.SIGTERM)
+    process.wait(20)
+
+
+def test_supervisor_killed_the_rest_is_read_from_the_ring(dpmon: Dpmon) -> None:
+    process = dpmon.start(WRITER, 9000, 6000)
+    info = dpmon.info()
+    wait_for(lambda: tailed(dpmon, 3000))
+    os.kill(info["supervisor_pid"], signal.SIGKILL)
+    assert process.wait(30) == 0
+    records = dpmon.records()
+    assert of_training(records) == expected(9000)
+    assert records[-1]["by"] == "foreground"
+    assert records[-2]["count"] == 0
+
+
+@pytest.mark.parametrize("count", [10, 1900, 4300, 7000, 9800])
+def test_killed_at_any_moment_nothing_is_lost_or_doubled(dpmon: Dpmon, count: int) -> None:
+    """The writer is killed, and the supervisor in the middle of its work with it."""
+    process = dpmon.start(WRITER, 1_000_000, 6000)
+    info = dpmon.info()
+    wait_for(lambda: tailed(dpmon, count))
+    os.kill(info["supervisor_pid"], signal.SIGKILL)
+    os.kill(info["command_pid"], signal.SIGKILL)
+    assert process.wait(30) == 137
+    found = of_training(dpmon.records())
+    assert found == expected(len(found))
+    assert len(found) >= count - 1 - DEFINITIONS
+
+
+def test_without_any_history_the_rings_speak(dpmon: Dpmon) -> None:
+    dpmon.run(WRITER, 3000, 10_000)
+    whole = of_training(dpmon.records())
+    for path in dpmon.last().glob("history.sqlite*"):
+        path.unlink()
+    assert of_training(dpmon.records()) == whole == expected(3000)
+
+
+@pytest.mark.parametrize("damage", ["empty", "noise", "torn", "no table", "directory", "link"])
+def test_a_damaged_history_costs_no_more_than_itself(dpmon: Dpmon, damage: str, tmp_path: Path) -> None:
+    dpmon.run(WRITER, 2000, 10_000)
+    path = dpmon.last() / "history.sqlite"
+    if damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "noise":
+        path.write_bytes(b"SQLite format 3\0" + bytes(range(256)) * 64)
+    elif damage == "torn":
+        data = bytearray(path.read_bytes())
+        data[8192:] = bytes(len(data) - 8192)
+        path.write_bytes(data)
+    elif damage == "no table":
+        with sqlite3.connect(path) as db:
+            db.execute("DROP TABLE steps")
+        db.close()
+    else:
+        path.rename(tmp_path / "elsewhere")
+        if damage == "directory":
+            path.mkdir()
+        else:
+            path.symlink_to(tmp_path / "elsewhere")
+    result = dpmon.run("export", "last")
+    assert result.status == 0, result.errors
+    records = [json.loads(line) for line in result.out.splitlines()]
+    assert records[-1] == {**records[-1], "kind": "exit", "status": 0}
+    if damage in ("directory", "link"):
+        assert of_training(records) == expected(2000)
+    else:
+        assert any(r["kind"] == "warning" and "history" in r["text"] for r in records)
+    assert dpmon.run("ls").status == 0
+    assert dpmon.run("attach").status == 0
+
+
+def test_the_history_is_bounded_and_says_what_it_left_out(dpmon: Dpmon) -> None:
+    """The bound is made small here, so the supervisor's part is played by this process."""
+    dpmon.run("--detach", "sleep", 60)
+    dpmon.info()
+    directory = dpmon.last()
+    os.kill(dpmon.info()["supervisor_pid"], signal.SIGKILL)
+    wait_for(lambda: not proc.alive(dpmon.info()["supervisor_pid"], None))
+    info = load_info(directory)
+    env = {**dpmon.environment(), "DPMON_RUN": str(directory), "DPMON_START_NS": str(info.start_ns)}
+    for path in directory.glob("history.sqlite*"):
+        path.unlink()
+    limit = 2 << 20
+    drain = Drain(directory, info, print, limit_bytes=limit)
+    writer = subprocess.Popen([sys.executable, str(WRITER), "40000", "40000"], env=env, stdout=subprocess.PIPE)
+    now = 0.0
+    while writer.poll() is None:
+        drain.drain(now := now + 10.0)
+    drain.flush()
+    drain.close()
+    writer.communicate()
+    size = (directory / "history.sqlite").stat().st_size
+    assert size < limit * 1.6
+    records = dpmon.records()
+    found = of_training(records)
+    dropped = next(r for r in records if r["kind"] == "dropped")
+    assert found == expected(40_000)[-len(found) :]
+    assert dropped["pruned"] + len(found) + dropped["count"] >= 40_000
+    assert dropped["pruned"] > 10_000
+    assert any(r["kind"] == "process" for r in records)
+    summary = dpmon.run("stop", "last")
+    assert summary.status == 0
+
+
+def test_the_schema_can_be_queried_by_people(dpmon: Dpmon) -> None:
+    dpmon.run(WRITER, 200, 10_000, 3)
+    with sqlite3.connect(f"file:{dpmon.last() / 'history.sqlite'}?mode=ro", uri=True) as db:
+        query = "SELECT mode, count(*), min(rows), max(rows) FROM calls GROUP BY mode"
+        assert db.execute(query).fetchall() == [("dp", 100, 24, 24)]
+        steps = db.execute("SELECT wall_ns, data_ns, forward_ns, backward_ns, optimizer_ns, other_ns FROM steps")
+        for wall, *phases in steps:
+            assert sum(phases) == wall
+        times = [start for (start,) in db.execute("SELECT start_ns FROM steps ORDER BY id")]
+        assert times == sorted(times)
+        assert 0 < times[0] < 60e9
+        assert db.execute("SELECT kind FROM events WHERE kind = 'exit'").fetchall() == [("exit",)]
+        assert db.execute("SELECT value FROM meta WHERE key = 'run'").fetchone() == (dpmon.last().name,)
+    db.close()
+    assert not list(dpmon.last().glob("history.sqlite-*"))
+
+
+def test_the_summary_is_exact(dpmon: Dpmon) -> None:
+    result = dpmon.run(WRITER, 2000, 20_000, 3)
+    walls = sorted(100_000 + step % 1000 for step in range(1, 1001))
+    lines = result.errors.splitlines()
+    head = next(line for line in lines if "dp (virtual replicas)" in line)
+    speed = 1000 * 24 / (sum(walls) / 1e9)
+    assert head == f"dpmon: dp (virtual replicas): 1,000 steps, 1,000 calls, {speed / 1000:.1f}k samples/s"
+    step = next(line for line in lines if line.split()[1] == "step")
+    middle, tail = (walls[499] + walls[500]) / 2e6, walls[949] / 1e6
+    assert step.split()[2:] == ["median", f"{middle:.3f}", "ms", "p95", f"{tail:.3f}", "ms"]
+    for name, ms in (("data", 0.001), ("scatter", 0.005), ("gather", 0.005), ("backward", 0.04)):
+        line = next(line for line in lines if line.split()[1] == name)
+        assert line.split()[2:] == ["median", f"{ms:.3f}", "ms", "p95", f"{ms:.3f}", "ms"]
+    assert [line for line in lines if " replica " in line] == [
+        f"dpmon:   dp replica {n} cpu:{n}  [8, 5] -> [8, 2]  1,000 calls" for n in range(3)
+    ]

@@ -1,0 +1,180 @@
+"""However a training ends, what was finished is in the record, and the script ends as it does alone."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from tracing import Script, Traced, text_of, traced
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    """Some forty children, six ways to end and thirty kills at any time."""
+    return traced(tmp_path_factory.mktemp("endings"), text_of("endings"))
+
+
+def check(run: Traced, pid: int, finished: int) -> None:
+    """The calls that were finished, without gaps, each but the last with its turn."""
+    process = run.process_of(pid)
+    calls, steps = run.calls(process=process), run.steps(process)
+    assert len(calls) in (finished, finished + 1)  # killed between the call and what it told of it
+    numbers = list(range(1, len(calls) + 1))
+    assert [call.call for call in calls] == [call.step for call in calls] == numbers
+    assert [step.step for step in steps] in (numbers, numbers[:-1])
+    assert all(call.rows == 10 and not call.failed for call in calls)
+
+
+def test_every_finished_call_is_there(endings: Traced) -> None:
+    statuses = {"exit": 7, "kill": -signal.SIGKILL, "segv": -signal.SIGSEGV, "exec": 0, "close": 0, "end": 0}
+    told = {name: rest for name, *rest in endings.said}
+    for how, status in statuses.items():
+        for kind in ("bare", "wrapped"):
+            pid, found, lines = told[f"{how}, {kind}"]
+            assert found == status
+            check(endings, pid, 25 if how in ("close", "end") else 20)
+            assert lines == list(range(1, 26 if how == "end" else 21))
+    assert (endings.missed, endings.complaints) == (0, [])
+
+
+def test_the_turn_under_way_is_there_if_python_came_to_its_end(endings: Traced) -> None:
+    told = {name: pid for name, pid, *_ in endings.said}
+    for how, count in (("end", 25), ("close", 25), ("exit", 19), ("kill", 19), ("segv", 19), ("exec", 19)):
+        for kind in ("bare", "wrapped"):
+            steps = endings.steps(endings.process_of(told[f"{how}, {kind}"]))
+            assert [step.step for step in steps] == list(range(1, count + 1))
+
+
+def test_killed_at_any_time(endings: Traced) -> None:
+    killed = [(pid, status, lines) for name, pid, status, lines in endings.said if name.startswith("killed")]
+    assert len(killed) == 30
+    for pid, status, lines in killed:
+        assert status == -signal.SIGKILL
+        check(endings, pid, lines[-1])
+    assert len({lines[-1] for _, _, lines in killed}) > 15
+
+
+SLOWLY = """
+import sys, time
+import torch
+model = torch.nn.Linear(4, 1)
+for number in range(100_000):
+    model(torch.ones(3, 4))
+    print(number + 1, flush=True)
+    time.sleep(0.001)
+"""
+
+
+def test_killed_from_outside(tmp_path: Path) -> None:
+    """Nobody is told, nothing is tidied up."""
+    script = Script(tmp_path, SLOWLY)
+    while int(script.line()) < 30:
+        pass
+    script.process.kill()
+    run = script.end()
+    assert run.status == -signal.SIGKILL
+    printed = int(["30", *run.out.split("\n")[:-1]][-1])
+    assert [call.call for call in run.calls()] in (list(range(1, printed + 1)), list(range(1, printed + 2)))
+    assert run.missed == 0
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
+    """Exceptions in many places, traced and alone."""
+    place = tmp_path_factory.mktemp("failing")
+    scripts = [Script(place, text_of("failing"), run=run) for run in (True, False)]
+    found, expected = (script.end() for script in scripts)
+    return found, expected
+
+
+def tracebacks(run: Traced) -> dict[str, str]:
+    """The tracebacks that were printed, by the place where they come from."""
+    parts = run.out.replace(str(run.directory.parent), "HERE").split("===== ")[1:]
+    return {name: text for name, _, text in (part.partition("\n") for part in parts)}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot take a frame out of a traceback")
+def test_tracebacks_are_the_scripts_own(failing: tuple[Traced, Traced]) -> None:
+    found, expected = map(tracebacks, failing)
+    assert len(expected) == 15
+    assert list(found) == list(expected)
+    for name, text in expected.items():
+        assert found[name] == text, name
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot take a frame out of a traceback")
+def test_an_exception_that_nobody_catches(failing: tuple[Traced, Traced]) -> None:
+    found, expected = (run.err.replace(str(run.directory.parent), "HERE") for run in failing)
+    assert [run.status for run in failing] == [1, 1]
+    assert found.count("Traceback") == 1
+    assert found == expected
+
+
+def test_calls_that_failed_are_marked(failing: tuple[Traced, Traced]) -> None:
+    run, _ = failing
+    failed = [(call.root, call.via) for call in run.calls() if call.failed]
+    bare, wrapped = ("Model", None), ("Model", "DataParallel")
+    assert failed == [bare, bare, wrapped, bare, bare, bare, bare, ("Sequential", None), wrapped]
+    assert run.missed == 0
+    assert run.unreadable == ()
+
+
+SPAWNS = """
+import sys
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+class Rows(Dataset):
+    def __len__(self):
+        return 20
+    def __getitem__(self, index):
+        with torch.no_grad():
+            return nn.Linear(4, 4)(torch.ones(4))
+
+def train(index):
+    model = nn.Linear(4, 1)
+    for x in DataLoader(Rows(), batch_size=5, num_workers=1, multiprocessing_context="spawn"):
+        model(x).sum().backward()
+
+if __name__ == "__main__":
+    mp.spawn(train, nprocs=1)
+    print("parent", torch.utils.data.get_worker_info())
+"""
+
+
+def test_a_spawned_child_and_its_spawned_worker(tmp_path: Path) -> None:
+    """The child trains and has its last turn; the worker, which calls a model of its own, has no record."""
+    run = traced(tmp_path, SPAWNS)
+    assert (run.status, run.out) == (0, "parent None\n"), run.err
+    assert run.processes == [0]
+    assert [(step.step, step.samples) for step in run.steps()] == [(1, 5), (2, 5), (3, 5), (4, 5)]
+    assert [call.rows for call in run.calls()] == [5] * 4
+    for before, after in pairwise(run.steps()):
+        assert before.start_ns + before.wall_ns <= after.start_ns
+    assert run.complaints == []
+    assert run.stages.count("torch imported") == 3
+
+
+NO_ROOM = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+import torch
+model = torch.nn.DataParallel(torch.nn.Linear(4, 1))
+for number in range(3):
+    print(model(torch.ones(3, 4)).shape)
+"""
+
+
+def test_no_room_for_a_record(tmp_path: Path) -> None:
+    """The training goes on without one, and as it is written."""
+    run = traced(tmp_path, NO_ROOM)
+    assert (run.status, run.out, run.err) == (0, "torch.Size([3, 1])\n" * 3, "")
+    assert run.records == ()
+    assert list(run.directory.glob("*.ring")) == []
+    (line,) = run.warnings
+    assert "no record" in line

@@ -1,0 +1,286 @@
+"""How the tracer gets into a Python: the program and its surroundings are as without us, whatever torch is."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tracing import Traced, alone, traced
+
+LOOK = """
+import builtins, importlib.util, json, os, sys
+import {names}
+try:
+    import sitecustomize
+    found = [sitecustomize.__file__, sitecustomize.__name__, sitecustomize.__spec__.origin]
+except ImportError as error:
+    found = [type(error).__name__, str(error), error.name]
+print(json.dumps({{
+    "sitecustomize": found,
+    "spec": getattr(importlib.util.find_spec("sitecustomize"), "origin", "none"),
+    "path": sys.path,
+    "argv": sys.argv,
+    "globals": {{name: str(type(value)) for name, value in globals().items()}},
+    "builtins": sorted(vars(builtins)),
+    "modules": sorted(sys.modules),
+    "environment": {{k: v for k, v in os.environ.items() if not k.startswith("DPMON_") and k != "PYTHONPATH"}},
+    "hooks": [str(sys.excepthook), str(sys.displayhook), sys.gettrace(), sys.getprofile()],
+    "cwd": os.path.basename(os.getcwd()) == os.path.basename(sys.path[0]),
+}}))
+"""
+
+
+def without_places(found: dict[str, Any], run: Traced) -> dict[str, Any]:
+    """The working directory of one run is not that of another."""
+    text = json.dumps(found).replace(str(run.directory.parent), "HERE")
+    changed: dict[str, Any] = json.loads(text)
+    return changed
+
+
+def both(tmp_path: Path, text: str, *words: object, **options: Any) -> tuple[Traced, Traced]:
+    """The script alone and traced, in the same surroundings."""
+    return alone(tmp_path, text, *words, **options), traced(tmp_path, text, *words, **options)
+
+
+def package(tmp_path: Path, name: str, text: str) -> dict[str, str]:
+    """A package (or sitecustomize) of the user's own; the environment in which it is found."""
+    place = tmp_path / f"lib-{name}"
+    if name == "torch":
+        (place / "torch").mkdir(parents=True)
+        (place / "torch" / "__init__.py").write_text(text)
+    else:
+        place.mkdir()
+        (place / f"{name}.py").write_text(text)
+    return {"PYTHONPATH": str(place)}
+
+
+# ------------------------------------------------------------------------------------------------ the surroundings
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_program_without_torch_sees_what_it_sees_alone(tmp_path: Path, own: bool) -> None:
+    env = package(tmp_path, "sitecustomize", "import builtins; builtins.mine = __name__\n") if own else {}
+    expected, found = both(tmp_path, LOOK.format(names="json"), "-x", "two words", env=env)
+    assert (found.status, found.err) == (expected.status, expected.err) == (0, "")
+    known, seen = without_places(expected.said, expected), without_places(found.said, found)
+    ours = set(seen.pop("modules")) ^ set(known.pop("modules"))
+    assert ours
+    assert all(name.partition(".")[0] == "dpmon" for name in ours)
+    assert seen == known
+    assert ("mine" in seen["builtins"]) == own
+    assert seen["sitecustomize"][1] == ("sitecustomize" if own else "No module named 'sitecustomize'")
+
+
+def test_a_program_without_torch_leaves_nothing(tmp_path: Path) -> None:
+    run = traced(tmp_path, "print('done')\n")
+    assert (run.status, run.out, run.err) == (0, "done\n", "")
+    assert list(run.directory.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "raise ValueError('mine')",
+        "import no_such_module",
+        "raise ImportError('odd', name='sitecustomize')",
+        "def broken(:",
+    ],
+)
+def test_a_sitecustomize_that_fails_fails_as_alone(tmp_path: Path, text: str) -> None:
+    env = package(tmp_path, "sitecustomize", f"print('it ran')\n{text}\n" if "def" not in text else text)
+    expected, found = both(tmp_path, "print('the script')\n", env=env)
+    assert (found.status, found.out, found.err) == (expected.status, expected.out, expected.err)
+
+
+@pytest.mark.parametrize("flags", [("-I",), ("-E",), ("-S",), ("-s",), ("-B", "-u"), ("-O",)])
+def test_flags_of_python(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """-I, -E and -S say that nobody gets in: then nobody does."""
+    text = "import sys; print(any(name.startswith('dpmon') for name in sys.modules), sys.flags.isolated)\n"
+    run = traced(tmp_path, text, flags=flags)
+    assert run.status == 0
+    outside = flags[0] in ("-I", "-E", "-S")
+    assert run.out == f"{not outside} {int(flags[0] == '-I')}\n"
+    assert run.err == ""
+
+
+def test_python_started_by_the_program(tmp_path: Path) -> None:
+    text = (
+        "import subprocess, sys\n"
+        "program = 'import sys; print(sys.argv[1:], \"dpmon.tracer.inject\" in sys.modules)'\n"
+        "for how in (['-c', program, 'a'], ['-', 'b']):\n"
+        "    subprocess.run([sys.executable, *how], input=program, text=True, check=True)\n"
+    )
+    run = traced(tmp_path, text)
+    assert run.out == "['a'] True\n['b'] True\n"
+
+
+def test_a_run_that_is_gone(tmp_path: Path) -> None:
+    """Without a directory, or with half of the environment, Python is Python."""
+    for env in ({"DPMON_RUN": ""}, {"DPMON_RUN": str(tmp_path / "gone")}):
+        run = traced(tmp_path, "print(1)\n", env=env)
+        assert (run.status, run.out, run.err) == (0, "1\n", "")
+
+
+# ------------------------------------------------------------------------------------------------ torch
+
+UNKNOWN = "__version__ = '9.9'\nprint('unknown torch')\n"
+BROKEN = """
+import os, sys
+from torch import part
+"""
+
+
+def test_an_unknown_torch_is_left_alone(tmp_path: Path) -> None:
+    env = package(tmp_path, "torch", UNKNOWN)
+    expected, found = both(tmp_path, "import torch; print(torch.__version__, sorted(vars(torch)))\n", env=env)
+    assert (found.status, found.out, found.err) == (0, expected.out, "")
+    (line,) = found.warnings
+    assert "9.9" in line
+    assert "cannot be traced" in line
+    assert found.records == ()
+    assert found.stages == ("importing torch", "torch imported")
+
+
+def test_looking_for_torch_before_it_is_imported(tmp_path: Path) -> None:
+    text = (
+        "import importlib.util, importlib, sys\n"
+        "for _ in range(2):\n"
+        "    spec = importlib.util.find_spec('torch')\n"
+        "    print(spec.name, spec.origin, spec.submodule_search_locations)\n"
+        "    print(spec.has_location, spec.parent, spec.cached)\n"
+        "    print(spec.loader.get_source('torch'), spec.loader.is_package('torch'), spec.loader.path)\n"
+        "print('torch' in sys.modules, importlib.util.find_spec('no_such_thing'))\n"
+        "import torch\n"
+        "print(type(torch.__loader__), type(torch.__spec__.loader), torch.__spec__.origin, torch.__path__)\n"
+        "print(importlib.reload(torch) is torch, importlib.util.find_spec('torch') is torch.__spec__)\n"
+        "print([type(finder).__name__ for finder in sys.meta_path])\n"
+    )
+    expected, found = both(tmp_path, text, env=package(tmp_path, "torch", UNKNOWN))
+    assert (found.status, found.out, found.err) == (expected.status, expected.out, expected.err)
+    assert found.status == 0
+    assert len(found.warnings) == 1
+
+
+def test_no_torch_at_all(tmp_path: Path) -> None:
+    env = package(tmp_path, "torch", "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    expected, found = both(
+        tmp_path, "try:\n    import torch\nexcept ImportError as e:\n    print(e, e.name)\n", env=env
+    )
+    assert (found.status, found.out, found.err) == (expected.status, expected.out, expected.err)
+
+
+def frames(text: str) -> str:
+    """A traceback without the directory of one run."""
+    return "\n".join(line for line in text.splitlines() if "/script.py" not in line)
+
+
+OURS = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="the loader around torch's leaves a frame, and importlib's with it"
+)
+
+
+@OURS
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot take a frame out of a traceback")
+@pytest.mark.parametrize("text", ["import torch\n", "import torch.nn\n", "from torch import nn\n"])
+def test_a_torch_that_cannot_be_imported(tmp_path: Path, text: str) -> None:
+    """As where a CUDA library is missing: the traceback is the user's own, it holds no frame of ours."""
+    env = package(tmp_path, "torch", "def load():\n    raise OSError('libsomething.so: cannot open')\n\nload()\n")
+    expected, found = both(tmp_path, text, env=env)
+    assert found.status == expected.status == 1
+    assert "libsomething.so" in found.err
+    assert frames(found.err) == frames(expected.err)
+
+
+@OURS
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot take a frame out of a traceback")
+def test_a_torch_with_a_syntax_error(tmp_path: Path) -> None:
+    expected, found = both(tmp_path, "import torch\n", env=package(tmp_path, "torch", "def broken(:\n"))
+    assert found.status == expected.status == 1
+    assert frames(found.err) == frames(expected.err)
+
+
+def test_a_second_try_to_import_torch(tmp_path: Path) -> None:
+    torch = (
+        "import builtins\nif not hasattr(builtins, 'again'):\n    builtins.again = 1\n    raise OSError('not yet')\n"
+    )
+    text = (
+        "import sys\nfor _ in range(3):\n"
+        "    try:\n        import torch\n        print('there', type(torch.__loader__).__name__)\n"
+        "    except OSError as error:\n        print(error, 'torch' in sys.modules)\n"
+    )
+    expected, found = both(tmp_path, text, env=package(tmp_path, "torch", torch))
+    assert (found.status, found.out) == (0, expected.out)
+    assert found.stages == ("importing torch", "importing torch", "torch imported")
+    assert len(found.warnings) == 1  # the second torch was looked at, and is none we know
+
+
+def test_import_hooks_of_the_programs_own(tmp_path: Path) -> None:
+    """One that finds torch before us, one that is no finder of this century, and all of them taken away."""
+    text = """
+import sys, importlib.util
+class Old:
+    def find_module(self, name, path=None):
+        return None
+class Own:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            return importlib.util.find_spec(name)
+        return None
+sys.meta_path.insert(0, Old())
+sys.meta_path.insert(0, Own())
+import torch
+print(torch.__version__, "torch.nn" in sys.modules)
+"""
+    env = package(tmp_path, "torch", UNKNOWN)
+    _, found = both(tmp_path, text, env=env)
+    assert (found.status, found.out, found.err) == (0, "unknown torch\n9.9 False\n", "")
+    bare = (
+        "import sys, json\nsys.meta_path[:] = [f for f in sys.meta_path if 'dpmon' not in str(type(f))]\nimport torch\n"
+    )
+    run = traced(tmp_path, bare, env=env)
+    assert (run.status, run.out, run.warnings) == (0, "unknown torch\n", ())
+
+
+def test_torch_imported_by_a_sitecustomize(tmp_path: Path) -> None:
+    env = package(tmp_path, "torch", UNKNOWN)
+    mine = package(tmp_path, "sitecustomize", "import torch\n")
+    both_places = {"PYTHONPATH": os.pathsep.join([mine["PYTHONPATH"], env["PYTHONPATH"]])}
+    expected, found = both(tmp_path, "import sitecustomize; print(sitecustomize.torch)\n", env=both_places)
+    assert (found.status, found.out, found.err) == (0, expected.out, "")
+    assert len(found.warnings) == 1
+
+
+REAL = """
+import json, sys
+{before}
+import torch
+{after}
+model = torch.nn.Linear(2, 1)
+print(json.dumps([sys.path, sorted(globals()), list(model(torch.ones(3, 2)).shape), sorted(vars(torch.nn.Module))]))
+print([name for name in sorted(sys.modules) if not name.startswith("torch")], file=sys.stderr)
+"""
+
+
+def test_the_real_torch(tmp_path: Path) -> None:
+    """Found, imported and traced; its modules are the same, and so is what of the standard library is loaded."""
+    text = REAL.format(before="import importlib.util; importlib.util.find_spec('torch')", after="")
+    expected, found = both(tmp_path, text)
+    known, seen = without_places(expected.said, expected), without_places(found.said, found)
+    assert seen == known
+    modules = set(eval(found.err)) ^ set(eval(expected.err))
+    assert {name.partition(".")[0] for name in modules} == {"dpmon"}
+    (call,) = found.calls()
+    assert (call.root, call.rows) == ("Linear", 3)
+    assert found.complaints == []
+
+
+def test_the_real_torch_in_a_run_that_is_gone(tmp_path: Path) -> None:
+    text = REAL.format(before="import os", after="")
+    run = traced(tmp_path, text, env={"DPMON_RUN": str(tmp_path / "gone")})
+    assert run.status == 0, run.err
+    assert list(run.directory.iterdir()) == []

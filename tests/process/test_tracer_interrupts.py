@@ -1,0 +1,48 @@
+"""Signals that come while the tracer's own code runs: the script notices what it would notice alone."""
+
+from __future__ import annotations
+
+import pytest
+from tracing import Script, Traced, text_of
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
+    """A handler that calls a model, and one that raises, before every line of ours, one after the other."""
+    place = tmp_path_factory.mktemp("interrupts")
+    scripts = {how: Script(place, text_of("interrupting"), how) for how in ("calls", "raises")}
+    return {how: script.end() for how, script in scripts.items()}
+
+
+@pytest.mark.parametrize("kind", ["bare", "wrapped"])
+def test_a_handler_that_calls_a_model(runs: dict[str, Traced], kind: str) -> None:
+    """Losses are the same, nothing is waited for, nothing is raised."""
+    lines, problems = runs["calls"].said[kind]
+    assert lines > 40
+    assert problems == []
+
+
+@pytest.mark.parametrize("kind", ["bare", "wrapped"])
+def test_a_handler_that_raises(runs: dict[str, Traced], kind: str) -> None:
+    """The script gets its KeyboardInterrupt, every time, and may go on."""
+    lines, problems = runs["raises"].said[kind]
+    assert lines > 40
+    assert problems == []
+
+
+STUCK = pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="between depth (or plain) being set and the try that sets it back, an interrupt ends all recording",
+)
+
+
+@pytest.mark.parametrize("how", ["calls", pytest.param("raises", marks=STUCK)])
+def test_what_is_recorded_then(runs: dict[str, Traced], how: str) -> None:
+    """Whole records; a few may be lost, but not all that come after."""
+    run = runs[how]
+    assert run.complaints == []
+    assert run.err == ""
+    assert 0 < run.missed < 0.1 * len(run.calls())
+    lines = sum(count for count, _ in run.said.values())
+    assert len([call for call in run.calls() if call.root == "Linear"]) > 0.8 * lines

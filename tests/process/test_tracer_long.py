@@ -1,0 +1,99 @@
+"""What takes many calls to see: a ring that goes round, definitions that come again, nothing that is kept."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tracing import Script, Traced, text_of
+
+from dpmon.records import Call, Decoder, Record, RecordError, Step
+from dpmon.ring import Activity, RingReader
+
+CALLS = 57_000
+
+
+@pytest.fixture(scope="module")
+def tailed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, list[Record], RingReader]:
+    """A run, all that a reader saw who read along, and that reader."""
+    script = Script(tmp_path_factory.mktemp("long"), text_of("long"))
+    reader = script.ring()
+    until = time.monotonic() + 60
+    decoder = Decoder(0)
+    found: list[Record] = []
+    over = False
+    while not over and time.monotonic() < until:
+        over = script.process.poll() is not None
+        while payloads := reader.read():
+            found += [record for payload in payloads if (record := decoder.decode(payload)) is not None]
+        time.sleep(0.005)
+    return script.end(), found, reader
+
+
+def test_a_reader_that_reads_along_sees_everything(tailed: tuple[Traced, list[Record], RingReader]) -> None:
+    run, found, reader = tailed
+    assert run.status == 0, run.err
+    assert (reader.missed, reader.lost()) == (0, 0)
+    assert reader.position > 2 * reader.capacity  # it went round
+    calls = [record for record in found if isinstance(record, Call) and record.root == "Model"]
+    steps = [record for record in found if isinstance(record, Step)]
+    assert [call.call for call in calls] == list(range(1, CALLS + 1))
+    assert [call.rows for call in calls] == [*range(17_000), *[3] * 40_000]
+    assert [step.step for step in steps] == list(range(1, len(steps) + 1))
+    # Nothing ends the last turn, so what the script calls after it belongs to it.
+    assert [step.samples for step in steps[: CALLS - 1]] == [call.rows for call in calls[:-1]]
+
+
+def test_a_reader_that_comes_late_finds_what_it_needs(tailed: tuple[Traced, list[Record], RingReader]) -> None:
+    """Only of the oldest quarter of the ring it may be that the shapes were said before."""
+    run, _, _ = tailed
+    reader = RingReader(str(run.directory / "process-0.ring"))
+    decoder = Decoder(0)
+    read = last_unreadable = 0
+    while payloads := reader.read():
+        for payload in payloads:
+            read += len(payload) + 16
+            try:
+                decoder.decode(payload)
+            except RecordError:
+                last_unreadable = read
+    reader.close()
+    assert read > reader.capacity / 2
+    assert last_unreadable < 0.3 * reader.capacity
+
+
+def test_nothing_of_the_scripts_is_kept(tailed: tuple[Traced, list[Record], RingReader]) -> None:
+    """Tensors go when the script lets go of them; so do models."""
+    run, _, _ = tailed
+    for soon, late in run.said.values():
+        assert all(soon)
+        assert all(late)
+
+
+def test_what_the_training_is_in(tmp_path: Path) -> None:
+    """Looked at from outside, in every phase, of a bare and of a wrapped model."""
+    script = Script(tmp_path, text_of("activities"), replicas=1)
+    seen: Counter[str] = Counter()
+    where = last = script.line()
+    assert where == "forward"  # the first call: the ring is there, and says so
+    while where:
+        reader = script.ring()
+        what, since = reader.activity()
+        reader.close()
+        if where == "other":  # what was begun last stands until something else begins
+            assert Activity.NAMES[what] in ("other", last)
+        else:
+            assert Activity.NAMES[what] == where
+            last = where
+        assert script.start_ns < since <= time.monotonic_ns()
+        seen[where] += 1
+        script.go_on()
+        where = script.line()
+    run = script.end()
+    assert run.status == 0, run.err
+    assert seen == {"forward": 6, "other": 18, "data": 4, "backward": 4, "optimizer": 4}
+    reader = RingReader(str(run.directory / "process-0.ring"))
+    assert Activity.NAMES[reader.activity()[0]] == "ended"
+    reader.close()

@@ -1,0 +1,319 @@
+"""dp and single: as written to the last bit, toggled in mid-run, or refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tracing import Script, Traced, text_of, traced
+
+from dpmon.records import mode_number
+
+DP, SINGLE = mode_number("dp"), mode_number("single")
+
+
+class Steered:
+    """A script that does one turn for every line of its input."""
+
+    def __init__(self, place: Path, name: str, **options: Any) -> None:
+        self.script = Script(place, text_of(name), **options)
+        self.acknowledged: list[tuple[int, int]] = []
+
+    def turn(self, times: int = 1) -> list[Any]:
+        """What it printed."""
+        found = []
+        for _ in range(times):
+            self.script.go_on()
+            line = self.script.line()
+            assert line, self.script.end().err
+            found.append(json.loads(line))
+        return found
+
+    def ask(self, mode: int) -> int:
+        """Ask for a mode, as a screen does."""
+        reader = self.script.ring()
+        serial = reader.request(mode)
+        reader.close()
+        return serial
+
+    def answer(self) -> tuple[int, int]:
+        """The last request that was acted upon, and the mode in force."""
+        reader = self.script.ring()
+        found = reader.acknowledged()
+        reader.close()
+        return found
+
+
+# ------------------------------------------------------------------------------------------------ as written
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
+    """The same script alone, with --mode script, and with nothing asked for, all at once."""
+    place = tmp_path_factory.mktemp("exact")
+    scripts = {
+        "alone": Script(place, text_of("exact"), run=False),
+        "script": Script(place, text_of("exact"), mode="script"),
+        "default": Script(place, text_of("exact")),
+    }
+    return {name: script.end() for name, script in scripts.items()}
+
+
+def test_with_mode_script_it_is_the_script_to_the_last_bit(exact: dict[str, Traced]) -> None:
+    assert exact["script"].said == exact["alone"].said
+    losses, _, _ = exact["alone"].said["wrapped"]
+    assert len(losses) == 110
+    assert len(set(losses)) > 100
+    assert {call.mode for call in exact["script"].calls()} == {"single"}
+    assert not any(call.virtual or call.phases for call in exact["script"].calls())
+
+
+def test_a_script_without_dataparallel_is_never_changed(exact: dict[str, Traced]) -> None:
+    assert exact["default"].said["bare"] == exact["alone"].said["bare"]
+    assert exact["default"].said["wrapped"] != exact["alone"].said["wrapped"]  # other dropout, other statistics
+
+
+@pytest.mark.parametrize("name", ["script", "default"])
+def test_every_batch_of_it_is_recorded(exact: dict[str, Traced], name: str) -> None:
+    run = exact[name]
+    assert (run.complaints, run.missed) == ([], 0)
+    assert [step.step for step in run.steps()] == list(range(1, 221))  # the evaluations are turns of their own
+    assert {step.samples for step in run.steps()} == {16}
+    assert [call.step for call in run.calls()] == list(range(1, 221))
+    assert [call.via for call in run.calls()] == [None] * 110 + ["DataParallel"] * 110
+    assert {call.mode for call in run.calls()[:110]} == {"single"}
+    assert {call.mode for call in run.calls()[110:]} == {"dp" if name == "default" else "single"}
+
+
+# ------------------------------------------------------------------------------------------------ toggled
+
+
+@pytest.fixture(scope="module")
+def toggled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, dict[str, Any]]:
+    """A bare and a wrapped model, asked for single, dp, nonsense and single, five turns each; what came back."""
+    steered = Steered(tmp_path_factory.mktemp("toggled"), "toggled")
+    noted: dict[str, Any] = {"losses": steered.turn(5)}
+    for name, mode in (("single", SINGLE), ("dp", DP), ("nonsense", 77), ("single again", SINGLE)):
+        before = steered.answer()
+        serial = steered.ask(mode)
+        pending = steered.answer()
+        noted["losses"] += steered.turn(5)
+        noted[name] = (serial, before == pending, steered.answer())
+    noted["losses"] += steered.turn(40)
+    return steered.script.end(), noted
+
+
+EXPECTED = (("dp", 5), ("single", 5), ("dp", 5), ("dp", 5), ("single", 45))
+"""The wrapped model's modes; the bare one differs in the first five turns, when nothing has been asked for."""
+
+
+def test_a_request_changes_the_mode_between_two_calls(toggled: tuple[Traced, dict[str, Any]]) -> None:
+    run, _ = toggled
+    modes = [mode for mode, count in EXPECTED for _ in range(count)]
+    assert [call.mode for call in run.calls("Wrapped")] == modes
+    assert [call.mode for call in run.calls("Bare")] == ["single"] * 5 + modes[5:]
+    for call in run.calls():
+        assert len(call.replicas) == (2 if call.mode == "dp" else 1)
+        assert call.virtual == (call.mode == "dp")
+        assert bool(call.phases) == (call.mode == "dp")
+        assert call.rows == 30
+
+
+def test_no_turn_is_lost_by_it(toggled: tuple[Traced, dict[str, Any]]) -> None:
+    run, _ = toggled
+    assert [step.step for step in run.steps()] == list(range(1, 66))
+    assert [call.call for call in run.calls()] == list(range(1, 131))
+    assert [call.step for call in run.calls()] == [step for step in range(1, 66) for _ in range(2)]
+    assert run.missed == 0
+    assert run.complaints == []
+    modes = [step.mode for step in run.steps()]
+    assert modes == [call.mode for call in run.calls("Bare")]  # a turn's mode is its first call's
+
+
+def test_the_loss_goes_on_falling(toggled: tuple[Traced, dict[str, Any]]) -> None:
+    run, noted = toggled
+    assert run.said == noted["losses"]
+    for column in zip(*noted["losses"], strict=True):
+        early, middle, late = (sum(column[start : start + 20]) for start in (0, 20, 45))
+        assert early > middle > late
+
+
+def test_it_is_acknowledged_when_it_is_done_and_not_before(toggled: tuple[Traced, dict[str, Any]]) -> None:
+    _, noted = toggled
+    assert noted["single"] == (1, True, (1, SINGLE))
+    assert noted["dp"] == (2, True, (2, DP))
+    assert noted["nonsense"][:2] == (3, True)
+    assert noted["nonsense"][2][0] == 3
+    assert noted["single again"] == (4, True, (4, SINGLE))
+
+
+def test_it_is_in_the_record_with_who_asked_for_it(toggled: tuple[Traced, dict[str, Any]]) -> None:
+    run, _ = toggled
+    events = [event.data for event in run.events("mode")]
+    assert [event["requested_by"] for event in events] == ["start"] * 2 + ["user"] * 7
+    refused = [event for event in events if event["refused"]]
+    assert [event["mode"] for event in refused] == [None]
+    done = [event for event in events if not event["refused"]]
+    assert [(e["call"], e["root"], e["mode"]) for e in done] == [
+        (1, "Bare", "single"),
+        (2, "Wrapped", "dp"),
+        (11, "Bare", "single"),
+        (12, "Wrapped", "single"),
+        (21, "Bare", "dp"),
+        (22, "Wrapped", "dp"),
+        (41, "Bare", "single"),
+        (42, "Wrapped", "single"),
+    ]
+    for event in done:
+        call = run.calls()[event["call"] - 1]
+        assert (event["step"], event["mode"]) == (call.step, call.mode)
+        assert tuple(event["devices"]) == call.devices
+        assert event["virtual"] == call.virtual
+        assert (event["reason"] is not None) == call.virtual  # why there are two on one machine's CPU
+
+
+# ------------------------------------------------------------------------------------------------ refused
+
+
+@pytest.fixture(scope="module")
+def refusing(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    """Models that cannot be split, asked to be."""
+    steered = Steered(tmp_path_factory.mktemp("refusing"), "refusing")
+    before = steered.turn()
+    steered.ask(DP)
+    after = steered.turn(4)
+    assert after == before * 4  # the script sees what it saw
+    assert steered.answer()[0] == 1
+    return steered.script.end()
+
+
+@pytest.mark.parametrize(
+    ("root", "reason", "modes"),
+    [
+        ("Plain", None, ["single", "dp", "dp", "dp", "dp"]),
+        ("ReturnsScalar", "a scalar", ["single"] * 5),
+        ("ReturnsPairs", "other lengths", ["single"] * 5),
+        ("Holds", "holds a DataParallel", []),
+        ("HoldsAsOnlyPart", "holds a DataParallel", ["single"] * 5),
+        ("Spread", "cpu, meta", ["single"] * 5),
+        ("Raises", "no replica, please", ["single"] * 5),
+        ("RecursiveScriptModule", "TorchScript", ["single"] * 5),
+        ("DistributedDataParallel", "DistributedDataParallel", ["single"] * 5),
+    ],
+)
+def test_refusals_come_with_a_reason(refusing: Traced, root: str, reason: str | None, modes: list[str]) -> None:
+    assert refusing.status == 0
+    asked = [e.data for e in refusing.events("mode") if e.data["requested_by"] == "user" and e.data["root"] == root]
+    refused = [event for event in asked if event["refused"]]
+    if reason is None:
+        assert refused == []
+    else:
+        assert [event["mode"] for event in refused] == ["single"]
+        assert reason in refused[0]["refused"]
+    name = "Linear" if root == "DistributedDataParallel" else root
+    calls = [call for call in refusing.calls(name) if call.via in (None, root)]
+    assert [call.mode for call in calls] == modes
+    assert not any(call.failed for call in calls)
+
+
+def test_what_is_tried_and_fails_is_said_each_time(refusing: Traced) -> None:
+    assert [text for text in refusing.complaints if "no replica, please" not in text] == []
+    assert len(refusing.complaints) == 2  # the third time it is refused for good
+
+
+def test_a_rank_is_in_the_record(refusing: Traced) -> None:
+    (process,) = refusing.events("process")
+    assert (process.data["rank"], process.data["world"]) == (0, 1)
+    assert {call.rank for call in refusing.calls()} == {0}
+
+
+def test_with_mode_script_requests_are_refused(tmp_path: Path) -> None:
+    steered = Steered(tmp_path, "toggled", mode="script")
+    steered.turn(2)
+    assert steered.ask(SINGLE) == 1
+    assert steered.ask(DP) == 2
+    steered.turn(2)
+    assert steered.answer() == (2, 0)
+    run = steered.script.end()
+    assert {call.mode for call in run.calls()} == {"single"}
+    (refused,) = [event.data for event in run.events("mode") if event.data["refused"]]
+    assert "--mode script" in refused["refused"]
+    assert [step.step for step in run.steps()] == [1, 2, 3, 4]
+
+
+SCALAR = """
+import torch
+from torch import nn
+
+class Model(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).pow(2).mean()
+
+model = Model(4, 1)
+for _ in range(3):
+    loss = model(torch.ones(8, 4))
+    loss.backward()
+print(loss.dim())
+"""
+
+
+def test_replicas_asked_for_at_the_start_do_not_change_what_a_model_means(tmp_path: Path) -> None:
+    """A script that never heard of DataParallel gets a loss, not a vector of losses, which has no backward."""
+    run = traced(tmp_path, SCALAR, replicas=2)
+    assert run.status == 0, run.err
+    assert run.out == "0\n"
+
+
+DEVICES = """
+import torch
+from torch import nn
+
+class Bare(nn.Linear):
+    pass
+
+for model in (Bare(4, 1), nn.DataParallel(nn.Linear(4, 1))):
+    for _ in range(2):
+        print(list(model(torch.ones(7, 4)).shape))
+"""
+
+
+@pytest.fixture(scope="module")
+def devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
+    """What --devices and --mode may ask for, all at once."""
+    place = tmp_path_factory.mktemp("devices")
+    asked: dict[str, dict[str, str]] = {
+        "three": {"devices": "cpu, cpu,cpu"},
+        "cuda": {"devices": "cuda:0,cuda:1"},
+        "mixed": {"devices": "cpu,cuda:0"},
+        "dp": {"mode": "dp"},
+    }
+    scripts = {name: Script(place, DEVICES, **options) for name, options in asked.items()}  # type: ignore[arg-type]
+    return {name: script.end() for name, script in scripts.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "count", "refusal"),
+    [
+        ("three", "dp", 3, None),
+        ("cuda", "single", 1, "cuda:0"),
+        ("mixed", "single", 1, "share one device"),
+        ("dp", "dp", 2, None),
+    ],
+)
+def test_devices_and_modes_asked_for(
+    devices: dict[str, Traced], name: str, mode: str, count: int, refusal: str | None
+) -> None:
+    run = devices[name]
+    assert (run.status, run.out, run.err) == (0, "[7, 1]\n" * 4, "")
+    assert [(call.mode, len(call.devices), len(call.replicas)) for call in run.calls()] == [(mode, count, count)] * 4
+    rows = {3: [3, 3, 1], 2: [4, 3], 1: [7]}[count]
+    for call in run.calls():
+        assert [share.inputs[0].shape[0] for share in call.replicas if share.inputs] == rows
+        assert call.virtual == (mode == "dp")
+    refused = [event.data["refused"] for event in run.events("mode")]
+    assert len(refused) == 2
+    assert all((reason is None) if refusal is None else refusal in reason for reason in refused)
+    assert all(refusal is not None and refusal in text for text in run.complaints)
+    assert len(run.complaints) == (0 if refusal is None else 2)

@@ -1,0 +1,55 @@
+"""Models, tensors and exceptions that nobody reckons with come out of a traced run as they come out alone."""
+
+from __future__ import annotations
+
+import pytest
+from tracing import Script, Traced, text_of
+
+WAYS: dict[str, dict[str, object]] = {
+    "alone": {"run": False},
+    "default": {},
+    "replicas": {"replicas": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
+    """The same script in four ways, all at once."""
+    place = tmp_path_factory.mktemp("odd")
+    scripts = {name: Script(place, text_of("odd"), **options) for name, options in WAYS.items()}  # type: ignore[arg-type]
+    return {name: script.end() for name, script in scripts.items()}
+
+
+@pytest.mark.parametrize("way", ["default", "replicas"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a_hash_that_needs_what_is_set_later",
+        "an_exception_without_a_text",
+        "a_model_that_hides_its_parameters",
+        "a_model_that_hides_its_mode",
+        "a_tensor_that_watches",
+        "an_argument_not_to_be_touched",
+        "a_class_on_which_nothing_is_set",
+        "a_call_of_its_own",
+        "a_forward_set_on_the_instance",
+        "a_generator_as_result",
+        "other_tensors",
+        "other_ways_to_call",
+        "how_torch_looks",
+        "a_result_that_cannot_be_looked_at",
+    ],
+)
+def test_as_alone(runs: dict[str, Traced], way: str, name: str) -> None:
+    if way == "replicas" and name == "a_tensor_that_watches":
+        return  # whoever splits a tensor is seen by it
+    assert runs[way].status == 0, runs[way].err
+    assert runs[way].said[name] == runs["alone"].said[name]
+
+
+@pytest.mark.parametrize("way", ["default", "replicas"])
+def test_nothing_is_said_by_it(runs: dict[str, Traced], way: str) -> None:
+    """Not to the script; to those who watch, but not for ever."""
+    assert runs[way].err == runs["alone"].err
+    assert runs[way].unreadable == ()
+    assert 0 < len(runs[way].complaints) < 20

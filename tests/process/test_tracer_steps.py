@@ -1,0 +1,263 @@
+"""Turns of the loop, cut where a person would cut them, in loops of many shapes; processes that fork."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from tracing import Traced, text_of, traced
+
+from dpmon.records import Call, Step
+
+LEARN = {"forward", "backward", "optimizer", "other"}
+FETCH = {"data", *LEARN}
+LOOK = {"data", "forward", "other"}
+
+
+class Loop:
+    """What one of the loops left behind."""
+
+    def __init__(self, run: Traced, name: str) -> None:
+        pid, self.status, self.told = run.said[name]
+        self.run = run
+        processes = [event.data["process"] for event in run.events("process") if event.data["pid"] == pid]
+        assert len(processes) <= 1
+        self.process = processes[0] if processes else None
+        self.calls = run.calls(process=self.process) if processes else []
+        self.steps = run.steps(self.process) if processes else []
+        self.warnings = [event.data["text"] for event in run.events("warning", self.process)] if processes else []
+
+    def child(self) -> tuple[list[Call], list[Step]]:
+        """Calls and steps of the process whose id it told."""
+        process = self.run.process_of(self.told)
+        assert process != self.process
+        return self.run.calls(process=process), self.run.steps(process)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    found = traced(tmp_path_factory.mktemp("loops"), text_of("loops"))
+    assert found.status == 0, found.err
+    assert (found.err, found.missed, found.warnings) == ("", 0, ())
+    return found
+
+
+@pytest.fixture(scope="module")
+def loop(run: Traced) -> Callable[[str], Loop]:
+    return lambda name: Loop(run, name)
+
+
+def check(steps: list[Step], calls: list[Call]) -> None:
+    """Numbers without gaps; phases that add up; turns that do not overlap; every call within its turn."""
+    assert [step.step for step in steps] == list(range(1, len(steps) + 1))
+    assert [call.call for call in calls] == list(range(1, len(calls) + 1))
+    for step in steps:
+        assert sum(step.phases.values()) == step.wall_ns > 0
+        assert all(took > 0 for name, took in step.phases.items() if name != "other")
+    for before, after in pairwise(steps):
+        assert before.start_ns + before.wall_ns <= after.start_ns
+    turns = {step.step: step for step in steps}
+    for call in calls:
+        turn = turns[call.step]
+        assert turn.start_ns <= call.start_ns
+        assert call.start_ns + call.wall_ns <= turn.start_ns + turn.wall_ns
+    for step in steps:
+        mine = [call for call in calls if call.step == step.step]
+        assert step.mode == mine[0].mode
+        assert step.phases["forward"] == sum(call.wall_ns for call in mine)
+
+
+def shape(loop: Loop, *, checked: bool = True) -> list[tuple[int | None, set[str], int]]:
+    """Of each turn: samples, the phases that ran, the number of calls."""
+    assert loop.status == 0
+    if checked:
+        check(loop.steps, loop.calls)
+    counts = Counter(call.step for call in loop.calls)
+    return [(step.samples, set(step.phases), counts[step.step]) for step in loop.steps]
+
+
+BATCHES = (30, 30, 30, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("wrapped", [(rows, FETCH, 1) for rows in BATCHES]),
+        ("bare", [(rows, FETCH, 1) for rows in BATCHES]),
+        ("forward_only", [(rows, LOOK, 1) for rows in BATCHES]),
+        ("gan", [(rows, FETCH, 4) for rows in BATCHES]),
+        ("accumulation", [(10, FETCH - {"optimizer"}, 1), (10, FETCH, 1)] * 3),
+        ("optimizer_only", [(12, LEARN, 1)] * 6),
+        ("accumulation_without_a_loader", [(12, LEARN, 3)] * 4),
+        ("calls_only", [(rows, {"forward", "other"}, 1) for rows in (3, 5, 7, 9)]),
+        ("evaluation_between", [*((rows, FETCH, 1) for rows in BATCHES), *[(10, LOOK, 1)] * 2] * 2),
+        ("left_early", [(30, FETCH, 1)] * 2 + [(10, FETCH, 1)] * 4),
+        ("two_loaders", [(rows, FETCH, 1) for rows in BATCHES]),
+        ("trains_in_a_thread", [(rows, FETCH, 1) for rows in BATCHES]),
+        ("checkpoints", [(6, LEARN, 1)] * 4),
+        ("checkpointed_as_a_whole", [(6, LEARN, 1)] * 2),
+        ("model_in_the_dataset", [(10, FETCH, 11)] * 4),
+        pytest.param(
+            "a_second_optimizer",
+            [(12, LEARN, 1)] * 85,
+        ),
+        pytest.param(
+            "fetched_by_a_thread",
+            [(rows, LEARN, 1) for rows in BATCHES],
+        ),
+    ],
+)
+def test_turns(loop: Callable[[str], Loop], name: str, expected: list[Any]) -> None:
+    found = loop(name)
+    assert shape(found) == expected
+    assert found.warnings == []
+
+
+def test_turns_follow_each_other(loop: Callable[[str], Loop]) -> None:
+    """Within an epoch one turn begins where the last one ended: nothing of the time is lost."""
+    for name in ("wrapped", "bare", "gan", "optimizer_only", "calls_only"):
+        steps = loop(name).steps
+        for before, after in pairwise(steps):
+            assert before.start_ns + before.wall_ns == after.start_ns
+
+
+def test_turns_of_two_models_without_a_loader(loop: Callable[[str], Loop]) -> None:
+    """The first optimizer that steps ends the turn; what the second does belongs to the next."""
+    found = loop("gan_without_a_loader")
+    assert [calls for _, _, calls in shape(found)] == [2, 3, 3, 3, 3, 1]
+
+
+def test_turns_of_a_closure(loop: Callable[[str], Loop]) -> None:
+    """LBFGS calls the model in the middle of its step, which counts as forward and backward, not as optimizer too."""
+    found = loop("closure")
+    assert [calls for _, _, calls in shape(found)] == [3, 3, 3]
+    assert sum(calls for _, _, calls in shape(found)) == found.told
+    assert [phases for _, phases, _ in shape(found)] == [LEARN] * 3
+
+
+def test_calls_of_an_evaluation_are_marked(loop: Callable[[str], Loop]) -> None:
+    calls = loop("evaluation_between").calls
+    assert [(call.training, call.grad) for call in calls] == ([(True, True)] * 4 + [(False, False)] * 2) * 2
+
+
+def test_what_is_recomputed_is_not_called_again(loop: Callable[[str], Loop]) -> None:
+    assert [call.root for call in loop("checkpoints").calls] == ["Deep"] * 4
+    assert [call.root for call in loop("checkpointed_as_a_whole").calls] == ["Net"] * 2
+
+
+def test_losses_are_no_calls(loop: Callable[[str], Loop]) -> None:
+    assert {call.root for name in ("wrapped", "bare", "gan") for call in loop(name).calls} == {"Net", "Critic"}
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("another_model_later", 40),
+        ("another_model_later_without_a_loader", 100),
+        pytest.param(
+            "another_model_later_that_is_only_called",
+            100,
+            marks=pytest.mark.xfail(
+                strict=True, raises=AssertionError, reason="no turn ends, no batch and no optimizer: nobody looks again"
+            ),
+        ),
+    ],
+)
+def test_a_model_of_another_kind_is_found_soon(loop: Callable[[str], Loop], name: str, count: int) -> None:
+    """The watch over all modules has ended by then, and a few calls pass before somebody looks again."""
+    found = loop(name)
+    shape(found)
+    assert [call.root for call in found.calls].count("Net") == count
+    assert [call.root for call in found.calls].count("Later") >= count - 5
+
+
+def test_by_hand_nothing_is_lost(loop: Callable[[str], Loop]) -> None:
+    """Gradients but no optimizer: where a turn ends is anybody's guess, but every call is in one."""
+    found = loop("by_hand")
+    assert sum(calls for _, _, calls in shape(found)) == 10
+
+
+def test_threads_beside_the_training(loop: Callable[[str], Loop]) -> None:
+    """Their calls are recorded, and change nothing about the turns."""
+    found = loop("a_thread_beside_it")
+    mine = [call for call in found.calls if call.root == "Net"]
+    others = [call for call in found.calls if call.root == "Critic"]
+    assert [(step.samples, set(step.phases)) for step in found.steps] == [(rows, FETCH) for rows in BATCHES]
+    assert [call.step for call in mine] == [1, 2, 3, 4]
+    assert len(others) > 0
+    assert sorted(call.call for call in found.calls) == list(range(1, len(found.calls) + 1))
+    for step, call in zip(found.steps, mine, strict=True):
+        assert step.phases["forward"] == call.wall_ns
+        assert sum(step.phases.values()) == step.wall_ns
+
+
+def test_parts_that_fail(loop: Callable[[str], Loop]) -> None:
+    """Batch 3 cannot be read, the optimizer refuses the second, the backward pass of the fifth fails."""
+    found = loop("failing_parts")
+    assert [name for name, _ in found.told] == ["RuntimeError", "OSError", "ZeroDivisionError"]
+    assert sum(frames for _, frames in found.told) == 0
+    assert [phases for _, phases, _ in shape(found)] == [
+        FETCH,
+        FETCH - {"optimizer"},
+        FETCH,
+        FETCH - {"optimizer"},
+        FETCH,
+    ]
+
+
+def test_a_forward_that_fails(loop: Callable[[str], Loop]) -> None:
+    found = loop("forward_fails")
+    assert found.told == [0, 0]  # lines of the traceback that speak of us
+    failed = [call for call in found.calls if call.failed]
+    assert {call.step for call in failed} == {4, 8}
+    assert [step.samples for step in found.steps] == [*BATCHES, *BATCHES]
+    assert all(call.outputs is None and call.inputs is not None for call in failed)
+    assert all(set(step.phases) == LOOK for step in (found.steps[3], found.steps[7]))
+
+
+def test_a_wrapper_that_runs_as_written_is_one_call_in_a_forked_child(loop: Callable[[str], Loop]) -> None:
+    found = loop("forward_fails")
+    assert [call.via for call in found.calls] == [*[None] * 4, *["DataParallel"] * 4]
+
+
+# ------------------------------------------------------------------------------------------------ processes
+
+
+def test_workers_leave_no_ring(run: Traced, loop: Callable[[str], Loop]) -> None:
+    """Not even those that call a model of their own."""
+    found = loop("workers")
+    assert shape(found) == [(10, FETCH, 1)] * 4
+    assert {call.root for call in found.calls} == {"Critic"}
+    trained = {pid for pid, _, _ in run.said.values()}
+    told = {run.said[name][2] for name in run.said if name.startswith("forks_")}
+    told.add(run.said["multiprocessing_child"][2])
+    assert {event.data["pid"] for event in run.events("process")} <= trained | told
+
+
+def test_a_forked_child_has_a_record_of_its_own(loop: Callable[[str], Loop]) -> None:
+    found = loop("forks_a_child")
+    assert shape(found) == [(12, LEARN, 1)] * 4
+    calls, steps = found.child()
+    check(steps, calls)
+    assert [(step.samples, set(step.phases)) for step in steps] == [(12, LEARN)] * 3
+    assert len(calls) == 3
+
+
+def test_a_wrapper_made_before_the_fork(loop: Callable[[str], Loop]) -> None:
+    found = loop("forks_a_child_with_a_wrapper")
+    calls, _ = found.child()
+    assert [(call.via, call.mode) for call in [*found.calls, *calls]] == [("DataParallel", "dp")] * 2
+
+
+def test_a_child_of_multiprocessing(loop: Callable[[str], Loop]) -> None:
+    """It ends by os._exit, and its last turn is there all the same."""
+    found = loop("multiprocessing_child")
+    assert found.status == 0
+    assert found.process is None
+    process = found.run.process_of(found.told)
+    calls, steps = found.run.calls(process=process), found.run.steps(process)
+    check(steps, calls)
+    assert [(step.samples, set(step.phases)) for step in steps] == [(12, LEARN)] * 6

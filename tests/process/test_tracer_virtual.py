@@ -1,0 +1,161 @@
+"""Virtual replicas: torch's own DataParallel over CPU replicas means what it means on GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tracing import Script, Traced, text_of
+
+TABLES = {
+    1: [[30], [30], [30], [10]],
+    2: [[15, 15], [15, 15], [15, 15], [5, 5]],
+    3: [[10, 10, 10], [10, 10, 10], [10, 10, 10], [4, 4, 2]],
+    8: [[4] * 7 + [2]] * 3 + [[2] * 5],
+}
+"""Rows a replica receives of batches of 30, 30, 30 and 10: what the tutorial's readers saw on so many GPUs."""
+
+TUTORIAL = """
+import torch
+import torch.nn as nn
+from torch.utils.data import Dataset, DataLoader
+
+class RandomDataset(Dataset):
+    def __init__(self, size, length):
+        self.len = length
+        self.data = torch.randn(length, size)
+
+    def __getitem__(self, index):
+        return self.data[index]
+
+    def __len__(self):
+        return self.len
+
+class Model(nn.Module):
+    def __init__(self, input_size, output_size):
+        super(Model, self).__init__()
+        self.fc = nn.Linear(input_size, output_size)
+
+    def forward(self, _input):
+        output = self.fc(_input)
+        print("\\tIn Model: input size", _input.size(), "output size", output.size())
+        return output
+
+rand_loader = DataLoader(dataset=RandomDataset(5, 100), batch_size=30, shuffle=True)
+model = Model(5, 2)
+if torch.cuda.device_count() > 1 or not GUARDED:
+    model = nn.DataParallel(model)
+for data in rand_loader:
+    output = model(data)
+    print("Outside: input size", data.size(), "output_size", output.size())
+"""
+
+
+@pytest.fixture(scope="module")
+def tutorials(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, bool], Traced]:
+    """The tutorial over 1, 2, 3 and 8 replicas, and as the official one guards its DataParallel, all at once."""
+    place = tmp_path_factory.mktemp("tutorials")
+    asked = [*((count, False) for count in TABLES), (3, True)]
+    scripts = {
+        (count, guarded): Script(place, TUTORIAL.replace("GUARDED", str(guarded)), replicas=count)
+        for count, guarded in asked
+    }
+    return {key: script.end() for key, script in scripts.items()}
+
+
+def sizes(rows: int, columns: int, path: str) -> list[tuple[str, tuple[int, ...], str, int]]:
+    return [(path, (rows, columns), "float32", rows * columns * 4)]
+
+
+def spelt(found: Any) -> list[tuple[str, tuple[int, ...], str, int]]:
+    return [(size.path, size.shape, size.dtype, size.bytes) for size in found]
+
+
+@pytest.mark.parametrize(("count", "guarded"), [(1, False), (2, False), (3, False), (8, False), (3, True)])
+def test_the_tutorials_tables(tutorials: dict[tuple[int, bool], Traced], count: int, guarded: bool) -> None:
+    run = tutorials[count, guarded]
+    assert run.status == 0, run.err
+    calls = run.calls()
+    assert [call.rows for call in calls] == [30, 30, 30, 10]
+    assert [call.call for call in calls] == [call.step for call in calls] == [1, 2, 3, 4]
+    for call, table in zip(calls, TABLES[count], strict=True):
+        assert call.mode == "dp"
+        assert call.virtual
+        assert not call.failed
+        assert call.root == "Model"
+        assert call.via == (None if guarded else "DataParallel")
+        assert call.devices == tuple(f"cpu:{index}" for index in range(count))
+        assert [replica.device for replica in call.replicas] == list(call.devices[: len(table)])
+        assert [spelt(replica.inputs) for replica in call.replicas] == [sizes(rows, 5, "0") for rows in table]
+        assert [spelt(replica.outputs) for replica in call.replicas] == [sizes(rows, 2, "") for rows in table]
+        assert spelt(call.inputs) == sizes(sum(table), 5, "0")
+        assert spelt(call.outputs) == sizes(sum(table), 2, "")
+        verbs = ["scatter"] if count == 1 else ["scatter", "replicate", "parallel_apply", "gather"]
+        assert list(call.phases) == verbs
+        assert 0 < sum(phase.host_ns for phase in call.phases.values()) <= call.wall_ns
+    assert [step.samples for step in run.steps()] == [30, 30, 30, 10]
+    assert run.complaints == []
+
+
+@pytest.mark.parametrize("count", list(TABLES))
+def test_the_script_sees_what_it_would_see_on_gpus(tutorials: dict[tuple[int, bool], Traced], count: int) -> None:
+    """Replicas print in any order, at once; what is printed is the tables'."""
+    run = tutorials[count, False]
+    inside = run.out.replace("Outside", "\nOutside").count("In Model: input size")
+    assert inside == sum(len(table) for table in TABLES[count])
+    for rows in {rows for table in TABLES[count] for rows in table}:
+        expected = sum(table.count(rows) for table in TABLES[count])
+        assert run.out.count(f"In Model: input size torch.Size([{rows}, 5])") == expected
+    assert run.out.count("Outside: input size torch.Size([30, 5]) output_size torch.Size([30, 2])") == 3
+    assert run.out.count("Outside: input size torch.Size([10, 5]) output_size torch.Size([10, 2])") == 1
+
+
+# ------------------------------------------------------------------------------------------------ the same numbers
+
+
+def numbers_in(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        return [number for name in sorted(value) for number in numbers_in(value[name])]
+    if isinstance(value, list):
+        return [number for child in value for number in numbers_in(child)]
+    return [float(value)]
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Traced]:
+    """The same script alone (0) and over 2 and 3 replicas."""
+    place = tmp_path_factory.mktemp("numbers")
+    scripts = {count: Script(place, text_of("sums"), replicas=count or None, run=count > 0) for count in (0, 2, 3)}
+    return {count: script.end() for count, script in scripts.items()}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "loss", "gradients", "input gradient", "gradients of two steps", "loss after a step", "penalty",
+        "frozen in part", "by keyword", "no_grad", "inference_mode", "eval", "double", "tied", "loss inside",
+    ],
+)  # fmt: skip
+def test_numbers_are_those_of_one_device(numbers: dict[int, Traced], count: int, what: str) -> None:
+    expected, found = numbers[0].said[what], numbers[count].said[what]
+    assert len(numbers_in(found)) > 0
+    if isinstance(expected, dict):
+        # What a call does not use has no gradient alone, but one of zeros under DataParallel, on GPUs too.
+        for name in set(found) - set(expected):
+            assert set(found.pop(name)) == {0.0}
+        assert sorted(found) == sorted(expected)
+    assert numbers_in(found) == pytest.approx(numbers_in(expected), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_call_of_it_ran_over_all_replicas(numbers: dict[int, Traced], count: int) -> None:
+    run = numbers[count]
+    assert run.complaints == []
+    calls = run.calls()
+    assert len(calls) == 13
+    assert {call.mode for call in calls} == {"dp"}
+    assert {len(call.replicas) for call in calls} == {count}
+    grads = [call.grad for call in calls]
+    assert grads.count(False) == 3  # under no_grad and inference_mode
+    assert [call.training for call in calls].count(False) == 1

@@ -1,0 +1,388 @@
+"""The screen in a real terminal, over a real ring: what it shows, what it writes, and how it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyte
+import pytest
+from synthetic import Training
+
+from dpmon.ring import Activity, Ring
+from dpmon.run import proc
+
+WIDTH, HEIGHT = 120, 40
+_SHOW = """
+import sys
+from pathlib import Path
+from dpmon.ui.app import run_screen
+result = run_screen(Path(sys.argv[1]), refresh=float(sys.argv[2]))
+print("RESULT", result)
+"""
+_BREAK = """
+import dpmon.ui.monitor as monitor
+real = monitor.paint
+def paint(*args):
+    if Path(sys.argv[1], "break").exists():
+        raise RuntimeError("a fault of ours")
+    return real(*args)
+monitor.paint = paint
+"""
+
+
+class Run:
+    """A run's directory as a training and a supervisor would leave it, written by this process."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.chmod(0o700)
+        self.start_ns = time.monotonic_ns()
+        info = {
+            "id": "20261120-141502-linear-7f3a",
+            "name": "linear",
+            "command": ["python", "linear.py"],
+            "script": "linear.py",
+            "cwd": "/",
+            "python": sys.executable,
+            "started_unix": time.time(),
+            "start_ns": self.start_ns,
+            "boot_id": proc.boot_id(),
+            "headless": False,
+            "options": {"mode": "auto"},
+            "command_pid": os.getpid(),
+            "command_started": proc.started(os.getpid()),
+        }
+        (directory / "run.json").write_text(json.dumps(info))
+        self.log = (directory / "output.log").open("ab", buffering=0)
+        self.training = Training(devices=("cpu:0", "cpu:1", "cpu:2"), start_ns=time.monotonic_ns())
+        self.ring: Ring | None = None
+
+    def train(self, steps: int) -> None:
+        """So many steps, as if they had just ended."""
+        if self.ring is None:
+            self.ring = Ring(str(self.directory / "process-0.ring"), process=0, start_ns=self.start_ns)
+            for payload in self.training.begin():
+                self.ring.write(payload)
+        self.training.now = max(self.training.now, time.monotonic_ns() - steps * self.training.step_ns)
+        for payload in self.training.run(steps):
+            self.ring.write(payload)
+        self.ring.activity(Activity.OTHER, time.monotonic_ns())
+
+    def end(self, status: int, signal_name: str | None = None) -> None:
+        """Record how it ended."""
+        now = time.monotonic_ns()
+        ended = {"status": status, "signal": signal_name, "ended_unix": time.time(), "end_ns": now, "by": "supervisor"}
+        ended["seconds"] = (now - self.start_ns) / 1e9
+        (self.directory / "exit.json").write_text(json.dumps(ended))
+
+
+@dataclass
+class Terminal:
+    """A pseudo-terminal with the screen in it, and an emulator that shows what a person would see."""
+
+    pid: int
+    fd: int
+    screen: pyte.Screen
+    stream: pyte.ByteStream
+    raw: bytearray
+    modes: Any
+    status: int | None = None
+
+    def pump(self, seconds: float = 0.05) -> None:
+        """Take in what was written to the terminal."""
+        ready, _, _ = select.select([self.fd], [], [], seconds)
+        if ready:
+            with contextlib.suppress(OSError):
+                data = os.read(self.fd, 1 << 16)
+                self.raw += data
+                self.stream.feed(data)
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.status = os.waitstatus_to_exitcode(status)
+
+    def text(self) -> str:
+        return "\n".join(self.screen.display)
+
+    def until(self, condition: Callable[[], bool], what: str, limit: float = 20.0) -> None:
+        deadline = time.monotonic() + limit
+        while not condition():
+            assert time.monotonic() < deadline, f"never came: {what}\n{self.text()}"
+            self.pump()
+
+    def shows(self, text: str) -> None:
+        self.until(lambda: text in self.text(), text)
+
+    def press(self, keys: str) -> None:
+        os.write(self.fd, keys.encode())
+
+    def ended(self, limit: float = 10.0) -> int:
+        self.until(lambda: self.status is not None, "the end of the screen", limit)
+        for _ in range(5):
+            self.pump(0.02)
+        assert self.status is not None
+        return self.status
+
+    def sane(self) -> None:
+        """The modes are as before, and the other screen, the mouse and the hidden cursor are gone."""
+        after = termios.tcgetattr(self.fd)
+        assert after[:4] == self.modes[:4]
+        raw = bytes(self.raw)
+        for on, off in (
+            (b"\x1b[?1049h", b"\x1b[?1049l"),
+            (b"\x1b[?25l", b"\x1b[?25h"),
+            (b"\x1b[?1000h", b"\x1b[?1000l"),
+        ):
+            assert raw.rfind(off) > raw.rfind(on), off
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
+    yield made
+    made.log.close()
+
+
+@pytest.fixture
+def terminal(run: Run) -> Iterator[Callable[..., Terminal]]:
+    open_ones: list[Terminal] = []
+
+    def start(code: str = _SHOW, refresh: float = 0.2, **environ: str) -> Terminal:
+        master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
+        modes = termios.tcgetattr(slave)
+        env = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
+        env = {key: value for key, value in {**env, **environ}.items() if key != "NO_COLOR" or "NO_COLOR" in environ}
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+            for number in (0, 1, 2):
+                os.dup2(slave, number)
+            os.closerange(3, 100)
+            os.execve(sys.executable, [sys.executable, "-c", code, str(run.directory), str(refresh)], env)
+        os.close(slave)
+        screen = pyte.Screen(WIDTH, HEIGHT)
+        terminal = Terminal(pid, master, screen, pyte.ByteStream(screen), bytearray(), modes)
+        open_ones.append(terminal)
+        return terminal
+
+    yield start
+    for terminal in open_ones:
+        if terminal.status is None:
+            os.kill(terminal.pid, signal.SIGKILL)
+            os.waitpid(terminal.pid, 0)
+        with contextlib.suppress(OSError):
+            os.close(terminal.fd)
+
+
+Start = Callable[..., Terminal]
+
+
+def test_from_the_first_second_to_the_end(run: Run, terminal: Start) -> None:
+    seen = terminal()
+    seen.shows("starting python")
+    (run.directory / "stages.log").write_text(f"{os.getpid()} {time.monotonic_ns()} importing torch\n")
+    seen.shows("importing torch")
+    with (run.directory / "stages.log").open("a") as file:
+        file.write(f"{os.getpid()} {time.monotonic_ns()} torch imported\n")
+    seen.shows("waiting for the first batch")
+    run.train(100)
+    run.log.write(b"epoch 1\n  0%|   |\r100%|###|\n")
+    for word in ("● running", "dp ×3", "[10, 5]", "[10, 2]", "epoch 1", "100%|###|", "virtual replicas: no GPU"):
+        seen.shows(word)
+    run.log.write(b"Traceback (most recent call last):\n  x\nRuntimeError: it broke\n")
+    run.end(1)
+    seen.shows("✗ failed status 1")
+    seen.shows("RuntimeError: it broke")
+    seen.press("q")
+    assert seen.ended() == 0
+    assert b"RESULT ended" in seen.raw
+    seen.sane()
+
+
+def test_a_toggle_travels_through_the_ring_and_back(run: Run, terminal: Start) -> None:
+    run.train(50)
+    assert run.ring is not None
+    seen = terminal()
+    seen.shows("d single")
+    seen.press("d")
+    seen.shows("single pending")
+    assert (run.ring.request_serial, run.ring.request_mode) == (1, 2)
+    for payload in run.training.switch("single"):
+        run.ring.write(payload)
+    run.train(5)
+    run.ring.acknowledge(1, 2)
+    seen.shows("single done since step 51")
+
+
+def test_leaving_leaves_the_training_running(run: Run, terminal: Start) -> None:
+    run.train(50)
+    seen = terminal()
+    seen.shows("● running")
+    seen.press("\x03")
+    seen.shows("leave it running")
+    seen.press("l")
+    assert seen.ended() == 0
+    assert b"RESULT left" in seen.raw
+    seen.sane()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_signals_give_the_terminal_back(run: Run, terminal: Start, number: signal.Signals) -> None:
+    run.train(50)
+    seen = terminal()
+    seen.shows("● running")
+    os.kill(seen.pid, number)
+    assert seen.ended() == 128 + number
+    seen.sane()
+
+
+def test_stopped_and_continued_it_draws_everything_again(run: Run, terminal: Start) -> None:
+    run.train(50)
+    seen = terminal()
+    seen.shows("● running")
+    before = seen.text().splitlines()[2:6]
+    seen.press("\x1a")
+    seen.until(lambda: b"\x1b[?1049l" in seen.raw, "the terminal to be given back")
+    seen.until(lambda: getattr(proc.read(seen.pid), "state", "") == "T", "the process to stop")
+    seen.screen.reset()
+    mark = len(seen.raw)
+    os.kill(seen.pid, signal.SIGCONT)
+    seen.until(lambda: b"\x1b[?1049h" in seen.raw[mark:], "the screen to come back")
+    seen.until(lambda: seen.text().splitlines()[2:6] == before, "the whole picture")
+
+
+def test_a_vanished_terminal_ends_the_screen(run: Run, terminal: Start) -> None:
+    run.train(50)
+    seen = terminal("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + _SHOW)
+    seen.shows("● running")
+    os.close(seen.fd)
+    deadline = time.monotonic() + 5
+    while seen.status is None and time.monotonic() < deadline:
+        pid, status = os.waitpid(seen.pid, os.WNOHANG)
+        if pid:
+            seen.status = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    assert seen.status == 129
+
+
+def test_a_fault_of_ours_exits_non_zero_and_gives_the_terminal_back(run: Run, terminal: Start) -> None:
+    run.train(50)
+    seen = terminal(_SHOW.replace("result =", _BREAK + "result ="))
+    seen.shows("● running")
+    (run.directory / "break").touch()
+    assert seen.ended() == 1
+    seen.sane()
+    assert b"a fault of ours" in seen.raw
+
+
+def test_hostile_output_and_names_reach_the_terminal_as_text(run: Run, terminal: Start) -> None:
+    run.training.root = "Net\x1b]52;c;ZXZpbA==\x07"
+    run.train(20)
+    run.log.write(b"\x1b]52;c;ZXZpbA==\x07\x1bc\x1b[6n\x9b5n\xc2\x9b5n\x1b]0;evil title\x07 shown\n")
+    seen = terminal()
+    seen.shows(" shown")
+    seen.shows("Net\ufffd]52;c;ZXZpbA==\ufffd")
+    for forbidden in (b"\x1b]52", b"\x1bc", b"\x1b[6n", b"\x9b5n", b"evil title\x07"):
+        assert forbidden not in seen.raw
+
+
+def test_no_colour_and_no_unicode(run: Run, terminal: Start) -> None:
+    run.train(50)
+    run.log.write("größe 漢\n".encode())
+    seen = terminal(
+        NO_COLOR="1", LANG="C", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONIOENCODING="ascii"
+    )
+    seen.shows("* running")
+    seen.shows("gr??e ??")
+    seen.shows("dp x3")
+    assert all(byte < 128 for byte in seen.raw)
+    assert b"38;2;" not in seen.raw
+    assert b"38;5;" not in seen.raw
+
+
+def test_a_wrong_colour_system_is_no_crash(run: Run, terminal: Start) -> None:
+    run.train(20)
+    seen = terminal(TEXTUAL_COLOR_SYSTEM="rainbow", TEXTUAL_THEME="no such theme")
+    seen.shows("● running")
+
+
+def cells(screen: pyte.Screen) -> list[list[tuple[Any, ...]]]:
+    return [
+        [(c.data, c.fg, c.bg, c.bold, c.underscore, c.reverse) for c in (screen.buffer[y][x] for x in range(WIDTH))]
+        for y in range(HEIGHT)
+    ]
+
+
+def test_the_short_cut_shows_what_textual_would_show(run: Run, terminal: Start) -> None:
+    """One screen draws past the compositor, one by Textual alone; the emulator is the referee, colours included."""
+    stock = _SHOW.replace(
+        "result =", "import dpmon.ui.monitor as m; m.Monitor._past_compositor = lambda self: None\nresult ="
+    )
+    fast, slow = terminal(), terminal(stock)
+    for seen in (fast, slow):
+        seen.shows("starting python")
+    for turn in range(12):
+        run.train(40)
+        run.log.write(b"\x1b[3%dmturn\x1b[0m %d \xe6\xbc\xa2\xe5\xad\x97 \x1b[2mdim\x1b[0m\rTURN\n" % (turn % 8, turn))
+        for seen in (fast, slow):
+            seen.shows(f"{40 * (turn + 1):>9}")
+        if turn == 1:
+            # A dialog comes and goes, and the terminal comes into sight again: Textual draws everything itself.
+            for seen in (fast, slow):
+                seen.press("q")
+                seen.shows("leave it running")
+                seen.press("\x1b")
+                seen.until(lambda s=seen: "leave it running" not in s.text(), "the dialog to go")
+                seen.press("\x1b[I")
+        if turn == 3:
+            before = len(fast.raw), len(slow.raw)
+    run.end(0)
+    for seen in (fast, slow):
+        seen.shows("finished")
+        seen.until(lambda s=seen: f"TURN {turn}" in s.text(), "the last line")
+        for _ in range(10):
+            seen.pump()
+    assert cells(fast.screen) == cells(slow.screen)
+    assert len(fast.raw) - before[0] < (len(slow.raw) - before[1]) / 2
+
+
+def test_little_is_written_and_nothing_when_nothing_changes(run: Run, terminal: Start) -> None:
+    run.train(100)
+    seen = terminal()
+    seen.shows("● running")
+    run.end(0)
+    seen.shows("finished")
+    for _ in range(10):
+        seen.pump()
+    quiet = len(seen.raw)
+    deadline = time.monotonic() + 1.5
+    while time.monotonic() < deadline:
+        seen.pump()
+    assert len(seen.raw) == quiet
+
+
+def test_the_screen_imports_neither_torch_nor_nvml_nor_numpy() -> None:
+    import subprocess
+
+    code = (
+        "import os, sys; from dpmon.ui.app import prepare; prepare(os.environ); import dpmon.ui.monitor;"
+        "print(sorted({m.partition('.')[0] for m in sys.modules} & "
+        "{'torch', 'pynvml', 'numpy', 'psutil', 'sqlite3', 'aiohttp'}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

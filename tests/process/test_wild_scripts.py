@@ -1,0 +1,202 @@
+"""Scripts of the kinds people write do the same under dpmon as alone: bytes printed, status, files.
+
+By default a DataParallel is spread over two virtual replicas on a machine without GPUs, where a sum may differ in its
+last bit; scripts that show it are compared under `--mode script`, the others as dpmon runs them by default.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import struct
+import subprocess
+import termios
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+from running import Dpmon
+from sidebyside import Outcome, SideBySide, of_kind
+
+WILD = Path(__file__).resolve().parent / "wild"
+
+
+@pytest.fixture
+def place(dpmon: Dpmon) -> SideBySide:
+    return SideBySide(dpmon, WILD)
+
+
+def check(place: SideBySide, *words: object, script: bool = False) -> Outcome:
+    """A script alone and under dpmon, with `--mode script` or not, end alike to the last bit; what they gave."""
+    alone = place.alone(*words)
+    assert place.under(*words, options=("--mode", "script") if script else ()) == alone
+    return alone
+
+
+def test_arguments_siblings_and_files_beside_it(place: SideBySide) -> None:
+    outcome = check(place, "classify.py", "--epochs", 2, "-m", "0.5", "--", "-x", "two words", "")
+    assert outcome.status == 0
+    assert set(outcome.files) == {"losses.json", "weights.pt"}
+    assert b"['classify.py', '--epochs', '2', '-m', '0.5', '--', '-x', 'two words', '']" in outcome.stdout
+
+
+def test_saved_whole_copied_and_scanned(place: SideBySide) -> None:
+    alone = place.alone("pickled.py")
+    assert alone.status == 0
+    loaded_alone = _load(place)
+    assert place.under("pickled.py", options=("--mode", "script")) == alone
+    assert _load(place) == loaded_alone
+    by_default = place.under("pickled.py")
+    assert (by_default.status, by_default.stdout, by_default.stderr) == (0, alone.stdout, alone.stderr)
+    assert set(by_default.files) == set(alone.files) == {"whole.pt", "more.pt"}
+    for content in by_default.files.values():
+        assert b"dpmon" not in content
+    assert _load(place).count(b"\n") == 3
+
+
+def _load(place: SideBySide) -> bytes:
+    """What a process without dpmon makes of the files that were saved."""
+    done = subprocess.run(
+        [place.dpmon.python, "load_whole.py"],
+        cwd=place.dpmon.cwd,
+        env=place.dpmon.environment(place.env),
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_stdout_replaced_by_an_object_without_isatty(place: SideBySide) -> None:
+    outcome = check(place, "progress.py")
+    assert outcome.stdout.count(b"\r[") == 20
+    assert set(outcome.files) == {"train.log"}
+    assert outcome.stderr.count(b"step") == 20
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_of_a_loader_leave_no_trace(place: SideBySide, method: str) -> None:
+    outcome = check(place, "workers.py", method, script=True)
+    assert outcome.status == 0
+    records = place.dpmon.records()
+    assert len(of_kind(records, "process")) == 1
+    assert len(of_kind(records, "call")) == len(of_kind(records, "step")) == 8
+    assert of_kind(records, "warning") == []
+
+
+def test_processes_that_train_each_have_a_record(place: SideBySide) -> None:
+    outcome = check(place, "spawned.py")
+    assert outcome.status == 3
+    records = place.dpmon.records()
+    assert {record["process"] for record in of_kind(records, "process")} == {0, 1}
+    for process in (0, 1):
+        calls = [call for call in of_kind(records, "call") if call["process"] == process]
+        assert [call["call"] for call in calls] == [1, 2, 3, 4]
+    pids = {record["pid"] for record in of_kind(records, "process")}
+    assert len(pids) == 2
+
+
+def test_torch_looks_untouched(place: SideBySide) -> None:
+    outcome = check(place, "probing.py")
+    assert outcome.status == 0
+    assert b"sitecustomize" not in outcome.stdout.replace(b"False True", b"")
+
+
+def test_the_surroundings_are_the_same(place: SideBySide) -> None:
+    outcome = check(place, "surroundings.py")
+    assert outcome.status == 0
+    assert outcome.stdout.endswith(b"registered last, runs first\nregistered first, runs last\n")
+
+
+def test_a_script_that_starts_itself_again(place: SideBySide) -> None:
+    outcome = check(place, "relaunch.py")
+    assert outcome.status == 2
+    assert len(of_kind(place.dpmon.records(), "process")) == 2
+
+
+def test_odd_ways_to_call_a_model(place: SideBySide) -> None:
+    outcome = check(place, "odd_models.py", script=True)
+    assert outcome.status == 0
+    assert b"skipped a batch: KeyError" in outcome.stdout
+
+
+def test_everything_else_torch_offers(place: SideBySide) -> None:
+    outcome = check(place, "trickery.py")
+    assert outcome.status == 0, outcome.stderr
+    assert b"freed [True" in outcome.stdout or b"freed True" in outcome.stdout
+
+
+def test_a_module_with_relative_imports(place: SideBySide) -> None:
+    outcome = check(place, "-m", "pkg.train", "1", "--two", script=True)
+    assert outcome.status == 0
+    assert b"pkg.train ['1', '--two'] train.py" in outcome.stdout
+
+
+def test_a_sitecustomize_of_the_users_own(dpmon: Dpmon, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "sitecustomize.py").write_text("import builtins\nbuiltins.marker = [__name__, __file__]\n")
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "look.py").write_text(
+        "import sys, torch\nimport sitecustomize\n"
+        "print(marker, sitecustomize.__file__, sys.path, 'site-path' in str(sys.path))\n"
+        "torch.nn.Linear(2, 2)(torch.ones(1, 2))\n"
+    )
+    place = SideBySide(dpmon, source, {"PYTHONPATH": str(mine)})
+    outcome = check(place, "look.py")
+    assert outcome.status == 0, outcome.stderr
+    assert str(mine / "sitecustomize.py").encode() in outcome.stdout
+    assert len(of_kind(dpmon.records(), "call")) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [
+        ("hard-exit", 5),
+        ("raise", 1),
+        ("in-forward", 1),
+        ("in-thread", 0),
+        ("interrupt", 130),
+        ("handled", 7),
+        ("SIGKILL", 137),
+    ],
+)
+def test_every_ending_is_the_scripts_own(place: SideBySide, how: str, status: int) -> None:
+    alone = place.alone("endings.py", how)
+    assert alone.status == status
+    assert place.under("endings.py", how) == alone
+    records = place.dpmon.records()
+    (ended,) = of_kind(records, "exit")
+    assert ended["status"] == status
+    assert ended["signal"] == {137: "SIGKILL", 130: "SIGINT"}.get(status)
+    # Every call that was finished is in the record, and every turn of the loop but perhaps the one it ended in.
+    wrapped = [call["call"] for call in of_kind(records, "call") if call["via"] == "DataParallel"]
+    assert wrapped == list(range(1, (7 if status == 0 else 5)))
+    assert [step["step"] for step in of_kind(records, "step")][:3] == [1, 2, 3]
+
+
+def test_stty_size_on_standard_input(dpmon: Dpmon, tmp_path: Path) -> None:
+    """Scripts that ask for the width of their terminal get the one they would get alone."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "width.py").write_text(
+        "import os, sys, torch\n"
+        "rows, columns = os.popen('stty size', 'r').read().split()\n"
+        "print(rows, columns, os.get_terminal_size(0).columns, sys.stdin.isatty(), flush=True)\n"
+        "torch.nn.Linear(2, 2)(torch.ones(1, 2))\n"
+    )
+    master, slave = pty.openpty()
+    try:
+        ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 111, 0, 0))
+        place = SideBySide(dpmon, source)
+        alone = place.alone("width.py", stdin=slave)
+        assert alone.stdout == b"33 111 111 True\n"
+        under = place.under("width.py", stdin=slave)
+        assert under.status == 0
+        # The size it is given is that of the terminal dpmon draws on; here there is none.
+        assert re.fullmatch(rb"(\d+) (\d+) \2 True\n", under.stdout)
+    finally:
+        os.close(master)
+        os.close(slave)

@@ -1,0 +1,255 @@
+"""Breaks every function of the tracer, one at a time, from the start and in mid-run, and trains.
+
+Each training runs in a forked child; what it computed, said and how it ended is printed as JSON, by name.
+"""
+
+import atexit
+import contextlib
+import gc
+import importlib
+import inspect
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+
+from dpmon.tracer import inject
+
+install, inject._install = inject._install, lambda module: None
+import torch  # noqa: E402 - the tracer is put in by hand, in each child
+import torch._dynamo  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+MODULES = (
+    "tracer.calls", "tracer.frames", "tracer.modes", "tracer.patch", "tracer.plain", "tracer.replicas", "tracer.roots",
+    "tracer.session", "tracer.sizes", "tracer.steps", "tracer.virtual", "tracer.inject", "ring", "records",
+)  # fmt: skip
+LIMIT_S = 20
+# Python 3.12 warns of what may go wrong in a child of a process with threads.
+warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x, shift=None):
+        if x.max() > 100:
+            raise LookupError("a bad batch")
+        y = self.layers(x)
+        return y if shift is None else {"y": y + shift, "names": ["a"]}
+
+
+class Bare(Net):
+    pass
+
+
+def train(halfway):
+    """Losses and exceptions of some loops, in which everything that is traced takes part."""
+    torch.manual_seed(5)
+    wrapped, bare = nn.DataParallel(Net()), Bare()
+    optimizer = torch.optim.SGD([*wrapped.parameters(), *bare.parameters()], lr=0.05)
+    rows, goals = torch.randn(27, 4), torch.randn(27, 1)
+    rows[26, 0] = 1000.0  # in the last batch, which is never learned from
+    data = TensorDataset(rows, goals)
+    found = []
+    for epoch in range(3):
+        for x, y in DataLoader(data, batch_size=10):
+            try:
+                loss = nn.functional.mse_loss(wrapped(x), y) + bare(x=x, shift=y)["y"].pow(2).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                found.append(loss.item())
+            except LookupError as error:
+                found.append(str(error))
+        ask(1 + (epoch + 1) % 2)
+        if not epoch:
+            halfway()
+    with torch.no_grad():
+        found.append(bare(torch.ones(2, 4)).sum().item())
+    for _ in range(3):
+        optimizer.step(lambda: step(bare, optimizer, rows[:20], goals[:20]))
+    found.append([p.sum().item() for p in bare.parameters()])
+    return found
+
+
+def train_plainly(halfway):
+    """One bare model and a loader, then none: nothing but the shortest ways."""
+    torch.manual_seed(6)
+    model = Bare()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    rows, goals = torch.randn(60, 4), torch.randn(60, 1)
+    found = []
+    for number, (x, y) in enumerate(DataLoader(TensorDataset(rows, goals), batch_size=10)):
+        if number == 2:
+            halfway()
+        found.append(step(model, optimizer, x, y).item())
+        optimizer.step()
+        model(x)
+    for _ in range(3):
+        with contextlib.suppress(LookupError):
+            model(rows * 1000)
+        found.append(step(model, optimizer, rows, goals).item())
+        optimizer.step()
+    return found
+
+
+def step(model, optimizer, x, y):
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    return loss
+
+
+def ask(mode):
+    """Request another mode, as a screen would, by the bytes of the ring."""
+    for name in os.listdir(os.environ["DPMON_RUN"]):
+        path = os.path.join(os.environ["DPMON_RUN"], name)
+        if name.endswith(".ring") and int.from_bytes(read_at(path, 24, 4), sys.byteorder) == os.getpid():
+            serial = int.from_bytes(read_at(path, 192, 8), sys.byteorder) + 1
+            with open(path, "r+b") as file:
+                file.seek(192)
+                file.write(serial.to_bytes(8, sys.byteorder) + mode.to_bytes(8, sys.byteorder))
+
+
+def read_at(path, at, size):
+    with open(path, "rb") as file:
+        file.seek(at)
+        return file.read(size)
+
+
+# ------------------------------------------------------------------------------------------------ breaking
+
+
+def functions():
+    """Every plain function and method of ours by its name, wrappers excepted: those are what holds the others back."""
+    for short in MODULES:
+        module = importlib.import_module(f"dpmon.{short}")
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", None) != module.__name__:
+                continue
+            if inspect.isfunction(value):
+                yield f"{short}.{name}", value
+            elif inspect.isclass(value):
+                for method, entry in vars(value).items():
+                    entry = getattr(entry, "__func__", getattr(entry, "fget", entry))
+                    if inspect.isfunction(entry) and entry.__module__ == module.__name__:
+                        yield f"{short}.{value.__name__}.{method}", entry
+
+
+def breaking(function):
+    """Make it raise, whoever holds a reference to it."""
+    names = ", ".join(f"v{index}" for index in range(len(function.__code__.co_freevars)))
+    use = f"({names},)" if names else "0"
+    space = {}
+    exec(
+        f"def outer({names}):\n"
+        "    def broken(*args, **kwargs):\n"
+        f"        {use}\n"
+        "        raise RuntimeError('broken on purpose')\n"
+        "    return broken\n",
+        space,
+    )
+    function.__code__ = space["outer"](*[None] * len(function.__code__.co_freevars)).__code__
+
+
+def begin(at_start, training, halfway):
+    """Start a training in a child."""
+    told, errors = (open(tempfile.mkstemp()[0], "w+b") for _ in range(2))  # noqa: SIM115 - `end` closes them
+    pid = os.fork()
+    if pid:
+        return pid, told, errors
+    os.dup2(errors.fileno(), 2)
+    signal.alarm(LIMIT_S)
+    status = 1
+    try:
+        at_start()
+        install(torch)
+        told.write(json.dumps(training(halfway)).encode())
+        told.flush()
+        status = 0
+    except BaseException:  # noqa: BLE001 - it is what is looked for
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        os._exit(status)
+
+
+def end(pid, told, errors):
+    """[status, what it found, what it wrote to stderr, its process id]."""
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    texts = []
+    for file in (told, errors):
+        file.seek(0)
+        texts.append(file.read().decode())
+        file.close()
+    return [status, json.loads(texts[0]) if texts[0] else None, texts[1], pid]
+
+
+def nothing():
+    pass
+
+
+def watching(seen):
+    """Note the code of ours that runs, on any thread."""
+
+    def note(frame, event, _):
+        if event == "call" and "dpmon" in frame.f_code.co_filename:
+            seen.add(frame.f_code)
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+
+
+def used(targets, training):
+    """Names of the functions that run at all, and of those that run in its second half."""
+    read, write = os.pipe()
+    if not os.fork():
+        early, late = set(), set()
+        watching(early)
+        install(torch)
+        training(lambda: watching(late))
+        atexit._run_exitfuncs()
+        sys.setprofile(None)
+        names = [[n for n, f in targets.items() if f.__code__ in codes] for codes in (early | late, late)]
+        with open(write, "w") as pipe:
+            json.dump(names, pipe)
+        os._exit(0)
+    os.close(write)
+    with open(read) as pipe:
+        names = json.load(pipe)
+    os.wait()
+    return names
+
+
+torch.set_num_threads(1)
+importlib.import_module("dpmon.tracer.patch")
+targets = dict(functions())
+ever, late = used(targets, train)
+_, plainly = used(targets, train_plainly)
+gc.freeze()
+jobs = {"nothing": (nothing, train, nothing), "nothing in a plain loop": (nothing, train_plainly, nothing)}
+for name in ever:
+    if name in late and not name.startswith(("ring.", "records.")):
+        continue  # broken from the start, most would only keep the tracer from starting
+    jobs[f"{name} from the start"] = (lambda name=name: breaking(targets[name]), train, nothing)
+for name in late:
+    jobs[f"{name} in mid-run"] = (nothing, train, lambda name=name: breaking(targets[name]))
+for name in plainly:
+    jobs[f"{name} in a plain loop"] = (nothing, train_plainly, lambda name=name: breaking(targets[name]))
+under_way, told = {}, {}
+for name, job in jobs.items():
+    under_way[name] = begin(*job)
+    if len(under_way) == 3:
+        first = next(iter(under_way))
+        told[first] = end(*under_way.pop(first))
+for name, child in under_way.items():
+    told[name] = end(*child)
+print(json.dumps(told))

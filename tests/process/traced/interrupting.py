@@ -1,0 +1,91 @@
+"""Interrupts the tracer before every line of its code in turn, as a signal may, and looks whether the training minds.
+
+The argument says what comes in: a signal handler that calls another model, or one that raises, as Ctrl-C does.
+"""
+
+import json
+import sys
+
+import torch
+import torch._dynamo
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+class Other(nn.Linear):
+    pass
+
+
+def training(wrap):
+    """A function that does one step and returns its loss; the same numbers each time."""
+    torch.manual_seed(1)
+    model = wrap(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = iter(DataLoader(torch.ones(100_000, 4), batch_size=5))
+
+    def step():
+        optimizer.zero_grad()
+        loss = model(next(batches)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+class AtLine:
+    def __init__(self, line, act):
+        self.left = line
+        self.act = act
+        self.where = None
+
+    def __call__(self, frame, event, argument):
+        if "dpmon" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
+                sys.settrace(None)
+                self.act()
+        return self
+
+
+def calls_another():
+    other(torch.ones(3, 2))
+
+
+def interrupts():
+    raise KeyboardInterrupt
+
+
+def everywhere(wrap, act):
+    """How many lines there were, and what went wrong at which of them."""
+    step, undisturbed = training(wrap), training(wrap)
+    problems, line, raised = [], 0, act is interrupts
+    while True:
+        line += 1 if raised else 2
+        hook, loss, error = AtLine(line, act), None, None
+        sys.settrace(hook)
+        try:
+            loss = step()
+        except BaseException as found:  # noqa: BLE001 - it is what is looked for
+            error = type(found).__name__
+        sys.settrace(None)
+        if hook.where is None:
+            return [line, problems]
+        if raised and error != "KeyboardInterrupt":
+            problems.append([hook.where, "swallowed" if error is None else error])
+        if not raised and (error or abs(loss - undisturbed()) > 1e-6):
+            problems.append([hook.where, error or loss])
+        if raised:
+            try:
+                step()
+            except BaseException as found:  # noqa: BLE001 - it is what is looked for
+                problems.append([hook.where, "afterwards", repr(found)])
+
+
+torch.set_num_threads(1)
+other = Other(2, 2)
+act = {"calls": calls_another, "raises": interrupts}[sys.argv[1]]
+print(json.dumps({"bare": everywhere(lambda model: model, act), "wrapped": everywhere(nn.DataParallel, act)}))

@@ -1,0 +1,562 @@
+"""Training loops of many shapes, each in a forked child, which is a process of its own to the tracer.
+
+Prints the children's process ids and what each returned, as JSON.
+"""
+
+import atexit
+import gc
+import json
+import os
+import sys
+import traceback
+import warnings
+
+import torch
+import torch._dynamo  # the first optimizer of a process would import it, for a second
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+loops = {}
+# Python 3.12 warns of what may go wrong in a child of a process with threads.
+warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
+
+
+def loop(function):
+    loops[function.__name__] = function
+    return function
+
+
+class Net(nn.Module):
+    def __init__(self, inputs=4, outputs=1):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Critic(Net):
+    pass
+
+
+class Loss(nn.Module):
+    """A module without parameters, as every loss of torch is."""
+
+    def forward(self, out, target):
+        return (out - target).pow(2).mean()
+
+
+def loader(rows=100, batch=30, **options):
+    return DataLoader(TensorDataset(torch.randn(rows, 4), torch.randn(rows, 1)), batch_size=batch, **options)
+
+
+def sgd(*models):
+    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.01)
+
+
+def learn(model, optimizer, x, y):
+    optimizer.zero_grad()
+    loss = Loss()(model(x), y)
+    loss.backward()
+    optimizer.step()
+
+
+@loop
+def wrapped():
+    """The usual loop, with DataParallel."""
+    model = nn.DataParallel(Net())
+    optimizer = sgd(model)
+    for x, y in loader():
+        learn(model, optimizer, x, y)
+
+
+@loop
+def bare():
+    model = Net()
+    optimizer = sgd(model)
+    for x, y in loader():
+        learn(model, optimizer, x, y)
+
+
+@loop
+def forward_only():
+    model = Net()
+    for x, _ in loader():
+        model(x)
+
+
+@loop
+def gan():
+    """Two models and two optimizers a batch: three calls of the critic, one of the maker used twice."""
+    maker, critic = Net(4, 4), Critic()
+    one, two = sgd(critic), sgd(maker)
+    for x, _ in loader():
+        fake = maker(torch.randn(len(x), 4))
+        one.zero_grad()
+        (critic(fake.detach()).mean() - critic(x).mean()).backward()
+        one.step()
+        two.zero_grad()
+        (-critic(fake).mean()).backward()
+        two.step()
+
+
+@loop
+def gan_without_a_loader():
+    maker, critic = Net(4, 4), Critic()
+    one, two = sgd(critic), sgd(maker)
+    for _ in range(5):
+        fake = maker(torch.randn(6, 4))
+        one.zero_grad()
+        critic(fake.detach()).mean().backward()
+        one.step()
+        two.zero_grad()
+        critic(fake).mean().backward()
+        two.step()
+
+
+@loop
+def accumulation():
+    """An optimizer's step for every second batch."""
+    model = Net()
+    optimizer = sgd(model)
+    for number, (x, y) in enumerate(loader(rows=60, batch=10)):
+        Loss()(model(x), y).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop
+def optimizer_only():
+    model = Net()
+    optimizer = sgd(model)
+    x, y = torch.randn(12, 4), torch.randn(12, 1)
+    for _ in range(6):
+        learn(model, optimizer, x, y)
+
+
+@loop
+def accumulation_without_a_loader():
+    model = Net()
+    optimizer = sgd(model)
+    x, y = torch.randn(12, 4), torch.randn(12, 1)
+    for _ in range(4):
+        for _ in range(3):
+            Loss()(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@loop
+def calls_only():
+    model = Net()
+    for rows in (3, 5, 7, 9):
+        with torch.no_grad():
+            model(torch.randn(rows, 4))
+
+
+@loop
+def closure():
+    """LBFGS calls the model as often as it likes, in the middle of its step."""
+    model = Net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    x, y = torch.randn(12, 4), torch.randn(12, 1)
+    times = 0
+
+    def again():
+        nonlocal times
+        times += 1
+        optimizer.zero_grad()
+        loss = Loss()(model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(again)
+    return times
+
+
+@loop
+def evaluation_between():
+    model = Net()
+    optimizer = sgd(model)
+    train, held_out = loader(), loader(rows=20, batch=10)
+    for _ in range(2):
+        model.train()
+        for x, y in train:
+            learn(model, optimizer, x, y)
+        model.eval()
+        with torch.no_grad():
+            for x, _ in held_out:
+                model(x)
+
+
+@loop
+def left_early():
+    """break, next() by hand until StopIteration, an exception that the loop survives, a loader that is thrown away."""
+    model = Net()
+    optimizer = sgd(model)
+    for number, (x, y) in enumerate(loader()):
+        learn(model, optimizer, x, y)
+        if number == 1:
+            break
+    batches = iter(loader(rows=20, batch=10))
+    while True:
+        try:
+            x, y = next(batches)
+        except StopIteration:
+            break
+        learn(model, optimizer, x, y)
+    iter(loader())
+    next(iter(loader()))
+    for x, _ in loader(rows=20, batch=10):
+        try:
+            if len(x) == 10:
+                raise KeyError("a bad batch")
+        except KeyError:
+            continue
+    for x, y in loader(rows=20, batch=10):
+        learn(model, optimizer, x, y)
+
+
+@loop
+def checkpoints():
+    """What is computed again in the backward pass is not called again."""
+    x = torch.randn(6, 4)
+
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Net(4, 4) for _ in range(3))
+
+        def forward(self, x, reentrant):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return x
+
+    model = Deep()
+    optimizer = sgd(model)
+    for reentrant in (False, True):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x.requires_grad_(), reentrant).sum().backward()
+            optimizer.step()
+
+
+@loop
+def checkpointed_as_a_whole():
+    model = Net()
+    optimizer = sgd(model)
+    x = torch.randn(6, 4, requires_grad=True)
+    for reentrant in (False, True):
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+        optimizer.step()
+
+
+@loop
+def a_second_optimizer():
+    """As for fine-tuning: another optimizer from here on, and no loader."""
+    model = Net()
+    x, y = torch.randn(12, 4), torch.randn(12, 1)
+    for count in (5, 80):
+        optimizer = sgd(model)
+        for _ in range(count):
+            learn(model, optimizer, x, y)
+
+
+class Later(nn.Module):
+    """No relative of Net's."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@loop
+def another_model_later():
+    """When the first has been at it for long, and is not called any more."""
+    for model in (Net(), Later()):
+        for x, y in loader(rows=400, batch=10):
+            learn(model, sgd(model), x, y)
+
+
+@loop
+def another_model_later_without_a_loader():
+    x, y = torch.randn(12, 4), torch.randn(12, 1)
+    for model in (Net(), Later()):
+        optimizer = sgd(model)
+        for _ in range(100):
+            learn(model, optimizer, x, y)
+
+
+@loop
+def another_model_later_that_is_only_called():
+    with torch.no_grad():
+        for model in (Net(), Later()):
+            for _ in range(100):
+                model(torch.randn(12, 4))
+
+
+@loop
+def two_loaders():
+    model = Net()
+    optimizer = sgd(model)
+    for (x, y), _ in zip(loader(), loader(rows=200, batch=60), strict=True):
+        learn(model, optimizer, x, y)
+
+
+@loop
+def fetched_by_a_thread():
+    """A thread reads ahead, as prefetching loaders do."""
+    import queue
+    import threading
+
+    batches = queue.Queue(2)
+
+    def fetch():
+        for batch in loader():
+            batches.put(batch)
+        batches.put(None)
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    model = Net()
+    optimizer = sgd(model)
+    while (batch := batches.get()) is not None:
+        learn(model, optimizer, *batch)
+    thread.join()
+
+
+@loop
+def trains_in_a_thread():
+    import threading
+
+    thread = threading.Thread(target=bare)
+    thread.start()
+    thread.join()
+
+
+@loop
+def a_thread_beside_it():
+    """Evaluates a model of its own, over and over, while the training goes on."""
+    import threading
+
+    over, started = threading.Event(), threading.Event()
+    model = Net()
+    optimizer = sgd(model)
+
+    def evaluate():
+        other = Critic()
+        for x, _ in loader(rows=1000, batch=5):
+            with torch.no_grad():
+                other(x)
+            started.set()
+            if over.is_set():
+                return
+
+    thread = threading.Thread(target=evaluate)
+    for number, (x, y) in enumerate(loader()):
+        learn(model, optimizer, x, y)
+        if number == 0:
+            thread.start()
+            started.wait()
+    over.set()
+    thread.join()
+
+
+@loop
+def failing_parts():
+    """A dataset, a backward pass and an optimizer that raise; the loop goes on."""
+
+    class Bad(torch.utils.data.Dataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            if index == 2:
+                raise OSError("cannot be read")
+            return torch.randn(4), torch.randn(1)
+
+    class Stubborn(torch.optim.SGD):
+        times = 0
+
+        def step(self, closure=None):
+            Stubborn.times += 1
+            if Stubborn.times == 2:
+                raise RuntimeError("not now")
+            return super().step(closure)
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, fail):
+            ctx.fail = fail
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if ctx.fail:
+                raise ZeroDivisionError("in backward")
+            return grad, None
+
+    model = Net()
+    optimizer = Stubborn(model.parameters(), lr=0.01)
+    batches = iter(DataLoader(Bad(), batch_size=1))
+    told = []
+    for number in range(6):
+        try:
+            x, _ = next(batches)
+            optimizer.zero_grad()
+            Backward.apply(model(x), number == 4).sum().backward()
+            optimizer.step()
+        except (OSError, RuntimeError, ZeroDivisionError) as error:
+            frames, part = [], error.__traceback__
+            while part is not None:
+                frames.append(part.tb_frame.f_code.co_filename)
+                part = part.tb_next
+            told.append([type(error).__name__, sum("dpmon" in frame for frame in frames)])
+    return told
+
+
+class Rows(torch.utils.data.Dataset):
+    """Runs a model of its own for every row, as those do that embed what they read."""
+
+    def __init__(self):
+        self.embed = nn.Linear(4, 4)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        with torch.no_grad():
+            return self.embed(torch.full((4,), float(index)))
+
+
+@loop
+def workers():
+    model = Critic()
+    optimizer = sgd(model)
+    for x in DataLoader(Rows(), batch_size=10, num_workers=2, multiprocessing_context="fork"):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+
+@loop
+def model_in_the_dataset():
+    """Without workers: the dataset's model is called by the training process itself, while it fetches."""
+    model = Critic()
+    optimizer = sgd(model)
+    for x in DataLoader(Rows(), batch_size=10):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+
+@loop
+def forks_a_child():
+    """Trains, then forks a child that trains too, then goes on itself."""
+    model = Net()
+    optimizer = sgd(model)
+    x, y = torch.randn(12, 4), torch.randn(12, 1)
+    for _ in range(2):
+        learn(model, optimizer, x, y)
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        for _ in range(3):
+            learn(model, optimizer, x, y)
+        end()
+    os.waitpid(pid, 0)
+    for _ in range(2):
+        learn(model, optimizer, x, y)
+    return pid
+
+
+@loop
+def forks_a_child_with_a_wrapper():
+    """Made before the fork, called after it."""
+    model = nn.DataParallel(Net())
+    model(torch.randn(6, 4))
+    pid = os.fork()
+    if not pid:
+        model(torch.randn(6, 4))
+        end()
+    os.waitpid(pid, 0)
+    return pid
+
+
+@loop
+def multiprocessing_child():
+    """Ends by os._exit, after multiprocessing's own finalizers; the parent calls no model."""
+    import multiprocessing
+
+    child = multiprocessing.get_context("fork").Process(target=optimizer_only)
+    child.start()
+    child.join()
+    return child.pid
+
+
+@loop
+def forward_fails():
+    class Fails(Net):
+        def forward(self, x):
+            if len(x) in (5, 10):
+                raise ValueError("too few rows")
+            return super().forward(x)
+
+    told = []
+    for model in (Fails(), nn.DataParallel(Fails())):
+        optimizer = sgd(model)
+        for x, y in loader():
+            try:
+                learn(model, optimizer, x, y)
+            except ValueError:
+                told.append(traceback.format_exc().count("dpmon"))
+    return told
+
+
+@loop
+def by_hand():
+    """Neither loader nor optimizer, but gradients."""
+    model = Net()
+    x, y = torch.randn(12, 4), torch.randn(12, 1)
+    for _ in range(10):
+        model.zero_grad()
+        Loss()(model(x), y).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+
+
+def end():
+    """End as Python does, but without tidying up all of torch, which takes a second."""
+    atexit._run_exitfuncs()
+    os._exit(0)
+
+
+def main():
+    said = {}
+    gc.freeze()
+    for name, function in loops.items():
+        read, write = os.pipe()
+        sys.stdout.flush()
+        pid = os.fork()
+        if not pid:
+            torch.manual_seed(0)
+            os.close(read)
+            told = function()
+            os.write(write, json.dumps(told).encode())
+            end()
+        os.close(write)
+        with open(read, "rb") as pipe:
+            told = pipe.read()
+        _, status = os.waitpid(pid, 0)
+        said[name] = [pid, status, json.loads(told) if told else "nothing"]
+    print(json.dumps(said))
+
+
+main()

@@ -1,0 +1,282 @@
+"""Runs the real command line in processes of its own, for tests that need a whole run."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import pyte
+
+__all__ = ["Dpmon", "Result", "Terminal", "wait_for"]
+
+Value = TypeVar("Value")
+LOOK_S = 0.02
+
+
+def wait_for(condition: Callable[[], Value], limit: float = 15.0, what: str = "") -> Value:
+    """The first true value of `condition`; fails with the last value once `limit` seconds have passed."""
+    until = time.monotonic() + limit
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > until:
+            raise AssertionError(f"not within {limit} s: {what or condition} (it is {value!r})")
+        time.sleep(LOOK_S)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended and what it wrote."""
+
+    status: int
+    out: bytes
+    err: bytes
+
+    @property
+    def text(self) -> str:
+        """Its standard output as text."""
+        return self.out.decode()
+
+    @property
+    def errors(self) -> str:
+        """Its standard error as text."""
+        return self.err.decode("utf-8", "replace")
+
+
+@dataclass
+class Dpmon:
+    """Starts dpmon in `cwd` with a state directory of its own; ends what is left of its runs in `clean_up`."""
+
+    state: Path
+    cwd: Path
+    python: str = sys.executable
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The test's own environment with the state directory; no terminal's size, no wish for colour."""
+        left_out = (
+            *("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE"),
+            *("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONUNBUFFERED"),
+        )
+        env = {name: value for name, value in os.environ.items() if name not in left_out}
+        return {**env, "XDG_STATE_HOME": str(self.state), **(extra or {})}
+
+    def words(self, *words: object) -> list[str]:
+        """The command line that runs dpmon."""
+        script = shutil.which("dpmon", path=os.path.dirname(self.python))
+        return [*([script] if script else [self.python, "-m", "dpmon"]), *map(str, words)]
+
+    def start(
+        self,
+        *words: object,
+        stdin: int | IO[bytes] | None = subprocess.DEVNULL,
+        stdout: int | IO[bytes] | None = subprocess.PIPE,
+        stderr: int | IO[bytes] | None = subprocess.PIPE,
+        env: Mapping[str, str] | None = None,
+        before: str = "",
+        **more: Any,
+    ) -> subprocess.Popen[bytes]:
+        """Start it; in a session of its own, so that signals to the test's group do not reach it.
+
+        `before`: what a shell (bash) does before it becomes dpmon, such as a trap or a limit.
+        """
+        argv = self.words(*words)
+        process = subprocess.Popen(
+            ["bash", "-c", f'{before}\nexec "$@"', "bash", *argv] if before else argv,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=more.pop("cwd", self.cwd),
+            env=self.environment(env),
+            start_new_session=more.pop("start_new_session", True),
+            **more,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, *words: object, limit: float = 60.0, input: bytes | None = None, **more: Any) -> Result:
+        """Run it to its end, which must come within `limit` seconds."""
+        if input is not None:
+            more["stdin"] = subprocess.PIPE
+        process = self.start(*words, **more)
+        try:
+            out, err = process.communicate(input, timeout=limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            raise AssertionError(f"not over within {limit} s: {words}\n{err.decode()[-2000:]}") from None
+        return Result(process.returncode, out or b"", err or b"")
+
+    def script(self, text: str, name: str = "script.py") -> Path:
+        """Write a script into the working directory."""
+        path = self.cwd / name
+        path.write_text(text)
+        return path
+
+    def runs(self) -> list[Path]:
+        """The directories of all runs in the order of their starts (a name tells only the second)."""
+
+        def start(directory: Path) -> tuple[str, float]:
+            try:
+                return directory.name[:15], float(json.loads((directory / "run.json").read_text())["started_unix"])
+            except OSError:  # it is being made
+                return directory.name[:15], float("inf")
+
+        return sorted((self.state / "dpmon" / "runs").glob("*"), key=start)
+
+    def last(self) -> Path:
+        """The directory of the run that was started last."""
+        runs = self.runs()
+        assert runs, "there is no run"
+        return runs[-1]
+
+    def info(self, directory: Path | None = None) -> dict[str, Any]:
+        """run.json once the command has been started."""
+
+        def started() -> dict[str, Any] | None:
+            runs = [directory] if directory is not None else self.runs()
+            with contextlib.suppress(OSError, IndexError):
+                found: dict[str, Any] = json.loads((runs[-1] / "run.json").read_text())
+                return found if found["command_pid"] is not None else None
+            return None
+
+        found = wait_for(started, what="the command's start")
+        assert found is not None
+        return found
+
+    def exit(self, limit: float = 30.0) -> dict[str, Any]:
+        """exit.json of the last run, once it is there."""
+
+        def ended() -> dict[str, Any] | None:
+            path = self.last() / "exit.json"
+            return json.loads(path.read_text()) if path.exists() else None
+
+        found = wait_for(ended, limit, "exit.json")
+        assert found is not None
+        return found
+
+    def records(self, run: str = "last") -> list[dict[str, Any]]:
+        """What `dpmon export` gives."""
+        result = self.run("export", run)
+        assert result.status == 0, result.errors
+        return [json.loads(line) for line in result.out.splitlines()]
+
+    def clean_up(self) -> None:
+        """End whatever is left: the foregrounds that were started, supervisors, commands and their groups."""
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+        for pid in self._leftovers():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _leftovers(self) -> Iterator[int]:
+        """Processes whose command line or environment names this test's state directory."""
+        needle = str(self.state).encode()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal() and int(entry.name) != os.getpid():
+                with contextlib.suppress(OSError):
+                    if needle in (entry / "cmdline").read_bytes() or needle in (entry / "environ").read_bytes():
+                        yield int(entry.name)
+
+
+# Makes the terminal that it has as its input the controlling one of a new session, then becomes the program.
+_IN_TERMINAL = """\
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
+class Terminal:
+    """A program in a terminal of its own, as the foreground job of its session; `dpmon` unless `argv` is given."""
+
+    def __init__(
+        self,
+        dpmon: Dpmon,
+        *words: object,
+        argv: list[str] | None = None,
+        size: tuple[int, int] = (40, 120),
+        **env: str,
+    ) -> None:
+        self._master, slave = os.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+        os.set_blocking(self._master, False)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _IN_TERMINAL, *(argv or dpmon.words(*words))],
+            stdin=slave, stdout=slave, stderr=slave, cwd=dpmon.cwd, env=dpmon.environment(env),
+        )  # fmt: skip
+        os.close(slave)
+        dpmon.started.append(self.process)
+        self.seen = b""
+        """Everything that was written to the terminal."""
+        self._screen = pyte.Screen(size[1], size[0])
+        self._stream = pyte.ByteStream(self._screen)
+
+    def type(self, text: str) -> None:
+        """Press keys."""
+        os.write(self._master, text.encode())
+
+    def take(self) -> bytes:
+        """All that has come so far."""
+        while self._master >= 0 and select.select([self._master], [], [], 0)[0]:
+            try:
+                data = os.read(self._master, 65536)
+            except OSError:  # nobody has the other end any more
+                break
+            self.seen += data
+            # What pyte does not know (private modes of newer terminals) it would show as text.
+            with contextlib.suppress(Exception):
+                self._stream.feed(data)
+        return self.seen
+
+    def picture(self) -> str:
+        """What the terminal shows now."""
+        self.take()
+        return "\n".join(line.rstrip() for line in self._screen.display)
+
+    def until(self, text: str, limit: float = 20.0) -> None:
+        """Wait until `text` was written."""
+        wait_for(lambda: text.encode() in self.take(), limit, f"{text!r} in {self.seen!r}")
+
+    def shows(self, text: str, limit: float = 20.0) -> None:
+        """Wait until `text` stands on the screen."""
+        wait_for(lambda: text in self.picture(), limit, f"{text!r} on the screen")
+
+    def hang_up(self) -> None:
+        """Close the terminal under the program."""
+        os.close(self._master)
+        self._master = -1
+
+    def wait(self, limit: float = 20.0) -> int:
+        """The exit status; the terminal is closed."""
+
+        def ended() -> bool:
+            self.take()
+            return self.process.poll() is not None
+
+        wait_for(ended, limit, "the program's end")
+        self.take()
+        if self._master >= 0:
+            self.hang_up()
+        return self.process.returncode

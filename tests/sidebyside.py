@@ -1,0 +1,90 @@
+"""Runs a script alone and under dpmon, in the same place, and keeps what can be compared."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from running import Dpmon
+
+__all__ = ["ROOT", "Outcome", "SideBySide", "of_kind"]
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 100.0
+# How many threads add up a sum is torch's choice: the last bit must not hang on that. dpmon switches buffering off.
+SAME = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended (128 + N for a signal), what it printed, and the files it left, by name."""
+
+    status: int
+    stdout: bytes
+    stderr: bytes
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class SideBySide:
+    """The working directory is made anew from `source` for each run, always under the same name."""
+
+    def __init__(self, dpmon: Dpmon, source: Path | None = None, env: Mapping[str, str] | None = None) -> None:
+        self.dpmon = dpmon
+        self.source = source
+        self.env = {**SAME, **(env or {})}
+
+    def alone(self, *words: object, **more: Any) -> Outcome:
+        """The Python command `words` without dpmon."""
+        before = self._renew()
+        done = subprocess.run(
+            [self.dpmon.python, *map(str, words)],
+            cwd=self.dpmon.cwd,
+            env=self.dpmon.environment(self.env),
+            stdin=more.pop("stdin", subprocess.DEVNULL),
+            capture_output=True,
+            timeout=LIMIT_S,
+            start_new_session=True,
+            **more,
+        )
+        status = done.returncode if done.returncode >= 0 else 128 - done.returncode
+        return Outcome(status, done.stdout, done.stderr, self._made(before))
+
+    def under(self, *words: object, options: tuple[object, ...] = (), **more: Any) -> Outcome:
+        """The same under `dpmon --headless`; stderr is the script's own, without dpmon's lines."""
+        for run in self.dpmon.runs():
+            shutil.rmtree(run)
+        before = self._renew()
+        result = self.dpmon.run(
+            "--headless", "--python", self.dpmon.python, *options, *words, env=self.env, limit=LIMIT_S, **more
+        )
+        assert self.dpmon.runs(), result.errors
+        stderr = (self.dpmon.last() / "stderr.log").read_bytes()
+        return Outcome(result.status, result.out, stderr, self._made(before))
+
+    def _renew(self) -> Mapping[str, bytes]:
+        shutil.rmtree(self.dpmon.cwd)
+        if self.source is None:
+            self.dpmon.cwd.mkdir()
+        else:
+            shutil.copytree(self.source, self.dpmon.cwd, ignore=shutil.ignore_patterns("__pycache__"))
+        return self._files()
+
+    def _made(self, before: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        return {name: content for name, content in self._files().items() if before.get(name) != content}
+
+    def _files(self) -> Mapping[str, bytes]:
+        found: dict[str, bytes] = {}
+        for path in sorted(self.dpmon.cwd.rglob("*")):
+            with contextlib.suppress(IsADirectoryError):
+                found[str(path.relative_to(self.dpmon.cwd))] = path.read_bytes()
+        return found
+
+
+def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """The records of one kind."""
+    return [record for record in records if record["kind"] == kind]

@@ -1,0 +1,221 @@
+"""A training that never was: real payloads, packed with dpmon.records, for tests of everything that reads them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dpmon.records import (
+    CALL_PHASES,
+    Decoder,
+    Record,
+    call_flags,
+    mode_number,
+    pack_call,
+    pack_definition,
+    pack_event,
+    pack_step,
+)
+
+SECOND = 1_000_000_000
+
+
+def decoded(payloads: Iterable[bytes], process: int = 0, rank: int | None = None, origin_ns: int = 0) -> list[Record]:
+    """The records in `payloads`, as a reader of one ring would see them."""
+    decoder = Decoder(process, rank, origin_ns)
+    return [record for payload in payloads if (record := decoder.decode(payload)) is not None]
+
+
+def chunks(rows: int, devices: int) -> list[int]:
+    """Rows a replica as torch.chunk cuts them."""
+    size = -(-rows // devices)
+    return [min(size, rows - start) for start in range(0, rows, size)]
+
+
+class Training:
+    """Makes the payloads of one process, step by step, with times that wobble around given ones."""
+
+    def __init__(
+        self,
+        *,
+        process: int = 0,
+        rank: int | None = None,
+        devices: Sequence[str] = ("cpu:0", "cpu:1"),
+        virtual: bool = True,
+        root: str = "Model",
+        via: str | None = "DataParallel",
+        batch: int = 30,
+        features: tuple[int, int] = (5, 2),
+        step_ns: int = 2_400_000,
+        start_ns: int = 2 * SECOND,
+        mode: str = "dp",
+        seed: int = 1,
+    ) -> None:
+        self.process, self.rank = process, rank
+        self.devices, self.virtual = tuple(devices), virtual
+        self.root, self.via = root, via
+        self.batch, self.features = batch, features
+        self.step_ns = step_ns
+        self.now = start_ns
+        """Monotonic clock of the next step's start."""
+        self.mode = mode
+        self.steps = 0
+        self.random = random.Random(seed)
+        self.defined: dict[Any, int] = {}
+        self.shares = {
+            "dp": {
+                "data": 3,
+                "scatter": 4,
+                "replicate": 31,
+                "parallel_apply": 22,
+                "gather": 2,
+                "rest": 1,
+                "backward": 28,
+                "optimizer": 8,
+            },
+            "single": {"data": 5, "rest": 40, "backward": 40, "optimizer": 13},
+        }
+
+    def begin(self) -> list[bytes]:
+        """What a process writes first: who it is, and the mode it starts in."""
+        who = {"process": self.process, "rank": self.rank, "t_s": self.now / SECOND}
+        facts = {"world": None, "pid": 4242, "argv": ["linear.py"], "python": "3.11.2", "torch": "2.13.0"}
+        return [pack_event("process", {**who, **facts, "device_kind": "cpu"}), self.mode_event("start")]
+
+    def mode_event(self, requested_by: str, refused: str | None = None) -> bytes:
+        """The mode in force, as the tracer announces it."""
+        data = {
+            "process": self.process,
+            "rank": self.rank,
+            "t_s": self.now / SECOND,
+            "step": self.steps + 1,
+            "call": self.steps + 1,
+            "mode": self.mode,
+            "requested_by": requested_by,
+            "devices": list(self.devices) if self.mode == "dp" else list(self.devices[:1]),
+            "virtual": self.virtual,
+            "reason": "no GPU on this machine" if self.virtual else None,
+            "refused": refused,
+        }
+        return pack_event("mode", data)
+
+    def switch(self, mode: str) -> list[bytes]:
+        """The answer to a request."""
+        self.mode = mode
+        return [self.mode_event("user")]
+
+    def _define(self, payloads: list[bytes], value: Any) -> int:
+        key = repr(value)
+        if key not in self.defined:
+            self.defined[key] = len(self.defined) + 1
+            payloads.append(pack_definition(self.defined[key], value))
+        return self.defined[key]
+
+    def _sizes(self, payloads: list[bytes], rows: int, columns: int, path: str) -> int:
+        return self._define(payloads, [[path, [rows, columns], "float32", rows * columns * 4]])
+
+    def _wobble(self, ns: float) -> int:
+        return int(ns * self.random.uniform(0.85, 1.2))
+
+    def step(self, rows: int | None = None, failed: bool = False) -> list[bytes]:
+        """One turn of the loop: the definitions that are new, one call, the step."""
+        rows = self.batch if rows is None else rows
+        self.steps += 1
+        out: list[bytes] = []
+        shares = self.shares[self.mode]
+        took = {name: self._wobble(self.step_ns * share / 100) for name, share in shares.items()}
+        call_start = self.now + took["data"]
+        dp = self.mode == "dp"
+        layout = {
+            "root": self.root,
+            "via": self.via,
+            "virtual": self.virtual,
+            "devices": list(self.devices),
+            "absent": {},
+        }
+        layout_number = self._define(out, layout)
+        inputs = self._sizes(out, rows, self.features[0], "0")
+        outputs = self._sizes(out, rows, self.features[1], "")
+        phases: list[int] = []
+        at = 0
+        apply_at = 0
+        for name in CALL_PHASES:
+            if name in took:
+                apply_at = at if name == "parallel_apply" else apply_at
+                phases += [at, took[name]]
+                at += took[name]
+            else:
+                phases += [-1, 0]
+        forward = at + took["rest"]
+        replicas: list[int] = []
+        for share in chunks(rows, len(self.devices)) if dp else [rows]:
+            inside = took["parallel_apply"] if dp else took["rest"]
+            got, gave = (
+                self._sizes(out, share, width, path) for width, path in zip(self.features, ("0", ""), strict=True)
+            )
+            replicas += [got, gave, apply_at, self._wobble(inside * 0.9)]
+        flags = call_flags(self.virtual and dp, True, True, failed)
+        number = mode_number(self.mode)
+        out.append(
+            pack_call(
+                number,
+                flags,
+                layout_number,
+                self.steps,
+                self.steps,
+                call_start,
+                forward,
+                inputs,
+                outputs,
+                phases,
+                replicas,
+            )
+        )
+        wall = int((took["data"] + forward + took["backward"] + took["optimizer"]) * 1.01)
+        parts = [took["data"], forward, took["backward"], took["optimizer"]]
+        out.append(pack_step(number, self.steps, self.now, wall, rows, parts))
+        self.now += wall
+        return out
+
+    def run(self, steps: int) -> list[bytes]:
+        """Several turns."""
+        return [payload for _ in range(steps) for payload in self.step()]
+
+
+def host_event(
+    t_s: float, cpu: float | None = 43.0, gpu_absent: str | None = "NVML library not found", **more: Any
+) -> bytes:
+    """A sample of the host, as the supervisor writes it."""
+    data = {
+        "t_s": t_s,
+        "cpu_pct": cpu,
+        "mem_used_bytes": 2_300_000_000,
+        "mem_total_bytes": 24_800_000_000,
+        "run_cpu_pct": 180.0,
+        "run_mem_bytes": 812_000_000,
+        "gpu_absent": gpu_absent,
+        "absent": {},
+    }
+    return pack_event("host", {**data, **more})
+
+
+def device_event(t_s: float, index: int, **more: Any) -> bytes:
+    """A sample of one GPU, as the supervisor writes it."""
+    data = {
+        "t_s": t_s,
+        "index": index,
+        "uuid": f"GPU-{index:04d}",
+        "name": "NVIDIA H200",
+        "of_run": True,
+        "util_pct": 97 - 10 * index,
+        "mem_used_bytes": 71 << 30,
+        "mem_total_bytes": 141 << 30,
+        "mem_run_bytes": 66 << 30,
+        "temperature_c": 64,
+        "power_w": 612.0,
+        "power_limit_w": 700.0,
+        "sm_clock_mhz": 1980,
+        "absent": {},
+    }
+    return pack_event("device", {**data, **more})

@@ -1,0 +1,91 @@
+"""The line of a headless run, and the words of its summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from dpmon.cli.progress import Progress, rate
+from dpmon.cli.summary import duration
+from dpmon.records import Event, Record, Step
+
+
+class FakeReader:
+    """What Progress asks of a reader."""
+
+    def __init__(self, *polls: list[Record], activities: Mapping[int, tuple[str, int]] | None = None) -> None:
+        self._polls = [*polls]
+        self._activities = activities or {}
+        self.reached: tuple[str, int] | None = None
+
+    def poll(self) -> list[Record]:
+        return self._polls.pop(0) if self._polls else []
+
+    def activities(self) -> Mapping[int, tuple[str, int]]:
+        return self._activities
+
+    def stage(self) -> tuple[str, int] | None:
+        return self.reached
+
+
+def step(number: int, process: int = 0, samples: int | None = 30, mode: str = "dp", every_ms: int = 100) -> Step:
+    """A step that ends when the next one begins."""
+    return Step(process, None, number, mode, number * every_ms * 10**6, every_ms * 10**6, samples, {})
+
+
+def line(*polls: list[Record], **more: Any) -> str:
+    """What Progress says of these records."""
+    return Progress(FakeReader(*polls, **more)).line()  # type: ignore[arg-type]
+
+
+def test_step_speed_and_mode() -> None:
+    assert line([step(n) for n in range(1, 21)]) == "step 20  10 steps/s  300 samples/s  dp"
+
+
+def test_virtual_replicas_are_called_so_only_under_dp() -> None:
+    mode = Event("mode", {"mode": "dp", "virtual": True})
+    assert line([mode, step(1)]).endswith("  dp (virtual)")
+    assert line([mode, step(1, mode="single")]).endswith("  single")
+
+
+def test_unknown_samples_are_not_added_up() -> None:
+    assert "samples" not in line([step(1), step(2, samples=None)])
+
+
+def test_ranks_step_together() -> None:
+    records: list[Record] = [step(n, process) for n in range(1, 11) for process in range(4)]
+    assert line(records) == "step 10  4 processes  10 steps/s  1200 samples/s  dp"
+
+
+def test_all_that_has_come_is_one_line() -> None:
+    assert line([step(1)], [step(2)], [step(3)]).startswith("step 3  10 steps/s")
+
+
+def test_without_steps_it_says_what_is_waited_for() -> None:
+    assert line() == "waiting for the first batch"
+    reader = FakeReader()
+    reader.reached = ("importing torch", time.monotonic_ns() - 3 * 10**9)
+    assert Progress(reader).line() == "importing torch (3 s)"  # type: ignore[arg-type]
+    reader.reached = ("torch imported", time.monotonic_ns())
+    assert Progress(reader).line() == "waiting for the first batch, torch imported (0 s)"  # type: ignore[arg-type]
+    since = time.monotonic_ns() - 12 * 10**9
+    assert line(activities={0: ("data", since)}) == "no step for 12 s, in data"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(3.412, "3.41"), (0.5, "0.5"), (99.9, "99.9"), (412.4, "412"), (9999, "9999"), (12_400, "12.4k")],
+)
+def test_rates_have_three_digits(value: float, text: str) -> None:
+    assert rate(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.412, "0.41 s"), (12.34, "12.3 s"), (59.96, "60.0 s"), (221, "3 min 41 s"), (7500, "2 h 05 min")],
+)
+def test_durations_are_read_at_a_glance(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,140 @@
+"""What each part really loads, seen in a fresh interpreter: the import contracts only see what is written."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "dpmon"
+HEAVY = {"textual", "rich", "torch", "numpy", "pynvml", "sqlite3", "asyncio"}
+
+
+def loaded_by(code: str, *, isolated: bool = True) -> set[str]:
+    """Names in sys.modules after `code` has run in an interpreter of its own."""
+    program = f"import sys\n{code}\nimport json\nprint('\\n' + json.dumps(sorted(sys.modules)))"
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("DPMON_", "PYTHON"))}
+    done = subprocess.run(
+        [sys.executable, *(["-I"] if isolated else []), "-c", program],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def tops(modules: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in modules}
+
+
+BARE = loaded_by("")
+
+
+def added_by(code: str) -> set[str]:
+    """What `code` loads beyond a bare interpreter (editable installs and .pth files load things of their own)."""
+    return loaded_by(code) - BARE
+
+
+def run_main(*words: str) -> str:
+    return f"""
+sys.argv = ["dpmon", *{list(words)!r}]
+from dpmon.cli.main import entry
+try:
+    entry()
+except SystemExit as end:
+    assert not end.code, end.code
+"""
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["ls"], ["attach", "--help"]])
+def test_a_plain_question_loads_nothing_heavy(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert not tops(added_by(run_main(*words))) & (HEAVY - {"asyncio"})
+
+
+def test_the_training_process_loads_only_the_standard_library() -> None:
+    for part in ("dpmon.records", "dpmon.ring", "dpmon.tracer", "dpmon.tracer.inject"):
+        added = tops(added_by(f"import {part}")) - {"dpmon"}
+        assert added <= sys.stdlib_module_names, part
+        assert not added & {"sqlite3", "asyncio", "subprocess", "socket", "ssl", "logging"}, part
+
+
+def test_the_tracer_loads_of_dpmon_only_itself_ring_and_records() -> None:
+    added = added_by("import torch\nbefore = set(sys.modules)\nimport dpmon.tracer.patch") - loaded_by("import torch")
+    assert {name for name in added if name.startswith("dpmon.")} >= {"dpmon.ring", "dpmon.records", "dpmon.tracer"}
+    for name in added:
+        top = name.partition(".")[0]
+        assert (
+            top == "torch"
+            or top in sys.stdlib_module_names
+            or name.startswith(("dpmon.tracer", "dpmon.ring", "dpmon.records"))
+            or name == "dpmon"
+        ), name
+
+
+def test_a_process_that_never_imports_torch_pays_for_next_to_nothing(tmp_path: Path) -> None:
+    """What the sitecustomize loads into every Python the program starts."""
+    site = PACKAGE / "tracer" / "site"
+    program = "import sys; print(*sorted(sys.modules))"
+    loaded = []
+    for extra in ({}, {"PYTHONPATH": str(site), "DPMON_RUN": str(tmp_path), "DPMON_START_NS": "0"}):
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("DPMON_", "PYTHON"))}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env={**env, **extra}, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        loaded.append(set(done.stdout.split()))
+    assert loaded[1] - loaded[0] <= {"dpmon", "dpmon.tracer", "dpmon.tracer.inject", "sitecustomize"}
+    assert "dpmon.tracer.inject" in loaded[1]
+
+
+def all_of(*packages: str) -> str:
+    """Code that imports every module of the packages, deferred ones too."""
+    paths = (path for package in packages for path in (PACKAGE / package).rglob("*.py"))
+    names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in paths]
+    return "import " + ", ".join(sorted(name.removesuffix(".__init__") for name in names))
+
+
+def test_the_supervisor_loads_neither_torch_nor_textual() -> None:
+    added = added_by(all_of("run", "gpu"))
+    assert {"dpmon.run.supervisor", "dpmon.gpu.sampler"} <= added
+    assert not tops(added) & {"torch", "numpy", "textual", "rich"}
+    assert not [name for name in added if name.startswith(("dpmon.tracer", "dpmon.ui", "dpmon.cli", "dpmon.model"))]
+    assert "pynvml" not in added  # only when it is asked, on its own thread
+
+
+def test_the_screen_loads_neither_torch_nor_pynvml_nor_the_tracer() -> None:
+    added = added_by(all_of("ui", "model") + "\nimport dpmon.run.reader, dpmon.run.stop")
+    assert "textual.app" in added
+    assert not tops(added) & {"torch", "numpy", "pynvml"}
+    assert not [name for name in added if name.startswith(("dpmon.tracer", "dpmon.gpu", "dpmon.run.supervisor"))]
+
+
+def test_the_model_loads_neither_clock_nor_io() -> None:
+    added = added_by(all_of("model"))
+    assert not tops(added) & {"textual", "rich", "sqlite3", "threading", "socket", "subprocess"}
+
+
+def test_pynvml_has_one_doorway() -> None:
+    importers = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.partition(".")[0] == "pynvml" for name in names):
+                importers.add(path.relative_to(PACKAGE).as_posix())
+    assert importers == {"gpu/nvml.py"}
+
+
+def test_what_cleans_text_from_outside_needs_nothing() -> None:
+    assert tops(added_by("import dpmon.ui.text")) <= {"dpmon", *sys.stdlib_module_names}

@@ -1,0 +1,115 @@
+"""What is executed for what was typed, and by which Python."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpmon.run import command
+from dpmon.run.command import CommandError, choose_python, resolve
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def python_at(place: Path, name: str = "python") -> str:
+    """An executable file that may be taken for a Python."""
+    place.mkdir(parents=True, exist_ok=True)
+    path = place / name
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def torch_in(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The Pythons that have torch; those that are asked are remembered under "asked:"."""
+    having: set[str] = set()
+
+    def lacks(python: str) -> str | None:
+        having.add(f"asked:{python}")
+        return None if python in having else ""
+
+    monkeypatch.setattr(command, "_lacks_torch", lacks)
+    return having
+
+
+def test_a_script_gets_the_python_and_its_words_unchanged(here: Path, torch_in: set[str]) -> None:
+    torch_in.add(sys.executable)
+    (here / "a b.py").write_text("")
+    found = resolve(["a b.py", "--", "-m", ""], None, None, {"PATH": ""})
+    assert found.argv == (sys.executable, "a b.py", "--", "-m", "")
+    assert (found.python, found.script, found.name) == (sys.executable, "a b.py", "a-b")
+
+
+def test_a_module_gets_the_python(torch_in: set[str]) -> None:
+    torch_in.add(sys.executable)
+    found = resolve(["--lr", "3"], "pkg.train", None, {"PATH": ""})
+    assert found.argv == (sys.executable, "-m", "pkg.train", "--lr", "3")
+    assert (found.script, found.name) == ("-m pkg.train", "train")
+
+
+def test_a_launcher_is_left_alone(here: Path, torch_in: set[str]) -> None:
+    python_at(here / "bin", "torchrun")
+    found = resolve(["torchrun", "a.py"], None, None, {"PATH": str(here / "bin")})
+    assert (found.argv, found.python, found.name) == (("torchrun", "a.py"), None, "torchrun")
+    assert not torch_in
+
+
+def test_a_launcher_whose_name_ends_like_a_script_is_found_on_path(here: Path) -> None:
+    python_at(here / "bin", "launch.py")
+    assert resolve(["launch.py"], None, None, {"PATH": str(here / "bin")}).python is None
+
+
+def test_the_environments_python_comes_first(here: Path, torch_in: set[str]) -> None:
+    venv = python_at(here / "venv" / "bin")
+    conda = python_at(here / "conda" / "bin")
+    path = python_at(here / "bin", "python3")
+    environ = {"VIRTUAL_ENV": str(here / "venv"), "CONDA_PREFIX": str(here / "conda"), "PATH": str(here / "bin")}
+    for having, expected in (
+        ({venv, conda, sys.executable, path}, venv),
+        ({conda, sys.executable, path}, conda),
+        ({sys.executable, path}, sys.executable),
+        ({path}, path),
+    ):
+        torch_in.clear()
+        torch_in |= having
+        assert choose_python(None, environ) == expected
+
+
+def test_the_same_python_is_asked_once(torch_in: set[str]) -> None:
+    bin_directory = os.path.dirname(sys.executable)
+    with pytest.raises(CommandError):
+        choose_python(None, {"VIRTUAL_ENV": os.path.dirname(bin_directory), "PATH": bin_directory})
+    places = [os.path.dirname(asked.removeprefix("asked:")) for asked in torch_in]
+    assert len(places) == len({os.path.realpath(asked.removeprefix("asked:")) for asked in torch_in})
+
+
+def test_no_torch_names_every_python_that_was_asked(here: Path, torch_in: set[str]) -> None:
+    venv = python_at(here / "venv" / "bin")
+    with pytest.raises(CommandError) as caught:
+        choose_python(None, {"VIRTUAL_ENV": str(here / "venv"), "PATH": ""})
+    text = str(caught.value)
+    assert venv in text
+    assert sys.executable in text
+    assert "pip install" in text
+    assert "\n" not in text
+
+
+def test_own_torch_is_looked_for_without_importing_it() -> None:
+    before = "torch" in sys.modules
+    assert command._lacks_torch(sys.executable) is None
+    assert ("torch" in sys.modules) == before
+
+
+def test_a_folder_called_torch_is_not_torch(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "torch").mkdir()
+    monkeypatch.setattr(sys, "path", [str(here)])
+    assert command._lacks_torch(sys.executable) == ""

@@ -1,0 +1,98 @@
+"""Files of a run that were changed at random: an error of ours or less to read, never anything else."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dpmon.cli.summary import summary_lines
+from dpmon.records import as_json, pack_call, pack_definition, pack_event, pack_step
+from dpmon.ring import Ring
+from dpmon.run.drain import Drain
+from dpmon.run.export import history
+from dpmon.run.reader import RunReader
+from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, save
+
+START = 1_000_000_000
+
+
+@pytest.fixture
+def whole(state: Path) -> Path:
+    """A finished run with a history, and more in its ring than the history has."""
+    info = RunInfo(
+        id="", name="x", command=("x.py",), script="x.py", cwd="/", python=None, started_unix=1e9, start_ns=START,
+        boot_id="", headless=True,
+    )  # fmt: skip
+    directory, info = create_run(info)
+    ring = Ring(str(directory / "process-0.ring"), process=0, start_ns=START, capacity=1 << 17)
+    ring.write(pack_event("process", {"process": 0, "t_s": 0.0}))
+    layout = {"root": "M", "via": None, "virtual": True, "devices": ["cpu:0", "cpu:1"], "absent": {}}
+    ring.write(pack_definition(1, layout))
+    ring.write(pack_definition(2, [["0", [4, 5], "float32", 80]]))
+    drain = Drain(directory, info, print)
+    for part in range(2):
+        for number in range(60):
+            step = part * 60 + number + 1
+            phases, shares = (0, 1, 2, 3, 4, 5, 6, 7), (2, 2, 0, 5) * 2
+            ring.write(pack_call(1, 7, 1, step, step, START + step, 5, 2, 2, phases, shares))
+            ring.write(pack_step(1, step, START + step, 900, 4, (1, 2, -1, -1)))
+        if not part:
+            drain.flush()
+    drain.close()
+    (directory / "stages.log").write_text("1 2 torch imported\n")
+    save(directory, ExitInfo(0, None, 1.0, START + 5, 1.0, "supervisor"))
+    return directory
+
+
+def changed(data: bytes, chance: random.Random) -> bytes:
+    """The same bytes with something wrong: flips, a cut, a repeated part, zeros, noise."""
+    what = bytearray(data)
+    for _ in range(chance.choice((1, 1, 3, 40))):
+        at = chance.randrange(len(what)) if what else 0
+        # Most of a file is filler: the first kilobytes are where its meaning is.
+        at = at if chance.random() < 0.5 else at % min(len(what) or 1, 9000)
+        size = chance.choice((1, 4, 8, 64))
+        kind = chance.randrange(5)
+        if kind == 0:
+            what[at : at + size] = chance.randbytes(min(size, len(what) - at))
+        elif kind == 1:
+            what[at : at + size] = bytes(min(size, len(what) - at))
+        elif kind == 2:
+            what[at : at + size] = b"\xff" * min(size, len(what) - at)
+        elif kind == 3 and chance.random() < 0.3:
+            del what[at:]
+        elif kind == 4 and chance.random() < 0.3:
+            what[at:at] = what[at : at + 512]
+    return bytes(what)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_changed_at_random(whole: Path, tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    names = ("run.json", "exit.json", "history.sqlite", "process-0.ring", "stages.log")
+    untouched = len(list(history(whole)))
+    assert untouched == 1 + 240 + 2
+    readable = 0
+    for turn in range(40):
+        directory = tmp_path / f"turn-{turn}"
+        shutil.copytree(whole, directory)
+        path = directory / chance.choice(names)
+        path.write_bytes(changed(path.read_bytes(), chance))
+        try:
+            for record in history(directory):
+                as_json(record)
+            reader = RunReader(directory)
+            for _ in range(4):
+                reader.poll()
+            reader.stage(), reader.exit(), reader.activities(), reader.command_alive(), reader.pending()
+            assert reader.missed >= 0
+            reader.close()
+            assert summary_lines(directory, load_exit(directory))
+            readable += 1
+        except RunError:
+            assert path.name == "run.json", "only this file can make a run unreadable"
+        shutil.rmtree(directory)
+    assert readable > 10

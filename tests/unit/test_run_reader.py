@@ -1,0 +1,274 @@
+"""A reader sees each record once, begins where the history ends, and says what it missed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dpmon.records import Call, Event, Record, Step, pack_call, pack_definition, pack_event, pack_step
+from dpmon.ring import Activity, Ring
+from dpmon.run import proc
+from dpmon.run.drain import Drain
+from dpmon.run.reader import RECENT_RECORDS, RunReader
+from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
+
+START = 1_000_000_000
+
+
+@pytest.fixture
+def run(state: Path) -> tuple[Path, RunInfo]:
+    """A run's directory whose command is this process."""
+    pid = os.getpid()
+    info = RunInfo(
+        id="", name="x", command=("x.py",), script="x.py", cwd="/", python=None, started_unix=1e9, start_ns=START,
+        boot_id=proc.boot_id(), headless=True, command_pid=pid, command_started=proc.started(pid),
+    )  # fmt: skip
+    return create_run(info)
+
+
+@pytest.fixture
+def reader(run: tuple[Path, RunInfo]) -> Iterator[RunReader]:
+    """A reader of it."""
+    found = RunReader(run[0])
+    yield found
+    found.close()
+
+
+class Writer:
+    """A traced process: calls and steps in turn."""
+
+    def __init__(self, directory: Path, process: int = 0, capacity: int = 1 << 18) -> None:
+        path = str(directory / f"process-{process}.ring")
+        self.ring = Ring(path, process=process, start_ns=START, capacity=capacity)
+        self.step = 0
+        self.ring.write(pack_event("process", {"process": process, "t_s": 0.0}))
+        self.define()
+
+    def define(self) -> None:
+        """What the calls refer to."""
+        layout = {"root": "Model", "via": None, "virtual": False, "devices": ["cpu:0"], "absent": {}}
+        self.ring.write(pack_definition(1, layout))
+        self.ring.write(pack_definition(2, [["0", [4, 5], "float32", 80]]))
+
+    def steps(self, count: int) -> None:
+        """Write so many calls and steps."""
+        for _ in range(count):
+            self.step += 1
+            now = START + self.step * 1000
+            self.ring.write(pack_call(1, 0, 1, self.step, self.step, now, 5, 2, 2, (-1, 0) * 4, (2, 2, 0, 5)))
+            self.ring.write(pack_step(2, self.step, now, 900, 4, (1, 2, 3, -1)))
+
+
+def numbers(records: list[Record]) -> list[tuple[str, int]]:
+    """Kind and number of calls and steps."""
+    return [(type(r).__name__, r.step) for r in records if isinstance(r, (Call, Step))]
+
+
+def turns(first: int, last: int) -> list[tuple[str, int]]:
+    """What `numbers` gives for the steps from first to last."""
+    return [(kind, step) for step in range(first, last + 1) for kind in ("Call", "Step")]
+
+
+def kept(run: tuple[Path, RunInfo]) -> None:
+    """Take everything into the history, as the supervisor does."""
+    drain = Drain(*run, warn=print)
+    drain.flush()
+    drain.close()
+
+
+def test_each_record_is_seen_once(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    assert reader.poll() == []
+    writer = Writer(run[0])
+    writer.steps(3)
+    first = reader.poll()
+    assert isinstance(first[0], Event)
+    assert numbers(first) == turns(1, 3)
+    assert reader.poll() == []
+    writer.steps(2)
+    assert numbers(reader.poll()) == turns(4, 5)
+    assert reader.missed == 0
+    assert first[1].start_ns == 1000
+
+
+def test_several_processes_each_in_its_order(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    one, two = Writer(run[0], 0), Writer(run[0], 12)
+    one.steps(2)
+    two.steps(3)
+    records = reader.poll()
+    by_process = {p: numbers([r for r in records if getattr(r, "process", None) == p]) for p in (0, 12)}
+    assert by_process == {0: turns(1, 2), 12: turns(1, 3)}
+    assert set(reader.activities()) == {0, 12}
+
+
+def test_a_late_reader_goes_on_where_the_history_ends(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    writer = Writer(run[0])
+    writer.steps(40)
+    kept(run)
+    writer.steps(7)
+    records = reader.poll()
+    assert numbers(records) == turns(1, 47)
+    assert [r.kind for r in records if isinstance(r, Event)] == ["process"]
+    writer.steps(1)
+    assert numbers(reader.poll()) == turns(48, 48)
+
+
+def test_a_late_reader_of_a_long_run_is_given_what_is_recent(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    writer = Writer(run[0], capacity=1 << 22)
+    writer.steps(RECENT_RECORDS)
+    kept(run)
+    writer.steps(1)
+    records = reader.poll()
+    found = numbers(records)
+    assert found == turns(1, RECENT_RECORDS + 1)[-len(found) :]
+    assert RECENT_RECORDS <= len(found) <= RECENT_RECORDS + 4
+    assert [r.kind for r in records if isinstance(r, Event)] == ["process"], "the process is known however old"
+
+
+def test_definitions_that_the_ring_has_lost_come_from_the_history(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    writer = Writer(run[0], capacity=1 << 17)
+    drain = Drain(*run, warn=print)
+    for _ in range(20):
+        writer.steps(200)
+        drain.flush()
+    drain.close()
+    found = numbers(reader.poll())
+    assert found[-2:] == turns(4000, 4000)
+    assert reader.missed == 0
+
+
+def test_what_was_overwritten_is_counted(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    writer = Writer(run[0], capacity=1 << 17)
+    writer.steps(1)
+    assert numbers(reader.poll()) == turns(1, 1)
+    writer.steps(3000)
+    writer.define()
+    writer.steps(5)
+    seen = 0
+    while records := reader.poll():
+        seen += len(numbers(records))
+    assert seen + reader.missed == 2 * 3005, "the two definitions written last were read, the rest is calls and steps"
+    assert reader.missed > 1000
+
+
+def test_without_calls_only_the_rest_is_decoded(run: tuple[Path, RunInfo]) -> None:
+    writer = Writer(run[0])
+    writer.steps(5)
+    kept(run)
+    writer.steps(5)
+    reader = RunReader(run[0], calls=False)
+    assert numbers(reader.poll()) == [("Step", step) for step in range(1, 11)]
+    reader.close()
+
+
+def test_a_request_is_pending_until_every_process_has_acted(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    assert reader.request_mode("single") == 0
+    assert not reader.pending()
+    one, two = Writer(run[0], 0), Writer(run[0], 1)
+    assert reader.request_mode("single") == 2
+    assert reader.pending()
+    for writer in (one, two):
+        assert writer.ring.request_mode == 2
+        assert reader.pending()
+        writer.ring.acknowledge(writer.ring.request_serial, 2)
+    assert not reader.pending()
+    with pytest.raises(ValueError, match="not in tuple"):
+        reader.request_mode("fast")
+
+
+def test_an_ended_process_is_not_waited_for(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    one, two = Writer(run[0], 0), Writer(run[0], 1)
+    reader.request_mode("dp")
+    one.ring.acknowledge(1, 1)
+    assert reader.pending()
+    two.ring.activity(Activity.ENDED, time.monotonic_ns())
+    assert not reader.pending()
+    assert reader.request_mode("single") == 1
+
+
+def test_activities_and_stages(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    assert reader.activities() == {}
+    assert reader.stage() is None
+    path = run[0] / "stages.log"
+    path.write_text("12 1000 importing torch\n12 2000 torch imp")
+    assert reader.stage() == ("importing torch", 1000)
+    path.write_text("12 1000 importing torch\n12 2000 torch imported\n")
+    assert reader.stage() == ("torch imported", 2000)
+    path.write_bytes(b"\xff\n" * 10_000 + b"no line of ours\n")
+    assert reader.stage() is None
+    writer = Writer(run[0])
+    reader.poll()
+    writer.ring.activity(Activity.DATA, 77_000)
+    name, since = reader.activities()[0]
+    assert name == "data"
+    assert since == pytest.approx(77_000, abs=64)
+
+
+def test_the_end_is_read_from_the_file_or_the_ring(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    assert reader.exit() is None
+    ring = Ring(str(run[0] / "gpu.ring"), process=-1, start_ns=START)
+    ring.write(pack_event("exit", {"status": 137, "signal": "SIGKILL", "t_s": 2.5}))
+    reader.poll()
+    found = reader.exit()
+    assert found is not None
+    assert (found.status, found.signal, found.seconds, found.end_ns) == (137, "SIGKILL", 2.5, START + 2_500_000_000)
+    other = RunReader(run[0])
+    save(run[0], ExitInfo(3, None, 1.0, 2, 0.5, "supervisor"))
+    found = other.exit()
+    assert found is not None
+    assert found.status == 3
+    other.close()
+
+
+def test_whether_the_command_lives(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    directory, info = run
+    assert reader.command_alive() is True
+    for change, expected in (
+        ({"command_started": (info.command_started or 0) - 5}, False),  # the number belongs to another process now
+        ({"boot_id": "another boot"}, False),
+        ({"command_pid": None}, None),
+    ):
+        save(directory, replace(info, **change))
+        other = RunReader(directory)
+        assert other.command_alive() is expected
+        other.close()
+
+
+def test_run_json_is_read_again_when_it_was_replaced(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    directory, info = run
+    save(directory, replace(info, command_pid=4))
+    assert reader.refresh().command_pid == 4
+    (directory / "run.json").write_text("{")
+    assert reader.refresh().command_pid == 4
+
+
+@pytest.mark.parametrize("content", [b"", b"DPMONRNG", bytes(8192), b"x" * 300_000])
+def test_what_is_no_ring_is_skipped(run: tuple[Path, RunInfo], reader: RunReader, content: bytes) -> None:
+    (run[0] / "process-3.ring").write_bytes(content)
+    (run[0] / "process-x.ring").write_bytes(content)
+    Writer(run[0], 0).steps(1)
+    assert numbers(reader.poll()) == turns(1, 1)
+
+
+def test_a_ring_that_is_truncated_under_the_reader(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    Writer(run[0], 0).steps(3)
+    reader.poll()
+    os.truncate(run[0] / "process-0.ring", 100)
+    assert reader.poll() == []
+    assert reader.activities() == {0: ("ended", 0)}
+    assert reader.missed == 0
+
+
+def test_descriptors_are_given_back(run: tuple[Path, RunInfo]) -> None:
+    Writer(run[0], 0).steps(3)
+    kept(run)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        reader = RunReader(run[0])
+        assert reader.poll()
+        reader.close()
+    assert len(os.listdir("/proc/self/fd")) == before

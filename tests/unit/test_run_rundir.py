@@ -1,0 +1,151 @@
+"""The directory of a run: made, found, and refused when it is not what it should be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from dpmon.run.rundir import (
+    ExitInfo,
+    RunError,
+    RunInfo,
+    create_run,
+    find_run,
+    list_runs,
+    load_exit,
+    load_info,
+    runs_directory,
+    save,
+    short_name,
+)
+
+
+def draft(name: str = "linear", started: float = 1_795_170_672.5) -> RunInfo:
+    """A run that has not been given its directory yet."""
+    return RunInfo(
+        id="", name=name, command=("python", "x.py", "ü"), script="x.py", cwd="/", python=None,
+        started_unix=started, start_ns=7, boot_id="b", headless=True, options={"mode": "auto", "replicas": None},
+        versions={"dpmon": "0"},
+    )  # fmt: skip
+
+
+def test_what_is_written_is_read_back(state: Path) -> None:
+    directory, info = create_run(draft())
+    assert load_info(directory) == info
+    assert directory.name == info.id
+    how = ExitInfo(137, "SIGKILL", 1.5, 10**12, 3.25, "supervisor")
+    assert load_exit(directory) is None
+    save(directory, how)
+    assert load_exit(directory) == how
+    assert sorted(path.name for path in directory.iterdir()) == ["exit.json", "run.json"]
+
+
+def test_the_directory_is_below_the_state_home_and_closed(state: Path) -> None:
+    before = os.umask(0)
+    try:
+        directory, _ = create_run(draft())
+    finally:
+        os.umask(before)
+    assert directory.parent == runs_directory() == state / "dpmon" / "runs"
+    for path in (directory, directory.parent, directory.parent.parent):
+        assert path.stat().st_mode & 0o777 == 0o700, path
+    assert (directory / "run.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_an_open_directory_is_closed(state: Path) -> None:
+    (state / "dpmon" / "runs").mkdir(parents=True, mode=0o755)
+    create_run(draft())
+    assert runs_directory().stat().st_mode & 0o777 == 0o700
+
+
+def test_many_of_the_same_second_are_all_different(state: Path) -> None:
+    names = {create_run(draft())[0].name for _ in range(300)}
+    assert len(names) == 300
+    assert len(list_runs()) == 300
+
+
+def test_runs_are_found_by_all_their_names(state: Path) -> None:
+    old, old_info = create_run(draft("a", 1000.0))
+    new, new_info = create_run(draft("a", 2000.0))
+    other, other_info = create_run(draft("last-one", 1500.0))
+    assert find_run() == find_run("last") == new
+    assert find_run("a") == new
+    assert find_run(short_name(old_info)) == old
+    assert find_run(old_info.id) == old
+    assert find_run("last-one") == other
+    assert find_run(other_info.id[:-2]) == other
+    assert [info for _, info in list_runs()] == [old_info, other_info, new_info]
+    for unknown in ("b", "", "../" + new.name, str(new)):
+        with pytest.raises(RunError):
+            find_run(unknown)
+
+
+def test_of_two_in_one_second_the_later_is_the_last(state: Path) -> None:
+    for round_ in range(20):
+        create_run(draft("a", 5000.0 + round_ + 0.1))
+        later, _ = create_run(draft("a", 5000.0 + round_ + 0.2))
+        assert find_run() == later
+
+
+def test_a_link_is_refused(state: Path, tmp_path: Path) -> None:
+    directory, _ = create_run(draft())
+    directory.rename(tmp_path / "elsewhere")
+    directory.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match="symbolic link"):
+        load_info(directory)
+    assert list_runs() == []
+
+
+def test_a_linked_run_json_is_refused(state: Path, tmp_path: Path) -> None:
+    directory, _ = create_run(draft())
+    (directory / "run.json").rename(tmp_path / "elsewhere")
+    (directory / "run.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError):
+        load_info(directory)
+
+
+def test_a_foreign_owner_is_refused(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, _ = create_run(draft())
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(RunError, match="another user"):
+        load_info(directory)
+    with pytest.raises(RunError, match="another user"):
+        create_run(draft())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"id": 3}', "{}", "[" * 100_000, '{"id": "x", "command": "not a list"}', "\x00\xff"],
+)
+def test_a_damaged_run_json_is_an_error_of_ours(state: Path, text: str) -> None:
+    directory, _ = create_run(draft())
+    (directory / "run.json").write_text(text)
+    with pytest.raises(RunError):
+        load_info(directory)
+    assert list_runs() == []
+
+
+@pytest.mark.parametrize("member", [member.name for member in dataclasses.fields(RunInfo)])
+@pytest.mark.parametrize("value", [True, 3, [1], {"a": 1}, "x", None])
+def test_every_member_is_checked_for_its_type(state: Path, member: str, value: object) -> None:
+    directory, info = create_run(draft())
+    data = {**json.loads((directory / "run.json").read_text()), member: value}
+    (directory / "run.json").write_text(json.dumps(data))
+    try:
+        found = load_info(directory)
+    except RunError:
+        return
+    kind = type(getattr(info, member))
+    same = getattr(found, member)
+    assert isinstance(same, kind) or same is None or getattr(info, member) is None or kind is float
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"status": "0"}', '{"status": null}', "[]"])
+def test_a_damaged_exit_json_is_none(state: Path, text: str) -> None:
+    directory, _ = create_run(draft())
+    (directory / "exit.json").write_text(text)
+    assert load_exit(directory) is None

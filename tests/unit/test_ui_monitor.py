@@ -1,0 +1,427 @@
+"""The screen's behaviour, key by key, over a reader of the same shape as the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import types
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import SECOND, Training, decoded, host_event
+from textual.pilot import Pilot
+
+from dpmon.records import Event, Record
+from dpmon.ui.dialogs import Choice, Pages
+from dpmon.ui.look import COLOUR, UNICODE, Look
+from dpmon.ui.monitor import Monitor
+
+LOOK = Look(UNICODE, COLOUR, True)
+
+
+class FakeReader:
+    """A run that the test conducts: what it appends to `new` is what the next poll brings."""
+
+    def __init__(self, directory: Path, mode_option: str = "auto") -> None:
+        self.info = types.SimpleNamespace(
+            id="20261120-141502-linear-7f3a",
+            script="linear.py",
+            start_ns=SECOND,
+            python="/usr/bin/python3",
+            options={"mode": mode_option},
+        )
+        self.output_paths: tuple[Path, ...] = (directory / "output.log",)
+        self.new: list[Record] = []
+        self.missed = 0
+        self.ended: Any = None
+        self.is_alive: bool | None = True
+        self.asked: list[str] = []
+        self.unanswered = False
+        self.doing: dict[int, tuple[str, int]] = {}
+        self.polls = 0
+        self.closed = False
+
+    def refresh(self) -> Any:
+        return self.info
+
+    def poll(self) -> list[Record]:
+        self.polls += 1
+        found, self.new = self.new, []
+        return found
+
+    def stage(self) -> tuple[str, int] | None:
+        return None
+
+    def activities(self) -> dict[int, tuple[str, int]]:
+        return self.doing
+
+    def exit(self) -> Any:
+        return self.ended
+
+    def command_alive(self) -> bool | None:
+        return self.is_alive
+
+    def request_mode(self, mode: str) -> int:
+        self.asked.append(mode)
+        self.unanswered = True
+        return 1
+
+    def pending(self) -> bool:
+        return self.unanswered
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Stage:
+    """An application under test, its pilot and the run it looks at."""
+
+    def __init__(self, app: Monitor, pilot: Pilot[str], reader: FakeReader, training: Training) -> None:
+        self.app, self.pilot, self.reader, self.training = app, pilot, reader, training
+
+    def text(self) -> str:
+        return "\n".join(self.app.text())
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for a condition, with a limit."""
+        for _ in range(500):
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"never came: {what}\n{self.text()}")
+
+    async def shows(self, text: str) -> None:
+        await self.until(lambda: text in self.text(), text)
+
+    async def press(self, *keys: str) -> None:
+        await self.pilot.press(*keys)
+
+    def end(self, status: int = 0, signal: str | None = None) -> None:
+        self.reader.ended = types.SimpleNamespace(status=status, signal=signal, seconds=12.0, error=None)
+        self.reader.is_alive = False
+
+
+@asynccontextmanager
+async def stage(
+    directory: Path, size: tuple[int, int] = (120, 40), steps: int = 200, **options: Any
+) -> AsyncIterator[Stage]:
+    reader = FakeReader(directory, **options)
+    training = Training(devices=("cpu:0", "cpu:1"))
+    if steps:
+        reader.new = decoded([*training.begin(), *training.run(steps), host_event(1.0)], origin_ns=SECOND)
+    app = Monitor(directory, LOOK, refresh=0.1, open_reader=lambda: reader)
+    async with app.run_test(size=size) as pilot:
+        on = Stage(app, pilot, reader, training)
+        await on.until(lambda: reader.polls > 1, "the first polls")
+        yield on
+    app.feed.close()
+    assert reader.closed
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (160, 50), (200, 60)])
+async def test_it_draws_the_run_at_every_size(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with stage(tmp_path, size) as on:
+        await on.shows("● running")
+        rows = on.app.text()
+        assert len(rows) == size[1]
+        for word in ("linear.py", "dp ×2", "2 Replicas", "3 Batch", "5 Output", "[15, 5]", "? help", "q leave"):
+            assert word in on.text()
+        for name, slot in on.app.slots.items():
+            widget = on.app.query_one(f"#{name}")
+            assert tuple(widget.region) == (slot.x, slot.y, slot.width, slot.height)
+
+
+async def test_it_draws_before_anything_is_read(tmp_path: Path) -> None:
+    def never() -> FakeReader:
+        assert app.text()[0].strip(), "there is a picture already"
+        return reader
+
+    reader = FakeReader(tmp_path)
+    app = Monitor(tmp_path, LOOK, refresh=0.1, open_reader=never)
+    async with app.run_test(size=(80, 24)):
+        for _ in range(200):
+            if reader.polls:
+                break
+            await asyncio.sleep(0.01)
+        assert reader.polls
+
+
+async def test_it_finds_its_place_when_the_size_changes(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        for width, height in ((80, 24), (200, 60), (45, 12), (20, 5), (120, 40)):
+            await on.pilot.resize_terminal(width, height)
+            await on.until(lambda h=height: len(on.app.text()) == h, "the new size")
+            await on.until(lambda w=width: {len(row) for row in on.app.text()} == {w}, f"{width} columns")
+        await on.shows("4 dp against single")
+
+
+async def test_toggle_is_pending_at_once_and_done_when_answered(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.shows("d single")
+        await on.press("d")
+        assert on.reader.asked == ["single"]
+        await on.shows("single pending")
+        on.training.defined.clear()
+        on.reader.new = decoded([*on.training.switch("single"), *on.training.run(20)], origin_ns=SECOND)
+        await on.until(lambda: on.app.feed.state.mode_change_count == 2, "the mode event")
+        assert "single pending" in on.text(), "the event alone is no acknowledgement by every process"
+        on.reader.unanswered = False
+        await on.shows("single done since step 201")
+        await on.shows("d dp")
+        await on.press("d")
+        assert on.reader.asked == ["single", "dp"]
+
+
+async def test_a_refusal_is_shown_with_its_reason(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.press("d")
+        on.reader.new = decoded([on.training.mode_event("user", refused="the module is spread over devices")])
+        on.reader.unanswered = False
+        await on.shows("single refused: the module is spread over devices")
+        await on.shows("dp ×2")
+
+
+async def test_no_toggle_where_nothing_may_be_changed(tmp_path: Path) -> None:
+    async with stage(tmp_path, mode_option="script") as on:
+        await on.shows("● running")
+        await on.press("d")
+        assert on.reader.asked == []
+        assert "d single" not in on.text()
+
+
+async def test_leaving_asks_and_leaves_the_training_alone(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.press("q")
+        assert isinstance(on.app.screen, Choice)
+        await on.press("escape")
+        await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
+        await on.press("ctrl+c")
+        assert isinstance(on.app.screen, Choice)
+        await on.press("l")
+        await on.until(lambda: on.app.return_value == "left", "the end of the screen")
+
+
+async def test_after_the_end_q_just_closes(tmp_path: Path) -> None:
+    (tmp_path / "output.log").write_text("Traceback (most recent call last):\n  x\nRuntimeError: boom\n")
+    async with stage(tmp_path) as on:
+        on.end(1)
+        await on.shows("✗ failed status 1")
+        await on.shows("RuntimeError: boom")
+        await on.shows("q close")
+        assert "d single" not in on.text()
+        await on.press("d")
+        assert on.reader.asked == []
+        await on.press("q")
+        await on.until(lambda: on.app.return_value == "ended", "the end of the screen")
+
+
+async def test_everything_before_the_end_is_in_the_last_picture(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        on.training.defined.clear()
+        on.reader.new = decoded(on.training.run(50), origin_ns=SECOND)
+        on.end(0)
+        await on.shows("finished status 0")
+        await on.shows("step       250")
+
+
+async def test_a_vanished_command_is_given_time_for_its_status(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        on.reader.is_alive = False
+        await on.shows("ending")
+        on.end(0)
+        await on.shows("finished status 0")
+
+
+async def test_stop_stops_the_run_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[Path] = []
+
+    def stop_run(directory: Path) -> Iterator[str]:
+        stopped.append(directory)
+        yield "SIGINT to 3 processes"
+        on.end(130, "SIGINT")
+        yield "stopped by SIGINT"
+
+    monkeypatch.setattr("dpmon.run.stop.stop_run", stop_run)
+    async with stage(tmp_path) as on:
+        await on.press("q", "s")
+        await on.until(lambda: on.app.return_value == "stopped", "the end of the screen")
+        assert stopped == [tmp_path]
+
+
+async def test_a_stop_that_fails_is_told_and_the_screen_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop_run(directory: Path) -> Iterator[str]:
+        yield "2 processes cannot be stopped: 1, 2"
+
+    monkeypatch.setattr("dpmon.run.stop.stop_run", stop_run)
+    async with stage(tmp_path) as on:
+        await on.press("q", "s")
+        await on.shows("could not stop the training: 2 processes cannot be stopped: 1, 2")
+        assert on.app.return_value is None
+
+
+async def test_freeze_holds_the_picture_while_records_are_taken_in(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.shows("step       200")
+        await on.press("space")
+        await on.shows("FROZEN")
+        still = on.text()
+        on.training.defined.clear()
+        on.reader.new = decoded(on.training.run(50), origin_ns=SECOND)
+        process = on.app.feed.state.focus()
+        assert process is not None
+        await on.until(lambda: process.step_count == 250, "the records behind the picture")
+        assert on.text() == still
+        await on.press("3", "3")
+        assert on.app.view.zoom == "batch", "it can still be looked at"
+        await on.press("escape", "space")
+        await on.shows("step       250")
+        assert "FROZEN" not in on.text()
+
+
+async def test_panels_are_reached_by_number_tab_and_enter(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.press("3")
+        assert (on.app.view.focus, on.app.view.zoom) == ("batch", None)
+        await on.shows("▸3 Batch")
+        await on.press("enter")
+        assert on.app.view.zoom == "batch"
+        assert "2 Replicas" not in on.text()
+        await on.press("5")
+        assert on.app.view.zoom == "output"
+        await on.press("escape")
+        await on.press("tab")
+        assert (on.app.view.focus, on.app.view.zoom) == ("devices", None)
+        await on.press("shift+tab")
+        assert on.app.view.focus == "output"
+
+
+async def test_a_folded_panel_opens_with_its_number(tmp_path: Path) -> None:
+    async with stage(tmp_path, (80, 24)) as on:
+        await on.shows("1 Devices")
+        assert on.app.slots["devices"].folded
+        await on.press("1")
+        await on.shows("no GPU: NVML library not found")
+        await on.press("1")
+        assert on.app.view.zoom is None
+
+
+async def test_a_click_goes_to_a_panel_and_the_wheel_scrolls(tmp_path: Path) -> None:
+    (tmp_path / "output.log").write_text("".join(f"line {i}\n" for i in range(100)))
+    async with stage(tmp_path) as on:
+        await on.shows("line 99")
+        await on.pilot.click("#batch")
+        assert on.app.view.focus == "batch"
+        slot = on.app.slots["output"]
+        from textual.events import MouseScrollUp
+
+        panel = on.app.query_one("#output")
+        panel.post_message(MouseScrollUp(panel, 1, 1, 0, 0, 0, False, False, False, slot.x + 1, slot.y + 1))
+        await on.until(lambda: on.app.feed.output.top is not None, "scrolling")
+
+
+async def test_the_output_scrolls_back_and_follows_again(tmp_path: Path) -> None:
+    (tmp_path / "output.log").write_text("".join(f"line {i}\n" for i in range(100)))
+    async with stage(tmp_path) as on:
+        await on.shows("following")
+        await on.shows("line 99")
+        await on.press("pageup")
+        await on.shows("of 100")
+        assert "line 99" not in on.text()
+        await on.press("home")
+        await on.shows("line 1 of 100")
+        await on.press("end")
+        await on.shows("following")
+        with (tmp_path / "output.log").open("a") as file:
+            file.write("  0%|   |\r 50%|#  |\r100%|###|")
+        await on.shows("100%|###|")
+        assert "50%" not in on.text()
+
+
+async def test_the_script_cannot_steer_the_screen(tmp_path: Path) -> None:
+    evil = b"\x1b]52;c;ZXZpbA==\x07\x1b[2J\x1bc\x9b6n\xe2\x80\xaeevil\x00 end\n"
+    (tmp_path / "output.log").write_bytes(evil * 5)
+    async with stage(tmp_path) as on:
+        await on.shows("evil end")
+        strips = [on.app.query_one("#output").render_line(y) for y in range(on.app.slots["output"].height)]
+        for strip in strips:
+            assert all(ord(char) >= 32 and not 127 <= ord(char) < 160 and char != "\u202e" for char in strip.text)
+
+
+async def test_help_opens_scrolls_and_closes(tmp_path: Path) -> None:
+    async with stage(tmp_path, (80, 24)) as on:
+        await on.press("question_mark")
+        assert isinstance(on.app.screen, Pages)
+        page = on.app.screen
+        assert any("Panels" in row for row in page.box.text())
+        assert "more" in page.box.text()[-1]
+        await on.press("pagedown", "pagedown", "end")
+        assert any("leave the training running" in row for row in page.box.text())
+        await on.press("escape")
+        await on.until(lambda: len(on.app.screen_stack) == 1, "help to close")
+
+
+async def test_warnings_have_a_page(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.press("w")
+        assert len(on.app.screen_stack) == 1, "no warnings, no page"
+        on.reader.new = [Event("warning", {"process": 0, "t_s": 3.0, "text": "a hook took itself out\x1b[2J"})]
+        await on.shows("w warnings")
+        await on.press("w")
+        assert isinstance(on.app.screen, Pages)
+        assert any("a hook took itself out\ufffd[2J" in row for row in on.app.screen.box.text())
+
+
+async def test_a_line_reaches_the_scripts_input(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.press("i")
+        assert len(on.app.screen_stack) == 1, "no input, no dialog"
+        os.mkfifo(tmp_path / "input.fifo")
+        await on.shows("i input")
+        fd = os.open(tmp_path / "input.fifo", os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            await on.press("i", "q", "h", "d", "y", "x", "backspace", "space", "1", "tab", "enter")
+            assert os.read(fd, 100) == b"qhdy 1\n"
+            assert on.reader.asked == [], "keys that are typed do nothing else"
+        finally:
+            os.close(fd)
+        await on.press("i", "a", "enter")
+        await on.shows("the line was not sent")
+
+
+async def test_several_roots_take_turns(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        other = Training(root="Critic", via=None, mode="single")
+        on.reader.new = decoded(other.run(3), origin_ns=SECOND)
+        await on.press("2")
+        await on.shows("Critic · bare module · 1 of 2 roots")
+        await on.shows("n next root")
+        await on.press("n", "n")
+        await on.shows("Model · DataParallel")
+
+
+async def test_a_fault_in_the_reader_ends_the_screen_with_an_error(tmp_path: Path) -> None:
+    def broken() -> FakeReader:
+        raise OSError("no such run")
+
+    app = Monitor(tmp_path, LOOK, refresh=0.1, open_reader=broken)
+    async with app.run_test(size=(80, 24)):
+        for _ in range(200):
+            if app.problem is not None:
+                break
+            await asyncio.sleep(0.01)
+    assert isinstance(app.problem, OSError)
+    assert app.return_code == 2
+
+
+async def test_rows_that_stay_the_same_are_not_drawn_again(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.shows("● running")
+        on.end(0)
+        await on.shows("finished")
+        drawn = {name: widget.drawn for name, widget in on.app._panels.items()}
+        polls = on.reader.polls
+        await on.until(lambda: on.reader.polls > polls + 20, "twenty ticks")
+        assert {name: widget.drawn for name, widget in on.app._panels.items()} == drawn

@@ -1,0 +1,150 @@
+"""The small parts that pictures are made of: numbers, bars, frames, wrapping, the look, the footer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from synthetic import SECOND, Training, decoded
+
+from dpmon.model import State, fold
+from dpmon.ui.chart import bar, ceiling, range_bar, spark
+from dpmon.ui.footer import footer
+from dpmon.ui.format import clock, compact, group, memory, memory_of, ms, percent, short_ms
+from dpmon.ui.help import help_rows
+from dpmon.ui.look import ASCII, COLOUR, LETTERS, MONO, UNICODE, Look, choose
+from dpmon.ui.panel_output import shifted
+from dpmon.ui.rows import box, cut, fit, plain, width_of, wrapped
+from dpmon.ui.scene import Ended, Facts, Scene
+
+LOOK = Look(UNICODE, COLOUR, True)
+MONO_ASCII = Look(ASCII, MONO, False)
+
+
+def a_scene() -> Scene:
+    training = Training()
+    state = State()
+    for record in decoded([*training.begin(), *training.run(20)]):
+        state = fold(state, record)
+    return Scene(state, training.now, Facts(), alive=True, can_toggle=True, can_type=True)
+
+
+def test_the_footer_offers_only_what_works() -> None:
+    scene = a_scene()
+    assert (
+        plain(footer(scene, 120, LOOK)[0]).strip()
+        == "d single  space freeze  1-5 panel  enter zoom  i input  ? help  q leave"
+    )
+    nothing = replace(scene, can_toggle=False, can_type=False, ended=Ended(0, None, 1))
+    assert plain(footer(nothing, 120, LOOK)[0]).strip() == "1-5 panel  enter zoom  ? help  q close"
+    narrow = plain(footer(scene, 40, LOOK)[0])
+    assert "…" in narrow
+    assert "? help  q leave" in narrow
+
+
+@pytest.mark.parametrize(
+    ("ns", "text"),
+    [
+        (None, "–"),
+        (0, "0.00 µs"),
+        (950, "0.95 µs"),
+        (23_000, "23.0 µs"),
+        (99_949, "99.9 µs"),
+        (99_960, "0.10 ms"),
+        (4_120_000, "4.12 ms"),
+        (12_345_678, "12.3 ms"),
+        (123_456_789, "123 ms"),
+        (1_250_000_000, "1.25 s"),
+        (999_400_000, "999 ms"),
+    ],
+)
+def test_durations(ns: float | None, text: str) -> None:
+    assert ms(ns) == text
+    assert len(text) <= 7
+    assert short_ms(ns) == text.replace(" ", "")
+
+
+def test_numbers() -> None:
+    assert [group(n) for n in (None, 0, 999, 12_340, 1_234_567)] == ["–", "0", "999", "12 340", "1 234 567"]
+    assert [compact(n) for n in (None, 0.5, 41.2, 412.3, 12_400, 999_960, 3.1e6)] == [
+        "–",
+        "0.50",
+        "41.2",
+        "412",
+        "12.4k",
+        "1.00M",
+        "3.10M",
+    ]
+    assert [percent(n) for n in (None, 0.0, 0.004, 0.31, 1.0)] == ["–", "0 %", "<1 %", "31 %", "100 %"]
+    assert [memory(n) for n in (None, 0, 1023, 1024, 71 << 30)] == ["–", "0 B", "1023 B", "1.00 KiB", "71.0 GiB"]
+    assert memory_of(512 << 20, 141 << 30) == "512 MiB / 141 GiB"
+    assert [clock(n) for n in (None, 0, 221 * SECOND, 90_061 * SECOND)] == ["–", "00:00:00", "00:03:41", "1d 01:01:01"]
+
+
+@pytest.mark.parametrize("width", range(1, 20))
+def test_cutting_measures_cells_and_leaves_a_sign(width: int) -> None:
+    for text in ("short", "漢字漢字漢字漢字漢字", "a漢b字c漢d字e漢f"):
+        shown = cut(text, width)
+        assert width_of([(shown, "")]) <= width
+        if width_of([(text, "")]) > width:
+            assert shown.endswith("…")
+        assert width_of(fit([(text, "x"), (text, "y")], width)) == width
+
+
+def test_a_frame_says_what_it_left_out() -> None:
+    rows = box([("Title", "")], [("corner", "")], [[(str(i), "")] for i in range(10)], 30, 6, UNICODE)
+    assert plain(rows[-1]).endswith(" 6 more ↓ ─╯")
+    assert {width_of(row) for row in rows} == {30}
+    folded = box([("Title", "")], [("42 %", "")], [], 30, 1, UNICODE)
+    assert plain(folded[0]).split() == ["Title", "42", "%"]
+
+
+def test_bars_and_lines() -> None:
+    assert plain(bar(0.5, 8, UNICODE)) == "━━━━────"
+    assert plain(bar(0.001, 8, UNICODE)) == "━───────", "something is never nothing"
+    assert plain(bar(0.0, 8, UNICODE)) == "────────"
+    assert plain(bar(None, 4, UNICODE)) == "····"
+    assert spark([0, 50, 100, None], 6, UNICODE) == "   ▄█·"
+    assert spark([0, 1, 100], 3, ASCII) == " .@"
+    assert range_bar(1, 2, 4, 4, 9, UNICODE) == "  ├─┼───┤"
+
+
+@pytest.mark.parametrize(
+    ("value", "top"), [(0.9, 1.0), (1.0, 1.0), (10.3e6, 12e6), (10.0, 10.0), (7, 8), (0, 1.0), (123, 150)]
+)
+def test_scales_are_round(value: float, top: float) -> None:
+    assert ceiling(value) == pytest.approx(top)
+
+
+def test_shifting_long_lines() -> None:
+    assert [plain(row) for row in shifted([[("abcdef", "x"), ("ghi", "y")], [("ab", "")]], 4)] == ["efghi", ""]
+
+
+def test_wrapping() -> None:
+    assert wrapped("one two three four", 9) == ["one two", "three", "four"]
+
+
+@pytest.mark.parametrize("width", [76, 108])
+def test_the_help_explains_every_phase_in_a_sentence(width: int) -> None:
+    rows = help_rows(width, LOOK)
+    assert all(width_of(row) <= width for row in rows)
+    text = " ".join(plain(row) for row in rows)
+    for word in LETTERS:
+        assert f"{word} " in text
+    for panel in ("1 Devices", "2 Replicas", "3 Batch", "5 Output"):
+        assert panel in text
+
+
+def test_the_look_follows_the_terminal() -> None:
+    assert choose({"TERM": "xterm-256color"}, "utf-8") == LOOK
+    assert choose({"TERM": "xterm", "NO_COLOR": "1"}, "UTF-8").styles is MONO
+    assert choose({"TERM": "xterm"}, "ANSI_X3.4-1968").glyphs is ASCII
+    assert choose({"TERM": "linux"}, "utf-8").glyphs is ASCII
+    assert choose({"TERM": "vt100"}, "utf-8") == MONO_ASCII
+    assert choose({}, None).glyphs is ASCII
+
+
+def test_no_two_phases_share_a_colour_or_a_letter() -> None:
+    colours = [COLOUR[f"phase.{name}"].color for name in LETTERS]
+    assert len(set(colours)) == len(colours) == len(set(LETTERS.values()))
+    assert COLOUR["mode.dp"].color != COLOUR["mode.single"].color

@@ -1,0 +1,418 @@
+"""Pictures as strings: what each panel says of named situations, and every row exactly as wide as the screen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import SECOND, Training, decoded, device_event, host_event
+
+from dpmon.model import State, fold
+from dpmon.records import Call, Event, Size
+from dpmon.ui import panel_batch, panel_compare, panel_devices, panel_replicas
+from dpmon.ui.chart import stacked, window
+from dpmon.ui.footer import keys
+from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange
+from dpmon.ui.look import ASCII, COLOUR, LETTERS, MONO, UNICODE, Look
+from dpmon.ui.paint import by_mode, whole
+from dpmon.ui.panel_output import Output
+from dpmon.ui.panel_status import status
+from dpmon.ui.rows import plain, width_of
+from dpmon.ui.scene import Ended, Facts, Scene, Toggle, View, devices_in_short, life
+from dpmon.ui.tail import Tail
+
+LOOK = Look(UNICODE, COLOUR, True)
+MONO_ASCII = Look(ASCII, MONO, False)
+FACTS = Facts("20261120-141502-linear-7f3a", "examples/linear.py", SECOND, "auto", "/usr/bin/python3")
+SIZES = [
+    (80, 24),
+    (120, 40),
+    (160, 50),
+    (200, 60),
+    (40, 10),
+    (60, 20),
+    (100, 30),
+    (110, 25),
+    (250, 70),
+    (90, 45),
+    (20, 5),
+]
+
+
+def state_of(payloads: list[bytes]) -> State:
+    state = State()
+    for record in decoded(payloads):
+        state = fold(state, record)
+    return state
+
+
+def scene_of(training: Training, steps: int = 300, **changes: Any) -> Scene:
+    payloads = [*training.begin(), *training.run(steps), *[host_event(float(i)) for i in range(30)]]
+    state = state_of(payloads)
+    scene = Scene(state, training.now + SECOND // 10, FACTS, alive=True, can_toggle=True, can_type=True)
+    return replace(scene, **changes)
+
+
+def situations() -> dict[str, Scene]:
+    """Named situations, as many as the screen has to be right in."""
+    dp = scene_of(Training(devices=[f"cpu:{i}" for i in range(4)]))
+    gpus = scene_of(Training(devices=[f"cuda:{i}" for i in range(8)], virtual=False))
+    for i in range(8):
+        for t in range(20):
+            for record in decoded([device_event(float(t), i, power_w=None, absent={"power_w": "not supported"})]):
+                fold(gpus.state, record)
+    hostile = Training(
+        root="Net\x1b]52;c;x\x07\u202e漢字" * 20, via="Sub\x9b31m\x00class", devices=["\x1b[2Jcuda:0", "cuda\u200b:1"]
+    )
+    single = Training()
+    both = [*single.begin(), *single.run(200), *single.switch("single"), *single.run(200)]
+    failed = Training()
+    return {
+        "nothing": Scene(State(), 0),
+        "importing": Scene(State(), 3 * SECOND, FACTS, stage=("importing torch", SECOND), alive=True),
+        "dp": dp,
+        "gpus": gpus,
+        "many replicas": scene_of(Training(devices=[f"cuda:{i}" for i in range(64)], batch=48, virtual=False)),
+        "both modes": Scene(state_of(both), single.now, FACTS, alive=True, can_toggle=True),
+        "pending": replace(dp, toggle=Toggle("single", "pending", dp.now_ns - SECOND)),
+        "refused": replace(dp, toggle=Toggle("single", "refused", dp.now_ns, reason="spread over devices " * 20)),
+        "frozen": replace(dp, view=View(frozen=True)),
+        "failed": replace(dp, ended=Ended(1, None, dp.now_ns, "RuntimeError: " + "no " * 100), can_toggle=False),
+        "killed": replace(dp, ended=Ended(137, "SIGKILL", dp.now_ns), can_toggle=False),
+        "hostile": scene_of(hostile, 20, facts=FACTS._replace(script="a\x1b[31m/" + "漢" * 100)),
+        "failed call": Scene(state_of([*failed.begin(), *failed.step(failed=True)]), failed.now, FACTS, alive=True),
+        **{
+            f"zoom {name}": replace(dp, view=View(name, name))
+            for name in ("devices", "replicas", "batch", "compare", "output")
+        },
+    }
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Output:
+    path = tmp_path / "output.log"
+    path.write_bytes(
+        b"".join(
+            b"\x1b[32mstep %d\x1b[0m loss 0.4 \xe6\xbc\xa2\xe5\xad\x97 \x1b]52;c;x\x07%s\n" % (i, b"w" * i)
+            for i in range(300)
+        )
+    )
+    tail = Tail(path)
+    tail.refresh()
+    return Output([tail])
+
+
+@pytest.mark.parametrize("look", [LOOK, MONO_ASCII], ids=["colour", "mono ascii"])
+@pytest.mark.parametrize("name", list(situations()))
+def test_every_row_is_exactly_as_wide_as_the_screen(name: str, look: Look, output: Output) -> None:
+    scene = situations()[name]
+    for width, height in SIZES:
+        rows = whole(scene, output, width, height, look)
+        assert len(rows) == height
+        assert {width_of(row) for row in rows} == {width}, f"{width}x{height}"
+        text = "\n".join(plain(row) for row in rows)
+        assert not any((ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 or c == "\u202e" for c in text)
+
+
+@pytest.mark.parametrize("devices", [0, 1, 2, 8, 16])
+@pytest.mark.parametrize("replicas", [1, 2, 8, 64])
+def test_places_tile_the_screen(devices: int, replicas: int) -> None:
+    for width in range(20, 251, 13):
+        for height in range(5, 71):
+            for zoom in (None, "batch"):
+                slots = arrange(width, height, devices=devices, replicas=replicas, zoom=zoom)
+                areas = [(s.x, s.y, s.x + s.width, s.y + s.height) for s in slots.values()]
+                assert all(0 <= x < right <= width and 0 <= y < low <= height for x, y, right, low in areas)
+                assert sum((right - x) * (low - y) for x, y, right, low in areas) == width * height, "no gap"
+                for one, other in combinations(areas, 2):
+                    apart_x = one[2] <= other[0] or other[2] <= one[0]
+                    assert apart_x or one[3] <= other[1] or other[3] <= one[1], f"{width}x{height}: overlap"
+                if width >= MIN_WIDTH and height >= MIN_HEIGHT:
+                    assert {"status", "footer"} < set(slots)
+
+
+def text_of(scene: Scene, width: int, height: int, output: Output | None = None, look: Look = LOOK) -> str:
+    return "\n".join(plain(row) for row in whole(scene, output or Output(), width, height, look))
+
+
+def rows_text(rows: list[Any]) -> list[str]:
+    return [plain(row).rstrip() for row in rows]
+
+
+# ------------------------------------------------------------------------------------------------ the words
+
+
+def test_the_first_seconds_tell_what_happens() -> None:
+    before = Scene(State(), 2 * SECOND, FACTS)
+    assert life(before) == ("starting", "wait", "2 s")
+    assert life(replace(before, alive=True)).word == "starting python"
+    importing = replace(before, alive=True, stage=("importing torch", SECOND))
+    assert life(importing) == ("importing torch", "wait", "1 s")
+    imported = replace(before, alive=True, stage=("torch imported", SECOND))
+    assert life(imported) == ("waiting for the first batch", "wait", "1 s")
+    assert "importing torch 1 s" in text_of(importing, 80, 24)
+
+
+def test_waiting_for_data_is_said_after_a_second_only() -> None:
+    scene = scene_of(Training())
+    assert life(replace(scene, activities={0: ("data", scene.now_ns - SECOND // 2)})).word == "running"
+    waiting = replace(scene, now_ns=scene.now_ns + 4 * SECOND, activities={0: ("data", scene.now_ns)})
+    assert life(waiting) == ("waiting for data", "wait", "4 s")
+    stuck = replace(scene, now_ns=scene.now_ns + 9 * SECOND, activities={0: ("backward", scene.now_ns)})
+    assert life(stuck) == ("in backward", "wait", "9 s")
+
+
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        (Ended(0, None, 9), "finished status 0"),
+        (Ended(3, None, 9), "failed status 3"),
+        (Ended(137, "SIGKILL", 9), "killed by SIGKILL perhaps out of memory"),
+        (Ended(139, "SIGSEGV", 9), "killed by SIGSEGV"),
+    ],
+)
+def test_the_end_stays_with_its_outcome(ended: Ended, said: str) -> None:
+    scene = replace(scene_of(Training()), ended=ended)
+    text = text_of(scene, 160, 50)
+    assert said in text
+    assert "q close" in text
+    assert "d single" not in text
+    assert "dpmon export 20261120-141502-linear-7f3a" in text
+
+
+def test_a_failure_shows_the_last_line_of_the_traceback() -> None:
+    scene = replace(scene_of(Training()), ended=Ended(1, None, 5, "RuntimeError: no"))
+    assert "RuntimeError: no" in text_of(scene, 80, 24)
+
+
+def test_gone_without_a_record_is_said_and_no_status_invented() -> None:
+    text = text_of(replace(scene_of(Training()), alive=False), 160, 50)
+    assert "nobody recorded its exit status" in text
+    assert "ended status unknown" in text
+    assert "status 0" not in text
+
+
+def test_a_toggle_is_pending_then_done_or_refused() -> None:
+    scene = scene_of(Training())
+    pending = replace(scene, toggle=Toggle("single", "pending", scene.now_ns - 2 * SECOND))
+    assert "→ single pending 2 s: the training answers at its next batch" in text_of(pending, 80, 24)
+    done = replace(scene, toggle=Toggle("single", "done", scene.now_ns, step=12_340))
+    assert "single done since step 12 340" in text_of(done, 80, 24)
+    refused = replace(scene, toggle=Toggle("single", "refused", scene.now_ns, reason="it is DDP"))
+    assert "single refused: it is DDP" in text_of(refused, 80, 24)
+
+
+def test_the_status_says_mode_devices_and_that_they_are_virtual_with_the_reason() -> None:
+    text = text_of(scene_of(Training(devices=[f"cpu:{i}" for i in range(4)])), 120, 40)
+    assert "dp ×4  cpu:0-3 virtual" in text
+    assert "virtual replicas: no GPU on this machine" in text
+    assert "examples" not in text.splitlines()[0]
+    assert "linear.py" in text.splitlines()[0]
+
+
+@pytest.mark.parametrize("width", [120, 160, 200])
+def test_the_status_row_is_not_cut(width: int) -> None:
+    scene = scene_of(Training(devices=[f"cuda:{i}" for i in range(8)], virtual=False))
+    assert "…" not in plain(status(scene, width, 2, LOOK)[0])
+
+
+def test_dropped_records_are_counted_on_the_screen() -> None:
+    assert "1 234 records dropped" in text_of(replace(scene_of(Training()), missed=1234), 80, 24)
+    assert "dropped" not in text_of(scene_of(Training()), 80, 24)
+
+
+def test_warnings_are_shown_and_have_a_key() -> None:
+    scene = scene_of(Training())
+    fold(
+        scene.state,
+        Event("warning", {"process": 0, "t_s": scene.now_ns / SECOND, "text": "the hook\x1b[2J took itself out"}),
+    )
+    text = text_of(scene, 120, 40)
+    assert "warning: the hook\ufffd[2J took itself out" in text
+    assert ("w", "warnings") in keys(scene)
+
+
+@pytest.mark.parametrize(
+    ("devices", "short"),
+    [
+        (("cuda:0", "cuda:1", "cuda:2"), "cuda:0-2"),
+        (("cuda:0", "cuda:2"), "cuda:0,2"),
+        (("cpu",), "cpu"),
+        (("cpu:0", "cuda:0", "cuda:1"), "cpu:0 cuda:0-1"),
+        (("cuda:0", "cuda:0"), "cuda:0,0"),
+        ((), ""),
+    ],
+)
+def test_devices_in_short(devices: tuple[str, ...], short: str) -> None:
+    assert devices_in_short(devices) == short
+
+
+# ------------------------------------------------------------------------------------------------ panels
+
+
+def test_replicas_show_the_sizes_of_the_seeds() -> None:
+    scene = scene_of(Training(devices=("cpu:0", "cpu:1", "cpu:2"), batch=30), 1)
+    rows = rows_text(panel_replicas.replicas(scene, 70, 9, LOOK))
+    assert rows[0].split() == ["#", "device", "input", "output", "rows", "host", "time", "5", "to", "95", "%"]
+    assert [row.split()[:7] for row in rows[1:4]] == [
+        [str(i), f"cpu:{i}", "[10,", "5]", "[10,", "2]", "10"] for i in range(3)
+    ]
+
+
+def test_idle_devices_are_shown_idle_with_the_reason() -> None:
+    training = Training(devices=[f"cpu:{i}" for i in range(8)])
+    scene = Scene(state_of([*training.begin(), *training.step(rows=10)]), training.now, FACTS, alive=True)
+    rows = rows_text(panel_replicas.replicas(scene, 70, 12, LOOK))
+    assert rows[6:9] == [f" {i} cpu:{i}  idle: a batch of 10 makes 5 chunks" for i in (5, 6, 7)]
+
+
+def test_a_replica_whose_sizes_were_not_seen_has_dashes() -> None:
+    scene = scene_of(Training(), 1)
+    process = scene.process
+    assert process is not None
+    (track,) = process.calls.values()
+    blind = tuple(replace(r, inputs=None, outputs=None) for r in track.last.replicas)
+    track.last = replace(track.last, replicas=blind, absent={"sizes": "not seen by a forward hook"})
+    rows = rows_text(panel_replicas.replicas(scene, 70, 9, LOOK))
+    assert rows[1].split()[:5] == ["0", "cpu:0", "–", "–", "–"]
+    assert "not seen by a forward hook" in rows
+
+
+def test_several_inputs_are_counted_and_listed_when_zoomed() -> None:
+    scene = scene_of(Training(), 1)
+    process = scene.process
+    assert process is not None
+    (track,) = process.calls.values()
+    sizes = (Size("0", (8, 5), "float32", 160), Size("1.mask", (8,), "bool", 8), Size("labels", (8,), "int64", 64))
+    track.last = replace(track.last, replicas=tuple(replace(r, inputs=sizes) for r in track.last.replicas))
+    assert any("[8, 5] +2" in row for row in rows_text(panel_replicas.replicas(scene, 70, 9, LOOK)))
+    zoomed = rows_text(panel_replicas.zoomed(scene, 100, 40, LOOK))
+    assert "   in   1.mask [8] bool 8 B" in zoomed
+    assert "   in   labels [8] int64 64 B" in zoomed
+
+
+def test_more_replicas_than_rows_are_announced() -> None:
+    text = text_of(situations()["many replicas"], 80, 24)
+    assert "more ↓" in text
+
+
+def test_the_batch_panel_has_share_median_and_p95_of_each_phase() -> None:
+    scene = scene_of(Training(), 500)
+    rows = rows_text(panel_batch.batch(scene, 116, 10, LOOK, panel_batch.figures(scene, by_mode(scene))))
+    assert rows[0].split() == [
+        "Data",
+        "Scatter",
+        "Replicate",
+        "Apply",
+        "Gather",
+        "Forward",
+        "Backward",
+        "Optimizer",
+        "other",
+        "step",
+    ]
+    shares = rows[1].replace(" %", "%").split()
+    assert shares[:4] == ["share", "3%", "4%", "31%"]
+    assert rows[2].startswith("median")
+    assert rows[3].startswith("p95")
+    assert rows[2].count("ms") + rows[2].count("µs") == 10
+
+
+def test_phases_that_do_not_run_have_dashes_not_zeros() -> None:
+    training = Training(mode="single", devices=("cpu",), virtual=False)
+    scene = scene_of(training, 100)
+    rows = rows_text(panel_batch.batch(scene, 116, 10, LOOK, panel_batch.figures(scene, by_mode(scene))))
+    assert rows[1].replace(" %", "%").split()[1:7] == ["5%", "–", "–", "–", "–", "41%"]
+    assert "0%" not in rows[1].replace(" %", "%").split()
+
+
+def test_host_times_are_called_host() -> None:
+    text = text_of(scene_of(Training()), 120, 40)
+    assert "host times" in text
+    assert "host time" in text
+
+
+def test_the_history_stacks_phases_in_their_order_and_marks_modes() -> None:
+    training = Training(step_ns=50_000_000)
+    payloads = [*training.begin(), *training.run(200), *training.switch("single"), *training.run(200)]
+    scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
+    rows = panel_batch.batch(scene, 116, 20, LOOK, panel_batch.figures(scene, by_mode(scene)))
+    axis = plain(rows[-1])
+    assert "dp ─" in axis
+    assert "│single " in axis
+    process = scene.process
+    assert process is not None
+    drawn = stacked(process.columns, len(process.columns), 16, 62_000_000, LOOK)
+    first = [next(style for text, style in row) for row in reversed(drawn) if row[0][0].strip()]
+    order = list(LETTERS)
+    seen = [order.index(style.removeprefix("phase.").split("/")[0]) for style in first]
+    assert seen == sorted(seen), "from below in the order of the phases"
+    letters = [
+        "".join(plain(row)[0])
+        for row in reversed(stacked(process.columns, len(process.columns), 16, 62_000_000, MONO_ASCII))
+    ]
+    assert "".join(letters).replace(" ", "").startswith("S"), letters
+    assert "R" in letters
+    assert "B" in letters
+
+
+def test_both_modes_stand_side_by_side_without_a_verdict() -> None:
+    scene = situations()["both modes"]
+    rows = rows_text(panel_compare.compare(scene, 60, 12, by_mode(scene)))
+    assert rows[0].split() == ["single", "dp"]
+    assert rows[1].startswith("step median")
+    assert len(rows[1].split()) == 6
+    one = scene_of(Training())
+    only = rows_text(panel_compare.compare(one, 60, 12, by_mode(one)))
+    assert only[1].split()[2] == "–"
+    assert only[-1] == "single was not seen yet: d switches the running job"
+
+
+def test_without_a_gpu_the_host_is_shown_and_why() -> None:
+    rows = rows_text(panel_devices.devices(scene_of(Training()), 60, 8, LOOK))
+    assert rows[0].endswith("43 %")
+    assert "2.14 / 23.1 GiB" in rows[1]
+    assert rows[3] == "no GPU: NVML library not found"
+
+
+def test_gpus_have_a_row_each_and_absent_values_say_why() -> None:
+    rows = rows_text(panel_devices.devices(situations()["gpus"], 100, 12, LOOK))
+    assert len(rows) == 9
+    assert rows[0].startswith(" 0 H200")
+    assert "97 %" in rows[0]
+    assert "71.0 / 141 GiB" in rows[0]
+    assert "– / 700 W" in rows[0]
+    assert rows[8] == "power: not supported"
+
+
+def test_an_unknown_utilisation_is_a_dash() -> None:
+    state = state_of([device_event(1.0, 0, util_pct=None, mem_used_bytes=None, absent={"util_pct": "GPU is lost"})])
+    rows = rows_text(panel_devices.devices(Scene(state, 0, FACTS), 80, 6, LOOK))
+    assert " – " in rows[0]
+    assert "– / 141 GiB" in rows[0]
+    assert "utilisation: GPU is lost" in rows
+
+
+def test_a_call_with_no_replicas_says_so() -> None:
+    call = Call(0, None, 1, 1, "Net", None, "single", False, True, True, False, 0, 10, ("cpu",), {}, (), None, None)
+    state = fold(State(), call)
+    rows = rows_text(panel_replicas.replicas(Scene(state, 0, FACTS), 60, 6, LOOK))
+    assert "the replicas of this call were not seen" in rows
+
+
+def test_columns_stay_in_place_until_a_quarter_has_to_go() -> None:
+    training = Training(step_ns=1_000_000_000)
+    process = state_of([*training.begin(), *training.run(95)]).focus()
+    assert process is not None
+    assert [c.number for c in window(list(process.columns)[:30], 40)] == list(range(30))
+    for made in range(41, len(process.columns)):
+        shown = [c.number for c in window(list(process.columns)[:made], 40)]
+        assert shown[-1] == made - 1, "the newest is always there"
+        assert shown == list(range(shown[0], made))
+        assert shown[0] % 10 == 0
+        assert len(shown) > 30
+    assert window([], 40) == []
+    assert window(process.columns, 0) == []

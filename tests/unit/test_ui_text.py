@@ -1,0 +1,217 @@
+"""Nothing from outside steers the terminal: the cleaning of names, and of the script's output line by line."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import unicodedata
+
+import pyte
+import pytest
+
+from dpmon.ui.rows import Row, plain
+from dpmon.ui.terminal_text import COLUMNS, interpret
+from dpmon.ui.text import LIMIT, clean, harmless
+
+STEERING = [
+    "\x1b]52;c;ZXZpbA==\x07",
+    "\x1bc",
+    "\x1b[6n",
+    "\x1b[2J\x1b[H",
+    "\x1b]0;title\x1b\\",
+    "\x1bP+q544e\x1b\\",
+    "\x1b_payload\x1b\\",
+    "\x1b^pm\x1b\\",
+    "\x1bX sos \x1b\\",
+    "\x9b31m",
+    "\x9d52;c;ZXZpbA==\x9c",
+    "\x90dcs\x9c",
+    "\x85",
+    "\x7f",
+    "\x00",
+    "\x08\x08\x08",
+    "\x0e\x0f",
+    "\x1b(0",
+    "\x1b#8",
+    "\x1b[?1049h",
+    "\x1b[5;10r",
+    "\x1b[200~paste",
+    "\u202eevil\u202c",
+    "\u2066x\u2069",
+    "\u200b\u200d\ufeff",
+    "\u00ad",
+    "\U000e0041",
+    "\ud800",
+    "\udfff\ud800",
+    "\u2028\u2029",
+    "\uffff",
+    "\U0010ffff",
+    "e" + "\u0301" * 500,
+    "\ufe0f",
+    "\u3164\u115f",
+    "\x1b",
+    "\x1b[",
+    "\x1b[31",
+    "\x1b]8;;http://x",
+]
+
+
+def harmless_rows(rows: list[Row]) -> None:
+    for row in rows:
+        shown(plain(row))
+
+
+def shown(text: str) -> None:
+    """Assert that a terminal prints `text` as it is, and nothing else happens."""
+    for char in text:
+        category = unicodedata.category(char)
+        assert category not in ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp"), f"{char!r} in {text[:100]!r}"
+    text.encode("utf-8")
+
+
+@pytest.mark.parametrize("text", STEERING)
+def test_a_name_cannot_steer(text: str) -> None:
+    for dirty in (text, "before" + text + "after", text * 50):
+        shown(clean(dirty))
+        assert clean(dirty) == clean(clean(dirty)), "cleaning twice changes nothing"
+
+
+@pytest.mark.parametrize("text", STEERING)
+def test_a_line_of_output_cannot_steer(text: str) -> None:
+    for dirty in (text, "before" + text + "after", text * 50):
+        harmless_rows(interpret([dirty.encode("utf-8", "surrogatepass")]))
+
+
+@pytest.mark.parametrize("text", STEERING)
+def test_what_is_around_stays(text: str) -> None:
+    cleaned = clean("before " + text + " after")
+    assert cleaned.startswith("before ")
+    assert cleaned.endswith(" after")
+
+
+def test_random_bytes_never_steer() -> None:
+    chance = random.Random(3)
+    pieces = [piece.encode("utf-8", "surrogatepass") for piece in STEERING]
+    for _ in range(500):
+        parts = [chance.choice(pieces) if chance.random() < 0.4 else chance.randbytes(chance.randint(1, 30))]
+        raw = b"".join(parts * chance.randint(1, 8)).replace(b"\n", b"")
+        harmless_rows(interpret([raw, raw]))
+        shown(clean(raw.decode("utf-8", "replace")))
+
+
+def test_ordinary_text_is_untouched() -> None:
+    for text in ("linear.py", "Größe 3×4 → 漢字 ok", "café", "naïve", "ไทย", "emoji 🚀"):
+        assert clean(text) == text
+
+
+def test_clean_is_bounded_and_takes_anything() -> None:
+    assert len(clean("x" * 1_000_000)) == LIMIT
+    assert clean("x" * 1_000_000).endswith("…")
+    assert clean("abc", limit=2) == "a…"
+    assert clean(None) == "None"
+    assert clean(["a"]) == "['a']"
+    assert len(harmless("a" + "\u0301" * 1000)) == 3
+
+
+def test_clean_needs_nothing_but_the_standard_library() -> None:
+    code = "import sys, dpmon.ui.text; print([m for m in sys.modules if m.split('.')[0] in ('rich', 'textual')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# ------------------------------------------------------------------------------------------------ output
+
+
+def lines(*raw: str) -> list[str]:
+    return [plain(row) for row in interpret([line.encode() for line in raw])]
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ("plain", "plain"),
+        ("", ""),
+        ("windows\r", "windows"),
+        ("  0%|  |\r 50%|# |\r100%|##|", "100%|##|"),
+        ("long line\rshort", "shortline"),
+        ("long line\r\x1b[Kshort", "short"),
+        ("abc\b\bX", "aXc"),
+        ("a\tb", "a       b"),
+        ("\x1b[31mred\x1b[0m plain", "red plain"),
+        ("ab\x1b[3CX", "ab   X"),
+        ("abcdef\x1b[4D__", "ab__ef"),
+        ("abcdef\x1b[2Gxx", "axxdef"),
+        ("abc\x1b[1K", ""),
+        ("title\x1b]0;evil\x07 after", "title after"),
+        ("link \x1b]8;;http://x\x1b\\text\x1b]8;;\x1b\\", "link text"),
+        ("\x1b[?25lhidden cursor\x1b[?25h", "hidden cursor"),
+        ("cut off \x1b[3", "cut off"),
+    ],
+)
+def test_one_line_as_a_terminal_ends_up_showing_it(raw: str, expected: str) -> None:
+    assert lines(raw) == [expected]
+
+
+def test_colours_reach_the_picture_as_styles() -> None:
+    (row,) = interpret([b"\x1b[1;31mbad\x1b[0m \x1b[38;5;208mo\x1b[38;2;1;2;3mt\x1b[39mx"])
+    assert row == [
+        ("bad", "sgr:color(1)::b"),
+        (" ", ""),
+        ("o", "sgr:color(208)::"),
+        ("t", "sgr:#010203::"),
+        ("x", ""),
+    ]
+
+
+def test_bars_below_each_other_end_up_in_their_places() -> None:
+    """As tqdm draws two bars: the second a line down, then the cursor back up."""
+    raw = "\router 0/2"
+    for i in range(3):
+        raw += f"\n\rinner {i}/3\x1b[A"
+    raw += "\router 1/2\n\rinner 0/3\x1b[A"
+    assert lines(*raw.split("\n")) == ["outer 1/2", "inner 0/3"]
+
+
+def test_a_line_of_a_megabyte_is_bounded() -> None:
+    (row,) = interpret([b"x" * 1_000_000])
+    assert len(plain(row)) == COLUMNS
+    (row,) = interpret([b"\x1b[99999C" * 1000 + b"end" + b"\x1b[31mx" * 10_000])
+    assert len(plain(row)) <= COLUMNS
+
+
+def oracle(raw: str, height: int) -> list[str]:
+    screen = pyte.Screen(200, height)
+    screen.set_mode(pyte.modes.LNM)
+    pyte.Stream(screen).feed(raw)
+    return [line.rstrip() for line in screen.display]
+
+
+def test_random_cursor_play_agrees_with_a_terminal_emulator() -> None:
+    chance = random.Random(11)
+    moves = [
+        "\r",
+        "\b",
+        "\t",
+        "\x1b[K",
+        "\x1b[1K",
+        "\x1b[2K",
+        "\x1b[2C",
+        "\x1b[3D",
+        "\x1b[5G",
+        "\x1b[1m",
+        "\x1b[31m",
+        "\x1b[0m",
+    ]
+    for _ in range(300):
+        pieces = [chance.choice([*moves, "word", "x", "12345"]) for _ in range(chance.randint(1, 25))]
+        raw = "".join(pieces)
+        assert lines(raw)[0].rstrip() == oracle(raw, 3)[0], repr(raw)
+
+
+def test_random_play_over_several_lines_agrees_with_a_terminal_emulator() -> None:
+    chance = random.Random(12)
+    moves = ["\r", "\n", "\n", "\x1b[A", "\x1b[2A", "\x1b[K", "\x1b[3C"]
+    for _ in range(300):
+        raw = "\n\n\n\x1b[A" + "".join(chance.choice([*moves, "word", "x"]) for _ in range(chance.randint(1, 30)))
+        found = [line.rstrip() for line in lines(*raw.split("\n"))]
+        assert found == oracle(raw, 60)[: len(found)], repr(raw)

@@ -6,6 +6,7 @@ through it (Python 3.11 and later keep the change when an exception is raised ag
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from threading import get_ident
@@ -29,6 +30,8 @@ __all__ = ["Calls", "Site"]
 SCATTER, REPLICATE, PARALLEL_APPLY, GATHER = range(4)
 MAX_SITES = 1024
 _frames: list[Frame] = []
+_OF_CALLS = frozenset(__file__.replace("calls.py", name) for name in ("calls.py", "plain.py", "roots.py"))
+"""Files whose functions are on the stack while a call is traced."""
 
 
 def _frame(replicas: int) -> Frame:
@@ -149,6 +152,20 @@ class Calls:
         self.count = 0
         self.sites.clear()
 
+    def heal(self) -> None:
+        """Forget a call that an interrupt ended between two instructions of ours, if none is under way any more.
+
+        For when batches come and no call is seen; on the training thread.
+        """
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename in _OF_CALLS:
+                return
+            frame = frame.f_back  # type: ignore[assignment]  # typeshed has it as never None
+        local = self.session.local
+        local.depth, local.call, local.root = 0, None, None
+        self.steps.plain = False
+
     # ---------------------------------------------------------------- the verbs
 
     def verb(self, index: int) -> Callable[..., Any]:
@@ -200,20 +217,20 @@ class Calls:
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
                 return original(module, *args, **kwargs)
-            # Depth 1 is inside a bare root, more is inside another DataParallel.
-            trace = None if session.off or local.depth > 1 else self._begin(module, True, args, kwargs)
             before, depth = local.call, local.depth
-            local.call = trace
+            trace: Trace | None = None
             result: Any = None
             failed = True
-            if trace is not None:
-                if depth == 1:
-                    local.root.silent = True
-                local.depth = depth + 2
-            try:
+            try:  # from here on: an interrupt must leave neither call nor depth behind
+                # Depth 1 is inside a bare root, more is inside another DataParallel.
+                trace = None if session.off or depth > 1 else self._begin(module, True, args, kwargs)
+                local.call = trace
                 if trace is None:
                     result = original(module, *args, **kwargs)
                 else:
+                    if depth == 1:
+                        local.root.silent = True
+                    local.depth = depth + 2
                     result = self._run_wrapper(original, trace, module, args, kwargs)
                 failed = False
             except BaseException as error:
@@ -221,8 +238,8 @@ class Calls:
                 raise
             finally:
                 local.call = before
+                local.depth = depth  # a hook that was passed over by an exception did not count down
                 if trace is not None:
-                    local.depth = depth  # a hook that was passed over by an exception did not count down
                     self._end(trace, module, failed, result)
             return result
 
@@ -309,11 +326,11 @@ class Calls:
         trace = self._begin(module, False, args, kwargs)
         if trace is None:
             return original(module, *args, **kwargs)
-        local.depth = 1
-        local.root = trace
         result: Any = None
         failed = True
         try:
+            local.depth = 1
+            local.root = trace
             if trace.plan.mode == DP:
                 result = self._run_root(original, trace, module, args, kwargs)
             else:
@@ -327,10 +344,10 @@ class Calls:
     def _run_root(self, original: Callable[..., Any], trace: Trace, module: Any, args: Any, kwargs: Any) -> Any:
         plan = trace.plan
         local = self.session.local
-        local.call = trace
-        local.depth = 2
         self._before(trace, module)
         try:
+            local.call = trace
+            local.depth = 2
             result = self._functional_for(plan)(module, args, plan.device_ids, None, 0, kwargs)
             reason = self._changed_meaning(trace, result)
         except Exception as error:  # noqa: BLE001 - without us this call would not have been data parallel

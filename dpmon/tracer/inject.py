@@ -56,8 +56,9 @@ class _Loader:
         note("importing torch")
         try:
             self._loader.exec_module(module)
-        except BaseException:
+        except BaseException as error:
             self._finder.restore()  # a program may try again
+            _drop_own_frame(error)
             raise
         note("torch imported")
         _install(module)
@@ -90,6 +91,15 @@ class _Finder:
     def restore(self) -> None:
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
+
+
+def _drop_own_frame(error: BaseException) -> None:
+    # The import system takes its own frames off a traceback where they are an unbroken chain down to the module's code;
+    # ours broke it. Python 3.11 and later keep the change when the exception goes on.
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        traceback = traceback.tb_next
+    error.__traceback__ = traceback
 
 
 def _hide_sitecustomize() -> None:

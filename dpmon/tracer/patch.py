@@ -51,7 +51,12 @@ def install() -> None:
     calls = Calls(session, steps, modes, originals)
     roots = Roots(session, calls)
     steps.on_close = roots.turns_closed
-    steps.on_idle = roots.watch  # batches come, but no call is seen
+
+    def idle() -> None:  # batches come, but no call is seen
+        calls.heal()
+        roots.watch()
+
+    steps.on_idle = idle
 
     for index, name in enumerate(("scatter_kwargs", "replicate", "parallel_apply", "gather")):
         setattr(data_parallel, name, calls.verb(index))

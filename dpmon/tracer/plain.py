@@ -108,8 +108,8 @@ def short_way(
             drop_frames(error)
             raise
         finally:
+            steps.plain = False  # first: no signal is handled between the call and here
             now = clock()
-            steps.plain = False
             try:
                 wall = now - began
                 steps.forward += wall - steps.inner

@@ -178,12 +178,6 @@ def frames(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if "/script.py" not in line)
 
 
-OURS = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the loader around torch's leaves a frame, and importlib's with it"
-)
-
-
-@OURS
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot take a frame out of a traceback")
 @pytest.mark.parametrize("text", ["import torch\n", "import torch.nn\n", "from torch import nn\n"])
 def test_a_torch_that_cannot_be_imported(tmp_path: Path, text: str) -> None:
@@ -195,7 +189,6 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path, text: str) -> None:
     assert frames(found.err) == frames(expected.err)
 
 
-@OURS
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot take a frame out of a traceback")
 def test_a_torch_with_a_syntax_error(tmp_path: Path) -> None:
     expected, found = both(tmp_path, "import torch\n", env=package(tmp_path, "torch", "def broken(:\n"))

@@ -30,19 +30,13 @@ def test_a_handler_that_raises(runs: dict[str, Traced], kind: str) -> None:
     assert problems == []
 
 
-STUCK = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="between depth (or plain) being set and the try that sets it back, an interrupt ends all recording",
-)
-
-
-@pytest.mark.parametrize("how", ["calls", pytest.param("raises", marks=STUCK)])
+@pytest.mark.parametrize("how", ["calls", "raises"])
 def test_what_is_recorded_then(runs: dict[str, Traced], how: str) -> None:
-    """Whole records; a few may be lost, but not all that come after."""
+    """Whole records; those of the step that was disturbed may be lost, but of the two that follow it few are."""
     run = runs[how]
     assert run.complaints == []
     assert run.err == ""
-    assert 0 < run.missed < 0.1 * len(run.calls())
-    lines = sum(count for count, _ in run.said.values())
-    assert len([call for call in run.calls() if call.root == "Linear"]) > 0.8 * lines
+    assert run.missed < 0.1 * len(run.calls())
+    for kind, via in (("bare", None), ("wrapped", "DataParallel")):
+        lines, _ = run.said[kind]
+        assert len([call for call in run.calls("Linear") if call.via == via]) > 1.5 * lines

@@ -27,7 +27,7 @@ Value = TypeVar("Value")
 LOOK_S = 0.02
 
 
-def wait_for(condition: Callable[[], Value], limit: float = 15.0, what: str = "") -> Value:
+def wait_for(condition: Callable[[], Value], limit: float = 60.0, what: str = "") -> Value:
     """The first true value of `condition`; fails with the last value once `limit` seconds have passed."""
     until = time.monotonic() + limit
     while True:
@@ -109,7 +109,7 @@ class Dpmon:
         self.started.append(process)
         return process
 
-    def run(self, *words: object, limit: float = 60.0, input: bytes | None = None, **more: Any) -> Result:
+    def run(self, *words: object, limit: float = 100.0, input: bytes | None = None, **more: Any) -> Result:
         """Run it to its end, which must come within `limit` seconds."""
         if input is not None:
             more["stdin"] = subprocess.PIPE
@@ -159,7 +159,7 @@ class Dpmon:
         assert found is not None
         return found
 
-    def exit(self, limit: float = 30.0) -> dict[str, Any]:
+    def exit(self, limit: float = 60.0) -> dict[str, Any]:
         """exit.json of the last run, once it is there."""
 
         def ended() -> dict[str, Any] | None:
@@ -255,11 +255,11 @@ class Terminal:
         self.take()
         return "\n".join(line.rstrip() for line in self._screen.display)
 
-    def until(self, text: str, limit: float = 20.0) -> None:
+    def until(self, text: str, limit: float = 60.0) -> None:
         """Wait until `text` was written."""
         wait_for(lambda: text.encode() in self.take(), limit, f"{text!r} in {self.seen!r}")
 
-    def shows(self, text: str, limit: float = 20.0) -> None:
+    def shows(self, text: str, limit: float = 60.0) -> None:
         """Wait until `text` stands on the screen."""
         wait_for(lambda: text in self.picture(), limit, f"{text!r} on the screen")
 
@@ -268,7 +268,7 @@ class Terminal:
         os.close(self._master)
         self._master = -1
 
-    def wait(self, limit: float = 20.0) -> int:
+    def wait(self, limit: float = 60.0) -> int:
         """The exit status; the terminal is closed."""
 
         def ended() -> bool:

@@ -47,7 +47,7 @@ def test_what_is_not_needed_is_not_imported(dpmon: Dpmon, words: list[str], abse
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *words],
-        cwd=dpmon.cwd, env=dpmon.environment(), capture_output=True, text=True, timeout=60,
+        cwd=dpmon.cwd, env=dpmon.environment(), capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0
     loaded = set(done.stderr.rpartition("LOADED")[2].split())
@@ -93,7 +93,7 @@ def test_attach_without_a_terminal_follows_to_the_end(dpmon: Dpmon) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == b"before\n"
     (dpmon.cwd / "go").touch()
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=100)
     assert (out, process.returncode) == (b"after\n", 6)
     assert b"exit status 6" in err
     again = dpmon.run("attach")
@@ -107,7 +107,7 @@ def test_interrupting_attach_leaves_the_training(dpmon: Dpmon) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == b"before\n"
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 130
+    assert process.wait(100) == 130
     (dpmon.cwd / "go").touch()
     assert dpmon.exit()["status"] == 0
 
@@ -130,7 +130,7 @@ def test_export_into_a_closed_pipe_is_quiet(dpmon: Dpmon) -> None:
     words = " ".join(dpmon.words("export", "last"))
     done = subprocess.run(
         ["bash", "-c", f"{words} | true; exit ${{PIPESTATUS[0]}}"],
-        cwd=dpmon.cwd, env=dpmon.environment(), capture_output=True, timeout=30,
+        cwd=dpmon.cwd, env=dpmon.environment(), capture_output=True, timeout=100,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, b"")
 

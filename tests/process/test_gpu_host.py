@@ -14,7 +14,7 @@ import psutil
 
 from dpmon.gpu.host import HostSample, HostSampler
 
-LIMIT_S = 30.0
+LIMIT_S = 100.0
 MIB = 1 << 20
 
 BUSY_CHILD = "import sys; held = bytearray(96 << 20); print('ready', flush=True)\nwhile True: pass"

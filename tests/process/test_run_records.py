@@ -107,7 +107,7 @@ def test_export_while_the_run_goes_on(dpmon: Dpmon) -> None:
         lengths.append(len(found))
     assert lengths[0] < lengths[1]
     process.send_signal(signal.SIGTERM)
-    process.wait(20)
+    process.wait(100)
 
 
 def test_supervisor_killed_the_rest_is_read_from_the_ring(dpmon: Dpmon) -> None:
@@ -115,7 +115,7 @@ def test_supervisor_killed_the_rest_is_read_from_the_ring(dpmon: Dpmon) -> None:
     info = dpmon.info()
     wait_for(lambda: tailed(dpmon, 3000))
     os.kill(info["supervisor_pid"], signal.SIGKILL)
-    assert process.wait(30) == 0
+    assert process.wait(100) == 0
     records = dpmon.records()
     assert of_training(records) == expected(9000)
     assert records[-1]["by"] == "foreground"
@@ -130,7 +130,7 @@ def test_killed_at_any_moment_nothing_is_lost_or_doubled(dpmon: Dpmon, count: in
     wait_for(lambda: tailed(dpmon, count))
     os.kill(info["supervisor_pid"], signal.SIGKILL)
     os.kill(info["command_pid"], signal.SIGKILL)
-    assert process.wait(30) == 137
+    assert process.wait(100) == 137
     found = of_training(dpmon.records())
     assert found == expected(len(found))
     assert len(found) >= count

@@ -118,7 +118,7 @@ class Terminal:
     def text(self) -> str:
         return "\n".join(self.screen.display)
 
-    def until(self, condition: Callable[[], bool], what: str, limit: float = 20.0) -> None:
+    def until(self, condition: Callable[[], bool], what: str, limit: float = 60.0) -> None:
         deadline = time.monotonic() + limit
         while not condition():
             assert time.monotonic() < deadline, f"never came: {what}\n{self.text()}"
@@ -130,7 +130,7 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self.fd, keys.encode())
 
-    def ended(self, limit: float = 10.0) -> int:
+    def ended(self, limit: float = 60.0) -> int:
         self.until(lambda: self.status is not None, "the end of the screen", limit)
         for _ in range(5):
             self.pump(0.02)
@@ -272,7 +272,7 @@ def test_a_vanished_terminal_ends_the_screen(run: Run, terminal: Start) -> None:
     seen = terminal("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + _SHOW)
     seen.shows("● running")
     os.close(seen.fd)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while seen.status is None and time.monotonic() < deadline:
         pid, status = os.waitpid(seen.pid, os.WNOHANG)
         if pid:

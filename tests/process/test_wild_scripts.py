@@ -62,7 +62,7 @@ def _load(place: SideBySide) -> bytes:
         cwd=place.dpmon.cwd,
         env=place.dpmon.environment(place.env),
         capture_output=True,
-        timeout=60,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

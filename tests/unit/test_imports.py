@@ -24,7 +24,7 @@ def loaded_by(code: str, *, isolated: bool = True) -> set[str]:
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
@@ -89,7 +89,7 @@ def test_a_process_that_never_imports_torch_pays_for_next_to_nothing(tmp_path: P
     for extra in ({}, {"PYTHONPATH": str(site), "DPMON_RUN": str(tmp_path), "DPMON_START_NS": "0"}):
         env = {k: v for k, v in os.environ.items() if not k.startswith(("DPMON_", "PYTHON"))}
         done = subprocess.run(
-            [sys.executable, "-c", program], env={**env, **extra}, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", program], env={**env, **extra}, capture_output=True, text=True, timeout=100
         )
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""

@@ -33,6 +33,7 @@ def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
         lines.append(_nothing(totals, reader))
     for name, mode in sorted(totals.modes.items()):
         lines += _mode_lines(name, mode, totals)
+    lines += _rank_lines(totals)
     lines += _replica_lines(totals)
     if totals.pruned:
         lines.append(f"{totals.pruned:,} older records were deleted to bound the history: the figures are of the rest")
@@ -107,6 +108,25 @@ def _phase_line(label: str, values: array[int]) -> str:
     ordered = sorted(values)
     middle, tail = median(ordered) or 0, percentile(ordered, 0.95) or 0
     return f"  {label:<18} median {_ms(middle):>8} ms   p95 {_ms(tail):>8} ms"
+
+
+def _rank_lines(totals: Totals) -> list[str]:
+    lines = []
+    for line in totals.ranks[:_MAX_REPLICA_LINES]:
+        who = f"process {line.process}" if line.rank is None else f"rank {line.rank} of {line.world or '?'}"
+        text = f"  {who} {line.device}  {line.inputs or 'sizes not seen'} -> {line.outputs or 'sizes not seen'}"
+        text += f"  {line.calls:,} calls, {line.steps:,} steps"
+        middle = median(line.walls)
+        if middle is not None:
+            text += f", step median {_ms(middle)} ms"
+        if line.samples_per_s is not None:
+            text += f", {rate(line.samples_per_s)} samples/s"
+        lines.append(text)
+    more = len(totals.ranks) - len(lines)
+    if more > 0:
+        lines.append(f"  and {more} more; dpmon export has them all")
+    title = "ranks" if any(line.rank is not None for line in totals.ranks) else "processes"
+    return [title, *lines] if lines else []
 
 
 def _replica_lines(totals: Totals) -> list[str]:

@@ -27,7 +27,9 @@ from dpmon.run.export import Snapshot
 from dpmon.run.history import HistoryError
 from dpmon.run.rows import record_of, step_columns
 
-__all__ = ["ModeTotals", "ReplicaLine", "Totals", "add_up"]
+__all__ = ["ModeTotals", "RankLine", "ReplicaLine", "Totals", "add_up"]
+
+DDP = "DistributedDataParallel"
 
 
 @dataclass
@@ -64,12 +66,29 @@ class ReplicaLine(NamedTuple):
     calls: int
 
 
+class RankLine(NamedTuple):
+    """One process of several: what its calls got and gave most often, and all of its steps; ns, None if unknown."""
+
+    process: int
+    rank: int | None
+    world: int | None
+    device: str
+    inputs: Any
+    outputs: Any
+    calls: int
+    steps: int
+    walls: array[int]
+    samples_per_s: float | None
+
+
 @dataclass
 class Totals:
     """One run, added up."""
 
     modes: dict[str, ModeTotals] = field(default_factory=dict)
     replicas: list[ReplicaLine] = field(default_factory=list)
+    ranks: list[RankLine] = field(default_factory=list)
+    """A line a process, if several have trained."""
     processes: int = 0
     virtual: bool = False
     reasons: list[str] = field(default_factory=list)
@@ -85,6 +104,9 @@ class _Adder:
         self._groups: Counter[tuple[Any, ...]] = Counter()
         self._definitions: dict[tuple[int, int], Any] = {}
         self._processes: set[int] = set()
+        self._ranks: dict[int, tuple[int | None, int | None]] = {}
+        """Rank and world of each process, as it said itself."""
+        self._walls: dict[int, array[int]] = {}
 
     def define(self, process: int, number: int, value: Any) -> None:
         self._definitions[process, number] = value
@@ -95,6 +117,7 @@ class _Adder:
     def step(self, process: int, mode: str, wall: int, samples: int | None, phases: list[int | None]) -> None:
         """`phases` as in STEP_PHASES."""
         self._processes.add(process)
+        self._walls.setdefault(process, array("q")).append(wall)
         found = self._mode(mode)
         found.walls.append(wall)
         found.step_ns[process] += wall
@@ -121,16 +144,22 @@ class _Adder:
     def event(self, kind: str, data: Any) -> None:
         if kind == "warning" and isinstance(data.get("text"), str):
             self.totals.warnings.append(data["text"])
+        elif kind == "process" and type(data.get("process")) is int:
+            rank, world = (value if type(value := data.get(key)) is int else None for key in ("rank", "world"))
+            self._ranks[data["process"]] = rank, world
         elif kind == "mode" and isinstance(data.get("reason"), str) and data["reason"] not in self.totals.reasons:
             self.totals.reasons.append(data["reason"])
 
     def result(self) -> Totals:
         lines: Counter[tuple[Any, ...]] = Counter()
+        several = len(self._processes) > 1
         for (process, mode, virtual, layout_number, sizes), count in self._groups.items():
             layout = self._definitions.get((process, layout_number))
             if not isinstance(layout, dict):
                 continue
             self.totals.virtual |= bool(virtual)
+            if several and layout.get("via") == DDP:
+                continue  # its ranks have lines of their own
             for replica, (got, gave) in enumerate(sizes):
                 devices = layout.get("devices") or []
                 device = str(devices[replica]) if replica < len(devices) else "?"
@@ -139,7 +168,29 @@ class _Adder:
                 lines[key] += count
         self.totals.replicas = [ReplicaLine._make((*key, count)) for key, count in sorted(lines.items(), key=_order)]
         self.totals.processes = len(self._processes)
+        if several:
+            ranks = [self._rank_line(process) for process in self._processes]
+            self.totals.ranks = sorted(ranks, key=lambda line: (line.rank is None, line.rank or 0, line.process))
         return self.totals
+
+    def _rank_line(self, process: int) -> RankLine:
+        groups = [(count, key) for key, count in self._groups.items() if key[0] == process]
+        calls = sum(count for count, _ in groups)
+        device, got, gave = "?", None, None
+        if groups:
+            _, (_, _, _, layout_number, sizes) = max(groups, key=lambda group: group[0])
+            layout = self._definitions.get((process, layout_number))
+            devices = layout.get("devices") if isinstance(layout, dict) else None
+            device = " ".join(map(str, devices)) if devices else "?"
+            if len(sizes) == 1:
+                got, gave = self._text(process, sizes[0][0]), self._text(process, sizes[0][1])
+        walls = self._walls.get(process, array("q"))
+        spent = sum(walls)
+        unknown = any(mode.unknown_samples for mode in self.totals.modes.values())
+        samples = sum(mode.samples[process] for mode in self.totals.modes.values())
+        speed = samples * 1e9 / spent if spent and not unknown else None
+        rank, world = self._ranks.get(process, (None, None))
+        return RankLine(process, rank, world, device, got, gave, calls, len(walls), walls, speed)
 
     def _text(self, process: int, number: int) -> str | None:
         """Sizes as people write them, None if they were not seen: [30, 5] or x [30, 5], mask [30]."""

@@ -67,7 +67,7 @@ class Site:
     def __init__(self, module: Any, plan: Plan, via: str | None, dim: int, gone: Callable[[Any], object]) -> None:
         self.module = weakref.ref(module, gone)
         self.plan = plan
-        self.plain = plan.mode == SINGLE and via is None and not _holds_wrapper(module)
+        self.plain = plan.mode == SINGLE and (via is None or _is_ddp(module)) and not _holds_wrapper(module)
         """Whether nothing but the module's own code runs: no phases, no DataParallel inside."""
         self.via = via
         self.root = type(module.module if via is not None else module).__name__
@@ -504,11 +504,14 @@ class Calls:
 
 
 def _spell(site: Site, plan: Plan) -> dict[str, Any]:
-    return {"root": site.root, "via": site.via, "devices": list(plan.devices), "absent": plan.absent}
+    absent = plan.absent
+    if site.via == "DistributedDataParallel":
+        absent = {**absent, "all_reduce": _IN_BACKWARD}
+    return {"root": site.root, "via": site.via, "devices": list(plan.devices), "absent": absent}
 
 
 def _holds_wrapper(module: Any) -> bool:
-    return any(isinstance(inner, torch.nn.DataParallel) for inner in module.modules())
+    return any(isinstance(inner, torch.nn.DataParallel) for inner in torch.nn.Module.modules(module))
 
 
 def _is_ddp(module: Any) -> bool:
@@ -529,6 +532,7 @@ def _view(module: Any, plan: Plan, dim: int) -> Any:
     return view
 
 
+_IN_BACKWARD = "the ranks average their gradients within the backward pass; that time is not told apart"
 _OVERLAID = frozenset(("device_ids", "src_device_obj", "output_device", "dim"))
 
 

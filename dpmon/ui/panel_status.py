@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dpmon.model.ranks import training, world
 from dpmon.model.stats import Speed, median, recent, speed
 from dpmon.ui.format import clock, compact, group, ms
 from dpmon.ui.look import Look
@@ -35,7 +36,15 @@ def _speed(scene: Scene) -> Speed:
     process = scene.process
     if process is None:
         return Speed(None, None, "no training process yet")
-    return speed(process, None if scene.over else scene.now_ns)
+    now = None if scene.over else scene.now_ns
+    own = speed(process, now)
+    others = [p for p in training(scene.state) if p is not process and p.rank is not None]
+    if process.rank is None or not others or own.samples_per_s is None:
+        return own
+    # The ranks take their steps together: steps once, samples added up; unknown if one of them is.
+    all_of_them = [own.samples_per_s, *(speed(other, now).samples_per_s for other in others)]
+    known = [each for each in all_of_them if each is not None]
+    return Speed(own.steps_per_s, sum(known) if len(known) == len(all_of_them) else None, own.reason)
 
 
 def _sign(alive: Life, look: Look) -> tuple[str, str]:
@@ -203,7 +212,7 @@ def _facts(scene: Scene, look: Look) -> Row:
             parts.append("virtual replicas: " + clean(process.mode_reason or "devices are shared", 200))
         if len(scene.state.processes) > 1:
             who = f"process {process.process}" if process.rank is None else f"rank {process.rank}"
-            parts.append(f"{who} of {len(scene.state.processes)}")
+            parts.append(f"{who} of {world(process) or len(scene.state.processes)}")
         for key in ("python", "torch"):
             value = process.info.get(key)
             if isinstance(value, str):

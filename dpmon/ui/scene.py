@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dpmon.model.ranks import world
 from dpmon.model.state import Process, State
 from dpmon.ui.format import UNKNOWN
 from dpmon.ui.text import clean
@@ -183,10 +184,13 @@ def _ranges(indices: list[str]) -> str:
 
 
 def mode_words(process: Process | None, times: str) -> tuple[str, str]:
-    """The mode in force ("dp ×4", "single") and where ("cuda:0-3", "cpu:0-1 virtual")."""
+    """The mode in force ("dp ×4", "single", "ddp ×2") and where ("cuda:0-3", "cpu:0-1 virtual")."""
     if process is None or not process.mode:
         return UNKNOWN, ""
     where = devices_in_short(process.devices)
+    if process.newest is not None and process.newest[1] == "DistributedDataParallel":
+        ranks = world(process)
+        return (f"ddp {times}{ranks}" if ranks else "ddp"), where
     if process.mode != "dp":
         return process.mode, where.split(",")[0].split("-")[0]
     return f"dp {times}{len(process.devices)}", where + (" virtual" if process.virtual else "")

@@ -1,0 +1,85 @@
+"""The processes of a distributed run side by side: who trains, over what, and where each one's step goes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import NamedTuple
+
+from dpmon.model.state import PHASES, CallTrack, Process, State, StepSample
+from dpmon.model.stats import median
+
+__all__ = ["RankRow", "rank_rows", "training", "world"]
+
+LATELY_NS = 30_000_000_000
+STEPS_COUNTED = 128
+_FORWARD = (PHASES.index("scatter"), PHASES.index("replicate"), PHASES.index("apply"), PHASES.index("gather"),
+            PHASES.index("forward"))  # fmt: skip
+_BACKWARD = PHASES.index("backward")
+
+
+class RankRow(NamedTuple):
+    """One process of several; times are medians over its newest steps in ns, None where there is none."""
+
+    process: int
+    rank: int | None
+    world: int | None
+    track: CallTrack | None
+    """Its calls of the root that is shown; None if it has not called that one."""
+    step: int | None
+    step_ns: float | None
+    forward_ns: float | None
+    backward_ns: float | None
+
+
+def training(state: State) -> list[Process]:
+    """The processes that train now, by rank: those seen within half a minute of the newest, the newest of each rank.
+
+    A job that was started again (torchrun after a failure) has several processes of one rank.
+    """
+    found: dict[tuple[bool, int], Process] = {}
+    for process in state.processes.values():
+        if process.seen_ns < 0 or process.seen_ns < state.newest_ns - LATELY_NS:
+            continue
+        key = (True, process.process) if process.rank is None else (False, process.rank)
+        if key not in found or process.seen_ns > found[key].seen_ns:
+            found[key] = process
+    return [found[key] for key in sorted(found)]
+
+
+def world(process: Process) -> int | None:
+    """How many ranks there are, as the process itself was told; None outside torch.distributed."""
+    value = process.info.get("world")
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def rank_rows(processes: Iterable[Process], key: tuple[str, str | None] | None) -> list[RankRow]:
+    """A row for each process; `key`: the root (name, via) whose sizes are shown, each one's newest where it is None."""
+    return [_row(process, key) for process in processes]
+
+
+def _row(process: Process, key: tuple[str, str | None] | None) -> RankRow:
+    track = process.calls.get(key) if key is not None else None
+    if track is None and process.newest is not None:
+        track = process.calls.get(process.newest)
+    steps: list[StepSample] = []
+    mode = process.modes.get(process.mode)
+    if mode is not None:
+        steps = list(islice(reversed(mode.steps), STEPS_COUNTED))
+    last = process.last_step
+    return RankRow(
+        process.process,
+        process.rank,
+        world(process),
+        track,
+        last.step if last is not None else None,
+        median(step.wall_ns for step in steps),
+        median(took for step in steps if (took := _forward(step)) >= 0),
+        median(step.phases[_BACKWARD] for step in steps if step.phases[_BACKWARD] >= 0),
+    )
+
+
+def _forward(step: StepSample) -> int:
+    """The whole forward of a step, -1 if none ran."""
+    parts = [step.phases[i] for i in _FORWARD if step.phases[i] >= 0]
+    return sum(parts) if parts else -1

@@ -1,0 +1,127 @@
+"""Panel 2 of a run of several processes: a row a rank, what it received and returned, and where its step goes."""
+
+from __future__ import annotations
+
+from dpmon.model.ranks import RankRow, rank_rows, training
+from dpmon.records import rows_of
+from dpmon.ui.format import UNKNOWN, group, ms
+from dpmon.ui.look import Look
+from dpmon.ui.panel_replicas import shown, size_line, size_text
+from dpmon.ui.rows import Row, cut, fit, right, span_width
+from dpmon.ui.scene import Scene
+from dpmon.ui.text import clean
+
+__all__ = ["applies", "ranks", "title", "wanted_rows", "zoomed"]
+
+_NOT_APART = "the ranks average their gradients within the backward pass: a rank that waits for another waits there"
+
+
+def applies(scene: Scene) -> bool:
+    """Whether several processes train side by side, none of them over replicas of its own."""
+    processes = training(scene.state)
+    if len(processes) < 2:
+        return False
+    track = shown(scene)
+    return track is None or len(track.last.replicas) <= 1
+
+
+def _rows(scene: Scene, room: int) -> tuple[list[RankRow], int]:
+    """At most `room` rows, and how many processes there are."""
+    processes = training(scene.state)
+    track = shown(scene)
+    key = (track.last.root, track.last.via) if track is not None else None
+    return rank_rows(processes[: max(room, 1)], key), len(processes)
+
+
+def wanted_rows(scene: Scene) -> int:
+    """Rows that the panel would like to have for its content."""
+    return len(training(scene.state)) + 2
+
+
+def title(scene: Scene, look: Look) -> tuple[Row, Row]:
+    """The panel's title, and the one number that counts."""
+    processes = training(scene.state)
+    dot = f" {look.glyphs.middot} "
+    track = shown(scene)
+    name = ""
+    if track is not None:
+        via = clean(track.last.via, 40) if track.last.via else "bare module"
+        name = f"{dot}{clean(track.last.root, 60)}{dot}{via}"
+    newest = max((p.last_step.step for p in processes if p.last_step is not None), default=None)
+    corner: Row = [("step", "dim"), (right(group(newest), 9), "")]
+    return [("2 Ranks", "title"), (name, "")], corner
+
+
+def ranks(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+    """The panel's rows, inside its frame: a header, a row a rank, what is not told apart and why."""
+    rows, count = _rows(scene, max(height, 2) + 1)
+    ins = [size_text(row.track.last.inputs) if row.track else UNKNOWN for row in rows]
+    outs = [size_text(row.track.last.outputs) if row.track else UNKNOWN for row in rows]
+    device = min(max([span_width(_device(row)) for row in rows] + [6]), 10)
+    room = max(width - 5 - device - 2 - 6 - 9 * 3, 12)
+    given = min(max(map(span_width, [*ins, "input"])), max(room * 3 // 5, 6))
+    gave = min(max(map(span_width, [*outs, "output"])), max(room - given - 2, 6))
+    more = look.glyphs.more
+    drawn: list[Row] = [
+        [
+            (("rank " if rows and rows[0].rank is not None else "proc "), "dim"),
+            ("device".ljust(device) + "  ", "dim"),
+            ("input".ljust(given) + "  ", "dim"),
+            ("output".ljust(gave), "dim"),
+            ("  rows", "dim"),
+            ("  forward backward     step", "dim"),
+        ]
+    ]
+    for row, got, result in zip(rows, ins, outs, strict=True):
+        number = row.process if row.rank is None else row.rank
+        batch = rows_of(row.track.last.inputs) if row.track else None
+        drawn.append(
+            [
+                (right(str(number), 4) + " ", "bold"),
+                *fit([(_device(row), "")], device + 2, more),
+                *fit([(got, "")], given, more),
+                ("  ", ""),
+                *fit([(result, "")], gave, more),
+                (right(UNKNOWN if batch is None else str(batch), 6), ""),
+                (right(ms(row.forward_ns), 9), ""),
+                (right(ms(row.backward_ns), 9), ""),
+                (right(ms(row.step_ns), 9), "bold"),
+            ]
+        )
+    drawn += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
+    drawn += _missing(rows, count)
+    if any(row.track is not None and row.track.last.via == "DistributedDataParallel" for row in rows):
+        drawn.append([(cut(_NOT_APART, width, more), "dim")])
+    return drawn
+
+
+def _missing(rows: list[RankRow], count: int) -> list[Row]:
+    """A row that says so, if fewer ranks train than there should be."""
+    world = max((row.world for row in rows if row.world is not None), default=count)
+    if world <= count or any(row.rank is None for row in rows):
+        return []
+    return [[(f"{count} of {world} ranks train in this run", "wait")]]
+
+
+def _device(row: RankRow) -> str:
+    devices = row.track.last.devices if row.track is not None else ()
+    return clean(devices[0], 20) if devices else UNKNOWN
+
+
+def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+    """The panel at full size: the table, then every size of every rank by its path."""
+    drawn = ranks(scene, width, height, look)
+    rows, _ = _rows(scene, height)
+    drawn.append([])
+    for row in rows:
+        pid = next((p.info.get("pid") for p in training(scene.state) if p.process == row.process), None)
+        who = f"process {row.process}" if row.rank is None else f"rank {row.rank} of {row.world or UNKNOWN}"
+        drawn.append([(f"{who}  {_device(row)}", "bold"), (f"  pid {pid if isinstance(pid, int) else UNKNOWN}", "dim")])
+        if row.track is None:
+            continue
+        for word, sizes in (("in ", row.track.last.inputs), ("out", row.track.last.outputs)):
+            if sizes is None:
+                drawn.append([(f"   {word}  {UNKNOWN}  not seen", "dim")])
+            for size in sizes or ():
+                drawn.append([(f"   {word}  ", "dim"), (cut(size_line(size, look), width - 8, look.glyphs.more), "")])
+    return drawn

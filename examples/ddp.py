@@ -1,0 +1,98 @@
+"""The same small network trained by several processes under DistributedDataParallel; alone, by one process.
+
+Every process (a rank) draws its own share of the data; their gradients are averaged during the backward pass, so that
+all of them keep the same weights. Works on CPUs (gloo) and on GPUs (nccl), a GPU a rank. Nothing here knows of dpmon:
+
+    python examples/ddp.py --steps 200
+    torchrun --nproc-per-node 2 examples/ddp.py
+    dpmon torchrun --nproc-per-node 2 examples/ddp.py
+"""
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+INPUT_SIZE = 5
+OUTPUT_SIZE = 2
+DATA_SIZE = 3_000
+
+
+class Model(nn.Module):
+    """Two linear layers with a bend between them: 5 numbers in, 2 out."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.first = nn.Linear(INPUT_SIZE, hidden)
+        self.second = nn.Linear(hidden, OUTPUT_SIZE)
+
+    def forward(self, rows):
+        return self.second(torch.tanh(self.first(rows)))
+
+
+def waves():
+    """Points in five dimensions, and two waves over them to be learned; the same on every rank."""
+    points = torch.rand(DATA_SIZE, INPUT_SIZE) * 2 - 1
+    values = torch.sin(points @ torch.randn(INPUT_SIZE, OUTPUT_SIZE) * 3)
+    return TensorDataset(points, values)
+
+
+def train(model, loader, sampler, device, options):
+    """Step after step; the loss of the last one."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    distance = nn.MSELoss()
+    step = epoch = 0
+    while True:
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        epoch += 1
+        for points, values in loader:
+            optimizer.zero_grad()
+            loss = distance(model(points.to(device)), values.to(device))
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if step == options.steps:
+                return loss.item()
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description="Train a small network under DistributedDataParallel.")
+    parser.add_argument("--steps", type=int, default=20_000, help="batches for every rank")
+    parser.add_argument("--batch-size", type=int, default=30, help="rows of a batch on one rank")
+    parser.add_argument("--hidden", type=int, default=64, help="width of the hidden layer")
+    return parser.parse_args()
+
+
+def main():
+    options = parse_arguments()
+    distributed = "RANK" in os.environ
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if distributed:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+    torch.manual_seed(0)
+    data = waves()
+    model = Model(options.hidden).to(device)
+    sampler = None
+    if distributed:
+        sampler = DistributedSampler(data, seed=1)
+        model = DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device.index])
+    loader = DataLoader(data, batch_size=options.batch_size, sampler=sampler, shuffle=sampler is None)
+    loss = train(model, loader, sampler, device, options)
+
+    if not distributed or dist.get_rank() == 0:
+        print(f"final loss {loss:.5f}")
+    if distributed:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""DistributedDataParallel: every rank is a process of the run, with its rank, its sizes and its steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import Dpmon, Result
+from sidebyside import ROOT, of_kind
+
+from dpmon.model import State, fold
+from dpmon.model.ranks import rank_rows, training
+from dpmon.run.reader import RunReader
+
+EXAMPLE = ROOT / "examples" / "ddp.py"
+SPAWNED = Path(__file__).resolve().parent / "scripts" / "spawned_ranks.py"
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+TRIES = 3
+
+ACCELERATED = """
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.randn(160, 5), torch.randn(160, 2)), batch_size=16)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    optimizer.zero_grad()
+    accelerator.backward(nn.functional.mse_loss(model(x), y))
+    optimizer.step()
+accelerator.end_training()
+"""
+
+
+def until_it_ends_well(dpmon: Dpmon, *words: object) -> Result:
+    """Run it; again if it failed, since gloo's processes abort at their end now and then, without dpmon too."""
+    for _ in range(TRIES):
+        result = dpmon.run("--headless", *words)
+        if result.status == 0:
+            break
+    assert result.status == 0, result.errors
+    return result
+
+
+def check_ranks(records: list[dict[str, Any]], steps: int, rows: dict[int, int], widths: tuple[int, int]) -> None:
+    """Each rank's process, calls and steps; `rows` of a batch by rank."""
+    processes = of_kind(records, "process")
+    assert sorted(process["rank"] for process in processes) == sorted(rows)
+    assert {process["world"] for process in processes} == {len(rows)}
+    assert len({process["pid"] for process in processes}) == len({process["process"] for process in processes})
+    for process in processes:
+        mine = [r for r in records if r.get("process") == process["process"]]
+        calls, turns = of_kind(mine, "call"), of_kind(mine, "step")
+        assert {record["rank"] for record in mine} == {process["rank"]}
+        assert [call["call"] for call in calls] == [call["step"] for call in calls] == list(range(1, steps + 1))
+        assert [turn["step"] for turn in turns] == list(range(1, steps + 1))
+        batch = rows[process["rank"]]
+        for call in calls:
+            assert (call["via"], call["mode"], call["virtual"]) == ("DistributedDataParallel", "single", False)
+            assert call["phases"] == {}
+            assert "backward" in call["absent"]["all_reduce"]
+            (replica,) = call["replicas"]
+            for part in (call, replica):
+                (given,), (gave,) = part["inputs"], part["outputs"]
+                assert (given["shape"], given["bytes"]) == ([batch, widths[0]], batch * widths[0] * 4)
+                assert (gave["shape"], gave["bytes"]) == ([batch, widths[1]], batch * widths[1] * 4)
+        for turn in turns:
+            assert {"forward", "backward", "optimizer"} <= set(turn["phases"])
+            assert turn["samples"] == batch
+
+
+def test_torchrun(dpmon: Dpmon) -> None:
+    result = until_it_ends_well(dpmon, TORCHRUN, "--nproc-per-node", 2, EXAMPLE, "--steps", 20)
+    assert b"final loss" in result.out
+    check_ranks(dpmon.records(), 20, {0: 30, 1: 30}, (5, 2))
+    assert "rank 0 of 2 cpu  [30, 5] -> [30, 2]  20 calls, 20 steps" in result.errors
+    assert "rank 1 of 2 cpu  [30, 5] -> [30, 2]  20 calls, 20 steps" in result.errors
+
+    state = State()
+    reader = RunReader(dpmon.last())
+    for _ in range(100):
+        records = reader.poll()
+        for record in records:
+            state = fold(state, record)
+        if not records:
+            break
+    reader.close()
+    rows = rank_rows(training(state), None)
+    assert [(row.rank, row.world, row.step) for row in rows] == [(0, 2, 20), (1, 2, 20)]
+    for row in rows:
+        assert row.step_ns is not None
+        assert row.forward_ns is not None
+        assert row.backward_ns is not None
+        assert row.step_ns >= row.forward_ns
+
+
+def test_mp_spawn_with_batches_of_different_sizes(dpmon: Dpmon, tmp_path: Path) -> None:
+    for attempt in range(TRIES):
+        store = tmp_path / f"store-{attempt}"
+        result = dpmon.run("--headless", SPAWNED, store)
+        if result.status == 0:
+            break
+    assert result.status == 0, result.errors
+    check_ranks(dpmon.records(), 6, {0: 4, 1: 6}, (6, 3))
+    torch.manual_seed(0)
+    # The gradient of a sum is the sum of the rows: 4 rows of `step` on one rank, 6 of `step + 1` on the other.
+    expected = torch.nn.Linear(6, 3).weight - 0.1 * sum((4 * step + 6 * (step + 1)) / 2 for step in range(6))
+    for rank in (0, 1):
+        weights, comm_hooks = torch.load(f"{store}-{rank}")
+        assert torch.allclose(weights, expected, atol=1e-3)
+        assert comm_hooks == 0
+
+
+def test_alone_the_example_is_one_process(dpmon: Dpmon) -> None:
+    result = dpmon.run("--headless", EXAMPLE, "--steps", 10)
+    assert result.status == 0, result.errors
+    records = dpmon.records()
+    assert [process["rank"] for process in of_kind(records, "process")] == [None]
+    assert {call["via"] for call in of_kind(records, "call")} == {None}
+    assert len(of_kind(records, "call")) == 10
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_accelerate(dpmon: Dpmon) -> None:
+    script = dpmon.script(ACCELERATED)
+    # Its own launcher starts several processes on one machine for GPUs only; there it is torchrun under another name.
+    until_it_ends_well(dpmon, TORCHRUN, "--nproc-per-node", 2, script)
+    check_ranks(dpmon.records(), 5, {0: 16, 1: 16}, (5, 2))

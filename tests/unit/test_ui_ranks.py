@@ -1,0 +1,102 @@
+"""Ranks side by side: which processes count, what their rows say, and what the status says of all of them."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+from synthetic import SECOND, Training, decoded
+
+from dpmon.model import State, fold
+from dpmon.model.ranks import rank_rows, training
+from dpmon.model.stats import speed
+from dpmon.records import Event
+from dpmon.ui import panel_ranks
+from dpmon.ui.look import COLOUR, UNICODE, Look
+from dpmon.ui.paint import whole
+from dpmon.ui.panel_output import Output
+from dpmon.ui.panel_status import status
+from dpmon.ui.rows import plain, width_of
+from dpmon.ui.scene import Facts, Scene
+
+LOOK = Look(UNICODE, COLOUR, True)
+FACTS = Facts("20261120-141502-ddp-7f3a", "examples/ddp.py", SECOND, "auto", "/usr/bin/python3")
+
+
+def scene_of(ranks: int, *, world: int | None = None, steps: int = 200, via: str = "DistributedDataParallel") -> Scene:
+    """A run of so many ranks, the last of which has smaller batches and slower steps."""
+    state = State()
+    now = 0
+    for number, rank in zip(count(), range(ranks)):
+        last = rank == ranks - 1
+        one = Training(
+            process=number + 1, rank=rank, devices=(f"cuda:{rank}",), virtual=False, via=via, mode="single",
+            batch=20 if last else 30, step_ns=4_000_000 if last else 2_000_000, seed=rank,
+        )  # fmt: skip
+        for record in decoded([*one.begin(), *one.run(steps)], number + 1, rank):
+            if isinstance(record, Event) and record.kind == "process":
+                record = Event("process", {**record.data, "world": ranks if world is None else world})
+            state = fold(state, record)
+        now = max(now, one.now)
+    return Scene(state, now + SECOND // 10, FACTS, alive=True, can_toggle=True)
+
+
+def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:
+    scene = scene_of(3)
+    assert panel_ranks.applies(scene)
+    rows = rank_rows(training(scene.state), None)
+    assert [(row.rank, row.world, row.step) for row in rows] == [(0, 3, 200), (1, 3, 200), (2, 3, 200)]
+    fast, _, slow = (row.step_ns or 0 for row in rows)
+    assert 1.5 < slow / fast < 2.5
+    text = [plain(row) for row in panel_ranks.ranks(scene, 100, 10, LOOK)]
+    assert [line.split()[:2] for line in text[1:4]] == [["0", "cuda:0"], ["1", "cuda:1"], ["2", "cuda:2"]]
+    assert "[30, 5]" in text[1]
+    assert "[20, 5]" in text[3]
+    assert "[20, 2]" in text[3]
+    assert "backward pass" in text[4]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (40, 10), (200, 60)])
+def test_the_screen_shows_ranks_in_place_of_replicas(size: tuple[int, int]) -> None:
+    for zoom in (None, "replicas"):
+        scene = scene_of(2)
+        scene = Scene(scene.state, scene.now_ns, FACTS, alive=True, view=scene.view.__class__(zoom=zoom))
+        rows = whole(scene, Output(), *size, LOOK)
+        assert {width_of(row) for row in rows} == {size[0]}
+        assert any("2 Ranks" in plain(row) for row in rows)
+
+
+def test_the_status_says_ddp_and_adds_the_samples_of_all_ranks() -> None:
+    scene = scene_of(2)
+    text = "\n".join(plain(row) for row in status(scene, 160, 2, LOOK))
+    assert "ddp ×2" in text
+    assert "rank 0 of 2" in text
+    one, other = (speed(process, scene.now_ns).samples_per_s for process in training(scene.state))
+    assert one is not None
+    assert other is not None
+    shown = float(text.split(" samples/s")[0].split()[-1].removesuffix("k")) * 1000
+    assert shown == pytest.approx(one + other, rel=0.02)
+
+
+def test_ranks_on_other_machines_are_missed_with_a_word() -> None:
+    text = [plain(row) for row in panel_ranks.ranks(scene_of(2, world=4), 100, 10, LOOK)]
+    assert any("2 of 4 ranks" in line for line in text)
+
+
+def test_one_process_or_replicas_of_its_own_keep_the_replicas_panel() -> None:
+    assert not panel_ranks.applies(scene_of(1))
+    state = State()
+    for process in (0, 1):
+        one = Training(process=process)
+        for record in decoded([*one.begin(), *one.run(5)], process):
+            state = fold(state, record)
+    assert not panel_ranks.applies(Scene(state, 3 * SECOND, FACTS))
+
+
+def test_a_rank_that_was_started_again_counts_once() -> None:
+    scene = scene_of(2)
+    again = Training(process=7, rank=1, mode="single", via="DistributedDataParallel", start_ns=4 * SECOND)
+    state = scene.state
+    for record in decoded([*again.begin(), *again.run(5)], 7, 1):
+        state = fold(state, record)
+    assert [process.process for process in training(state)] == [1, 7]

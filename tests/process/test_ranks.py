@@ -18,7 +18,8 @@ from dpmon.run.reader import RunReader
 
 EXAMPLE = ROOT / "examples" / "ddp.py"
 SPAWNED = Path(__file__).resolve().parent / "scripts" / "spawned_ranks.py"
-TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+_INSTALLED = Path(sys.executable).with_name("torchrun")
+TORCHRUN = [str(_INSTALLED)] if _INSTALLED.exists() else ["-m", "torch.distributed.run"]
 TRIES = 3
 
 ACCELERATED = """
@@ -79,7 +80,7 @@ def check_ranks(records: list[dict[str, Any]], steps: int, rows: dict[int, int],
 
 
 def test_torchrun(dpmon: Dpmon) -> None:
-    result = until_it_ends_well(dpmon, TORCHRUN, "--nproc-per-node", 2, EXAMPLE, "--steps", 20)
+    result = until_it_ends_well(dpmon, *TORCHRUN, "--nproc-per-node", 2, EXAMPLE, "--steps", 20)
     assert b"final loss" in result.out
     check_ranks(dpmon.records(), 20, {0: 30, 1: 30}, (5, 2))
     assert "rank 0 of 2 cpu  [30, 5] -> [30, 2]  20 calls, 20 steps" in result.errors
@@ -133,5 +134,5 @@ def test_alone_the_example_is_one_process(dpmon: Dpmon) -> None:
 def test_accelerate(dpmon: Dpmon) -> None:
     script = dpmon.script(ACCELERATED)
     # Its own launcher starts several processes on one machine for GPUs only; there it is torchrun under another name.
-    until_it_ends_well(dpmon, TORCHRUN, "--nproc-per-node", 2, script)
+    until_it_ends_well(dpmon, *TORCHRUN, "--nproc-per-node", 2, script)
     check_ranks(dpmon.records(), 5, {0: 16, 1: 16}, (5, 2))

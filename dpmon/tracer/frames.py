@@ -1,12 +1,16 @@
-"""Wrappers that stay out of sight: their names and signatures, and the tracebacks that pass through them."""
+"""Wrappers that stay out of sight: their names and signatures, tracebacks that pass through them, torch.compile."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
-__all__ = ["drop_frames", "named_like"]
+import torch
+
+__all__ = ["drop_frames", "hide_from_dynamo", "named_like"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
@@ -29,3 +33,42 @@ def named_like(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Cal
         setattr(wrapper, name, getattr(original, name))
     wrapper.__dict__["__wrapped__"] = original
     return wrapper
+
+
+def hide_from_dynamo(but: CodeType) -> None:
+    """Let torch.compile pass over our frames (`but` one), as it does over torch's own around a module's forward.
+
+    Only where one is the outermost of what would be compiled; within a graph under way it is looked through as before.
+    Otherwise a graph that breaks would be tried once more from our frame, and what runs beside it be compiled too.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = getattr(frames, "skip_code", None)
+    strategy: Any = None
+    if skip is None:  # in later torches; through torch._C, since torch._dynamo takes a second to import
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    for code in _codes():
+        if code is but:
+            continue
+        if skip is None:
+            frames.set_code_exec_strategy(code, strategy)
+        else:
+            skip(code)
+
+
+def _codes() -> Iterator[CodeType]:
+    """All that runs of ours in a process that trains."""
+    found: list[Any] = []
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("dpmon."):
+            continue
+        mine = [value for value in vars(module).values() if getattr(value, "__module__", None) == name]
+        for value in mine:
+            found += vars(value).values() if isinstance(value, type) else [value]
+    home = os.path.dirname(os.path.dirname(_HERE))
+    while found:
+        value = found.pop()
+        value = getattr(value, "fget", getattr(value, "__func__", value))
+        code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
+        if isinstance(code, CodeType) and code.co_filename.startswith(home):
+            yield code
+            found += [inner for inner in code.co_consts if isinstance(inner, CodeType)]

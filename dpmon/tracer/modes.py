@@ -278,6 +278,8 @@ def _unreplicable(module: torch.nn.Module) -> str | None:
     """Why virtual replicas of a module cannot be made; None if they can."""
     for inner in torch.nn.Module.modules(module):
         compiled = getattr(inner, "_compiled_call_impl", None) is not None
+        # On the instance (its forward is compiled, and bound to the one module) or on the class.
+        compiled |= getattr(getattr(inner, "forward", None), "_torchdynamo_orig_callable", None) is not None
         if compiled or type(inner).__module__.startswith("torch._dynamo"):
             return "a module compiled by torch.compile cannot be replicated"
         if isinstance(inner, torch.jit.ScriptModule):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from dpmon.tracer.calls import Calls
-from dpmon.tracer.frames import drop_frames, named_like
+from dpmon.tracer.frames import drop_frames, hide_from_dynamo, named_like
 from dpmon.tracer.modes import Modes
 from dpmon.tracer.roots import Roots
 from dpmon.tracer.session import Config, Session
@@ -69,6 +69,11 @@ def install() -> None:
     optimizer.register_optimizer_step_post_hook(after_step)
     roots.watch()
     _at_the_end(session, steps, modes, calls)
+    try:
+        # A compiled DataParallel must begin with its forward: it is compiled as it is written, not traced.
+        hide_from_dynamo(torch.nn.DataParallel.forward.__code__)
+    except Exception as error:  # noqa: BLE001 - then a compiled model that breaks its graph is tried once more often
+        session.fault("dynamo", error, fatal=False)
 
 
 def _constructing(original: Callable[..., Any], modes: Modes) -> Callable[..., Any]:

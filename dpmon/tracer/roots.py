@@ -35,9 +35,9 @@ class _RootCall:
 
     def __get__(self, module: Any, owner: Any = None) -> Any:
         now = torch.nn.Module.__call__
-        if module is None:
-            return now
         roots = self._roots
+        if module is None:  # torch.compile looks here, and takes what it gets for a part of the class
+            return roots.original if now is roots.watcher else now
         if now is not roots.original and now is not roots.watcher:
             return MethodType(now, module)  # the script, or torch.fx, has put its own there: it comes first
         return MethodType(roots.called, module)

@@ -309,14 +309,19 @@ class Steps:
     def optimizer_hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
         """The global optimizer pre- and post-hook."""
         fault = self.session.fault
+        is_compiling = torch.compiler.is_dynamo_compiling  # an optimizer's step may be compiled, with its hooks in it
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if is_compiling():
+                return
             try:
                 self._optimizer_begins()
             except Exception as error:  # noqa: BLE001 - ours must not reach the script
                 fault("optimizer", error)
 
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if is_compiling():
+                return
             try:
                 self._optimizer_ends(optimizer)
             except Exception as error:  # noqa: BLE001 - the step is done, whatever we make of it

@@ -72,3 +72,67 @@ def test_nothing_is_said_that_is_not_said_alone(runs: dict[str, tuple[Traced, di
         return [line.partition("]")[2] for line in text.splitlines()]
 
     assert lines(runs["traced"][0].err) == lines(runs["alone"][0].err)
+
+
+# ------------------------------------------------------------------------------------------------ counted by torch
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
+    """Many ways to compile, each for so long that the tracer looks for roots, rests and looks again; traced and alone.
+
+    Traced, dp is asked for on the way.
+    """
+    place = tmp_path_factory.mktemp("counted")
+    scripts = Script(place, text_of("recompiling"), "toggle"), Script(place, text_of("recompiling"), run=False)
+    found, expected = (script.end(250) for script in scripts)
+    return found, expected
+
+
+WAYS = {
+    "the_model": ("OptimizedModule", None, "compile"),
+    "its_forward": ("Net", None, "compile"),
+    "in_place": ("Net", None, "compile"),
+    "a_function_that_calls_it": None,
+    "a_function_that_calls_it_after_it_was_called": None,
+    "a_part": ("Net", None, "compile"),
+    "wrapped": ("OptimizedModule", "DataParallel", "compile"),
+    "wrapped_forward": ("Net", "DataParallel", "compile"),
+    "a_wrapper": ("OptimizedModule", None, "compile"),
+    "with_a_break": ("OptimizedModule", None, "compile"),
+    "a_whole_step": None,
+    "the_optimizer": ("Net", None, None),
+}
+"""Root and via of the calls that are seen, and why dp is refused. What a compiled function calls is part of it."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", WAYS)
+def test_no_graph_break_and_no_compilation_is_due_to_us(counted: tuple[Traced, Traced], way: str) -> None:
+    (_, status, found), (_, alone_status, expected) = (run.said[way] for run in counted)
+    assert status == alone_status == 0, counted[0].err
+    for what in ("graphs", "breaks", "stats", "recompiled"):
+        assert found[what] == expected[what], what
+    assert found["frames"]["total"] <= expected["frames"]["total"]
+    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_seen_of_it_and_what_comes_of_the_toggle(counted: tuple[Traced, Traced], way: str) -> None:
+    run, _ = counted
+    pid = run.said[way][0]
+    processes = [event.data["process"] for event in run.events("process") if event.data["pid"] == pid]
+    (process,) = processes
+    calls = [call for call in run.calls(process=process) if call.root != "Later"]
+    seen = WAYS[way]
+    if seen is None:
+        assert len(calls) <= 1  # before it was compiled
+        return
+    root, via, refusal = seen
+    assert {(call.root, call.via) for call in calls} == {(root, via)}
+    assert len(calls) == 330
+    asked = [e.data for e in run.events("mode", process) if e.data["requested_by"] == "user" and e.data["root"] == root]
+    assert [event["mode"] for event in asked] == ["dp" if refusal is None else "single", "single"]
+    assert (asked[0]["refused"] is None) if refusal is None else refusal in asked[0]["refused"]
+    modes = ["single"] * 40 + [asked[0]["mode"]] * 40 + ["single"] * 250
+    assert [call.mode for call in calls] == modes

@@ -57,6 +57,7 @@ def install() -> None:
         roots.watch()
 
     steps.on_idle = idle
+    steps.on_unseen = roots.unseen
 
     for index, name in enumerate(("scatter_kwargs", "replicate", "parallel_apply", "gather")):
         setattr(data_parallel, name, calls.verb(index))

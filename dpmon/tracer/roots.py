@@ -7,6 +7,7 @@ cost nothing. Nothing is put on an instance: what is pickled or copied is the sc
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from types import MethodType
@@ -59,6 +60,8 @@ class Roots:
         self._classes: set[type] = set()
         self._verdicts: dict[int, tuple[Any, bool]] = {}
         self._watching = False
+        self._told = False
+        """Whether a warning has said that calls are not seen, and why."""
         self._found = True
         """Whether a root turned up since the last look."""
         self._always = False
@@ -106,7 +109,37 @@ class Roots:
         if len(self._verdicts) > 4096:
             self._verdicts.clear()
         self._verdicts[id(module)] = (weakref.ref(module), verdict)
+        if verdict and not self._told:
+            self._look_above(module)
         return verdict
+
+    def _look_above(self, module: Any) -> None:
+        """Say, once, if `module` is a part of one whose forward the script calls itself: only the parts are seen."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "forward" and code.co_argcount:
+                owner = frame.f_locals.get(code.co_varnames[0])
+                parts = torch.nn.Module.modules(owner) if isinstance(owner, torch.nn.Module) else ()
+                if owner is not module and any(part is module for part in parts):
+                    self._tell(
+                        f"{type(owner).__name__}.forward() is called directly, past Module.__call__, where a call "
+                        "cannot be seen: the calls of the modules in it are recorded in its place"
+                    )
+                    return
+            frame = frame.f_back
+
+    def unseen(self) -> None:
+        """Say that a training goes on and no call of a module was ever seen in it."""
+        self._tell(
+            "an optimizer steps, but no call of a module was seen: one whose forward() is called directly, or by a "
+            "compiled function, cannot be traced"
+        )
+
+    def _tell(self, text: str) -> None:
+        self._told = True
+        if self.session.ready():
+            self.session.warn(text)
 
     def _register(self, kind: type) -> None:
         if kind in self._classes:

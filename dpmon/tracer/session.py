@@ -293,11 +293,13 @@ class Session:
             raise error
         try:
             count = self._faults[where] = self._faults.get(where, 0) + 1
-            if count == 1:
-                self.warn(f"dpmon's tracer failed in {where}: {type(error).__name__}: {error}")
+            if len(self._faults) == count == 1:  # the first of all: what follows mostly follows from it
+                self.warn(
+                    f"dpmon's tracer failed in {where}: {type(error).__name__}: {error}; the training is not affected"
+                )
             if fatal and count >= MAX_FAULTS and not self.off:
                 self.off = True
-                self.warn(f"dpmon's tracer gave up after {count} faults in {where}; the training is not affected")
+                self.warn(f"dpmon's tracer gave up after {count} faults in {where}: nothing more is recorded")
         except Exception:  # noqa: BLE001 - nothing more can be done, and the script must not notice
             self.off = True
 

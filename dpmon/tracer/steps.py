@@ -32,6 +32,8 @@ STALE_STEPS = 64
 """Optimizer steps without a fetch after which a loader no longer counts (a script that keeps using one batch)."""
 IDLE_FETCHES = 4
 """Fetches, or steps of the optimizer, without a call after which somebody should look where the calls are."""
+UNSEEN_STEPS = 16
+"""Steps of an optimizer before the first call, after which somebody should say so."""
 MAX_NESTED = 8
 """Optimizers inside optimizers."""
 STALE_CALLS = 64
@@ -71,6 +73,7 @@ class Steps:
         "number",
         "on_close",
         "on_idle",
+        "on_unseen",
         "open",
         "optimizer",
         "other",
@@ -85,6 +88,7 @@ class Steps:
         "stepped",
         "stepping",
         "thread",
+        "unseen",
         "words",
     )
 
@@ -92,6 +96,8 @@ class Steps:
         self.session = session
         self.on_close: Callable[[], int] = lambda: 1 << 30
         """Called when `countdown` turns have ended; returns the next countdown."""
+        self.on_unseen: Callable[[], None] = lambda: None
+        """Called when an optimizer steps and steps, and no call was ever seen."""
         self.on_idle: Callable[[], None] = lambda: None
         self.reset()
 
@@ -111,6 +117,7 @@ class Steps:
         """Whether the training thread is in a call that is traced the short way."""
         self.backwards = 0
         """1 while the training thread is in a backward pass: modules run in it are recomputed, not called."""
+        self.unseen = 0
         self.learns = False
         """Whether the training thread has gone backward or stepped: then it is the right one."""
         self.due = False
@@ -347,6 +354,9 @@ class Steps:
             if not self.thread:  # before the first call: no turn, and nobody's time
                 self.stepped = 0
                 self.stepping.clear()
+                self.unseen += 1
+                if self.unseen == UNSEEN_STEPS:
+                    self.on_unseen()
             return
         self.learns = True
         took = now - self.stepped

@@ -8,7 +8,7 @@ import pytest
 from tracing import Traced, text_of, traced
 
 FEW = 8
-"""Warnings that one broken function may cause."""
+"""Warnings that one broken function may cause, those of calls that could not be split included."""
 
 GUARDS = {
     "tracer.calls.Calls._before",
@@ -53,18 +53,19 @@ def leaks(run: Traced) -> dict[str, str]:
         assert len(result) > 8
     assert references[False][1].count("a bad batch") == 3
     found: dict[str, str] = {}
-    warned: dict[int, int] = {}
+    warned: dict[int, list[str]] = {}
     for event in run.events("warning"):
-        warned[event.data["process"]] = warned.get(event.data["process"], 0) + 1
+        warned.setdefault(event.data["process"], []).append(event.data["text"])
     processes = {event.data["pid"]: event.data["process"] for event in run.events("process")}
     for name, (status, result, err, pid) in run.said.items():
-        count = warned.get(processes.get(pid, -1), 0)
+        texts = warned.get(processes.get(pid, -1), [])
+        failed, gave_up = (sum(f"tracer {what}" in text for text in texts) for what in ("failed", "gave up"))
         if status or err:
             found[name] = f"ended with {status}: {err.strip().splitlines()[-1:]}"
         elif not same(result, references[name.endswith("plain loop")][1]):
             found[name] = f"changed what was computed: {result}"
-        elif count > FEW:
-            found[name] = f"gave {count} warnings"
+        elif len(texts) > FEW or failed > 1 or gave_up > 1:
+            found[name] = f"gave {len(texts)} warnings: {texts}"
     return found
 
 

@@ -34,12 +34,14 @@ __all__ = [
     "RecordError",
     "Replica",
     "Size",
+    "Stage",
     "Step",
     "as_json",
     "call_flags",
     "call_format",
     "call_head",
     "call_replicas",
+    "call_stages",
     "definition",
     "kind_of",
     "mode_number",
@@ -70,6 +72,7 @@ _NO_PHASES = (-1, 0) * len(CALL_PHASES)
 _CALL_FORMAT = PLAIN_FORMAT + "qq" * len(CALL_PHASES)
 _CALL_HEAD = struct.Struct(_CALL_FORMAT)
 _CALL_REPLICA = struct.Struct("<IIqq")
+_CALL_STAGE = struct.Struct("<IIIxxxxqq")
 STEP_FORMAT = "<BBBxIQqqqqqqq"
 """STEP_TAG, mode, 0, 0, step, start, wall, samples, four phases: see pack_step."""
 STEP_WORDS = "<QQqqqqqqq"
@@ -119,6 +122,28 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """What one device did in a call of a model whose parts lie on several: its parts ran one after the other.
+
+    What a stage but the first received has crossed from the device of the one before. host_ns None: it did not end.
+    """
+
+    stage: int
+    device: str
+    parts: tuple[str, ...]
+    offset_ns: int
+    host_ns: int | None
+    inputs: tuple[Size, ...] | None
+    outputs: tuple[Size, ...] | None
+    device_ms: float | None = None
+
+    @property
+    def crossed(self) -> int | None:
+        """Bytes that came from the device of the stage before; None for the first stage, or if they were not seen."""
+        return None if self.stage == 0 or self.inputs is None else sum(size.bytes for size in self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One top-level forward; start_ns counts from the run's start."""
 
@@ -141,6 +166,8 @@ class Call:
     inputs: tuple[Size, ...] | None
     outputs: tuple[Size, ...] | None
     absent: Mapping[str, str] = field(default_factory=dict)
+    stages: tuple[Stage, ...] = ()
+    """Of a model whose parts lie on several devices, which has no replicas."""
 
     @property
     def rows(self) -> int | None:
@@ -190,7 +217,10 @@ def mode_number(mode: str) -> int:
 
 
 def pack_definition(number: int, value: Any) -> bytes:
-    """A definition: `value` is a layout (root, via, devices, absent) or a list of (path, shape, dtype, bytes)."""
+    """A definition: a layout (root, via, devices, absent), a stage (device, parts) or a list of sizes.
+
+    A size is (path, shape, dtype, bytes).
+    """
     return _DEFINE_HEAD.pack(_DEFINE, number) + json.dumps(value, separators=(",", ":")).encode()
 
 
@@ -205,7 +235,10 @@ def call_flags(virtual: bool, training: bool, grad: bool, failed: bool) -> int:
 
 
 def call_format(replicas: int) -> str:
-    """The struct format of a call over so many replicas: CALL_TAG, mode, flags, 0, then as pack_call takes them."""
+    """The struct format of a call without stages over so many replicas.
+
+    CALL_TAG, mode, flags, number of stages, then as pack_call takes them.
+    """
     return _CALL_FORMAT + "IIqq" * replicas
 
 
@@ -221,19 +254,24 @@ def pack_call(
     outputs: int,
     phases: Sequence[int],
     replicas: Sequence[int],
+    stages: Sequence[int] = (),
 ) -> bytes:
     """A call.
 
     `phases`: offset and duration (ns) for each of CALL_PHASES, offset -1 for one that did not run. `replicas`: four
-    numbers a replica: inputs, outputs (definitions, 0 unknown), offset, duration. Clocks are monotonic ns.
+    numbers a replica: inputs, outputs (definitions, 0 unknown), offset, duration. `stages`: five numbers a stage, at
+    most 255 of them: device and parts (a definition), then as for a replica, duration -1 for one that did not end.
+    Clocks are monotonic ns.
     """
     count = len(replicas) >> 2
     packer = _call_structs.get(count)
     if packer is None:
         packer = _call_structs[count] = struct.Struct(call_format(count))
-    return packer.pack(
-        CALL_TAG, mode, flags, 0, layout, step, call, start_ns, wall_ns, inputs, outputs, *phases, *replicas
+    last = len(stages) // 5
+    head = packer.pack(
+        CALL_TAG, mode, flags, last, layout, step, call, start_ns, wall_ns, inputs, outputs, *phases, *replicas
     )
+    return head + b"".join(_CALL_STAGE.pack(*stages[5 * i : 5 * i + 5]) for i in range(last))
 
 
 def pack_step(mode: int, step: int, start_ns: int, wall_ns: int, samples: int, phases: Sequence[int]) -> bytes:
@@ -276,6 +314,7 @@ class Decoder:
         self.origin_ns = origin_ns
         self._layouts: dict[int, _Layout] = {}
         self._sizes: dict[int, tuple[Size, ...]] = {}
+        self._stages: dict[int, tuple[str, tuple[str, ...]]] = {}
 
     def decode(self, payload: bytes) -> Record | None:
         """The record in `payload`; None for a definition, which is remembered. Raises RecordError for anything else."""
@@ -306,13 +345,17 @@ class Decoder:
     def _define(self, payload: bytes) -> None:
         _, number = _DEFINE_HEAD.unpack_from(payload)
         value = json.loads(payload[_DEFINE_HEAD.size :])
-        if isinstance(value, dict):
+        if isinstance(value, dict) and "parts" in value:
+            self._stages.pop(number, None)
+            self._stages[number] = str(value["device"]), tuple(str(name) for name in value["parts"])
+        elif isinstance(value, dict):
             self._layouts.pop(number, None)
             self._layouts[number] = _layout(value)
         else:
             self._sizes.pop(number, None)
             self._sizes[number] = _sizes(value)
-        for table in (self._layouts, self._sizes):
+        tables: tuple[dict[int, Any], ...] = (self._layouts, self._sizes, self._stages)
+        for table in tables:
             if len(table) > MAX_DEFINITIONS:
                 del table[next(iter(table))]
 
@@ -352,7 +395,13 @@ class Decoder:
             inputs=self._known(inputs),
             outputs=self._known(outputs),
             absent=layout.absent,
+            stages=tuple(self._stage(i, *stage) for i, stage in enumerate(call_stages(payload))),
         )
+
+    def _stage(self, index: int, number: int, got: int, gave: int, offset: int, took: int) -> Stage:
+        device, parts = self._stages[number]
+        ended = took if took >= 0 else None
+        return Stage(index, device, parts, offset, ended, self._known(got), self._known(gave))
 
     def _step(self, payload: bytes) -> Step:
         _, mode, _, _, step, start, wall, samples, *phases = _STEP_BODY.unpack(payload)
@@ -381,8 +430,8 @@ def kind_of(payload: bytes) -> str:
 def call_head(payload: bytes) -> tuple[int, ...]:
     """A call's numbers as they lie in the payload; struct.error if it is cut off.
 
-    mode, flags, 0, layout, step, call, start_ns, wall_ns, inputs, outputs (start on the absolute monotonic
-    clock; layout, inputs and outputs by definition), then offset and duration for each of CALL_PHASES (offset
+    mode, flags, number of stages, layout, step, call, start_ns, wall_ns, inputs, outputs (start on the absolute
+    monotonic clock; layout, inputs and outputs by definition), then offset and duration for each of CALL_PHASES (offset
     -1: did not run).
     """
     if payload[0] == PLAIN_TAG:
@@ -395,7 +444,22 @@ def call_replicas(payload: bytes) -> list[tuple[int, int, int, int]]:
     if payload[0] == PLAIN_TAG:
         *_, wall, inputs, outputs = _PLAIN.unpack(payload)
         return [(inputs, outputs, 0, wall)]
-    return list(_CALL_REPLICA.iter_unpack(memoryview(payload)[_CALL_HEAD.size :]))
+    return list(_CALL_REPLICA.iter_unpack(memoryview(payload)[_CALL_HEAD.size : _stages_at(payload)]))
+
+
+def call_stages(payload: bytes) -> list[tuple[int, int, int, int, int]]:
+    """For each stage: device and parts, inputs, outputs (definitions), offset_ns, host_ns; struct.error if cut off."""
+    if payload[0] == PLAIN_TAG or not payload[3]:
+        return []
+    return list(_CALL_STAGE.iter_unpack(memoryview(payload)[_stages_at(payload) :]))
+
+
+def _stages_at(payload: bytes) -> int:
+    """Where the stages begin: they come last."""
+    at = len(payload) - payload[3] * _CALL_STAGE.size
+    if at < _CALL_HEAD.size:
+        raise struct.error("a call is cut off")
+    return at
 
 
 def step_fields(payload: bytes) -> tuple[int, ...]:
@@ -432,7 +496,7 @@ def _call_json(call: Call) -> dict[str, Any]:
         call.inputs is None or call.outputs is None or any(r.inputs is None or r.outputs is None for r in call.replicas)
     ):
         absent.setdefault("sizes", "not seen by a forward hook")
-    return {
+    found: dict[str, Any] = {
         "kind": "call",
         "process": call.process,
         "rank": call.rank,
@@ -462,6 +526,25 @@ def _call_json(call: Call) -> dict[str, Any]:
         "inputs": _sizes_json(call.inputs),
         "outputs": _sizes_json(call.outputs),
         "absent": absent,
+    }
+    if call.stages:
+        found["stages"] = [_stage_json(stage, call) for stage in call.stages]
+    return found
+
+
+def _stage_json(stage: Stage, call: Call) -> dict[str, Any]:
+    before = call.stages[stage.stage - 1].device if stage.stage else None
+    return {
+        "stage": stage.stage,
+        "device": stage.device,
+        "parts": list(stage.parts),
+        "start_ms": _ms(stage.offset_ns),
+        "host_ms": None if stage.host_ns is None else _ms(stage.host_ns),
+        "device_ms": stage.device_ms,
+        "from": before,
+        "crossed_bytes": stage.crossed,
+        "inputs": _sizes_json(stage.inputs),
+        "outputs": _sizes_json(stage.outputs),
     }
 
 

@@ -16,6 +16,7 @@ from dpmon.ui.text import clean
 __all__ = ["summary_lines"]
 
 _MAX_REPLICA_LINES = 40
+_MAX_STAGES = 8
 _MAX_WARNINGS = 5
 
 
@@ -34,6 +35,7 @@ def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
     for name, mode in sorted(totals.modes.items()):
         lines += _mode_lines(name, mode, totals)
     lines += _rank_lines(totals)
+    lines += _stage_lines(totals)
     lines += _replica_lines(totals)
     if totals.pruned:
         lines.append(f"{totals.pruned:,} older records were deleted to bound the history: the figures are of the rest")
@@ -108,6 +110,21 @@ def _phase_line(label: str, values: array[int]) -> str:
     ordered = sorted(values)
     middle, tail = median(ordered) or 0, percentile(ordered, 0.95) or 0
     return f"  {label:<18} median {_ms(middle):>8} ms   p95 {_ms(tail):>8} ms"
+
+
+def _stage_lines(totals: Totals) -> list[str]:
+    lines = []
+    shown = [line for line in totals.stages if line.stage < _MAX_STAGES]  # a model that goes to and fro has many
+    for line in shown[:_MAX_REPLICA_LINES]:
+        names = ", ".join(line.parts[:4]) + (f" and {len(line.parts) - 4} more" if len(line.parts) > 4 else "")
+        text = f"  {line.root} stage {line.stage} {line.device}  {names}  {line.inputs or 'sizes not seen'} -> "
+        text += f"{line.outputs or 'not finished'}  {line.calls:,} call{'s' if line.calls != 1 else ''}"
+        middle = median(line.walls)
+        lines.append(text if middle is None else f"{text}, host time median {_ms(middle)} ms")
+    more = len(totals.stages) - len(lines)
+    if more > 0:
+        lines.append(f"  and {more} more; dpmon export has them all")
+    return ["stages (parts of the model on several devices)", *lines] if lines else []
 
 
 def _rank_lines(totals: Totals) -> list[str]:

@@ -88,6 +88,8 @@ def _call(state: State, call: Call) -> None:
             del process.calls[next(iter(process.calls))]
         track = process.calls[key] = CallTrack(call)
     _time_replicas(track, call)
+    if call.stages or track.stage_ns:
+        _time_stages(track, call)
     track.last = call
     track.count += 1
     process.newest = key
@@ -110,6 +112,16 @@ def _time_replicas(track: CallTrack, call: Call) -> None:
     for times, replica in zip(track.replica_ns, call.replicas, strict=False):
         if replica.host_ns >= 0:
             times.append(replica.host_ns)
+
+
+def _time_stages(track: CallTrack, call: Call) -> None:
+    seen = {(stage.stage, stage.device, stage.parts): stage.host_ns for stage in call.stages[: kept.REPLICAS_TIMED]}
+    track.stage_ns = {key: track.stage_ns.get(key) or deque(maxlen=kept.CALLS_TIMED) for key in seen}
+    if call.failed:
+        return
+    for key, took in seen.items():
+        if took is not None and took >= 0:
+            track.stage_ns[key].append(took)
 
 
 def _remember_phases(process: Process, call: Call) -> None:

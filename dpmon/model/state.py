@@ -96,6 +96,8 @@ class CallTrack:
     count: int = 0
     replica_ns: list[deque[int]] = field(default_factory=list)
     """A deque a replica, newest last; begun anew when mode, devices or the number of replicas change."""
+    stage_ns: dict[tuple[int, str, tuple[str, ...]], deque[int]] = field(default_factory=dict)
+    """The same for stages, by number, device and parts."""
 
 
 class ModeChange(NamedTuple):

@@ -19,6 +19,7 @@ from dpmon.records import (
     RecordError,
     call_head,
     call_replicas,
+    call_stages,
     definition,
     kind_of,
     step_fields,
@@ -27,7 +28,7 @@ from dpmon.run.export import Snapshot
 from dpmon.run.history import HistoryError
 from dpmon.run.rows import record_of, step_columns
 
-__all__ = ["ModeTotals", "RankLine", "ReplicaLine", "Totals", "add_up"]
+__all__ = ["ModeTotals", "RankLine", "ReplicaLine", "StageLine", "Totals", "add_up"]
 
 DDP = "DistributedDataParallel"
 
@@ -81,6 +82,19 @@ class RankLine(NamedTuple):
     samples_per_s: float | None
 
 
+class StageLine(NamedTuple):
+    """What one stage of a spread model got and gave, in how many calls; `walls` in ns of those that ended."""
+
+    root: str
+    stage: int
+    device: str
+    parts: tuple[str, ...]
+    inputs: Any
+    outputs: Any
+    calls: int
+    walls: array[int]
+
+
 @dataclass
 class Totals:
     """One run, added up."""
@@ -89,6 +103,7 @@ class Totals:
     replicas: list[ReplicaLine] = field(default_factory=list)
     ranks: list[RankLine] = field(default_factory=list)
     """A line a process, if several have trained."""
+    stages: list[StageLine] = field(default_factory=list)
     processes: int = 0
     virtual: bool = False
     reasons: list[str] = field(default_factory=list)
@@ -107,6 +122,8 @@ class _Adder:
         self._ranks: dict[int, tuple[int | None, int | None]] = {}
         """Rank and world of each process, as it said itself."""
         self._walls: dict[int, array[int]] = {}
+        self._stages: dict[tuple[int, ...], list[Any]] = {}
+        """By process, layout, number of the stage, its definition and sizes: calls, durations."""
 
     def define(self, process: int, number: int, value: Any) -> None:
         self._definitions[process, number] = value
@@ -140,6 +157,11 @@ class _Adder:
                 found.call_phases.setdefault(name, array("q")).append(phases[2 * index + 1])
         sizes = tuple((got, gave) for got, gave, _, _ in call_replicas(payload))
         self._groups[process, mode, flags & 1, layout, sizes] += 1
+        for index, (number, got, gave, _, took) in enumerate(call_stages(payload)):
+            entry = self._stages.setdefault((process, layout, index, number, got, gave), [0, array("q")])
+            entry[0] += 1
+            if took >= 0:
+                entry[1].append(took)
 
     def event(self, kind: str, data: Any) -> None:
         if kind == "warning" and isinstance(data.get("text"), str):
@@ -168,10 +190,26 @@ class _Adder:
                 lines[key] += count
         self.totals.replicas = [ReplicaLine._make((*key, count)) for key, count in sorted(lines.items(), key=_order)]
         self.totals.processes = len(self._processes)
+        self.totals.stages = self._stage_lines()
         if several:
             ranks = [self._rank_line(process) for process in self._processes]
             self.totals.ranks = sorted(ranks, key=lambda line: (line.rank is None, line.rank or 0, line.process))
         return self.totals
+
+    def _stage_lines(self) -> list[StageLine]:
+        lines: dict[tuple[Any, ...], StageLine] = {}
+        for (process, layout_number, index, number, got, gave), (calls, walls) in self._stages.items():
+            layout, stage = (self._definitions.get((process, which)) for which in (layout_number, number))
+            if not isinstance(layout, dict) or not isinstance(stage, dict):
+                continue
+            names = tuple(str(name) for name in stage.get("parts") or ())
+            key = (str(layout.get("root")), index, str(stage.get("device")), names, self._text(process, got),
+                   self._text(process, gave))  # fmt: skip
+            before = lines.get(key)
+            lines[key] = StageLine(
+                *key, calls + (before.calls if before else 0), walls + before.walls if before else walls
+            )
+        return sorted(lines.values(), key=lambda line: (line.root, line.stage, -line.calls))
 
     def _rank_line(self, process: int) -> RankLine:
         groups = [(count, key) for key, count in self._groups.items() if key[0] == process]

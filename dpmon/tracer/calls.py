@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from dpmon.records import CALL_TAG, FAILED, GRAD, TRAINING, VIRTUAL, call_format
+from dpmon.records import CALL_TAG, FAILED, GRAD, TRAINING, VIRTUAL, call_format, pack_call
 from dpmon.ring import Frame, Ring
 from dpmon.tracer.frames import drop_frames, named_like
 from dpmon.tracer.modes import DP, SINGLE, Modes, Plan
 from dpmon.tracer.replicas import Watch
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sizes import tensors_in
+from dpmon.tracer.stages import Stages, stages_of
 from dpmon.tracer.steps import Steps
 from dpmon.tracer.virtual import Originals
 
@@ -61,6 +62,7 @@ class Site:
         "replicas",
         "root",
         "share",
+        "stages",
         "via",
     )
 
@@ -76,6 +78,8 @@ class Site:
         self.outputs = Memo()
         self.share = Memo()
         self.replicas: list[tuple[Memo, Memo]] = []
+        self.stages: Stages | None = None
+        """What its devices do, if its parts lie on several."""
         self.proven = False
         """dp has worked for it."""
         self.layout = 0
@@ -328,9 +332,12 @@ class Calls:
             return original(module, *args, **kwargs)
         result: Any = None
         failed = True
+        stages = trace.site.stages if trace.outer >= 0 else None  # the training thread's calls only
         try:
             local.depth = 1
             local.root = trace
+            if stages is not None:
+                stages.begin()
             if trace.plan.mode == DP:
                 result = self._run_root(original, trace, module, args, kwargs)
             else:
@@ -338,6 +345,8 @@ class Calls:
             failed = False
         finally:
             local.depth = 0
+            if stages is not None:
+                stages.end()
             self._end(trace, module, failed, result)
         return result
 
@@ -434,6 +443,9 @@ class Calls:
         key = id(module)
         plan = self.modes.plan(module, wrapper)
         site = self.sites[key] = Site(module, plan, via, dim or 0, lambda _: self.sites.pop(key, None))
+        if not wrapper and plan.mode == SINGLE:
+            site.stages = stages_of(module.module if via is not None else module, self.session)
+            site.plain = site.plain and site.stages is None
         return site
 
     def _end(self, trace: Trace, module: Any, failed: bool, result: Any) -> None:
@@ -458,8 +470,16 @@ class Calls:
                 flags |= TRAINING
             if torch.is_grad_enabled():
                 flags |= GRAD
-            replicas = self._replicas(trace, outputs, now)
             ring.flush()
+            stages = site.stages
+            if stages is not None and trace.outer >= 0:
+                head = plan.mode, flags, layout, trace.step, self.count, trace.start, now - trace.start
+                packed = stages.packed(trace.start)
+                ring.write(pack_call(*head, trace.inputs, outputs, trace.phases, (), packed))
+                if ring.head >= session.renew_at:
+                    session.renew()
+                return
+            replicas = self._replicas(trace, outputs, now)
             values = (
                 CALL_TAG,
                 plan.mode,
@@ -482,7 +502,8 @@ class Calls:
             session.fault("end", error)
 
     def layout(self, site: Site, plan: Plan) -> int:
-        number = self.session.define((site.root, site.via, plan.devices), lambda: _spell(site, plan))
+        devices = plan.devices if site.stages is None else site.stages.devices
+        number = self.session.define((site.root, site.via, devices), lambda: _spell(site, plan))
         if plan is site.plan:
             site.layout, site.epoch = number, self.session.epoch
         return number
@@ -504,10 +525,12 @@ class Calls:
 
 
 def _spell(site: Site, plan: Plan) -> dict[str, Any]:
-    absent = plan.absent
+    devices, absent = plan.devices, plan.absent
+    if site.stages is not None:
+        devices, absent = site.stages.devices, site.stages.absent
     if site.via == "DistributedDataParallel":
         absent = {**absent, "all_reduce": _IN_BACKWARD}
-    return {"root": site.root, "via": site.via, "devices": list(plan.devices), "absent": absent}
+    return {"root": site.root, "via": site.via, "devices": list(devices), "absent": absent}
 
 
 def _holds_wrapper(module: Any) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import ModuleType
 
 from dpmon.model.stats import Summary, recent, summary
-from dpmon.ui import panel_batch, panel_compare, panel_devices, panel_output, panel_ranks, panel_replicas
+from dpmon.ui import panel_batch, panel_compare, panel_devices, panel_output, panel_ranks, panel_replicas, panel_stages
 from dpmon.ui.footer import footer
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, Slot, arrange
 from dpmon.ui.look import Look
@@ -23,9 +24,16 @@ def places(scene: Scene, width: int, height: int) -> dict[str, Slot]:
         width,
         height,
         devices=panel_devices.wanted_rows(scene),
-        replicas=(panel_ranks if panel_ranks.applies(scene) else panel_replicas).wanted_rows(scene),
+        replicas=_second(scene).wanted_rows(scene),
         zoom=scene.view.zoom,
     )
+
+
+def _second(scene: Scene) -> ModuleType:
+    """What panel 2 shows: ranks, stages or replicas."""
+    if panel_ranks.applies(scene):
+        return panel_ranks
+    return panel_stages if panel_stages.applies(scene) else panel_replicas
 
 
 def paint(scene: Scene, output: Output, slots: Mapping[str, Slot], look: Look) -> dict[str, list[Row]]:
@@ -65,12 +73,9 @@ def _content(
         title, corner = panel_devices.title(scene, look)
         return title, corner, panel_devices.devices(scene, width, height, look)
     if panel == "replicas":
-        if panel_ranks.applies(scene):
-            title, corner = panel_ranks.title(scene, look)
-            picture = panel_ranks.zoomed if zoomed else panel_ranks.ranks
-            return title, corner, picture(scene, width, height, look)
-        title, corner = panel_replicas.title(scene, look)
-        picture = panel_replicas.zoomed if zoomed else panel_replicas.replicas
+        second = _second(scene)
+        title, corner = second.title(scene, look)
+        picture = second.zoomed if zoomed else second.table
         return title, corner, picture(scene, width, height, look)
     if panel == "batch":
         numbers = panel_batch.figures(scene, seen)

@@ -11,7 +11,7 @@ from dpmon.ui.rows import Row, cut, fit, right, span_width
 from dpmon.ui.scene import Scene
 from dpmon.ui.text import clean
 
-__all__ = ["applies", "ranks", "title", "wanted_rows", "zoomed"]
+__all__ = ["applies", "table", "title", "wanted_rows", "zoomed"]
 
 _NOT_APART = "the ranks average their gradients within the backward pass: a rank that waits for another waits there"
 
@@ -52,7 +52,7 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     return [("2 Ranks", "title"), (name, "")], corner
 
 
-def ranks(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame: a header, a row a rank, what is not told apart and why."""
     rows, count = _rows(scene, max(height, 2) + 1)
     ins = [size_text(row.track.last.inputs) if row.track else UNKNOWN for row in rows]
@@ -110,7 +110,7 @@ def _device(row: RankRow) -> str:
 
 def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel at full size: the table, then every size of every rank by its path."""
-    drawn = ranks(scene, width, height, look)
+    drawn = table(scene, width, height, look)
     rows, _ = _rows(scene, height)
     drawn.append([])
     for row in rows:

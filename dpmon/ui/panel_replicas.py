@@ -12,7 +12,7 @@ from dpmon.ui.rows import Row, cut, fit, right, span_width
 from dpmon.ui.scene import Scene, mode_words
 from dpmon.ui.text import clean
 
-__all__ = ["replicas", "shown", "title", "wanted_rows"]
+__all__ = ["replicas", "shown", "size_line", "size_text", "table", "title", "wanted_rows", "zoomed"]
 
 
 def shown(scene: Scene) -> CallTrack | None:
@@ -55,9 +55,9 @@ def replicas(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     if track is None:
         return [[("no call was traced" if scene.over else "no call yet", "dim")]]
     call = track.last
-    table = _Table(track, width, look)
-    rows: list[Row] = [table.header()] if height > 1 else []
-    rows += [table.row(replica) for replica in call.replicas]
+    drawn = _Table(track, width, look)
+    rows: list[Row] = [drawn.header()] if height > 1 else []
+    rows += [drawn.row(replica) for replica in call.replicas]
     rows += _idle(call, look)
     if not call.replicas:
         rows.append([("the replicas of this call were not seen", "dim")])
@@ -69,6 +69,9 @@ def replicas(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     if process is not None and call.virtual and len(rows) < height:
         rows.append([("virtual: the replicas share this machine's processor", "dim")] if process.mode == "dp" else [])
     return rows
+
+
+table = replicas
 
 
 class _Table:

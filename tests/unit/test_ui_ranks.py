@@ -48,7 +48,7 @@ def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:
     assert [(row.rank, row.world, row.step) for row in rows] == [(0, 3, 200), (1, 3, 200), (2, 3, 200)]
     fast, _, slow = (row.step_ns or 0 for row in rows)
     assert 1.5 < slow / fast < 2.5
-    text = [plain(row) for row in panel_ranks.ranks(scene, 100, 10, LOOK)]
+    text = [plain(row) for row in panel_ranks.table(scene, 100, 10, LOOK)]
     assert [line.split()[:2] for line in text[1:4]] == [["0", "cuda:0"], ["1", "cuda:1"], ["2", "cuda:2"]]
     assert "[30, 5]" in text[1]
     assert "[20, 5]" in text[3]
@@ -79,7 +79,7 @@ def test_the_status_says_ddp_and_adds_the_samples_of_all_ranks() -> None:
 
 
 def test_ranks_on_other_machines_are_missed_with_a_word() -> None:
-    text = [plain(row) for row in panel_ranks.ranks(scene_of(2, world=4), 100, 10, LOOK)]
+    text = [plain(row) for row in panel_ranks.table(scene_of(2, world=4), 100, 10, LOOK)]
     assert any("2 of 4 ranks" in line for line in text)
 
 

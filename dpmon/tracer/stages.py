@@ -1,0 +1,224 @@
+"""Stages: a bare root whose parts lie on several devices, and what each device got, gave and how long it was at it.
+
+Whether a root is spread is found out once, when it is first called; a model on one device costs nothing more. The parts
+of a spread one are given hooks when a call begins and relieved of them when it ends, on the training thread only, so
+that nothing of ours is there when the script copies or pickles its model. Parts that run one after the other on one
+device make one stage; times are host times, and no synchronisation is added.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from time import monotonic_ns
+from typing import Any
+
+import torch
+
+from dpmon.tracer.session import Memo, Session
+from dpmon.tracer.sizes import tensors_in
+
+__all__ = ["Stages", "stages_of"]
+
+KEY = -7062
+"""torch counts hooks up from 0, so a negative number is nobody else's."""
+MAX_STAGES = 64
+MAX_PARTS = 256
+MAX_DEPTH = 4
+_MAX_NAMES = 64
+
+_WHY = {
+    "cpu": "host time is all there is",
+    "meta": "it has shapes and no data: nothing is computed",
+}
+_NO_EVENTS = "device times are not recorded by this version"
+_COMPILED = "the model is compiled: hooks on its parts would break its graph"
+
+
+class Part:
+    """A part of the root that lies on one device; None: it has no parameters, and works where its input is."""
+
+    __slots__ = ("device", "enter", "leave", "module", "name")
+
+    def __init__(self, name: str, module: Any, device: str | None) -> None:
+        self.name = name
+        self.module = weakref.ref(module)
+        self.device = device
+        self.enter: Callable[..., None]
+        self.leave: Callable[..., None]
+
+
+class Stage:
+    """One stage of the call under way; definitions of its sizes (0 unknown), monotonic ns (ended 0: it did not)."""
+
+    __slots__ = ("began", "device", "ended", "inputs", "names", "outputs")
+
+    def __init__(self, device: str, inputs: int) -> None:
+        self.device = device
+        self.inputs = inputs
+        self.outputs = 0
+        self.names: list[str] = []
+        self.began = self.ended = 0
+
+
+class Stages:
+    """The stages of one root: its parts, and what they did in the call under way or the last one."""
+
+    def __init__(self, session: Session, devices: tuple[str, ...], parts: list[Part], absent: str | None) -> None:
+        self.session = session
+        self.devices = devices
+        self.parts = parts
+        self._absent = absent
+        self._ran: list[Stage] = []
+        self._current: Stage | None = None
+        """That of the part that runs now, None if it is beyond what is listed."""
+        self._inside = 0
+        self._open = False
+        for part in parts:
+            part.enter, part.leave = self._hooks(part)
+
+    @property
+    def absent(self) -> dict[str, str]:
+        """Reasons for what a record of such a call lacks."""
+        why = (f"{device}: {_WHY.get(device.partition(':')[0], _NO_EVENTS)}" for device in self.devices)
+        reasons = {"device_ms": "; ".join(why)}
+        return reasons if self._absent is None else {**reasons, "stages": self._absent}
+
+    def _hooks(self, part: Part) -> tuple[Callable[..., None], Callable[..., None]]:
+        session = self.session
+        got, gave = Memo(), Memo()
+
+        def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._inside += 1
+            if self._inside > 1:
+                return
+            try:
+                self._current = None
+                last = self._ran[-1] if self._ran else None
+                device = part.device or _device_of((args, kwargs)) or (last.device if last is not None else "")
+                if last is None or last.device != device:
+                    if len(self._ran) >= MAX_STAGES:
+                        return
+                    last = Stage(device, session.inputs(args, kwargs, got))
+                    self._ran.append(last)
+                if part.name not in last.names and len(last.names) < _MAX_NAMES:
+                    last.names.append(part.name)
+                last.ended = 0
+                self._current = last
+                last.began = last.began or monotonic_ns()
+            except Exception as error:  # noqa: BLE001 - sizes are not worth a training
+                session.fault("stages", error)
+
+        def leave(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+            now = monotonic_ns()
+            self._inside -= 1
+            if self._inside:
+                return
+            try:
+                stage = self._current
+                if stage is not None:
+                    stage.ended = now
+                    stage.outputs = session.outputs(result, gave)
+            except Exception as error:  # noqa: BLE001 - sizes are not worth a training
+                session.fault("stages", error)
+
+        return enter, leave
+
+    def begin(self) -> None:
+        """A call of the root begins on the training thread: hook its parts. Never raises."""
+        self._ran = []
+        self._inside = 0
+        self._open = True
+        try:
+            for part in self.parts:
+                module = part.module()
+                if module is None:
+                    continue
+                own = module.__dict__
+                own["_forward_pre_hooks"][KEY] = part.enter
+                own["_forward_pre_hooks_with_kwargs"][KEY] = True
+                own["_forward_hooks"][KEY] = part.leave
+                own["_forward_hooks_with_kwargs"][KEY] = True
+        except Exception as error:  # noqa: BLE001 - the call goes on without
+            self.session.fault("stages", error)
+
+    def end(self) -> None:
+        """The call is over: take the hooks back. Never raises."""
+        if not self._open:
+            return
+        self._open = False
+        for part in self.parts:
+            try:
+                module = part.module()
+                if module is not None:
+                    for name in _TABLES:
+                        module.__dict__[name].pop(KEY, None)
+            except Exception as error:  # noqa: BLE001 - the others are to be relieved too
+                self.session.fault("stages", error)
+
+    def packed(self, start: int) -> list[int]:
+        """Five numbers a stage, as dpmon.records.pack_call takes them; `start` of the call, monotonic ns."""
+        flat: list[int] = []
+        for stage in self._ran:
+            names = tuple(stage.names)
+            device = stage.device
+            number = self.session.define(("stage", device, names), lambda d=device, n=names: _spell(d, n))  # type: ignore[misc]
+            took = stage.ended - stage.began if stage.ended else -1
+            flat += (number, stage.inputs, stage.outputs if stage.ended else 0, stage.began - start, took)
+        self._ran = []
+        return flat
+
+
+_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+)
+
+
+def _spell(device: str, names: tuple[str, ...]) -> dict[str, Any]:
+    return {"device": device, "parts": list(names)}
+
+
+def _device_of(value: Any) -> str | None:
+    found = tensors_in(value)
+    return str(found[0].device) if found else None
+
+
+def stages_of(module: Any, session: Session) -> Stages | None:
+    """The stages of a root; None if all that it holds lies on one device."""
+    devices = _devices(module)
+    if len(devices) < 2:
+        return None
+    if _compiled(module):
+        return Stages(session, devices, [], _COMPILED)
+    parts = list(_parts(module, "", 0))[:MAX_PARTS]
+    return Stages(session, devices, parts, None)
+
+
+def _devices(module: Any) -> tuple[str, ...]:
+    """Where the parameters and buffers lie, in the order in which they are met."""
+    found: dict[Any, None] = {}
+    for tensors in (torch.nn.Module.parameters(module), torch.nn.Module.buffers(module)):
+        for tensor in tensors:
+            found[tensor.device] = None
+    return tuple(str(device) for device in found)
+
+
+def _parts(module: Any, prefix: str, depth: int) -> Iterator[Part]:
+    """The top-level parts; one that is itself spread over devices is taken apart."""
+    for name, child in torch.nn.Module.named_children(module):
+        devices = _devices(child)
+        path = prefix + name
+        if len(devices) > 1 and depth < MAX_DEPTH:
+            yield from _parts(child, f"{path}.", depth + 1)
+        elif not isinstance(child, torch.jit.ScriptModule):
+            yield Part(path[:120], child, devices[0] if devices else None)
+
+
+def _compiled(module: Any) -> bool:
+    return any(
+        getattr(inner, "_compiled_call_impl", None) is not None or type(inner).__module__.startswith("torch._dynamo")
+        for inner in torch.nn.Module.modules(module)
+    )

@@ -1,0 +1,105 @@
+"""Models that lie on several devices: no replicas but stages, with what crossed from one to the next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from running import Dpmon
+from sidebyside import ROOT, of_kind
+from tracing import Traced, alone, text_of, traced
+
+from dpmon.records import Call, as_json
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    result = traced(tmp_path_factory.mktemp("spread"), text_of("spread"), mode="script")
+    assert result.status == 0, result.err
+    assert result.unreadable == ()
+    assert not result.events("warning")
+    return result
+
+
+def shapes(call: Call) -> list[tuple[str, tuple[str, ...], list[int], list[int]]]:
+    """Device, parts, first input and first output of each stage."""
+    return [(s.device, s.parts, list((s.inputs or ())[0].shape), list((s.outputs or ())[0].shape)) for s in call.stages]
+
+
+def test_a_toy_model_has_a_stage_for_each_device(spread: Traced) -> None:
+    first, second, short, one, *_ = spread.calls("Toy")
+    for call, rows in ((first, 6), (second, 6), (short, 3)):
+        assert shapes(call) == [
+            ("cpu", ("net1", "relu"), [rows, 10], [rows, 10]),
+            ("meta", ("net2",), [rows, 10], [rows, 5]),
+        ]
+        assert call.devices == ("cpu", "meta")
+        assert (call.replicas, call.mode, call.failed) == ((), "single", False)
+        here, there = call.stages
+        assert here.crossed is None
+        assert there.crossed == rows * 10 * 4
+        assert here.host_ns is not None
+        assert there.host_ns is not None
+        # One after the other, within the call.
+        assert 0 <= here.offset_ns <= here.offset_ns + here.host_ns <= there.offset_ns
+        assert there.offset_ns + there.host_ns <= call.wall_ns
+    assert one.stages == ()
+    assert one.devices == ("cpu",)
+    assert len(one.replicas) == 1
+
+
+def test_what_could_not_be_measured_has_its_reason(spread: Traced) -> None:
+    record = as_json(spread.calls("Toy")[0])
+    assert [stage["device_ms"] for stage in record["stages"]] == [None, None]
+    assert record["absent"]["device_ms"].startswith("cpu: host time")
+    assert "meta: it has shapes and no data" in record["absent"]["device_ms"]
+    assert [(s["from"], s["crossed_bytes"]) for s in record["stages"]] == [(None, None), ("cpu", 240)]
+    assert "stages" not in as_json(spread.calls("Toy")[3])
+
+
+def test_a_part_that_is_spread_itself_is_taken_apart(spread: Traced) -> None:
+    (call,) = spread.calls("Nested")
+    assert shapes(call) == [
+        ("cpu", ("body.0",), [2, 4], [2, 8]),
+        ("meta", ("body.1",), [2, 8], [2, 6]),
+        ("cpu", ("back",), [2, 4], [2, 3]),
+    ]
+    assert [size.path for size in call.outputs or ()] == ["far", "near"]
+
+
+def test_a_stage_that_raised_has_no_time_and_no_output(spread: Traced) -> None:
+    (call,) = spread.calls("Breaks")
+    assert call.failed
+    here, there = call.stages
+    assert here.host_ns is not None
+    assert (there.device, there.host_ns, there.outputs) == ("meta", None, None)
+    assert [size.shape for size in there.inputs or ()] == [(2, 7)]
+    assert as_json(call)["stages"][1]["host_ms"] is None
+
+
+def test_stages_are_bounded(spread: Traced) -> None:
+    (call,) = spread.calls("Back")
+    assert len(call.stages) == 64
+    assert [stage.device for stage in call.stages[:4]] == ["cpu", "meta", "cpu", "meta"]
+
+
+def test_the_script_sees_nothing_of_it(spread: Traced, tmp_path: Path) -> None:
+    assert spread.said == alone(tmp_path, text_of("spread")).said
+    assert set(spread.said["hooks"].values()) == {0}
+    # The copy had been made of a model that was traced: it is a root of its own.
+    assert [len(call.stages) for call in spread.calls("Toy")] == [2, 2, 2, 0, 2]
+
+
+def test_the_example_and_the_summary(dpmon: Dpmon, tmp_path: Path) -> None:
+    """On the CPU alone the example lies on one device; a spread model has its stages in the summary."""
+    result = dpmon.run("--headless", ROOT / "examples" / "model_parallel.py", "--steps", 5)
+    assert result.status == 0, result.errors
+    calls = of_kind(dpmon.records(), "call")
+    assert [call["call"] for call in calls] == [1, 2, 3, 4, 5]
+    assert {call["root"] for call in calls} == {"DistributedModel"}
+    assert all(len(call.get("stages", ())) == (2 if len(call["devices"]) > 1 else 0) for call in calls)
+    result = dpmon.run("--headless", dpmon.script(text_of("spread")))
+    assert result.status == 0, result.errors
+    assert "Toy stage 0 cpu  net1, relu  [6, 10] -> [6, 10]  2 calls" in result.errors
+    assert "Toy stage 1 meta  net2  [6, 10] -> [6, 5]  2 calls" in result.errors
+    assert "Breaks stage 1 meta  net2  [2, 7] -> not finished  1 call\n" in result.errors

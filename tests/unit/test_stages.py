@@ -1,0 +1,118 @@
+"""Stages from the ring to the screen: what was packed is what is read, exported and drawn."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from synthetic import SECOND
+
+from dpmon.model import State, fold
+from dpmon.records import (
+    Call,
+    Decoder,
+    Record,
+    RecordError,
+    as_json,
+    call_replicas,
+    call_stages,
+    pack_call,
+    pack_definition,
+)
+from dpmon.ui import panel_stages
+from dpmon.ui.look import COLOUR, UNICODE, Look
+from dpmon.ui.paint import whole
+from dpmon.ui.panel_output import Output
+from dpmon.ui.rows import plain, width_of
+from dpmon.ui.scene import Facts, Scene, View
+
+LOOK = Look(UNICODE, COLOUR, True)
+ABSENT = {"device_ms": "cpu: host time is all there is; cuda:0: device times are not recorded by this version"}
+DEFINITIONS = [
+    pack_definition(1, {"root": "Toy", "via": None, "devices": ["cpu", "cuda:0"], "absent": ABSENT}),
+    pack_definition(2, [["0", [30, 8], "int64", 1920]]),
+    pack_definition(3, [["", [30, 8, 32], "float32", 30720]]),
+    pack_definition(4, [["", [30, 5], "float32", 600]]),
+    pack_definition(5, {"device": "cpu", "parts": ["embedding"]}),
+    pack_definition(6, {"device": "cuda:0", "parts": ["rnn", "classes"]}),
+]
+NONE = (-1, 0) * 4
+STAGES = [5, 2, 3, 100, 2_000_000, 6, 3, 4, 2_500_000, 5_000_000]
+
+
+def call(number: int, stages: list[int], replicas: tuple[int, ...] = ()) -> bytes:
+    return pack_call(2, 6, 1, number, number, number * 10_000_000, 9_000_000, 2, 4, NONE, replicas, stages)
+
+
+def decoded(*payloads: bytes) -> list[Record]:
+    decoder = Decoder(0)
+    return [record for payload in (*DEFINITIONS, *payloads) if (record := decoder.decode(payload)) is not None]
+
+
+def test_a_call_with_stages_is_read_as_it_was_packed() -> None:
+    (found,) = decoded(call(1, STAGES))
+    assert isinstance(found, Call)
+    assert found.replicas == ()
+    one, two = found.stages
+    assert (one.device, one.parts, one.offset_ns, one.host_ns) == ("cpu", ("embedding",), 100, 2_000_000)
+    assert (two.device, two.parts, two.crossed) == ("cuda:0", ("rnn", "classes"), 30720)
+    record = as_json(found)
+    assert record["stages"][1] == {
+        "stage": 1,
+        "device": "cuda:0",
+        "parts": ["rnn", "classes"],
+        "start_ms": 2.5,
+        "host_ms": 5.0,
+        "device_ms": None,
+        "from": "cpu",
+        "crossed_bytes": 30720,
+        "inputs": [{"path": "", "shape": [30, 8, 32], "dtype": "float32", "bytes": 30720}],
+        "outputs": [{"path": "", "shape": [30, 5], "dtype": "float32", "bytes": 600}],
+    }
+    assert record["absent"] == ABSENT
+
+
+def test_replicas_and_stages_are_told_apart() -> None:
+    payload = call(1, STAGES, (2, 4, 0, 5, 2, 4, 1, 6))
+    assert call_replicas(payload) == [(2, 4, 0, 5), (2, 4, 1, 6)]
+    assert call_stages(payload) == [tuple(STAGES[:5]), tuple(STAGES[5:])]
+    assert call_stages(call(1, [])) == []
+
+
+def test_damage_is_no_record() -> None:
+    payload = bytearray(call(1, STAGES))
+    payload[3] = 200
+    with pytest.raises(struct.error):
+        call_stages(bytes(payload))
+    for damaged in (bytes(payload), call(1, STAGES)[:-3], call(1, [99, *STAGES[1:5]])):
+        with pytest.raises(RecordError):
+            decoded(damaged)
+
+
+def scene_of(*payloads: bytes) -> Scene:
+    state = State()
+    for record in decoded(*payloads):
+        state = fold(state, record)
+    return Scene(state, SECOND, Facts(script="toy.py"), alive=True)
+
+
+def test_the_screen_has_a_row_a_stage_and_what_could_not_be_measured() -> None:
+    slower = [*STAGES[:-1], 7_000_000]
+    scene = scene_of(call(1, STAGES), call(2, slower), call(3, slower))
+    text = [plain(row) for row in panel_stages.table(scene, 100, 10, LOOK)]
+    assert text[1].split() == ["0", "cpu", "embedding", "[30,", "8]", "[30,", "8,", "32]", "2.00", "ms"]
+    assert text[2].split()[:4] == ["1", "cuda:0", "rnn,", "classes"]
+    assert text[2].split()[-4:] == ["30.0", "KiB", "7.00", "ms"], "what crossed, and the median"
+    assert "device times are not recorded" in " ".join(text[3:])
+    for zoom in (None, "replicas"):
+        for size in ((80, 24), (120, 40), (40, 10)):
+            rows = whole(Scene(scene.state, SECOND, view=View(zoom=zoom)), Output(), *size, LOOK)
+            assert {width_of(row) for row in rows} == {size[0]}
+            assert any("2 Stages" in plain(row) for row in rows)
+
+
+def test_a_stage_that_did_not_end_has_a_dash() -> None:
+    broken = [*STAGES[:-3], 0, 2_500_000, -1]
+    scene = scene_of(call(1, broken))
+    text = [plain(row) for row in panel_stages.table(scene, 100, 10, LOOK)]
+    assert text[2].split()[-1] == "–"

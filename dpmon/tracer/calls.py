@@ -453,8 +453,13 @@ class Calls:
         now = monotonic_ns()
         session = self.session
         try:
+            flags = FAILED if failed else 0
+            if module.training:
+                flags |= TRAINING
+            if torch.is_grad_enabled():
+                flags |= GRAD
             if trace.outer >= 0:
-                self.steps.call_ends(trace.start, now, trace.outer, trace.rows)
+                self.steps.call_ends(trace.start, now, trace.outer, trace.rows, flags)
             ring = session.ring
             if trace.silent or ring is None:
                 return
@@ -463,13 +468,8 @@ class Calls:
             fresh = plan is site.plan and site.epoch == session.epoch
             layout = site.layout if fresh else self.layout(site, plan)
             outputs = 0 if failed else session.outputs(result, site.outputs)
-            flags = FAILED if failed else 0
             if plan.virtual is not None:
                 flags |= VIRTUAL
-            if module.training:
-                flags |= TRAINING
-            if torch.is_grad_enabled():
-                flags |= GRAD
             ring.flush()
             stages = site.stages
             if stages is not None and trace.outer >= 0:

@@ -18,6 +18,7 @@ from dpmon.records import FAILED, GRAD, PLAIN_TAG, PLAIN_WORDS, TRAINING
 from dpmon.ring import Activity, Frame, Ring
 from dpmon.tracer.frames import drop_frames
 from dpmon.tracer.modes import SINGLE
+from dpmon.tracer.steps import LEARNS
 
 if TYPE_CHECKING:
     from dpmon.tracer.calls import Calls
@@ -115,8 +116,6 @@ def short_way(
                 steps.forward += wall - steps.inner
                 steps.inner = outer + wall
                 steps.last = now
-                if rows > steps.samples:
-                    steps.samples = rows
                 memo = site.outputs
                 if (
                     type(result) is tensor_type
@@ -131,6 +130,11 @@ def short_way(
                     flags |= TRAINING
                 if is_grad_enabled():
                     flags |= GRAD
+                if flags & LEARNS:
+                    if rows > steps.samples:
+                        steps.samples = rows
+                else:
+                    steps.looks(rows)
                 if site.epoch != epoch:
                     calls.layout(site, site.plan)
                 calls.count += 1

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from dpmon.records import PLAIN_WORDS, STEP_TAG, STEP_WORDS
+from dpmon.records import GRAD, PLAIN_WORDS, STEP_TAG, STEP_WORDS, TRAINING
 from dpmon.ring import HEADER_BYTES, Activity, Frame, Ring
 from dpmon.tracer.frames import drop_frames, named_like
 from dpmon.tracer.session import Session
@@ -39,6 +39,8 @@ MAX_NESTED = 8
 STALE_CALLS = 64
 """Calls without an optimizer step after which an optimizer no longer counts (it was made, but never used)."""
 
+LEARNS = TRAINING | GRAD
+"""Flags of a call, neither of which an evaluation's has."""
 WORD, BYTE = Activity.WORD, Activity.BYTE
 _FRAME = Frame(STEP_WORDS)
 _BOTH = Frame(PLAIN_WORDS, STEP_WORDS)
@@ -218,7 +220,7 @@ class Steps:
     def call_begins(self, root: int, mode: int, now: int) -> None:
         """An outermost call of the module with id `root` on the training thread; `number` is its turn."""
         if self.calls:
-            if root == self.root and not self.loader and self._by_calls():
+            if root == self.root and not self.loader and (self._evaluates() or self._by_calls()):
                 self.close(now)
                 self._begin(now)
                 self.mode = mode
@@ -257,6 +259,10 @@ class Steps:
         self.calls = self.inner = 0
         return True
 
+    def _evaluates(self) -> bool:
+        # A loop that only looks, without a loader: each of its calls is a turn.
+        return self.samples < -1 and not (self.backward or self.stepped)
+
     def _by_calls(self) -> bool:
         if self.stepped:  # in a closure: the optimizer's step is not over
             return False
@@ -268,13 +274,23 @@ class Steps:
         if self.calls == 1:
             self.mode = mode
 
-    def call_ends(self, began: int, now: int, outer: int, rows: int) -> None:
-        """The outermost call is over; `rows` of its batch, -1 if unknown."""
+    def call_ends(self, began: int, now: int, outer: int, rows: int, flags: int) -> None:
+        """The outermost call is over; `rows` of its batch, -1 if unknown; `flags` as dpmon.records has them."""
         self.forward += now - began - self.inner
         self.inner = outer + now - began
         self.last = now
-        if rows > self.samples:
+        if not flags & LEARNS:
+            self.looks(rows)
+        elif rows > self.samples:
             self.samples = rows
+
+    def looks(self, rows: int) -> None:
+        """The call that ends is one of an evaluation: its rows count only in a turn that has no others.
+
+        So `samples` is -1 while nothing is known, below that (-3 less the rows) for an evaluation's rows.
+        """
+        if self.samples < 0:
+            self.samples = min(self.samples, -3 - rows)
 
     # ---------------------------------------------------------------- backward and optimizer
 
@@ -424,7 +440,7 @@ class Steps:
                 self.number,
                 start,
                 now - start,
-                self.samples,
+                self.samples if self.samples >= -1 else -3 - self.samples,
                 self.data or -1,
                 self.forward or -1,
                 self.backward or -1,

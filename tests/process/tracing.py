@@ -24,7 +24,7 @@ from dpmon.ring import RingError, RingReader
 __all__ = ["SITE", "Script", "Traced", "alone", "read_run", "text_of", "traced"]
 
 SITE = Path(dpmon.__file__).resolve().parent / "tracer" / "site"
-LIMIT_S = 100.0
+LIMIT_S = 250.0
 # One thread, so that the last bit of a sum hangs on nothing; no byte code beside scripts that live for a second.
 SAME = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 

@@ -6,11 +6,13 @@ from array import array
 from pathlib import Path
 
 from dpmon.cli.progress import rate
+from dpmon.model.memory import held
 from dpmon.model.stats import median, percentile
 from dpmon.records import CALL_PHASES, STEP_PHASES
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, short_name
 from dpmon.run.totals import ModeTotals, Totals, add_up
+from dpmon.ui.format import memory
 from dpmon.ui.text import clean
 
 __all__ = ["summary_lines"]
@@ -37,6 +39,7 @@ def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
     lines += _rank_lines(totals)
     lines += _stage_lines(totals)
     lines += _replica_lines(totals)
+    lines += _memory_lines(totals)
     if totals.pruned:
         lines.append(f"{totals.pruned:,} older records were deleted to bound the history: the figures are of the rest")
     if totals.dropped:
@@ -110,6 +113,16 @@ def _phase_line(label: str, values: array[int]) -> str:
     ordered = sorted(values)
     middle, tail = median(ordered) or 0, percentile(ordered, 0.95) or 0
     return f"  {label:<18} median {_ms(middle):>8} ms   p95 {_ms(tail):>8} ms"
+
+
+def _memory_lines(totals: Totals) -> list[str]:
+    lines = []
+    for row in held(totals.memory.values())[:_MAX_REPLICA_LINES]:
+        text = f"  {row.device}  model {memory(row.model)}, gradients {memory(row.gradients)}, "
+        text += f"optimizer {memory(row.optimizer)}, rest {memory(row.rest)}, peak {memory(row.peak)}"
+        reason = row.absent.get("rest_bytes") or row.absent.get("peak_bytes")
+        lines.append(f"{text}  ({reason})" if reason else text)
+    return ["memory", *lines] if lines else []
 
 
 def _stage_lines(totals: Totals) -> list[str]:

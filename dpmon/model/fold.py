@@ -280,6 +280,15 @@ def _mode_event(state: State, event: Event) -> None:
         process.devices = devices or process.devices
 
 
+def _memory_event(state: State, event: Event) -> None:
+    number = _whole(event.data, "process")
+    process = _process(state, number, _whole(event.data, "rank")) if number is not None else None
+    if process is None or not isinstance(event.data.get("devices"), list):
+        state.ignored += process is not None or number is None
+        return
+    process.memory = event.data
+
+
 def _warning_event(state: State, event: Event) -> None:
     text = _text(event.data, "text")
     if text is None:
@@ -321,6 +330,7 @@ _EVENTS = {
     "mode": _mode_event,
     "warning": _warning_event,
     "device": _device_event,
+    "memory": _memory_event,
     "host": _host_event,
     "dropped": _dropped_event,
     "exit": _exit_event,

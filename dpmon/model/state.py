@@ -147,6 +147,8 @@ class Process:
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MARKS_KEPT))
     """Of the mode in force only: a speed never mixes two modes."""
     marks_mode: str = ""
+    memory: Mapping[str, Any] = field(default_factory=dict)
+    """The newest record of what the devices' memory holds."""
     open_steps: dict[int, list[int]] = field(default_factory=dict)
     """Phases of the calls of steps that have not ended: ns in the order of CALL_PHASES."""
 

@@ -104,6 +104,8 @@ class Totals:
     ranks: list[RankLine] = field(default_factory=list)
     """A line a process, if several have trained."""
     stages: list[StageLine] = field(default_factory=list)
+    memory: dict[int, Any] = field(default_factory=dict)
+    """The newest record of each process of what the devices' memory holds."""
     processes: int = 0
     virtual: bool = False
     reasons: list[str] = field(default_factory=list)
@@ -166,6 +168,8 @@ class _Adder:
     def event(self, kind: str, data: Any) -> None:
         if kind == "warning" and isinstance(data.get("text"), str):
             self.totals.warnings.append(data["text"])
+        elif kind == "memory" and type(data.get("process")) is int:
+            self.totals.memory[data["process"]] = data
         elif kind == "process" and type(data.get("process")) is int:
             rank, world = (value if type(value := data.get(key)) is int else None for key in ("rank", "world"))
             self._ranks[data["process"]] = rank, world

@@ -8,6 +8,7 @@
 | _BaseDataLoaderIter.__next__ | turns of the loop, waiting for data |
 | torch.autograd._engine_run_backward | backward, whichever way it is asked for |
 | the global optimizer step hooks | optimizer |
+| Optimizer.__init__ | whose state is in memory |
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from dpmon.tracer.calls import Calls
 from dpmon.tracer.frames import drop_frames, hide_from_dynamo, named_like
+from dpmon.tracer.memory import Memory
 from dpmon.tracer.modes import Modes
 from dpmon.tracer.roots import Roots
 from dpmon.tracer.session import Config, Session
@@ -50,7 +52,8 @@ def install() -> None:
     modes = Modes(session, originals)
     calls = Calls(session, steps, modes, originals)
     roots = Roots(session, calls)
-    steps.on_close = roots.turns_closed
+    memory = Memory(session, calls)
+    steps.on_close = memory.sharing(roots.turns_closed)
 
     def idle() -> None:  # batches come, but no call is seen
         calls.heal()
@@ -66,10 +69,11 @@ def install() -> None:
     loader._BaseDataLoaderIter.__next__ = steps.fetching(fetch)
     autograd._engine_run_backward = steps.going_back(backward)
     before_step, after_step = steps.optimizer_hooks()
+    optimizer.Optimizer.__init__ = memory.constructing(optimizer.Optimizer.__init__)
     optimizer.register_optimizer_step_pre_hook(before_step)
     optimizer.register_optimizer_step_post_hook(after_step)
     roots.watch()
-    _at_the_end(session, steps, modes, calls)
+    _at_the_end(session, steps, modes, calls, memory)
     try:
         # A compiled DataParallel must begin with its forward: it is compiled as it is written, not traced.
         hide_from_dynamo(torch.nn.DataParallel.forward.__code__)
@@ -94,7 +98,7 @@ def _constructing(original: Callable[..., Any], modes: Modes) -> Callable[..., A
     return named_like(__init__, original)
 
 
-def _at_the_end(session: Session, steps: Steps, modes: Modes, calls: Calls) -> None:
+def _at_the_end(session: Session, steps: Steps, modes: Modes, calls: Calls, memory: Memory) -> None:
     atexit.register(steps.at_exit)
 
     def opened() -> None:
@@ -113,5 +117,6 @@ def _at_the_end(session: Session, steps: Steps, modes: Modes, calls: Calls) -> N
         steps.reset()
         modes.reset()
         calls.reset()
+        memory.reset()
 
     os.register_at_fork(after_in_child=forked)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dpmon.model.memory import Held, held
+from dpmon.model.ranks import training
 from dpmon.model.state import DeviceTrack
 from dpmon.ui.chart import bar, spark
 from dpmon.ui.format import UNKNOWN, memory, memory_of
@@ -40,7 +42,9 @@ def number(data: Mapping[str, Any], key: str) -> float | None:
 def wanted_rows(scene: Scene) -> int:
     """Rows that the panel would like to have for its content."""
     count = len(scene.state.devices)
-    return 2 * count + 1 if 0 < count <= 4 else count + 1 if count else 4
+    rows = 2 * count + 1 if 0 < count <= 4 else count + 1 if count else 4
+    more = len(_held(scene))
+    return rows + min(more, 8) + 1 if more else rows
 
 
 def title(scene: Scene, look: Look) -> tuple[Row, Row]:
@@ -59,6 +63,34 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
 
 def devices(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame."""
+    drawn = _devices(scene, width, height, look)
+    held_rows = _holds(scene, width)
+    # What is measured comes first; what its memory holds has the rows that are left, its reason before all others.
+    return drawn[: max(height - len(held_rows), 3)] + held_rows if held_rows else drawn
+
+
+def _held(scene: Scene) -> list[Held]:
+    return held(process.memory for process in training(scene.state) if process.memory)
+
+
+def _holds(scene: Scene, width: int) -> list[Row]:
+    """A row for each device whose memory torch told of: what models, gradients and optimizers take of it."""
+    rows: list[Row] = []
+    found = _held(scene)
+    for one in found:
+        parts = (("model", one.model), ("grads", one.gradients), ("optim", one.optimizer), ("rest", one.rest))
+        row: Row = [(clean(one.device, 10).ljust(8) + " ", "dim")]
+        for word, count in (*parts, ("peak", one.peak)):
+            if width_of(row) + len(word) + 11 <= width:
+                row += [(word, "dim"), (right(memory(count), 9), ""), ("  ", "")]
+        rows.append(row)
+    reasons = dict.fromkeys(why for one in found for why in one.absent.values())
+    if reasons:
+        rows.append([(cut(clean("; ".join(reasons), 300), width), "dim")])
+    return rows
+
+
+def _devices(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     tracks = sorted(scene.state.devices.items())
     if not tracks:
         return _host(scene, width, height, look)

@@ -1,0 +1,62 @@
+"""What each device's memory holds, over all processes that train: from their newest records of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["Held", "held"]
+
+MAX_DEVICES = 256
+
+
+class Held(NamedTuple):
+    """One device's memory in bytes, added up over the processes that use it; None where one of them does not know."""
+
+    device: str
+    model: int | None
+    gradients: int | None
+    optimizer: int | None
+    rest: int | None
+    peak: int | None
+    """Of what torch had allocated; None for several processes too, whose peaks need not fall together."""
+    absent: Mapping[str, str]
+
+
+def held(records: Iterable[Mapping[str, Any]]) -> list[Held]:
+    """A row a device, by name, from the newest `memory` record of each process."""
+    rows: dict[str, Held] = {}
+    for record in records:
+        devices = record.get("devices")
+        for one in devices[:MAX_DEVICES] if isinstance(devices, list) else ():
+            if not isinstance(one, Mapping) or not isinstance(one.get("device"), str):
+                continue
+            new = _row(one)
+            before = rows.get(new.device)
+            if before is None and len(rows) < MAX_DEVICES:
+                rows[new.device] = new
+            elif before is not None:
+                rows[new.device] = _both(before, new)
+    return [rows[device] for device in sorted(rows)]
+
+
+def _row(one: Mapping[str, Any]) -> Held:
+    model, gradients, optimizer, rest, peak = (
+        _bytes(one.get(f"{key}_bytes")) for key in ("model", "gradients", "optimizer", "rest", "peak")
+    )
+    absent = one.get("absent")
+    reasons = {str(k): str(v) for k, v in absent.items()} if isinstance(absent, Mapping) else {}
+    return Held(one["device"], model, gradients, optimizer, rest, peak, reasons)
+
+
+def _both(one: Held, other: Held) -> Held:
+    model, gradients, optimizer, rest = (
+        a + b if a is not None and b is not None else None for a, b in zip(one[1:5], other[1:5], strict=True)
+    )
+    reasons = {**one.absent, **other.absent}
+    reasons.setdefault("peak_bytes", "several processes use it: their peaks need not fall together")
+    return Held(one.device, model, gradients, optimizer, rest, None, reasons)
+
+
+def _bytes(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -1,0 +1,81 @@
+"""What devices' memory holds, from records to the screen: unknown is a dash with its reason, never a zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from synthetic import SECOND, Training, decoded, device_event, host_event
+
+from dpmon.model import State, fold
+from dpmon.model.memory import held
+from dpmon.records import pack_event
+from dpmon.ui import panel_devices
+from dpmon.ui.look import COLOUR, UNICODE, Look
+from dpmon.ui.paint import whole
+from dpmon.ui.panel_output import Output
+from dpmon.ui.rows import plain, width_of
+from dpmon.ui.scene import Scene, View
+
+LOOK = Look(UNICODE, COLOUR, True)
+NAMES = ("model", "gradients", "optimizer", "rest", "peak")
+WHY = "torch keeps no statistics of this device's allocator"
+
+
+def one(device: str, *sizes: int | None, **absent: str) -> dict[str, Any]:
+    found: dict[str, Any] = {f"{name}_bytes": size for name, size in zip(NAMES, sizes, strict=True)}
+    return {"device": device, **found, "absent": absent}
+
+
+def record(process: int, *devices: dict[str, Any]) -> dict[str, Any]:
+    return {"process": process, "rank": None, "t_s": 2.5, "step": 3, "devices": list(devices), "absent": {}}
+
+
+def test_a_device_of_several_processes_is_added_up() -> None:
+    first = record(0, one("cuda:0", 100, 100, 200, 50, 500), one("cuda:1", 0, 0, 0, 40, 60))
+    second = record(1, one("cuda:0", 10, 10, 20, 5, 50))
+    zero, other = held([first, second])
+    assert zero[:5] == ("cuda:0", 110, 110, 220, 55)
+    assert zero.peak is None
+    assert "peaks" in zero.absent["peak_bytes"]
+    assert other[:6] == ("cuda:1", 0, 0, 0, 40, 60)
+    assert held([first])[0].peak == 500
+    unknown = held([first, record(1, one("cuda:0", 1, 1, 1, None, None, rest_bytes=WHY))])[0]
+    assert (unknown.rest, unknown.absent["rest_bytes"]) == (None, WHY)
+
+
+def test_what_makes_no_sense_is_not_shown() -> None:
+    assert held([{}, {"devices": 3}, {"devices": [1, {}, {"device": 4}]}]) == []
+    (row,) = held([{"devices": [{"device": "cpu", "model_bytes": -1, "rest_bytes": True, "absent": 5}]}])
+    assert row[1:6] == (None,) * 5
+
+
+def scene_of(*devices: dict[str, Any], gpus: int = 0) -> Scene:
+    training = Training()
+    payloads = [*training.begin(), *training.run(5), pack_event("memory", record(0, *devices))]
+    payloads += [device_event(2.0, index) for index in range(gpus)] or [host_event(2.0)]
+    state = State()
+    for each in decoded(payloads):
+        state = fold(state, each)
+    assert state.ignored == 0
+    return Scene(state, 3 * SECOND, alive=True)
+
+
+def test_on_the_cpu_the_rest_is_a_dash_with_its_reason() -> None:
+    scene = scene_of(one("cpu", 3 << 20, 1 << 20, 2 << 20, None, None, rest_bytes=WHY, peak_bytes=WHY))
+    text = [plain(row) for row in panel_devices.devices(scene, 90, panel_devices.wanted_rows(scene), LOOK)]
+    (line,) = [line for line in text if line.startswith("cpu ")]
+    assert line.split() == ["cpu", "model", "3.00", "MiB", "grads", "1.00", "MiB", "optim", "2.00", "MiB", "rest", "–",
+                            "peak", "–"]  # fmt: skip
+    assert any(WHY in line for line in text)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (40, 10), (200, 60)])
+def test_the_screen_stays_whole(size: tuple[int, int]) -> None:
+    for gpus in (0, 2, 8):
+        scene = scene_of(*(one(f"cuda:{i}", 1 << 30, 1 << 30, 2 << 30, 5 << 30, 9 << 30) for i in range(8)), gpus=gpus)
+        for zoom in (None, "devices"):
+            rows = whole(Scene(scene.state, scene.now_ns, view=View(zoom=zoom)), Output(), *size, LOOK)
+            assert {width_of(row) for row in rows} == {size[0]}
+    if size[1] == 60:
+        assert any("cuda:7" in plain(row) and "peak" in plain(row) for row in rows)

@@ -19,6 +19,7 @@ __all__ = [
     "CALL_PHASES",
     "CALL_TAG",
     "MODES",
+    "MORE",
     "PLAIN_FORMAT",
     "PLAIN_TAG",
     "PLAIN_WORDS",
@@ -80,6 +81,8 @@ STEP_WORDS = "<QQqqqqqqq"
 _STEP_BODY = struct.Struct(STEP_FORMAT)
 _call_structs: dict[int, struct.Struct] = {}
 
+MORE = "\N{HORIZONTAL ELLIPSIS}"
+"""Path of a size that stands for tensors that are not listed; it has no shape, no dtype and no bytes."""
 MAX_REPLICAS = 4096
 MAX_DEFINITIONS = 1 << 16
 """Definitions a decoder remembers; the writer repeats those in use, so the oldest may be forgotten."""
@@ -485,11 +488,16 @@ def _ms(ns: int) -> float:
 def _sizes_json(sizes: tuple[Size, ...] | None) -> list[dict[str, Any]] | None:
     if sizes is None:
         return None
-    return [{"path": s.path, "shape": list(s.shape), "dtype": s.dtype, "bytes": s.bytes} for s in sizes]
+    return [
+        {"path": s.path, "shape": list(s.shape), "dtype": s.dtype, "bytes": s.bytes} for s in sizes if s.path != MORE
+    ]
 
 
 def _call_json(call: Call) -> dict[str, Any]:
     absent = dict(call.absent)
+    for what in ("inputs", "outputs"):
+        if any(size.path == MORE for part in (call, *call.replicas) for size in getattr(part, what) or ()):
+            absent[what] = "too large to be listed to its end: there may be more tensors"
     if call.failed:
         absent["outputs"] = "the forward raised an exception"
     elif (

@@ -11,14 +11,16 @@ import weakref
 from collections.abc import Callable
 from threading import get_ident
 from time import monotonic_ns
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 
-from dpmon.records import CALL_TAG, FAILED, GRAD, TRAINING, VIRTUAL, call_format, pack_call
+from dpmon.records import CALL_PHASES, CALL_TAG, FAILED, GRAD, TRAINING, VIRTUAL, call_format, pack_call
 from dpmon.ring import Frame, Ring
+from dpmon.tracer.byhand import ByHand
 from dpmon.tracer.frames import drop_frames, named_like
-from dpmon.tracer.modes import DP, SINGLE, Modes, Plan
+from dpmon.tracer.modes import DP, SINGLE, Modes, Plan, overrides
 from dpmon.tracer.replicas import Watch
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sizes import tensors_in
@@ -29,8 +31,11 @@ from dpmon.tracer.virtual import Originals
 __all__ = ["Calls", "Site"]
 
 SCATTER, REPLICATE, PARALLEL_APPLY, GATHER = range(4)
+VERB_OF = (SCATTER, REPLICATE, PARALLEL_APPLY, GATHER, SCATTER, SCATTER, REPLICATE, GATHER)
+"""Which phase each of `Originals.all` is."""
 MAX_SITES = 1024
 _frames: list[Frame] = []
+_NO_MODULE = torch.nn.Identity()
 _OF_CALLS = frozenset(__file__.replace("calls.py", name) for name in ("calls.py", "plain.py", "roots.py"))
 """Files whose functions are on the stack while a call is traced."""
 
@@ -50,12 +55,15 @@ class Site:
     """What is known of one module that is called: how its calls run, and what they looked like the last time."""
 
     __slots__ = (
+        "absent",
         "dim",
         "epoch",
+        "given",
         "inputs",
         "layout",
         "module",
         "outputs",
+        "own",
         "plain",
         "plan",
         "proven",
@@ -72,7 +80,9 @@ class Site:
         self.plain = plan.mode == SINGLE and (via is None or _is_ddp(module)) and not _holds_wrapper(module)
         """Whether nothing but the module's own code runs: no phases, no DataParallel inside."""
         self.via = via
-        self.root = type(module.module if via is not None else module).__name__
+        self.root = type(
+            module.module if isinstance(module, torch.nn.DataParallel) or _is_ddp(module) else module
+        ).__name__
         self.dim = dim
         self.inputs = Memo()
         self.outputs = Memo()
@@ -84,6 +94,19 @@ class Site:
         """dp has worked for it."""
         self.layout = 0
         self.epoch = -1
+        self.given: Any = None
+        """Devices, output device and dim, as the functional form was given them."""
+        self.own: tuple[str, ...] = ()
+        """The methods of DataParallel that the script's subclass has of its own."""
+        self.absent: dict[str, str] = {}
+        """What these bypass, with the reason."""
+
+    @classmethod
+    def by_hand(cls, root: str, plan: Plan) -> Site:
+        """Of what a script composes itself, which belongs to no one module."""
+        site = cls(_NO_MODULE, plan, "data_parallel", 0, lambda _: None)
+        site.root = root
+        return site
 
 
 class Before:
@@ -112,6 +135,7 @@ class Trace:
         "phases",
         "plan",
         "rows",
+        "runs",
         "share",
         "silent",
         "site",
@@ -131,6 +155,8 @@ class Trace:
         self.share: Any = None
         """What scatter gave to replica 0, where torch runs the module itself: (args, kwargs)."""
         self.before: Before | None = None
+        self.runs: Any = None
+        """The DataParallel, or the view of it, whose forward is being run."""
         self.silent = False
         """A bare root in which a DataParallel was called is recorded by that one's calls."""
         self.inputs = 0
@@ -147,6 +173,7 @@ class Calls:
         self.steps = steps
         self.modes = modes
         self.originals = originals
+        self.by_hand = ByHand(self)
         self._functional: dict[Any, Callable[..., Any]] = {}
         self.sites: dict[int, Site] = {}
         self.reset()
@@ -155,6 +182,7 @@ class Calls:
         """Start afresh, as after a fork."""
         self.count = 0
         self.sites.clear()
+        self.by_hand.reset()
 
     def heal(self) -> None:
         """Forget a call that an interrupt ended between two instructions of ours, if none is under way any more.
@@ -167,15 +195,17 @@ class Calls:
                 return
             frame = frame.f_back  # type: ignore[assignment]  # typeshed has it as never None
         local = self.session.local
-        local.depth, local.call, local.root = 0, None, None
+        local.depth, local.call, local.root, local.verb, local.hand = 0, None, None, False, None
         self.steps.plain = False
 
     # ---------------------------------------------------------------- the verbs
 
-    def verb(self, index: int) -> Callable[..., Any]:
-        """The traced form of scatter_kwargs, replicate, parallel_apply or gather, by index."""
-        original = self.originals.all[index]
+    def verb(self, number: int) -> Callable[..., Any]:
+        """The traced form of one of `Originals.all`."""
+        original = self.originals.all[number]
+        index = VERB_OF[number]
         local = self.session.local
+        by_hand = self.by_hand
         fault = self.session.fault
         is_compiling = torch.compiler.is_dynamo_compiling
         clock = monotonic_ns
@@ -185,13 +215,24 @@ class Calls:
                 return original(*args, **kwargs)
             trace = local.call
             try:
-                if trace is None:
+                if local.verb:
                     return original(*args, **kwargs)
+                if trace is None:
+                    return by_hand.verb(number, index, original, args, kwargs)
                 if index == GATHER and trace.watch is not None and trace.watch.odd:
                     raise Unsuited("the module returns a scalar, or more than tensors: DataParallel would change it")
                 virtual = trace.plan.virtual
+                if index == PARALLEL_APPLY and trace.watch is not None and not trace.watch.probes:
+                    try:
+                        args, kwargs = watched(trace.watch, args, kwargs)
+                    except Exception as error:  # noqa: BLE001 - sizes are not worth a training
+                        fault("replicas", error)
                 began = clock()
-                result = (original if virtual is None else virtual.verbs[index])(*args, **kwargs)
+                try:
+                    local.verb = index != PARALLEL_APPLY
+                    result = (original if virtual is None else virtual.verbs[number])(*args, **kwargs)
+                finally:
+                    local.verb = False
                 ended = clock()
             except BaseException as error:
                 drop_frames(error)
@@ -201,9 +242,9 @@ class Calls:
                 if phases[2 * index] < 0:
                     phases[2 * index] = began - trace.start
                 phases[2 * index + 1] += ended - began  # a subclass may run one twice in a call
-                if index == REPLICATE and trace.watch is not None:
+                if number == REPLICATE and trace.watch is not None:
                     trace.watch.expect(result)
-                elif index == SCATTER and len(result[0]) == 1:
+                elif number == SCATTER and len(result[0]) == 1:
                     trace.share = result[0][0], result[1][0]
             except Exception as error:  # noqa: BLE001 - the result is torch's, whatever we make of it
                 fault("phases", error)
@@ -211,7 +252,79 @@ class Calls:
 
         return named_like(traced, original)
 
+    # ---------------------------------------------------------------- the functional form
+
+    def functional(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The traced form of the function torch.nn.parallel.data_parallel."""
+        session = self.session
+        local = session.local
+
+        def data_parallel(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return original(*args, **kwargs)
+            before, depth = local.call, local.depth
+            bound: Any = None
+            trace: Trace | None = None
+            result: Any = None
+            failed = True
+            try:
+                if depth <= 1 and not session.off and torch._C._current_graph_task_id() == -1:
+                    try:
+                        bound = _bind(args, kwargs)
+                    except Exception as error:  # noqa: BLE001 - ours must not reach the script
+                        session.fault("functional", error)
+                    if bound is not None:
+                        trace = self._begin(bound[0], True, bound[1], bound[5] or {}, bound[2:5])
+                local.call = trace
+                if trace is None:
+                    local.depth = max(depth, 2)  # its verbs are no calls composed by hand
+                    result = original(*args, **kwargs)
+                else:
+                    if depth == 1:  # that one is recorded by what is in it, from now on the long way
+                        local.root.silent = True
+                        local.root.site.plain = False
+                    local.depth = depth + 2
+                    result = self._run_functional(original, trace, bound)
+                failed = False
+            except BaseException as error:
+                drop_frames(error)
+                raise
+            finally:
+                local.call = before
+                local.depth = depth
+                if trace is not None:
+                    self._end(trace, bound[0], failed, result)
+            return result
+
+        return named_like(data_parallel, original)
+
+    def _run_functional(self, original: Callable[..., Any], trace: Trace, bound: Any) -> Any:
+        module, inputs, ids, output, dim, kwargs = bound
+        plan = trace.plan
+        if plan.device_ids is None:
+            return original(module, inputs, ids, output, dim, kwargs)
+        chosen = list(plan.device_ids)
+        if plan.virtual is not None:
+            return self._functional_for(plan)(module, inputs, chosen, None, dim, kwargs)
+        if plan.mode == DP:
+            return original(module, inputs, chosen, output, dim, kwargs)
+        result = original(module, inputs, chosen, None, dim, kwargs)
+        if output is not None and output != chosen[0]:
+            result = self.originals.gather([result], output, dim)
+        return result
+
     # ---------------------------------------------------------------- DataParallel
+
+    def adopt(self, kind: type) -> None:
+        """Trace a subclass of DataParallel that has a forward of its own."""
+        for base in kind.__mro__:
+            forward = base.__dict__.get("forward")
+            if base is torch.nn.DataParallel or isinstance(forward, _Forward):
+                return
+            if forward is not None:
+                if isinstance(forward, FunctionType):
+                    base.forward = _Forward(forward, self.wrapper_forward(forward))  # type: ignore[attr-defined]
+                return
 
     def wrapper_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The traced form of DataParallel.forward."""
@@ -226,14 +339,17 @@ class Calls:
             result: Any = None
             failed = True
             try:  # from here on: an interrupt must leave neither call nor depth behind
+                if before is not None and before.runs is module:  # a subclass goes on to the forward it overrides
+                    return original(module, *args, **kwargs)
                 # Depth 1 is inside a bare root, more is inside another DataParallel.
                 trace = None if session.off or depth > 1 else self._begin(module, True, args, kwargs)
                 local.call = trace
                 if trace is None:
                     result = original(module, *args, **kwargs)
                 else:
-                    if depth == 1:
+                    if depth == 1:  # that one is recorded by what is in it, from now on the long way
                         local.root.silent = True
+                        local.root.site.plain = False
                     local.depth = depth + 2
                     result = self._run_wrapper(original, trace, module, args, kwargs)
                 failed = False
@@ -251,10 +367,11 @@ class Calls:
 
     def _run_wrapper(self, original: Callable[..., Any], trace: Trace, module: Any, args: Any, kwargs: Any) -> Any:
         plan = trace.plan
+        trace.runs = module
         if plan.device_ids is None:
             return original(module, *args, **kwargs)
         try:
-            view = _view(module, plan, trace.site.dim)
+            view = trace.runs = _view(module, plan, trace.site.dim)
             self._before(trace, module)
         except Exception as error:  # noqa: BLE001 - the call goes on as it is written
             self.session.fault("view", error)
@@ -271,7 +388,13 @@ class Calls:
             self._fall_back(trace, module, True, error, False)
         else:
             self._take_back(module, view)
-            self._worked(trace, module)
+            if "forward" in trace.site.own and max(trace.phases[::2]) < 0:
+                # It ran, but in one piece: what is in the script's forward is nobody's data parallelism.
+                trace.before = None
+                reason = f"{trace.site.via} has its own forward, which uses none of DataParallel's functions"
+                self._fall_back(trace, module, True, reason, True)
+            else:
+                self._worked(trace, module)
             return result
         return original(module, *args, **kwargs)
 
@@ -395,8 +518,11 @@ class Calls:
 
     # ---------------------------------------------------------------- begin and end
 
-    def _begin(self, module: Any, wrapper: bool, args: Any, kwargs: Any) -> Trace | None:
-        """Start tracing a call; None where nothing is recorded. Never raises."""
+    def _begin(self, module: Any, wrapper: bool, args: Any, kwargs: Any, given: Any = None) -> Trace | None:
+        """Start tracing a call; None where nothing is recorded. Never raises.
+
+        `given`: devices, output device and dim handed to the functional form, else None.
+        """
         session = self.session
         steps = self.steps
         try:
@@ -406,14 +532,25 @@ class Calls:
             if torch._C._get_tracing_state() is not None:  # torch.jit.trace: sizes are tensors of its graph
                 return None
             local = session.local
-            site = self.sites.get(id(module))
+            if local.depth == 0:
+                local.verb = False  # an interrupt may have left it behind
+                if local.hand is not None:
+                    self.by_hand.flush()
+            key = id(module) + (given is not None)  # no two objects lie one byte apart
+            site = self.sites.get(key)
+            if site is not None and given is not None and site.given != _as_given(given):
+                site = None
             if ring is None:
                 return None
             if local.depth == 0 and ring.words[Ring.REQUEST] != self.modes.serial and self.modes.poll():
                 self.sites.clear()
                 site = None
             if site is None:
-                site = self._new_site(module, wrapper)
+                site = self._new_site(module, wrapper) if given is None else self._functional_site(module, given)
+            if given is not None:
+                if local.depth == 1:
+                    self.splits_itself(local.root)
+                args = args if isinstance(args, tuple) else () if args is None else (args,)
             trace = Trace(site, self.count + 1, steps.number)
             if site.plan.mode == DP:
                 trace.watch = Watch(session, site.replicas, strict=not wrapper)
@@ -438,20 +575,37 @@ class Calls:
             via: str | None = type(module).__name__
         else:
             via = "DistributedDataParallel" if _is_ddp(module) else None
-        if len(self.sites) >= MAX_SITES:
-            self.sites.clear()
-        key = id(module)
         plan = self.modes.plan(module, wrapper)
-        site = self.sites[key] = Site(module, plan, via, dim or 0, lambda _: self.sites.pop(key, None))
-        if not wrapper and plan.mode == SINGLE:
+        site = self._keep(id(module), module, plan, via, dim or 0)
+        if wrapper:
+            site.own = own_methods(type(module))
+        elif plan.mode == SINGLE:
             site.stages = stages_of(module.module if via is not None else module, self.session)
             site.plain = site.plain and site.stages is None
+        return site
+
+    def splits_itself(self, root: Trace) -> None:
+        """A bare root's forward runs a part of itself data-parallel: it cannot be split as a whole."""
+        module = root.site.module()
+        if module is not None and not self.modes.splits_itself(module, True):
+            self.sites.pop(id(module), None)  # planned anew for its next call
+
+    def _functional_site(self, module: Any, given: Any) -> Site:
+        plan = self.modes.functional(module, given[0])
+        site = self._keep(id(module) + 1, module, plan, "data_parallel", given[2])
+        site.root = type(module).__name__
+        site.given = _as_given(given)
+        return site
+
+    def _keep(self, key: int, module: Any, plan: Plan, via: str | None, dim: int) -> Site:
+        if len(self.sites) >= MAX_SITES:
+            self.sites.clear()
+        site = self.sites[key] = Site(module, plan, via, dim, lambda _: self.sites.pop(key, None))
         return site
 
     def _end(self, trace: Trace, module: Any, failed: bool, result: Any) -> None:
         """The call is over: close its phase and write its record. Never raises."""
         now = monotonic_ns()
-        session = self.session
         try:
             flags = FAILED if failed else 0
             if module.training:
@@ -460,15 +614,27 @@ class Calls:
                 flags |= GRAD
             if trace.outer >= 0:
                 self.steps.call_ends(trace.start, now, trace.outer, trace.rows, flags)
+            if not trace.silent:
+                outputs = 0 if failed else self.session.outputs(result, trace.site.outputs)
+                self.write(trace, flags, outputs, now)
+        except Exception as error:  # noqa: BLE001 - the result is the script's, whatever we make of it
+            self.session.fault("end", error)
+
+    def write(self, trace: Trace, flags: int, outputs: int, now: int) -> None:
+        """Write the record of a call that was over at `now`; `flags` without VIRTUAL. Never raises."""
+        session = self.session
+        try:
             ring = session.ring
-            if trace.silent or ring is None:
+            if ring is None:
                 return
             self.count += 1
             site, plan = trace.site, trace.plan
+            replicas = self._replicas(trace, outputs, now)
+            if site.own and not flags & FAILED:
+                self._bypassed(trace, bool(replicas))
             fresh = plan is site.plan and site.epoch == session.epoch
             layout = site.layout if fresh else self.layout(site, plan)
-            outputs = 0 if failed else session.outputs(result, site.outputs)
-            if plan.virtual is not None:
+            if plan.virtual is not None and plan.mode == DP:
                 flags |= VIRTUAL
             ring.flush()
             stages = site.stages
@@ -479,7 +645,6 @@ class Calls:
                 if ring.head >= session.renew_at:
                     session.renew()
                 return
-            replicas = self._replicas(trace, outputs, now)
             values = (
                 CALL_TAG,
                 plan.mode,
@@ -503,7 +668,8 @@ class Calls:
 
     def layout(self, site: Site, plan: Plan) -> int:
         devices = plan.devices if site.stages is None else site.stages.devices
-        number = self.session.define((site.root, site.via, devices), lambda: _spell(site, plan))
+        key = (site.root, site.via, devices, tuple(site.absent.items()))
+        number = self.session.define(key, lambda: _spell(site, plan))
         if plan is site.plan:
             site.layout, site.epoch = number, self.session.epoch
         return number
@@ -516,12 +682,78 @@ class Calls:
             began = trace.phases[0] + trace.phases[1]
             return self.session.inputs(args, kwargs, trace.site.share), outputs, began, now - start - began
         if trace.watch is None or not trace.watch.probes:
+            if trace.site.own and trace.watch is not None:
+                return ()  # the subclass went its own way: what its replicas got is not known
             return trace.inputs, outputs, 0, now - start
         flat: list[int] = []
         for probe in trace.watch.probes:
             began, took = probe.began - start, probe.ended - probe.began
             flat += (probe.inputs, probe.outputs, began if began > 0 else 0, took if took > 0 else 0)
         return flat
+
+    def _bypassed(self, trace: Trace, replicas: bool) -> None:
+        """Say what is missing because the script's subclass does it itself."""
+        site = trace.site
+        absent = {}
+        if trace.plan.mode == DP:
+            own = ", ".join(site.own)
+            for index, name in enumerate(CALL_PHASES):
+                if trace.phases[2 * index] < 0:
+                    absent[name] = f"{site.via} has its own {own} and does not use torch's {name}"
+            if not replicas:
+                absent["replicas"] = f"{site.via} has its own {own}: no replica was made or run by torch's functions"
+        if absent != site.absent:
+            site.absent = absent
+            site.epoch = -1
+
+
+class _Forward:
+    """The forward of a script's own subclass: on an instance the traced one, on the class the script's."""
+
+    def __init__(self, original: Any, traced: Any) -> None:
+        self._original = original
+        self._traced = traced
+
+    def __get__(self, module: Any, owner: Any = None) -> Any:
+        return self._original if module is None else MethodType(self._traced, module)
+
+    def __reduce__(self) -> Any:
+        # A class that is pickled by value (cloudpickle) takes the script's function with it, and nothing of ours.
+        return next, (iter([self._original]),)
+
+
+def own_methods(kind: type) -> tuple[str, ...]:
+    """The methods that a subclass of DataParallel has of its own, by name."""
+    return tuple(
+        name for name in ("forward", "scatter", "replicate", "parallel_apply", "gather") if overrides(kind, name)
+    )
+
+
+def watched(watch: Watch, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of parallel_apply, with a probe over each of its modules."""
+    if args and isinstance(args[0], (list, tuple)):
+        return (watch.over(args[0]), *args[1:]), kwargs
+    if isinstance(kwargs.get("modules"), (list, tuple)):
+        return args, {**kwargs, "modules": watch.over(kwargs["modules"])}
+    return args, kwargs
+
+
+_ARGUMENTS = ("module", "inputs", "device_ids", "output_device", "dim", "module_kwargs")
+
+
+def _bind(args: Any, kwargs: Any) -> Any:
+    """The arguments of the functional data_parallel in their order; None for what is none of its calls."""
+    named = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+    if len(named) != len(args) + len(kwargs) or not set(named) <= set(_ARGUMENTS) or "inputs" not in named:
+        return None  # torch says what is wrong with it
+    if not isinstance(named.get("module"), torch.nn.Module):
+        return None
+    return tuple(named.get(name, 0 if name == "dim" else None) for name in _ARGUMENTS)
+
+
+def _as_given(given: Any) -> tuple[Any, ...]:
+    ids, output, dim = given
+    return (None if ids is None else tuple(ids)), output, dim
 
 
 def _spell(site: Site, plan: Plan) -> dict[str, Any]:
@@ -530,7 +762,7 @@ def _spell(site: Site, plan: Plan) -> dict[str, Any]:
         devices, absent = site.stages.devices, site.stages.absent
     if site.via == "DistributedDataParallel":
         absent = {**absent, "all_reduce": _IN_BACKWARD}
-    return {"root": site.root, "via": site.via, "devices": list(devices), "absent": absent}
+    return {"root": site.root, "via": site.via, "devices": list(devices), "absent": {**absent, **site.absent}}
 
 
 def _holds_wrapper(module: Any) -> bool:

@@ -15,7 +15,7 @@ from dpmon.records import MODES
 from dpmon.tracer.session import Session
 from dpmon.tracer.virtual import Originals, VirtualDevices
 
-__all__ = ["DP", "SINGLE", "Modes", "Plan"]
+__all__ = ["DP", "SINGLE", "Modes", "Plan", "overrides"]
 
 DP, SINGLE = 1, 2
 DEFAULT_VIRTUAL = 2
@@ -69,6 +69,7 @@ class Modes:
         self.serial = 0
         """The last request taken up."""
         self._refused: dict[int, tuple[Any, str, int]] = {}
+        self._splitting: dict[int, Any] = {}
         self._events = 0
         self.unannounced: list[tuple[str, Plan]] = []
         self._virtual: dict[tuple[int, str], VirtualDevices] = {}
@@ -142,7 +143,7 @@ class Modes:
             if self._events > MAX_EVENTS:
                 continue
             config = self.session.config
-            if plan.refused and not self.by_user and (config.explicit or config.mode == "dp"):
+            if plan.refused and plan.mode == SINGLE and not self.by_user and (config.explicit or config.mode == "dp"):
                 self.session.warn(f"dp was asked for, but {root} runs on one device: {plan.reason}")
             self.session.event(
                 "mode",
@@ -158,6 +159,62 @@ class Modes:
             )
 
     # ---------------------------------------------------------------- plans
+
+    def functional(self, module: torch.nn.Module, device_ids: Any) -> Plan:
+        """Make the plan for torch's functional data_parallel of `module` over `device_ids` (None: all there are)."""
+        plan = self._for_functional(module, device_ids)
+        self.unannounced.append((type(module).__name__, plan))
+        return plan
+
+    def _for_functional(self, module: torch.nn.Module, device_ids: Any) -> Plan:
+        inner = _device_of(module)
+        here = (str(inner or "cpu"),)
+        if self.locked or inner is None or inner.type not in ("cpu", "cuda"):
+            return Plan(DP, here)
+        if inner.type == "cpu":
+            if torch.cuda.is_available():
+                return Plan(DP, here)  # torch says what is wrong with it
+            refusal = _unreplicable(module)
+            if refusal is not None:
+                return Plan(SINGLE, here, (0,), self._shared(1, inner), refusal, True)
+            if self.chosen == SINGLE:
+                return Plan(SINGLE, here, (0,), self._shared(1, inner))
+            if device_ids is None or self.session.config.explicit:
+                return self._spread(inner, False)
+            return self._share(len(device_ids), inner, "no GPU: replicas share the CPU")
+        count = torch.cuda.device_count()
+        ids = [torch._utils._get_device_index(i, True) for i in device_ids] if device_ids is not None else range(count)
+        own = tuple(f"cuda:{i}" for i in ids)
+        if self.chosen == SINGLE and len(own) > 1:
+            return Plan(SINGLE, own[:1], tuple(ids)[:1])
+        return Plan(DP if len(own) > 1 else SINGLE, own)
+
+    def splits_itself(self, module: Any, found: bool = False) -> bool:
+        """Whether data_parallel, or its like, was seen in a bare root's forward; `found` says that it just was."""
+        known = self._splitting.get(id(module))
+        if found:
+            self._splitting[id(module)] = weakref.ref(module)
+        return known is not None and known() is module
+
+    def by_hand(self, root: str, devices: tuple[str, ...], virtual: VirtualDevices | None) -> Plan:
+        """Make the plan for what a script composes of the primitives; its devices are its own."""
+        reason = None if virtual is None else "no GPU: replicas share the CPU"
+        if self.chosen == SINGLE and not self.locked:
+            reason = "the script composes replicate, scatter, parallel_apply and gather itself"
+            plan = Plan(DP, devices, None, virtual, reason, True)
+        else:
+            asked = self.session.config.replicas
+            if asked is not None and asked != len(devices) and not self.locked:
+                reason = f"the script hands the primitives {len(devices)} devices itself, {asked} were asked for"
+            plan = Plan(DP, devices, None, virtual, reason)
+        self.unannounced.append((root, plan))
+        return plan
+
+    def hand_devices(self) -> VirtualDevices | None:
+        """Where primitives used by hand run when there is no GPU; None if they run as they are written."""
+        if self.locked or torch.cuda.is_available():
+            return None
+        return self._shared(DEFAULT_VIRTUAL, torch.device("cpu"))
 
     def _refusal(self, module: torch.nn.Module) -> str | None:
         known = self._refused.get(id(module))
@@ -175,6 +232,10 @@ class Modes:
         here = (str(inner or "cpu"),)
         if mode == SINGLE:
             if len(own) > 1:
+                for name in ("forward", "scatter"):
+                    if overrides(type(module), name):
+                        reason = f"{type(module).__name__} has its own {name}, which may not bear one device"
+                        return Plan(DP, own, None, None, reason, True)
                 return Plan(SINGLE, own[:1], tuple(module.device_ids[:1]))
             return Plan(SINGLE, own or here)
         refusal = self._refusal(module)
@@ -199,6 +260,8 @@ class Modes:
         if mode == SINGLE:
             return Plan(SINGLE, here)
         refusal = self._refusal(module) or _unsplittable(module)
+        if self.splits_itself(module):
+            refusal = "its forward runs a part of it data-parallel itself"
         if refusal is not None:
             return Plan(SINGLE, here, None, None, refusal, True)
         return self._spread(inner, True)
@@ -245,11 +308,20 @@ class Modes:
         return Plan(DP, tuple(f"cuda:{i}" for i in ids), tuple(ids))
 
     def _share(self, count: int, base: torch.device, reason: str) -> Plan:
+        virtual = self._shared(count, base)
+        return Plan(DP, virtual.names, tuple(range(count)), virtual, reason)
+
+    def _shared(self, count: int, base: torch.device) -> VirtualDevices:
         key = (count, str(base))
         virtual = self._virtual.get(key)
         if virtual is None:
             virtual = self._virtual[key] = VirtualDevices(count, base, self.originals)
-        return Plan(DP, virtual.names, tuple(range(count)), virtual, reason)
+        return virtual
+
+
+def overrides(kind: type, name: str) -> bool:
+    """Whether a subclass of DataParallel has its own method of that name."""
+    return next(base for base in kind.__mro__ if name in base.__dict__) is not torch.nn.DataParallel
 
 
 def _device_of(module: torch.nn.Module) -> torch.device | None:

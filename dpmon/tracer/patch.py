@@ -2,7 +2,10 @@
 
 | what | why |
 |---|---|
-| the four verbs in torch.nn.parallel.data_parallel | phases of a call, virtual replicas |
+| the primitives in torch.nn.parallel and where they are defined | phases of a call, virtual replicas, calls by hand |
+| apply of _functions.Scatter, Broadcast, Gather | the same, for code that uses these |
+| the function torch.nn.parallel.data_parallel | calls |
+| forward of a subclass of DataParallel that has its own | calls |
 | DataParallel.forward, DataParallel.__init__ | calls; the dim and devices a machine without GPUs throws away |
 | Module.__call__, for a while | bare root modules |
 | _BaseDataLoaderIter.__next__ | turns of the loop, waiting for data |
@@ -62,9 +65,12 @@ def install() -> None:
     steps.on_idle = idle
     steps.on_unseen = roots.unseen
 
-    for index, name in enumerate(("scatter_kwargs", "replicate", "parallel_apply", "gather")):
-        setattr(data_parallel, name, calls.verb(index))
-    torch.nn.DataParallel.__init__ = _constructing(construct, modes)  # type: ignore[method-assign]
+    for number, name in enumerate(("scatter_kwargs", "replicate", "parallel_apply", "gather", "scatter")):
+        _everywhere(originals.all[number], name, calls.verb(number))
+    for number, name in enumerate(("Scatter", "Broadcast", "Gather"), 5):
+        getattr(originals.functions, name).apply = calls.verb(number)
+    _everywhere(originals.data_parallel, "data_parallel", calls.functional(originals.data_parallel))
+    torch.nn.DataParallel.__init__ = _constructing(construct, modes, calls)  # type: ignore[method-assign]
     torch.nn.DataParallel.forward = calls.wrapper_forward(forward)  # type: ignore[method-assign]
     loader._BaseDataLoaderIter.__next__ = steps.fetching(fetch)
     autograd._engine_run_backward = steps.going_back(backward)
@@ -81,7 +87,15 @@ def install() -> None:
         session.fault("dynamo", error, fatal=False)
 
 
-def _constructing(original: Callable[..., Any], modes: Modes) -> Callable[..., Any]:
+def _everywhere(original: Any, name: str, traced: Any) -> None:
+    """Put a function's traced form wherever a script may import it from, so that there is one object of that name."""
+    for place in ("", ".data_parallel", ".replicate", ".parallel_apply", ".scatter_gather"):
+        module = importlib.import_module(f"torch.nn.parallel{place}")
+        if module.__dict__.get(name) is original:
+            setattr(module, name, traced)
+
+
+def _constructing(original: Callable[..., Any], modes: Modes, calls: Calls) -> Callable[..., Any]:
     """DataParallel.__init__: on a machine without GPUs torch forgets dim, so it is kept beside the object."""
 
     def __init__(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
@@ -92,6 +106,8 @@ def _constructing(original: Callable[..., Any], modes: Modes) -> Callable[..., A
             raise
         try:
             modes.constructed(self, dim)
+            if type(self) is not torch.nn.DataParallel:
+                calls.adopt(type(self))
         except Exception as error:  # noqa: BLE001 - the object is made, whatever we make of it
             modes.session.fault("construct", error)
 
@@ -99,7 +115,11 @@ def _constructing(original: Callable[..., Any], modes: Modes) -> Callable[..., A
 
 
 def _at_the_end(session: Session, steps: Steps, modes: Modes, calls: Calls, memory: Memory) -> None:
-    atexit.register(steps.at_exit)
+    def at_exit() -> None:
+        calls.by_hand.flush()
+        steps.at_exit()
+
+    atexit.register(at_exit)
 
     def opened() -> None:
         if session.ring is not None:
@@ -108,7 +128,7 @@ def _at_the_end(session: Session, steps: Steps, modes: Modes, calls: Calls, memo
         util = sys.modules.get("multiprocessing.util")
         process = sys.modules.get("multiprocessing.process")
         if util is not None and process is not None and process.parent_process() is not None:
-            util.Finalize(None, steps.at_exit, exitpriority=0)
+            util.Finalize(None, at_exit, exitpriority=0)
 
     session.on_open = opened
 

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from time import monotonic_ns
 from typing import Any
 
+from dpmon.tracer.frames import drop_frames
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sizes import gathers
 
@@ -23,11 +24,13 @@ KEY = -7061
 class Probe:
     """What one replica did in one call: definitions of its sizes, 0 unknown; monotonic ns, 0 if it was not seen."""
 
-    __slots__ = ("began", "ended", "inputs", "memos", "outputs", "watch")
+    __slots__ = ("began", "ended", "inputs", "memos", "module", "outputs", "watch")
 
     def __init__(self, watch: Watch, memos: tuple[Memo, Memo]) -> None:
         self.watch = watch
         self.memos = memos
+        self.module: Any = None
+        """What it runs, where that is no replica of torch's making (`over`)."""
         self.inputs = self.outputs = 0
         self.began = self.ended = 0
 
@@ -54,6 +57,24 @@ class Probe:
         except Exception as error:  # noqa: BLE001 - sizes are not worth a training
             session.fault("hooks", error)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run what this probe was put over, as parallel_apply would."""
+        self.enter(None, args, kwargs)
+        result: Any = None
+        entered = True
+        try:
+            result = self.module(*args, **kwargs)
+            self.leave(None, args, kwargs, result)
+            entered = False
+            return result
+        except BaseException as error:
+            drop_frames(error)
+            raise
+        finally:
+            if entered:  # it raised
+                self.ended = monotonic_ns()
+                self.watch.session.local.depth -= 2
+
 
 class Watch:
     """What the replicas of one call did."""
@@ -67,6 +88,16 @@ class Watch:
         self.probes: list[Probe] = []
         self.odd: bool | None = False if strict else None
         """Whether a replica returned something that torch's gather would turn into something else."""
+
+    def over(self, modules: Any) -> list[Probe]:
+        """Stand-ins for whatever parallel_apply is to call, where replicas could not be hooked; in this order."""
+        while len(self.memos) < len(modules):
+            self.memos.append((Memo(), Memo()))
+        for module, memos in zip(modules, self.memos, strict=False):
+            probe = Probe(self, memos)
+            probe.module = module
+            self.probes.append(probe)
+        return self.probes
 
     def expect(self, replicas: list[Any]) -> None:
         """Hook these replicas, numbered in this order."""

@@ -85,6 +85,10 @@ class Local(threading.local):
     depth: int = 0
     call: Any = None
     root: Any = None
+    verb: bool = False
+    """Whether it is in scatter, replicate or gather: what these call of each other is no phase of its own."""
+    hand: Any = None
+    """What the script has composed by hand so far: see dpmon.tracer.byhand."""
 
 
 class Session:
@@ -119,7 +123,8 @@ class Session:
     def after_fork(self) -> None:
         """In a forked child: a process of its own, which has recorded nothing yet."""
         self._forget()
-        self.local.depth, self.local.call, self.local.root = 0, None, None  # the wrappers hold this very object
+        local = self.local  # the wrappers hold this very object
+        local.depth, local.call, local.root, local.verb, local.hand = 0, None, None, False, None
         self.off = False
 
     # ---------------------------------------------------------------- the ring
@@ -238,6 +243,10 @@ class Session:
         except Exception as error:  # noqa: BLE001 - anything may be returned by a module
             self.fault("sizes", error, fatal=False)
             return 0
+
+    def sizes(self, lone_path: str, signature: Any) -> int:
+        """The number of the definition of a signature (see dpmon.tracer.sizes)."""
+        return self._sizes(lone_path, signature, None)
 
     def _sizes(self, lone_path: str, signature: Any, memo: Memo | None) -> int:
         number = self.define((lone_path, signature), lambda: sizes.spell_out(signature, lone_path))

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 
-__all__ = ["first_rows", "gathers", "signature_of_call", "signature_of_value", "spell_out", "tensors_in"]
+from dpmon.records import MORE
+
+__all__ = ["first_rows", "gathers", "leaves", "signature_of_call", "signature_of_value", "spell_out", "tensors_in"]
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
 MAX_LEAVES = 64
 """Tensors listed of one container; a growing list of thousands must not make records (or the training) grow."""
-MAX_VISITED = 4096
+MAX_VISITED = 512
+"""Values looked at for them: this is done at every call with such an argument."""
+MAX_CHECKED = 4096
 MAX_DEPTH = 16
 MAX_PATH = 120
 
@@ -28,7 +33,7 @@ def signature_of_value(value: Any) -> Hashable:
     """The signature of a result: (shape, dtype) of a lone tensor, else a tuple of (path, shape, dtype)."""
     if type(value) is Tensor:
         return value.shape, value.dtype
-    return _leaves(value, "")
+    return leaves(value, "")
 
 
 def signature_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
@@ -43,17 +48,25 @@ def signature_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hasha
         _walk(value, str(index), found, budget, 0)
     for name, value in kwargs.items():
         _walk(value, str(name), found, budget, 0)
-    return tuple(found)
+    return _bounded(found, budget)
 
 
-def _leaves(value: Any, path: str) -> tuple[Any, ...]:
+def leaves(value: Any, path: str) -> tuple[Any, ...]:
+    """(path, shape, dtype) of each tensor in `value`, whose own path is `path`."""
     found: list[Any] = []
-    _walk(value, path, found, [MAX_VISITED], 0)
+    budget = [MAX_VISITED]
+    _walk(value, path, found, budget, 0)
+    return _bounded(found, budget)
+
+
+def _bounded(found: list[Any], budget: list[int]) -> tuple[Any, ...]:
+    if len(found) > MAX_LEAVES or budget[0] < 0:
+        found[MAX_LEAVES:] = [(MORE, (), torch.bool)]
     return tuple(found)
 
 
 def _walk(value: Any, path: str, found: list[Any], budget: list[int], depth: int) -> None:
-    if len(found) >= MAX_LEAVES or budget[0] <= 0 or depth > MAX_DEPTH:
+    if len(found) > MAX_LEAVES or budget[0] < 0 or depth > MAX_DEPTH:
         return
     budget[0] -= 1
     if isinstance(value, Tensor):
@@ -63,7 +76,7 @@ def _walk(value: Any, path: str, found: list[Any], budget: list[int], depth: int
         return
     for name, child in _children(value):
         _walk(child, f"{path}.{name}" if path else name, found, budget, depth + 1)
-        if len(found) >= MAX_LEAVES or budget[0] <= 0:
+        if len(found) > MAX_LEAVES or budget[0] < 0:
             return
 
 
@@ -89,15 +102,25 @@ def _children(value: Any) -> Any:
         return ((f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value))
     if isinstance(value, Mapping):
         return ((str(key), child) for key, child in value.items())
-    return ()
+    if isinstance(value, (torch.nn.Module, type, ModuleType, FunctionType)):
+        return ()
+    # A batch of a class of the script's own: what it keeps on itself, read without running any of its code.
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return ()
+    return list(own.items()) if type(own) is dict else ()
 
 
 def spell_out(signature: Any, lone_path: str) -> list[tuple[str, list[int], str, int]]:
     """(path, shape, dtype, bytes) of each tensor; `lone_path` is the path of a signature that is one bare tensor."""
     if len(signature) == 2 and isinstance(signature[1], torch.dtype):
         signature = ((lone_path, *signature),)
-    result = []
+    result: list[tuple[str, list[int], str, int]] = []
     for path, shape, dtype in signature:
+        if path == MORE:
+            result.append((MORE, [], "", 0))
+            continue
         count = dtype.itemsize
         for extent in shape:
             count *= int(extent)
@@ -108,7 +131,7 @@ def spell_out(signature: Any, lone_path: str) -> list[tuple[str, list[int], str,
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors themselves, for a check during a call; not to be kept."""
     found: list[Tensor] = []
-    _collect(value, found, [MAX_VISITED], 0)
+    _collect(value, found, [MAX_CHECKED], 0)
     return found
 
 

@@ -11,6 +11,7 @@ gradients of all replicas are added up in the module; scalars are gathered into 
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -121,6 +122,8 @@ class _Torch:
 
 
 def _index(device: Any, *_: Any, **__: Any) -> int:
+    if isinstance(device, (str, torch.device)):
+        return torch.device(device).index or 0
     return 0 if device is None else int(device)
 
 
@@ -171,8 +174,14 @@ class VirtualDevices:
             _with_globals(verbs.parallel_apply, **apply_globals),
             _with_globals(verbs.gather, Gather=_Gather),
         )
-        self.verbs: tuple[Callable[..., Any], ...] = verbs_here
-        """scatter_kwargs, replicate, parallel_apply, gather."""
+        self.verbs: tuple[Callable[..., Any], ...] = (
+            *verbs_here,
+            scatter,
+            _Scatter.apply,
+            _Broadcast.apply,
+            _Gather.apply,
+        )
+        """What stands for each of `Originals.all`."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -197,4 +206,15 @@ class Originals:
         self.parallel_apply = data_parallel.parallel_apply
         self.gather = data_parallel.gather
         self.data_parallel = data_parallel.data_parallel
-        self.all = (self.scatter_kwargs, self.replicate, self.parallel_apply, self.gather)
+        self.functions = importlib.import_module("torch.nn.parallel._functions")
+        functions: Any = self.functions
+        self.all: tuple[Callable[..., Any], ...] = (
+            self.scatter_kwargs,
+            self.replicate,
+            self.parallel_apply,
+            self.gather,
+            self.scatter,
+            functions.Scatter.apply,
+            functions.Broadcast.apply,
+            functions.Gather.apply,
+        )

@@ -127,12 +127,11 @@ def test_subclasses_of_dataparallel(dp: Any, on_its_own: Any, runs: dict[str, Tr
     vias = {call.via: call for call in runs["dp"].calls()}
     assert [share.inputs[0].shape for share in vias["Uneven"].replicas if share.inputs] == [(1, 2), (5, 2)]
     assert vias["Uneven"].outputs == ()  # a list of integers has no tensors
-    assert vias["ByName"].mode == "single"  # it calls torch's own scatter, which a CPU build does not have
-    assert any("_scatter" in text for text in runs["dp"].complaints)
-    assert vias["Around"].mode == vias["MyDataParallel"].mode == "dp"
-    assert "Instead" not in vias
+    assert vias["ByName"].mode == vias["Around"].mode == vias["MyDataParallel"].mode == "dp"
+    assert "scatter" in vias["ByName"].phases  # imported by name, it is torch's all the same
     (inner,) = runs["dp"].calls("Inner")
-    assert (inner.via, inner.mode) == (None, "single")
+    assert (inner.via, inner.mode, inner.phases) == ("Instead", "single", {})
+    assert any("Instead has its own forward" in (e.data["refused"] or "") for e in runs["dp"].events("mode"))
 
 
 def test_the_wrapper_looks_as_without_us(dp: Any, on_its_own: Any) -> None:

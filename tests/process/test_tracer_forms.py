@@ -240,3 +240,27 @@ def test_containers_of_every_kind_by_path(tmp_path: Path) -> None:
             assert [size["path"] for size in record["outputs"]] == [
                 path.removeprefix("0").lstrip(".") for path in paths
             ]
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def test_the_examples(tmp_path: Path) -> None:
+    by_hand = Script(tmp_path, (EXAMPLES / "primitives.py").read_text(), "--devices", 3, "--steps", 4)
+    nested = Script(tmp_path, (EXAMPLES / "nested.py").read_text(), "--steps", 4)
+    run = by_hand.end()
+    assert (run.status, run.err, run.complaints) == (0, "", [])
+    assert [(c.step, c.root, c.via, rows(c)) for c in run.calls()] == [
+        (step, "Model", "data_parallel", [10, 10, 10]) for step in range(1, 5)
+    ]
+    run = nested.end()
+    assert (run.status, run.err, run.complaints) == (0, "", [])
+    assert run.out.splitlines()[0] == "2 classes"
+    assert [(c.step, c.root, c.via, rows(c), list(c.phases)) for c in run.calls()] == [
+        call
+        for step in range(1, 5)
+        for call in (
+            (step, "Linear", "DataParallel", [15, 15], VERBS),
+            (step, "Head", "Attributes", [15, 15], VERBS),
+        )
+    ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -44,8 +45,8 @@ def _define(ring: Ring, replicas: int) -> None:
     ring.write(pack_definition(4, [["", [8, 2], "float32", 64]]))
 
 
-def main(records: int, rate: float, replicas: int) -> None:
-    """Write `records` calls and steps in turn, `rate` a second."""
+def main(records: int, rate: float, replicas: int, after: Callable[[int], object] = int) -> None:
+    """Write `records` calls and steps in turn, `rate` a second; `after` is called with the number of each."""
     ring, path = _open()
     _define(ring, replicas)
     written, renew_at = 5, ring.capacity // 4
@@ -64,6 +65,7 @@ def main(records: int, rate: float, replicas: int) -> None:
             phases = [0, 5000, 5000, 20_000, 25_000, 60_000, 85_000, 5000]
             ring.write(pack_call(1, 7, 1, step, step, now, 90_000, 2, 4, phases, shares))
         written += 1
+        after(number)
         if ring.head >= renew_at:
             _define(ring, replicas)
             written, renew_at = written + 4, ring.head + ring.capacity // 4

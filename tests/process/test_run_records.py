@@ -6,14 +6,13 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import writer
 from running import Dpmon, wait_for
 
 from dpmon.records import kind_of
@@ -178,26 +177,25 @@ def test_a_damaged_history_costs_no_more_than_itself(dpmon: Dpmon, damage: str, 
     assert dpmon.run("attach").status == 0
 
 
-def test_the_history_is_bounded_and_says_what_it_left_out(dpmon: Dpmon) -> None:
-    """The bound is made small here, so the supervisor's part is played by this process."""
+def test_the_history_is_bounded_and_says_what_it_left_out(dpmon: Dpmon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is made small here; this process plays the supervisor and the training, in turns."""
     dpmon.run("--detach", "sleep", 60)
     dpmon.info()
     directory = dpmon.last()
     os.kill(dpmon.info()["supervisor_pid"], signal.SIGKILL)
     wait_for(lambda: not proc.alive(dpmon.info()["supervisor_pid"], None))
     info = load_info(directory)
-    env = {**dpmon.environment(), "DPMON_RUN": str(directory), "DPMON_START_NS": str(info.start_ns)}
+    monkeypatch.setenv("DPMON_RUN", str(directory))
+    monkeypatch.setenv("DPMON_START_NS", str(info.start_ns))
     for path in directory.glob("history.sqlite*"):
         path.unlink()
     limit = 2 << 20
     drain = Drain(directory, info, print, limit_bytes=limit)
-    writer = subprocess.Popen([sys.executable, str(WRITER), "40000", "40000"], env=env, stdout=subprocess.PIPE)
-    now = 0.0
-    while writer.poll() is None:
-        drain.drain(now := now + 10.0)
+    # Drained after so many records, not after so long: what is read at once must not hang on who was busy.
+    writer.main(40_000, 0, 8, lambda number: number % 400 or drain.drain(number / 40))
     drain.flush()
     drain.close()
-    writer.communicate()
+    monkeypatch.undo()
     size = (directory / "history.sqlite").stat().st_size
     assert size < limit * 1.6
     records = dpmon.records()

@@ -6,7 +6,7 @@ Layout of a ring file (native byte order; a run never leaves its machine)::
     128    head, claim, lost                                                      written by the writer
     192    request serial, requested mode                                         written by readers
     256    acknowledged serial, mode in force, activity and since when,
-           size of a staged record                                                 written by the writer
+           size of a staged record, how many records are held back                 written by the writer
     512    a record that is staged: its number plus one, the record, the number again
     4096   the data area: a whole number of blocks; a frame never crosses a block's end
 
@@ -15,6 +15,10 @@ sequence number, so that a reader that lands on anything but a frame's start see
 taken modulo the capacity. The writer moves *claim* to a block's end before it writes there and *head* after each
 frame, so what lies in ``[claim - capacity, head)`` is whole; a reader that was lapped jumps to the next block's start,
 and the sequence numbers tell it how many records it missed.
+
+A training loop of very short turns holds a few of them back and writes them together: code that has just run costs a
+fifth of code that the training has driven out of the processor's caches. How many records are held is in the header,
+so that those of a killed process are counted as lost.
 
 The writer maps the file, so that a record costs no system call and survives the death of its process. Readers use
 pread: a file that is truncated under them is a short read, not a SIGBUS.
@@ -27,7 +31,10 @@ import os
 import stat
 import struct
 import sys
+import threading
 import time
+from collections import deque
+from contextlib import suppress
 from typing import Any
 
 __all__ = ["Activity", "Frame", "Ring", "RingError", "RingReader"]
@@ -43,6 +50,7 @@ _HEAD_STRUCT = struct.Struct("=8sIIQIiiiq")  # magic version header capacity pid
 _FRAME = struct.Struct("<IIQ")
 _FRAME_BYTES = _FRAME.size
 _WAIT_TURNS = 50
+_UPPER = 0xFFFFFFFF_00000000
 """Tenths of a millisecond to wait for another thread's write, once at most."""
 _PAD_LENGTH = 0xFFFFFFFF
 MAX_PAYLOAD = BLOCK_BYTES - _FRAME_BYTES
@@ -50,10 +58,10 @@ MAX_PAYLOAD = BLOCK_BYTES - _FRAME_BYTES
 # Indices of the 64-bit words that change while the ring is in use.
 _HEAD, _CLAIM, _LOST = 16, 17, 18
 _REQUEST_SERIAL, _REQUEST_MODE = 24, 25
-_ACK_SERIAL, _ACK_MODE, _ACTIVITY, _STAGE_SIZE = 32, 33, 34, 35
+_ACK_SERIAL, _ACK_MODE, _ACTIVITY, _STAGE_SIZE, _HELD = 32, 33, 34, 35, 36
 _STAGE_AT = 512
 _STAGE_MAX = 256
-_WORDS = struct.Struct("=20Q")  # bytes 128..288: words 16..35
+_WORDS = struct.Struct("=21Q")  # bytes 128..296: words 16..36
 
 
 class RingError(Exception):
@@ -74,7 +82,7 @@ class Activity:
 class Frame:
     """A record of fixed layout, or two in a row, written by one call of struct straight into the map."""
 
-    __slots__ = ("need", "pack_into", "second", "size")
+    __slots__ = ("keys", "need", "pack_into", "second", "size")
 
     def __init__(self, layout: str, second: str | None = None) -> None:
         """Layouts are struct formats of standard size, beginning with "<"."""
@@ -90,6 +98,8 @@ class Frame:
         native = struct.Struct("@" + whole[1:])
         if native.size == packer.size and sys.byteorder == "little":
             packer = native  # the same bytes, packed several times faster, where the fields lie aligned anyway
+        self.keys = self.size << 32 | self.size, self.second << 32 | self.second
+        """What a frame's head is, but for the number that its upper half is crossed with."""
         self.need = (packer.size + 7) & ~7
         self.pack_into = packer.pack_into
 
@@ -100,11 +110,14 @@ class Ring:
     __slots__ = (
         "_block_end",
         "_capacity",
+        "_flushing",
+        "_pair",
         "_sequence",
         "_stage_frame",
         "_stage_into",
         "_token",
         "head",
+        "held",
         "map",
         "staged",
         "words",
@@ -147,6 +160,9 @@ class Ring:
         self._block_end = 0
         """Where the block under way ends, as an offset like head; 0 before the first."""
         self.staged: tuple[int, ...] | None = None
+        self.held: deque[tuple[tuple[int, ...], tuple[int, ...]]] = deque()
+        """Pairs of records that are written together a little later: see `hold`."""
+        self._flushing = threading.RLock()
         self.words = memoryview(self.map)[:HEADER_BYTES].cast("Q")
         # The magic comes last: a reader that sees it sees a complete header.
         _HEAD_STRUCT.pack_into(
@@ -159,8 +175,8 @@ class Ring:
         """Bytes that the ring holds before the oldest are overwritten."""
         return self._capacity
 
-    def put(self, frame: Frame, values: tuple[Any, ...], more: tuple[Any, ...] = ()) -> bool:
-        """Append one record of a fixed layout; `more` are the values of the second, if the frame holds two.
+    def put(self, frame: Frame, values: tuple[Any, ...]) -> bool:
+        """Append one record of a fixed layout.
 
         False, and counted as lost, if it interrupts a write of its own thread (a signal handler of the script may call
         the model while we write). Raises struct.error for values that do not fit. On the hot path: no bytes object is
@@ -182,16 +198,43 @@ class Ring:
             size = frame.size
             first = size | ((sequence ^ size) & 0xFFFFFFFF) << 32
             at = HEADER_BYTES + head % self._capacity
-            if not more:
-                frame.pack_into(self.map, at, first, sequence, *values)
-                sequence += 1
-            else:
-                size = frame.second
-                next_ = sequence + 1
-                second = size | ((next_ ^ size) & 0xFFFFFFFF) << 32
-                frame.pack_into(self.map, at, first, sequence, *values, second, next_, *more)
-                sequence += 2
-            self._sequence = sequence
+            frame.pack_into(self.map, at, first, sequence, *values)
+            self._sequence = sequence + 1
+            self.head = end
+            self.words[_HEAD] = end
+        finally:
+            token.append(None)
+        return True
+
+    def _put_pair(self, values: tuple[Any, ...], more: tuple[Any, ...]) -> bool:
+        """As `put`, for a staged record and the one that is held with it."""
+        frame = self._pair
+        token = self._token
+        try:
+            token.pop()
+        except IndexError:
+            if not self._wait():
+                return False
+        try:
+            head = self.head
+            end = head + frame.need
+            if end > self._block_end:
+                head = self._next_block()
+                end = head + frame.need
+            number = self._sequence
+            following = number + 1
+            first, second = frame.keys
+            frame.pack_into(
+                self.map,
+                HEADER_BYTES + head % self._capacity,
+                (number << 32 & _UPPER) ^ first,
+                number,
+                *values,
+                (following << 32 & _UPPER) ^ second,
+                following,
+                *more,
+            )
+            self._sequence = following + 1
             self.head = end
             self.words[_HEAD] = end
         finally:
@@ -202,7 +245,7 @@ class Ring:
         """Wait for another thread's write; False (counted) if the write under way is further down our own stack."""
         caller = sys._getframe(1).f_back
         while caller is not None:
-            if caller.f_code is Ring.put.__code__:
+            if caller.f_code in _WRITERS:
                 self.words[_LOST] += 1
                 return False
             caller = caller.f_back
@@ -230,21 +273,31 @@ class Ring:
     def stage(self, values: tuple[int, ...]) -> None:
         """Keep a record (of STAGE's layout) where `RingReader.last_words` finds it if the process dies now.
 
-        It costs less than a frame, since it is the same memory every time. It is written by the next `put_staged`,
-        `flush` or `write`, whichever comes first, so that nothing overtakes it.
+        It costs less than a frame, since it is the same memory every time. It is written by the next `flush` or
+        `write`, whichever comes first, so that nothing overtakes it.
         """
         self.staged = values
         number = self._sequence + 1
         self._stage_into(self.map, _STAGE_AT, number, *values, number)
 
+    HELD = _HELD
+    """Index in `words` of the number of records that are held back."""
+
     def flush(self) -> None:
-        """Write the record that is staged, if there is one."""
+        """Write what is held back, then the record that is staged, if there is one."""
+        if self.held:
+            with self._flushing:
+                with suppress(IndexError):  # a signal handler of the script has called the model, and written them
+                    while True:
+                        self._put_pair(*self.held.popleft())
+                self.words[_HELD] = 0
         staged, self.staged = self.staged, None
         if staged is not None:
             self.put(self._stage_frame, staged)
 
-    def staging(self, layout: str) -> None:
-        """Say which layout `stage` takes; once, before its first use."""
+    def staging(self, layout: str, second: str | None = None) -> None:
+        """Say which layout `stage` takes, and which one the records have that are held with a staged one."""
+        self._pair = Frame(layout, second)
         packer, native = struct.Struct(f"<Q{layout[1:]}Q"), struct.Struct(f"@Q{layout[1:]}Q")
         self._stage_into = (native if native.size == packer.size else packer).pack_into
         self._stage_frame = Frame(layout)
@@ -281,6 +334,9 @@ class Ring:
         """Tell readers which request was acted upon and which mode is in force now."""
         self.words[_ACK_MODE] = mode
         self.words[_ACK_SERIAL] = serial
+
+
+_WRITERS = (Ring.put.__code__, Ring._put_pair.__code__)
 
 
 class RingReader:
@@ -336,6 +392,10 @@ class RingReader:
         if len(raw) < _WORDS.size:
             raise RingError(f"{self.path}: truncated")
         return _WORDS.unpack(raw)
+
+    def held(self) -> int:
+        """Records that the writer holds back; they are lost if its process is gone."""
+        return self._words()[_HELD - 16]
 
     def lost(self) -> int:
         """Records that the writer itself could not write."""

@@ -34,13 +34,15 @@ class _Source:
         self.sorter = Sorter(self.row, start_ns)
         self._missed_before = self.row.missed
         self.unreadable = 0
+        self.over = False
+        """Its process is gone."""
 
     def note(self) -> None:
         """Bring the row up to what has been read."""
         self.row.position, self.row.sequence = self.ring.position, self.ring.sequence
         self.row.missed = self._missed_before + self.ring.missed + self.unreadable
         with suppress(RingError, OSError):  # truncated under us: what was known stays
-            self.row.lost = self.ring.lost()
+            self.row.lost = self.ring.lost() + (self.ring.held() if self.over else 0)
 
 
 class Drain:
@@ -89,6 +91,7 @@ class Drain:
             if not self.drain(now):
                 break
         for source in self._sources.values() if over else ():
+            source.over = True
             with suppress(RingError, OSError):
                 self._add(source, source.ring.last_words())
         if self._history is not None:

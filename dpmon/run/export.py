@@ -80,7 +80,9 @@ class Snapshot:
                     break
             if process >= 0 and not alive(ring.pid, None):
                 payloads += ring.last_words()
-            lost = ring.lost()
+                lost = ring.lost() + ring.held()
+            else:
+                lost = ring.lost()
         except (RingError, OSError):
             pass  # truncated under us: what was read before is good
         finally:

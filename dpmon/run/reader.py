@@ -37,6 +37,8 @@ class _Tail:
     def missed(self) -> int:
         try:
             lost = self.ring.lost()
+            held = self.ring.held()
+            lost += held if held and not self.alive() else 0
         except (RingError, OSError):
             lost = 0
         return self.unreadable + self.ring.missed + lost

@@ -71,6 +71,7 @@ class Site:
         "root",
         "share",
         "stages",
+        "tags",
         "via",
     )
 
@@ -93,6 +94,8 @@ class Site:
         self.proven = False
         """dp has worked for it."""
         self.layout = 0
+        self.tags = 0
+        """The beginning of a plain call's record."""
         self.epoch = -1
         self.given: Any = None
         """Devices, output device and dim, as the functional form was given them."""
@@ -129,6 +132,7 @@ class Trace:
 
     __slots__ = (
         "before",
+        "free",
         "inputs",
         "number",
         "outer",
@@ -162,6 +166,8 @@ class Trace:
         self.inputs = 0
         self.rows = -1
         self.outer = -1
+        self.free = 0
+        """As it was in Steps before the call."""
         self.start = 0
 
 
@@ -176,13 +182,16 @@ class Calls:
         self.by_hand = ByHand(self)
         self._functional: dict[Any, Callable[..., Any]] = {}
         self.sites: dict[int, Site] = {}
+        self.ready: dict[int, Site] = {}
+        """By id, the bare roots whose next call may go the short way; empty whenever that has to be looked into."""
+        session.on_change = self.look_again
         self.reset()
 
     def reset(self) -> None:
         """Start afresh, as after a fork."""
-        self.count = 0
         self.sites.clear()
         self.by_hand.reset()
+        self.ready.clear()
 
     def heal(self) -> None:
         """Forget a call that an interrupt ended between two instructions of ours, if none is under way any more.
@@ -196,7 +205,7 @@ class Calls:
             frame = frame.f_back  # type: ignore[assignment]  # typeshed has it as never None
         local = self.session.local
         local.depth, local.call, local.root, local.verb, local.hand = 0, None, None, False, None
-        self.steps.plain = False
+        self.steps.free = 0
 
     # ---------------------------------------------------------------- the verbs
 
@@ -544,6 +553,7 @@ class Calls:
                 return None
             if local.depth == 0 and ring.words[Ring.REQUEST] != self.modes.serial and self.modes.poll():
                 self.sites.clear()
+                self.ready.clear()
                 site = None
             if site is None:
                 site = self._new_site(module, wrapper) if given is None else self._functional_site(module, given)
@@ -551,7 +561,7 @@ class Calls:
                 if local.depth == 1:
                     self.splits_itself(local.root)
                 args = args if isinstance(args, tuple) else () if args is None else (args,)
-            trace = Trace(site, self.count + 1, steps.number)
+            trace = Trace(site, steps.count + 1, steps.number)
             if site.plan.mode == DP:
                 trace.watch = Watch(session, site.replicas, strict=not wrapper)
             trace.inputs = inputs = session.inputs(args, kwargs, site.inputs)
@@ -562,6 +572,8 @@ class Calls:
                 trace.step = steps.number
                 trace.outer = steps.inner
                 steps.inner = 0
+                trace.free = steps.free
+                steps.free = 0
             if self.modes.unannounced:
                 self.modes.announce(trace.step, trace.number)
             return trace
@@ -589,6 +601,7 @@ class Calls:
         module = root.site.module()
         if module is not None and not self.modes.splits_itself(module, True):
             self.sites.pop(id(module), None)  # planned anew for its next call
+            self.ready.pop(id(module), None)
 
     def _functional_site(self, module: Any, given: Any) -> Site:
         plan = self.modes.functional(module, given[0])
@@ -600,8 +613,16 @@ class Calls:
     def _keep(self, key: int, module: Any, plan: Plan, via: str | None, dim: int) -> Site:
         if len(self.sites) >= MAX_SITES:
             self.sites.clear()
-        site = self.sites[key] = Site(module, plan, via, dim, lambda _: self.sites.pop(key, None))
+        known = self.sites, self.ready
+        gone: Callable[[Any], object] = lambda _: [table.pop(key, None) for table in known]  # noqa: E731
+        site = self.sites[key] = Site(module, plan, via, dim, gone)
         return site
+
+    def look_again(self) -> None:
+        """Let no call go the short way until the long way has been gone once more."""
+        self.ready.clear()
+        if self.session.off:
+            self.steps.free = self.steps.mine = 0
 
     def _end(self, trace: Trace, module: Any, failed: bool, result: Any) -> None:
         """The call is over: close its phase and write its record. Never raises."""
@@ -614,6 +635,7 @@ class Calls:
                 flags |= GRAD
             if trace.outer >= 0:
                 self.steps.call_ends(trace.start, now, trace.outer, trace.rows, flags)
+                self.steps.settle(trace.free)
             if not trace.silent:
                 outputs = 0 if failed else self.session.outputs(result, trace.site.outputs)
                 self.write(trace, flags, outputs, now)
@@ -627,7 +649,7 @@ class Calls:
             ring = session.ring
             if ring is None:
                 return
-            self.count += 1
+            self.steps.count += 1
             site, plan = trace.site, trace.plan
             replicas = self._replicas(trace, outputs, now)
             if site.own and not flags & FAILED:
@@ -639,7 +661,7 @@ class Calls:
             ring.flush()
             stages = site.stages
             if stages is not None and trace.outer >= 0:
-                head = plan.mode, flags, layout, trace.step, self.count, trace.start, now - trace.start
+                head = plan.mode, flags, layout, trace.step, self.steps.count, trace.start, now - trace.start
                 packed = stages.packed(trace.start)
                 ring.write(pack_call(*head, trace.inputs, outputs, trace.phases, (), packed))
                 if ring.head >= session.renew_at:
@@ -652,7 +674,7 @@ class Calls:
                 0,
                 layout,
                 trace.step,
-                self.count,
+                self.steps.count,
                 trace.start,
                 now - trace.start,
                 trace.inputs,

@@ -14,26 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpmon.records import FAILED, GRAD, PLAIN_TAG, PLAIN_WORDS, TRAINING
-from dpmon.ring import Activity, Frame, Ring
+from dpmon.records import FAILED, GRAD, PLAIN_TAG, TRAINING
+from dpmon.ring import Activity, Ring
 from dpmon.tracer.frames import drop_frames
 from dpmon.tracer.modes import SINGLE
-from dpmon.tracer.steps import LEARNS
+from dpmon.tracer.steps import LEARNS, PLAIN
 
 if TYPE_CHECKING:
-    from dpmon.tracer.calls import Calls
+    from dpmon.tracer.calls import Calls, Site
 
 __all__ = ["short_way"]
 
-_FRAME = Frame(PLAIN_WORDS)
 _TAGS = PLAIN_TAG | SINGLE << 8
+_TRAINING, _GRAD, _LEARNS = TRAINING << 16, GRAD << 16, LEARNS << 16
 
 
 def short_way(
     calls: Calls, original: Callable[..., Any], long_way: Callable[[Any, Any, Any], Any]
 ) -> Callable[..., Any]:
     """The traced form of Module.__call__; `long_way(module, args, kwargs)` takes what is not plain."""
-    session, steps, modes, sites = calls.session, calls.steps, calls.modes, calls.sites
+    session, steps, modes, sites, ready = calls.session, calls.steps, calls.modes, calls.sites, calls.ready
     local = session.local
     is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
     tracing = torch._C._get_tracing_state  # torch.jit.trace: sizes are tensors of its graph
@@ -45,114 +45,166 @@ def short_way(
     def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(module, *args, **kwargs)
-        site = sites.get(id(module))
-        ring = session.ring
+        began = inputs = 0
+        rows = -1
+        site = ready.get(id(module))
         try:
-            if steps.plain and steps.thread == get_ident():  # inside such a call: only one frame of ours a level
-                return original(module, *args, **kwargs)
             if (
                 site is None
-                or not site.plain
-                or ring is None
-                or steps.thread != get_ident()
-                or steps.backwards
-                or local.depth
+                or steps.free != get_ident()
+                or steps.words[request] != modes.serial
+                or (steps.calls and not goes_on())
                 or tracing() is not None
                 or function_modes()
-                or session.off
-                or ring.words[request] != modes.serial
             ):
-                return long_way(module, args, kwargs)
+                return any_call(module, args, kwargs)
+            began = clock()
+            steps.free = PLAIN
+            try:
+                memo = site.inputs
+                if (
+                    len(args) == 1
+                    and type(value := args[0]) is tensor_type
+                    and value.shape == memo.shape
+                    and value.dtype is memo.dtype
+                    and not kwargs
+                ):
+                    inputs, rows = memo.number, memo.rows
+                else:
+                    inputs = session.inputs(args, kwargs, memo)
+                    rows = session.rows(inputs, 0)
+                if not steps.calls:
+                    steps.mode = SINGLE
+                steps.calls += 1
+                steps.since_optimizer += 1
+                steps.inner = 0
+                steps.map[activity] = forward
+            except Exception as error:  # noqa: BLE001 - ours must not reach the script
+                session.fault("begin", error)
+            result = original(module, *args, **kwargs)
         except BaseException as error:
+            if began and site is not None:
+                ended(module, site, began, 0, 0, (inputs, rows), None, FAILED)
             drop_frames(error)
             raise
+        steps.free = steps.mine  # first: no signal is handled between the call and here
+        now = clock()
         try:
-            epoch = session.epoch
-            memo = site.inputs
-            if (
-                len(args) == 1
-                and type(value := args[0]) is tensor_type
-                and value.shape == memo.shape
-                and value.dtype is memo.dtype
-                and memo.epoch == epoch
-                and not kwargs
-            ):
-                inputs, rows = memo.number, memo.rows
+            steps.last = now
+            wall = now - began
+            steps.forward += wall - steps.inner
+            memo = site.outputs
+            if type(result) is tensor_type and result.shape == memo.shape and result.dtype is memo.dtype:
+                outputs = memo.number
             else:
-                inputs = session.inputs(args, kwargs, memo)
-                rows = session.rows(inputs, 0)
-            began = clock()
-            if steps.calls or not steps.open:
-                ring.flush()
-                steps.call_begins(id(module), SINGLE, began)
+                outputs = session.outputs(result, memo)
+            tags = site.tags
+            if module.training:
+                tags |= _TRAINING
+            if is_grad_enabled():
+                tags |= _GRAD
+            if not tags & _LEARNS:
+                steps.looks(rows)
+            elif rows > steps.samples:
+                steps.samples = rows
+            steps.count = count = steps.count + 1
+            values = tags, steps.number, count, began, wall, inputs | outputs << 32
+            if steps.quick:
+                steps.ring.staged = values  # type: ignore[union-attr]  # there is one: see Steps.settle
             else:
-                steps.calls = 1
-                steps.mode = SINGLE
-                steps.fetches = 0
-                steps.since_optimizer += 1
-                if not steps.root:
-                    steps.root = id(module)
-                steps.map[activity] = forward
+                steps.ring.stage(values)  # type: ignore[union-attr]
+        except Exception as error:  # noqa: BLE001 - the result is the script's, whatever we make of it
+            session.fault("end", error)
+        return result
+
+    def goes_on() -> bool:
+        """Whether a second call in a turn is as usual: the turns are the loader's."""
+        ring = session.ring
+        if ring is None or not steps.loader:
+            return False
+        try:
+            ring.flush()
+        except Exception as error:  # noqa: BLE001 - ours must not reach the script
+            session.fault("begin", error)
+        return True
+
+    def any_call(module: Any, args: Any, kwargs: Any) -> Any:
+        if steps.free == PLAIN and steps.thread == get_ident():
+            return original(module, *args, **kwargs)
+        site = sites.get(id(module))
+        ring = session.ring
+        if (
+            site is None
+            or not site.plain
+            or ring is None
+            or steps.thread != get_ident()
+            or steps.backwards
+            or local.depth
+            or tracing() is not None
+            or function_modes()
+            or session.off
+            or ring.words[request] != modes.serial
+        ):
+            return long_way(module, args, kwargs)
+        was, outer = steps.free, steps.inner
+        inputs, rows = 0, -1
+        began = clock()
+        try:
+            inputs = session.inputs(args, kwargs, site.inputs)
+            rows = session.rows(inputs, 0)
+            ring.flush()
+            steps.call_begins(id(module), SINGLE, began)
             outer = steps.inner
-            steps.inner = 0
         except Exception as error:  # noqa: BLE001 - ours must not reach the script
             session.fault("begin", error)
             return original(module, *args, **kwargs)
         result: Any = None
         flags = FAILED
         try:
-            steps.plain = True
+            steps.free = PLAIN
+            steps.inner = 0
             result = original(module, *args, **kwargs)
             flags = 0
             return result
-        except BaseException as error:
-            drop_frames(error)
-            raise
         finally:
-            steps.plain = False  # first: no signal is handled between the call and here
-            now = clock()
-            try:
-                wall = now - began
-                steps.forward += wall - steps.inner
-                steps.inner = outer + wall
-                steps.last = now
-                memo = site.outputs
-                if (
-                    type(result) is tensor_type
-                    and result.shape == memo.shape
-                    and result.dtype is memo.dtype
-                    and memo.epoch == epoch
-                ):
-                    outputs = memo.number
-                else:
-                    outputs = 0 if flags else session.outputs(result, memo)
-                if module.training:
-                    flags |= TRAINING
-                if is_grad_enabled():
-                    flags |= GRAD
-                if flags & LEARNS:
-                    if rows > steps.samples:
-                        steps.samples = rows
-                else:
-                    steps.looks(rows)
-                if site.epoch != epoch:
-                    calls.layout(site, site.plan)
-                calls.count += 1
-                values = (
-                    _TAGS | flags << 16 | site.layout << 32,
-                    steps.number,
-                    calls.count,
-                    began,
-                    wall,
-                    inputs | outputs << 32,
-                )
-                if steps.calls == 1:
-                    ring.stage(values)
-                else:
-                    ring.put(_FRAME, values)
-                    if ring.head >= session.renew_at:
-                        session.renew()
-            except Exception as error:  # noqa: BLE001 - the result is the script's, whatever we make of it
-                session.fault("end", error)
+            steps.free = 0  # first: no signal is handled between the call and here
+            ended(module, site, began, outer, was, (inputs, rows), result, flags)
+            look(module, site)
+
+    def ended(
+        module: Any, site: Site, began: int, outer: int, was: int, given: tuple[int, int], result: Any, flags: int
+    ) -> None:
+        steps.free = 0
+        now = clock()
+        inputs, rows = given
+        try:
+            if module.training:
+                flags |= TRAINING
+            if is_grad_enabled():
+                flags |= GRAD
+            steps.call_ends(began, now, outer, rows, flags)
+            outputs = 0 if flags & FAILED else session.outputs(result, site.outputs)
+            if site.epoch != session.epoch:
+                calls.layout(site, site.plan)
+            tags = _TAGS | flags << 16 | site.layout << 32
+            steps.count += 1
+            if session.ring is not None:
+                session.ring.stage((tags, steps.number, steps.count, began, now - began, inputs | outputs << 32))
+            steps.settle(was)
+        except Exception as error:  # noqa: BLE001 - the result is the script's, whatever we make of it
+            session.fault("end", error)
+
+    def look(module: Any, site: Site) -> None:
+        """Let the next call go the short way, if what is remembered of this one is defined."""
+        try:
+            if session.off or site.epoch != session.epoch or sites.get(id(module)) is not site:
+                return
+            for memo in (site.inputs, site.outputs):
+                if memo.epoch != session.epoch:
+                    memo.shape = None
+            site.tags = _TAGS | site.layout << 32
+            ready[id(module)] = site
+        except Exception as error:  # noqa: BLE001 - then it goes the long way
+            session.fault("look", error)
 
     return __call__

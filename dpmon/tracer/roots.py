@@ -22,6 +22,8 @@ from dpmon.tracer.session import Session
 
 __all__ = ["Roots"]
 
+Module = torch.nn.Module
+
 WATCH_TURNS = 16
 """Turns without a new root after which the watch ends."""
 WATCH_EVERY = 256
@@ -31,21 +33,22 @@ WATCH_EVERY = 256
 class _RootCall:
     """The `__call__` of a root's class: on an instance the traced call, on the class what was there before."""
 
+    __slots__ = ("_called", "_original", "_watcher")
+
     def __init__(self, roots: Roots) -> None:
-        self._roots = roots
+        self._called, self._original, self._watcher = roots.called, roots.original, roots.watcher
 
     def __get__(self, module: Any, owner: Any = None) -> Any:
-        now = torch.nn.Module.__call__
-        roots = self._roots
+        now = Module.__call__
         if module is None:  # torch.compile looks here, and takes what it gets for a part of the class
-            return roots.original if now is roots.watcher else now
-        if now is not roots.original and now is not roots.watcher:
+            return self._original if now is self._watcher else now
+        if now is not self._original and now is not self._watcher:
             return MethodType(now, module)  # the script, or torch.fx, has put its own there: it comes first
-        return MethodType(roots.called, module)
+        return MethodType(self._called, module)
 
     def __reduce__(self) -> Any:
         # Classes may be pickled by value (cloudpickle): where they are read, dpmon need not exist.
-        return getattr, (torch.nn.Module, "__call__")
+        return getattr, (Module, "__call__")
 
 
 class Roots:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dpmon.records import PLAIN_WORDS, pack_definition, pack_event
+from dpmon.records import PLAIN_WORDS, STEP_WORDS, pack_definition, pack_event
 from dpmon.ring import DEFAULT_CAPACITY, Ring
 from dpmon.tracer import sizes
 from dpmon.tracer.inject import note
@@ -103,6 +103,8 @@ class Session:
         self.rank: int | None = None
         self.world: int | None = None
         self.on_open: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when what is remembered of the definitions is void, and when the tracer gives up."""
         self._forget()
 
     def _forget(self) -> None:
@@ -171,7 +173,7 @@ class Session:
                 continue
             self.process = number
             self.renew_at = ring.capacity // 4
-            ring.staging(PLAIN_WORDS)
+            ring.staging(PLAIN_WORDS, STEP_WORDS)
             ring.write(pack_event("process", self._describe(number)))
             self.ring = ring
             return
@@ -290,6 +292,7 @@ class Session:
                 self.renew_at = self.ring.head + self.ring.capacity // 4
                 self._live.clear()
                 self.epoch += 1
+            self.on_change()
 
     # ---------------------------------------------------------------- faults
 
@@ -308,6 +311,7 @@ class Session:
                 )
             if fatal and count >= MAX_FAULTS and not self.off:
                 self.off = True
+                self.on_change()
                 self.warn(f"dpmon's tracer gave up after {count} faults in {where}: nothing more is recorded")
         except Exception:  # noqa: BLE001 - nothing more can be done, and the script must not notice
             self.off = True

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from dpmon.records import GRAD, PLAIN_WORDS, STEP_TAG, STEP_WORDS, TRAINING
+from dpmon.records import GRAD, STEP_TAG, STEP_WORDS, TRAINING
 from dpmon.ring import HEADER_BYTES, Activity, Frame, Ring
 from dpmon.tracer.frames import drop_frames, named_like
 from dpmon.tracer.session import Session
@@ -41,9 +41,18 @@ STALE_CALLS = 64
 
 LEARNS = TRAINING | GRAD
 """Flags of a call, neither of which an evaluation's has."""
+PLAIN, BUSY, STEPPING = -1, -2, -3
+"""Of `Steps.free`: in a call that is traced the short way; in a fetch or a backward pass; in an optimizer."""
+
 WORD, BYTE = Activity.WORD, Activity.BYTE
 _FRAME = Frame(STEP_WORDS)
-_BOTH = Frame(PLAIN_WORDS, STEP_WORDS)
+HELD = Ring.HELD
+QUICK_NS = 1_000_000
+QUICK_TURNS = 4
+FIRST_TURNS = 64
+MAX_HELD = 16
+"""Turns shorter than a millisecond are written MAX_HELD at a time, and the call of such a turn is not staged, once
+QUICK_TURNS of them have followed each other, and never among the first: a short run is recorded to its last call."""
 
 
 class Steps:
@@ -60,17 +69,21 @@ class Steps:
         "boundary",
         "boundary_lives",
         "calls",
+        "count",
         "countdown",
         "data",
         "due",
         "fetcher",
         "fetches",
         "forward",
+        "free",
+        "hurry",
         "inner",
         "last",
         "learns",
         "loader",
         "map",
+        "mine",
         "mode",
         "number",
         "on_close",
@@ -80,7 +93,8 @@ class Steps:
         "optimizer",
         "other",
         "outer",
-        "plain",
+        "quick",
+        "ring",
         "root",
         "samples",
         "session",
@@ -115,8 +129,17 @@ class Steps:
         self.calls = 0
         self.countdown = 1
         self.inner = 0
-        self.plain = False
-        """Whether the training thread is in a call that is traced the short way."""
+        self.count = 0
+        """Calls so far."""
+        self.free = self.mine = 0
+        """`free` is the training thread's number while it is between two phases and all is as usual, else 0, or PLAIN,
+        BUSY or STEPPING: see `settle`. `mine` is what a short way sets it to at its end: 0 once the tracer has given
+        up."""
+        self.ring: Ring | None = None
+        self.quick = False
+        """Whether turns are so short that some may be held back, for one at most MAX_HELD ms old."""
+        self.hurry = FIRST_TURNS
+        """Short turns yet to come before any is held back."""
         self.backwards = 0
         """1 while the training thread is in a backward pass: modules run in it are recomputed, not called."""
         self.unseen = 0
@@ -143,42 +166,90 @@ class Steps:
 
     def attach(self, ring: Ring) -> None:
         """Tell the ring from now on what the training thread does."""
-        self.map, self.words = ring.map, ring.words
+        self.ring, self.map, self.words = ring, ring.map, ring.words
+
+    def settle(self, was: int) -> None:
+        """A phase that went the long way is over; `was` is what `free` was before it.
+
+        Fetch, call, backward and optimizer have a short way each, for the training thread between two phases, and
+        `free` says that it may be gone: nobody is inside of anything, the ring is there, a turn is open. A short way
+        need not look at any of that, and leaves things so. Whatever is unusual, an exception included, leaves 0 in
+        `free`; then the long ways are gone, which look at everything, until all is as usual again.
+        """
+        if was == 0 or was == self.thread:
+            was = 0
+            if (
+                self.open
+                and (self.loader or self.boundary)
+                and self.ring is not None
+                and self.thread == get_ident()
+                and not (self.backwards or self.stepped or self.stepping or self.due)
+                and not (self.session.off or self.session.local.depth)
+            ):
+                was = self.mine = self.thread
+        self.free = was
 
     def inside(self) -> bool:
         """Whether this thread is in a call that is traced the short way."""
-        return self.plain and self.thread == get_ident()
+        return self.free == PLAIN and self.thread == get_ident()
 
     # ---------------------------------------------------------------- data
 
     def fetching(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The traced form of the DataLoader iterator's __next__: what the loop waits for, where its turns begin."""
         session = self.session
+        clock = monotonic_ns
 
         def __next__(iterator: Any) -> Any:
-            thread = self.thread
-            if session.off or (thread and thread != get_ident()):
+            began = 0
+            try:
+                if self.free != get_ident() or not self.calls:
+                    return any_fetch(iterator)
+                began = clock()
+                self.free = BUSY
                 try:
-                    return original(iterator)
-                except BaseException as error:
-                    drop_frames(error)
-                    raise
+                    self.turn(began)
+                    self.fetches = 1
+                    self.since_fetch = 0
+                    self.loader = True
+                    self.words[WORD] = began << 3 | Activity.DATA
+                except Exception as error:  # noqa: BLE001 - ours must not reach the script
+                    session.fault("fetch", error)
+                batch = original(iterator)
+            except BaseException as error:
+                if began:
+                    fetched(began, 0, 0, True)
+                drop_frames(error)
+                raise
+            self.free = self.mine  # first: no signal is handled between the fetch and here
+            self.last = now = clock()
+            self.data = now - began - self.inner
+            self.map[BYTE] = Activity.OTHER  # what comes now is the script's own
+            return batch
+
+        def any_fetch(iterator: Any) -> Any:
+            thread, was = self.thread, self.free
+            if session.off or (thread and thread != get_ident()):
+                return original(iterator)
             began = outer = 0
             try:
-                if not thread:
+                if thread:
+                    self.free = BUSY
+                else:
                     self.fetcher = get_ident()
                 began = monotonic_ns()
                 self.loader = True
                 self.since_fetch = 0
+                self.fetches = 1 if self.calls else self.fetches + 1
                 if not self.open:
                     self._begin(began)
                 elif self.calls:
                     self.close(began)
                     self._begin(began)
-                    if self.stepped:
+                    if self.stepped:  # it raised, and never said that it ended
                         self.stepped = 0
                         self.stepping.clear()
-                self.fetches += 1
+                        was = 0 if was == STEPPING else was
                 if self.fetches == IDLE_FETCHES:
                     self.on_idle()
                 self.words[WORD] = began << 3 | Activity.DATA
@@ -191,21 +262,22 @@ class Steps:
                 batch = original(iterator)
                 exhausted = False
                 return batch
-            except BaseException as error:
-                drop_frames(error)
-                raise
             finally:
-                try:
-                    if thread or self.thread in (0, get_ident()):  # else this fetch turned out to be another loop's
-                        now = self.last = monotonic_ns()
-                        took = now - began
-                        self.data += took - self.inner
-                        self.inner = outer + took
-                        self.map[BYTE] = Activity.OTHER  # what comes now is the script's own
-                        if exhausted:
-                            self._abandon()
-                except Exception as error:  # noqa: BLE001 - the batch is there, whatever we make of it
-                    session.fault("fetch", error)
+                if thread or self.thread in (0, get_ident()):  # else this fetch turned out to be another loop's
+                    fetched(began, outer, was, exhausted)
+
+        def fetched(began: int, outer: int, was: int, exhausted: bool) -> None:
+            try:
+                now = self.last = monotonic_ns()
+                took = now - began
+                self.data += took - self.inner
+                self.inner = outer + took
+                self.map[BYTE] = Activity.OTHER
+                if exhausted:
+                    self._abandon()
+                self.settle(was)
+            except Exception as error:  # noqa: BLE001 - the batch is there, whatever we make of it
+                session.fault("fetch", error)
 
         return named_like(__next__, original)
 
@@ -214,6 +286,8 @@ class Steps:
         if self.open and not self.calls:
             self.open = False
             self.number -= 1
+        if self.ring is not None:
+            self.ring.flush()
 
     # ---------------------------------------------------------------- calls
 
@@ -255,6 +329,7 @@ class Steps:
         elif self.open:
             self.number -= 1
         self.thread = get_ident()
+        self.free = 0
         self.loader = self.open = False
         self.calls = self.inner = 0
         return True
@@ -283,6 +358,7 @@ class Steps:
             self.looks(rows)
         elif rows > self.samples:
             self.samples = rows
+        self.fetches = 0
 
     def looks(self, rows: int) -> None:
         """The call that ends is one of an evaluation: its rows count only in a turn that has no others.
@@ -297,35 +373,64 @@ class Steps:
     def going_back(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The traced form of the autograd engine's entry, which Tensor.backward and autograd.grad all go through."""
         is_compiling = torch.compiler.is_dynamo_compiling
+        clock = monotonic_ns
 
         def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(*args, **kwargs)
+            began = 0
             try:
-                if self.backwards or (self.thread != get_ident() and not self._moves_here()):
-                    return original(*args, **kwargs)
+                if self.free != get_ident():
+                    return any_backward(args, kwargs)
+                began = clock()
+                self.free = BUSY
                 self.backwards = 1
                 self.learns = True
                 self.map[BYTE] = Activity.BACKWARD
-                outer = self.inner
                 self.inner = 0
-                began = monotonic_ns()
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    now = self.last = monotonic_ns()
-                    took = now - began
-                    self.backwards = 0
-                    self.backward += took - self.inner
-                    self.inner = outer + took
-                    if self.due:
-                        try:
-                            self._optimizer_ends_turn(now)
-                        except Exception as error:  # noqa: BLE001 - the gradients are there
-                            self.session.fault("backward", error)
+                result = original(*args, **kwargs)
             except BaseException as error:
+                if began:
+                    gone_back(began, 0, 0)
                 drop_frames(error)
                 raise
+            self.backwards = 0
+            self.free = self.mine
+            self.last = now = clock()
+            self.backward += now - began - self.inner
+            if self.due:
+                going_on(now, 0)
+            return result
+
+        def any_backward(args: Any, kwargs: Any) -> Any:
+            if self.backwards or (self.thread != get_ident() and not self._moves_here()):
+                return original(*args, **kwargs)
+            was, outer, began = self.free, self.inner, monotonic_ns()
+            try:
+                self.free = BUSY
+                self.backwards = 1
+                self.learns = True
+                self.map[BYTE] = Activity.BACKWARD
+                self.inner = 0
+                return original(*args, **kwargs)
+            finally:
+                gone_back(began, outer, was)
+
+        def gone_back(began: int, outer: int, was: int) -> None:
+            now = self.last = monotonic_ns()
+            took = now - began
+            self.backwards = 0
+            self.backward += took - self.inner
+            self.inner = outer + took
+            going_on(now, was)
+
+        def going_on(now: int, was: int) -> None:
+            try:
+                if self.due:
+                    self._optimizer_ends_turn(now)
+                self.settle(was)
+            except Exception as error:  # noqa: BLE001 - the gradients are there
+                self.session.fault("backward", error)
 
         return named_like(_engine_run_backward, original)
 
@@ -333,12 +438,19 @@ class Steps:
         """The global optimizer pre- and post-hook."""
         fault = self.session.fault
         is_compiling = torch.compiler.is_dynamo_compiling  # an optimizer's step may be compiled, with its hooks in it
+        clock = monotonic_ns
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             if is_compiling():
                 return
             try:
-                self._optimizer_begins()
+                if self.free != get_ident():
+                    self._optimizer_begins()
+                    return
+                self.free = STEPPING
+                self.inner = 0
+                self.map[BYTE] = Activity.OPTIMIZER
+                self.stepped = clock()
             except Exception as error:  # noqa: BLE001 - ours must not reach the script
                 fault("optimizer", error)
 
@@ -346,7 +458,21 @@ class Steps:
             if is_compiling():
                 return
             try:
-                self._optimizer_ends(optimizer)
+                if (
+                    self.free != STEPPING
+                    or self.boundary != id(optimizer)
+                    or self.thread != get_ident()
+                    or self.stepping
+                    or not self.loader
+                    or self.since_fetch
+                ):
+                    self._optimizer_ends(optimizer)
+                    return
+                self.last = now = clock()
+                self.optimizer += now - self.stepped - self.inner
+                self.stepped = self.since_optimizer = self.other = 0
+                self.since_fetch = 1
+                self.free = self.mine
             except Exception as error:  # noqa: BLE001 - the step is done, whatever we make of it
                 fault("optimizer", error)
 
@@ -366,6 +492,12 @@ class Steps:
     def _optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer has stepped; without a loader that is the end of a turn."""
         now = monotonic_ns()
+        mine = self.thread == get_ident()
+        self._optimizer_ended(optimizer, now)
+        if mine and not self.stepped:
+            self.settle(0 if self.free == STEPPING else self.free)
+
+    def _optimizer_ended(self, optimizer: Any, now: int) -> None:
         if not self.stepped or self.thread != get_ident():
             if not self.thread:  # before the first call: no turn, and nobody's time
                 self.stepped = 0
@@ -428,6 +560,51 @@ class Steps:
         if not self.loader:
             self.words[WORD] = now << 3
 
+    def turn(self, now: int) -> None:
+        """The turn is over at `now` and the next begins: `close` and `_begin`, written out for what is usual."""
+        ring = self.ring
+        if ring is None or ring.staged is None:
+            self.close(now)
+            self._begin(now)
+            return
+        staged, ring.staged = ring.staged, None
+        start = self.start
+        held = ring.held
+        held.append(
+            (
+                staged,
+                (
+                    STEP_TAG | self.mode << 8,
+                    self.number,
+                    start,
+                    now - start,
+                    self.samples if self.samples >= -1 else -3 - self.samples,
+                    self.data or -1,
+                    self.forward or -1,
+                    self.backward or -1,
+                    self.optimizer or -1,
+                ),
+            )
+        )
+        if self.quick and now - start < QUICK_NS and len(held) < MAX_HELD:
+            self.words[HELD] = 2 * len(held)
+        else:
+            if now - start >= QUICK_NS:
+                self.hurry = max(self.hurry, QUICK_TURNS)
+            elif self.hurry:
+                self.hurry -= 1
+            self.quick = not self.hurry
+            ring.flush()
+            if ring.head >= self.session.renew_at:
+                self.session.renew()
+        self.number += 1
+        self.samples = -1
+        self.start = now
+        self.calls = self.data = self.forward = self.backward = self.optimizer = self.inner = 0
+        self.countdown -= 1
+        if self.countdown <= 0:
+            self.countdown = self.on_close()
+
     def close(self, now: int) -> None:
         """The turn is over at `now`: write it, together with its call if that is staged."""
         self.open = False
@@ -446,12 +623,12 @@ class Steps:
                 self.backward or -1,
                 self.optimizer or -1,
             )
-            staged = ring.staged
+            staged, ring.staged = ring.staged, None
+            if staged is not None:
+                ring.held.append((staged, step))
+            ring.flush()
             if staged is None:
                 ring.put(_FRAME, step)
-            else:
-                ring.staged = None
-                ring.put(_BOTH, staged, step)
             if ring.head >= session.renew_at:
                 session.renew()
         self.countdown -= 1

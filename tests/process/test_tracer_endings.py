@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from tracing import Script, Traced, text_of, traced
 
+FIRST_TURNS, MAX_HELD = 64, 16
+"""Of dpmon.tracer.steps, which cannot be imported without torch."""
+
 
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory: pytest.TempPathFactory) -> Traced:
@@ -21,7 +24,12 @@ def check(run: Traced, pid: int, finished: int) -> None:
     """The calls that were finished, without gaps, each but the last with its turn."""
     process = run.process_of(pid)
     calls, steps = run.calls(process=process), run.steps(process)
-    assert len(calls) in (finished, finished + 1)  # killed between the call and what it told of it
+    turns = run.held[process] // 2
+    if finished < FIRST_TURNS:
+        assert turns == 0
+    assert turns < MAX_HELD
+    # Killed between the call and what it told of it; a call whose turn would have been held is not kept for itself.
+    assert finished - turns - (finished > FIRST_TURNS) <= len(calls) <= finished - turns + 1
     numbers = list(range(1, len(calls) + 1))
     assert [call.call for call in calls] == [call.step for call in calls] == numbers
     assert [step.step for step in steps] in (numbers, numbers[:-1])
@@ -55,6 +63,39 @@ def test_killed_at_any_time(endings: Traced) -> None:
         assert status == -signal.SIGKILL
         check(endings, pid, lines[-1])
     assert len({lines[-1] for _, _, lines in killed}) > 15
+
+
+QUICKLY = """
+import os, signal, sys
+import torch
+from torch.utils.data import DataLoader
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for number, x in enumerate(DataLoader(torch.randn(4000, 4), batch_size=None), 1):
+    loss = model(x).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if number == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+print(number, flush=True)
+os._exit(0)
+"""
+
+
+def test_turns_that_were_held_back_are_counted(tmp_path: Path) -> None:
+    """Thousands of turns of a fraction of a millisecond, and a sudden end: the last few are lost, not silently."""
+    run = traced(tmp_path, QUICKLY, 3000)
+    assert run.status == -signal.SIGKILL
+    turns = run.held[0] // 2
+    assert [step.step for step in run.steps()] == list(range(1, 3000 - turns))
+    assert len(run.calls()) - len(run.steps()) in (0, 1)
+
+
+def test_none_is_held_back_when_the_loader_is_at_its_end(tmp_path: Path) -> None:
+    run = traced(tmp_path, QUICKLY, 0)
+    assert (run.status, run.held[0]) == (0, 0)
+    assert len(run.calls()) == len(run.steps()) == 4000
 
 
 SLOWLY = """

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class Traced:
     """Lines of warnings.log, without process and time."""
     stages: tuple[str, ...]
     directory: Path
+    held: Mapping[int, int] = field(default_factory=dict)
+    """By process, the records that were held back and not written any more."""
 
     @property
     def said(self) -> Any:
@@ -188,6 +190,7 @@ class Script:
             warnings=_lines(self.directory / "warnings.log"),
             stages=_lines(self.directory / "stages.log"),
             directory=self.directory,
+            held=_held(self.directory),
         )
 
 
@@ -200,6 +203,16 @@ def _lines(path: Path) -> tuple[str, ...]:
     if not path.exists():
         return ()
     return tuple(line.split(" ", 2)[2] for line in path.read_text().splitlines())
+
+
+def _held(directory: Path) -> dict[int, int]:
+    found = {}
+    for path in directory.glob("process-*.ring"):
+        with contextlib.suppress(RingError):  # cut off by a test
+            reader = RingReader(str(path))
+            found[reader.process] = reader.held()
+            reader.close()
+    return found
 
 
 def read_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, list[str]]:

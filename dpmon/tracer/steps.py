@@ -233,9 +233,8 @@ class Steps:
                 return original(iterator)
             began = outer = 0
             try:
-                if thread:
-                    self.free = BUSY
-                else:
+                self.free = BUSY
+                if not thread:
                     self.fetcher = get_ident()
                 began = monotonic_ns()
                 self.loader = True
@@ -315,6 +314,7 @@ class Steps:
         """The first call: this is the training thread. Batches that another one fetched say nothing of its turns."""
         self.thread = get_ident()
         if self.fetcher not in (0, self.thread):
+            self.free = 0
             self.loader = False
             if self.open:
                 self.open = False

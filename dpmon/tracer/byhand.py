@@ -199,12 +199,14 @@ class ByHand:
         assert ring is not None
         if local.depth == 0 and ring.words[Ring.REQUEST] != modes.serial and modes.poll():
             calls.sites.clear()
+            calls.ready.clear()
         if local.depth == 1:  # that one is recorded by what is in it, from now on the long way
             local.root.silent = True
             local.root.site.plain = False
+            calls.ready.clear()
             calls.splits_itself(local.root)
         site = self._site(modules, hand, virtual)
-        hand.trace = trace = Trace(site, calls.count + 1, steps.number)
+        hand.trace = trace = Trace(site, steps.count + 1, steps.number)
         grad = torch.is_grad_enabled()  # a function has no mode of its own: it trains if gradients are wanted
         hand.flags = TRAINING * bool(getattr(modules[0], "training", grad)) | GRAD * grad
         trace.watch = Watch(session, site.replicas, strict=False)
@@ -222,6 +224,8 @@ class ByHand:
             steps.inner += spent
             trace.outer = steps.inner
             steps.inner = 0
+            trace.free = steps.free
+            steps.free = 0
         if modes.unannounced:
             modes.announce(trace.step, trace.number)
         return began, args, kwargs
@@ -233,6 +237,7 @@ class ByHand:
         assert trace is not None
         if trace.outer >= 0:
             self.calls.steps.call_ends(began, now, trace.outer, trace.rows, hand.flags)
+            self.calls.steps.settle(trace.free)
         if failed:
             self._write(hand, True, 0)
         elif self._ungathered.get(trace.site.root, 0) >= PATIENCE:

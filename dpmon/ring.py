@@ -31,10 +31,8 @@ import os
 import stat
 import struct
 import sys
-import threading
 import time
 from collections import deque
-from contextlib import suppress
 from typing import Any
 
 __all__ = ["Activity", "Frame", "Ring", "RingError", "RingReader"]
@@ -110,7 +108,6 @@ class Ring:
     __slots__ = (
         "_block_end",
         "_capacity",
-        "_flushing",
         "_pair",
         "_sequence",
         "_stage_frame",
@@ -162,7 +159,6 @@ class Ring:
         self.staged: tuple[int, ...] | None = None
         self.held: deque[tuple[tuple[int, ...], tuple[int, ...]]] = deque()
         """Pairs of records that are written together a little later: see `hold`."""
-        self._flushing = threading.RLock()
         self.words = memoryview(self.map)[:HEADER_BYTES].cast("Q")
         # The magic comes last: a reader that sees it sees a complete header.
         _HEAD_STRUCT.pack_into(
@@ -206,40 +202,40 @@ class Ring:
             token.append(None)
         return True
 
-    def _put_pair(self, values: tuple[Any, ...], more: tuple[Any, ...]) -> bool:
-        """As `put`, for a staged record and the one that is held with it."""
-        frame = self._pair
-        token = self._token
+    def _put_held(self) -> None:
+        """As `put`, for all that is held; what cannot be written is counted as lost."""
+        frame, held, token = self._pair, self.held, self._token
+        first, second = frame.keys
         try:
             token.pop()
         except IndexError:
             if not self._wait():
-                return False
+                return
         try:
-            head = self.head
-            end = head + frame.need
-            if end > self._block_end:
-                head = self._next_block()
+            while held:
+                head = self.head
                 end = head + frame.need
-            number = self._sequence
-            following = number + 1
-            first, second = frame.keys
-            frame.pack_into(
-                self.map,
-                HEADER_BYTES + head % self._capacity,
-                (number << 32 & _UPPER) ^ first,
-                number,
-                *values,
-                (following << 32 & _UPPER) ^ second,
-                following,
-                *more,
-            )
-            self._sequence = following + 1
-            self.head = end
-            self.words[_HEAD] = end
+                if end > self._block_end:
+                    head = self._next_block()
+                    end = head + frame.need
+                values, more = held.popleft()
+                number = self._sequence
+                following = number + 1
+                frame.pack_into(
+                    self.map,
+                    HEADER_BYTES + head % self._capacity,
+                    (number << 32 & _UPPER) ^ first,
+                    number,
+                    *values,
+                    (following << 32 & _UPPER) ^ second,
+                    following,
+                    *more,
+                )
+                self._sequence = following + 1
+                self.head = end
+                self.words[_HEAD] = end
         finally:
             token.append(None)
-        return True
 
     def _wait(self) -> bool:
         """Wait for another thread's write; False (counted) if the write under way is further down our own stack."""
@@ -286,11 +282,8 @@ class Ring:
     def flush(self) -> None:
         """Write what is held back, then the record that is staged, if there is one."""
         if self.held:
-            with self._flushing:
-                with suppress(IndexError):  # a signal handler of the script has called the model, and written them
-                    while True:
-                        self._put_pair(*self.held.popleft())
-                self.words[_HELD] = 0
+            self._put_held()
+            self.words[_HELD] = 2 * len(self.held)
         staged, self.staged = self.staged, None
         if staged is not None:
             self.put(self._stage_frame, staged)
@@ -336,7 +329,7 @@ class Ring:
         self.words[_ACK_SERIAL] = serial
 
 
-_WRITERS = (Ring.put.__code__, Ring._put_pair.__code__)
+_WRITERS = (Ring.put.__code__, Ring._put_held.__code__)
 
 
 class RingReader:

@@ -52,7 +52,6 @@ def short_way(
             if (
                 site is None
                 or steps.free != get_ident()
-                or steps.words[request] != modes.serial
                 or (steps.calls and not goes_on())
                 or tracing() is not None
                 or function_modes()
@@ -117,10 +116,17 @@ def short_way(
             session.fault("end", error)
         return result
 
+    def asked() -> None:
+        """Whoever asked for another mode is answered by the next call, which has to go the long way."""
+        if steps.words[request] != modes.serial:
+            ready.clear()
+
+    steps.on_flush = asked
+
     def goes_on() -> bool:
-        """Whether a second call in a turn is as usual: the turns are the loader's."""
+        """Whether a second call in a turn is as usual: the turns are the loader's, and nothing was asked for."""
         ring = session.ring
-        if ring is None or not steps.loader:
+        if ring is None or not steps.loader or ring.words[request] != modes.serial:
             return False
         try:
             ring.flush()

@@ -41,8 +41,8 @@ STALE_CALLS = 64
 
 LEARNS = TRAINING | GRAD
 """Flags of a call, neither of which an evaluation's has."""
-PLAIN, BUSY, STEPPING = -1, -2, -3
-"""Of `Steps.free`: in a call that is traced the short way; in a fetch or a backward pass; in an optimizer."""
+PLAIN, BUSY = -1, -2
+"""Of `Steps.free`: in a call that is traced the short way; in a fetch or a backward pass."""
 
 WORD, BYTE = Activity.WORD, Activity.BYTE
 _FRAME = Frame(STEP_WORDS)
@@ -87,6 +87,7 @@ class Steps:
         "mode",
         "number",
         "on_close",
+        "on_flush",
         "on_idle",
         "on_unseen",
         "open",
@@ -112,6 +113,8 @@ class Steps:
         self.session = session
         self.on_close: Callable[[], int] = lambda: 1 << 30
         """Called when `countdown` turns have ended; returns the next countdown."""
+        self.on_flush: Callable[[], None] = lambda: None
+        """Called now and then between two turns, at the latest after MAX_HELD short ones."""
         self.on_unseen: Callable[[], None] = lambda: None
         """Called when an optimizer steps and steps, and no call was ever seen."""
         self.on_idle: Callable[[], None] = lambda: None
@@ -132,9 +135,9 @@ class Steps:
         self.count = 0
         """Calls so far."""
         self.free = self.mine = 0
-        """`free` is the training thread's number while it is between two phases and all is as usual, else 0, or PLAIN,
-        BUSY or STEPPING: see `settle`. `mine` is what a short way sets it to at its end: 0 once the tracer has given
-        up."""
+        """`free` is the training thread's number while it is between two phases and all is as usual, else 0, PLAIN,
+        BUSY or, in an optimizer, minus that number: see `settle`. `mine` is what a short way sets it to at its end: 0
+        once the tracer has given up."""
         self.ring: Ring | None = None
         self.quick = False
         """Whether turns are so short that some may be held back, for one at most MAX_HELD ms old."""
@@ -154,7 +157,7 @@ class Steps:
         self.data = self.forward = self.backward = self.optimizer = 0
         self.loader = False
         self.fetches = 0
-        self.since_fetch = 0
+        self.since_fetch = 1
         self.fetcher = 0
         self.boundary = self.other = 0
         self.boundary_lives: Callable[[], Any] = lambda: None
@@ -248,7 +251,7 @@ class Steps:
                     if self.stepped:  # it raised, and never said that it ended
                         self.stepped = 0
                         self.stepping.clear()
-                        was = 0 if was == STEPPING else was
+                        was = 0 if was == -self.thread else was
                 if self.fetches == IDLE_FETCHES:
                     self.on_idle()
                 self.words[WORD] = began << 3 | Activity.DATA
@@ -316,6 +319,7 @@ class Steps:
         if self.fetcher not in (0, self.thread):
             self.free = 0
             self.loader = False
+            self.since_fetch = 1
             if self.open:
                 self.open = False
                 self.number -= 1
@@ -331,6 +335,7 @@ class Steps:
         self.thread = get_ident()
         self.free = 0
         self.loader = self.open = False
+        self.since_fetch = 1
         self.calls = self.inner = 0
         return True
 
@@ -444,10 +449,11 @@ class Steps:
             if is_compiling():
                 return
             try:
-                if self.free != get_ident():
+                me = get_ident()
+                if self.free != me:
                     self._optimizer_begins()
                     return
-                self.free = STEPPING
+                self.free = -me
                 self.inner = 0
                 self.map[BYTE] = Activity.OPTIMIZER
                 self.stepped = clock()
@@ -459,12 +465,10 @@ class Steps:
                 return
             try:
                 if (
-                    self.free != STEPPING
+                    self.free != -get_ident()
                     or self.boundary != id(optimizer)
-                    or self.thread != get_ident()
+                    or self.since_fetch  # or there is no loader, and the turn ends here
                     or self.stepping
-                    or not self.loader
-                    or self.since_fetch
                 ):
                     self._optimizer_ends(optimizer)
                     return
@@ -495,7 +499,7 @@ class Steps:
         mine = self.thread == get_ident()
         self._optimizer_ended(optimizer, now)
         if mine and not self.stepped:
-            self.settle(0 if self.free == STEPPING else self.free)
+            self.settle(0 if self.free == -self.thread else self.free)
 
     def _optimizer_ended(self, optimizer: Any, now: int) -> None:
         if not self.stepped or self.thread != get_ident():
@@ -595,6 +599,7 @@ class Steps:
                 self.hurry -= 1
             self.quick = not self.hurry
             ring.flush()
+            self.on_flush()
             if ring.head >= self.session.renew_at:
                 self.session.renew()
         self.number += 1
@@ -629,6 +634,7 @@ class Steps:
             ring.flush()
             if staged is None:
                 ring.put(_FRAME, step)
+            self.on_flush()
             if ring.head >= session.renew_at:
                 session.renew()
         self.countdown -= 1

@@ -52,6 +52,7 @@ def short_way(
             if (
                 site is None
                 or steps.free != get_ident()
+                or steps.words[request] != modes.serial
                 or (steps.calls and not goes_on())
                 or tracing() is not None
                 or function_modes()
@@ -116,17 +117,10 @@ def short_way(
             session.fault("end", error)
         return result
 
-    def asked() -> None:
-        """Whoever asked for another mode is answered by the next call, which has to go the long way."""
-        if steps.words[request] != modes.serial:
-            ready.clear()
-
-    steps.on_flush = asked
-
     def goes_on() -> bool:
-        """Whether a second call in a turn is as usual: the turns are the loader's, and nothing was asked for."""
+        """Whether a second call in a turn is as usual: the turns are the loader's."""
         ring = session.ring
-        if ring is None or not steps.loader or ring.words[request] != modes.serial:
+        if ring is None or not steps.loader:
             return False
         try:
             ring.flush()

@@ -87,7 +87,6 @@ class Steps:
         "mode",
         "number",
         "on_close",
-        "on_flush",
         "on_idle",
         "on_unseen",
         "open",
@@ -113,8 +112,6 @@ class Steps:
         self.session = session
         self.on_close: Callable[[], int] = lambda: 1 << 30
         """Called when `countdown` turns have ended; returns the next countdown."""
-        self.on_flush: Callable[[], None] = lambda: None
-        """Called now and then between two turns, at the latest after MAX_HELD short ones."""
         self.on_unseen: Callable[[], None] = lambda: None
         """Called when an optimizer steps and steps, and no call was ever seen."""
         self.on_idle: Callable[[], None] = lambda: None
@@ -599,7 +596,6 @@ class Steps:
                 self.hurry -= 1
             self.quick = not self.hurry
             ring.flush()
-            self.on_flush()
             if ring.head >= self.session.renew_at:
                 self.session.renew()
         self.number += 1
@@ -634,7 +630,6 @@ class Steps:
             ring.flush()
             if staged is None:
                 ring.put(_FRAME, step)
-            self.on_flush()
             if ring.head >= session.renew_at:
                 session.renew()
         self.countdown -= 1

@@ -26,8 +26,11 @@ Module = torch.nn.Module
 
 WATCH_TURNS = 16
 """Turns without a new root after which the watch ends."""
-WATCH_EVERY = 256
-"""Turns between two short watches, for roots that appear later."""
+WATCH_EVERY, WATCH_EVERY_SHORT = 256, 4096
+"""Turns between two short watches, for roots that appear later: more of them if they are short, up to a second's worth.
+
+A watch changes the class of all modules, and Python looks up anew what it knew of them: some turns are slower for it.
+"""
 
 
 class _RootCall:
@@ -63,6 +66,8 @@ class Roots:
         self._classes: set[type] = set()
         self._verdicts: dict[int, tuple[Any, bool]] = {}
         self._watching = False
+        self._rested = (0, 0)
+        """Turn and time (monotonic, ns) of the last end of a watch."""
         self._told = False
         """Whether a warning has said that calls are not seen, and why."""
         self._found = True
@@ -179,6 +184,12 @@ class Roots:
             return WATCH_TURNS
         if self._watching:
             self.rest()
-            return WATCH_EVERY
+            return max(WATCH_EVERY, min(WATCH_EVERY_SHORT, self._turns_a_second()))
         self.watch()
         return 1
+
+    def _turns_a_second(self) -> int:
+        steps = self.calls.steps
+        turns, since = self._rested
+        self._rested = steps.number, steps.start
+        return (steps.number - turns) * 1_000_000_000 // max(steps.start - since, 1)

@@ -1,6 +1,6 @@
 """What the tracer costs a step: the same loop with and without it, in random order, a fixed number of steps.
 
-    python tests/benchmarks/bench_tracer.py [--steps 4000] [--rounds 9] [--replicas 0 2 8]
+    python tests/benchmarks/bench_tracer.py [--steps 4000] [--rounds 9] [--replicas 0 2 8] [--depth 1] [--calls 1]
 
 Every measurement is a process of its own. "without" is measured twice (A/A): the difference of the two is the noise,
 and a cost below it means nothing. Over N replicas both sides run torch's data_parallel over N virtual replicas; the
@@ -27,7 +27,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "dpmon"
 BUDGET_BASE_US, BUDGET_REPLICA_US, BUDGET_P99_US = 15.0, 5.0, 50.0
 
 
-def loop(steps: int, replicas: int, traced: bool, depth: int) -> dict[str, float]:
+def loop(steps: int, replicas: int, traced: bool, depth: int, calls: int) -> dict[str, float]:
     """Run the loop in this process and return the quantiles of its steps, in microseconds."""
     import torch
     from torch import nn
@@ -48,8 +48,9 @@ def loop(steps: int, replicas: int, traced: bool, depth: int) -> dict[str, float
         before = processor()
         for batch in DataLoader(batches, batch_size=None):
             optimizer.zero_grad()
-            loss = forward(batch).pow(2).mean()
-            loss.backward()
+            for _ in range(calls):
+                loss = forward(batch).pow(2).mean()
+                loss.backward()
             optimizer.step()
             now = clock()
             taken.append(now - previous)
@@ -99,7 +100,7 @@ def measure(variant: str, options: argparse.Namespace, replicas: int) -> dict[st
             if replicas:
                 environment["DPMON_REPLICAS"] = str(replicas)
         command = [sys.executable, __file__, "--child", variant, "--steps", str(options.steps)]
-        command += ["--replicas", str(replicas), "--depth", str(options.depth)]
+        command += ["--replicas", str(replicas), "--depth", str(options.depth), "--calls", str(options.calls)]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         if variant == "with" and not list(Path(run).glob("process-*.ring")):
             raise SystemExit("the tracer recorded nothing: this would measure nothing")
@@ -124,7 +125,7 @@ def compare(options: argparse.Namespace, replicas: int) -> bool:
     cost, spread = difference("with", measure_of_cost)
     tail, tail_spread = difference("with", "p99")
     noise, noise_spread = difference("without-again", measure_of_cost)
-    budget = BUDGET_BASE_US + BUDGET_REPLICA_US * max(replicas, 1)
+    budget = BUDGET_BASE_US + BUDGET_REPLICA_US * max(replicas, 1) * options.calls
     name = f"dp over {replicas}" if replicas else "single"
     verdict = "within" if cost <= budget else "OVER"
     what = "main thread" if replicas else "wall"
@@ -144,10 +145,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--replicas", type=int, nargs="*", default=[0, 2, 8])
     parser.add_argument("--depth", type=int, default=1, help="pairs of layers inside the network")
+    parser.add_argument("--calls", type=int, default=1, help="calls (with a backward pass each) a step")
     parser.add_argument("--child", choices=["with", "without", "without-again"])
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(loop(options.steps, options.replicas[0], options.child == "with", options.depth)))
+        print(
+            json.dumps(loop(options.steps, options.replicas[0], options.child == "with", options.depth, options.calls))
+        )
         return 0
     print(f"{options.rounds} rounds of {options.steps} steps, random order, {os.cpu_count()} cores")
     verdicts = [compare(options, replicas) for replicas in options.replicas]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +144,21 @@ def test_the_examples_are_deterministic_and_know_nothing_of_dpmon(place: SideByS
     assert first == place.alone(*words, 1)
     for path in (LINEAR, TUTORIAL):
         assert "import dpmon" not in Path(path).read_text()
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "examples").glob("*.py")))
+def test_mode_script_changes_no_bit_of_any_example(dpmon: Dpmon, name: str) -> None:
+    """What it prints, its weights and the random state at its end."""
+    example = ROOT / "examples" / f"{name}.py"
+    words = [str(SCRIPTS / "weighed.py"), str(example)]
+    if name != "tutorial":
+        words += ["--steps", "30"]
+    alone = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100, check=True)
+    steps, _, digest = alone.stdout.splitlines()[-1].rpartition(" steps, ")
+    assert len(digest) == 64
+    assert int(steps) == 0 if name == "tutorial" else int(steps) >= 30
+    traced = dpmon.run("--mode", "script", *words)
+    assert (traced.status, traced.out) == (0, alone.stdout.encode())
+    calls = of_kind(dpmon.records(), "call")
+    assert calls
+    assert not any(call["virtual"] for call in calls)

@@ -81,7 +81,7 @@ STEP_WORDS = "<QQqqqqqqq"
 _STEP_BODY = struct.Struct(STEP_FORMAT)
 _call_structs: dict[int, struct.Struct] = {}
 
-MORE = "\N{HORIZONTAL ELLIPSIS}"
+MORE = "\u2026"
 """Path of a size that stands for tensors that are not listed; it has no shape, no dtype and no bytes."""
 MAX_REPLICAS = 4096
 MAX_DEFINITIONS = 1 << 16

@@ -112,4 +112,5 @@ def test_own_torch_is_looked_for_without_importing_it() -> None:
 def test_a_folder_called_torch_is_not_torch(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "torch").mkdir()
     monkeypatch.setattr(sys, "path", [str(here)])
+    monkeypatch.delitem(sys.modules, "torch", raising=False)  # where another test has imported it
     assert command._lacks_torch(sys.executable) == ""

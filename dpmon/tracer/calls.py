@@ -289,9 +289,8 @@ class Calls:
                     local.depth = max(depth, 2)  # its verbs are no calls composed by hand
                     result = original(*args, **kwargs)
                 else:
-                    if depth == 1:  # that one is recorded by what is in it, from now on the long way
-                        local.root.silent = True
-                        local.root.site.plain = False
+                    if depth == 1:
+                        self._runs_inside(local.root, trace)
                     local.depth = depth + 2
                     result = self._run_functional(original, trace, bound)
                 failed = False
@@ -356,9 +355,8 @@ class Calls:
                 if trace is None:
                     result = original(module, *args, **kwargs)
                 else:
-                    if depth == 1:  # that one is recorded by what is in it, from now on the long way
-                        local.root.silent = True
-                        local.root.site.plain = False
+                    if depth == 1:
+                        self._runs_inside(local.root, trace)
                     local.depth = depth + 2
                     result = self._run_wrapper(original, trace, module, args, kwargs)
                 failed = False
@@ -373,6 +371,17 @@ class Calls:
             return result
 
         return named_like(forward, original)
+
+    def _runs_inside(self, root: Trace, trace: Trace) -> None:
+        """A root's call is recorded by what is data-parallel in it, its step has that one's mode. Never raises."""
+        try:
+            root.silent = True
+            root.site.plain = False  # the long way, from now on
+            self.ready.clear()
+            if root.outer >= 0:
+                self.steps.ran_as(trace.plan.mode)
+        except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+            self.session.fault("inside", error)
 
     def _run_wrapper(self, original: Callable[..., Any], trace: Trace, module: Any, args: Any, kwargs: Any) -> Any:
         plan = trace.plan
@@ -444,7 +453,7 @@ class Calls:
             if trace.before is not None:
                 trace.before.restore()
             known = isinstance(why, (str, Unsuited))
-            reason = str(why) if known else f"{type(why).__name__}: {_last_line(why)}"
+            reason = str(why) if known else _in_a_line(why)
             plan = self.modes.failed(module, reason, final, trace.number)
             if plan is None:
                 plan = self._new_site(module, wrapper).plan
@@ -636,6 +645,8 @@ class Calls:
             if trace.outer >= 0:
                 self.steps.call_ends(trace.start, now, trace.outer, trace.rows, flags)
                 self.steps.settle(trace.free)
+            if self.modes.doubtful and not self.session.local.depth:
+                self.modes.decide(trace.silent, trace.step, trace.number)
             if not trace.silent:
                 outputs = 0 if failed else self.session.outputs(result, trace.site.outputs)
                 self.write(trace, flags, outputs, now)
@@ -811,6 +822,11 @@ def _view(module: Any, plan: Plan, dim: int) -> Any:
 
 _IN_BACKWARD = "the ranks average their gradients within the backward pass; that time is not told apart"
 _OVERLAID = frozenset(("device_ids", "src_device_obj", "output_device", "dim"))
+
+
+def _in_a_line(error: Exception | str) -> str:
+    kind, text = type(error).__name__, _last_line(error)
+    return text if text.startswith(f"{kind}: ") else f"{kind}: {text}"  # torch's retelling of a replica's has it
 
 
 def _last_line(error: object) -> str:

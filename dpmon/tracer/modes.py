@@ -23,6 +23,7 @@ MAX_EVENTS = 64
 MAX_FAILURES = 3
 
 _HOST_ONLY = "the devices are CPUs: host time is all there is"
+_HOLDS = "it holds a"
 _NO_EVENTS = "device times of GPUs are not recorded by this version"
 
 
@@ -72,6 +73,8 @@ class Modes:
         self._splitting: dict[int, Any] = {}
         self._events = 0
         self.unannounced: list[tuple[str, Plan]] = []
+        self.doubtful: list[tuple[str, Plan]] = []
+        """Refusals for roots that hold a DataParallel: none at all if that one turns out to run in the root's call."""
         self._virtual: dict[tuple[int, str], VirtualDevices] = {}
 
     def constructed(self, wrapper: Any, dim: int) -> None:
@@ -108,7 +111,8 @@ class Modes:
         """Make the plan for `module`: a DataParallel (`wrapper`) or a bare root."""
         plan = self._for_wrapper(module) if wrapper else self._for_root(module)
         root = module.module if wrapper else module
-        self.unannounced.append((type(root).__name__, plan))
+        holds = plan.refused and not wrapper and (plan.reason or "").startswith(_HOLDS)
+        (self.doubtful if holds else self.unannounced).append((type(root).__name__, plan))
         return plan
 
     def failed(self, module: torch.nn.Module, reason: str, final: bool, call: int) -> Plan | None:
@@ -130,6 +134,13 @@ class Modes:
         """dp worked: earlier failures of the module no longer count."""
         if self._refused:
             self._refused.pop(id(module), None)
+
+    def decide(self, runs_inside: bool, step: int, call: int) -> None:
+        """The call of a root for which there was doubt is over; `runs_inside`: its own DataParallel ran in it."""
+        made, self.doubtful = self.doubtful, []
+        if not runs_inside:
+            self.unannounced += made
+            self.announce(step, call)
 
     def announce(self, step: int, call: int) -> None:
         """Acknowledge and record the plans made since the last time; `call` is the first that runs by them."""
@@ -338,7 +349,7 @@ def _unsplittable(module: torch.nn.Module) -> str | None:
         return unfit
     for inner in torch.nn.Module.modules(module):
         if isinstance(inner, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-            return f"it holds a {type(inner).__name__} of its own"
+            return f"{_HOLDS} {type(inner).__name__} of its own"
     devices = {str(tensor.device) for tensor in module.parameters()}
     devices |= {str(tensor.device) for tensor in module.buffers()}
     if len(devices) > 1:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from dpmon.records import GRAD, STEP_TAG, STEP_WORDS, TRAINING
+from dpmon.records import FAILED, GRAD, STEP_TAG, STEP_WORDS, TRAINING
 from dpmon.ring import HEADER_BYTES, Activity, Frame, Ring
 from dpmon.tracer.frames import drop_frames, named_like
 from dpmon.tracer.session import Session
@@ -73,6 +73,7 @@ class Steps:
         "countdown",
         "data",
         "due",
+        "failed",
         "fetcher",
         "fetches",
         "forward",
@@ -127,6 +128,8 @@ class Steps:
         self.number = 0
         """The turn under way, or the last one: 1 for the first."""
         self.calls = 0
+        self.failed = 0
+        """Whether the turn's last call raised: if Python comes to its end then, that was no turn."""
         self.countdown = 1
         self.inner = 0
         self.count = 0
@@ -361,6 +364,7 @@ class Steps:
         elif rows > self.samples:
             self.samples = rows
         self.fetches = 0
+        self.failed = flags & FAILED
 
     def looks(self, rows: int) -> None:
         """The call that ends is one of an evaluation: its rows count only in a turn that has no others.
@@ -553,7 +557,7 @@ class Steps:
     def _begin(self, now: int) -> None:
         self.number += 1
         self.open = True
-        self.calls = 0
+        self.calls = self.failed = 0
         self.samples = -1
         self.start = now
         self.data = self.forward = self.backward = self.optimizer = 0
@@ -601,7 +605,7 @@ class Steps:
         self.number += 1
         self.samples = -1
         self.start = now
-        self.calls = self.data = self.forward = self.backward = self.optimizer = self.inner = 0
+        self.calls = self.failed = self.data = self.forward = self.backward = self.optimizer = self.inner = 0
         self.countdown -= 1
         if self.countdown <= 0:
             self.countdown = self.on_close()
@@ -639,9 +643,10 @@ class Steps:
     def at_exit(self) -> None:
         """The process ends: write the turn under way, up to the end of its last phase."""
         try:
-            if self.open and self.calls:
+            if self.open and self.calls and not self.failed:
                 self.close(self.last)
             if self.session.ring is not None:
+                self.session.ring.flush()
                 self.session.ring.activity(Activity.ENDED, monotonic_ns())
         except Exception as error:  # noqa: BLE001 - the interpreter is ending
             self.session.fault("exit", error)

@@ -162,3 +162,15 @@ def test_mode_script_changes_no_bit_of_any_example(dpmon: Dpmon, name: str) -> N
     calls = of_kind(dpmon.records(), "call")
     assert calls
     assert not any(call["virtual"] for call in calls)
+
+
+def test_a_step_has_the_mode_of_the_dataparallel_inside_its_model(dpmon: Dpmon) -> None:
+    """And nothing is refused: what was asked for is done by the part that can."""
+    assert dpmon.run("--replicas", "3", str(ROOT / "examples" / "nested.py"), "--steps", "10").status == 0
+    records = dpmon.records()
+    assert {len(call["replicas"]) for call in of_kind(records, "call")} == {3}
+    assert of_kind(records, "warning") == []
+    assert [mode["refused"] for mode in of_kind(records, "mode")] == [None] * len(of_kind(records, "mode"))
+    summary = dpmon.run("--replicas", "3", str(ROOT / "examples" / "nested.py"), "--steps", "10").err.decode()
+    assert "10 steps, 20 calls" in summary
+    assert "0 samples/s" not in summary.replace("k samples/s", "")

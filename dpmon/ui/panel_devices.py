@@ -78,9 +78,12 @@ def _holds(scene: Scene, width: int) -> list[Row]:
     rows: list[Row] = []
     found = _held(scene)
     for one in found:
-        parts = (("model", one.model), ("grads", one.gradients), ("optim", one.optimizer), ("rest", one.rest))
+        parts = [("model", one.model), ("grads", one.gradients), ("optim", one.optimizer)]
+        parts += [("rest", one.rest), ("peak", one.peak)]
         row: Row = [(clean(one.device, 10).ljust(8) + " ", "dim")]
-        for word, count in (*parts, ("peak", one.peak)):
+        if width_of(row) + sum(len(word) + 11 for word, _ in parts) > width:
+            parts = [part for part in parts if part[1] is not None]  # why they are not known is said below
+        for word, count in parts:
             if width_of(row) + len(word) + 11 <= width:
                 row += [(word, "dim"), (right(memory(count), 9), ""), ("  ", "")]
         rows.append(row)

@@ -226,7 +226,7 @@ class Steps:
                 raise
             self.free = self.mine  # first: no signal is handled between the fetch and here
             self.last = now = clock()
-            self.data = now - began - self.inner
+            self.data += now - began - self.inner
             self.map[BYTE] = Activity.OTHER  # what comes now is the script's own
             return batch
 
@@ -275,7 +275,7 @@ class Steps:
                 self.data += took - self.inner
                 self.inner = outer + took
                 self.map[BYTE] = Activity.OTHER
-                if exhausted:
+                if exhausted and was != BUSY:  # a loader that a fetch goes through within is no end of the turn
                     self._abandon()
                 self.settle(was)
             except Exception as error:  # noqa: BLE001 - the batch is there, whatever we make of it
@@ -333,7 +333,7 @@ class Steps:
         elif self.open:
             self.number -= 1
         self.thread = get_ident()
-        self.free = 0
+        self.free = self.mine = 0
         self.loader = self.open = False
         self.since_fetch = 1
         self.calls = self.inner = 0
@@ -591,6 +591,11 @@ class Steps:
                 ),
             )
         )
+        # At once, before anything that an interrupt might end: it must not be written twice.
+        self.number += 1
+        self.samples = -1
+        self.start = now
+        self.calls = self.failed = self.data = self.forward = self.backward = self.optimizer = self.inner = 0
         if self.quick and now - start < QUICK_NS and len(held) < MAX_HELD:
             self.words[HELD] = 2 * len(held)
         else:
@@ -602,10 +607,6 @@ class Steps:
             ring.flush()
             if ring.head >= self.session.renew_at:
                 self.session.renew()
-        self.number += 1
-        self.samples = -1
-        self.start = now
-        self.calls = self.failed = self.data = self.forward = self.backward = self.optimizer = self.inner = 0
         self.countdown -= 1
         if self.countdown <= 0:
             self.countdown = self.on_close()

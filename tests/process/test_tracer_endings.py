@@ -219,3 +219,38 @@ def test_no_room_for_a_record(tmp_path: Path) -> None:
     assert list(run.directory.glob("*.ring")) == []
     (line,) = run.warnings
     assert "no record" in line
+
+
+THROUGH = """
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+class Epochs(IterableDataset):
+    def __iter__(self):
+        for _ in range(20):
+            yield from DataLoader(torch.randn(7, 4), batch_size=None)
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+def train(loader, until):
+    for number, x in enumerate(loader):
+        if number == until:
+            break
+        loss = model(x).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+train(DataLoader(Epochs(), batch_size=None), None)
+train(DataLoader(torch.randn(500, 4), batch_size=None), 403)
+"""
+
+
+def test_a_loader_within_a_loader_and_a_loop_that_is_left(tmp_path: Path) -> None:
+    """The inner loader's end is no turn's, and what was held back is written though no fetch came after it."""
+    run = traced(tmp_path, THROUGH)
+    assert (run.status, run.held[0]) == (0, 0)
+    assert (
+        [step.step for step in run.steps()] == [call.step for call in run.calls()] == list(range(1, 20 * 7 + 403 + 1))
+    )

@@ -79,7 +79,7 @@ def untraced_data_parallel(model, replicas: int):  # type: ignore[no-untyped-def
     virtual = VirtualDevices(replicas, torch.device("cpu"), originals)
     names = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
     function = _with_globals(
-        virtual.functional(originals.data_parallel), **dict(zip(names, virtual.verbs, strict=True))
+        virtual.functional(originals.data_parallel), **dict(zip(names, virtual.verbs, strict=False))
     )
     ids = list(range(replicas))
     return lambda batch: function(model, (batch,), ids)

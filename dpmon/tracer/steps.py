@@ -522,6 +522,8 @@ class Steps:
             if self.stepped < self.start:  # it raised, and never said that it ended
                 self.stepped = 0
         self.since_optimizer = 0
+        if self.stepped:  # a part of the one that steps around it, which is the loop's
+            return
         if self.boundary != id(optimizer):
             if self.other != id(optimizer) and self.boundary_lives() is not None:
                 self.other = id(optimizer)
@@ -530,8 +532,6 @@ class Steps:
             self.boundary = id(optimizer)
             self.boundary_lives = weakref.ref(optimizer)
         self.other = 0
-        if self.stepped:
-            return
         if self.backwards:
             self.due = True
             return

@@ -254,3 +254,31 @@ def test_a_loader_within_a_loader_and_a_loop_that_is_left(tmp_path: Path) -> Non
     assert (
         [step.step for step in run.steps()] == [call.step for call in run.calls()] == list(range(1, 20 * 7 + 403 + 1))
     )
+
+
+AROUND = """
+import torch
+
+class Around(torch.optim.Optimizer):
+    def __init__(self, parameters, inner):
+        super().__init__(parameters, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        self.inner.step()
+
+model = torch.nn.Linear(4, 1)
+inner = torch.optim.SGD(model.parameters(), 0.01)
+optimizer = Around(model.parameters(), inner)
+for _ in range(20):
+    loss = model(torch.randn(5, 4)).sum()
+    inner.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_an_optimizer_that_steps_another_ends_the_turn(tmp_path: Path) -> None:
+    run = traced(tmp_path, AROUND)
+    assert run.status == 0
+    assert [step.step for step in run.steps()] == [call.step for call in run.calls()] == list(range(1, 21))

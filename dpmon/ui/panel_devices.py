@@ -84,8 +84,9 @@ def _holds(scene: Scene, width: int) -> list[Row]:
         if width_of(row) + sum(len(word) + 11 for word, _ in parts) > width:
             parts = [part for part in parts if part[1] is not None]  # why they are not known is said below
         for word, count in parts:
-            if width_of(row) + len(word) + 11 <= width:
-                row += [(word, "dim"), (right(memory(count), 9), ""), ("  ", "")]
+            gap = "  " if len(row) > 1 else ""
+            if width_of(row) + len(gap) + len(word) + 9 <= width:
+                row += [(gap + word, "dim"), (right(memory(count), 9), "")]
         rows.append(row)
     reasons = dict.fromkeys(why for one in found for why in one.absent.values())
     if reasons:

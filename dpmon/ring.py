@@ -48,8 +48,8 @@ _HEAD_STRUCT = struct.Struct("=8sIIQIiiiq")  # magic version header capacity pid
 _FRAME = struct.Struct("<IIQ")
 _FRAME_BYTES = _FRAME.size
 _WAIT_TURNS = 50
-_UPPER = 0xFFFFFFFF_00000000
 """Tenths of a millisecond to wait for another thread's write, once at most."""
+_UPPER = 0xFFFFFFFF_00000000
 _PAD_LENGTH = 0xFFFFFFFF
 MAX_PAYLOAD = BLOCK_BYTES - _FRAME_BYTES
 
@@ -80,7 +80,7 @@ class Activity:
 class Frame:
     """A record of fixed layout, or two in a row, written by one call of struct straight into the map."""
 
-    __slots__ = ("keys", "need", "pack_into", "second", "size")
+    __slots__ = ("keys", "need", "pack_into", "size")
 
     def __init__(self, layout: str, second: str | None = None) -> None:
         """Layouts are struct formats of standard size, beginning with "<"."""
@@ -88,15 +88,15 @@ class Frame:
         pad = -self.size % 8
         # The head's length and check are one number here, least significant half first, as in _FRAME.
         whole = f"<QQ{layout[1:]}"
-        self.second = 0
+        after = 0
         if second is not None:
             whole += f"{pad}xQQ{second[1:]}"
-            self.second = struct.calcsize(second)
+            after = struct.calcsize(second)
         packer = struct.Struct(whole)
         native = struct.Struct("@" + whole[1:])
         if native.size == packer.size and sys.byteorder == "little":
             packer = native  # the same bytes, packed several times faster, where the fields lie aligned anyway
-        self.keys = self.size << 32 | self.size, self.second << 32 | self.second
+        self.keys = self.size << 32 | self.size, after << 32 | after
         """What a frame's head is, but for the number that its upper half is crossed with."""
         self.need = (packer.size + 7) & ~7
         self.pack_into = packer.pack_into

@@ -201,9 +201,7 @@ class ByHand:
             calls.sites.clear()
             calls.ready.clear()
         if local.depth == 1:  # that one is recorded by what is in it, from now on the long way
-            local.root.silent = True
-            local.root.site.plain = False
-            calls.ready.clear()
+            calls.recorded_inside(local.root)
             calls.splits_itself(local.root)
         site = self._site(modules, hand, virtual)
         hand.trace = trace = Trace(site, steps.count + 1, steps.number)

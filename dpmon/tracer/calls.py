@@ -203,8 +203,7 @@ class Calls:
             if frame.f_code.co_filename in _OF_CALLS:
                 return
             frame = frame.f_back  # type: ignore[assignment]  # typeshed has it as never None
-        local = self.session.local
-        local.depth, local.call, local.root, local.verb, local.hand = 0, None, None, False, None
+        self.session.local.clear()
         self.steps.free = 0
 
     # ---------------------------------------------------------------- the verbs
@@ -372,12 +371,16 @@ class Calls:
 
         return named_like(forward, original)
 
+    def recorded_inside(self, root: Trace) -> None:
+        """A root's call is recorded by what is in it, and goes the long way from now on."""
+        root.silent = True
+        root.site.plain = False
+        self.ready.clear()
+
     def _runs_inside(self, root: Trace, trace: Trace) -> None:
         """A root's call is recorded by what is data-parallel in it, its step has that one's mode. Never raises."""
         try:
-            root.silent = True
-            root.site.plain = False  # the long way, from now on
-            self.ready.clear()
+            self.recorded_inside(root)
             if root.outer >= 0:
                 self.steps.ran_as(trace.plan.mode)
         except Exception as error:  # noqa: BLE001 - the call goes on as it is written

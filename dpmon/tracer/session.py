@@ -90,6 +90,10 @@ class Local(threading.local):
     hand: Any = None
     """What the script has composed by hand so far: see dpmon.tracer.byhand."""
 
+    def clear(self) -> None:
+        """This thread is in nothing; the wrappers hold this very object, so it is not replaced."""
+        self.depth, self.call, self.root, self.verb, self.hand = 0, None, None, False, None
+
 
 class Session:
     """The writing side of one traced process."""
@@ -125,8 +129,7 @@ class Session:
     def after_fork(self) -> None:
         """In a forked child: a process of its own, which has recorded nothing yet."""
         self._forget()
-        local = self.local  # the wrappers hold this very object
-        local.depth, local.call, local.root, local.verb, local.hand = 0, None, None, False, None
+        self.local.clear()
         self.off = False
 
     # ---------------------------------------------------------------- the ring

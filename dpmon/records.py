@@ -194,7 +194,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Everything that is rare (kind: mode, process, device, warning, dropped, exit): its JSON object as it is."""
+    """Everything that is rare (mode, pause, process, device, warning, dropped, exit): its JSON object as it is."""
 
     kind: str
     data: Mapping[str, Any]

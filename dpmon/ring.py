@@ -4,9 +4,10 @@ Layout of a ring file (native byte order; a run never leaves its machine)::
 
     0      magic, version, sizes, pid, process index, rank, world size, start     written once
     128    head, claim, lost                                                      written by the writer
-    192    request serial, requested mode                                         written by readers
+    192    request serial, requested mode, request for a pause                    written by readers
     256    acknowledged serial, mode in force, activity and since when,
-           size of a staged record, how many records are held back                 written by the writer
+           size of a staged record, how many records are held back,
+           the request for a pause that was acted upon                             written by the writer
     512    a record that is staged: its number plus one, the record, the number again
     4096   the data area: a whole number of blocks; a frame never crosses a block's end
 
@@ -55,11 +56,11 @@ MAX_PAYLOAD = BLOCK_BYTES - _FRAME_BYTES
 
 # Indices of the 64-bit words that change while the ring is in use.
 _HEAD, _CLAIM, _LOST = 16, 17, 18
-_REQUEST_SERIAL, _REQUEST_MODE = 24, 25
-_ACK_SERIAL, _ACK_MODE, _ACTIVITY, _STAGE_SIZE, _HELD = 32, 33, 34, 35, 36
+_REQUEST_SERIAL, _REQUEST_MODE, _REQUEST_PAUSE = 24, 25, 26
+_ACK_SERIAL, _ACK_MODE, _ACTIVITY, _STAGE_SIZE, _HELD, _ACK_PAUSE = 32, 33, 34, 35, 36, 37
 _STAGE_AT = 512
 _STAGE_MAX = 256
-_WORDS = struct.Struct("=21Q")  # bytes 128..296: words 16..36
+_WORDS = struct.Struct("=22Q")  # bytes 128..304: words 16..37
 
 
 class RingError(Exception):
@@ -69,12 +70,12 @@ class RingError(Exception):
 class Activity:
     """What the training thread was last seen to begin, as numbers in the ring's header."""
 
-    OTHER, DATA, FORWARD, BACKWARD, OPTIMIZER, ENDED = range(6)
+    OTHER, DATA, FORWARD, BACKWARD, OPTIMIZER, ENDED, PAUSED = range(7)
     WORD = _ACTIVITY
     """Index in Ring.words: monotonic ns of the turn's start shifted left by three, and one of the numbers above."""
     BYTE = _ACTIVITY * 8
     """Index in Ring.map of the byte that holds the number (and a few low bits of the time, which do not matter)."""
-    NAMES = ("other", "data", "forward", "backward", "optimizer", "ended")
+    NAMES = ("other", "data", "forward", "backward", "optimizer", "ended", "paused")
 
 
 class Frame:
@@ -328,6 +329,9 @@ class Ring:
         self.words[_ACK_MODE] = mode
         self.words[_ACK_SERIAL] = serial
 
+    PAUSE, PAUSE_ANSWERED = _REQUEST_PAUSE, _ACK_PAUSE
+    """Indices in `words` of the last request for a pause (odd) or its end (even), and of the last one acted upon."""
+
 
 _WRITERS = (Ring.put.__code__, Ring._put_held.__code__)
 
@@ -401,7 +405,8 @@ class RingReader:
         since when it waits.
         """
         word = self._words()[_ACTIVITY - 16]
-        return min(word & 7, Activity.ENDED), word >> 3
+        what = word & 7
+        return what if what < len(Activity.NAMES) else Activity.OTHER, word >> 3
 
     def request(self, mode: int) -> int:
         """Ask the training process for `mode`; returns the request's serial, to compare with `acknowledged`."""
@@ -414,6 +419,20 @@ class RingReader:
         """The serial of the last request acted upon and the mode in force (0: none yet)."""
         words = self._words()
         return words[_ACK_SERIAL - 16], words[_ACK_MODE - 16]
+
+    def request_pause(self, paused: bool) -> int:
+        """Ask the training process to pause between two steps, or to go on; returns the request.
+
+        Requests are numbered, the lowest bit says what is asked for: 1 to pause, 0 to go on.
+        """
+        asked = (((self._words()[_REQUEST_PAUSE - 16] >> 1) + 1) << 1 | paused) & 0xFFFFFFFFFFFFFFFF
+        os.pwrite(self._fd, struct.pack("=Q", asked), _REQUEST_PAUSE * 8)
+        return asked
+
+    def pause_requests(self) -> tuple[int, int]:
+        """The last request that `request_pause` made, and the last one acted upon; 0 for none."""
+        words = self._words()
+        return words[_REQUEST_PAUSE - 16], words[_ACK_PAUSE - 16]
 
     def read(self, limit: int = 1 << 20) -> list[bytes]:
         """The next records' payloads, oldest first, from at most `limit` bytes; an empty list when there are none.

@@ -26,9 +26,12 @@ class Progress:
         self._reader = reader
         self._processes: set[int] = set()
         self._virtual = False
+        self._paused: dict[int, float] = {}
+        """By process, seconds of the pauses that have ended since the last line."""
 
     def line(self) -> str:
         """How far the run is and how fast since the last line; what it waits for if there was no step."""
+        self._paused.clear()
         steps = self._new_steps()
         if not steps:
             return self._waiting()
@@ -37,6 +40,7 @@ class Progress:
             parts.append(f"{len(self._processes)} processes")
         began = min(step.start_ns for step in steps)
         seconds = (max(step.start_ns + step.wall_ns for step in steps) - began) / 1e9
+        seconds -= max(self._paused.values(), default=0.0)
         if seconds > 0:
             # The processes of a distributed run take their steps together: steps once, samples added up.
             parts.append(f"{rate(len(steps) / len({step.process for step in steps}) / seconds)} steps/s")
@@ -58,14 +62,24 @@ class Progress:
                     self._processes.add(record.process)
                 elif isinstance(record, Event) and record.kind == "mode":
                     self._virtual = record.data.get("virtual") is True
+                elif isinstance(record, Event) and record.kind == "pause" and steps:
+                    self._add_pause(record)
             if not records:
                 break
         return steps
+
+    def _add_pause(self, record: Event) -> None:
+        """A pause between two of the steps that are counted is no part of their time."""
+        process, seconds = record.data.get("process"), record.data.get("paused_s")
+        if isinstance(process, int) and isinstance(seconds, (int, float)) and 0 <= seconds < 1e9:
+            self._paused[process] = self._paused.get(process, 0.0) + seconds
 
     def _waiting(self) -> str:
         activities = self._reader.activities()
         now = time.monotonic_ns()
         for name, since in activities.values():
+            if name == "paused":
+                return f"paused for {(now - since) / 1e9:.0f} s"
             if since and name != "ended":
                 return f"no step for {(now - since) / 1e9:.0f} s, in {name}"
         stage = self._reader.stage()

@@ -40,6 +40,9 @@ def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
     lines += _stage_lines(totals)
     lines += _replica_lines(totals)
     lines += _memory_lines(totals)
+    if totals.pauses:
+        times = "once" if totals.pauses == 1 else f"{totals.pauses:,} times"
+        lines.append(f"paused {times}, for {duration(totals.paused_s)}, which is in no step and no phase")
     if totals.pruned:
         lines.append(f"{totals.pruned:,} older records were deleted to bound the history: the figures are of the rest")
     if totals.dropped:

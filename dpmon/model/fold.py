@@ -21,6 +21,7 @@ from dpmon.model.state import (
     Mark,
     ModeChange,
     ModeTrack,
+    PauseChange,
     Process,
     State,
     StepSample,
@@ -148,6 +149,9 @@ def _step(state: State, step: Step) -> None:
         return
     end = step.start_ns + step.wall_ns
     _saw(state, process, end)
+    if process.paused_since_ns is not None and step.start_ns >= process.paused_since_ns:
+        process.paused_since_ns = None  # it goes on, though the record that says so was missed
+        process.marks.clear()
     phases = _refined(step, process.open_steps.pop(step.step, None))
     sample = StepSample(step.step, end, step.wall_ns, step.samples, phases)
     process.step_count += 1
@@ -280,6 +284,27 @@ def _mode_event(state: State, event: Event) -> None:
         process.devices = devices or process.devices
 
 
+def _pause_event(state: State, event: Event) -> None:
+    data = event.data
+    number, paused, refused = _whole(data, "process"), data.get("paused"), _text(data, "refused")
+    if number is None or not isinstance(paused, bool):
+        state.ignored += 1
+        return
+    process = _process(state, number, _whole(data, "rank"))
+    if process is None:
+        return
+    at, seconds = _time(data), _number(data, "paused_s")
+    took = int(seconds * _SECOND) if seconds is not None and 0 <= seconds < 1e9 else None
+    state.pauses.append(PauseChange(number, at, _whole(data, "step"), paused, took, _text(data, "reason"), refused))
+    state.pause_count += 1
+    if refused is not None:
+        return
+    process.paused_since_ns = at if paused else None
+    if not paused:
+        process.paused_ns += took or 0
+        process.marks.clear()  # a speed never counts the time of a pause
+
+
 def _memory_event(state: State, event: Event) -> None:
     number = _whole(event.data, "process")
     process = _process(state, number, _whole(event.data, "rank")) if number is not None else None
@@ -328,6 +353,7 @@ def _exit_event(state: State, event: Event) -> None:
 _EVENTS = {
     "process": _process_event,
     "mode": _mode_event,
+    "pause": _pause_event,
     "warning": _warning_event,
     "device": _device_event,
     "memory": _memory_event,

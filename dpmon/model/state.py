@@ -114,6 +114,21 @@ class ModeChange(NamedTuple):
     refused: str | None
 
 
+class PauseChange(NamedTuple):
+    """The training paused after a step, or went on."""
+
+    process: int
+    t_ns: int | None
+    step: int | None
+    paused: bool
+    paused_ns: int | None
+    """How long it was, where it goes on."""
+    reason: str | None
+    """Why it went on without having been asked to."""
+    refused: str | None
+    """Why it did not pause."""
+
+
 class WarningText(NamedTuple):
     """A warning of ours, from the tracer (process) or from the supervisor (None)."""
 
@@ -147,6 +162,10 @@ class Process:
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MARKS_KEPT))
     """Of the mode in force only: a speed never mixes two modes."""
     marks_mode: str = ""
+    paused_since_ns: int | None = None
+    """None while it is not paused."""
+    paused_ns: int = 0
+    """In all pauses that are over: time that is in no step."""
     memory: Mapping[str, Any] = field(default_factory=dict)
     """The newest record of what the devices' memory holds."""
     open_steps: dict[int, list[int]] = field(default_factory=dict)
@@ -171,6 +190,9 @@ class State:
     host: DeviceTrack = field(default_factory=DeviceTrack)
     mode_changes: deque[ModeChange] = field(default_factory=lambda: deque(maxlen=TEXTS_KEPT))
     mode_change_count: int = 0
+    pauses: deque[PauseChange] = field(default_factory=lambda: deque(maxlen=TEXTS_KEPT))
+    pause_count: int = 0
+    """Of them all, also of those that are no longer kept."""
     warnings: deque[WarningText] = field(default_factory=lambda: deque(maxlen=TEXTS_KEPT))
     warning_count: int = 0
     dropped: int = 0

@@ -105,8 +105,10 @@ def speed(process: Process, now_ns: int | None) -> Speed:
     last = process.last_step
     if last is None:
         return Speed(None, None, "no step has ended yet")
+    if process.paused_since_ns is not None:
+        return Speed(None, None, "the training is paused")
     if len(marks) < 2:
-        return Speed(None, None, "one step in this mode so far")
+        return Speed(None, None, "one step so far in this mode, or since the pause")
     quiet = 0 if now_ns is None else now_ns - last.end_ns
     if quiet > max(3_000_000_000, 3 * last.wall_ns):
         return Speed(None, None, f"no step has ended for {quiet / 1e9:.0f} s")
@@ -118,7 +120,7 @@ def speed(process: Process, now_ns: int | None) -> Speed:
     # Step numbers count also the steps whose records were missed.
     steps = newest.step - first.step
     if took <= 0 or steps <= 0:
-        return Speed(None, None, "one step in this mode so far")
+        return Speed(None, None, "one step so far in this mode, or since the pause")
     knowing = newest.knowing - first.knowing
     each = (newest.samples - first.samples) / knowing if knowing else None
     return Speed(steps / took, None if each is None else each * steps / took, None)

@@ -212,7 +212,7 @@ class Kept:
         """Of the events up to the id `before`: those that still matter, and all after `since_ns`; as `rows`."""
         query = (
             "SELECT id, 'events', * FROM events WHERE id <= ?"
-            " AND (kind IN ('process', 'mode', 'warning', 'exit') OR t_ns > ?) ORDER BY id"
+            " AND (kind IN ('process', 'mode', 'pause', 'warning', 'exit') OR t_ns > ?) ORDER BY id"
         )
         return self._all(query, (before, since_ns))
 

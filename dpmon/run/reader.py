@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from dpmon.records import Decoder, Event, Record, RecordError, kind_of, mode_number
 from dpmon.ring import Activity, RingError, RingReader
 from dpmon.run import proc
 from dpmon.run.rundir import INFO_FILE, ExitInfo, RunError, RunInfo, load_exit, load_info, ring_paths
 
-__all__ = ["RunReader"]
+__all__ = ["Pause", "RunReader"]
 
 POLL_BYTES = 1 << 20
 RECENT_RECORDS = 4000
@@ -22,6 +23,18 @@ RECENT_RECORDS = 4000
 RECENT_NS = 120 * 10**9
 """And this much of device samples, as far back as the charts go."""
 _HISTORY = "history.sqlite"
+_RANKS = "the ranks of a distributed training wait for each other: pausing would let their collectives time out"
+
+
+class Pause(NamedTuple):
+    """Whether the training is paused."""
+
+    wanted: bool
+    """A pause was asked for last, of any process that trains."""
+    pending: bool
+    """A process has not yet acted on what was asked of it."""
+    since_ns: int | None
+    """Since when all that train are paused (monotonic); None while one runs."""
 
 
 class _Tail:
@@ -60,6 +73,19 @@ class _Tail:
         except (RingError, OSError):
             return False
         return True
+
+    def request_pause(self, paused: bool) -> bool:
+        try:
+            self.ring.request_pause(paused)
+        except (RingError, OSError):
+            return False
+        return True
+
+    def pause_requests(self) -> tuple[int, int]:
+        try:
+            return self.ring.pause_requests()
+        except (RingError, OSError):
+            return 0, 0
 
     def waiting(self) -> bool:
         try:
@@ -242,6 +268,35 @@ class RunReader:
     def pending(self) -> bool:
         """Whether a living process has not yet acted on what was asked of it."""
         return any(tail.waiting() for tail in self._training())
+
+    def request_pause(self, paused: bool) -> int:
+        """Ask every training process to pause between two of its steps, or to go on; how many were asked.
+
+        None is asked to pause where `pause_refusal` says that it cannot be.
+        """
+        self._open_new()
+        if paused and self.pause_refusal() is not None:
+            return 0
+        return sum(tail.request_pause(paused) for tail in self._training())
+
+    def pause_refusal(self) -> str | None:
+        """Why the training cannot be paused now; None if it can be asked to."""
+        training = self._training()
+        if not training:
+            return "no training process is there to pause"
+        return _RANKS if any((tail.ring.world or 1) > 1 for tail in training) else None
+
+    def paused(self) -> Pause:
+        """What was asked for last, whether it is so yet, and since when."""
+        training = self._training()
+        requests = [tail.pause_requests() for tail in training]
+        doing = [tail.activity() for tail in training]
+        paused = bool(doing) and all(what == "paused" for what, _ in doing)
+        return Pause(
+            wanted=any(asked & 1 for asked, _ in requests),
+            pending=any(asked != answered for asked, answered in requests),
+            since_ns=max(since for _, since in doing) if paused else None,
+        )
 
     def _training(self) -> list[_Tail]:
         return [tail for tail in self._tails.values() if tail.ring.process >= 0 and tail.alive()]

@@ -107,6 +107,10 @@ class Totals:
     memory: dict[int, Any] = field(default_factory=dict)
     """The newest record of each process of what the devices' memory holds."""
     processes: int = 0
+    pauses: int = 0
+    """Of the process that was paused most often."""
+    paused_s: float = 0.0
+    """Of the process that was paused longest, in the pauses that ended."""
     virtual: bool = False
     reasons: list[str] = field(default_factory=list)
     """Why the run is in the mode it is in, as the training says, and what it warned of."""
@@ -123,6 +127,8 @@ class _Adder:
         self._processes: set[int] = set()
         self._ranks: dict[int, tuple[int | None, int | None]] = {}
         """Rank and world of each process, as it said itself."""
+        self._pauses: Counter[int] = Counter()
+        self._paused_s: dict[int, float] = {}
         self._walls: dict[int, array[int]] = {}
         self._stages: dict[tuple[int, ...], list[Any]] = {}
         """By process, layout, number of the stage, its definition and sizes: calls, durations."""
@@ -168,6 +174,8 @@ class _Adder:
     def event(self, kind: str, data: Any) -> None:
         if kind == "warning" and isinstance(data.get("text"), str):
             self.totals.warnings.append(data["text"])
+        elif kind == "pause" and type(data.get("process")) is int:
+            self._pause(data["process"], data)
         elif kind == "memory" and type(data.get("process")) is int:
             self.totals.memory[data["process"]] = data
         elif kind == "process" and type(data.get("process")) is int:
@@ -175,6 +183,12 @@ class _Adder:
             self._ranks[data["process"]] = rank, world
         elif kind == "mode" and isinstance(data.get("reason"), str) and data["reason"] not in self.totals.reasons:
             self.totals.reasons.append(data["reason"])
+
+    def _pause(self, process: int, data: Any) -> None:
+        self._pauses[process] += data.get("paused") is True
+        seconds = data.get("paused_s")
+        if isinstance(seconds, (int, float)) and 0 <= seconds < 1e9:
+            self._paused_s[process] = self._paused_s.get(process, 0.0) + seconds
 
     def result(self) -> Totals:
         lines: Counter[tuple[Any, ...]] = Counter()
@@ -194,6 +208,8 @@ class _Adder:
                 lines[key] += count
         self.totals.replicas = [ReplicaLine._make((*key, count)) for key, count in sorted(lines.items(), key=_order)]
         self.totals.processes = len(self._processes)
+        self.totals.pauses = max(self._pauses.values(), default=0)
+        self.totals.paused_s = max(self._paused_s.values(), default=0.0)
         self.totals.stages = self._stage_lines()
         if several:
             ranks = [self._rank_line(process) for process in self._processes]

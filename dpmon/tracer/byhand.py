@@ -215,7 +215,7 @@ class ByHand:
         args, kwargs = watched(trace.watch, args, kwargs)
         began = monotonic_ns()
         if local.depth == 0 and (steps.thread == 0 or steps.thread == get_ident()):
-            steps.call_begins(hash((site.root, "by hand")), DP, hand.start)
+            steps.call_begins(hash((site.root, "by hand")), DP, hand.start, False)  # its scatter has already run
             hand.turn = trace.step = steps.number
             spent = sum(took for _, took in hand.phases)
             steps.forward += spent

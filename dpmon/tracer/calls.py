@@ -580,7 +580,7 @@ class Calls:
             trace.rows = session.rows(inputs, site.dim)
             trace.start = now = monotonic_ns()
             if local.depth == 0 and (steps.thread == 0 or steps.thread == get_ident()):
-                steps.call_begins(id(module), site.plan.mode, now)
+                trace.start = steps.call_begins(id(module), site.plan.mode, now)
                 trace.step = steps.number
                 trace.outer = steps.inner
                 steps.inner = 0

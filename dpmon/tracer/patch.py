@@ -29,6 +29,7 @@ from dpmon.tracer.calls import Calls
 from dpmon.tracer.frames import drop_frames, hide_from_dynamo, named_like
 from dpmon.tracer.memory import Memory
 from dpmon.tracer.modes import Modes
+from dpmon.tracer.pause import Pause
 from dpmon.tracer.roots import Roots
 from dpmon.tracer.session import Config, Session
 from dpmon.tracer.steps import Steps
@@ -63,6 +64,7 @@ def install() -> None:
         roots.watch()
 
     steps.on_idle = idle
+    steps.on_pause = Pause(session).wait
     steps.on_unseen = roots.unseen
 
     for number, name in enumerate(("scatter_kwargs", "replicate", "parallel_apply", "gather", "scatter")):

@@ -153,7 +153,7 @@ def short_way(
             inputs = session.inputs(args, kwargs, site.inputs)
             rows = session.rows(inputs, 0)
             ring.flush()
-            steps.call_begins(id(module), SINGLE, began)
+            began = steps.call_begins(id(module), SINGLE, began)
             outer = steps.inner
         except Exception as error:  # noqa: BLE001 - ours must not reach the script
             session.fault("begin", error)

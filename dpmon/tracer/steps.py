@@ -46,7 +46,7 @@ PLAIN, BUSY = -1, -2
 
 WORD, BYTE = Activity.WORD, Activity.BYTE
 _FRAME = Frame(STEP_WORDS)
-HELD = Ring.HELD
+HELD, PAUSE, PAUSE_ANSWERED = Ring.HELD, Ring.PAUSE, Ring.PAUSE_ANSWERED
 QUICK_NS = 1_000_000
 QUICK_TURNS = 4
 FIRST_TURNS = 64
@@ -89,6 +89,7 @@ class Steps:
         "number",
         "on_close",
         "on_idle",
+        "on_pause",
         "on_unseen",
         "open",
         "optimizer",
@@ -116,6 +117,8 @@ class Steps:
         self.on_unseen: Callable[[], None] = lambda: None
         """Called when an optimizer steps and steps, and no call was ever seen."""
         self.on_idle: Callable[[], None] = lambda: None
+        self.on_pause: Callable[[int], None] = lambda step: None
+        """Called between two turns, with the number of the one that is over, when a reader has asked for a pause."""
         self.reset()
 
     def reset(self) -> None:
@@ -211,7 +214,7 @@ class Steps:
                 began = clock()
                 self.free = BUSY
                 try:
-                    self.turn(began)
+                    began = self.turn(began)
                     self.fetches = 1
                     self.since_fetch = 0
                     self.loader = True
@@ -243,15 +246,12 @@ class Steps:
                 self.loader = True
                 self.since_fetch = 0
                 self.fetches = 1 if self.calls else self.fetches + 1
-                if not self.open:
-                    self._begin(began)
-                elif self.calls:
-                    self.close(began)
-                    self._begin(began)
-                    if self.stepped:  # it raised, and never said that it ended
+                if not self.open or self.calls:
+                    if self.open and self.stepped:  # it raised, and never said that it ended
                         self.stepped = 0
                         self.stepping.clear()
                         was = 0 if was == -self.thread else was
+                    began = self._next(began, was != PLAIN)
                 if self.fetches == IDLE_FETCHES:
                     self.on_idle()
                 self.words[WORD] = began << 3 | Activity.DATA
@@ -293,12 +293,14 @@ class Steps:
 
     # ---------------------------------------------------------------- calls
 
-    def call_begins(self, root: int, mode: int, now: int) -> None:
-        """An outermost call of the module with id `root` on the training thread; `number` is its turn."""
+    def call_begins(self, root: int, mode: int, now: int, outside: bool = True) -> int:
+        """An outermost call of the module with id `root` on the training thread; `number` is its turn.
+
+        Returns when it begins: later than `now` if the training was paused before it; `outside` as for `_next`.
+        """
         if self.calls:
             if root == self.root and not self.loader and (self._evaluates() or self._by_calls()):
-                self.close(now)
-                self._begin(now)
+                now = self._next(now, outside)
                 self.mode = mode
         else:
             if not self.thread:
@@ -312,6 +314,7 @@ class Steps:
         self.fetches = 0
         self.since_optimizer += 1
         self.map[BYTE] = Activity.FORWARD
+        return now
 
     def _found_thread(self) -> None:
         """The first call: this is the training thread. Batches that another one fetched say nothing of its turns."""
@@ -545,8 +548,7 @@ class Steps:
         if self.loader or not self.open or self.session.off:
             return
         if self.calls:
-            self.close(now)
-            self._begin(now)
+            self._next(now)
         else:
             self.fetches += 1
             if self.fetches == IDLE_FETCHES:
@@ -565,13 +567,29 @@ class Steps:
         if not self.loader:
             self.words[WORD] = now << 3
 
-    def turn(self, now: int) -> None:
-        """The turn is over at `now` and the next begins: `close` and `_begin`, written out for what is usual."""
+    def _next(self, now: int, outside: bool = True) -> int:
+        """The turn under way, if there is one, is over at `now`; returns when the next has begun.
+
+        That is later if the training was paused; `outside` says that this is no place within a call, where it may not.
+        """
+        ended = self.open
+        if ended:
+            self.close(now)
+        self._begin(now)
+        if ended:
+            self.countdown -= 1
+            if self.countdown <= 0:
+                self.countdown = self.on_close()
+        words = self.words
+        if words[PAUSE] != words[PAUSE_ANSWERED] and outside and self.free != PLAIN and not self.session.local.depth:
+            now = self._pause(now)
+        return now
+
+    def turn(self, now: int) -> int:
+        """The turn is over at `now` and the next begins: `_next`, written out for what is usual."""
         ring = self.ring
         if ring is None or ring.staged is None:
-            self.close(now)
-            self._begin(now)
-            return
+            return self._next(now)
         staged, ring.staged = ring.staged, None
         start = self.start
         held = ring.held
@@ -607,9 +625,28 @@ class Steps:
             ring.flush()
             if ring.head >= self.session.renew_at:
                 self.session.renew()
+            words = self.words
+            if words[PAUSE] != words[PAUSE_ANSWERED]:
+                now = self._pause(now)
         self.countdown -= 1
         if self.countdown <= 0:
             self.countdown = self.on_close()
+        return now
+
+    def _pause(self, now: int) -> int:
+        """Wait for as long as the training is to be paused; the turn that began at `now` is put off by that."""
+        began = monotonic_ns()
+        was, self.free = self.free, 0  # and 0 it stays after an exception: see `settle`
+        try:
+            self.on_pause(self.number - 1)
+            self.free = was
+        except Exception as error:  # noqa: BLE001 - ours must not reach the script
+            self.session.fault("pause", error, fatal=False)
+            self.free = was
+        finally:
+            self.start = now = now + monotonic_ns() - began
+            self.words[WORD] = now << 3
+        return now
 
     def close(self, now: int) -> None:
         """The turn is over at `now`: write it, together with its call if that is staged."""
@@ -637,9 +674,6 @@ class Steps:
                 ring.put(_FRAME, step)
             if ring.head >= session.renew_at:
                 session.renew()
-        self.countdown -= 1
-        if self.countdown <= 0:
-            self.countdown = self.on_close()
 
     def at_exit(self) -> None:
         """The process ends: write the turn under way, up to the end of its last phase."""

@@ -73,6 +73,15 @@ def test_without_steps_it_says_what_is_waited_for() -> None:
     assert Progress(reader).line() == "waiting for the first batch, torch imported (0 s)"  # type: ignore[arg-type]
     since = time.monotonic_ns() - 12 * 10**9
     assert line(activities={0: ("data", since)}) == "no step for 12 s, in data"
+    assert line(activities={0: ("paused", since)}) == "paused for 12 s"
+
+
+def test_a_pause_is_no_part_of_the_speed() -> None:
+    paused = {"process": 0, "paused": True, "paused_s": None}
+    over = {"process": 0, "paused": False, "paused_s": 4.0}
+    before: list[Record] = [Event("pause", {**over, "paused_s": 1000.0})]  # of no step that is counted
+    records = [step(1), Event("pause", paused), Event("pause", over), step(42)]
+    assert line([*before, *records]).startswith("step 42  10 steps/s")
 
 
 @pytest.mark.parametrize(

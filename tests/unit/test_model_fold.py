@@ -358,3 +358,68 @@ def test_folding_asks_no_clock_and_opens_nothing() -> None:
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     loaded = {name.partition(".")[0] for name in json.loads(out.replace("'", '"'))}
     assert not loaded & {"textual", "rich", "torch", "threading", "socket", "sqlite3", "subprocess", "pynvml"}
+
+
+# ------------------------------------------------------------------------------------------------ pauses
+
+
+def a_pause(paused: bool, t_s: float, **more: object) -> Event:
+    return Event("pause", {"process": 0, "rank": None, "t_s": t_s, "step": 5, "paused": paused, **more})
+
+
+def steps_from(start_s: float, count: int, first: int = 1) -> list[Record]:
+    """Steps of a tenth of a second, one after the other."""
+    tenth = SECOND // 10
+    return [
+        a_step(step=first + n, start_ns=int(start_s * SECOND) + n * tenth, wall_ns=tenth, samples=3)
+        for n in range(count)
+    ]
+
+
+def test_a_pause_has_a_beginning_and_an_end() -> None:
+    state = folded([*steps_from(1.0, 20), a_pause(True, 3.0)])
+    process = state.processes[0]
+    assert process.paused_since_ns == 3 * SECOND
+    assert speed(process, 4 * SECOND).reason == "the training is paused"
+    folded([a_pause(False, 63.0, paused_s=60.0)], state)
+    assert (process.paused_since_ns, process.paused_ns) == (None, 60 * SECOND)
+    assert [(change.paused, change.t_ns, change.paused_ns, change.step) for change in state.pauses] == [
+        (True, 3 * SECOND, None, 5),
+        (False, 63 * SECOND, 60 * SECOND, 5),
+    ]
+    assert state.ignored == 0
+
+
+def test_a_pause_is_no_part_of_the_speed() -> None:
+    before = [*steps_from(1.0, 20), a_pause(True, 3.0), a_pause(False, 8.0, paused_s=5.0)]
+    state = folded(before)
+    assert speed(state.processes[0], 8 * SECOND).steps_per_s is None
+    folded(steps_from(8.0, 20, 21), state)
+    assert speed(state.processes[0], 10 * SECOND).steps_per_s == pytest.approx(10)
+    assert speed(state.processes[0], 10 * SECOND).samples_per_s == pytest.approx(30)
+
+
+def test_a_step_ends_a_pause_whose_end_was_missed() -> None:
+    state = folded([*steps_from(1.0, 3), a_pause(True, 3.0), *steps_from(2.0, 1, 4)])
+    assert state.processes[0].paused_since_ns == 3 * SECOND  # that step began before it
+    folded(steps_from(9.0, 1, 5), state)
+    assert state.processes[0].paused_since_ns is None
+
+
+def test_a_pause_that_was_refused() -> None:
+    state = folded([a_pause(False, 1.0, refused="ranks")])
+    assert (state.pauses[0].refused, state.processes[0].paused_since_ns) == ("ranks", None)
+
+
+@pytest.mark.parametrize(
+    "data", [{}, {"process": 0}, {"process": "0", "paused": True}, {"process": True, "paused": True}, {"paused": 1}]
+)
+def test_a_pause_that_makes_no_sense(data: dict[str, object]) -> None:
+    state = folded([Event("pause", data)])
+    assert (state.ignored, state.pause_count) == (1, 0)
+
+
+def test_a_pause_of_no_known_length() -> None:
+    for seconds in (float("nan"), float("inf"), -1.0, "60", True):
+        state = folded([a_pause(True, 1.0), a_pause(False, 2.0, paused_s=seconds)])
+        assert (state.processes[0].paused_ns, state.pauses[1].paused_ns) == (0, None)

@@ -247,6 +247,22 @@ def test_a_request_and_its_acknowledgement(ring: Ring, reader: RingReader, path:
     assert everything(reader) == []
 
 
+def test_a_request_for_a_pause_and_its_answer(ring: Ring, reader: RingReader) -> None:
+    """The lowest bit says what is asked for, and no request is like the one before it."""
+    assert reader.pause_requests() == (0, 0)
+    asked = [reader.request_pause(paused) for paused in (True, True, False, True)]
+    assert asked == [3, 5, 6, 9]
+    assert (ring.words[Ring.PAUSE], reader.pause_requests()) == (9, (9, 0))
+    ring.words[Ring.PAUSE_ANSWERED] = 9
+    assert reader.pause_requests() == (9, 9)
+    assert (ring.request_serial, reader.acknowledged()) == (0, (0, 0))
+
+
+def test_an_activity_of_a_later_version(ring: Ring, reader: RingReader) -> None:
+    ring.activity(7, 1000)
+    assert reader.activity() == (Activity.OTHER, 1000)
+
+
 def test_what_the_training_is_in(ring: Ring, reader: RingReader) -> None:
     assert reader.activity() == (Activity.OTHER, 0)
     for what in range(len(Activity.NAMES)):

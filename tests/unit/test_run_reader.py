@@ -14,7 +14,7 @@ from dpmon.records import Call, Event, Record, Step, pack_call, pack_definition,
 from dpmon.ring import Activity, Ring
 from dpmon.run import proc
 from dpmon.run.drain import Drain
-from dpmon.run.reader import RECENT_RECORDS, RunReader
+from dpmon.run.reader import RECENT_RECORDS, Pause, RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
 
 START = 1_000_000_000
@@ -188,6 +188,31 @@ def test_an_ended_process_is_not_waited_for(run: tuple[Path, RunInfo], reader: R
     two.ring.activity(Activity.ENDED, time.monotonic_ns())
     assert not reader.pending()
     assert reader.request_mode("single") == 1
+
+
+def test_a_pause_holds_once_all_that_train_have_paused(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    assert reader.request_pause(True) == 0
+    assert reader.pause_refusal() == "no training process is there to pause"
+    assert reader.paused() == Pause(False, False, None)
+    one, two = Writer(run[0], 0), Writer(run[0], 1)
+    assert reader.request_pause(True) == 2
+    assert reader.paused() == Pause(True, True, None)
+    for number, writer in enumerate((one, two), 1):
+        writer.ring.activity(Activity.PAUSED, number * 1000)
+        writer.ring.words[Ring.PAUSE_ANSWERED] = writer.ring.words[Ring.PAUSE]
+    assert reader.paused() == Pause(True, False, 2000)
+    assert reader.request_pause(False) == 2
+    assert reader.paused() == Pause(False, True, 2000)
+    for writer in (one, two):
+        writer.ring.activity(Activity.ENDED, 3000)
+    assert reader.paused() == Pause(False, False, None)
+
+
+def test_ranks_are_not_asked_to_pause(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    ring = Ring(str(run[0] / "process-0.ring"), process=0, rank=1, world=2, start_ns=START)
+    assert reader.request_pause(True) == 0
+    assert "ranks" in (reader.pause_refusal() or "")
+    assert ring.words[Ring.PAUSE] == 0
 
 
 def test_activities_and_stages(run: tuple[Path, RunInfo], reader: RunReader) -> None:

@@ -1,0 +1,123 @@
+"""Pausing the training between two of its steps, for as long as a reader of the ring asks for it.
+
+The training waits here, on its own thread, in short sleeps: a signal finds Python between two of them, as in any other
+code of the script's. It waits for nobody who is not there: without a living supervisor it goes on by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from time import monotonic_ns, sleep
+from typing import Any
+
+import torch
+
+from dpmon.ring import Activity, Ring
+from dpmon.tracer.session import Session
+
+__all__ = ["Pause"]
+
+POLL_S = 0.025
+LOOK_NS = 500_000_000
+"""Between two looks whether the supervisor lives."""
+MAX_INFO_BYTES = 1 << 22
+
+_RANKS = (
+    "the ranks of a distributed training wait for each other in their collectives, which give up after some minutes: "
+    "one that pauses would end the others"
+)
+
+
+class Pause:
+    """The pauses of one process."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def wait(self, step: int) -> None:
+        """Take up what was asked for after `step`, and wait while it is a pause.
+
+        Raises what a signal handler of the script raises; then this pause is over, whatever is still asked for, so
+        that the script can come to its end.
+        """
+        session, ring = self.session, self.session.ring
+        if ring is None:
+            return
+        words = ring.words
+        asked = words[Ring.PAUSE]
+        try:
+            if asked & 1:
+                refused = _ranks(session) or _nobody(session)
+                if refused is None:
+                    self._wait(ring, step)
+                else:
+                    session.event("pause", paused=False, step=step, paused_s=0.0, reason=None, refused=refused)
+        finally:
+            words[Ring.PAUSE_ANSWERED] = words[Ring.PAUSE] if words[Ring.PAUSE] & 1 == 0 else asked
+
+    def _wait(self, ring: Ring, step: int) -> None:
+        session, words = self.session, ring.words
+        began = looked = monotonic_ns()
+        reason: str | None = "interrupted"
+        try:
+            session.event("pause", paused=True, step=step, paused_s=None, reason=None, refused=None)
+            while True:
+                asked = words[Ring.PAUSE]
+                if not asked & 1:
+                    reason = None
+                    break
+                words[Ring.PAUSE_ANSWERED] = asked
+                ring.activity(Activity.PAUSED, began)
+                sleep(POLL_S)
+                now = monotonic_ns()
+                if now - looked >= LOOK_NS:
+                    looked = now
+                    reason = _nobody(session)
+                    if reason is not None:
+                        session.warn(f"the training was paused and goes on by itself: {reason}")
+                        break
+                    reason = "interrupted"
+        finally:
+            now = monotonic_ns()
+            ring.activity(Activity.OTHER, now)
+            paused_s = (now - began) / 1e9
+            session.event("pause", paused=False, step=step, paused_s=paused_s, reason=reason, refused=None)
+
+
+def _ranks(session: Session) -> str | None:
+    """Why a process of several that train together is not paused; None for any other."""
+    world = session.world or 1
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        world = max(world, distributed.get_world_size())
+    return _RANKS if world > 1 else None
+
+
+def _nobody(session: Session) -> str | None:
+    """Why nobody could be relied on to end a pause; None if the supervisor lives."""
+    try:
+        path = os.path.join(session.config.directory, "run.json")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            info: Any = json.loads(file.read(MAX_INFO_BYTES))
+        pid, since = info["supervisor_pid"], info["supervisor_started"]
+    except OSError as error:
+        return f"the run's directory cannot be read ({error.strerror})"
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return "run.json does not say who supervises the run"
+    return None if _alive(pid, since) else "the supervisor is gone"
+
+
+def _alive(pid: Any, since: Any) -> bool:
+    """Whether the process `pid` that was started `since` seconds after the boot still runs."""
+    if type(pid) is not int or not isinstance(since, (int, float)):
+        return False
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name in parentheses may hold blanks and parentheses itself.
+            fields = file.read(4096).rpartition(b")")[2].split()
+        ticks = os.sysconf("SC_CLK_TCK")
+        return fields[0] not in (b"Z", b"X", b"x") and abs(int(fields[19]) / ticks - since) < 1.5 / ticks
+    except (OSError, ValueError, LookupError):
+        return False

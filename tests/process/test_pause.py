@@ -1,0 +1,270 @@
+"""The training pauses between two steps when it is asked to, and nobody's death leaves it paused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import Dpmon, wait_for
+from tracing import Script, Traced, text_of
+
+from dpmon.model import State, fold
+from dpmon.records import Step
+from dpmon.ring import Activity, RingReader
+from dpmon.run import proc
+from dpmon.run.reader import RunReader
+
+LOOPS = ("with_calls_only", "with_an_optimizer", "with_a_loader")
+LOOP = """\
+import pathlib, sys, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = torch.utils.data.TensorDataset(torch.ones(1000, 4))
+def train(steps=10**9):
+    while steps > 0:
+        for x, in torch.utils.data.DataLoader(data, batch_size=10):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            steps -= 1
+            if steps <= 0 or pathlib.Path("stop").exists():
+                return
+"""
+
+
+def supervised(script: Script, pid: int | None = None) -> None:
+    """Say in run.json that this process, or another, supervises the run."""
+    pid = os.getpid() if pid is None else pid
+    text = json.dumps({"supervisor_pid": pid, "supervisor_started": proc.started(pid)})
+    (script.directory / "run.json").write_text(text)
+
+
+def is_paused(ring: RingReader) -> bool:
+    return Activity.NAMES[ring.activity()[0]] == "paused"
+
+
+def answered(ring: RingReader) -> bool:
+    asked, answer = ring.pause_requests()
+    return asked == answer
+
+
+def pause(ring: RingReader) -> int:
+    """Ask for a pause and wait until it has begun; the request."""
+    asked = ring.request_pause(True)
+    wait_for(lambda: is_paused(ring), what="a pause")
+    return asked
+
+
+def go_on(ring: RingReader) -> None:
+    """Ask for its end and wait until it has come."""
+    ring.request_pause(False)
+    wait_for(lambda: answered(ring) and not is_paused(ring), what="the end of a pause")
+
+
+def pauses(run: Traced) -> list[dict[str, Any]]:
+    return [dict(event.data) for event in run.events("pause")]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
+    """Three loops alone, and under --mode script with a pause asked for within the sixth step of each."""
+    place = tmp_path_factory.mktemp("pausing")
+    alone = Script(place, text_of("pausing"), run=False)
+    script = Script(place, text_of("pausing"), mode="script")
+    supervised(script)
+    for name in LOOPS:
+        assert script.line() == name
+        ring = script.ring()
+        asked = ring.request_pause(True)
+        script.go_on()
+        assert pause(ring) == asked + 2
+        assert ring.pause_requests() == (asked + 2, asked + 2)
+        go_on(ring)
+        ring.close()
+        assert alone.line() == name
+        alone.go_on()
+    return alone.end(), script.end()
+
+
+def test_a_pause_changes_no_number(both: tuple[Traced, Traced]) -> None:
+    alone, run = both
+    assert run.said == alone.said
+    assert (run.complaints, run.missed) == ([], 0)
+
+
+def test_a_pause_lies_between_two_steps_and_in_none(both: tuple[Traced, Traced]) -> None:
+    """No step is lost, and none holds any of the time: each pause is the gap between its step and the next."""
+    _, run = both
+    steps = run.steps()
+    assert [step.step for step in steps] == list(range(1, len(steps) + 1))
+    assert len(steps) == 35  # the last of the calls and the first step of the optimizer make one turn
+    found = pauses(run)
+    assert [event["paused"] for event in found] == [True, False] * 3
+    # Without loader and optimizer a turn ends where the next call begins: that was asked before the sixth.
+    assert [event["step"] for event in found] == [5, 5, 17, 17, 29, 29]
+    assert all(event["reason"] is None and event["refused"] is None for event in found)
+    for end in found[1::2]:
+        before, after = steps[end["step"] - 1 : end["step"] + 1]
+        gap = after.start_ns - before.start_ns - before.wall_ns
+        assert gap >= end["paused_s"] * 1e9 > 0
+        assert before.start_ns + before.wall_ns <= end["t_s"] * 1e9 <= after.start_ns + after.wall_ns
+
+
+def test_the_order_of_the_record(both: tuple[Traced, Traced]) -> None:
+    """What was before the pause is written before it, so that a reader sees it while it lasts."""
+    seen = 0
+    for record in both[1].records:
+        if isinstance(record, Step):
+            seen = record.step
+        elif getattr(record, "kind", "") == "pause":
+            assert seen == record.data["step"]  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def steered(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    """Very short steps, asked four times: while nobody supervises, then twice with success, once left alone."""
+    script = Script(tmp_path_factory.mktemp("steered"), LOOP + "train()\n")
+    ring = script.ring()
+    wait_for(lambda: ring.held() > 0, what="steps that are short enough to be held back")
+    ring.request_pause(True)
+    wait_for(lambda: answered(ring), what="a refusal")
+    supervised(script)
+
+    pause(ring)
+    assert ring.held() == 0
+    go_on(ring)
+    wait_for(lambda: ring.held() > 0, what="short steps again")
+
+    pid = script.process.pid
+    os.kill(pid, signal.SIGSTOP)  # both requests are there when it looks
+    wait_for(lambda: (found := proc.read(pid)) is not None and found.state == "T", what="the stop")
+    ring.request_pause(True)
+    ring.request_pause(False)
+    assert not answered(ring)
+    os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: answered(ring), what="an answer")
+
+    pause(ring)
+    elsewhere = script.cwd / "elsewhere"
+    script.directory.rename(elsewhere)
+    wait_for(lambda: not is_paused(ring), what="the training to go on")
+    elsewhere.rename(script.directory)
+    (script.cwd / "stop").touch()
+    ring.close()
+    return script.end()
+
+
+def test_no_step_is_lost(steered: Traced) -> None:
+    assert (steered.status, steered.err, steered.missed, steered.held) == (0, "", 0, {0: 0})
+    steps = [step.step for step in steered.steps()]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_without_a_supervisor_it_is_refused(steered: Traced) -> None:
+    first = pauses(steered)[0]
+    assert first["paused"] is False
+    assert first["refused"].startswith("the run's directory cannot be read")
+    state = State()
+    for record in steered.records:
+        fold(state, record)
+    assert state.pauses[0].refused == first["refused"]
+    assert state.pause_count == 5
+    assert state.processes[0].paused_since_ns is None
+
+
+def test_it_goes_on_by_itself_when_the_directory_vanishes(steered: Traced) -> None:
+    found = [(event["paused"], (event["reason"] or "")[:20]) for event in pauses(steered)[1:]]
+    assert found == [(True, ""), (False, ""), (True, ""), (False, "the run's directory ")]
+    (text,) = steered.complaints
+    assert text.startswith("the training was paused and goes on by itself")
+
+
+def test_ranks_are_not_paused(tmp_path: Path) -> None:
+    script = Script(tmp_path, LOOP + "train()\n", env={"RANK": "0", "WORLD_SIZE": "2"})
+    supervised(script)
+    ring = script.ring()
+    ring.request_pause(True)
+    wait_for(lambda: answered(ring), what="an answer")
+    (script.cwd / "stop").touch()
+    run = script.end()
+    assert run.status == 0
+    (found,) = pauses(run)
+    assert found["paused"] is False
+    assert "wait for each other" in found["refused"]
+
+
+# ------------------------------------------------------------------------------------------------ whole runs
+
+
+def paused_run(dpmon: Dpmon, text: str) -> tuple[Any, RunReader]:
+    """A run that trains, asked to pause; once it has."""
+    dpmon.script(LOOP + text)
+    process = dpmon.start("script.py")
+    dpmon.info()
+    reader = RunReader(dpmon.last())
+    wait_for(lambda: reader.request_pause(True), what="a training process")
+    wait_for(lambda: reader.paused().since_ns, what="the pause")
+    assert reader.paused()[:2] == (True, False)
+    assert reader.pause_refusal() is None
+    return process, reader
+
+
+def test_the_supervisor_is_killed_while_it_is_paused(dpmon: Dpmon) -> None:
+    process, reader = paused_run(dpmon, "train()\n")
+    info = dpmon.info()
+    os.kill(info["supervisor_pid"], signal.SIGKILL)
+    wait_for(lambda: reader.paused().since_ns is None, what="the training to go on")
+    (dpmon.cwd / "stop").touch()
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 0
+    assert b"goes on by itself: the supervisor is gone" in err
+    found = [record for record in dpmon.records() if record["kind"] == "pause"]
+    assert [record["paused"] for record in found] == [True, False]
+    assert found[1]["reason"] == "the supervisor is gone"
+    reader.close()
+
+
+def test_interrupted_while_it_is_paused(dpmon: Dpmon) -> None:
+    """The script gets its KeyboardInterrupt at once, and may then train on to its own end: that pause is over."""
+    text = "try:\n    train()\nexcept KeyboardInterrupt:\n    train(5)\n    print('interrupted')\n    sys.exit(11)\n"
+    process, reader = paused_run(dpmon, text)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    assert (process.returncode, out) == (11, b"interrupted\n")
+    assert b"paused once, for " in err
+    found = [record for record in dpmon.records() if record["kind"] in ("pause", "step")]
+    at = next(n for n, record in enumerate(found) if record["kind"] == "pause" and not record["paused"])
+    assert found[at]["reason"] == "interrupted"
+    assert len([record for record in found[at:] if record["kind"] == "step"]) == 5
+    reader.close()
+
+
+def test_paused_for_whoever_comes_late_and_resumed_by_them(dpmon: Dpmon) -> None:
+    process, reader = paused_run(dpmon, "train()\n")
+    late = RunReader(dpmon.last())
+    state = State()
+
+    def known() -> int | None:
+        for record in late.poll():
+            fold(state, record)
+        process = state.focus()
+        return process.paused_since_ns if process is not None else None
+
+    wait_for(known, what="the record of the pause")
+    last = reader.paused().since_ns
+    assert last is not None
+    assert 0 < state.processes[0].paused_since_ns <= time.monotonic_ns() - late.info.start_ns  # type: ignore[operator]
+    assert late.request_pause(False) == 1
+    wait_for(lambda: not known() and not late.paused().pending, what="its end")
+    assert state.processes[0].paused_ns > 0
+    assert [change.paused for change in state.pauses] == [True, False]
+    (dpmon.cwd / "stop").touch()
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    for one in (reader, late):
+        one.close()

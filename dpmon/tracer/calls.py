@@ -26,6 +26,7 @@ from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sizes import tensors_in
 from dpmon.tracer.stages import Stages, stages_of
 from dpmon.tracer.steps import Steps
+from dpmon.tracer.tables import buffers_of, modules_of
 from dpmon.tracer.virtual import Originals
 
 __all__ = ["Calls", "Site"]
@@ -117,7 +118,7 @@ class Before:
 
     def __init__(self, module: Any) -> None:
         self._random = torch.get_rng_state()
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in torch.nn.Module.buffers(module)]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers_of(module)]
 
     def restore(self) -> None:
         """As if nothing had been tried (what the forward did outside torch stays done)."""
@@ -802,7 +803,7 @@ def _spell(site: Site, plan: Plan) -> dict[str, Any]:
 
 
 def _holds_wrapper(module: Any) -> bool:
-    return any(isinstance(inner, torch.nn.DataParallel) for inner in torch.nn.Module.modules(module))
+    return any(isinstance(inner, torch.nn.DataParallel) for inner in modules_of(module))
 
 
 def _is_ddp(module: Any) -> bool:

@@ -1,14 +1,15 @@
 """What the memory of each device holds: the models, their gradients, the optimizers' states, and the rest.
 
 Looked at between two turns of the loop: after the first ones, then every few seconds, and more rarely where looking
-takes long. Storages are counted once, whoever shares them, in the order above. What torch's allocator says of a GPU is
+takes long; a look that takes longer than a few milliseconds goes on after the next turn, and its time is in no turn.
+Storages are counted once, whoever shares them, in the order above. What torch's allocator says of a GPU is
 read, never reset: the peak is the one since the start, or since the script itself has last reset it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from dpmon.tracer.calls import Calls
 from dpmon.tracer.frames import drop_frames, named_like
 from dpmon.tracer.session import Session
+from dpmon.tracer.storages import MAX_TENSORS, Walk
 
 __all__ = ["Memory"]
 
@@ -27,10 +29,10 @@ SAME_NS = 60_000_000_000
 """How long nothing is said while nothing changes."""
 MAX_SHARE = 1000
 """A look that took t is not repeated for MAX_SHARE times t: at most a thousandth of the time goes into it."""
-MAX_TENSORS = 20_000
+SLICE_NS = 10_000_000
+"""After which a look makes way for the next turn."""
 MAX_OPTIMIZERS = 256
 MAX_FAULTS = 3
-MAX_DEPTH = 4
 MAX_TURNS = 1 << 20
 
 _NO_STATISTICS = "torch keeps no statistics of this device's allocator"
@@ -44,6 +46,8 @@ class Memory:
         self.session = session
         self.calls = calls
         self._optimizers: list[Any] = []
+        self._forgotten = 0
+        """Optimizers that were alive when there were too many to remember them all."""
         self.reset()
 
     def reset(self) -> None:
@@ -57,6 +61,9 @@ class Memory:
         self._peaks: dict[str, tuple[int, int]] = {}
         """By device: its peak at the last look, and the turn after which it came up to it."""
         self._looked_at = 0
+        self._walk: Walk | None = None
+        """The look that is under way, how long it has taken, and over how many turns."""
+        self._spent = self._slices = 0
         self._roots_left = 0
         self._left = 1
 
@@ -72,8 +79,11 @@ class Memory:
                 drop_frames(error)
                 raise
             try:
-                self._optimizers = [known for known in self._optimizers if known() is not None][-MAX_OPTIMIZERS:]
+                self._optimizers = [known for known in self._optimizers if known() is not None]
                 self._optimizers.append(weakref.ref(self_))
+                if len(self._optimizers) > MAX_OPTIMIZERS:
+                    del self._optimizers[0]
+                    self._forgotten += 1
             except Exception as error:  # noqa: BLE001 - the object is made, whatever we make of it
                 self.session.fault("optimizers", error, fatal=False)
 
@@ -101,11 +111,11 @@ class Memory:
             if self._turns < FIRST_TURNS:
                 return FIRST_TURNS - self._turns
             now = monotonic_ns()
-            if now >= self._due:
-                self._look(now)
-                ended = monotonic_ns()
-                self._due = ended + max(EVERY_NS, (ended - now) * MAX_SHARE)
-                self._since, self._turns = ended, FIRST_TURNS
+            if self._walk is None and now >= self._due and self.session.ring is not None:
+                self._walk = Walk(self._models(), (one for known in self._optimizers if (one := known()) is not None))
+                self._spent = self._slices = 0
+            if self._walk is not None:
+                self._look(self._walk, now)
                 return 1
             # As many turns as fit into what is left, by what they took since the last look.
             each = (now - self._since) / max(self._turns - FIRST_TURNS, 1)
@@ -117,44 +127,41 @@ class Memory:
 
     # ---------------------------------------------------------------- what
 
-    def _look(self, now: int) -> None:
-        if self.session.ring is None:
-            return
-        step = self.calls.steps.number
-        devices, more = self._devices(step)
+    def _look(self, walk: Walk, now: int) -> None:
+        """Go on with the look that is under way, and say what was found once it is over."""
+        self._walk = None  # an exception ends it
+        over = walk.go_on(now + SLICE_NS)
+        self._slices += 1
+        if over:
+            self._say(walk, now)
+        else:
+            self._walk = walk
+        ended = monotonic_ns()
+        self.calls.steps.ours += ended - now
+        self._spent += ended - now
+        if over:
+            self._due = ended + max(EVERY_NS, self._spent * MAX_SHARE)
+            self._since, self._turns = ended, FIRST_TURNS
+
+    def _say(self, walk: Walk, now: int) -> None:
+        step = self.calls.steps.number - 1
+        devices = self._devices(walk, step)
         self._looked_at = step
-        same = (devices, more) == self._said
+        absent = {"devices": f"more than {MAX_TENSORS} tensors: the others are not counted"} if walk.more else {}
+        same = (devices, absent) == self._said
         if not devices or (same and now - self._said_ns < SAME_NS):
             return
-        self._said, self._said_ns = (devices, more), now
-        absent = {"devices": f"more than {MAX_TENSORS} tensors: the others are in the rest"} if more else {}
-        took = (monotonic_ns() - now) / 1e6
-        self.session.event("memory", step=step, took_ms=took, devices=devices, absent=absent)
+        self._said, self._said_ns = (devices, absent), now
+        took = (self._spent + monotonic_ns() - now) / 1e6
+        self.session.event("memory", step=step, turns=self._slices, took_ms=took, devices=devices, absent=absent)
 
-    def _devices(self, step: int) -> tuple[list[dict[str, Any]], bool]:
-        seen: set[tuple[str, int]] = set()
-        held: dict[str, list[int]] = {}
-        counts = [0, 0]
-        """Tensors looked at, and those that would not say their size."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for index, tensors in enumerate((self._model(), self._gradients(), self._states())):
-                for tensor in tensors:
-                    if counts[0] >= MAX_TENSORS:
-                        break
-                    counts[0] += 1
-                    try:
-                        for device, key, size in _storages(tensor):
-                            if (device, key) not in seen:
-                                seen.add((device, key))
-                                held.setdefault(device, [0, 0, 0])[index] += size
-                    except (RuntimeError, NotImplementedError, TypeError, ValueError):
-                        counts[1] += 1  # a tensor without data of its own, a parameter that is not made yet
+    def _devices(self, walk: Walk, step: int) -> list[dict[str, Any]]:
+        held = walk.held
         held.pop("meta", None)
         statistics = _statistics()
         for device in statistics:
             held.setdefault(device, [0, 0, 0])
-        found = [self._one(name, held[name], statistics.get(name), counts[1], step) for name in sorted(held)]
-        return found, counts[0] >= MAX_TENSORS
+        return [self._one(name, held[name], statistics.get(name), walk.unsized, step) for name in sorted(held)]
 
     def _one(self, name: str, held: list[int], stats: Any, unsized: int, step: int) -> dict[str, Any]:
         model, gradients, optimizer = held
@@ -178,52 +185,16 @@ class Memory:
                 absent["rest_bytes"] = "part of what the tensors hold is not from torch's allocator"
         if unsized:
             absent["model_bytes"] = f"{unsized} tensors would not say their size and are not counted"
+        if self._forgotten:
+            absent["optimizer_bytes"] = (
+                f"more than {MAX_OPTIMIZERS} optimizers at once: {self._forgotten} of them are not counted"
+            )
         one["absent"] = absent
         return one
 
-    def _model(self) -> Iterator[Any]:
-        for module in self._modules():
-            yield from torch.nn.Module.parameters(module)
-            yield from torch.nn.Module.buffers(module)
-
-    def _gradients(self) -> Iterator[Any]:
-        for module in self._modules():
-            for parameter in torch.nn.Module.parameters(module):
-                if parameter.is_leaf and parameter.grad is not None:
-                    yield parameter.grad
-
-    def _modules(self) -> list[Any]:
+    def _models(self) -> list[Any]:
         found = (site.module() for site in list(self.calls.sites.values()))
         return [module for module in found if module is not None]
-
-    def _states(self) -> Iterator[Any]:
-        for known in self._optimizers:
-            optimizer = known()
-            state = getattr(optimizer, "state", None)
-            if isinstance(state, dict):
-                yield from _tensors(list(state.values()), 0)
-
-
-def _tensors(values: Iterable[Any], depth: int) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif depth < MAX_DEPTH and isinstance(value, dict):
-            yield from _tensors(list(value.values()), depth + 1)
-        elif depth < MAX_DEPTH and isinstance(value, (list, tuple)):
-            yield from _tensors(value, depth + 1)
-
-
-def _storages(tensor: Any) -> list[tuple[str, int, int]]:
-    """Device, identity and bytes of what holds a tensor's data: two for a sparse one."""
-    parts: tuple[Any, ...] = (tensor,)
-    if tensor.layout is torch.sparse_coo:
-        parts = (tensor._indices(), tensor._values())
-    found = []
-    for part in parts:
-        storage = part.untyped_storage()
-        found.append((str(part.device), storage._cdata, storage.nbytes()))
-    return found
 
 
 def _statistics() -> dict[str, tuple[int, int, int]]:

@@ -13,6 +13,7 @@ import torch
 
 from dpmon.records import MODES
 from dpmon.tracer.session import Session
+from dpmon.tracer.tables import buffers_of, modules_of, parameters_of
 from dpmon.tracer.virtual import Originals, VirtualDevices
 
 __all__ = ["DP", "SINGLE", "Modes", "Plan", "overrides"]
@@ -336,9 +337,9 @@ def overrides(kind: type, name: str) -> bool:
 
 
 def _device_of(module: torch.nn.Module) -> torch.device | None:
-    tensor: torch.Tensor | None = next(module.parameters(), None)
+    tensor: torch.Tensor | None = next(parameters_of(module), None)
     if tensor is None:
-        tensor = next(module.buffers(), None)
+        tensor = next(buffers_of(module), None)
     return None if tensor is None else tensor.device
 
 
@@ -347,11 +348,11 @@ def _unsplittable(module: torch.nn.Module) -> str | None:
     unfit = _unreplicable(module)
     if unfit is not None:
         return unfit
-    for inner in torch.nn.Module.modules(module):
+    for inner in modules_of(module):
         if isinstance(inner, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
             return f"{_HOLDS} {type(inner).__name__} of its own"
-    devices = {str(tensor.device) for tensor in module.parameters()}
-    devices |= {str(tensor.device) for tensor in module.buffers()}
+    devices = {str(tensor.device) for tensor in parameters_of(module)}
+    devices |= {str(tensor.device) for tensor in buffers_of(module)}
     if len(devices) > 1:
         return f"its parameters are spread over {', '.join(sorted(devices))}"
     return None
@@ -359,7 +360,7 @@ def _unsplittable(module: torch.nn.Module) -> str | None:
 
 def _unreplicable(module: torch.nn.Module) -> str | None:
     """Why virtual replicas of a module cannot be made; None if they can."""
-    for inner in torch.nn.Module.modules(module):
+    for inner in modules_of(module):
         compiled = getattr(inner, "_compiled_call_impl", None) is not None
         # On the instance (its forward is compiled, and bound to the one module) or on the class.
         compiled |= getattr(getattr(inner, "forward", None), "_torchdynamo_orig_callable", None) is not None

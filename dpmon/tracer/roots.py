@@ -19,6 +19,7 @@ from dpmon.tracer.calls import Calls
 from dpmon.tracer.frames import named_like
 from dpmon.tracer.plain import short_way
 from dpmon.tracer.session import Session
+from dpmon.tracer.tables import modules_of, parameters_of
 
 __all__ = ["Roots"]
 
@@ -110,10 +111,7 @@ class Roots:
         if "_is_replica" in module.__dict__:
             return False
         # A DataParallel is traced by its forward. A module without parameters is a loss or a transform.
-        verdict = not isinstance(module, torch.nn.DataParallel) and (
-            # Not module.parameters(): a script may have overridden it.
-            next(torch.nn.Module.parameters(module), None) is not None
-        )
+        verdict = not isinstance(module, torch.nn.DataParallel) and (next(parameters_of(module), None) is not None)
         if len(self._verdicts) > 4096:
             self._verdicts.clear()
         self._verdicts[id(module)] = (weakref.ref(module), verdict)
@@ -128,7 +126,7 @@ class Roots:
             code = frame.f_code
             if code.co_name == "forward" and code.co_argcount:
                 owner = frame.f_locals.get(code.co_varnames[0])
-                parts = torch.nn.Module.modules(owner) if isinstance(owner, torch.nn.Module) else ()
+                parts = modules_of(owner) if isinstance(owner, torch.nn.Module) else ()
                 if owner is not module and any(part is module for part in parts):
                     self._tell(
                         f"{type(owner).__name__}.forward() is called directly, past Module.__call__, where a call "

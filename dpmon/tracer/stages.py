@@ -17,6 +17,7 @@ import torch
 
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sizes import tensors_in
+from dpmon.tracer.tables import buffers_of, modules_of, parameters_of
 
 __all__ = ["Stages", "stages_of"]
 
@@ -200,7 +201,7 @@ def stages_of(module: Any, session: Session) -> Stages | None:
 def _devices(module: Any) -> tuple[str, ...]:
     """Where the parameters and buffers lie, in the order in which they are met."""
     found: dict[Any, None] = {}
-    for tensors in (torch.nn.Module.parameters(module), torch.nn.Module.buffers(module)):
+    for tensors in (parameters_of(module), buffers_of(module)):
         for tensor in tensors:
             found[tensor.device] = None
     return tuple(str(device) for device in found)
@@ -220,5 +221,5 @@ def _parts(module: Any, prefix: str, depth: int) -> Iterator[Part]:
 def _compiled(module: Any) -> bool:
     return any(
         getattr(inner, "_compiled_call_impl", None) is not None or type(inner).__module__.startswith("torch._dynamo")
-        for inner in torch.nn.Module.modules(module)
+        for inner in modules_of(module)
     )

@@ -94,6 +94,7 @@ class Steps:
         "open",
         "optimizer",
         "other",
+        "ours",
         "outer",
         "quick",
         "ring",
@@ -113,7 +114,7 @@ class Steps:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.on_close: Callable[[], int] = lambda: 1 << 30
-        """Called when `countdown` turns have ended; returns the next countdown."""
+        """Called when `countdown` turns have ended; returns the next countdown, and adds to `ours` what it took."""
         self.on_unseen: Callable[[], None] = lambda: None
         """Called when an optimizer steps and steps, and no call was ever seen."""
         self.on_idle: Callable[[], None] = lambda: None
@@ -149,6 +150,8 @@ class Steps:
         self.backwards = 0
         """1 while the training thread is in a backward pass: modules run in it are recomputed, not called."""
         self.unseen = 0
+        self.ours = 0
+        """Time (ns) that `on_close` took for something that belongs to no turn."""
         self.learns = False
         """Whether the training thread has gone backward or stepped: then it is the right one."""
         self.due = False
@@ -570,7 +573,8 @@ class Steps:
     def _next(self, now: int, outside: bool = True) -> int:
         """The turn under way, if there is one, is over at `now`; returns when the next has begun.
 
-        That is later if the training was paused; `outside` says that this is no place within a call, where it may not.
+        That is later if we looked at something of our own, or if the training was paused; `outside` says that this is
+        no place within a call, where it may not be.
         """
         ended = self.open
         if ended:
@@ -579,7 +583,7 @@ class Steps:
         if ended:
             self.countdown -= 1
             if self.countdown <= 0:
-                self.countdown = self.on_close()
+                now = self._look(now)
         words = self.words
         if words[PAUSE] != words[PAUSE_ANSWERED] and outside and self.free != PLAIN and not self.session.local.depth:
             now = self._pause(now)
@@ -630,7 +634,15 @@ class Steps:
                 now = self._pause(now)
         self.countdown -= 1
         if self.countdown <= 0:
-            self.countdown = self.on_close()
+            now = self._look(now)
+        return now
+
+    def _look(self, now: int) -> int:
+        """Do what is done now and then; the turn that began at `now` is put off by what that took, if it was much."""
+        self.ours = 0
+        self.countdown = self.on_close()
+        if self.ours:
+            self.start = now = now + self.ours
         return now
 
     def _pause(self, now: int) -> int:

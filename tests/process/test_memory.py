@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from time import monotonic_ns
+from typing import Any
 
 import pytest
 import torch
 from running import Dpmon
 from tracing import text_of, traced
+
+from dpmon.tracer.storages import AT_ONCE, MAX_TENSORS, Walk
 
 
 def test_sums_are_those_the_script_makes_itself(dpmon: Dpmon, tmp_path: Path) -> None:
@@ -48,3 +53,114 @@ def test_the_summary_says_it_and_why_the_rest_is_not_known(dpmon: Dpmon) -> None
     assert (
         "cpu  model 4.64 KiB, gradients 1.55 KiB, optimizer 2.26 KiB, rest –, peak –  (torch keeps no" in result.errors
     )
+
+
+# ------------------------------------------------------------------------------------------------ one look
+
+
+class Own(torch.nn.Module):
+    """Parameters in a list, and methods of its own where torch has others."""
+
+    def __init__(self, count: int, size: int = 1) -> None:
+        super().__init__()
+        self.many = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(size)) for _ in range(count))
+
+    def parameters(self, *_: Any) -> Any:
+        raise AssertionError("the script's own, which wants other arguments")
+
+    buffers = modules = named_parameters = named_buffers = named_modules = children = parameters
+
+
+def in_slices(walk: Walk) -> int:
+    """Take the look as slowly as may be; in how many slices."""
+    slices = 1
+    while not walk.go_on(0):
+        slices += 1
+    return slices
+
+
+def test_a_look_in_slices_finds_what_one_at_once_does() -> None:
+    model = Own(3 * AT_ONCE, 5)
+    optimizer = torch.optim.SGD(torch.nn.Module.parameters(model.many), lr=0.1, momentum=0.9)
+    for parameter in model.many:
+        parameter.grad = torch.ones(5)
+    optimizer.step()
+    slow, quick = Walk([model], [optimizer]), Walk([model], [optimizer])
+    assert in_slices(slow) > 9
+    assert quick.go_on(monotonic_ns() + 10**12)
+    assert slow.held == quick.held == {"cpu": [3 * AT_ONCE * 5 * 4] * 3}
+    assert not slow.more
+
+
+def test_what_is_freed_between_two_slices_gives_its_place_to_nobody() -> None:
+    """Each gradient is made anew after each slice, as a training does; torch would give it the old one's address."""
+    model = Own(4 * AT_ONCE, 3)
+    walk = Walk([model], [])
+    while True:
+        for parameter in model.many:
+            parameter.grad = None
+        for parameter in model.many:
+            parameter.grad = torch.ones(3)
+        if walk.go_on(0):
+            break
+    assert walk.held == {"cpu": [4 * AT_ONCE * 12, 4 * AT_ONCE * 12, 0]}
+
+
+def test_what_is_gone_is_not_waited_for() -> None:
+    model, other = Own(AT_ONCE + 1), Own(1)
+    walk = Walk([model, other], [])
+    assert not walk.go_on(0)
+    del model
+    assert in_slices(walk) < 10
+    assert walk.held["cpu"][0] < 4 * (AT_ONCE + 2)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_too_many_tensors(more: int) -> None:
+    model = Own(MAX_TENSORS + more)
+    model.many[0].grad = None  # none is no tensor
+    walk = Walk([model], [])
+    in_slices(walk)
+    assert walk.more is bool(more)
+    assert walk.held == {"cpu": [4 * MAX_TENSORS, 0, 0]}
+
+
+MANY = """\
+import torch
+class Own(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.many = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(2)) for _ in range(6000))
+    def parameters(self, must_be_given):
+        raise AssertionError
+    named_parameters = named_modules = modules = buffers = parameters
+    def forward(self, x):
+        return x * self.many[0]
+model = Own()
+optimizers = [torch.optim.SGD(torch.nn.Module.parameters(model.many), lr=0.1) for _ in range(300)]
+for x in torch.utils.data.DataLoader(torch.ones(60, 1)):
+    model(x).sum().backward()
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+"""
+
+
+def test_a_long_look_takes_several_turns_and_is_in_none_of_them(tmp_path: Path) -> None:
+    run = traced(tmp_path, MANY)
+    assert (run.status, run.complaints) == (0, [])
+    found = run.events("memory")[0].data
+    (cpu,) = found["devices"]
+    assert cpu["model_bytes"] == 6000 * 8
+    assert cpu["absent"]["optimizer_bytes"] == "more than 256 optimizers at once: 44 of them are not counted"
+    assert found["turns"] > 1
+    steps = run.steps()
+    assert len(steps) == 60
+    gaps = {
+        before.step: after.start_ns - before.start_ns - before.wall_ns
+        for before, after in pairwise(steps)
+        if after.start_ns != before.start_ns + before.wall_ns
+    }
+    first = [gaps.pop(step) for step in range(3, 3 + found["turns"])]
+    assert found["step"] == 2 + found["turns"]
+    assert sum(first) >= 0.99e6 * found["took_ms"] > 0
+    assert len(gaps) <= 2 + sum(step.wall_ns for step in steps) // 5_000_000_000  # of a later look

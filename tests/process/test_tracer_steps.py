@@ -117,11 +117,13 @@ def test_turns(loop: Callable[[str], Loop], name: str, expected: list[Any]) -> N
 
 
 def test_turns_follow_each_other(loop: Callable[[str], Loop]) -> None:
-    """Within an epoch one turn begins where the last one ended: nothing of the time is lost."""
+    """Within an epoch one turn begins where the last one ended: nothing of the time is lost, but to a look of ours."""
     for name in ("wrapped", "bare", "gan", "optimizer_only", "calls_only"):
         steps = loop(name).steps
-        for before, after in pairwise(steps):
-            assert before.start_ns + before.wall_ns == after.start_ns
+        gaps = [after.start_ns - before.start_ns - before.wall_ns for before, after in pairwise(steps)]
+        assert min(gaps) == 0
+        looks = 1 + sum(step.wall_ns for step in steps) // 5_000_000_000
+        assert sum(gap > 0 for gap in gaps) <= looks
 
 
 def test_turns_of_two_models_without_a_loader(loop: Callable[[str], Loop]) -> None:

@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 MODULES = (
     "tracer.calls", "tracer.frames", "tracer.modes", "tracer.patch", "tracer.plain", "tracer.replicas", "tracer.roots",
-    "tracer.session", "tracer.sizes", "tracer.steps", "tracer.virtual", "tracer.inject", "ring", "records",
+    "tracer.session", "tracer.sizes", "tracer.steps", "tracer.tables", "tracer.virtual", "tracer.inject", "ring",
+    "records",
 )  # fmt: skip
 LIMIT_S = 60
 # Python 3.12 warns of what may go wrong in a child of a process with threads.

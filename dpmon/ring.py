@@ -204,46 +204,69 @@ class Ring:
         return True
 
     def _put_held(self) -> None:
-        """As `put`, for all that is held; what cannot be written is counted as lost."""
+        """As `put`, for all that is held; what cannot be written stays held.
+
+        Whatever an interrupt ends it by, each pair is written once: what was not finished is written by the next
+        flush. Raises struct.error for a pair whose values do not fit; that one is counted as lost.
+        """
         frame, held, token = self._pair, self.held, self._token
         first, second = frame.keys
+        pair: Any = None
+        number = end = -1
         try:
             token.pop()
         except IndexError:
-            if not self._wait():
+            if not self._wait(0):
                 return
         try:
             while held:
+                # An interrupt may come after any of these lines; what has changed by then is told from `end` and
+                # `pair`, hence their order.
+                number = self._sequence
                 head = self.head
                 end = head + frame.need
                 if end > self._block_end:
                     head = self._next_block()
                     end = head + frame.need
-                values, more = held.popleft()
-                number = self._sequence
+                pair = held[0]
                 following = number + 1
                 frame.pack_into(
                     self.map,
                     HEADER_BYTES + head % self._capacity,
                     (number << 32 & _UPPER) ^ first,
                     number,
-                    *values,
+                    *pair[0],
                     (following << 32 & _UPPER) ^ second,
                     following,
-                    *more,
+                    *pair[1],
                 )
                 self._sequence = following + 1
                 self.head = end
                 self.words[_HEAD] = end
+                del held[0]
+        except BaseException as error:
+            if self.head != end:  # not written
+                if number >= 0:
+                    self._sequence = number
+                if isinstance(error, struct.error):
+                    del held[0]
+                    self.words[_LOST] += 2
+            elif held and held[0] is pair:
+                self.words[_HEAD] = end
+                del held[0]
+            raise
         finally:
             token.append(None)
 
-    def _wait(self) -> bool:
-        """Wait for another thread's write; False (counted) if the write under way is further down our own stack."""
+    def _wait(self, lost: int = 1) -> bool:
+        """Wait for another thread's write; False if the write under way is further down our own stack.
+
+        `lost`: how many records to count as lost then.
+        """
         caller = sys._getframe(1).f_back
         while caller is not None:
             if caller.f_code in _WRITERS:
-                self.words[_LOST] += 1
+                self.words[_LOST] += lost
                 return False
             caller = caller.f_back
         head = self.head
@@ -256,7 +279,7 @@ class Ring:
             return True
         if self.head == head:  # an exception (KeyboardInterrupt) struck between taking the token and the try
             return True
-        self.words[_LOST] += 1
+        self.words[_LOST] += lost
         return False
 
     def write(self, payload: bytes) -> bool:
@@ -285,9 +308,16 @@ class Ring:
         if self.held:
             self._put_held()
             self.words[_HELD] = 2 * len(self.held)
-        staged, self.staged = self.staged, None
-        if staged is not None:
-            self.put(self._stage_frame, staged)
+        staged: Any = None
+        number = self._sequence
+        try:
+            staged, self.staged = self.staged, None
+            if staged is not None:
+                self.put(self._stage_frame, staged)
+        except BaseException:  # an interrupt: this record has no second chance
+            if staged is not None and self.staged is not staged:
+                self.words[_LOST] += self._sequence == number
+            raise
 
     def staging(self, layout: str, second: str | None = None) -> None:
         """Say which layout `stage` takes, and which one the records have that are held with a staged one."""

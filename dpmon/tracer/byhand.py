@@ -199,7 +199,7 @@ class ByHand:
         assert ring is not None
         if local.depth == 0 and ring.words[Ring.REQUEST] != modes.serial and modes.poll():
             calls.sites.clear()
-            calls.ready.clear()
+            calls.go_long()
         if local.depth == 1:  # that one is recorded by what is in it, from now on the long way
             calls.recorded_inside(local.root)
             calls.splits_itself(local.root)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from operator import is_
 from threading import get_ident
 from time import monotonic_ns
 from types import FunctionType, MethodType
@@ -16,10 +17,11 @@ from typing import Any
 
 import torch
 
-from dpmon.records import CALL_PHASES, CALL_TAG, FAILED, GRAD, TRAINING, VIRTUAL, call_format, pack_call
-from dpmon.ring import Frame, Ring
+from dpmon.records import CALL_PHASES, CALL_TAG, FAILED, GRAD, TRAINING, VIRTUAL, pack_call
+from dpmon.ring import Ring
 from dpmon.tracer.byhand import ByHand
 from dpmon.tracer.frames import drop_frames, named_like
+from dpmon.tracer.lane import ODD, Lane, Unsuited, frame_of, lane_way
 from dpmon.tracer.modes import DP, SINGLE, Modes, Plan, overrides
 from dpmon.tracer.replicas import Watch
 from dpmon.tracer.session import Memo, Session
@@ -27,7 +29,7 @@ from dpmon.tracer.sizes import tensors_in
 from dpmon.tracer.stages import Stages, stages_of
 from dpmon.tracer.steps import Steps
 from dpmon.tracer.tables import buffers_of, modules_of
-from dpmon.tracer.virtual import Originals
+from dpmon.tracer.virtual import VERBS, Originals, with_globals
 
 __all__ = ["Calls", "Site"]
 
@@ -35,21 +37,9 @@ SCATTER, REPLICATE, PARALLEL_APPLY, GATHER = range(4)
 VERB_OF = (SCATTER, REPLICATE, PARALLEL_APPLY, GATHER, SCATTER, SCATTER, REPLICATE, GATHER)
 """Which phase each of `Originals.all` is."""
 MAX_SITES = 1024
-_frames: list[Frame] = []
 _NO_MODULE = torch.nn.Identity()
-_OF_CALLS = frozenset(__file__.replace("calls.py", name) for name in ("calls.py", "plain.py", "roots.py"))
+_OF_CALLS = frozenset(__file__.replace("calls.py", name) for name in ("calls.py", "lane.py", "plain.py", "roots.py"))
 """Files whose functions are on the stack while a call is traced."""
-
-
-def _frame(replicas: int) -> Frame:
-    """The frame of a call over so many replicas."""
-    while len(_frames) <= replicas:
-        _frames.append(Frame(call_format(len(_frames))))
-    return _frames[replicas]
-
-
-class Unsuited(Exception):
-    """A bare root whose results would mean something else to the script under dp; the text says why."""
 
 
 class Site:
@@ -61,6 +51,7 @@ class Site:
         "epoch",
         "given",
         "inputs",
+        "lane",
         "layout",
         "module",
         "outputs",
@@ -94,6 +85,8 @@ class Site:
         """What its devices do, if its parts lie on several."""
         self.proven = False
         """dp has worked for it."""
+        self.lane: Lane | None = None
+        """Where its calls over virtual replicas leave what they did, if they may go the short way."""
         self.layout = 0
         self.tags = 0
         """The beginning of a plain call's record."""
@@ -185,6 +178,8 @@ class Calls:
         self.sites: dict[int, Site] = {}
         self.ready: dict[int, Site] = {}
         """By id, the bare roots whose next call may go the short way; empty whenever that has to be looked into."""
+        self.lanes: tuple[dict[int, Lane], dict[int, Lane]] = ({}, {})
+        """By id, the bare roots and the DataParallels whose next call over virtual replicas may; emptied likewise."""
         session.on_change = self.look_again
         self.reset()
 
@@ -192,7 +187,13 @@ class Calls:
         """Start afresh, as after a fork."""
         self.sites.clear()
         self.by_hand.reset()
+        self.go_long()
+
+    def go_long(self) -> None:
+        """Let no call go a short way until the long way has been gone once more."""
         self.ready.clear()
+        for lanes in self.lanes:
+            lanes.clear()
 
     def heal(self) -> None:
         """Forget a call that an interrupt ended between two instructions of ours, if none is under way any more.
@@ -229,7 +230,7 @@ class Calls:
                 if trace is None:
                     return by_hand.verb(number, index, original, args, kwargs)
                 if index == GATHER and trace.watch is not None and trace.watch.odd:
-                    raise Unsuited("the module returns a scalar, or more than tensors: DataParallel would change it")
+                    raise Unsuited(ODD)
                 virtual = trace.plan.virtual
                 if index == PARALLEL_APPLY and trace.watch is not None and not trace.watch.probes:
                     try:
@@ -301,7 +302,7 @@ class Calls:
                 local.call = before
                 local.depth = depth
                 if trace is not None:
-                    self._end(trace, bound[0], failed, result)
+                    self.end(trace, bound[0], failed, result)
             return result
 
         return named_like(data_parallel, original)
@@ -338,10 +339,24 @@ class Calls:
         """The traced form of DataParallel.forward."""
         session = self.session
         local = session.local
+        is_compiling = torch.compiler.is_dynamo_compiling
+        lane_of, short_way = lane_way(self, self.lanes[1])
+        methods = self.originals.methods
+        now = torch.nn.DataParallel.__dict__
+
+        def intact() -> bool:  # a script may put methods of its own on torch's class
+            return all(map(is_, map(now.get, methods), methods.values()))
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling():
+            if is_compiling():
                 return original(module, *args, **kwargs)
+            lane = lane_of(module)
+            if lane is not None and intact():
+                try:
+                    return short_way(original, lane, module, args, kwargs)
+                except BaseException as error:
+                    drop_frames(error)
+                    raise
             before, depth = local.call, local.depth
             trace: Trace | None = None
             result: Any = None
@@ -367,7 +382,7 @@ class Calls:
                 local.call = before
                 local.depth = depth  # a hook that was passed over by an exception did not count down
                 if trace is not None:
-                    self._end(trace, module, failed, result)
+                    self.end(trace, module, failed, result)
             return result
 
         return named_like(forward, original)
@@ -376,7 +391,7 @@ class Calls:
         """A root's call is recorded by what is in it, and goes the long way from now on."""
         root.silent = True
         root.site.plain = False
-        self.ready.clear()
+        self.go_long()
 
     def _runs_inside(self, root: Trace, trace: Trace) -> None:
         """A root's call is recorded by what is data-parallel in it, its step has that one's mode. Never raises."""
@@ -492,7 +507,7 @@ class Calls:
             local.depth = 0
             if stages is not None:
                 stages.end()
-            self._end(trace, module, failed, result)
+            self.end(trace, module, failed, result)
         return result
 
     def _run_root(self, original: Callable[..., Any], trace: Trace, module: Any, args: Any, kwargs: Any) -> Any:
@@ -503,7 +518,7 @@ class Calls:
             local.call = trace
             local.depth = 2
             result = self._functional_for(plan)(module, args, plan.device_ids, None, 0, kwargs)
-            reason = self._changed_meaning(trace, result)
+            reason = changed_meaning(result, trace.rows, 0 if trace.watch is None else len(trace.watch.probes))
         except Exception as error:  # noqa: BLE001 - without us this call would not have been data parallel
             self._fall_back(trace, module, False, error, isinstance(error, Unsuited))
         else:
@@ -525,18 +540,103 @@ class Calls:
             functional = self._functional[plan.virtual] = plan.virtual.functional(self.originals.data_parallel)
         return functional
 
-    def _changed_meaning(self, trace: Trace, result: Any) -> str | None:
-        """Why dp would give the script something else than it is written for; None if it would not.
+    # ---------------------------------------------------------------- the short way over virtual replicas
 
-        A script that wraps in DataParallel expects a vector of losses; one that never heard of it does not.
-        """
-        for tensor in tensors_in(result):
-            rows = tensor.shape[0] if tensor.dim() else 0
-            if rows != trace.rows:
-                scalar = tensor.dim() == 1 and trace.watch is not None and rows == len(trace.watch.probes)
-                kind = "a scalar" if scalar else "tensors of other lengths"
-                return f"the module returns {kind} instead of a row for each of the {trace.rows} rows of the batch"
-        return None
+    def _open_lane(self, trace: Trace, module: Any) -> None:
+        """Let the next call go the short way, if this one was as usual and what is remembered of it is defined."""
+        site, plan, epoch = trace.site, trace.plan, self.session.epoch
+        if (
+            plan is not site.plan
+            or plan.mode != DP
+            or len(plan.device_ids or ()) < 2
+            or trace.outer < 0
+            or trace.silent
+            or not site.proven
+            or site.given is not None
+            or (site.via is not None and type(module) is not torch.nn.DataParallel)
+            or site.epoch != epoch
+            or self.session.off
+            or self.sites.get(id(module)) is not site
+        ):
+            return
+        for memo in (site.inputs, site.outputs):
+            if memo.epoch != epoch:
+                memo.shape = None
+        if site.lane is None:
+            try:
+                site.lane = self._lane_for(site, plan)
+            except TypeError:
+                return  # a torch whose functions use other names
+        if site.lane is not None:
+            self.lanes[site.via is not None][id(module)] = site.lane
+
+    def _lane_for(self, site: Site, plan: Plan) -> Lane | None:
+        """torch's own functions, given the timed verbs in place of those that everybody calls."""
+        ids, virtual = plan.device_ids, plan.virtual
+        if ids is None or virtual is None:
+            return None
+        while len(site.replicas) < len(ids):
+            site.replicas.append((Memo(), Memo()))
+        lane = Lane(self.session, site)
+        verbs = {name: lane.verb(index, virtual.verbs[index]) for index, name in enumerate(VERBS)}
+        if site.via is None:
+            functional = with_globals(virtual.functional(self.originals.data_parallel), **verbs)
+            lane.run = lambda _, module, args, kwargs: functional(module, args, ids, None, 0, kwargs)
+            return lane
+        own = {
+            name: with_globals(method, **{verb: verbs[verb]})
+            for (name, method), verb in zip(self.originals.methods.items(), VERBS, strict=True)
+        }
+        kind = type("DataParallel", (torch.nn.DataParallel,), own)
+        dim = site.dim
+        lane.run = lambda original, module, args, kwargs: original(_view(module, plan, dim, kind), *args, **kwargs)
+        return lane
+
+    def check_meaning(self, result: Any, rows: int, replicas: int) -> None:
+        """Raises Unsuited if dp has given a bare root's script something else than it is written for."""
+        reason = changed_meaning(result, rows, replicas)
+        if reason is not None:
+            raise Unsuited(reason)
+
+    def taken_over(self, lane: Lane, module: Any, inputs: int, rows: int) -> Trace | None:
+        """What a call on the short way has done so far, for the long way to go on with. Never raises."""
+        try:
+            self.lanes[lane.site.via is not None].pop(id(module), None)
+            lane.site.lane = None
+            steps = self.steps
+            trace = Trace(lane.site, steps.count + 1, steps.number)
+            trace.start = lane.start
+            trace.inputs, trace.rows = inputs, rows
+            trace.outer = 0
+            trace.free = steps.thread
+            trace.phases = list(lane.phases)
+            trace.watch = lane.watch()
+            return trace
+        except Exception as error:  # noqa: BLE001 - then there is no record of this call
+            self.session.fault("take over", error)
+            return None
+
+    def again(self, trace: Trace, original: Callable[..., Any], module: Any, args: Any, kwargs: Any, why: Any) -> Any:
+        """A call that failed on the short way runs as the script alone would run it."""
+        local = self.session.local
+        wrapper = trace.site.via is not None
+        result: Any = None
+        failed = True
+        try:
+            self._fall_back(trace, module, wrapper, why, isinstance(why, Unsuited))
+            local.depth = 2 if wrapper else 1
+            if wrapper:
+                local.call = trace
+                trace.runs = module
+            else:
+                local.root = trace
+            result = original(module, *args, **kwargs)
+            failed = False
+        finally:
+            local.call = None
+            local.depth = 0
+            self.end(trace, module, failed, result)
+        return result
 
     # ---------------------------------------------------------------- begin and end
 
@@ -566,7 +666,7 @@ class Calls:
                 return None
             if local.depth == 0 and ring.words[Ring.REQUEST] != self.modes.serial and self.modes.poll():
                 self.sites.clear()
-                self.ready.clear()
+                self.go_long()
                 site = None
             if site is None:
                 site = self._new_site(module, wrapper) if given is None else self._functional_site(module, given)
@@ -615,6 +715,7 @@ class Calls:
         if module is not None and not self.modes.splits_itself(module, True):
             self.sites.pop(id(module), None)  # planned anew for its next call
             self.ready.pop(id(module), None)
+            self.lanes[0].pop(id(module), None)
 
     def _functional_site(self, module: Any, given: Any) -> Site:
         plan = self.modes.functional(module, given[0])
@@ -626,18 +727,18 @@ class Calls:
     def _keep(self, key: int, module: Any, plan: Plan, via: str | None, dim: int) -> Site:
         if len(self.sites) >= MAX_SITES:
             self.sites.clear()
-        known = self.sites, self.ready
+        known: Any = self.sites, self.ready, *self.lanes
         gone: Callable[[Any], object] = lambda _: [table.pop(key, None) for table in known]  # noqa: E731
         site = self.sites[key] = Site(module, plan, via, dim, gone)
         return site
 
     def look_again(self) -> None:
-        """Let no call go the short way until the long way has been gone once more."""
-        self.ready.clear()
+        """What is remembered of the definitions is void, or the tracer has given up."""
+        self.go_long()
         if self.session.off:
             self.steps.free = self.steps.mine = 0
 
-    def _end(self, trace: Trace, module: Any, failed: bool, result: Any) -> None:
+    def end(self, trace: Trace, module: Any, failed: bool, result: Any) -> None:
         """The call is over: close its phase and write its record. Never raises."""
         now = monotonic_ns()
         try:
@@ -654,6 +755,8 @@ class Calls:
             if not trace.silent:
                 outputs = 0 if failed else self.session.outputs(result, trace.site.outputs)
                 self.write(trace, flags, outputs, now)
+            if trace.plan.virtual is not None and not failed:
+                self._open_lane(trace, module)
         except Exception as error:  # noqa: BLE001 - the result is the script's, whatever we make of it
             self.session.fault("end", error)
 
@@ -697,7 +800,7 @@ class Calls:
                 *trace.phases,
                 *replicas,
             )
-            ring.put(_frame(len(replicas) >> 2), values)
+            ring.put(frame_of(len(replicas) >> 2), values)
             if ring.head >= session.renew_at:
                 session.renew()
         except Exception as error:  # noqa: BLE001 - the result is the script's, whatever we make of it
@@ -759,6 +862,19 @@ class _Forward:
         return next, (iter([self._original]),)
 
 
+def changed_meaning(result: Any, rows: int, replicas: int) -> str | None:
+    """Why dp would give the script something else than it is written for; None if it would not.
+
+    A script that wraps in DataParallel expects a vector of losses; one that never heard of it does not.
+    """
+    for tensor in tensors_in(result):
+        count = tensor.shape[0] if tensor.dim() else 0
+        if count != rows:
+            kind = "a scalar" if tensor.dim() == 1 and count == replicas else "tensors of other lengths"
+            return f"the module returns {kind} instead of a row for each of the {rows} rows of the batch"
+    return None
+
+
 def own_methods(kind: type) -> tuple[str, ...]:
     """The methods that a subclass of DataParallel has of its own, by name."""
     return tuple(
@@ -810,10 +926,10 @@ def _is_ddp(module: Any) -> bool:
     return isinstance(module, torch.nn.parallel.DistributedDataParallel)
 
 
-def _view(module: Any, plan: Plan, dim: int) -> Any:
+def _view(module: Any, plan: Plan, dim: int, kind: type | None = None) -> Any:
     """The same DataParallel with other devices: shares everything with `module`, which is not touched."""
     ids = list(plan.device_ids or ())
-    view = object.__new__(type(module))
+    view: Any = object.__new__(kind or type(module))
     state = view.__dict__
     state.update(module.__dict__)
     state["device_ids"] = ids

@@ -17,7 +17,9 @@ import torch
 from dpmon.records import FAILED, GRAD, PLAIN_TAG, TRAINING
 from dpmon.ring import Activity, Ring
 from dpmon.tracer.frames import drop_frames
+from dpmon.tracer.lane import lane_way
 from dpmon.tracer.modes import SINGLE
+from dpmon.tracer.replicas import KEY
 from dpmon.tracer.steps import LEARNS, PLAIN
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ def short_way(
     clock = monotonic_ns
     request, activity, forward = Ring.REQUEST, Activity.BYTE, Activity.FORWARD
     tensor_type = torch.Tensor
+    lane_of, over_replicas = lane_way(calls, calls.lanes[0])
 
     def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -129,8 +132,11 @@ def short_way(
         return True
 
     def any_call(module: Any, args: Any, kwargs: Any) -> Any:
-        if steps.free == PLAIN and steps.thread == get_ident():
+        if (steps.free == PLAIN and steps.thread == get_ident()) or KEY in module.__dict__["_forward_pre_hooks"]:
             return original(module, *args, **kwargs)
+        lane = lane_of(module)
+        if lane is not None:
+            return over_replicas(original, lane, module, args, kwargs)
         site = sites.get(id(module))
         ring = session.ring
         if (

@@ -14,8 +14,7 @@ from dpmon.tracer.frames import drop_frames
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sizes import gathers
 
-__all__ = ["Watch"]
-
+__all__ = ["KEY", "Probe", "Watch"]
 
 KEY = -7061
 """torch counts hooks up from 0, so a negative number is nobody else's."""
@@ -38,6 +37,7 @@ class Probe:
         """Forward pre-hook: runs on the replica's thread, and must change nothing."""
         session = self.watch.session
         try:
+            self.outputs = 0
             self.inputs = session.inputs(args, kwargs, self.memos[0])
             session.local.depth += 2
         except Exception as error:  # noqa: BLE001 - sizes are not worth a training
@@ -56,6 +56,16 @@ class Probe:
                 watch.odd = True
         except Exception as error:  # noqa: BLE001 - sizes are not worth a training
             session.fault("hooks", error)
+
+    def hook(self, replica: Any) -> None:
+        """Put the two hooks on a replica, after those that the script has put on its module."""
+        own = replica.__dict__
+        for name, hook in (("_forward_pre_hooks", self.enter), ("_forward_hooks", self.leave)):
+            own[name] = hooks = OrderedDict(own[name])
+            hooks[KEY] = hook
+        for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs"):
+            own[name] = OrderedDict(own[name])
+            own[name][KEY] = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run what this probe was put over, as parallel_apply would."""
@@ -84,10 +94,10 @@ class Watch:
     def __init__(self, session: Session, memos: list[tuple[Memo, Memo]], strict: bool) -> None:
         """`memos`: what each place saw last, kept between calls. `strict`: look for what gather does not keep."""
         self.session = session
-        self.memos = memos
-        self.probes: list[Probe] = []
         self.odd: bool | None = False if strict else None
         """Whether a replica returned something that torch's gather would turn into something else."""
+        self.memos = memos
+        self.probes: list[Probe] = []
 
     def over(self, modules: Any) -> list[Probe]:
         """Stand-ins for whatever parallel_apply is to call, where replicas could not be hooked; in this order."""
@@ -105,11 +115,5 @@ class Watch:
             self.memos.append((Memo(), Memo()))
         for replica, memos in zip(replicas, self.memos, strict=False):
             probe = Probe(self, memos)
-            own = replica.__dict__
-            for name, hook in (("_forward_pre_hooks", probe.enter), ("_forward_hooks", probe.leave)):
-                own[name] = hooks = OrderedDict(own[name])
-                hooks[KEY] = hook
-            for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs"):
-                own[name] = OrderedDict(own[name])
-                own[name][KEY] = True
+            probe.hook(replica)
             self.probes.append(probe)

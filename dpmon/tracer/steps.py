@@ -592,33 +592,36 @@ class Steps:
     def turn(self, now: int) -> int:
         """The turn is over at `now` and the next begins: `_next`, written out for what is usual."""
         ring = self.ring
-        if ring is None or ring.staged is None:
+        if ring is None:
             return self._next(now)
         staged, ring.staged = ring.staged, None
         start = self.start
         held = ring.held
-        held.append(
-            (
-                staged,
-                (
-                    STEP_TAG | self.mode << 8,
-                    self.number,
-                    start,
-                    now - start,
-                    self.samples if self.samples >= -1 else -3 - self.samples,
-                    self.data or -1,
-                    self.forward or -1,
-                    self.backward or -1,
-                    self.optimizer or -1,
-                ),
-            )
+        step = (
+            STEP_TAG | self.mode << 8,
+            self.number,
+            start,
+            now - start,
+            self.samples if self.samples >= -1 else -3 - self.samples,
+            self.data or -1,
+            self.forward or -1,
+            self.backward or -1,
+            self.optimizer or -1,
         )
+        if staged is not None:
+            held.append((staged, step))
         # At once, before anything that an interrupt might end: it must not be written twice.
         self.number += 1
         self.samples = -1
         self.start = now
         self.calls = self.failed = self.data = self.forward = self.backward = self.optimizer = self.inner = 0
-        if self.quick and now - start < QUICK_NS and len(held) < MAX_HELD:
+        if staged is None:
+            if held:
+                ring.flush()
+            ring.put(_FRAME, step)
+            if ring.head >= self.session.renew_at:
+                self.session.renew()
+        elif self.quick and now - start < QUICK_NS and len(held) < MAX_HELD:
             self.words[HELD] = 2 * len(held)
         else:
             if now - start >= QUICK_NS:

@@ -21,7 +21,10 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-__all__ = ["VirtualDevices"]
+__all__ = ["VERBS", "Originals", "VirtualDevices", "with_globals"]
+
+VERBS = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
+"""What DataParallel's phases are called in the module that its code looks them up in."""
 
 _NOWHERE = nullcontext()
 
@@ -135,7 +138,7 @@ def _names_used(code: CodeType) -> set[str]:
     return names
 
 
-def _with_globals(function: Callable[..., Any], **changed: Any) -> Callable[..., Any]:
+def with_globals(function: Callable[..., Any], **changed: Any) -> Callable[..., Any]:
     """A copy of a function of torch's whose global names mean something else."""
     if not isinstance(function, FunctionType):
         raise TypeError(f"{function!r} is no plain function: this torch is not known")
@@ -159,8 +162,8 @@ class VirtualDevices:
     def __init__(self, count: int, base: torch.device, verbs: Originals) -> None:
         self.count = count
         self.base = base
-        scatter = _with_globals(verbs.scatter, Scatter=_Scatter)
-        replicate = _with_globals(verbs.replicate, _broadcast_coalesced_reshape=_broadcast, _get_device_index=_index)
+        scatter = with_globals(verbs.scatter, Scatter=_Scatter)
+        replicate = with_globals(verbs.replicate, _broadcast_coalesced_reshape=_broadcast, _get_device_index=_index)
         apply_globals: dict[str, Any] = {"torch": _Torch(base), "_get_device_index": _index}
         if "autocast" in verbs.parallel_apply.__globals__:  # before torch.amp.autocast was used here
 
@@ -169,10 +172,10 @@ class VirtualDevices:
 
             apply_globals["autocast"] = autocast
         verbs_here = (
-            _with_globals(verbs.scatter_kwargs, scatter=scatter),
+            with_globals(verbs.scatter_kwargs, scatter=scatter),
             replicate,
-            _with_globals(verbs.parallel_apply, **apply_globals),
-            _with_globals(verbs.gather, Gather=_Gather),
+            with_globals(verbs.parallel_apply, **apply_globals),
+            with_globals(verbs.gather, Gather=_Gather),
         )
         self.verbs: tuple[Callable[..., Any], ...] = (
             *verbs_here,
@@ -193,7 +196,7 @@ class VirtualDevices:
         """torch's functional data_parallel, made to take these devices for granted."""
         base = self.base
         shim = SimpleNamespace(device=lambda *_: base)
-        return _with_globals(data_parallel, torch=shim, _get_available_device_type=lambda: base.type)
+        return with_globals(data_parallel, torch=shim, _get_available_device_type=lambda: base.type)
 
 
 class Originals:
@@ -206,6 +209,9 @@ class Originals:
         self.parallel_apply = data_parallel.parallel_apply
         self.gather = data_parallel.gather
         self.data_parallel = data_parallel.data_parallel
+        names = ("scatter", "replicate", "parallel_apply", "gather")
+        self.methods: dict[str, Any] = {name: data_parallel.DataParallel.__dict__[name] for name in names}
+        """DataParallel's own, one for each of VERBS; AttributeError or KeyError if it has none."""
         self.functions = importlib.import_module("torch.nn.parallel._functions")
         functions: Any = self.functions
         self.all: tuple[Callable[..., Any], ...] = (

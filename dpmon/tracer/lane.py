@@ -1,0 +1,309 @@
+"""The short way of a call over virtual replicas: on the training thread, with nothing else under way.
+
+A call over replicas is timed at many more places than a plain one, and goes through torch's own functions between them.
+Where such a call has worked before and nothing about it has changed, it needs no Trace: what its phases and replicas
+leave behind is kept in a `Lane`, which is made once and used again. Whatever is out of the ordinary, a failure
+included, goes the long way (`Calls`). Why it looks as it does: see dpmon.tracer.steps.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from threading import get_ident
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dpmon.records import CALL_TAG, GRAD, TRAINING, VIRTUAL, call_format
+from dpmon.ring import Activity, Frame, Ring
+from dpmon.tracer.frames import drop_frames
+from dpmon.tracer.modes import DP
+from dpmon.tracer.replicas import KEY, Probe, Watch
+from dpmon.tracer.session import Memo, Session
+from dpmon.tracer.sizes import gathers
+from dpmon.tracer.steps import LEARNS, PLAIN
+
+if TYPE_CHECKING:
+    from dpmon.tracer.calls import Calls, Site
+
+__all__ = ["ODD", "Lane", "Unsuited", "frame_of", "lane_way"]
+
+REPLICATE, GATHER = 1, 3
+ODD = "the module returns a scalar, or more than tensors: DataParallel would change it"
+_NONE = (-1, 0, -1, 0, -1, 0, -1, 0)
+_frames: list[Frame] = []
+
+
+def frame_of(replicas: int) -> Frame:
+    """The frame of a call over so many replicas."""
+    while len(_frames) <= replicas:
+        _frames.append(Frame(call_format(len(_frames))))
+    return _frames[replicas]
+
+
+class Unsuited(Exception):
+    """A bare root whose results would mean something else to the script under dp; the text says why."""
+
+
+class Lane:
+    """What the calls of one module leave behind while they run, one call at a time. Times are monotonic ns."""
+
+    __slots__ = ("_tables", "count", "odd", "phases", "replicas", "run", "session", "site", "start")
+
+    def __init__(self, session: Session, site: Site) -> None:
+        """`run` is to be set: (torch's own call, module, args, kwargs), which runs torch's code with `verbs`."""
+        self.session = session
+        self.site = site
+        self.run: Callable[..., Any]
+        self.start = 0
+        self.phases = list(_NONE)
+        """Of each verb: start after the call's own, -1 if it did not run, and duration."""
+        self.count = 0
+        """Replicas in this call."""
+        self.replicas = [0] * (4 * len(site.replicas))
+        """Four numbers each, as dpmon.records.pack_call takes them."""
+        self.odd: bool | None = False if site.via is None else None
+        """As `Watch.odd`."""
+        self._tables = [self._hooks(4 * index, *memos) for index, memos in enumerate(site.replicas)]
+
+    def begin(self, now: int) -> None:
+        """A call begins."""
+        self.start = now
+        self.phases[:] = _NONE
+        self.count = 0
+        self.replicas[:] = bytes(len(self.replicas))  # as many zeros
+
+    def verb(self, index: int, verb: Callable[..., Any]) -> Callable[..., Any]:
+        """One of the four verbs of DataParallel, timed."""
+        at = 2 * index
+        phases = self.phases
+        clock = monotonic_ns
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            try:
+                if index == GATHER and self.odd:
+                    raise Unsuited(ODD)
+                began = clock()
+                result = verb(*args, **kwargs)
+                ended = clock()
+            except BaseException as error:
+                drop_frames(error)
+                raise
+            if phases[at] < 0:
+                phases[at] = began - self.start
+            phases[at + 1] += ended - began
+            if index == REPLICATE:
+                self._watch(result)
+            return result
+
+        return timed
+
+    def _watch(self, replicas: Any) -> None:
+        """Give these replicas tables of hooks that none but theirs ever has."""
+        try:
+            self.count = len(replicas)
+            for replica, tables in zip(replicas, self._tables, strict=False):
+                own = replica.__dict__
+                if own["_forward_pre_hooks"] or own["_forward_hooks"]:  # the script's come first
+                    for name, hooks in tables.items():
+                        own[name] = OrderedDict((*own[name].items(), *hooks.items()))
+                else:
+                    own.update(tables)
+        except Exception as error:  # noqa: BLE001 - sizes are not worth a training
+            self.session.fault("replicas", error)
+
+    def _hooks(self, at: int, first: Memo, second: Memo) -> dict[str, OrderedDict[int, Any]]:
+        """The hooks of one replica, by the names of torch's tables; they run on its thread, and change nothing."""
+        session, seen = self.session, self.replicas
+        local = session.local
+        clock = monotonic_ns
+        tensor_type = torch.Tensor
+
+        def enter(module: Any, args: Any, kwargs: Any) -> None:
+            try:
+                local.depth += 2  # inside a replica nothing is a root
+                if (
+                    len(args) == 1
+                    and type(value := args[0]) is tensor_type
+                    and value.shape == first.shape
+                    and value.dtype is first.dtype
+                    and first.epoch == session.epoch
+                    and not kwargs
+                ):
+                    seen[at] = first.number
+                else:
+                    seen[at] = session.inputs(args, kwargs, first)
+            except Exception as error:  # noqa: BLE001 - sizes are not worth a training
+                session.fault("hooks", error)
+            seen[at + 2] = clock() - self.start
+
+        def leave(module: Any, args: Any, kwargs: Any, result: Any) -> None:
+            seen[at + 3] = clock() - self.start - seen[at + 2]
+            try:
+                local.depth -= 2
+                if (
+                    type(result) is tensor_type
+                    and result.shape == second.shape
+                    and result.dtype is second.dtype
+                    and second.epoch == session.epoch
+                ):
+                    seen[at + 1] = second.number
+                else:
+                    seen[at + 1] = session.outputs(result, second)
+                if self.odd is False and not gathers(result):
+                    self.odd = True
+            except Exception as error:  # noqa: BLE001 - sizes are not worth a training
+                session.fault("hooks", error)
+
+        return {
+            "_forward_pre_hooks": OrderedDict({KEY: enter}),
+            "_forward_hooks": OrderedDict({KEY: leave}),
+            "_forward_pre_hooks_with_kwargs": OrderedDict({KEY: True}),
+            "_forward_hooks_with_kwargs": OrderedDict({KEY: True}),
+        }
+
+    def watch(self) -> Watch:
+        """What the replicas have done in a call that goes the long way from here on."""
+        watch = Watch(self.session, self.site.replicas, strict=self.odd is not None)
+        watch.odd = self.odd
+        for at in range(0, 4 * self.count, 4):
+            inputs, outputs, began, took = self.replicas[at : at + 4]
+            probe = Probe(watch, self.site.replicas[at >> 2])
+            probe.inputs, probe.outputs = inputs, outputs
+            probe.began = self.start + began if began else 0
+            probe.ended = probe.began + took
+            watch.probes.append(probe)
+        return watch
+
+
+def lane_way(calls: Calls, lanes: dict[int, Lane]) -> tuple[Callable[[Any], Lane | None], Callable[..., Any]]:
+    """Two functions: which of `lanes` a module's call may take now, and (torch's own call, lane, module, args, kwargs).
+
+    torch's own call is `Module.__call__` or `DataParallel.forward`, for when the short way turns out to be none.
+    """
+    session, steps, modes = calls.session, calls.steps, calls.modes
+    is_grad_enabled, tensor_type = torch.is_grad_enabled, torch.Tensor
+    tracing, function_modes = torch._C._get_tracing_state, torch._C._len_torch_function_stack
+    activity, forward, request = Activity.BYTE, Activity.FORWARD, Ring.REQUEST
+    clock = monotonic_ns
+
+    def lane_of(module: Any) -> Lane | None:
+        lane = lanes.get(id(module))
+        if (
+            lane is None
+            or steps.free != get_ident()
+            or steps.words[request] != modes.serial
+            or (steps.calls and not steps.loader)  # may begin a turn
+            or tracing() is not None
+            or function_modes()
+        ):
+            return None
+        return lane
+
+    def call(original: Callable[..., Any], lane: Lane, module: Any, args: Any, kwargs: Any) -> Any:
+        inputs, rows = 0, -1
+        began = clock()
+        try:
+            steps.free = PLAIN
+            inputs, rows = begins(lane, began, args, kwargs)
+            result = lane.run(original, module, args, kwargs)
+            if lane.odd is not None:
+                shape = result.shape if type(result) is tensor_type else ()
+                if not shape or shape[0] != rows:
+                    calls.check_meaning(result, rows, lane.count)
+        except BaseException as error:
+            steps.free = 0
+            trace = calls.taken_over(lane, module, inputs, rows)
+            if isinstance(error, Exception):
+                if trace is None:
+                    return original(module, *args, **kwargs)
+                return calls.again(trace, original, module, args, kwargs, error)
+            if trace is not None:
+                calls.end(trace, module, True, None)
+            raise
+        steps.free = steps.mine  # no signal is handled between the call and here
+        ends(lane, began, clock(), rows, inputs, module, result)
+        return result
+
+    def begins(lane: Lane, now: int, args: Any, kwargs: Any) -> tuple[int, int]:
+        """The call begins; its inputs and rows."""
+        inputs, rows = 0, -1
+        try:
+            site = lane.site
+            memo = site.inputs
+            if (
+                len(args) == 1
+                and type(value := args[0]) is tensor_type
+                and value.shape == memo.shape
+                and value.dtype is memo.dtype
+                and not (kwargs or site.dim)
+            ):
+                inputs, rows = memo.number, memo.rows
+            else:
+                inputs = session.inputs(args, kwargs, memo)
+                rows = session.rows(inputs, site.dim)
+            if not steps.calls:
+                steps.mode = DP
+            steps.calls += 1
+            steps.since_optimizer += 1
+            steps.inner = 0
+            steps.map[activity] = forward
+            lane.begin(now)
+        except Exception as error:  # noqa: BLE001 - ours must not reach the script
+            session.fault("begin", error)
+        return inputs, rows
+
+    def ends(lane: Lane, began: int, now: int, rows: int, inputs: int, module: Any, result: Any) -> None:
+        """The call is over: write its record."""
+        try:
+            site = lane.site
+            wall = now - began
+            steps.last = now
+            steps.forward += wall - steps.inner
+            memo = site.outputs
+            if type(result) is tensor_type and result.shape == memo.shape and result.dtype is memo.dtype:
+                outputs = memo.number
+            else:
+                outputs = session.outputs(result, memo)
+            flags = VIRTUAL
+            if module.training:
+                flags |= TRAINING
+            if is_grad_enabled():
+                flags |= GRAD
+            if not flags & LEARNS:
+                steps.looks(rows)
+            elif rows > steps.samples:
+                steps.samples = rows
+            steps.count = number = steps.count + 1
+            count = lane.count
+            ring = session.ring
+            if ring is None:
+                return
+            if ring.held or ring.staged is not None:
+                ring.flush()
+            ring.put(
+                _frames[count] if count < len(_frames) else frame_of(count),
+                (
+                    CALL_TAG,
+                    DP,
+                    flags,
+                    0,
+                    site.layout,
+                    steps.number,
+                    number,
+                    began,
+                    wall,
+                    inputs,
+                    outputs,
+                    *lane.phases,
+                    *(lane.replicas[: 4 * count]),
+                ),
+            )
+            if ring.head >= session.renew_at:
+                session.renew()
+        except Exception as error:  # noqa: BLE001 - the result is the script's, whatever we make of it
+            session.fault("end", error)
+
+    return lane_of, call

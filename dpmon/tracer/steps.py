@@ -13,6 +13,7 @@ elsewhere, and integers rather than objects.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from threading import get_ident
@@ -492,13 +493,20 @@ class Steps:
     def _optimizer_begins(self) -> None:
         if self.thread and self.thread != get_ident():
             return
-        if self.stepped:  # an optimizer inside an optimizer, or one that raised
+        if self.stepped:  # an optimizer inside an optimizer, or one that raised, and never said that it ended
+            around = _steps_around()
             self.stepping.append((self.stepped, self.outer))
-            del self.stepping[:-MAX_NESTED]
+            self._forget_steps(min(around, MAX_NESTED))
         self.outer = self.inner
         self.inner = 0
         self.map[BYTE] = Activity.OPTIMIZER
         self.stepped = monotonic_ns()
+
+    def _forget_steps(self, around: int) -> None:
+        """Of the optimizers that are stepping, only so many are, the outermost; the others have raised."""
+        for _, outer in self.stepping[around:]:
+            self.inner += outer
+        del self.stepping[around:]
 
     def _optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer has stepped; without a loader that is the end of a turn."""
@@ -518,6 +526,11 @@ class Steps:
                     self.on_unseen()
             return
         self.learns = True
+        if self.stepping and len(self.stepping) > (around := _steps_around()):
+            self.inner += self.outer
+            self.stepped, self.outer = self.stepping[around]
+            self._forget_steps(around + 1)
+            del self.stepping[around:]
         took = now - self.stepped
         self.optimizer += took - self.inner
         self.inner = self.outer + took
@@ -525,8 +538,6 @@ class Steps:
         self.stepped = 0
         if self.stepping:
             self.stepped, self.outer = self.stepping.pop()
-            if self.stepped < self.start:  # it raised, and never said that it ended
-                self.stepped = 0
         self.since_optimizer = 0
         if self.stepped:  # a part of the one that steps around it, which is the loop's
             return
@@ -700,3 +711,16 @@ class Steps:
                 self.session.ring.activity(Activity.ENDED, monotonic_ns())
         except Exception as error:  # noqa: BLE001 - the interpreter is ending
             self.session.fault("exit", error)
+
+
+def _steps_around() -> int:
+    """Of an optimizer that begins to step: how many others it is within, by what is on the stack."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    code = frame.f_code if frame is not None else None  # torch's function around every step, which calls the hooks
+    found = 0
+    while frame is not None:
+        frame = frame.f_back
+        found += frame is not None and frame.f_code is code
+    return found

@@ -92,6 +92,9 @@ BATCHES = (30, 30, 30, 10)
         ("accumulation", [(10, FETCH - {"optimizer"}, 1), (10, FETCH, 1)] * 3),
         ("optimizer_only", [(12, LEARN, 1)] * 6),
         ("accumulation_without_a_loader", [(12, LEARN, 3)] * 4),
+        # Two batches in the one turn whose optimizer raised.
+        ("optimizers_that_raise", [(12, LEARN, 1), (12, LEARN, 2)] + [(12, LEARN, 1)] * 6),
+        ("optimizers_within_each_other", [(12, LEARN, 1)] * 6),
         ("calls_only", [(rows, {"forward", "other"}, 1) for rows in (3, 5, 7, 9)]),
         ("evaluation_between", [*((rows, FETCH, 1) for rows in BATCHES), *[(10, LOOK, 1)] * 2] * 2),
         ("left_early", [(30, FETCH, 1)] * 2 + [(10, FETCH, 1)] * 4),

@@ -4,6 +4,7 @@ Prints the children's process ids and what each returned, as JSON.
 """
 
 import atexit
+import contextlib
 import gc
 import json
 import os
@@ -175,6 +176,56 @@ def closure():
     for _ in range(3):
         optimizer.step(again)
     return times
+
+
+@loop
+def optimizers_that_raise():
+    """No loader; the first optimizer raises in its second step, another one in its first, which is not tried again."""
+
+    class Stops(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure=None):
+            if self.fails:
+                raise ArithmeticError("the gradient is not finite")
+            return super().step(closure)
+
+    model, other = Net(), Critic()
+    optimizer = Stops(model.parameters(), lr=0.01)
+    spare = Stops(other.parameters(), lr=0.01)
+    spare.fails = True
+    for turn in range(9):
+        optimizer.fails = turn == 1
+        if turn == 4:
+            with contextlib.suppress(ArithmeticError):
+                spare.step()
+        with contextlib.suppress(ArithmeticError):
+            learn(model, optimizer, torch.randn(12, 4), torch.randn(12, 1))
+
+
+@loop
+def optimizers_within_each_other():
+    """No loader; one that steps another one, which raises once."""
+
+    class Outer(torch.optim.SGD):
+        def step(self, closure=None):
+            with contextlib.suppress(ArithmeticError):
+                inner.step()
+            return super().step(closure)
+
+    class Inner(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure=None):
+            self.steps += 1
+            if self.steps == 3:
+                raise ArithmeticError("once")
+            return super().step(closure)
+
+    model = Net()
+    inner, outer = Inner(model.parameters(), lr=0.01), Outer(model.parameters(), lr=0.01)
+    for _ in range(6):
+        learn(model, outer, torch.randn(12, 4), torch.randn(12, 1))
 
 
 @loop

@@ -506,7 +506,7 @@ class Calls:
         finally:
             local.depth = 0
             if stages is not None:
-                stages.end()
+                stages.end(trace.site)
             self.end(trace, module, failed, result)
         return result
 

@@ -8,16 +8,21 @@ device make one stage; times are host times, and no synchronisation is added.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from time import monotonic_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sizes import tensors_in
 from dpmon.tracer.tables import buffers_of, modules_of, parameters_of
+
+if TYPE_CHECKING:
+    from dpmon.tracer.calls import Site
 
 __all__ = ["Stages", "stages_of"]
 
@@ -34,6 +39,7 @@ _WHY = {
 }
 _NO_EVENTS = "device times are not recorded by this version"
 _COMPILED = "the model is compiled: hooks on its parts would break its graph"
+_THREADS = "parts of it ran on other threads meanwhile: these are in no stage"
 
 
 class Part:
@@ -73,7 +79,11 @@ class Stages:
         self._ran: list[Stage] = []
         self._current: Stage | None = None
         """That of the part that runs now, None if it is beyond what is listed."""
-        self._inside = 0
+        self._running: list[tuple[Part, Any]] = []
+        """The part that runs now, what it called of the others, and what was being handled when each began."""
+        self._thread = 0
+        self._elsewhere = False
+        """Whether a part has run on another thread, whose times would be mixed with those of this one."""
         self._open = False
         for part in parts:
             part.enter, part.leave = self._hooks(part)
@@ -90,8 +100,11 @@ class Stages:
         got, gave = Memo(), Memo()
 
         def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._inside += 1
-            if self._inside > 1:
+            if get_ident() != self._thread:
+                self._elsewhere = True
+                return
+            self._running.append((part, sys.exc_info()[1]))
+            if len(self._running) > 1:
                 return
             try:
                 self._current = None
@@ -112,9 +125,15 @@ class Stages:
 
         def leave(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
             now = monotonic_ns()
-            self._inside -= 1
-            if self._inside:
-                return
+            if get_ident() != self._thread or not any(one is part for one, _ in self._running):
+                return  # the last: a hook of the script's own has raised before `enter` had its turn
+            caught = None
+            while self._running:
+                one, caught = self._running.pop()
+                if one is part:
+                    break
+            if self._running or sys.exc_info()[1] is not caught:
+                return  # the last: it raised, so that it did not end, and the forward may go on without it
             try:
                 stage = self._current
                 if stage is not None:
@@ -128,7 +147,8 @@ class Stages:
     def begin(self) -> None:
         """A call of the root begins on the training thread: hook its parts. Never raises."""
         self._ran = []
-        self._inside = 0
+        self._running.clear()
+        self._thread = get_ident()
         self._open = True
         try:
             for part in self.parts:
@@ -140,14 +160,18 @@ class Stages:
                 own["_forward_pre_hooks_with_kwargs"][KEY] = True
                 own["_forward_hooks"][KEY] = part.leave
                 own["_forward_hooks_with_kwargs"][KEY] = True
+                own["_forward_hooks_always_called"][KEY] = True
         except Exception as error:  # noqa: BLE001 - the call goes on without
             self.session.fault("stages", error)
 
-    def end(self) -> None:
-        """The call is over: take the hooks back. Never raises."""
+    def end(self, site: Site) -> None:
+        """The call of the root, whose site that is, is over: take the hooks back. Never raises."""
         if not self._open:
             return
         self._open = False
+        if self._elsewhere and "stages" not in site.absent:
+            site.absent = {**site.absent, "stages": _THREADS}
+            site.epoch = -1
         for part in self.parts:
             try:
                 module = part.module()
@@ -175,6 +199,7 @@ _TABLES = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
 )
 
 

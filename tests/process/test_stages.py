@@ -77,6 +77,28 @@ def test_a_stage_that_raised_has_no_time_and_no_output(spread: Traced) -> None:
     assert as_json(call)["stages"][1]["host_ms"] is None
 
 
+def test_a_part_that_raises_within_a_forward_that_goes_on(spread: Traced) -> None:
+    """What comes after it is seen as ever, in this call and in the next; also where a hook of the script's raised."""
+    caught, refused, again = spread.calls("Tries")
+    for call in (caught, again):
+        assert not call.failed
+        assert [(s.device, s.parts, s.host_ns is None) for s in call.stages] == [
+            ("meta", ("net2",), True),
+            ("cpu", ("net1", "relu"), False),
+            ("meta", ("net2",), False),
+        ]
+    assert refused.failed
+    assert [(s.device, s.parts) for s in refused.stages] == [("meta", ("net2",))]
+
+
+def test_parts_that_run_on_other_threads_are_not_mixed_in(spread: Traced) -> None:
+    (call,) = spread.calls("Threads")
+    assert [(s.device, s.parts) for s in call.stages] == [("cpu", ("net1",))]
+    assert call.stages[0].host_ns is not None
+    assert "other threads" in as_json(call)["absent"]["stages"]
+    assert "stages" not in as_json(spread.calls("Tries")[0])["absent"]
+
+
 def test_stages_are_bounded(spread: Traced) -> None:
     (call,) = spread.calls("Back")
     assert len(call.stages) == 64

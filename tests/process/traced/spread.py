@@ -1,8 +1,10 @@
 """Models whose parts lie on two devices; `meta`, which has shapes and no data, stands for the second."""
 
+import contextlib
 import copy
 import io
 import json
+import threading
 
 import torch
 from torch import nn
@@ -52,8 +54,36 @@ class Back(nn.Module):
         return x
 
 
+class Tries(Breaks):
+    """Goes on without what has raised; the script calls it while it handles an exception itself."""
+
+    def forward(self, x):
+        for wrong in (self.net2, self.net1):
+            with contextlib.suppress(RuntimeError, LookupError):
+                wrong(torch.ones(2, 3, device=wrong.weight.device))
+        return Toy.forward(self, x)
+
+
+class Threads(Toy):
+    """Its second part runs on a thread of its own, beside the first."""
+
+    def forward(self, x):
+        found = []
+        thread = threading.Thread(target=lambda: found.append(self.net2(x.to("meta"))))
+        thread.start()
+        for _ in range(20):
+            self.net1(x)
+        thread.join()
+        return found[0]
+
+
+def refuses(*_):
+    raise LookupError("the script's own hook")
+
+
 def hooks_of(model):
-    tables = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+              "_forward_hooks_always_called")  # fmt: skip
     return sum(len(getattr(module, name)) for module in model.modules() for name in tables)
 
 
@@ -80,10 +110,22 @@ def main():
         except RuntimeError:
             failed = "RuntimeError"
         Back()(torch.ones(1, 3))
+        tries, threads = Tries("cpu", "meta"), Threads("cpu", "meta")
+        for refused in (False, True):
+            handle = tries.net1.register_forward_pre_hook(refuses) if refused else None
+            try:
+                raise KeyError("being handled")
+            except KeyError:
+                with contextlib.suppress(LookupError):
+                    tries(torch.ones(2, 10))
+            if handle is not None:
+                handle.remove()
+        tries(torch.ones(2, 10))
+        threads(torch.ones(2, 10))
         twin = copy.deepcopy(toy)
         twin(torch.ones(2, 10))
     toy.net1._forward_hooks.clear()
-    models = {"toy": toy, "one": one, "nested": nested, "breaks": breaks}
+    models = {"toy": toy, "one": one, "nested": nested, "breaks": breaks, "tries": tries, "threads": threads}
     hooks = {name: hooks_of(model) for name, model in models.items()}
     print(json.dumps({"hooks": hooks, "grew": saved(toy) - before, "said": len(said), "failed": failed}))
 

@@ -422,14 +422,14 @@ class Calls:
         try:
             result = original(view, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - without us this call would not have been data parallel
-            self._fall_back(trace, module, True, error, False)
+            self.fall_back(trace, module, True, error, False)
         else:
             self._take_back(module, view)
             if "forward" in trace.site.own and max(trace.phases[::2]) < 0:
                 # It ran, but in one piece: what is in the script's forward is nobody's data parallelism.
                 trace.before = None
                 reason = f"{trace.site.via} has its own forward, which uses none of DataParallel's functions"
-                self._fall_back(trace, module, True, reason, True)
+                self.fall_back(trace, module, True, reason, True)
             else:
                 self._worked(trace, module)
             return result
@@ -464,8 +464,8 @@ class Calls:
         except Exception as error:  # noqa: BLE001 - the result is there, whatever we make of it
             self.session.fault("view", error)
 
-    def _fall_back(self, trace: Trace, module: Any, wrapper: bool, why: Exception | str, final: bool) -> None:
-        """dp did not work for this call: note why, and let it run as the script alone would."""
+    def fall_back(self, trace: Trace, module: Any, wrapper: bool, why: Exception | str, final: bool) -> None:
+        """dp did not work for this call: note why, and let it run as the script alone would. Never raises."""
         trace.phases = [-1, 0] * 4
         trace.watch = trace.share = None
         try:
@@ -520,12 +520,12 @@ class Calls:
             result = self._functional_for(plan)(module, args, plan.device_ids, None, 0, kwargs)
             reason = changed_meaning(result, trace.rows, 0 if trace.watch is None else len(trace.watch.probes))
         except Exception as error:  # noqa: BLE001 - without us this call would not have been data parallel
-            self._fall_back(trace, module, False, error, isinstance(error, Unsuited))
+            self.fall_back(trace, module, False, error, isinstance(error, Unsuited))
         else:
             if reason is None:
                 self._worked(trace, module)
                 return result
-            self._fall_back(trace, module, False, reason, True)
+            self.fall_back(trace, module, False, reason, True)
         finally:
             local.call = None
             local.depth = 1
@@ -616,14 +616,13 @@ class Calls:
             self.session.fault("take over", error)
             return None
 
-    def again(self, trace: Trace, original: Callable[..., Any], module: Any, args: Any, kwargs: Any, why: Any) -> Any:
+    def again(self, trace: Trace, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
         """A call that failed on the short way runs as the script alone would run it."""
         local = self.session.local
         wrapper = trace.site.via is not None
         result: Any = None
         failed = True
         try:
-            self._fall_back(trace, module, wrapper, why, isinstance(why, Unsuited))
             local.depth = 2 if wrapper else 1
             if wrapper:
                 local.call = trace

@@ -216,16 +216,21 @@ def lane_way(calls: Calls, lanes: dict[int, Lane]) -> tuple[Callable[[Any], Lane
         except BaseException as error:
             steps.free = 0
             trace = calls.taken_over(lane, module, inputs, rows)
-            if isinstance(error, Exception):
-                if trace is None:
-                    return original(module, *args, **kwargs)
-                return calls.again(trace, original, module, args, kwargs, error)
+            if not isinstance(error, Exception):
+                if trace is not None:
+                    calls.end(trace, module, True, None)
+                raise
+            # Without us this call would not have been data parallel.
             if trace is not None:
-                calls.end(trace, module, True, None)
-            raise
-        steps.free = steps.mine  # no signal is handled between the call and here
-        ends(lane, began, clock(), rows, inputs, module, result)
-        return result
+                calls.fall_back(trace, module, lane.site.via is not None, error, isinstance(error, Unsuited))
+        else:
+            steps.free = steps.mine  # no signal is handled between the call and here
+            ends(lane, began, clock(), rows, inputs, module, result)
+            return result
+        # The error is handled: what the script's own call may raise has nothing to do with it.
+        return (
+            original(module, *args, **kwargs) if trace is None else calls.again(trace, original, module, args, kwargs)
+        )
 
     def begins(lane: Lane, now: int, args: Any, kwargs: Any) -> tuple[int, int]:
         """The call begins; its inputs and rows."""

@@ -626,13 +626,7 @@ class Steps:
         self.samples = -1
         self.start = now
         self.calls = self.failed = self.data = self.forward = self.backward = self.optimizer = self.inner = 0
-        if staged is None:
-            if held:
-                ring.flush()
-            ring.put(_FRAME, step)
-            if ring.head >= self.session.renew_at:
-                self.session.renew()
-        elif self.quick and now - start < QUICK_NS and len(held) < MAX_HELD:
+        if staged is not None and self.quick and now - start < QUICK_NS and len(held) < MAX_HELD:
             self.words[HELD] = 2 * len(held)
         else:
             if now - start >= QUICK_NS:
@@ -640,7 +634,10 @@ class Steps:
             elif self.hurry:
                 self.hurry -= 1
             self.quick = not self.hurry
-            ring.flush()
+            if held:
+                ring.flush()
+            if staged is None:
+                ring.put(_FRAME, step)
             if ring.head >= self.session.renew_at:
                 self.session.renew()
             words = self.words

@@ -70,7 +70,7 @@ def _walk(value: Any, path: str, found: list[Any], budget: list[int], depth: int
         return
     budget[0] -= 1
     if isinstance(value, Tensor):
-        found.append((path[:MAX_PATH], _shape(value), value.dtype))
+        found.append((path[:MAX_PATH], *_looks_of(value)))
         return
     if value is None or isinstance(value, (str, bytes, int, float, bool)):
         return
@@ -80,12 +80,12 @@ def _walk(value: Any, path: str, found: list[Any], budget: list[int], depth: int
             return
 
 
-def _shape(tensor: Tensor) -> tuple[int, ...]:
+def _looks_of(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
     # Subclasses may watch attribute access; a monitor must not be seen by them.
     if type(tensor) is Tensor or type(tensor) is Parameter:
-        return tensor.shape
+        return tensor.shape, tensor.dtype
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.shape
+        return tensor.shape, tensor.dtype
 
 
 def _children(value: Any) -> Any:

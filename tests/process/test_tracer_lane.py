@@ -1,0 +1,82 @@
+"""Calls over virtual replicas that go the short way: the same record and the same script as on the long one."""
+
+from __future__ import annotations
+
+import pytest
+from tracing import Script, Traced, text_of
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Traced]:
+    place = tmp_path_factory.mktemp("lanes")
+    scripts = {
+        (form, traced): Script(place, text_of("lanes"), form, run=traced, **({"replicas": 3} if traced else {}))
+        for form in ("wrapped", "bare")
+        for traced in (True, False)
+    }
+    return {key: script.end() for key, script in scripts.items()}
+
+
+@pytest.fixture(scope="module", params=["wrapped", "bare"])
+def form(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_the_script_sees_nothing_of_it(runs: dict[tuple[str, bool], Traced], form: str) -> None:
+    run, alone = runs[form, True].said, runs[form, False].said
+    assert run.pop("asked", None) in (None, [3, 3, 3])  # its own method, called for each of its turns
+    alone.pop("asked", None)
+    assert run["lines of ours"] == 0
+    assert run.pop("interrupted", []) == []
+    alone.pop("interrupted", None)
+    assert run == alone
+    failed, refused = "was not possible for call", "Changing runs on one device"
+    assert [c for c in runs[form, True].complaints if failed not in c and refused not in c] == []
+
+
+@pytest.mark.parametrize("name", ["Usual", "Hooked", "Stopped"])
+def test_every_call_has_its_phases_and_replicas(runs: dict[tuple[str, bool], Traced], form: str, name: str) -> None:
+    """The first call goes the long way, the later ones do not; the records say the same of all."""
+    calls = [call for call in runs[form, True].calls(name) if not call.failed and call.phases]
+    assert len(calls) >= 7
+    for call in calls:
+        assert (call.mode, call.virtual) == ("dp", True)
+        assert set(call.phases) == {"scatter", "replicate", "parallel_apply", "gather"}
+        ends = [call.phases[phase].offset_ns + call.phases[phase].host_ns for phase in call.phases]
+        assert ends == sorted(ends)
+        assert ends[-1] <= call.wall_ns
+        rows = [replica.inputs[0].shape[0] for replica in call.replicas if replica.inputs]
+        assert sum(rows) == call.rows
+        assert len(rows) == len(call.replicas) <= 3
+        assert [replica.outputs[0].shape for replica in call.replicas if replica.outputs] == [(n, 2) for n in rows]
+        apply = call.phases["parallel_apply"]
+        for replica in call.replicas:
+            assert apply.offset_ns <= replica.offset_ns
+            assert replica.offset_ns + replica.host_ns <= apply.offset_ns + apply.host_ns
+
+
+def test_shapes_and_flags_are_each_calls_own(runs: dict[tuple[str, bool], Traced], form: str) -> None:
+    calls = runs[form, True].calls("Usual")
+    assert [call.rows for call in calls] == [8] * 6 + [5] * 3 + [1] * 3 + [8] * 3 + [4]
+    assert [len(call.replicas) for call in calls] == [3] * 6 + [3] * 3 + [1] * 3 + [3] * 3 + [2]
+    assert [(call.training, call.grad) for call in calls] == [(True, True)] * 15 + [(False, False)]
+
+
+def test_a_call_that_fails_is_recorded_once(runs: dict[tuple[str, bool], Traced], form: str) -> None:
+    calls = runs[form, True].calls("Failing")
+    assert [call.failed for call in calls] == [False] * 4 + [True] + [False] * 3
+    assert [call.mode for call in calls] == ["dp"] * 4 + ["single"] + ["dp"] * 3
+    numbers = [call.call for call in runs[form, True].calls()]
+    assert numbers == sorted(set(numbers))
+
+
+def test_a_call_that_is_interrupted_is_a_failed_one(runs: dict[tuple[str, bool], Traced]) -> None:
+    (call,) = [call for call in runs["wrapped", True].calls("Stopped") if call.failed]
+    assert set(call.phases) == {"scatter", "replicate", "parallel_apply"}
+    assert len(call.replicas) == 3
+    assert all(replica.inputs and replica.outputs for replica in call.replicas)
+
+
+def test_what_changes_its_meaning_runs_on_one_device(runs: dict[tuple[str, bool], Traced]) -> None:
+    modes = [call.mode for call in runs["bare", True].calls("Changing")]
+    assert modes == ["dp"] * 3 + ["single"] * 3

@@ -1,0 +1,124 @@
+"""Calls over virtual replicas, the same ones again and again, and what comes between them; prints what came of each.
+
+The models are DataParallels if the first word is "wrapped", else bare.
+"""
+
+import json
+import sys
+import traceback
+
+import torch
+from torch import nn
+
+torch.manual_seed(5)
+WRAPPED = sys.argv[1] == "wrapped"
+told = {}
+
+
+class Net(nn.Module):
+    def __init__(self, name="Net"):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.refuse = None
+
+    def forward(self, x, scale=1.0):
+        if self.refuse is not None:
+            raise self.refuse
+        return self.layer(x) * scale
+
+
+def turns(model, count=6, rows=8, **more):
+    """Losses and the gradients' sum of some turns over the same batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    batch = torch.linspace(0, 1, rows * 3).reshape(rows, 3)
+    losses = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = model(batch, **more).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(round(loss.item(), 4))
+    return losses
+
+
+def made(name):
+    kind = type(name, (Net,), {})
+    return nn.DataParallel(kind()) if WRAPPED else kind()
+
+
+def inner(model):
+    return model.module if WRAPPED else model
+
+
+usual = made("Usual")
+told["usual"] = turns(usual)
+told["other rows"] = turns(usual, 3, 5)
+told["one row"] = turns(usual, 3, 1)
+told["keyword"] = turns(usual, 3, 8, scale=2.0)
+usual.eval()
+with torch.no_grad():
+    told["looked at"] = round(usual(torch.ones(4, 3)).sum().item(), 4)
+usual.train()
+
+hooked = made("Hooked")
+turns(hooked, 3)
+seen = []
+handle = inner(hooked).register_forward_hook(lambda module, args, result: seen.append(list(args[0].shape)))
+turns(hooked, 3)
+handle.remove()
+turns(hooked, 3)
+told["hooks of the module's own"] = [len(inner(hooked)._forward_hooks), len(inner(hooked)._forward_pre_hooks)]
+told["seen by them"] = sum(rows for rows, _ in seen)
+
+failing = made("Failing")
+turns(failing, 4)
+inner(failing).refuse = ValueError("not today")
+try:
+    turns(failing, 1)
+except ValueError as error:
+    told["raised"] = [type(error).__name__, type(error.__context__).__name__]
+    told["lines of ours"] = sum("dpmon" in line for line in traceback.format_exc().splitlines())
+inner(failing).refuse = None
+told["after it"] = turns(failing, 3)
+
+stopped = made("Stopped")
+turns(stopped, 4)
+if WRAPPED:
+    # In the training thread, and no error: torch hands on to the script only what is an Exception.
+    original = nn.DataParallel.gather
+
+    def interrupted(self, outputs, output_device):
+        raise KeyboardInterrupt
+
+    stopped.gather = interrupted.__get__(stopped)
+    try:
+        turns(stopped, 1)
+    except KeyboardInterrupt as error:
+        told["interrupted"] = [
+            frame.name for frame in traceback.extract_tb(error.__traceback__) if "dpmon" in frame.filename
+        ]
+    del stopped.gather
+turns(stopped, 3)
+
+if WRAPPED:
+    patched = made("Patched")
+    turns(patched, 3)
+    asked = []
+
+    def scatter(self, inputs, kwargs, device_ids):
+        asked.append(len(device_ids))
+        return original_scatter(self, inputs, kwargs, device_ids)
+
+    original_scatter = nn.DataParallel.scatter
+    nn.DataParallel.scatter = scatter
+    turns(patched, 3)
+    nn.DataParallel.scatter = original_scatter
+    turns(patched, 2)
+    told["asked"] = asked
+else:
+    scalars = made("Changing")
+    turns(scalars, 3)
+    inner(scalars).layer = nn.Sequential(nn.Linear(3, 2), nn.Flatten(0))
+    told["another meaning"] = turns(scalars, 3)
+
+print(json.dumps(told))

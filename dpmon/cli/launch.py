@@ -41,6 +41,7 @@ def run(options: argparse.Namespace) -> int:
     """Start what `options` say; the exit status. CommandError or RunError if it cannot be started."""
     _open_standard_descriptors()
     command = resolve(options.words, options.module, options.python, os.environ)
+    _check_devices(options.devices)
     headless = not options.detach and (options.headless or not has_screen())
     # A terminal that is not ours to read lines from alone: the command gets one of its own.
     inherit = (headless or options.detach) and not os.isatty(0)
@@ -59,6 +60,17 @@ def run(options: argparse.Namespace) -> int:
     if headless:
         return _headless(directory, supervisor, early)
     return _screen(directory, supervisor, options.refresh)
+
+
+def _check_devices(names: str | None) -> None:
+    """RunError if --devices names a GPU that is not there; asks the driver only where one is named."""
+    if names is None or "cuda" not in names:
+        return
+    from dpmon.gpu.present import missing
+
+    why = missing(names)
+    if why is not None:
+        raise RunError(f"--devices {names}: {why}")
 
 
 def _open_standard_descriptors() -> None:

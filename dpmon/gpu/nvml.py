@@ -15,7 +15,9 @@ from typing import Any
 from dpmon.gpu.device import DeviceSample, pids_are_shared, share_of_run, without_values
 from dpmon.gpu.failure import GPU_IS_LOST, NO_START, UNINITIALIZED, Failure, call
 
-__all__ = ["CALLS_A_SAMPLE", "RETRY_S", "Nvml"]
+__all__ = ["CALLS_A_SAMPLE", "NO_GPU", "RETRY_S", "Nvml"]
+
+NO_GPU = "the NVIDIA driver is loaded but sees no GPU"
 
 CALLS_A_SAMPLE = 8
 """Calls into the library for one GPU in one sample, at most; whatever does not fit waits for the next one."""
@@ -211,7 +213,7 @@ class Nvml:
             return f"NVML cannot count the GPUs: {failure.reason}"
         if not count:
             self.close()
-            return "the NVIDIA driver is loaded but sees no GPU"
+            return NO_GPU
         self._devices = [_Device(index) for index in range(count)]
         return None
 
@@ -219,6 +221,11 @@ class Nvml:
     def is_open(self) -> bool:
         """Whether there are GPUs to sample."""
         return self._nvml is not None
+
+    @property
+    def count(self) -> int:
+        """How many GPUs there are."""
+        return len(self._devices)
 
     def sample(self, run_pids: Set[int], now_s: float) -> list[DeviceSample]:
         """One sample a GPU, at most CALLS_A_SAMPLE calls each; `now_s` is any monotonic clock, in seconds.

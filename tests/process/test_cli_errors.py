@@ -141,3 +141,12 @@ def test_no_place_for_the_record(dpmon: Dpmon) -> None:
     assert "no run can be kept" in result.errors
     assert len(result.errors.splitlines()) == 1
     dpmon.state.unlink()
+
+
+def test_a_gpu_that_is_not_there(dpmon: Dpmon) -> None:
+    """No machine has a thousand of them; one whose driver does not start for odd reasons is not this test's."""
+    dpmon.script("print('it ran')")
+    result = dpmon.run("--headless", "--devices", "cuda:0,cuda:999", "script.py")
+    if result.status == 0:
+        pytest.skip("nobody knows here which GPUs there are")
+    refused(dpmon, "--devices", "cuda:0,cuda:999", "script.py", says="--devices cuda:0,cuda:999: ")

@@ -56,7 +56,7 @@ def answered(ring: RingReader) -> bool:
 def pause(ring: RingReader) -> int:
     """Ask for a pause and wait until it has begun; the request."""
     asked = ring.request_pause(True)
-    wait_for(lambda: is_paused(ring), what="a pause")
+    wait_for(lambda: answered(ring) and is_paused(ring), what="a pause")
     return asked
 
 

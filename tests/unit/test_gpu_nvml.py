@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 from pynvml import NVMLError  # noqa: TID251 - the real error class: unhashable, compares badly
 
+from dpmon.gpu import present
 from dpmon.gpu.device import DeviceSample, share_of_run
 from dpmon.gpu.nvml import CALLS_A_SAMPLE, RETRY_S, Nvml
+from dpmon.gpu.present import missing
 
 UNINITIALIZED, NOT_SUPPORTED, NO_PERMISSION, DRIVER_NOT_LOADED = 1, 3, 4, 9
 LIBRARY_NOT_FOUND, FUNCTION_NOT_FOUND, GPU_IS_LOST, VERSION_MISMATCH, UNKNOWN = 12, 13, 15, 18, 999
@@ -310,3 +313,57 @@ def test_share_of_run(held: dict[int, int | None], same_pids: bool, expected: tu
     of_run, mem_run, absent = share_of_run(held, {1, 2}, same_pids)
     assert (of_run, mem_run) == expected
     assert set(absent) == {n for n, v in (("of_run", of_run), ("mem_run_bytes", mem_run)) if v is None}
+
+
+# ------------------------------------------------------------------------------------------------ what is there
+
+
+@pytest.fixture
+def plain_machine(fake: FakePynvml, monkeypatch: pytest.MonkeyPatch) -> FakePynvml:
+    """No GPUs but those that NVML knows of."""
+    monkeypatch.setattr(present, "_OTHERS", ())
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        ("cuda:0,cuda:1", None),
+        ("cuda,cuda", None),
+        ("cpu,cpu", None),
+        ("cuda:0,cuda:7", "there is no cuda:7 here, only cuda:0 to cuda:1"),
+    ],
+)
+def test_a_device_that_is_not_there(plain_machine: FakePynvml, names: str, why: str | None) -> None:
+    assert missing(names) == why
+    opened, closed = (plain_machine.calls.count((what, None)) for what in ("nvmlInit", "nvmlShutdown"))
+    assert opened == closed == ("cuda" in names)
+
+
+def test_one_gpu_and_none(plain_machine: FakePynvml) -> None:
+    plain_machine.gpus = 1
+    assert missing("cuda:1") == "there is no cuda:1 here, only cuda:0"
+    plain_machine.gpus = 0
+    assert missing("cuda:0") == "cuda:0 cannot be had: the NVIDIA driver is loaded but sees no GPU"
+
+
+@pytest.mark.parametrize("code", [LIBRARY_NOT_FOUND, DRIVER_NOT_LOADED, VERSION_MISMATCH, NO_PERMISSION, UNKNOWN])
+def test_without_nvml_there_is_no_gpu_or_nobody_knows(plain_machine: FakePynvml, code: int) -> None:
+    """A library that does not start for another reason says nothing about the GPUs that torch will find."""
+    plain_machine.codes["nvmlInit"] = code
+    why = missing("cuda:0")
+    assert (why is not None) is (code in (LIBRARY_NOT_FOUND, DRIVER_NOT_LOADED))
+    assert why is None or why.startswith("cuda:0 cannot be had: ")
+
+
+def test_a_driver_that_does_not_answer_and_gpus_of_others(
+    plain_machine: FakePynvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(present, "WAIT_S", 0.0)
+    plain_machine.answers["nvmlInit"] = lambda: released.wait(60)
+    assert missing("cuda:9") is None
+    released.set()
+    monkeypatch.setattr(present, "WAIT_S", 60.0)
+    monkeypatch.setattr(present, "_OTHERS", ("/dev/null",))
+    assert missing("cuda:9") is None

@@ -1,0 +1,48 @@
+"""Whether the GPUs that a command line names are there, as far as that can be known without torch."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from dpmon.gpu.failure import NO_START
+from dpmon.gpu.nvml import NO_GPU, Nvml
+
+__all__ = ["missing"]
+
+WAIT_S = 3.0
+"""For a driver that does not answer: then nothing is known."""
+_NONE = (NO_GPU, NO_START[9], NO_START[12])
+"""What NVML says where there is no GPU of NVIDIA's."""
+_OTHERS = ("/dev/kfd", "/dev/dxg", "/dev/nvgpu", "/dev/nvhost-gpu", "/dev/nvmap")
+"""GPUs that torch calls cuda too and NVML may not know: AMD's, those of WSL and of NVIDIA's small computers."""
+
+
+def missing(names: str) -> str | None:
+    """Why one of the devices in `names` (cuda:0,cuda:1) cannot be had; None if they are there, or nobody knows."""
+    wanted = [name for name in names.split(",") if name.startswith("cuda")]
+    if not wanted or any(os.path.exists(path) for path in _OTHERS):
+        return None
+    found: list[tuple[int, str | None]] = []
+    thread = threading.Thread(target=lambda: found.append(_count()), name="dpmon NVML", daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    if not found:
+        return None
+    count, reason = found[0]
+    if reason is not None:
+        return f"{wanted[0]} cannot be had: {reason}" if reason in _NONE else None
+    for name in wanted:
+        if int(name.partition(":")[2] or 0) >= count:
+            there = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+            return f"there is no {name} here, only {there}"
+    return None
+
+
+def _count() -> tuple[int, str | None]:
+    """How many GPUs NVML counts, or why there is none."""
+    nvml = Nvml()
+    reason = nvml.open()
+    count = nvml.count
+    nvml.close()
+    return count, reason

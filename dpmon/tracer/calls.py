@@ -749,6 +749,8 @@ class Calls:
             if trace.outer >= 0:
                 self.steps.call_ends(trace.start, now, trace.outer, trace.rows, flags)
                 self.steps.settle(trace.free)
+            if self.session.local.tried is not None:
+                self.modes.tried(failed)
             if self.modes.doubtful and not self.session.local.depth:
                 self.modes.decide(trace.silent, trace.step, trace.number)
             if not trace.silent:

@@ -123,13 +123,28 @@ class Modes:
         when `final`, the module stays single until somebody asks for dp again.
         """
         known = self._refused.get(id(module))
-        count = known[2] + 1 if known is not None and known[0]() is module else 1
-        count = MAX_FAILURES if final else count
+        known = known if known is not None and known[0]() is module else None
+        count = MAX_FAILURES if final else known[2] + 1 if known is not None else 1
         self._refused[id(module)] = (weakref.ref(module), reason, count)
         if count >= MAX_FAILURES:
             return None
-        self.session.warn(f"dp was not possible for call {call}, which ran on one device: {reason}")
+        text = f"dp was not possible for call {call}, which ran on one device: {reason}"
+        self.session.local.tried = text, id(module), known
         return Plan(SINGLE, (str(_device_of(module) or "cpu"),), None, None, reason, True)
+
+    def tried(self, failed: bool) -> None:
+        """The call that ran on one device after dp had failed is over; `failed` says that it raised there too.
+
+        Then it was the script's, and nothing against dp.
+        """
+        text, key, before = self.session.local.tried
+        self.session.local.tried = None
+        if not failed:
+            self.session.warn(text)
+        elif before is None:
+            self._refused.pop(key, None)
+        else:
+            self._refused[key] = before
 
     def succeeded(self, module: torch.nn.Module) -> None:
         """dp worked: earlier failures of the module no longer count."""

@@ -89,10 +89,12 @@ class Local(threading.local):
     """Whether it is in scatter, replicate or gather: what these call of each other is no phase of its own."""
     hand: Any = None
     """What the script has composed by hand so far: see dpmon.tracer.byhand."""
+    tried: Any = None
+    """What to say of the attempt at dp that has failed for the call under way: see dpmon.tracer.modes."""
 
     def clear(self) -> None:
         """This thread is in nothing; the wrappers hold this very object, so it is not replaced."""
-        self.depth, self.call, self.root, self.verb, self.hand = 0, None, None, False, None
+        self.depth, self.call, self.root, self.verb, self.hand, self.tried = 0, None, None, False, None, None
 
 
 class Session:

@@ -223,6 +223,14 @@ def test_what_is_tried_and_fails_is_said_each_time(refusing: Traced) -> None:
     assert len(refusing.complaints) == 2  # the third time it is refused for good
 
 
+def test_what_fails_on_one_device_too_is_not_for_dp_to_answer_for(refusing: Traced) -> None:
+    """Nothing is said of it (the test above), and dp is not given up for it."""
+    calls = refusing.calls("Picky")
+    assert [call.failed for call in calls] == [True, True, True, True, False] * (len(calls) // 5)
+    assert {call.mode for call in calls if call.failed} == {"single"}
+    assert [call.mode for call in calls if not call.failed] == ["single"] + ["dp"] * 4
+
+
 def test_a_rank_is_in_the_record(refusing: Traced) -> None:
     (process,) = refusing.events("process")
     assert (process.data["rank"], process.data["world"]) == (0, 1)

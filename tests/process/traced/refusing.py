@@ -1,5 +1,6 @@
 """Models that cannot be split, each called once for every line of standard input; prints what they returned."""
 
+import contextlib
 import copy
 import json
 import sys
@@ -62,6 +63,15 @@ class Raises(Plain):
         return self.layer(x)
 
 
+class Picky(Plain):
+    """Refuses four of five batches, replica or not."""
+
+    def forward(self, x):
+        if x.max() > 10:
+            raise LookupError("a bad batch")
+        return self.layer(x)
+
+
 torch.manual_seed(2)
 x = torch.randn(8, 4)
 models = [Plain(), ReturnsScalar(), ReturnsPairs(), Holds(), HoldsAsOnlyPart(), Spread(), Raises()]
@@ -69,6 +79,10 @@ models.append(torch.jit.script(Plain()))
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 models.append(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)))
 models.append(copy.deepcopy(nn.DataParallel(nn.Sequential(Plain()))))
+picky = Picky()
 for _ in sys.stdin:
+    for bad in (100, 100, 100, 100, 0):
+        with contextlib.suppress(LookupError):
+            picky(x + bad)
     print(json.dumps([list(model(x).shape) for model in models]), flush=True)
 torch.distributed.destroy_process_group()

@@ -26,6 +26,8 @@ class Progress:
         self._reader = reader
         self._processes: set[int] = set()
         self._virtual = False
+        self._ranks = False
+        """Whether the processes are ranks of one training, for which the modes do not hold."""
         self._paused: dict[int, float] = {}
         """By process, seconds of the pauses that have ended since the last line."""
 
@@ -47,7 +49,7 @@ class Progress:
             samples = [step.samples for step in steps if step.samples is not None]
             if len(samples) == len(steps):
                 parts.append(f"{rate(sum(samples) / seconds)} samples/s")
-        if steps[-1].mode:
+        if steps[-1].mode and not (self._ranks and steps[-1].mode == "single"):
             parts.append(steps[-1].mode + (" (virtual)" if self._virtual and steps[-1].mode == "dp" else ""))
         return "  ".join(parts)
 
@@ -62,6 +64,9 @@ class Progress:
                     self._processes.add(record.process)
                 elif isinstance(record, Event) and record.kind == "mode":
                     self._virtual = record.data.get("virtual") is True
+                elif isinstance(record, Event) and record.kind == "process":
+                    world = record.data.get("world")
+                    self._ranks = self._ranks or (isinstance(world, int) and world > 1)
                 elif isinstance(record, Event) and record.kind == "pause" and steps:
                     self._add_pause(record)
             if not records:

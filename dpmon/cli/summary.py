@@ -94,6 +94,8 @@ def _nothing(totals: Totals, reader: RunReader) -> str:
 
 
 def _mode_lines(name: str, mode: ModeTotals, totals: Totals) -> list[str]:
+    if name == "single" and totals.distributed:
+        name = "ddp"  # one device a rank: neither dp nor single
     title = (name or "mode unknown") + (" (virtual replicas)" if name == "dp" and totals.virtual else "")
     speed = mode.samples_per_s()
     head = f"{title}: {len(mode.walls):,} steps, {mode.calls:,} calls"

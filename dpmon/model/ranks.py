@@ -9,7 +9,9 @@ from typing import NamedTuple
 from dpmon.model.state import PHASES, CallTrack, Process, State, StepSample
 from dpmon.model.stats import median
 
-__all__ = ["RankRow", "rank_rows", "training", "world"]
+__all__ = ["RankRow", "distributed", "rank_rows", "toggle_refusal", "training", "world"]
+
+DDP = "DistributedDataParallel"
 
 LATELY_NS = 30_000_000_000
 STEPS_COUNTED = 128
@@ -51,6 +53,21 @@ def world(process: Process) -> int | None:
     """How many ranks there are, as the process itself was told; None outside torch.distributed."""
     value = process.info.get("world")
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def distributed(process: Process) -> bool:
+    """Whether it trains by DistributedDataParallel, whatever else it calls."""
+    return any(via == DDP for _, via in process.calls)
+
+
+def toggle_refusal(state: State) -> str | None:
+    """Why the mode cannot be switched now, whatever is asked for; None if it may be possible."""
+    process = state.focus()
+    if process is None:
+        return "no training process is known yet"
+    if distributed(process):
+        return "the ranks train by DistributedDataParallel: a process that split its model by itself would leave them"
+    return None
 
 
 def rank_rows(processes: Iterable[Process], key: tuple[str, str | None] | None) -> list[RankRow]:

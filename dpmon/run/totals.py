@@ -112,6 +112,8 @@ class Totals:
     paused_s: float = 0.0
     """Of the process that was paused longest, in the pauses that ended."""
     virtual: bool = False
+    distributed: bool = False
+    """Whether a call was of a DistributedDataParallel: its ranks have no mode of their own."""
     reasons: list[str] = field(default_factory=list)
     """Why the run is in the mode it is in, as the training says, and what it warned of."""
     warnings: list[str] = field(default_factory=list)
@@ -198,6 +200,7 @@ class _Adder:
             if not isinstance(layout, dict):
                 continue
             self.totals.virtual |= bool(virtual)
+            self.totals.distributed |= layout.get("via") == DDP
             if several and layout.get("via") == DDP:
                 continue  # its ranks have lines of their own
             for replica, (got, gave) in enumerate(sizes):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dpmon.model import State, fold
+from dpmon.model.ranks import toggle_refusal
 from dpmon.records import Record
 from dpmon.ui.panel_output import Output
 from dpmon.ui.scene import Ended, Facts, Scene, Toggle, View
@@ -172,10 +173,10 @@ class Feed:
     # ------------------------------------------------------------------------------------------ asking
 
     def can_toggle(self) -> bool:
-        """Whether a request for a mode would reach anybody."""
+        """Whether a request for a mode would reach anybody, and could be granted."""
         return (
             self._reader is not None
-            and bool(self.state.processes)
+            and toggle_refusal(self.state) is None
             and self._facts.mode_option != "script"
             and self._ended is None
             and self._alive is not False

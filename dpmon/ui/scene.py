@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dpmon.model.ranks import world
+from dpmon.model.ranks import distributed, world
 from dpmon.model.state import Process, State
 from dpmon.ui.format import UNKNOWN
 from dpmon.ui.text import clean
@@ -188,7 +188,7 @@ def mode_words(process: Process | None, times: str) -> tuple[str, str]:
     if process is None or not process.mode:
         return UNKNOWN, ""
     where = devices_in_short(process.devices)
-    if process.newest is not None and process.newest[1] == "DistributedDataParallel":
+    if distributed(process):
         ranks = world(process)
         return (f"ddp {times}{ranks}" if ranks else "ddp"), where
     if process.mode != "dp":

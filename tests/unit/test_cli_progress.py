@@ -60,6 +60,11 @@ def test_ranks_step_together() -> None:
     assert line(records) == "step 10  4 processes  10 steps/s  1200 samples/s  dp"
 
 
+def test_ranks_have_no_mode() -> None:
+    assert line([Event("process", {"process": 0, "world": 2}), step(1, mode="single")]).endswith("samples/s")
+    assert line([Event("process", {"process": 0, "world": 1}), step(1, mode="single")]).endswith("  single")
+
+
 def test_all_that_has_come_is_one_line() -> None:
     assert line([step(1)], [step(2)], [step(3)]).startswith("step 3  10 steps/s")
 

@@ -8,7 +8,7 @@ import pytest
 from synthetic import SECOND, Training, decoded
 
 from dpmon.model import State, fold
-from dpmon.model.ranks import rank_rows, training
+from dpmon.model.ranks import rank_rows, toggle_refusal, training
 from dpmon.model.stats import speed
 from dpmon.records import Event
 from dpmon.ui import panel_ranks
@@ -17,7 +17,7 @@ from dpmon.ui.paint import whole
 from dpmon.ui.panel_output import Output
 from dpmon.ui.panel_status import status
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scene import Facts, Scene
+from dpmon.ui.scene import Facts, Scene, mode_words
 
 LOOK = Look(UNICODE, COLOUR, True)
 FACTS = Facts("20261120-141502-ddp-7f3a", "examples/ddp.py", SECOND, "auto", "/usr/bin/python3")
@@ -39,6 +39,22 @@ def scene_of(ranks: int, *, world: int | None = None, steps: int = 200, via: str
             state = fold(state, record)
         now = max(now, one.now)
     return Scene(state, now + SECOND // 10, FACTS, alive=True, can_toggle=True)
+
+
+def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
+    """Also while another model of theirs (a teacher) was called last."""
+    state = scene_of(2).state
+    assert "DistributedDataParallel" in (toggle_refusal(state) or "")
+    process = state.focus()
+    assert process is not None
+    assert process.mode == "single"
+    assert mode_words(process, "x")[0] == "ddp x2"
+    process.calls["Teacher", None] = next(iter(process.calls.values()))
+    process.newest = ("Teacher", None)
+    assert mode_words(process, "x")[0] == "ddp x2"
+    assert toggle_refusal(state) is not None
+    assert toggle_refusal(scene_of(1, via="DataParallel").state) is None
+    assert toggle_refusal(State()) is not None
 
 
 def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:

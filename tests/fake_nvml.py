@@ -17,11 +17,11 @@ import pytest
 from dpmon.records import Decoder, Event
 from dpmon.ring import RingError, RingReader
 
-__all__ = ["FOREVER", "Asked", "FakeNvml", "GpuRing", "compiler", "library"]
+__all__ = ["CUDA", "FOREVER", "Asked", "FakeNvml", "GpuRing", "compiler", "library"]
 
-SOURCE = Path(__file__).parent / "nvml" / "fake_nvml.c"
+NVML, CUDA = (Path(__file__).parent / "nvml" / name for name in ("fake_nvml.c", "fake_cuda.c"))
+SONAMES = {NVML: "libnvidia-ml.so.1", CUDA: "libcuda.so.1"}
 FOREVER = -1.0
-NAME = "libnvidia-ml.so.1"
 
 
 @cache
@@ -30,22 +30,19 @@ def compiler() -> str | None:
     return next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
 
 
-def library(directory: Path, without: Sequence[str] = ()) -> Path:
+def library(directory: Path, without: Sequence[str] = (), source: Path = NVML) -> Path:
     """The directory of a compiled stand-in that lacks the symbols in `without`; skips the test without a compiler."""
     found = compiler()
     if found is None:
-        pytest.skip("there is no C compiler to make the stand-in for NVML with")
-    into = directory / f"nvml-without-{len(without)}"
-    if not (into / NAME).exists():
-        into.mkdir(parents=True, exist_ok=True)
-        words = [found, "-std=gnu11", "-O1", "-fPIC", "-shared", f"-Wl,-soname,{NAME}", str(SOURCE), "-o"]
-        if without:
-            script = into / "symbols.map"
-            script.write_text("{ global: nvml*; local: " + " ".join(f"{name};" for name in without) + " *; };\n")
-            words.insert(1, f"-Wl,--version-script={script}")
-        made = into / f"{NAME}.{os.getpid()}"
-        subprocess.run([*words, str(made), "-lpthread"], check=True, capture_output=True, text=True)
-        os.replace(made, into / NAME)
+        pytest.skip("there is no C compiler to make the stand-in with")
+    into, soname = directory / "libraries", SONAMES[source]
+    into.mkdir(exist_ok=True)
+    words = [found, "-std=gnu11", "-O1", "-fPIC", "-shared", f"-Wl,-soname,{soname}", str(source)]
+    if without:
+        script = into / "symbols.map"
+        script.write_text("{ global: nvml*; local: " + " ".join(f"{name};" for name in without) + " *; };\n")
+        words.insert(1, f"-Wl,--version-script={script}")
+    subprocess.run([*words, "-o", str(into / soname), "-lpthread"], check=True, capture_output=True, text=True)
     return into
 
 
@@ -131,7 +128,7 @@ class GpuRing:
         while True:
             try:
                 return cls(run() / "gpu.ring")
-            except (RingError, OSError):  # it is being made
+            except (RingError, OSError, AssertionError):  # it is being made
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.02)

@@ -17,14 +17,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from dpmon.gpu.card import SILENT_S, Card
 from dpmon.gpu.device import pids_are_shared
 from dpmon.gpu.host import HostSampler
 from dpmon.gpu.nvml import Nvml
-from dpmon.gpu.share import Run, TorchUse, bare
+from dpmon.gpu.share import Run, TorchUse, bare, uses_of
 from dpmon.gpu.visible import Gpu, visible_gpus
 from dpmon.gpu.watch import Watch
-from dpmon.records import pack_event
+from dpmon.records import Decoder, Event, RecordError, pack_event
 from dpmon.ring import Ring
 
 __all__ = ["DeviceSampler"]
@@ -48,23 +50,22 @@ class DeviceSampler:
         interval_s: float = 1.0,
         *,
         nvml: Callable[[], Nvml] = Nvml,
-        environment: Mapping[str, str] | None = None,
     ) -> None:
         """Make the ring, so that `emit` works from here on; `root_pid` gives the command's id, or None.
 
-        `environment`: the command's own, by default this process's. Raises OSError (FileExistsError if the name is
-        taken): without a ring there is nothing to sample for.
+        Raises OSError (FileExistsError if the name is taken): without a ring there is nothing to sample for.
         """
         self._ring = Ring(os.fspath(ring_path), process=-1, start_ns=start_ns, capacity=RING_BYTES)
         self._start_ns = start_ns
         self._root_pid = root_pid
         self._interval_s = interval_s
-        self._environment = dict(os.environ if environment is None else environment)
+        self._environment: dict[str, str] | None = None
         self._stop = threading.Event()
         self._pids: frozenset[int] = frozenset()
         self._same_pids = pids_are_shared()
+        self._decoder = Decoder(-1)
         self._uses: dict[int, tuple[TorchUse, ...]] = {}
-        self._visible: tuple[tuple[str | None, ...], dict[str, bool]] = ((), {})
+        self._visible: tuple[tuple[str, ...], dict[str, bool]] = ((), {})
         self._said: dict[str, float] = {}
         self._said_lock = threading.Lock()
         self._silent: set[int] = set()
@@ -92,16 +93,16 @@ class DeviceSampler:
             data = {"t_s": (time.monotonic_ns() - self._start_ns) / 1e9, **data}
         self._ring.write(pack_event(kind, data))
 
-    def heard(self, process: int, devices: Any) -> None:
-        """What a training process said of the GPUs that torch uses in it: the `devices` of its `memory` record."""
-        found = []
-        for one in devices[:MAX_USES] if isinstance(devices, list) else ():
-            if isinstance(one, Mapping) and isinstance(one.get("uuid"), str):
-                reserved = one.get("reserved_bytes")
-                known = reserved if isinstance(reserved, int) and not isinstance(reserved, bool) else None
-                found.append(TorchUse(process, str(one.get("device")), one["uuid"], known))
-        if process in self._uses or len(self._uses) < MAX_USES:
-            self._uses = {**self._uses, process: tuple(found)}
+    def heard(self, payload: bytes) -> None:
+        """Take a `memory` record of a training process, which says what GPUs torch uses in it."""
+        try:
+            record = self._decoder.decode(payload)
+        except RecordError:
+            return
+        data = record.data if isinstance(record, Event) else {}
+        process, devices = data.get("process"), data.get("devices")
+        if isinstance(process, int) and (process in self._uses or len(self._uses) < MAX_USES):
+            self._uses = {**self._uses, process: uses_of(process, devices)}
 
     def warn(self, text: str) -> None:
         """Say what goes wrong, once a minute at most for each text."""
@@ -166,6 +167,10 @@ class DeviceSampler:
 
     def _seen_by_cuda(self) -> dict[str, bool]:
         """Which GPUs the command's environment lets CUDA see; worked out anew when a UUID becomes known."""
+        if self._environment is None:
+            self._environment = _environment_of(self._root_pid())
+            if self._environment is None:
+                return {}
         cards = self._watch.cards
         key = tuple(",".join(sorted(card.uuids())) for card in cards)
         if key != self._visible[0]:
@@ -175,6 +180,16 @@ class DeviceSampler:
             known = {bare(gpu.uuid): see for gpu, see in zip(gpus, seen, strict=True) if gpu.uuid and see is not None}
             self._visible = key, known
         return self._visible[1]
+
+
+def _environment_of(pid: int | None) -> dict[str, str] | None:
+    """What a process was started with, None if that cannot be read: it is gone, or not there yet."""
+    if pid is None:
+        return None
+    try:
+        return psutil.Process(pid).environ() or None
+    except (psutil.Error, OSError):
+        return None
 
 
 def _leave_at_once() -> None:

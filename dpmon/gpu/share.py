@@ -6,9 +6,10 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["MAX_PROCESSES", "Run", "TorchUse", "bare", "of_processes", "of_torch"]
+__all__ = ["MAX_PROCESSES", "Run", "TorchUse", "bare", "of_processes", "of_torch", "uses_of"]
 
 MAX_PROCESSES = 16
+MAX_USES = 256
 NO_PIDS_IN_CONTAINER = "inside a container the driver's process ids cannot be matched to ours"
 NOT_BY_PROCESS = "the driver does not tell memory by process"
 NOT_SAID = "no training process has said so far which GPUs torch uses"
@@ -40,6 +41,17 @@ class Run:
 def bare(uuid: str) -> str:
     """A UUID without its prefix: NVML writes GPU-8932f937-..., torch 8932f937-...."""
     return uuid.removeprefix("GPU-").removeprefix("MIG-").lower()
+
+
+def uses_of(process: int, devices: Any) -> tuple[TorchUse, ...]:
+    """The GPUs in the `devices` of a process's `memory` record; what makes no sense is left out."""
+    found = []
+    for one in devices[:MAX_USES] if isinstance(devices, list) else ():
+        if isinstance(one, Mapping) and isinstance(one.get("uuid"), str):
+            reserved = one.get("reserved_bytes")
+            known = reserved if isinstance(reserved, int) and not isinstance(reserved, bool) else None
+            found.append(TorchUse(process, str(one.get("device")), one["uuid"], known))
+    return tuple(found)
 
 
 def of_torch(run: Run, uuids: Set[str]) -> tuple[dict[str, Any], dict[str, str]]:

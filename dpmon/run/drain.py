@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from dpmon.records import RecordError
+from dpmon.records import RecordError, pack_event
 from dpmon.ring import RingError, RingReader
 from dpmon.run.history import LIMIT_BYTES, Batch, History, HistoryError, RingRow
 from dpmon.run.rows import Sorter
@@ -22,6 +22,8 @@ COMMIT_BYTES = 1 << 19
 HOLD_BYTES = 8 << 20
 """Held at most while the history cannot be written; the rings keep what is newer, what they lose is counted."""
 RETRY_S = 5.0
+_MEMORY = pack_event("memory", {})[:-1]
+"""How such a record begins."""
 
 
 class _Source:
@@ -66,6 +68,8 @@ class Drain:
         self._commit_at = 0.0
         self._retry_at = 0.0
         self._failing = False
+        self.heard: Callable[[bytes], None] = lambda payload: None
+        """Called with every `memory` record of a training process: it says which GPUs that uses."""
 
     def drain(self, now: float) -> bool:
         """Take what is new, write what is due; True if there is more to take at once. `now`: monotonic s."""
@@ -135,6 +139,8 @@ class Drain:
             try:
                 if source.sorter.add(self._batch, self._next_id, payload):
                     self._next_id += 1
+                if payload.startswith(_MEMORY):
+                    self.heard(payload)
             except RecordError:
                 source.unreadable += 1
             self._bytes += len(payload)

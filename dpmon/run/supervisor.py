@@ -35,6 +35,7 @@ class _Sampler(Protocol):
     def start(self) -> None: ...
     def stop(self) -> None: ...
     def emit(self, kind: str, data: Mapping[str, Any]) -> None: ...
+    def heard(self, payload: bytes) -> None: ...
 
 
 class _Silent:
@@ -48,6 +49,9 @@ class _Silent:
 
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
         _log(f"{kind}: {dict(data)}")
+
+    def heard(self, payload: bytes) -> None:
+        pass
 
 
 def _log(text: str) -> None:
@@ -177,6 +181,7 @@ class Supervisor:
         )
         warnings = _WarningsLog(self._directory)
         poller = self._poller(command.pid)
+        drain.heard = sampler.heard
         while self._leave_at is None or time.monotonic() < self._leave_at:
             ended = command.poll() is not None
             for text in warnings.new():

@@ -19,7 +19,7 @@ from dpmon.gpu import watch as watch_module
 from dpmon.gpu.device import DeviceSample
 from dpmon.gpu.nvml import Nvml
 from dpmon.gpu.sampler import DeviceSampler
-from dpmon.records import Decoder, Event
+from dpmon.records import Decoder, Event, pack_event
 from dpmon.ring import RingReader
 
 INTERVAL_S = 0.02
@@ -264,13 +264,19 @@ def test_the_processes_of_the_run_are_told_from_others(make: Any) -> None:
 def test_what_torch_says_in_a_training_process_is_believed(make: Any) -> None:
     nvml = FakeNvml()
     sampler, watch = make(nvml)
-    sampler.heard(3, [{"device": "cuda:0", "uuid": "1", "reserved_bytes": 500}, {"device": "cpu"}, "junk"])
+
+    def say(process: Any, devices: Any) -> None:
+        sampler.heard(pack_event("memory", {"process": process, "devices": devices}))
+
+    say(3, [{"device": "cuda:0", "uuid": "1", "reserved_bytes": 500}, {"device": "cpu"}, "junk"])
     watch.until(lambda e: [d for d in of_kind(e, "device") if d["index"] == 1 and d["of_run"]], "the GPU of the run")
     device = next(d for d in reversed(watch.events) if d.kind == "device" and d.data["index"] == 1).data
     assert device["ordinals"] == [{"process": 3, "device": "cuda:0"}]
     assert device["mem_torch_bytes"] == 500
     for junk in (None, {}, [{"uuid": 5}], [{"uuid": "x", "reserved_bytes": True}]):
-        sampler.heard(4, junk)
+        say(4, junk)
+    say("x", [])
+    sampler.heard(b"\x04{")
 
 
 def test_what_keeps_going_wrong_is_said_once_a_minute(make: Any) -> None:

@@ -1,6 +1,7 @@
 """A training loop on the CPU in which torch.cuda claims to use two GPUs, which the script chooses late."""
 
 import os
+import time
 
 os.environ["CUDA_VISIBLE_DEVICES"] = "2,0"
 
@@ -39,4 +40,4 @@ while not os.path.exists("stop"):
             for observer in observers:
                 observer(1, 2 << 30, 80 << 30, 1 << 30)
     if turn > 100:
-        os.sched_yield()
+        time.sleep(0.01)

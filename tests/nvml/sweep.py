@@ -1,4 +1,4 @@
-"""Every function of the stand-in failing with every code, through the real pynvml; one line of JSON for what went wrong.
+"""Every function of the stand-in failing with every code, through the real pynvml; says in JSON what went wrong.
 
 Run in a process of its own, with the stand-in first on LD_LIBRARY_PATH: argv is its control file. Seconds are counted
 up by hand, so that half a minute of rounds takes no time.

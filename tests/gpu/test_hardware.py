@@ -22,6 +22,7 @@ from tracing import Script, Traced, traced
 
 from dpmon.gpu.share import bare
 from dpmon.records import mode_number
+from dpmon.tracer.events import DeviceTimes, TorchEvents
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -173,6 +174,32 @@ def test_phases_are_the_profilers(profiled: Traced, row: Any, phase: str) -> Non
     assert len(steps) == len(theirs) == STEPS
     ours = statistics.median(step.phases[phase] for step in steps) / 1e6
     row(f"{phase}, host time, median of {STEPS} steps", ours, statistics.median(theirs) / 1e3, "ms", 0.05)
+
+
+def test_events_give_the_devices_own_time(gpu: str, row: Any) -> None:
+    """dpmon.tracer.events, which no phase is timed by yet, against two events around it all."""
+    faults: list[BaseException] = []
+    times = DeviceTimes(TorchEvents(), faults.append)
+    x = torch.randn(4096, 4096, device=gpu)
+    torch.mm(x, x)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    first.record()
+    found = []
+    span = times.begin(0, 0)
+    for number in range(1, 61):
+        for _ in range(4):
+            torch.mm(x, x)
+        span = times.next(span, number, 0)
+        found += times.collect()
+    times.abandon(span)
+    last.record()
+    torch.cuda.synchronize()
+    found += times.collect()
+    assert faults == []
+    assert [time.key for time in found] == list(range(60))
+    row("60 phases by events", sum(time.ms for time in found), first.elapsed_time(last), "ms", 0.05)
+    assert times.waiting() == 0
 
 
 def test_the_device_is_not_waited_for_once_more(tmp_path: Path, profiled: Traced, device: str, row: Any) -> None:

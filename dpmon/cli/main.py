@@ -52,4 +52,7 @@ def entry() -> None:
         # Whoever read our output has gone; nothing more to say, and nothing to flush at exit.
         sys.stdout = sys.stderr = None
         status = 0
+    nvml = sys.modules.get("dpmon.gpu.nvml")  # where --devices had it asked; it may still wait for an answer
+    if nvml is not None:
+        nvml.leave(status)
     sys.exit(status)

@@ -7,15 +7,30 @@ shut down under one: that crashes the process, and so does leaving it through ex
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from dpmon.gpu.failure import NO_START, UNINITIALIZED, Failure, call
 
-__all__ = ["NO_GPU", "Nvml"]
+__all__ = ["NO_GPU", "Nvml", "leave"]
 
 NO_GPU = "the NVIDIA driver is loaded but sees no GPU"
+
+
+_waiting: set[Nvml] = set()
+"""Those with a call in flight."""
+
+
+def leave(status: int) -> None:
+    """End the process with this status if a call is in flight: the library's own farewell crashes then."""
+    if _waiting:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(status)
 
 
 class Nvml:
@@ -45,6 +60,7 @@ class Nvml:
             if self._closed:
                 raise Failure("NVML was shut down", UNINITIALIZED)
             self._in_flight += 1
+            _waiting.add(self)
         try:
             return call(read)
         except Failure as failure:
@@ -53,6 +69,8 @@ class Nvml:
         finally:
             with self._lock:
                 self._in_flight -= 1
+                if not self._in_flight:
+                    _waiting.discard(self)
 
     def open(self) -> str | None:
         """Start NVML; None if that worked, otherwise one sentence: why not."""

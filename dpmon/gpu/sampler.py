@@ -7,9 +7,7 @@ waits for those.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +20,7 @@ import psutil
 from dpmon.gpu.card import SILENT_S, Card
 from dpmon.gpu.device import pids_are_shared
 from dpmon.gpu.host import HostSampler
-from dpmon.gpu.nvml import Nvml
+from dpmon.gpu.nvml import Nvml, leave
 from dpmon.gpu.share import Run, TorchUse, bare, uses_of
 from dpmon.gpu.visible import Gpu, visible_gpus
 from dpmon.gpu.watch import Watch
@@ -85,7 +83,7 @@ class DeviceSampler:
             return
         self._host.join(max(0.0, until - time.monotonic()))
         if not self._watch.stop(until):
-            atexit.register(_leave_at_once)
+            atexit.register(leave, 0)
 
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
         """Write one event, from any thread; `t_s` (seconds since the run's start) is added if missing."""
@@ -190,11 +188,3 @@ def _environment_of(pid: int | None) -> dict[str, str] | None:
         return psutil.Process(pid).environ() or None
     except (psutil.Error, OSError):
         return None
-
-
-def _leave_at_once() -> None:
-    """End the process without the library's own farewell, which crashes while a call of it is in flight."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(0)

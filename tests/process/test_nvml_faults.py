@@ -416,6 +416,16 @@ def test_a_start_that_never_ends(dpmon: Dpmon, tmp_path: Path) -> None:
     assert fake.fatal() == []
 
 
+def test_a_driver_that_hangs_the_command_line_does_not_change_the_scripts_status(dpmon: Dpmon, tmp_path: Path) -> None:
+    """--devices has the GPUs counted before the run; the call is still in flight when the screen's process ends."""
+    fake = FakeNvml(tmp_path, library(tmp_path))
+    fake.tell(f"rule nvmlInitWithFlags - 0 {FOREVER}")
+    script = dpmon.script("print('done')\nraise SystemExit(3)\n")
+    result = dpmon.run("--headless", "--devices", "cuda:0,cuda:0", script, env=fake.environment())
+    assert (result.status, result.out) == (3, b"done\n")
+    assert fake.fatal() == []
+
+
 OLD = (
     "nvmlDeviceGetMemoryInfo_v2",
     "nvmlDeviceGetComputeRunningProcesses_v3",

@@ -17,7 +17,7 @@ from dpmon.gpu import card as card_module
 from dpmon.gpu import sampler as sampler_module
 from dpmon.gpu import watch as watch_module
 from dpmon.gpu.device import DeviceSample
-from dpmon.gpu.nvml import Nvml
+from dpmon.gpu.nvml import Nvml, leave
 from dpmon.gpu.sampler import DeviceSampler
 from dpmon.records import Decoder, Event, pack_event
 from dpmon.ring import RingReader
@@ -180,7 +180,7 @@ def test_an_nvml_that_never_answers_holds_up_neither_host_nor_stop(
     make: Any, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[Any] = []
-    monkeypatch.setattr(sampler_module.atexit, "register", left.append)
+    monkeypatch.setattr(sampler_module.atexit, "register", lambda *call: left.append(call))
     nvml = FakeNvml()
     nvml.gate.clear()
     sampler, watch = make(nvml)
@@ -190,7 +190,7 @@ def test_an_nvml_that_never_answers_holds_up_neither_host_nor_stop(
     assert of_kind(events, "device")[0]["util_pct"] is None
     sampler.stop()  # comes back, though the gate is closed
     assert nvml.shutdowns == 0  # to shut NVML down under a call crashes
-    assert left == [sampler_module._leave_at_once]  # and so does to leave through the library's own farewell
+    assert left == [(leave, 0)]  # and so does to leave through the library's own farewell
     sampler.emit("exit", {"status": 0, "signal": None})
     nvml.gate.set()
     for thread in sampler._watch._threads:

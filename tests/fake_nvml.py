@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,6 @@ class FakeNvml:
 
     directory: Path
     libraries: Path
-    text: list[str] = field(default_factory=list)
 
     def environment(self) -> dict[str, str]:
         """What a process needs to load it in the place of a real one."""

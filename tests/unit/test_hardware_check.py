@@ -17,7 +17,7 @@ def test_the_table_says_how_far_apart_figures_are_and_how_far_they_may_be(tmp_pa
     rows = tmp_path / "table"
     assert check.read(rows) == []
     rows.write_text(
-        '{"what": "forward", "dpmon": 10.2, "reference": 10, "unit": "ms", "good": true, "limit": 0.05, "share": true}\n'
+        '{"what": "forward", "dpmon": 10.2, "reference": 10, "unit": "ms", "good": true, "limit": 0.05, "share": 1}\n'
         '{"what": "heat", "dpmon": 64, "reference": 60, "unit": "°C", "good": false, "limit": 3.0, "share": false}\n'
         '{"what": "waits", "dpmon": 0, "reference": 0, "unit": "calls", "good": true, "limit": null, "share": true}\n'
     )

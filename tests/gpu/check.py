@@ -74,6 +74,11 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, where there is no GPU")
     parser.add_argument("--quick", action="store_true", help="without the benchmark")
     options = parser.parse_args()
+    import torch
+
+    if not options.rehearse and not torch.cuda.is_available():
+        print("there is no GPU here that torch can use; --rehearse goes as far as a CPU does", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "table"
         env = {**os.environ, "DPMON_CHECK_TABLE": str(path)}

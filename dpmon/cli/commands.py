@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
@@ -52,18 +51,13 @@ def stop(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     """Write a run's records to a file or to standard output."""
-    from dpmon.run.export import write_jsonl
+    from dpmon.export import ExportError
+    from dpmon.export import export as write
 
-    directory = find_run(options.run)
-    if options.output in (None, "-"):
-        write_jsonl(directory, sys.stdout)
-        sys.stdout.flush()
-        return 0
     try:
-        with open(options.output, "w", encoding="utf-8") as file:
-            write_jsonl(directory, file)
-    except OSError as error:
-        raise RunError(f"{options.output} cannot be written: {error.strerror or error}") from None
+        write(find_run(options.run), options.format, options.output, options.kind)
+    except ExportError as error:
+        raise RunError(str(error)) from None
     return 0
 
 

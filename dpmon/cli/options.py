@@ -13,6 +13,7 @@ __all__ = ["COMMANDS", "UsageError", "parse"]
 
 COMMANDS = ("run", "attach", "ls", "stop", "export")
 MAX_REPLICAS = 4096
+KINDS = ("call", "step", "device", "host", "memory", "mode", "process", "warning", "dropped", "exit")
 
 _USAGE = """\
 dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
@@ -21,7 +22,7 @@ dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon attach [RUN]                      look at a run again
        dpmon ls                                list the runs
        dpmon stop RUN                          stop a run: SIGINT, SIGTERM, SIGKILL
-       dpmon export [RUN] [-o FILE]            the records as JSON lines"""
+       dpmon export [RUN] [--format FORMAT]    the records: jsonl, csv, perfetto"""
 _EPILOG = """\
 Everything after the script's name belongs to the script. RUN is an id, the unique start of an id, a name, or
 `last`. The exit status is the script's own, 128+N for a signal; 2 for a wrong command line.
@@ -109,8 +110,16 @@ def _command_parser(command: str) -> _Parser:
         parser.add_argument("--refresh", type=_seconds, metavar="SECONDS", help="how often the screen is drawn")
         parser.add_argument("--headless", action="store_true", help="follow it without a screen")
     if command == "export":
-        parser.add_argument("--format", choices=("jsonl",), default="jsonl", help="jsonl: one JSON object a line")
-        parser.add_argument("-o", "--output", metavar="FILE", help="where to (standard output)")
+        parser.add_argument(
+            "--format",
+            choices=("jsonl", "csv", "perfetto"),
+            default="jsonl",
+            help="jsonl: one JSON object a line; csv: a table a kind; perfetto: a trace for ui.perfetto.dev",
+        )
+        parser.add_argument("--kind", choices=KINDS, help="only this kind of record (jsonl and csv)")
+        parser.add_argument(
+            "-o", "--output", metavar="FILE", help="where to (standard output); for csv the directory of the tables"
+        )
     return parser
 
 

@@ -5,20 +5,19 @@ Works while the run goes on, after the supervisor was killed, and without any hi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from dpmon.records import Decoder, Event, Record, RecordError, as_json
+from dpmon.records import Decoder, Event, Record, RecordError
 from dpmon.ring import RingError, RingReader
 from dpmon.run.history import HistoryError, Kept, RingRow
 from dpmon.run.proc import alive
 from dpmon.run.rows import decoders_of, record_of
 from dpmon.run.rundir import RunInfo, load_exit, load_info, ring_paths
 
-__all__ = ["Snapshot", "history", "write_jsonl"]
+__all__ = ["Snapshot", "history"]
 
 
 @dataclass
@@ -146,9 +145,3 @@ def _dropped(snapshot: Snapshot) -> dict[str, Any]:
     """`count`: records that nobody could keep; `pruned`: older ones deleted to keep the history within its bound."""
     pruned = snapshot.kept.pruned if snapshot.kept is not None else 0
     return {"count": snapshot.dropped, "pruned": pruned}
-
-
-def write_jsonl(directory: Path, file: IO[str]) -> None:
-    """Write all records of a run to `file`, one JSON object a line."""
-    for record in history(directory):
-        file.write(json.dumps(as_json(record), separators=(",", ":"), ensure_ascii=True) + "\n")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from dpmon.export.lines import kind, write_lines
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import COLUMNS, Tables
 from dpmon.export.target import opened, stdout
-from dpmon.records import Record
-from dpmon.run.export import history
+from dpmon.run.export import history, kind, write_jsonl
 from dpmon.run.rundir import load_info
 
 __all__ = ["FORMATS", "KINDS", "ExportError", "export"]
@@ -55,18 +52,12 @@ def _write_one(directory: Path, form: str, only: str | None, file: TextIO) -> No
     if form == "perfetto":
         write_trace(load_info(directory), history(directory), file)
         return
-    records = _chosen(directory, only)
     if form == "jsonl":
-        write_lines(records, file)
+        write_jsonl(directory, file, only)
         return
     tables = Tables(lambda _: file)
     tables.begin(str(only))
-    tables.write(records)
-
-
-def _chosen(directory: Path, only: str | None) -> Iterator[Record]:
-    records = history(directory)
-    return records if only is None else (record for record in records if kind(record) == only)
+    tables.write(record for record in history(directory) if kind(record) == only)
 
 
 def _write_tables(directory: Path, where: Path) -> None:

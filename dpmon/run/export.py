@@ -5,19 +5,20 @@ Works while the run goes on, after the supervisor was killed, and without any hi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from dpmon.records import Decoder, Event, Record, RecordError
+from dpmon.records import Call, Decoder, Event, Record, RecordError, Step, as_json
 from dpmon.ring import RingError, RingReader
 from dpmon.run.history import HistoryError, Kept, RingRow
 from dpmon.run.proc import alive
 from dpmon.run.rows import decoders_of, record_of
 from dpmon.run.rundir import RunInfo, load_exit, load_info, ring_paths
 
-__all__ = ["Snapshot", "history"]
+__all__ = ["Snapshot", "history", "kind", "write_jsonl"]
 
 
 @dataclass
@@ -145,3 +146,15 @@ def _dropped(snapshot: Snapshot) -> dict[str, Any]:
     """`count`: records that nobody could keep; `pruned`: older ones deleted to keep the history within its bound."""
     pruned = snapshot.kept.pruned if snapshot.kept is not None else 0
     return {"count": snapshot.dropped, "pruned": pruned}
+
+
+def write_jsonl(directory: Path, file: IO[str], only: str | None = None) -> None:
+    """Write all records of a run (or those of one kind) to `file`, one JSON object a line, in ASCII."""
+    for record in history(directory):
+        if only is None or kind(record) == only:
+            file.write(json.dumps(as_json(record), separators=(",", ":"), ensure_ascii=True) + "\n")
+
+
+def kind(record: Record) -> str:
+    """The record's kind as it stands in its JSON."""
+    return "call" if isinstance(record, Call) else "step" if isinstance(record, Step) else record.kind

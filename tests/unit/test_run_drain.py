@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from dpmon.export.lines import write_lines
 from dpmon.records import pack_call, pack_definition, pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run import drain as drain_module
 from dpmon.run.drain import RETRY_S, Drain
-from dpmon.run.export import history
+from dpmon.run.export import history, write_jsonl
 from dpmon.run.history import HistoryError
 from dpmon.run.rundir import RunInfo, create_run
 
@@ -236,7 +235,7 @@ def test_jsonl_is_one_object_a_line(setting: Setting, tmp_path: Path) -> None:
     setting.steps(2)
     setting.ring.write(pack_event("warning", {"process": 0, "t_s": 0.5, "text": "ü\n\u2028"}))
     with open(tmp_path / "x", "w", encoding="utf-8") as file:
-        write_lines(history(setting.directory), file)
+        write_jsonl(setting.directory, file)
     lines = (tmp_path / "x").read_text("utf-8").split("\n")
     assert lines.pop() == ""
     assert [json.loads(line)["kind"] for line in lines] == ["call", "step", "call", "step", "warning", "dropped"]

@@ -27,6 +27,10 @@ def main(words: Sequence[str]) -> int:
             from dpmon.cli.launch import run
 
             return run(options)
+        if command == "report":
+            from dpmon.cli.report import report
+
+            return report(options)
         from dpmon.cli import commands
 
         return {

@@ -11,7 +11,7 @@ import dpmon
 
 __all__ = ["COMMANDS", "UsageError", "parse"]
 
-COMMANDS = ("run", "attach", "ls", "stop", "export")
+COMMANDS = ("run", "attach", "ls", "stop", "report", "export")
 MAX_REPLICAS = 4096
 KINDS = ("call", "step", "device", "host", "memory", "mode", "process", "warning", "dropped", "exit")
 
@@ -22,6 +22,7 @@ dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon attach [RUN]                      look at a run again
        dpmon ls                                list the runs
        dpmon stop RUN                          stop a run: SIGINT, SIGTERM, SIGKILL
+       dpmon report [RUN] [--json | --html]    what happened in a run
        dpmon export [RUN] [--format FORMAT]    the records: jsonl, csv, perfetto"""
 _EPILOG = """\
 Everything after the script's name belongs to the script. RUN is an id, the unique start of an id, a name, or
@@ -109,6 +110,13 @@ def _command_parser(command: str) -> _Parser:
     if command == "attach":
         parser.add_argument("--refresh", type=_seconds, metavar="SECONDS", help="how often the screen is drawn")
         parser.add_argument("--headless", action="store_true", help="follow it without a screen")
+    if command == "report":
+        form = parser.add_mutually_exclusive_group()
+        form.add_argument("--json", action="store_true", help="one JSON object, for programs")
+        form.add_argument("--html", action="store_true", help="a page with plots that needs nothing else")
+        parser.add_argument(
+            "-o", "--output", metavar="FILE", help="where to (standard output; for --html the run's name in this place)"
+        )
     if command == "export":
         parser.add_argument(
             "--format",

@@ -31,6 +31,10 @@ def main(words: Sequence[str]) -> int:
             from dpmon.cli.report import report
 
             return report(options)
+        if command == "doctor":
+            from dpmon.cli.doctor import doctor
+
+            return doctor(options)
         from dpmon.cli import commands
 
         return {

@@ -11,7 +11,7 @@ import dpmon
 
 __all__ = ["COMMANDS", "UsageError", "parse"]
 
-COMMANDS = ("run", "attach", "ls", "stop", "report", "export")
+COMMANDS = ("run", "attach", "ls", "stop", "report", "export", "doctor")
 MAX_REPLICAS = 4096
 KINDS = ("call", "step", "device", "host", "memory", "mode", "process", "warning", "dropped", "exit")
 
@@ -23,7 +23,8 @@ dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon ls                                list the runs
        dpmon stop RUN                          stop a run: SIGINT, SIGTERM, SIGKILL
        dpmon report [RUN] [--json | --html]    what happened in a run
-       dpmon export [RUN] [--format FORMAT]    the records: jsonl, csv, perfetto"""
+       dpmon export [RUN] [--format FORMAT]    the records: jsonl, csv, perfetto
+       dpmon doctor                            what works here, and what to do about the rest"""
 _EPILOG = """\
 Everything after the script's name belongs to the script. RUN is an id, the unique start of an id, a name, or
 `last`. The exit status is the script's own, 128+N for a signal; 2 for a wrong command line.
@@ -104,7 +105,10 @@ def _run_parser() -> _Parser:
 
 def _command_parser(command: str) -> _Parser:
     parser = _Parser(prog=f"dpmon {command}", allow_abbrev=False)
-    if command != "ls":
+    if command == "doctor":
+        parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+        parser.add_argument("--python", metavar="PYTHON", help="the Python that would run the script")
+    elif command != "ls":
         optional = {"nargs": None} if command == "stop" else {"nargs": "?", "default": "last"}
         parser.add_argument("run", metavar="RUN", help="an id, its unique start, a name, or `last`", **optional)
     if command == "attach":

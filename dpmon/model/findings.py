@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from dpmon.model.evidence import Evidence, LongStep, ModeFacts, ReplicaFacts
+from dpmon.model.evidence import BatchFacts, Evidence, LongStep, ModeFacts, ReplicaFacts
 
 __all__ = ["Finding", "findings"]
 
@@ -131,7 +131,7 @@ def _copies(evidence: Evidence) -> Iterator[Finding]:
 
 def _idle(evidence: Evidence) -> Iterator[Finding]:
     for batch in evidence.batches:
-        if batch.calls < MIN_STEPS or batch.idle_calls < IDLE_CALLS * batch.calls:
+        if not _is_idle(batch):
             continue
         ground = f"{_many(batch.idle_calls, 'call')} of {batch.calls:,}, {batch.devices} devices"
         weight = batch.idle / batch.devices
@@ -155,17 +155,25 @@ def _idle(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
+def _is_idle(batch: BatchFacts) -> bool:
+    return batch.calls >= MIN_STEPS and batch.idle_calls >= IDLE_CALLS * batch.calls
+
+
 def _uneven(evidence: Evidence) -> Iterator[Finding]:
+    batches = {batch.root: batch for batch in evidence.batches}
     by_root: dict[str, list[ReplicaFacts]] = {}
     for replica in evidence.replicas:
         if replica.mode == "dp" and replica.calls >= MIN_STEPS:
             by_root.setdefault(replica.root, []).append(replica)
     for root, replicas in by_root.items():
+        batch = batches.get(root)
         if len(replicas) > 1:
-            yield from _uneven_rows(root, replicas)
+            uneven = list(_uneven_rows(root, replicas, batch.devices if batch is not None else len(replicas)))
+            # That devices are idle says more of the same batch.
+            yield from (uneven or _uneven_times(root, replicas)) if batch is None or not _is_idle(batch) else ()
 
 
-def _uneven_rows(root: str, replicas: list[ReplicaFacts]) -> Iterator[Finding]:
+def _uneven_rows(root: str, replicas: list[ReplicaFacts], devices: int) -> Iterator[Finding]:
     rows = [replica.rows for replica in replicas if replica.rows is not None]
     most = max(rows, default=0)
     if len(rows) == len(replicas) and most and min(rows) < ROWS_RATIO * most:
@@ -173,10 +181,12 @@ def _uneven_rows(root: str, replicas: list[ReplicaFacts]) -> Iterator[Finding]:
             "uneven",
             f"The replicas of {root} receive unequal shares: {', '.join(map(str, rows[:16]))} rows.",
             f"the sizes most often seen over {_many(max(replica.calls for replica in replicas), 'call')}",
-            f"a batch that {len(replicas)} divides: the fullest replica sets the pace",
+            f"a batch that {devices} divides: the fullest replica sets the pace",
             (1 - min(rows) / most) / len(replicas),
         )
-        return
+
+
+def _uneven_times(root: str, replicas: list[ReplicaFacts]) -> Iterator[Finding]:
     timed = [replica for replica in replicas if replica.median_ns]
     # Virtual replicas share processors: which of them gets one first says nothing of the data.
     if len(timed) < 2 or any(replica.virtual for replica in timed):

@@ -286,7 +286,8 @@ def _host(story: Story, width: int) -> list[str]:
     if host is None:
         return []
     use = UNKNOWN if host.util_median is None else f"{host.util_median:.0f} %"
-    text = f"host: processors {use} (median of {host.samples:,} samples), memory"
+    many = "one sample" if host.samples == 1 else f"{host.samples:,} samples"
+    text = f"host: processors {use} (median of {many}), memory"
     return _wrap(f"{text} {memory_of(host.mem_used_max, host.mem_total)} at most", width)
 
 

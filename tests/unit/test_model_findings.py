@@ -119,6 +119,7 @@ def test_no_finding_from_too_few_steps(kind: str) -> None:
         replace(HEALTHY, batches=(BatchFacts("Model", 8, 1000, 400, 9, 3),)),
         replace(HEALTHY, replicas=tuple(r._replace(calls=29, rows=1 + r.replica * 9) for r in HEALTHY.replicas)),
         replace(HEALTHY, replicas=(replica(0, rows=16), replica(1, rows=15))),
+        replace(HEALTHY, replicas=(replica(0, rows=None), replica(1, rows=1))),
         replace(HEALTHY, replicas=(replica(0, virtual=True), replica(1, ms=50, virtual=True))),
         replace(HEALTHY, replicas=tuple(r._replace(mode="single", rows=1 + 9 * r.replica) for r in HEALTHY.replicas)),
         replace(HEALTHY, devices=(device(0, mem_run_max=0.9 * GIB), device(1, mem_run_max=0.5 * GIB))),
@@ -179,6 +180,13 @@ def test_a_slower_replica_is_named_with_both_times() -> None:
     assert found.kind == "uneven"
     assert "Replica 1 of Model (cuda:1) takes 2.4 times as long as replica 0" in found.text
     assert "12.0 ms and 5.00 ms" in found.ground
+
+
+def test_of_an_idle_device_and_unequal_rows_one_is_told() -> None:
+    uneven = (replica(0, rows=2), replica(1, rows=1))
+    assert kinds(replace(HEALTHY, replicas=uneven)) == ["uneven"]
+    assert "a batch that 2 divides" in findings(replace(HEALTHY, replicas=uneven))[0].advice
+    assert kinds(replace(SHOWN["idle"], replicas=uneven)) == ["idle"]
 
 
 def test_many_stalls_are_counted_and_the_longest_is_placed() -> None:

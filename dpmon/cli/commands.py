@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from dpmon.cli.launch import has_screen
+from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError, RunInfo, find_run, list_runs, load_exit, short_name
@@ -20,12 +20,13 @@ _LAST_OUTPUT = 4096
 def attach(options: argparse.Namespace) -> int:
     """Show a run again: on a screen, or, without a terminal, its output from now on and its summary."""
     directory = find_run(options.run)
-    if options.headless or not has_screen():
+    if options.headless or options.json is not None or not has_screen():
         from dpmon.cli.headless import Follower
 
-        follower = Follower(directory, None, keep=_LAST_OUTPUT)
+        lines = json_lines(options.json)
+        follower = Follower(directory, None, keep=_LAST_OUTPUT, lines=lines)
         how = follower.follow()
-        return closing(directory, how, follower.say)
+        return closing(directory, how, None if lines == "stderr" else follower.say)
     info = RunReader(directory).info
     from dpmon.ui.app import run_screen
 

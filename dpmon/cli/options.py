@@ -97,6 +97,14 @@ def _run_parser() -> _Parser:
     )
     add("--headless", action="store_true", help="no screen (chosen by itself when stdout is no terminal)")
     add("--detach", action="store_true", help="start in the background and return at once")
+    add(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="=FILE",
+        help="without a screen: a JSON line a second on stderr, or in FILE (--json=/dev/fd/3)",
+    )
+    add("--metrics", metavar="FILE", help="keep figures for Prometheus in FILE (node_exporter's textfile format)")
     add("--refresh", type=_seconds, default=1.0, metavar="SECONDS", help="how often the screen is drawn (1)")
     add("--name", type=_run_name, help="what the run is called (the script's name)")
     add("--python", metavar="PYTHON", help="the Python that runs the script (the environment's)")
@@ -114,6 +122,7 @@ def _command_parser(command: str) -> _Parser:
     if command == "attach":
         parser.add_argument("--refresh", type=_seconds, metavar="SECONDS", help="how often the screen is drawn")
         parser.add_argument("--headless", action="store_true", help="follow it without a screen")
+        parser.add_argument("--json", nargs="?", const="-", metavar="=FILE", help="as for a run")
     if command == "report":
         form = parser.add_mutually_exclusive_group()
         form.add_argument("--json", action="store_true", help="one JSON object, for programs")
@@ -175,6 +184,8 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
         elif own:
             raise UsageError(f"{own[0]} is an option of a run, not of {command}")
         else:
+            # A word after --json is the run, not its file.
+            rest = ["--json=-" if word == "--json" and command == "attach" else word for word in rest]
             return command, _command_parser(command).parse_args(rest)
     options.words = rest
     if options.module is None and not rest:
@@ -191,5 +202,7 @@ def _check(options: argparse.Namespace) -> None:
         count = len(options.devices.split(","))
         if count != options.replicas:
             raise UsageError(f"--replicas {options.replicas} and --devices with {count} of them contradict")
+    if options.json is not None and options.detach:
+        raise UsageError("--json needs dpmon to stay: not with --detach (dpmon attach --json follows a run)")
     if options.mode == "script" and (options.replicas is not None or options.devices is not None):
         raise UsageError("--mode script leaves the computation as written: give no --replicas or --devices")

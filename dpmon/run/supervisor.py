@@ -16,13 +16,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dpmon.run import proc
 from dpmon.run.ending import exit_info
 from dpmon.run.launch import start_command
 from dpmon.run.rundir import load_info, save
 from dpmon.run.terminal import Terminal
+
+if TYPE_CHECKING:
+    from dpmon.run.metrics import Metrics
 
 __all__ = ["main"]
 
@@ -180,6 +183,7 @@ class Supervisor:
             self._directory, self._info, lambda text: sampler.emit("warning", {"process": None, "text": text})
         )
         warnings = _WarningsLog(self._directory)
+        metrics = self._metrics(sampler)
         poller = self._poller(command.pid)
         drain.heard = sampler.heard
         while self._leave_at is None or time.monotonic() < self._leave_at:
@@ -187,6 +191,8 @@ class Supervisor:
             for text in warnings.new():
                 sampler.emit("warning", {"process": None, "text": text})
             busy = drain.drain(time.monotonic())
+            if metrics is not None:
+                metrics.tick(time.monotonic())
             if ended:
                 break
             if self._terminal is not None:
@@ -194,7 +200,7 @@ class Supervisor:
             if poller.poll(0 if busy else DRAIN_S * 1000) and self._terminal is not None:
                 self._terminal.serve()
         if command.returncode is not None:
-            self._finish(command.returncode, drain, sampler)
+            self._finish(command.returncode, drain, sampler, metrics)
         else:
             drain.flush()
             drain.close()
@@ -207,7 +213,20 @@ class Supervisor:
             poller.register(os.pidfd_open(pid), select.POLLIN)
         return poller
 
-    def _finish(self, returncode: int, drain: Any, sampler: _Sampler) -> None:
+    def _metrics(self, sampler: _Sampler) -> Metrics | None:
+        """What keeps the metrics file, if one was asked for."""
+        asked = self._info.options.get("metrics")
+        if not isinstance(asked, str):
+            return None
+        from dpmon.run.metrics import Metrics, metrics_path
+
+        return Metrics(
+            metrics_path(asked, self._info),
+            self._directory,
+            lambda text: sampler.emit("warning", {"process": None, "text": text}),
+        )
+
+    def _finish(self, returncode: int, drain: Any, sampler: _Sampler, metrics: Metrics | None) -> None:
         how = exit_info(self._info, returncode, "supervisor")
         drain.flush(over=True)
         seconds = (how.end_ns - self._info.start_ns) / 1e9
@@ -218,6 +237,8 @@ class Supervisor:
             save(self._directory, how)
         except OSError as error:
             _log(f"exit.json cannot be written: {error}")
+        if metrics is not None:
+            metrics.end(how)
         sampler.stop()
 
 

@@ -52,7 +52,7 @@ _HOST = (
 
 
 def metrics_path(asked: str, info: RunInfo) -> Path:
-    """Where the file goes: into a directory that is there, under the run's own name; or exactly where it was asked for."""
+    """Where the file goes: under the run's own name into a directory, or exactly where it was asked for."""
     path = Path(asked)
     return path / f"dpmon-{short_name(info)}.prom" if path.is_dir() else path
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dpmon.model.memory import Held
 from dpmon.model.stats import PhaseFigures
 
-__all__ = ["WARM_UP_STEPS", "BatchFacts", "DeviceFacts", "Evidence", "LongStep", "ModeFacts", "ReplicaFacts"]
+__all__ = ["WARM_UP_STEPS", "BatchFacts", "DeviceFacts", "Evidence", "LongStep", "ModeFacts", "ReplicaFacts", "Worth"]
 
 WARM_UP_STEPS = 5
 """First steps of a process in a mode that are never long steps: kernels are chosen and caches filled in them."""
@@ -102,6 +102,15 @@ class LongStep(NamedTuple):
     phase_ns: int
 
 
+class Worth(NamedTuple):
+    """dp against single: the ratio of the median steps, its 95 % interval, and the verdict in a sentence."""
+
+    speedup: float
+    low: float
+    high: float
+    sentence: str
+
+
 @dataclass(frozen=True)
 class Evidence:
     """A run, as far as findings need it. Times in ns since its start."""
@@ -113,6 +122,8 @@ class Evidence:
     memory: tuple[Held, ...] = ()
     longest: tuple[LongStep, ...] = ()
     """The longest steps, the longest first; not all that were long, where there are many."""
+    worth: Worth | None = None
+    """None where not both modes were seen, or too little of one."""
     processes: int = 0
     last_step_ns: int | None = None
     end_ns: int | None = None

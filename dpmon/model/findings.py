@@ -62,7 +62,7 @@ class Finding(NamedTuple):
     """One thing worth a look."""
 
     kind: str
-    """data, replicate, transfer, idle, small batch, uneven, fuller, throttled, drift, stall, spread, quiet, low use."""
+    """data, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, drift, stall, spread, quiet, low use."""
     text: str
     """What was found, one sentence."""
     ground: str
@@ -97,6 +97,19 @@ def _data(evidence: Evidence) -> Iterator[Finding]:
                 _DATA_ADVICE,
                 share,
             )
+
+
+def _slower(evidence: Evidence) -> Iterator[Finding]:
+    worth = evidence.worth
+    if worth is not None and worth.high < 1:
+        yield Finding(
+            "slower",
+            worth.sentence,
+            f"the median step in single takes {worth.speedup:.2f} of that in dp (95 %: {worth.low:.2f} to"
+            f" {worth.high:.2f})",
+            "one device, larger batches (more work for every copy of the model), or DistributedDataParallel",
+            1 - worth.speedup,
+        )
 
 
 def _copies(evidence: Evidence) -> Iterator[Finding]:
@@ -363,7 +376,7 @@ def _quiet(evidence: Evidence) -> Iterator[Finding]:
 
 
 _FINDERS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
-    _data, _copies, _idle, _uneven, _fuller, _throttled, _low_use, _drift, _stalls, _spread, _quiet,
+    _data, _slower, _copies, _idle, _uneven, _fuller, _throttled, _low_use, _drift, _stalls, _spread, _quiet,
 )  # fmt: skip
 
 

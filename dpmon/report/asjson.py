@@ -15,7 +15,8 @@ devices       index, name, uuid, called, of_run, samples, util_median_pct, mem_u
               mem_total_bytes, temperature_max_c, power_max_w, throttled: {reason: samples}; gpu_absent: why none
 host          samples, cpu_median_pct, mem_used_max_bytes, mem_total_bytes
 memory        device, model_bytes, gradients_bytes, optimizer_bytes, rest_bytes, peak_bytes, absent
-compared      dp against single, null where not both were seen
+compared      dp against single: speedup, low, high (its 95 % interval), efficiency (a device; null for virtual
+              replicas), outcome (faster, slower, even), sentence, missing, steps; null where not both were seen
 mode_changes  process, root, t_s, step, mode, requested_by, devices, virtual, reason, refused
 warnings      texts
 time          width_s; stretches: start_s, mode, steps, mean_ms, longest_ms, samples, parts_ms: {name: sum}
@@ -65,7 +66,7 @@ def as_object(story: Story) -> dict[str, Any]:
         "gpu_absent": story.gpu_absent,
         "host": _host(story.host),
         "memory": _memory(story),
-        "compared": None,
+        "compared": _compared(story),
         "mode_changes": _changes(story),
         "warnings": list(story.warnings),
         "time": {"width_s": story.bin_ns / 1e9, "stretches": [_bin(one) for one in story.bins]},
@@ -154,6 +155,11 @@ def _memory(story: Story) -> list[dict[str, Any]]:
         held = {f"{part}_bytes": getattr(row, part) for part in parts}
         found.append({"device": row.device, **held, "absent": dict(row.absent)})
     return found
+
+
+def _compared(story: Story) -> dict[str, Any] | None:
+    found = story.compared
+    return None if found is None else {**found._asdict(), "steps": dict(found.steps)}
 
 
 def _changes(story: Story) -> list[dict[str, Any]]:

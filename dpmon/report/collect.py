@@ -16,14 +16,16 @@ from dpmon.model.evidence import (
     LongStep,
     ModeFacts,
     ReplicaFacts,
+    Worth,
 )
 from dpmon.model.findings import findings
 from dpmon.model.memory import held
 from dpmon.model.stats import PhaseFigures, median, percentile
 from dpmon.records import CALL_PHASES, MODES, STEP_PHASES
+from dpmon.report.compared import Settled, compared
 from dpmon.report.devices import Devices
 from dpmon.report.series import Series
-from dpmon.report.story import ModeChange, ProcessFacts, Story
+from dpmon.report.story import Compared, ModeChange, ProcessFacts, Story
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, load_info
 from dpmon.run.totals import Adder, ModeTotals, Totals, add_up
@@ -45,7 +47,8 @@ def collect(directory: Path) -> Story:
     totals = add_up(directory, collector)
     how = load_exit(directory)
     reader = RunReader(directory)
-    evidence = collector.evidence(totals, how)
+    verdict = compared(collector.settled, totals.virtual, collector.changes)
+    evidence = collector.evidence(totals, how, verdict)
     bin_ns, bins = collector.series.result()
     steps = sum(len(mode.walls) for mode in totals.modes.values())
     calls = sum(mode.calls for mode in totals.modes.values())
@@ -72,6 +75,7 @@ def collect(directory: Path) -> Story:
         gpu_absent=collector.devices.gpu_absent,
         dropped=totals.dropped,
         pruned=totals.pruned,
+        compared=verdict,
         nothing=None if steps or calls else _nothing(totals, reader),
     )
 
@@ -90,12 +94,10 @@ class _Collector(Adder):
         self._seen: Counter[tuple[int, str]] = Counter()
         self._number = 0
         self._last_ns: int | None = None
-        self._shares: dict[tuple[int, int, int, int], array[int]] = {}
-        """Durations by process, layout, replica and number of the mode."""
-        self._rows: dict[tuple[int, int, int, int], Counter[int]] = {}
-        """The sizes (definitions) that a replica received."""
-        self._batches: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
-        """By process and layout: how often so many replicas shared inputs of that definition."""
+        self._shares: dict[tuple[int, int, int, int], tuple[list[array[int]], Counter[tuple[int, ...]]]] = {}
+        """By process, layout, number of the mode and of replicas: durations of each replica, and how often the batch
+        and they were of these sizes (definitions)."""
+        self.settled = Settled()
         self._virtual: set[tuple[int, int]] = set()
 
     # ------------------------------------------------------------------------------------------ taking
@@ -115,6 +117,7 @@ class _Collector(Adder):
             return
         super().step(process, number, mode, start, wall, samples, phases)
         self.series.step(mode, start, wall, samples, phases)
+        self.settled.step(process, number, mode, start, wall, samples, phases)
         self._last_ns = max(self._last_ns or 0, start + wall)
         self._seen[process, mode] += 1
         if self._seen[process, mode] <= WARM_UP_STEPS:
@@ -131,24 +134,19 @@ class _Collector(Adder):
 
     def called(self, process: int, head: Sequence[int], shares: Sequence[tuple[int, int, int, int]]) -> None:
         """A call, as it lies in the record."""
-        mode, flags, _, layout, _, _, start, _, inputs, _, *phases = head
+        mode, flags, _, layout, step, _, start, _, inputs, _, *phases = head
         self.series.call(MODES[mode], start - self._origin, phases)
-        key = (process, layout)
+        self.settled.call(process, step, phases)
         if flags & _VIRTUAL:
-            self._virtual.add(key)
-        if MODES[mode] == "dp":
-            batches = self._batches.get(key)
-            if batches is None:
-                batches = self._batches[key] = Counter()
-            batches[len(shares), inputs] += 1
-        for index, (got, _, _, took) in enumerate(shares):
-            where = (process, layout, index, mode)
-            times = self._shares.get(where)
-            if times is None:
-                times = self._shares[where] = array("q")
-                self._rows[where] = Counter()
+            self._virtual.add((process, layout))
+        key = (process, layout, mode, len(shares))
+        found = self._shares.get(key)
+        if found is None:
+            found = self._shares[key] = ([array("q") for _ in shares], Counter())
+        sizes = (inputs, *[got for got, _, _, _ in shares])
+        found[1][sizes] += 1
+        for times, (_, _, _, took) in zip(found[0], shares, strict=True):
             times.append(took)
-            self._rows[where][got] += 1
 
     def event(self, kind: str, data: Any) -> None:
         """An event."""
@@ -162,7 +160,7 @@ class _Collector(Adder):
 
     # ------------------------------------------------------------------------------------------ giving
 
-    def evidence(self, totals: Totals, how: ExitInfo | None) -> Evidence:
+    def evidence(self, totals: Totals, how: ExitInfo | None, verdict: Compared | None) -> Evidence:
         """What findings are found from."""
         return Evidence(
             modes=tuple(_mode(name, mode, totals.virtual) for name, mode in sorted(totals.modes.items())),
@@ -171,6 +169,7 @@ class _Collector(Adder):
             devices=self.devices.facts(),
             memory=tuple(held(totals.memory.values())),
             longest=tuple(step for _, _, step in sorted(self._longest, reverse=True)),
+            worth=_worth(verdict),
             processes=totals.processes,
             last_step_ns=self._last_ns,
             end_ns=None if how is None or how.by != "supervisor" else int(how.seconds * 1e9),
@@ -193,12 +192,14 @@ class _Collector(Adder):
 
     def _batch_facts(self) -> list[BatchFacts]:
         found: dict[tuple[str, int], list[tuple[int, int | None, int]]] = {}
-        for (process, layout), batches in self._batches.items():
+        for (process, layout, mode, replicas), (_, sizes) in self._shares.items():
             about = self._layout(process, layout)
-            if about is None or len(about[1]) < 2:
+            if about is None or len(about[1]) < 2 or MODES[mode] != "dp":
                 continue
-            for (replicas, inputs), calls in batches.items():
-                rows = self._rows_of(process, inputs)
+            by_rows: Counter[int | None] = Counter()
+            for (inputs, *_), calls in sizes.items():
+                by_rows[self._rows_of(process, inputs)] += calls
+            for rows, calls in by_rows.items():
                 found.setdefault((about[0], len(about[1])), []).append((replicas, rows, calls))
         facts = []
         for (root, devices), groups in found.items():
@@ -215,17 +216,18 @@ class _Collector(Adder):
         times: dict[tuple[str, str, int, str], array[int]] = {}
         rows: dict[tuple[str, str, int, str], Counter[int | None]] = {}
         virtual: set[tuple[str, str, int, str]] = set()
-        for where, took in self._shares.items():
-            process, layout, index, mode = where
+        for (process, layout, mode, _), (arrays, sizes) in self._shares.items():
             about = self._layout(process, layout)
-            if about is None or index >= len(about[1]):
+            if about is None:
                 continue
-            key = (MODES[mode], about[0], index, about[1][index])
-            times.setdefault(key, array("q")).extend(took)
-            if (process, layout) in self._virtual and MODES[mode] == "dp":
-                virtual.add(key)
-            for number, count in self._rows[where].items():
-                rows.setdefault(key, Counter())[self._rows_of(process, number)] += count
+            for index, took in enumerate(arrays[: len(about[1])]):
+                key = (MODES[mode], about[0], index, about[1][index])
+                times.setdefault(key, array("q")).extend(took)
+                if (process, layout) in self._virtual and MODES[mode] == "dp":
+                    virtual.add(key)
+                counts = rows.setdefault(key, Counter())
+                for (_, *got), count in sizes.items():
+                    counts[self._rows_of(process, got[index])] += count
         facts = []
         for key in sorted(times):
             ordered = sorted(times[key])
@@ -236,6 +238,12 @@ class _Collector(Adder):
 
 
 # ------------------------------------------------------------------------------------------------ modes
+
+
+def _worth(found: Compared | None) -> Worth | None:
+    if found is None or found.speedup is None or found.low is None or found.high is None or found.sentence is None:
+        return None
+    return Worth(found.speedup, found.low, found.high, found.sentence)
 
 
 def _mode(name: str, mode: ModeTotals, virtual: bool) -> ModeFacts:

@@ -18,6 +18,7 @@ from dpmon.report.plots import Plot, plots
 from dpmon.report.story import Story
 from dpmon.report.text import (
     MAX_ROWS,
+    comparison,
     device_name,
     facts,
     findings_note,
@@ -134,6 +135,9 @@ def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
             yield f"<h2>Phases of a step, {_text(mode_title(mode))}</h2>\n"
             rows = [(label, percent(one.share), ms(one.median_ns), ms(one.p95_ns)) for label, one in phase_rows(mode)]
             yield from _table(("phase", "share", "median", "p95"), rows)
+    if story.compared is not None:
+        yield "<h2>dp against single</h2>\n"
+        yield "".join(f"<p>{_text(line)}</p>\n" for line in comparison(story.compared))
     yield from _sized("Replicas", replica_rows(story), ranks=False)
     yield from _plot(by_name.get("replicas"))
     yield from _sized("Ranks", rank_rows(story), ranks=True)

@@ -11,7 +11,7 @@ from dpmon.records import CALL_PHASES, STEP_PHASES
 from dpmon.run.rundir import ExitInfo, RunInfo
 from dpmon.run.totals import RankLine, ReplicaLine, StageLine
 
-__all__ = ["PARTS", "Bin", "DevicePoint", "ModeChange", "ProcessFacts", "Story"]
+__all__ = ["PARTS", "Bin", "Compared", "DevicePoint", "ModeChange", "ProcessFacts", "Story"]
 
 PARTS = (*(name for name in STEP_PHASES if name != "forward"), *CALL_PHASES, "forward")
 """What a step's time is stacked from: here `forward` is what is left of it beside the phases of its calls."""
@@ -67,6 +67,25 @@ class ProcessFacts(NamedTuple):
     torch: str | None
 
 
+class Compared(NamedTuple):
+    """What the other devices are worth."""
+
+    sentence: str | None
+    """The verdict with its ground, None if there is none."""
+    missing: str | None
+    """Why there is no verdict."""
+    speedup: float | None
+    """Of dp over single, from the median steps; the next two are its 95 % interval."""
+    low: float | None
+    high: float | None
+    efficiency: float | None
+    """Speed-up a device; None for virtual replicas."""
+    outcome: str | None
+    """faster, slower or even."""
+    steps: tuple[tuple[str, int], ...]
+    """Steps that were compared, by mode."""
+
+
 @dataclass(frozen=True)
 class Story:
     """One run."""
@@ -97,5 +116,7 @@ class Story:
     """Why there are no GPUs to tell of."""
     dropped: int = 0
     pruned: int = 0
+    compared: Compared | None = None
+    """dp against single; None where not both were seen."""
     nothing: str | None = None
     """Why there is no step and no call."""

@@ -12,7 +12,7 @@ from dpmon.model.findings import MIN_STEPS
 from dpmon.model.stats import PhaseFigures
 from dpmon.records import CALL_PHASES
 from dpmon.report.collect import collect
-from dpmon.report.story import Story
+from dpmon.report.story import Compared, Story
 from dpmon.report.words import (
     ended,
     machine,
@@ -193,7 +193,22 @@ def phase_rows(mode: ModeFacts) -> list[tuple[str, PhaseFigures]]:
 
 
 def _compared(story: Story, width: int) -> list[str]:
-    return []
+    if story.compared is None:
+        return []
+    return ["DP AGAINST SINGLE", *_lines(comparison(story.compared), width)]
+
+
+def comparison(found: Compared) -> list[str]:
+    """dp against single in sentences."""
+    if found.speedup is None:
+        return [found.missing or "no verdict"]
+    text = f"speed-up {found.speedup:.2f}"
+    if found.low is not None and found.high is not None:
+        text += f" (95 %: {found.low:.2f} to {found.high:.2f})"
+    if found.efficiency is not None:
+        text += f", {percent(found.efficiency)} a device"
+    steps = " and ".join(f"{count:,} in {mode}" for mode, count in found.steps)
+    return [found.sentence or "", f"{text}; of {steps}, each mode's first after a change left out"]
 
 
 def _replicas(story: Story, width: int) -> list[str]:

@@ -146,7 +146,10 @@ class Adder:
         return self._definitions.get((process, number))
 
     def _mode(self, mode: str) -> ModeTotals:
-        return self.totals.modes.setdefault(mode, ModeTotals())
+        found = self.totals.modes.get(mode)
+        if found is None:
+            found = self.totals.modes[mode] = ModeTotals()
+        return found
 
     def step(
         self,

@@ -11,9 +11,11 @@ from kept import keep
 from synthetic import SECOND, Training, device_event, host_event
 
 from dpmon.model.evidence import WARM_UP_STEPS
+from dpmon.model.state import NOT_RUN, PHASES
 from dpmon.records import pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
+from dpmon.report.compared import Settled
 from dpmon.report.plots import plots
 from dpmon.report.series import BINS, Series
 from dpmon.report.story import PARTS
@@ -231,3 +233,40 @@ def test_stretches_stay_few_and_lose_nothing() -> None:
     assert {one.start_ns % width for one in bins} == {0}
     assert sum(sum(one.parts) for one in bins) == pytest.approx(50_000 * 10, abs=50_000)
     assert sum(one.parts[PARTS.index("scatter")] for one in bins) == 50_000
+
+
+# ------------------------------------------------------------------------------------------------ dp against single
+
+
+def test_the_steps_that_are_compared_leave_out_those_after_a_change() -> None:
+    settled = Settled()
+    for number in range(1, 61):
+        mode = "dp" if number <= 20 or number > 40 else "single"
+        if mode == "dp":
+            settled.call(0, number, (0, 10, 1, 20, 2, 30, 3, 5))
+        settled.step(0, number, mode, number * 1000, 500, 4, (50, 100, 200, None, 150))
+        settled.step(1, number, mode, number * 1000, 500, 4, (50, 100, 200, None, 150))
+    assert settled.seen == {"dp": 40, "single": 20}, "of the first process only"
+    assert [step.step for step in settled.steps["single"]] == list(range(21 + WARM_UP_STEPS, 41))
+    assert len(settled.steps["dp"]) == 40 - 2 * WARM_UP_STEPS
+    step = settled.steps["dp"][0]
+    assert dict(zip(PHASES, step.phases, strict=True)) == {
+        "data": 50, "scatter": 10, "replicate": 20, "apply": 30, "gather": 5, "forward": 35, "backward": 200,
+        "optimizer": NOT_RUN, "other": 150,
+    }  # fmt: skip
+    assert step.end_ns == step.step * 1000 + 500
+
+
+def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None:
+    pytest.importorskip("dpmon.model.compare", reason="the comparison is not there yet")
+    found = collect(both).compared
+    assert found is not None
+    assert found.speedup is not None
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low < found.speedup < found.high
+    assert dict(found.steps).keys() == {"dp", "single"}
+    lines = section(report_text(both, 80), "DP AGAINST SINGLE")
+    assert lines[0].startswith("  DataParallel over 2 virtual replicas")
+    assert f"speed-up {found.speedup:.2f}" in " ".join(lines)
+    assert as_object(collect(both))["compared"]["outcome"] in ("faster", "slower", "even")

@@ -62,7 +62,8 @@ class Finding(NamedTuple):
     """One thing worth a look."""
 
     kind: str
-    """data, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, drift, stall, spread, quiet, low use."""
+    """data, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, low use, drift, stall, spread,
+    quiet."""
     text: str
     """What was found, one sentence."""
     ground: str

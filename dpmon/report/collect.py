@@ -14,21 +14,21 @@ from dpmon.model.evidence import (
     BatchFacts,
     Evidence,
     LongStep,
-    ModeFacts,
     ReplicaFacts,
     Worth,
 )
 from dpmon.model.findings import findings
 from dpmon.model.memory import held
-from dpmon.model.stats import PhaseFigures, median, percentile
-from dpmon.records import CALL_PHASES, MODES, STEP_PHASES
+from dpmon.model.stats import median, percentile
+from dpmon.records import MODES, STEP_PHASES
 from dpmon.report.compared import Settled, compared
 from dpmon.report.devices import Devices
+from dpmon.report.figures import mode_facts
 from dpmon.report.series import Series
 from dpmon.report.story import Compared, ModeChange, ProcessFacts, Story
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, load_info
-from dpmon.run.totals import Adder, ModeTotals, Totals, add_up
+from dpmon.run.totals import Adder, Totals, add_up
 
 __all__ = ["collect"]
 
@@ -163,7 +163,7 @@ class _Collector(Adder):
     def evidence(self, totals: Totals, how: ExitInfo | None, verdict: Compared | None) -> Evidence:
         """What findings are found from."""
         return Evidence(
-            modes=tuple(_mode(name, mode, totals.virtual) for name, mode in sorted(totals.modes.items())),
+            modes=tuple(mode_facts(name, mode, totals.virtual) for name, mode in sorted(totals.modes.items())),
             batches=tuple(self._batch_facts()),
             replicas=tuple(self._replica_facts()),
             devices=self.devices.facts(),
@@ -237,52 +237,10 @@ class _Collector(Adder):
         return facts
 
 
-# ------------------------------------------------------------------------------------------------ modes
-
-
 def _worth(found: Compared | None) -> Worth | None:
     if found is None or found.speedup is None or found.low is None or found.high is None or found.sentence is None:
         return None
     return Worth(found.speedup, found.low, found.high, found.sentence)
-
-
-def _mode(name: str, mode: ModeTotals, virtual: bool) -> ModeFacts:
-    total = sum(mode.walls)
-    early, late = {}, {}
-    early_p75 = late_p25 = None
-    columns = {"step": mode.walls, **mode.step_phases}
-    for phase, times in columns.items():
-        third = len(times) // 3
-        # The warm-up belongs to neither.
-        if third > WARM_UP_STEPS:
-            early[phase] = median(times[WARM_UP_STEPS:third]) or 0.0
-            late[phase] = median(times[-third:]) or 0.0
-    if early:
-        third = len(mode.walls) // 3
-        early_p75 = percentile(mode.walls[WARM_UP_STEPS:third], 0.75)
-        late_p25 = percentile(mode.walls[-third:], 0.25)
-    ordered = sorted(mode.walls)
-    phases = {phase: mode.step_phases[phase] for phase in STEP_PHASES if phase in mode.step_phases}
-    phases |= {phase: mode.call_phases[phase] for phase in CALL_PHASES if phase in mode.call_phases}
-    return ModeFacts(
-        mode=name,
-        virtual=virtual and name == "dp",
-        steps=len(mode.walls),
-        median_ns=median(ordered),
-        p95_ns=percentile(ordered, 0.95),
-        samples_per_s=mode.samples_per_s() if mode.walls else None,
-        phases=tuple(_figures(phase, times, total) for phase, times in phases.items()),
-        early=early,
-        late=late,
-        early_p75_ns=early_p75,
-        late_p25_ns=late_p25,
-    )
-
-
-def _figures(name: str, times: array[int], total: int) -> PhaseFigures:
-    ordered = sorted(times)
-    share = sum(ordered) / total if total else None
-    return PhaseFigures(name, len(ordered), median(ordered), percentile(ordered, 0.95), share)
 
 
 # ------------------------------------------------------------------------------------------------ events, ends

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
 import time
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dpmon.model.evidence import DeviceFacts, ModeFacts
@@ -12,6 +10,7 @@ from dpmon.model.findings import MIN_STEPS
 from dpmon.model.stats import PhaseFigures
 from dpmon.records import CALL_PHASES
 from dpmon.report.collect import collect
+from dpmon.report.layout import cut, more, sized_table, table, wrap, wrapped
 from dpmon.report.story import Compared, Story
 from dpmon.report.words import (
     ended,
@@ -68,38 +67,6 @@ def text_lines(story: Story, width: int = 80) -> list[str]:
     return lines
 
 
-# ------------------------------------------------------------------------------------------------ layout
-
-
-def _wrap(text: str, width: int, first: str = "  ", rest: str | None = None) -> list[str]:
-    rest = first if rest is None else rest
-    return textwrap.wrap(clean(text), width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False) or [
-        first.rstrip()
-    ]
-
-
-def _table(rows: Sequence[Sequence[str]], width: int, left: int = 1) -> list[str]:
-    """Columns as wide as they need to be, `left` of them to the left; what is beyond `width` is cut."""
-    rows = [[clean(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(size) if column < left else cell.rjust(size)
-            for column, (cell, size) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append(_cut("  " + "  ".join(cells).rstrip(), width))
-    return lines
-
-
-def _cut(line: str, width: int) -> str:
-    return line if len(line) <= width else line[: width - 1] + "…"
-
-
-def _more(count: int, shown: int) -> list[str]:
-    return [f"  and {count - shown:,} more; --json has them all"] if count > shown else []
-
-
 # ------------------------------------------------------------------------------------------------ sections
 
 
@@ -117,8 +84,8 @@ def facts(story: Story) -> list[str]:
 
 
 def _head(story: Story, width: int) -> list[str]:
-    lines = _wrap(f"{story.info.script} ({short_name(story.info)}): {ended(story)}", width, "", "  ")
-    return [*lines, *_lines(facts(story), width)]
+    lines = wrap(f"{story.info.script} ({short_name(story.info)}): {ended(story)}", width, "", "  ")
+    return [*lines, *wrapped(facts(story), width)]
 
 
 def findings_note(story: Story) -> str:
@@ -132,10 +99,10 @@ def _findings(story: Story, width: int) -> list[str]:
     lines = ["FINDINGS"]
     for number, finding in enumerate(story.findings, start=1):
         head = f"{number:>3} "
-        lines += _wrap(finding.text, width, head, "    ")
-        lines += _wrap(f"ground: {finding.ground}", width, "    ", "      ")
-        lines += _wrap(f"try: {finding.advice}", width, "    ", "      ")
-    return lines if story.findings else [*lines, *_wrap(findings_note(story), width)]
+        lines += wrap(finding.text, width, head, "    ")
+        lines += wrap(f"ground: {finding.ground}", width, "    ", "      ")
+        lines += wrap(f"try: {finding.advice}", width, "    ", "      ")
+    return lines if story.findings else [*lines, *wrap(findings_note(story), width)]
 
 
 def _steps(story: Story, width: int) -> list[str]:
@@ -147,7 +114,7 @@ def _steps(story: Story, width: int) -> list[str]:
         rows.append(
             (mode_title(mode), f"{mode.steps:,}", ms(mode.median_ns), ms(mode.p95_ns), compact(mode.samples_per_s))
         )
-    return ["STEPS", *_table(rows, width), *_over_time(story, width)]
+    return ["STEPS", *table(rows, width), *_over_time(story, width)]
 
 
 def _over_time(story: Story, width: int) -> list[str]:
@@ -167,14 +134,14 @@ def _over_time(story: Story, width: int) -> list[str]:
     bars = "".join(" " if mean is None else _BARS[min(int(mean / top * 8), 7)] for mean in means)
     said = f"time of a step, mean over each {ms((last - first) / cells)}; the highest bar is {ms(top)}"
     ends = clock(first) + clock(last).rjust(max(cells - 8, 9))
-    return [*_wrap(said, width), "  " + bars, "  " + ends]
+    return [*wrap(said, width), "  " + bars, "  " + ends]
 
 
 def _phases(mode: ModeFacts, width: int) -> list[str]:
     rows = [("phase", "share", "median", "p95")]
     for label, figures in phase_rows(mode):
         rows.append((label, percent(figures.share), ms(figures.median_ns), ms(figures.p95_ns)))
-    return [f"PHASES of a step, {mode_title(mode)}", *_table(rows, width)]
+    return [f"PHASES of a step, {mode_title(mode)}", *table(rows, width)]
 
 
 def phase_rows(mode: ModeFacts) -> list[tuple[str, PhaseFigures]]:
@@ -195,7 +162,7 @@ def phase_rows(mode: ModeFacts) -> list[tuple[str, PhaseFigures]]:
 def _compared(story: Story, width: int) -> list[str]:
     if story.compared is None:
         return []
-    return ["DP AGAINST SINGLE", *_lines(comparison(story.compared), width)]
+    return ["DP AGAINST SINGLE", *wrapped(comparison(story.compared), width)]
 
 
 def comparison(found: Compared) -> list[str]:
@@ -221,20 +188,7 @@ def _replicas(story: Story, width: int) -> list[str]:
         (row.label, row.device, f"{row.calls:,}", ms(row.median_ns), ms(row.p95_ns), row.sizes)
         for row in rows[:MAX_ROWS]
     ]
-    return [*lines, *_sized_table([head, *shown], width), *_more(len(rows), MAX_ROWS)]
-
-
-def _sized_table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """A table whose last column (sizes) is to the left, and goes to a line of its own where there is no room for it."""
-    narrow = _table([row[:-1] for row in rows], width, left=2)
-    widest = max(len(line) for line in narrow)
-    room = width - widest - 2
-    if max(len(clean(row[-1])) for row in rows) <= room:
-        return [f"{line.ljust(widest)}  {clean(row[-1])}" for line, row in zip(narrow, rows, strict=True)]
-    lines = narrow[:1]
-    for line, row in zip(narrow[1:], rows[1:], strict=True):
-        lines += [line, *_wrap(row[-1], width, "      ")]
-    return lines
+    return [*lines, *sized_table([head, *shown], width), *more(len(rows), MAX_ROWS)]
 
 
 def _ranks(story: Story, width: int) -> list[str]:
@@ -254,7 +208,7 @@ def _ranks(story: Story, width: int) -> list[str]:
         )
         for row in rows[:MAX_ROWS]
     ]
-    return ["RANKS", *_sized_table([head, *shown], width), *_more(len(rows), MAX_ROWS)]
+    return ["RANKS", *sized_table([head, *shown], width), *more(len(rows), MAX_ROWS)]
 
 
 def _stages(story: Story, width: int) -> list[str]:
@@ -264,14 +218,14 @@ def _stages(story: Story, width: int) -> list[str]:
     lines = ["STAGES (parts of the model on several devices)"]
     head = ("", "device", "calls", "host time", "parts: received -> returned")
     shown = [(row.label, row.device, f"{row.calls:,}", ms(row.median_ns), row.sizes) for row in rows[:MAX_ROWS]]
-    return [*lines, *_sized_table([head, *shown], width), *_more(len(rows), MAX_ROWS)]
+    return [*lines, *sized_table([head, *shown], width), *more(len(rows), MAX_ROWS)]
 
 
 def _devices(story: Story, width: int) -> list[str]:
     devices = story.evidence.devices
     if not devices:
         reason = story.gpu_absent
-        return ["DEVICES", *_wrap(f"no GPU: {reason}" if reason else "no GPU was seen", width), *_host(story, width)]
+        return ["DEVICES", *wrap(f"no GPU: {reason}" if reason else "no GPU was seen", width), *_host(story, width)]
     rows: list[tuple[str, ...]] = [("", "use", "memory at most", "this run", "°C", "W", "")]
     for device in devices:
         rows.append(
@@ -285,8 +239,8 @@ def _devices(story: Story, width: int) -> list[str]:
                 "" if device.of_run is not False else "not of this run",
             )
         )
-    lines = ["DEVICES", *_table(rows, width)]
-    lines += _wrap("use: median of the samples, any kernel ran; memory, °C and W: the highest", width)
+    lines = ["DEVICES", *table(rows, width)]
+    lines += wrap("use: median of the samples, any kernel ran; memory, °C and W: the highest", width)
     return [*lines, *_host(story, width)]
 
 
@@ -303,7 +257,7 @@ def _host(story: Story, width: int) -> list[str]:
     use = UNKNOWN if host.util_median is None else f"{host.util_median:.0f} %"
     many = "one sample" if host.samples == 1 else f"{host.samples:,} samples"
     text = f"host: processors {use} (median of {many}), memory"
-    return _wrap(f"{text} {memory_of(host.mem_used_max, host.mem_total)} at most", width)
+    return wrap(f"{text} {memory_of(host.mem_used_max, host.mem_total)} at most", width)
 
 
 def _memory(story: Story, width: int) -> list[str]:
@@ -317,9 +271,9 @@ def _memory(story: Story, width: int) -> list[str]:
         for one in held
         if (reason := one.absent.get("rest_bytes") or one.absent.get("peak_bytes"))
     )
-    lines = ["MEMORY as torch holds it", *_table(rows, width)]
+    lines = ["MEMORY as torch holds it", *table(rows, width)]
     for reason in reasons:
-        lines += _wrap(reason, width)
+        lines += wrap(reason, width)
     return lines
 
 
@@ -333,8 +287,8 @@ def _changes(story: Story, width: int) -> list[str]:
         where = f"{clock(change.t_ns)}  step {UNKNOWN if change.step is None else f'{change.step:,}'}"
         what = f"to {change.mode}" if change.refused is None else f"refused: {change.refused}"
         who = f" (process {change.process})" if len(story.processes) > 1 else ""
-        lines += _wrap(f"{where}  {what}{who}", width, "  ", "      ")
-    return [*lines, *_more(len(asked), MAX_CHANGES)]
+        lines += wrap(f"{where}  {what}{who}", width, "  ", "      ")
+    return [*lines, *more(len(asked), MAX_CHANGES)]
 
 
 def _warnings(story: Story, width: int) -> list[str]:
@@ -342,20 +296,16 @@ def _warnings(story: Story, width: int) -> list[str]:
         return []
     lines = ["WARNINGS"]
     for text in story.warnings[:MAX_WARNINGS]:
-        lines += _wrap(text, width, "  ", "    ")
-    return [*lines, *_more(len(story.warnings), MAX_WARNINGS)]
+        lines += wrap(text, width, "  ", "    ")
+    return [*lines, *more(len(story.warnings), MAX_WARNINGS)]
 
 
 def _output(story: Story, width: int) -> list[str]:
     if not story.last_output:
         return []
-    return ["LAST OUTPUT", *(_cut(f"  {clean(line)}", width) for line in story.last_output)]
+    return ["LAST OUTPUT", *(cut(f"  {clean(line)}", width) for line in story.last_output)]
 
 
 def _record(story: Story, width: int) -> list[str]:
     name = short_name(story.info)
-    return ["RECORD", *_lines((f"{story.directory}", f"dpmon attach {name}   dpmon export {name}"), width)]
-
-
-def _lines(texts: Iterable[str], width: int) -> list[str]:
-    return [line for text in texts for line in _wrap(text, width)]
+    return ["RECORD", *wrapped((f"{story.directory}", f"dpmon attach {name}   dpmon export {name}"), width)]

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from dpmon.model import findings as module
 from dpmon.model.evidence import BatchFacts, DeviceFacts, Evidence, LongStep, ModeFacts, ReplicaFacts, Worth
+from dpmon.model.finding import MIN_STEPS, took
 from dpmon.model.findings import findings
 from dpmon.model.memory import Held
 from dpmon.model.stats import PhaseFigures
@@ -109,7 +109,7 @@ def test_a_run_that_shows_it(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["data", "replicate", "transfer", "drift", "stall", "spread", "quiet"])
 def test_no_finding_from_too_few_steps(kind: str) -> None:
-    few = replace(SHOWN[kind], modes=tuple(m._replace(steps=module.MIN_STEPS - 1) for m in SHOWN[kind].modes))
+    few = replace(SHOWN[kind], modes=tuple(m._replace(steps=MIN_STEPS - 1) for m in SHOWN[kind].modes))
     assert findings(few) == []
 
 
@@ -210,4 +210,4 @@ def test_many_stalls_are_counted_and_the_longest_is_placed() -> None:
     ],
 )  # fmt: skip
 def test_durations_have_three_digits(ns: float | None, text: str) -> None:
-    assert module._time(ns) == text
+    assert took(ns) == text

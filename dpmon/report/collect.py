@@ -281,6 +281,10 @@ def _change(data: Mapping[str, Any]) -> ModeChange:
 def _state(how: ExitInfo | None, reader: RunReader) -> str:
     if how is None:
         return {True: "running", False: "lost", None: "starting"}[reader.command_alive()]
+    if getattr(how, "stopped", False):
+        return "stopped"
+    if how.status is None:
+        return "lost"
     if how.signal is not None:
         return "killed"
     return "finished" if how.status == 0 else "failed"

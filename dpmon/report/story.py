@@ -94,7 +94,7 @@ class Story:
     info: RunInfo
     exit: ExitInfo | None
     state: str
-    """running, lost (how it ended is not known), starting, finished, failed or killed."""
+    """running, lost (how it ended is not known), starting, finished, failed, stopped (by its user) or killed."""
     evidence: Evidence
     findings: tuple[Finding, ...]
     steps: int = 0

@@ -46,9 +46,16 @@ def ended(story: Story) -> str:
     if how.error is not None:
         return how.error
     took = duration(how.seconds)
+    # What later versions of exit.json know more.
+    cause = getattr(how, "cause", None)
+    why = f": {cause}" if cause else ""
+    if getattr(how, "stopped", False):
+        return f"stopped by you after {took}"
+    if how.status is None:
+        return f"ended after {took}, status unknown: {getattr(how, 'unknown', None) or 'nobody recorded it'}"
     if how.signal is not None:
-        return f"killed by {how.signal} after {took}"
-    return f"finished in {took}" if how.status == 0 else f"exit status {how.status} after {took}"
+        return f"killed by {how.signal} after {took}{why}"
+    return f"finished in {took}" if how.status == 0 else f"exit status {how.status} after {took}{why}"
 
 
 def what_ran(story: Story) -> str:

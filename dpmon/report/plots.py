@@ -58,8 +58,8 @@ def _axes(y: str, x: str = "seconds since the run's start", **more: Any) -> dict
     return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}, "rangemode": "tozero"}, **more}
 
 
-def _seconds(story: Story, one: Bin) -> float:
-    return round((one.start_ns + story.bin_ns / 2) / 1e9, 3)
+def _seconds(one: Bin) -> float:
+    return round(one.start_ns / 1e9, 3)
 
 
 def _modes(story: Story) -> list[tuple[str, str, list[Bin]]]:
@@ -78,7 +78,7 @@ def _with_gaps(story: Story, bins: Sequence[Bin], values: Sequence[float | None]
         if before is not None and one.start_ns - before.start_ns > max(4 * story.bin_ns, 2 * before.longest_ns):
             x.append(None)
             y.append(None)
-        x.append(_seconds(story, one))
+        x.append(_seconds(one))
         y.append(None if value is None else round(value, 6))
         before = one
     return x, y
@@ -91,7 +91,12 @@ def _step_time(story: Story) -> Plot | None:
     for number, (_, title, bins) in enumerate(_modes(story)):
         colour = _LINES[number % len(_LINES)]
         x, y = _with_gaps(story, bins, [one.wall_ns / one.steps / 1e6 for one in bins])
-        line = {"type": "scatter", "mode": "lines+markers", "marker": {"size": 4}, "line": {"color": colour}}
+        line = {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "marker": {"size": 4},
+            "line": {"color": colour, "shape": "hv"},
+        }
         traces.append({**line, "name": f"{_text(title)}: mean", "x": x, "y": y})
         x, y = _with_gaps(story, bins, [one.longest_ns / 1e6 for one in bins])
         dots = {"type": "scatter", "mode": "markers", "marker": {"size": 4, "color": colour, "opacity": 0.35}}
@@ -109,7 +114,8 @@ def _speed(story: Story) -> Plot | None:
         x, y = _with_gaps(
             story, bins, [(one.samples or 0) / one.wall_ns * 1e9 if one.wall_ns else None for one in bins]
         )
-        line = {"type": "scatter", "mode": "lines", "line": {"color": _LINES[number % len(_LINES)]}}
+        # A stretch's value holds until the next one begins: a long step lasts as long as it lasts.
+        line = {"type": "scatter", "mode": "lines", "line": {"color": _LINES[number % len(_LINES)], "shape": "hv"}}
         traces.append({**line, "name": _text(title), "x": x, "y": y})
     note = "samples of the steps by the time of the steps" + (
         ", of one process" if story.evidence.processes > 1 else ""
@@ -140,7 +146,8 @@ def _parts_over_time(story: Story) -> Plot | None:
         {
             "type": "bar",
             "name": _label(name, names),
-            "x": [_seconds(story, one) for one in bins],
+            "x": [_seconds(one) for one in bins],
+            "offset": 0,
             "y": [round(one.parts[PARTS.index(name)] / one.steps / 1e6, 6) for one in bins],
             "width": width,
             "marker": {"color": _colour(name, names), "line": {"width": 0}},
@@ -170,8 +177,13 @@ def _parts_of_modes(story: Story) -> Plot | None:
                 "marker": {"color": _colour(name, names)},
             }
         )
-    layout = {"barmode": "stack", "xaxis": {"title": {"text": "ms a step (mean)"}}, "yaxis": {"automargin": True},
-              "height": 210 + 50 * len(modes), "legend": {"y": -0.6}}  # fmt: skip
+    layout = {
+        "barmode": "stack",
+        "xaxis": {"title": {"text": "ms a step (mean)"}},
+        "yaxis": {"automargin": True},
+        "height": 230 + 50 * len(modes),
+        "legend": {"orientation": "h", "y": -1.1 / len(modes), "yanchor": "top", "traceorder": "normal"},
+    }
     return Plot("modes", "The step by mode", "mean over all steps of a mode", traces, layout)
 
 

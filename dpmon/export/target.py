@@ -13,6 +13,8 @@ from typing import TextIO
 
 __all__ = ["opened", "stdout"]
 
+_DESCRIPTORS = ("/dev/fd/", "/dev/std", "/proc/")
+
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[TextIO]:
@@ -21,13 +23,17 @@ def opened(path: Path) -> Iterator[TextIO]:
     What is no regular file (a pipe, a terminal, /dev/fd/3) is written as it is. A link is followed. OSError if it
     cannot be written.
     """
+    named = os.path.abspath(path)
     path = Path(os.path.realpath(path)) if path.is_symlink() and path.exists() else path
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         mode = None
-    if mode is not None and not stat.S_ISREG(mode):
-        with open(path, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+    # What a descriptor leads to is a file that somebody has open: a new one in its place would not reach them.
+    if mode is not None and (not stat.S_ISREG(mode) or named.startswith(_DESCRIPTORS)):
+        with open(
+            named, "w" if not stat.S_ISREG(mode) else "a", encoding="utf-8", errors="backslashreplace", newline="\n"
+        ) as file:
             yield file
         return
     # The random part keeps two exports to one name apart; the last to end wins, as with any tool.

@@ -289,6 +289,16 @@ def test_a_pipe_with_a_name_is_written_as_it_is(directory: Path, tmp_path: Path)
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
+def test_a_descriptor_is_written_where_it_leads(directory: Path, tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w") as file:
+        file.write("before\n")
+        file.flush()
+        inode = os.fstat(file.fileno()).st_ino
+        export(directory, "jsonl", f"/dev/fd/{file.fileno()}", "exit")
+    assert (tmp_path / "log").stat().st_ino == inode
+    assert [line[:7] for line in (tmp_path / "log").read_text().splitlines()] == ["before", '{"kind"']
+
+
 def test_text_that_is_no_unicode_is_no_reason_to_fail(state: Path, tmp_path: Path) -> None:
     directory = keep({-1: [pack_event("warning", {"process": None, "t_s": 1.0, "text": "\ud800\x1b[31m\x00"})]})
     for form in ("jsonl", "perfetto"):

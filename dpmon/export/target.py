@@ -23,19 +23,18 @@ def opened(path: Path) -> Iterator[TextIO]:
     What is no regular file (a pipe, a terminal, /dev/fd/3) is written as it is. A link is followed. OSError if it
     cannot be written.
     """
-    named = os.path.abspath(path)
-    path = Path(os.path.realpath(path)) if path.is_symlink() and path.exists() else path
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         mode = None
     # What a descriptor leads to is a file that somebody has open: a new one in its place would not reach them.
-    if mode is not None and (not stat.S_ISREG(mode) or named.startswith(_DESCRIPTORS)):
-        with open(
-            named, "w" if not stat.S_ISREG(mode) else "a", encoding="utf-8", errors="backslashreplace", newline="\n"
-        ) as file:
+    if mode is not None and (not stat.S_ISREG(mode) or os.path.abspath(path).startswith(_DESCRIPTORS)):
+        how = "a" if stat.S_ISREG(mode) else "w"
+        with open(path, how, encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             yield file
         return
+    if mode is not None:
+        path = Path(os.path.realpath(path))
     # The random part keeps two exports to one name apart; the last to end wins, as with any tool.
     temporary = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:8]}.part")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

@@ -299,6 +299,14 @@ def test_a_descriptor_is_written_where_it_leads(directory: Path, tmp_path: Path)
     assert [line[:7] for line in (tmp_path / "log").read_text().splitlines()] == ["before", '{"kind"']
 
 
+def test_a_descriptor_that_leads_into_a_pipe_is_written(directory: Path) -> None:
+    ours, theirs = os.pipe()
+    export(directory, "jsonl", f"/dev/fd/{theirs}", "exit")
+    os.close(theirs)
+    with open(ours) as file:
+        assert json.loads(file.read())["kind"] == "exit"
+
+
 def test_text_that_is_no_unicode_is_no_reason_to_fail(state: Path, tmp_path: Path) -> None:
     directory = keep({-1: [pack_event("warning", {"process": None, "t_s": 1.0, "text": "\ud800\x1b[31m\x00"})]})
     for form in ("jsonl", "perfetto"):

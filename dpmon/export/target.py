@@ -29,8 +29,8 @@ def opened(path: Path) -> Iterator[TextIO]:
         mode = None
     # What a descriptor leads to is a file that somebody has open: a new one in its place would not reach them.
     if mode is not None and (not stat.S_ISREG(mode) or os.path.abspath(path).startswith(_DESCRIPTORS)):
-        how = "a" if stat.S_ISREG(mode) else "w"
-        with open(path, how, encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+        # Appending: what was written through that descriptor before stays. To a pipe it is all the same.
+        with open(path, "a", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             yield file
         return
     if mode is not None:

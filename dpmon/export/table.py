@@ -33,10 +33,15 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         *("stages", "stage_devices", "stage_parts", "stage_host_ms", "stage_crossed_bytes", "absent"),
     ),
     "step": (*_WHO, "step", "mode", "start_s", "wall_ms", "samples", *(f"{phase}_ms" for phase in STEP_PHASES)),
+    # Also what only newer supervisors sample: a table keeps its columns.
     "device": (
-        *("t_s", "index", "uuid", "name", "of_run", "util_pct"),
-        *("mem_used_bytes", "mem_total_bytes", "mem_run_bytes"),
-        *("temperature_c", "power_w", "power_limit_w", "sm_clock_mhz", "absent"),
+        *("t_s", "index", "uuid", "name", "of_run", "visible", "ordinals", "util_pct"),
+        *("mem_used_bytes", "mem_total_bytes", "mem_reserved_bytes", "mem_run_bytes", "mem_others_bytes"),
+        *("mem_torch_bytes", "temperature_c", "temperature_limit_c", "power_w", "power_limit_w", "energy_j"),
+        *("sm_clock_mhz", "mem_clock_mhz", "throttle", "fan_pct", "pcie_rx_bytes_s", "pcie_tx_bytes_s"),
+        *("nvlink_rx_bytes_s", "nvlink_tx_bytes_s", "ecc_corrected", "ecc_uncorrected", "retired_pages"),
+        *("remapped_rows", "xid", "mig", "mig_devices", "persistence", "sm_active_pct", "tensor_active_pct"),
+        *("dram_active_pct", "processes", "process_count", "absent"),
     ),
     "host": (
         *("t_s", "cpu_pct", "mem_used_bytes", "mem_total_bytes", "run_cpu_pct", "run_mem_bytes"),

@@ -11,9 +11,23 @@ from dpmon.model.state import Process, State
 from dpmon.ui.format import UNKNOWN
 from dpmon.ui.text import clean
 
-__all__ = ["PANELS", "Ended", "Facts", "Life", "Scene", "Toggle", "View", "devices_in_short", "life", "mode_words"]
+__all__ = [
+    "PANELS",
+    "RANGES",
+    "Ended",
+    "Facts",
+    "Life",
+    "Scene",
+    "Toggle",
+    "View",
+    "devices_in_short",
+    "life",
+    "mode_words",
+]
 
 PANELS = ("devices", "replicas", "batch", "compare", "output")
+RANGES = (30, 120, 600, 0)
+"""Time ranges to choose from in seconds; 0 is the whole run."""
 SECOND = 1_000_000_000
 WAIT_SHOWN_NS = SECOND
 QUIET_SHOWN_NS = 5 * SECOND
@@ -58,7 +72,11 @@ class View:
     zoom: str | None = None
     frozen: bool = False
     root: int = 0
-    """Which of the roots the replicas panel shows: 0 is the one that was called last."""
+    """Which of the roots (and calls of a step) the replicas panel shows: 0 is the one that was called last."""
+    span_s: int = 120
+    """Time range of the histories and their figures, one of RANGES; 0 is the whole run."""
+    scrolled: Mapping[str, int] = field(default_factory=dict)
+    """By panel, the first of its rows that is shown; a panel draws its last rows when this is beyond them."""
     message: str | None = None
     message_ns: int = 0
     """When there was something to say, ns since the run's start."""

@@ -177,6 +177,10 @@ class Call:
         """Rows of the batch: the first tensor's size along dimension 0; None if it has none."""
         return rows_of(self.inputs)
 
+    def __deepcopy__(self, memo: object) -> Call:
+        """Nobody changes a record, so copies of what holds it share it."""
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpmon.model import state as kept
+from dpmon.model.history import add_step
 from dpmon.model.state import (
     NOT_RUN,
     PHASES,
     CallTrack,
-    Column,
     DeviceTrack,
     Mark,
     ModeChange,
@@ -94,6 +94,7 @@ def _call(state: State, call: Call) -> None:
     track.last = call
     track.count += 1
     process.newest = key
+    process.calls_kept.append(call)
     process.mode, process.virtual = call.mode or process.mode, call.virtual
     if call.devices:
         process.devices = call.devices
@@ -167,7 +168,8 @@ def _step(state: State, step: Step) -> None:
         process.marks.clear()
         process.marks_mode = mode
     _mark(process, sample)
-    _column(process, sample, mode)
+    process.turn = step
+    add_step(process, sample, mode)
 
 
 def _refined(step: Step, of_calls: list[int] | None) -> tuple[int, ...]:
@@ -202,22 +204,6 @@ def _mark(process: Process, sample: StepSample) -> None:
         marks[-1] = mark
     else:
         marks.append(mark)
-
-
-def _column(process: Process, sample: StepSample, mode: str) -> None:
-    second = sample.end_ns // _SECOND
-    columns = process.columns
-    column = columns[-1] if columns else None
-    if column is None or column.mode != mode or second > column.second:
-        column = Column(process.columns_made, second, mode)
-        process.columns_made += 1
-        columns.append(column)
-    column.count += 1
-    column.wall_ns += sample.wall_ns
-    sums = column.phases
-    for index, took in enumerate(sample.phases):
-        if took > 0:
-            sums[index] += took
 
 
 # ------------------------------------------------------------------------------------------------ events

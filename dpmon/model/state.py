@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dpmon.records import Call
+from dpmon.records import Call, Step
 
 __all__ = [
     "NOT_RUN",
@@ -32,7 +32,13 @@ PHASES = ("data", "scatter", "replicate", "apply", "gather", "forward", "backwar
 NOT_RUN = -1
 
 STEPS_KEPT = 1024
-COLUMNS_KEPT = 512
+COLUMNS_KEPT = 640
+LONG_KEPT = 256
+SAMPLED = 8
+FULL_COLUMNS = 150
+"""Columns that keep SAMPLED of their steps; older ones keep SAMPLED_LATER."""
+SAMPLED_LATER = 2
+CALLS_KEPT = 64
 CALLS_TIMED = 128
 REPLICAS_TIMED = 256
 MARKS_KEPT = 32
@@ -53,6 +59,10 @@ class StepSample(NamedTuple):
     samples: int | None
     phases: tuple[int, ...]
 
+    def __deepcopy__(self, memo: object) -> StepSample:
+        """It never changes, so a frozen picture shares it."""
+        return self
+
 
 class Mark(NamedTuple):
     """How far a process had come at a time: for speeds over a window that do not depend on every record being seen."""
@@ -69,14 +79,22 @@ class Mark(NamedTuple):
 
 @dataclass(slots=True)
 class Column:
-    """One column of history: the steps of one mode that ended in one second."""
+    """One column of history: the steps of one mode that ended in one second, or in several from `second` on."""
 
     number: int
     second: int
     mode: str
     count: int = 0
     wall_ns: int = 0
+    samples: int = 0
+    unknown: int = 0
+    """Steps that did not know their samples."""
     phases: list[int] = field(default_factory=lambda: [0] * len(PHASES))
+    """Sums in ns."""
+    ran: list[int] = field(default_factory=lambda: [0] * len(PHASES))
+    """Steps in which each phase ran."""
+    sampled: list[StepSample] = field(default_factory=list)
+    """At most SAMPLED of its steps, drawn evenly."""
 
 
 @dataclass(slots=True)
@@ -159,6 +177,15 @@ class Process:
     modes: dict[str, ModeTrack] = field(default_factory=dict)
     columns: deque[Column] = field(default_factory=lambda: deque(maxlen=COLUMNS_KEPT))
     columns_made: int = 0
+    long: list[Column] = field(default_factory=list)
+    """The whole run but the newest column, in columns of `long_s` seconds."""
+    long_s: int = 1
+    chance: int = 1
+    """Where the even draw of steps stands."""
+    calls_kept: deque[Call] = field(default_factory=lambda: deque(maxlen=CALLS_KEPT))
+    """The newest calls, oldest first."""
+    turn: Step | None = None
+    """The newest step, as it was recorded."""
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MARKS_KEPT))
     """Of the mode in force only: a speed never mixes two modes."""
     marks_mode: str = ""

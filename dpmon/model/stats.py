@@ -34,6 +34,8 @@ class Summary(NamedTuple):
     samples_per_s: float | None
     """Samples per second of step time; None when a step did not know its samples."""
     phases: tuple[PhaseFigures, ...]
+    sampled: int = 0
+    """How many of the steps the medians and tails are of."""
 
 
 class Speed(NamedTuple):
@@ -84,6 +86,7 @@ def summary(steps: Sequence[StepSample]) -> Summary:
         p95_ns=percentile(walls, 0.95),
         samples_per_s=rate,
         phases=tuple(_phase(name, [s.phases[i] for s in steps], total) for i, name in enumerate(PHASES)),
+        sampled=len(steps),
     )
 
 

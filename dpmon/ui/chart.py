@@ -10,7 +10,7 @@ from dpmon.model.state import PHASES, Column
 from dpmon.ui.look import LETTERS, Glyphs, Look
 from dpmon.ui.rows import Row, Span
 
-__all__ = ["bar", "ceiling", "range_bar", "spark", "stacked", "top_of", "window"]
+__all__ = ["bar", "ceiling", "range_bar", "spark", "stacked", "top_of"]
 
 _NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 
@@ -112,34 +112,21 @@ def _cell(parts: list[tuple[float, int, str]], mono: bool) -> Span:
     return (blocks[lower], f"phase.{two[0][2]}/{two[1][2]}")
 
 
-def window(columns: Sequence[Column], width: int) -> list[Column]:
-    """The columns to show in `width` cells: they stay where they are until there is no room, then a quarter goes.
+def stacked(columns: Sequence[Column], width: int, height: int, top: float, look: Look, cells: int = 1) -> list[Row]:
+    """`columns` from left to right, each `cells` wide, in `height` rows (top row first) against `top` (ns).
 
-    So a column is drawn once, not again and again one cell further left.
-    """
-    if not columns or width <= 0:
-        return []
-    made = columns[-1].number + 1
-    page = max(width // 4, 1)
-    first = -(-(made - width) // page) * page if made > width else 0
-    return [column for column in columns if column.number >= first][-width:]
-
-
-def stacked(columns: Sequence[Column], width: int, height: int, top: float, look: Look) -> list[Row]:
-    """`columns` from left to right, at most `width`, in `height` rows (top row first) against `top` (ns).
-
-    Each column is the mean step of its second, its phases stacked in the order of PHASES from below; by colour, or by
+    Each column is the mean step of its time, its phases stacked in the order of PHASES from below; by colour, or by
     letter where there is no colour or only ASCII.
     """
     mono = not look.colour or look.glyphs.ascii
-    shown = list(columns)[-width:] if width > 0 else []
+    shown = list(columns)[-(width // cells) :] if width >= cells else []
     drawn = [_cells(tuple(c.phases), c.count, top, height, look.glyphs.cut_top, mono) for c in shown]
     rows: list[Row] = []
     for row in range(height - 1, -1, -1):
         spans: Row = []
         for style, group in groupby((cells[row] for cells in drawn), key=lambda cell: cell[1]):
-            spans.append(("".join(text for text, _ in group), style))
-        if len(drawn) < width:
-            spans.append((" " * (width - len(drawn)), ""))
+            spans.append(("".join(text * cells for text, _ in group), style))
+        if len(drawn) * cells < width:
+            spans.append((" " * (width - len(drawn) * cells), ""))
         rows.append(spans)
     return rows

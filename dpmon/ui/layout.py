@@ -27,11 +27,12 @@ def is_wide(width: int) -> bool:
 
 
 def arrange(
-    width: int, height: int, *, devices: int = 2, replicas: int = 2, zoom: str | None = None
+    width: int, height: int, *, devices: int = 2, replicas: int = 2, batch: int = 11, zoom: str | None = None
 ) -> dict[str, Slot]:
     """Places for "status", the panels and "footer", which tile the screen; "small" alone when it is too small.
 
-    `devices` and `replicas`: rows those panels would like to show. A panel that is not in the answer is hidden.
+    `devices`, `replicas` and `batch`: rows those panels would like to show. A panel that is not in the answer is
+    hidden.
     """
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         return {"small": Slot("small", 0, 0, width, height)}
@@ -44,13 +45,13 @@ def arrange(
     if zoom is not None:
         slots[zoom] = Slot(zoom, 0, head, width, body)
     elif is_wide(width):
-        slots.update(_two_columns(width, head, body, devices, replicas))
+        slots.update(_two_columns(width, head, body, devices, replicas, batch))
     else:
         slots.update(_one_column(width, head, body, devices, replicas))
     return slots
 
 
-def _two_columns(width: int, top: int, body: int, devices: int, replicas: int) -> dict[str, Slot]:
+def _two_columns(width: int, top: int, body: int, devices: int, replicas: int, batch: int) -> dict[str, Slot]:
     half = width // 2
     if body < 24:
         upper = min(max(devices, replicas) + 3, body // 2)
@@ -62,7 +63,7 @@ def _two_columns(width: int, top: int, body: int, devices: int, replicas: int) -
             "output": Slot("output", half, top + upper, width - half, lower),
         }
     upper = min(max(devices + 2, replicas + 3, 7), max(body // 3, 7))
-    middle = min(max(body * 3 // 8, 11), 22)
+    middle = min(max(body * 3 // 8, min(batch + 2, body - upper - 13), 11), 24)
     lower = body - upper - middle
     return {
         "devices": Slot("devices", 0, top, half, upper),

@@ -25,6 +25,7 @@ def places(scene: Scene, width: int, height: int) -> dict[str, Slot]:
         height,
         devices=panel_devices.wanted_rows(scene),
         replicas=_second(scene).wanted_rows(scene),
+        batch=panel_batch.wanted_rows(scene),
         zoom=scene.view.zoom,
     )
 
@@ -78,7 +79,7 @@ def _content(
         picture = second.zoomed if zoomed else second.table
         return title, corner, picture(scene, width, height, look)
     if panel == "batch":
-        numbers = panel_batch.figures(scene, seen)
+        numbers = panel_batch.figures(scene)
         title, corner = panel_batch.title(scene, look, numbers)
         return title, corner, panel_batch.batch(scene, width, height, look, numbers)
     if panel == "compare":

@@ -1,41 +1,41 @@
-"""Panel 3: where the batch goes: share, median and p95 of each phase, and the history as stacked columns."""
+"""Panel 3: where the batch goes: share, median and p95 of each phase, their history, and the last step in time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import groupby
 
-from dpmon.model.state import PHASES, Column, Process
+from dpmon.model.history import Picture, pictured
+from dpmon.model.history import figures as figures_of
+from dpmon.model.state import PHASES, Process
 from dpmon.model.stats import PhaseFigures, Summary, summary
-from dpmon.ui.chart import stacked, top_of, window
-from dpmon.ui.format import group, ms, percent, short_ms
+from dpmon.model.turn import last_turn
+from dpmon.ui.chart import stacked, top_of
+from dpmon.ui.format import clock, group, ms, percent, short_ms
 from dpmon.ui.look import LETTERS, Look
-from dpmon.ui.rows import Row, right, width_of
-from dpmon.ui.scene import Scene
+from dpmon.ui.rows import Row, cut, right, width_of
+from dpmon.ui.scene import SECOND, Scene, span_words
+from dpmon.ui.waterfall import SHORT_NAMES, waterfall
 
-__all__ = ["batch", "figures", "title"]
-
-_SHORT_NAMES = {
-    "replicate": "repl",
-    "backward": "back",
-    "optimizer": "opt",
-    "scatter": "scat",
-    "gather": "gath",
-    "forward": "forw",
-}
+__all__ = ["batch", "figures", "title", "wanted_rows"]
 
 
-def figures(scene: Scene, seen: Mapping[str, Summary]) -> Summary:
-    """Of the figures by mode, those of the mode in force."""
+def wanted_rows(scene: Scene) -> int:
+    """Rows that the panel would like to have for its content: figures, a history, the last step."""
+    turn = last_turn(scene.process) if scene.process is not None else None
+    return 4 + 5 + (1 + min(len(turn.lanes), 8) if turn is not None else 3)
+
+
+def figures(scene: Scene) -> Summary:
+    """Figures over the steps of the mode in force, in the time range that is looked at."""
     process = scene.process
-    return seen.get(process.mode if process is not None else "") or summary([])
+    return figures_of(process, process.mode, scene.view.span_s) if process is not None else summary([])
 
 
 def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
     """The panel's title, and the one number that counts."""
     if not numbers.steps:
         return [("3 Batch", "title")], []
-    span = f"last {group(numbers.steps)} steps, {numbers.span_ns / 1e9:.0f} s"
+    span = span_words(scene.view.span_s)
     return (
         [("3 Batch", "title"), (f" {look.glyphs.middot} host times {look.glyphs.middot} {span}", "dim")],
         [
@@ -52,17 +52,29 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     process = scene.process
     if process is None or not numbers.steps:
         return [[("no step was traced" if scene.over else "no step has ended yet", "dim")]]
-    with_tail = height >= 8
-    table = _table(numbers, width, look, with_median=height >= 4, with_tail=with_tail)
+    table = _table(numbers, width, look, with_median=height >= 4, with_tail=height >= 8)
+    if scene.view.zoom == "batch":
+        table.append(_told(numbers, width, look))
     room = height - len(table)
-    if room < 2:
-        return table
-    return [*table, *_history(process, width, room, look)]
+    turn = last_turn(process)
+    below: list[Row] = []
+    if turn is not None and room >= 4:
+        wanted = min(1 + len(turn.lanes), max(room // 2, room - 5 if scene.view.zoom is None else 0))
+        below = waterfall(turn, width, wanted, look, numbers.p95_ns)
+    above = room - len(below)
+    return [*table, *(_history(process, scene.view.span_s, width, above, look) if above >= 2 else []), *below]
+
+
+def _told(numbers: Summary, width: int, look: Look) -> Row:
+    """What the figures are of, and what in the waterfall was recorded and what was laid."""
+    drawn = "" if numbers.sampled == numbers.steps else f", medians of {group(numbers.sampled)} evenly drawn"
+    text = f"{group(numbers.steps)} steps{drawn}; in the last step backward and optimizer are laid in their order"
+    return [(cut(text, width, look.glyphs.more), "dim")]
 
 
 def _name(phase: str, room: int, look: Look) -> Row:
     """The phase's name; where the history has letters, its letter is marked in it."""
-    text = phase if len(phase) < room else _SHORT_NAMES.get(phase, phase)[: room - 1]
+    text = phase if len(phase) < room else SHORT_NAMES.get(phase, phase)[: room - 1]
     if LETTERS[phase] == ".":
         return [("." if not look.colour or look.glyphs.ascii else " ", f"chip.{phase}"), (text, "")]
     return [(text[0].upper(), f"chip.{phase}"), (text[1:], "")]
@@ -109,32 +121,37 @@ def _value(phase: PhaseFigures, show: str, cell: int) -> str:
     return _time(phase.median_ns if show == "median" else phase.p95_ns, cell)
 
 
-def _history(process: Process, width: int, height: int, look: Look) -> list[Row]:
-    """The stacked columns with their scale at the left and the modes under them."""
+def _history(process: Process, span_s: int, width: int, height: int, look: Look) -> list[Row]:
+    """The stacked columns with their scale at the left; under them when they begin, and the modes."""
     gutter = 8
     room = width - gutter
-    shown = window(process.columns, room)
+    picture = pictured(process, span_s, room)
     axis = height >= 3
     bars = height - 1 if axis else height
-    top = top_of(shown)
-    rows = stacked(shown, room, bars, top, look)
+    top = top_of(picture.columns)
+    rows = stacked(picture.columns, room, bars, top, look, picture.cells)
     out: list[Row] = []
     for index, row in enumerate(rows):
         scale = ms(top) if index == 0 else "0" if index == bars - 1 and bars > 1 else ""
         out.append([(right(scale, gutter - 1) + " ", "dim"), *row])
     if axis:
-        out.append([(right("mode", gutter - 1) + " ", "dim"), *_modes(shown, room, look)])
+        begin = clock(picture.columns[0].second * SECOND).removeprefix("00:")
+        out.append([(right(begin, gutter - 1) + " ", "dim"), *_modes(picture, room, look)])
     return out
 
 
-def _modes(columns: list[Column], width: int, look: Look) -> Row:
+def _modes(picture: Picture, width: int, look: Look) -> Row:
     """Under the history: which mode each column ran in, by word and colour, with a mark where it changed."""
     row: Row = []
     line = look.glyphs.frame[4]
-    for index, (mode, run) in enumerate(groupby(columns, key=lambda column: column.mode)):
-        count = sum(1 for _ in run)
+    for index, (mode, run) in enumerate(groupby(picture.columns, key=lambda column: column.mode)):
+        count = sum(1 for _ in run) * picture.cells
         mark = look.glyphs.frame[5] if index else ""
         word = mode if len(mark) + len(mode) <= count else mode[: max(min(1, count - len(mark)), 0)]
         text = (mark + word + " ")[:count]
         row.append((text + line * (count - len(text)), f"mode.{mode}"))
-    return [*row, (" " * (width - len(columns)), "")]
+    left = width - width_of(row)
+    seconds = f"{picture.seconds} s a column"
+    if left > len(seconds) and picture.seconds > 1:
+        return [*row, (right(seconds, left), "dim")]
+    return [*row, (" " * left, "")]

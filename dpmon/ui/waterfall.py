@@ -1,0 +1,189 @@
+"""The last step in time: a row for the main thread with a name on every phase, and a row for each replica.
+
+Edges lie on eighths of a cell where the glyphs are blocks; without colour, or with ASCII only, each phase begins with
+its letter and goes on with its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dpmon.model.turn import Lane, Piece, Turn
+from dpmon.ui.chart import ceiling
+from dpmon.ui.format import group, ms
+from dpmon.ui.look import LETTERS, Look
+from dpmon.ui.rows import Row, cut, fit, right, span_width
+from dpmon.ui.text import clean
+
+__all__ = ["SHORT_NAMES", "lane_row", "main_row", "waterfall"]
+
+SHORT_NAMES = {
+    "replicate": "repl",
+    "backward": "back",
+    "optimizer": "opt",
+    "scatter": "scat",
+    "gather": "gath",
+    "forward": "forw",
+}
+_LEFT = " ▏▎▍▌▋▊▉█"
+_TOOK = 9
+
+
+def waterfall(turn: Turn, width: int, height: int, look: Look, usual_ns: float | None) -> list[Row]:
+    """At most `height` rows of `width` cells. `usual_ns`: a step that few exceed, so that the scale stands still."""
+    if height <= 0:
+        return []
+    several = turn.calls > 1
+    label = min(max(10, *(4 + span_width(clean(lane.device, 12)) for lane in turn.lanes), 0), 14)
+    room = width - label - _TOOK
+    if room < 8:
+        return []
+    top = ceiling(max(turn.wall_ns, usual_ns or 0))
+    name = "last step" if height > 1 or not several else f"last of {turn.calls}"
+    rows: list[Row] = [
+        [
+            *fit([(name, "dim")], label, look.glyphs.more),
+            *main_row(turn.main, room, top, look, turn.wall_ns),
+            (right(ms(turn.wall_ns), _TOOK), "bold"),
+        ]
+    ]
+    shown, hidden = _chosen(turn.lanes, height - 1)
+    for lane in shown:
+        rows.append(_lane(lane, turn, label, room, top, look))
+    if hidden:
+        rows.append(_condensed(hidden, label, width, look))
+    return rows
+
+
+def _chosen(lanes: Sequence[Lane], room: int) -> tuple[list[Lane], list[Lane]]:
+    """The lanes to draw, and those that have no row: where not all fit, the first, and of the rest the slowest."""
+    if len(lanes) <= room or room <= 0:
+        return list(lanes[:room]) if room > 0 else [], []
+    if room == 1:
+        return [], list(lanes)
+    slowest = sorted(lanes[1:], key=lambda lane: (-lane.took_ns, lane.number))[: room - 2]
+    numbers = {lanes[0].number, *(lane.number for lane in slowest)}
+    return [lane for lane in lanes if lane.number in numbers], [lane for lane in lanes if lane.number not in numbers]
+
+
+def _lane(lane: Lane, turn: Turn, label: int, room: int, top: float, look: Look) -> Row:
+    word = f"{'s' if turn.staged else 'r'}{lane.number}"
+    head = fit([(word.ljust(4), "bold"), (clean(lane.device, 20), "dim")], label - 1, look.glyphs.more)
+    if not lane.pieces:
+        return [*head, (" ", ""), *fit([("idle", "wait")], room + _TOOK)]
+    return [*head, (" ", ""), *lane_row(lane.pieces, room, top, look), (right(ms(lane.took_ns), _TOOK), "")]
+
+
+def _condensed(lanes: Sequence[Lane], label: int, width: int, look: Look) -> Row:
+    """One row for the lanes that have none: how many, and between what their times lie."""
+    times = [lane.took_ns for lane in lanes if lane.pieces]
+    idle = len(lanes) - len(times)
+    text = f"{group(len(lanes))} more {look.glyphs.down}"
+    if times:
+        text += f"  {ms(min(times))} to {ms(max(times))}"
+    if idle:
+        text += f"  {idle} idle"
+    return [(" " * label, ""), (cut(text, width - label, look.glyphs.more), "dim")]
+
+
+def main_row(pieces: Sequence[Piece], width: int, top: float, look: Look, until: int) -> Row:
+    """Pieces (in order, apart from each other) on `width` cells that stand for `top` ns, with their names.
+
+    What nothing covers before `until`, the step's end, is dotted.
+    """
+    if top <= 0 or width <= 0:
+        return [(" " * max(width, 0), "")]
+    scale = width / top
+    blocks = look.colour and not look.glyphs.ascii
+    cells = [_cell(pieces, index / scale, (index + 1) / scale, blocks, look) for index in range(width)]
+    last = min(round(until * scale), width)
+    cells = [
+        (look.glyphs.middot, "dim") if index < last and cell[0] == " " else cell for index, cell in enumerate(cells)
+    ]
+    _name(cells, blocks, look)
+    return _row(cells)
+
+
+def lane_row(pieces: Sequence[Piece], width: int, top: float, look: Look) -> Row:
+    """Pieces on `width` cells that stand for `top` ns, as lines with ends on half cells: blocks would melt together."""
+    if top <= 0 or width <= 0:
+        return [(" " * max(width, 0), "")]
+    halves = [False] * (2 * width)
+    scale = 2 * width / top
+    for piece in pieces:
+        first = min(max(round(piece.start_ns * scale), 0), 2 * width - 1)
+        for index in range(first, min(max(round(piece.end_ns * scale), first + 1), 2 * width)):
+            halves[index] = True
+    line = look.glyphs.bar[0]
+    signs = {(True, True): line, (True, False): "╸", (False, True): "╺", (False, False): " "}
+    if look.glyphs.ascii:
+        signs[True, False] = signs[False, True] = line
+    text = "".join(signs[halves[i], halves[i + 1]] for i in range(0, 2 * width, 2))
+    return [(text, "phase.apply")]
+
+
+def _cell(pieces: Sequence[Piece], low: float, high: float, blocks: bool, look: Look) -> tuple[str, str]:
+    """What one cell shows: of the two largest of what is in it, where one ends and the other begins."""
+    found: list[tuple[float, float, str]] = []
+    at = low
+    for piece in pieces:
+        start, end = max(piece.start_ns, low), min(piece.end_ns, high)
+        if end > start:
+            if start > at:
+                found.append((at, start, ""))
+            found.append((start, end, piece.phase))
+            at = end
+    if not found:
+        return (" ", "")
+    if at < high:
+        found.append((at, high, ""))
+    if not blocks:
+        largest = max(found, key=lambda part: part[1] - part[0])
+        if not largest[2] and (found[0][2] or largest[1] - largest[0] > 0.75 * (high - low)):
+            return (" ", "")
+        phase = largest[2] or next(part[2] for part in found if part[2])
+        return ("#" if look.glyphs.ascii else "█", f"chip.{phase}" if look.colour else f"phase.{phase}")
+    two = sorted(sorted(found, key=lambda part: part[0] - part[1])[:2])
+    first, second = two[0][2], two[-1][2]
+    if len(two) == 1 or first == second:
+        return ("█", f"phase.{first}") if first else (" ", "")
+    sizes = [part[1] - part[0] for part in two]
+    eighths = min(max(round(8 * sizes[0] / sum(sizes)), 1), 7)
+    if not second:
+        return (_LEFT[eighths], f"phase.{first}")
+    return (_LEFT[eighths], f"chip.{second}" if not first else f"phase.{first}/{second}")
+
+
+def _name(cells: list[tuple[str, str]], blocks: bool, look: Look) -> None:
+    """Write names upon the runs of whole cells, as far as they have room; without blocks, in place of them."""
+    start = 0
+    while start < len(cells):
+        style = cells[start][1]
+        end = start + 1
+        while end < len(cells) and cells[end] == cells[start]:
+            end += 1
+        kind, _, phase = style.partition(".")
+        if kind in ("phase", "chip") and "/" not in style and cells[start][0] in "█#":
+            text = _text(phase, end - start, blocks)
+            chip = f"chip.{phase}" if look.colour else f"phase.{phase}"
+            cells[start:end] = [(char, chip) for char in text]
+        start = end
+
+
+def _text(phase: str, room: int, blocks: bool) -> str:
+    letter = LETTERS[phase]
+    for word in (phase, SHORT_NAMES.get(phase, phase)):
+        if len(word) + (1 if blocks else 0) <= room:
+            named = word if letter == "." else letter + word[1:]
+            return (" " + named if blocks and room > len(word) else named).ljust(room, " " if blocks else "-")
+    return letter.ljust(room, " " if blocks else "-")
+
+
+def _row(cells: Sequence[tuple[str, str]]) -> Row:
+    row: Row = []
+    for char, style in cells:
+        if row and row[-1][1] == style:
+            row[-1] = (row[-1][0] + char, style)
+        else:
+            row.append((char, style))
+    return row

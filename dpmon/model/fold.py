@@ -22,6 +22,7 @@ from dpmon.model.state import (
     ModeChange,
     ModeTrack,
     PauseChange,
+    Peak,
     Process,
     State,
     StepSample,
@@ -98,6 +99,9 @@ def _call(state: State, call: Call) -> None:
     process.mode, process.virtual = call.mode or process.mode, call.virtual
     if call.devices:
         process.devices = call.devices
+        used = process.modes.get(call.mode)
+        if used is not None and used.devices is not call.devices:
+            used.devices, used.virtual = call.devices, call.virtual
     if call.phases:
         _remember_phases(process, call)
 
@@ -167,6 +171,7 @@ def _step(state: State, step: Step) -> None:
     if process.marks_mode != mode:
         process.marks.clear()
         process.marks_mode = mode
+        process.visit = step.step
     _mark(process, sample)
     process.turn = step
     add_step(process, sample, mode)
@@ -298,6 +303,26 @@ def _memory_event(state: State, event: Event) -> None:
         state.ignored += process is not None or number is None
         return
     process.memory = event.data
+    _peaks(process, event.data["devices"])
+
+
+def _peaks(process: Process, devices: list[Any]) -> None:
+    """What the allocator's peak says of the mode in force: it never falls, so it may be another mode's."""
+    track = process.modes.get(process.marks_mode)
+    if track is None:
+        return
+    for one in devices[: kept.DEVICES_KEPT]:
+        if not isinstance(one, Mapping):
+            continue
+        name, peak, after = _text(one, "device"), _whole(one, "peak_bytes"), _whole(one, "peak_after_step")
+        if name is None or peak is None or peak < 0 or len(track.peaks) >= kept.DEVICES_KEPT:
+            continue
+        before = track.peaks.get(name)
+        if len(process.modes) == 1 or (after is not None and after >= process.visit):
+            most = max(peak, before.bytes if before is not None and before.exact else 0)
+            track.peaks[name] = Peak(most, True)
+        elif before is None or not before.exact:
+            track.peaks[name] = Peak(peak, False)
 
 
 def _warning_event(state: State, event: Event) -> None:
@@ -320,6 +345,16 @@ def _device_event(state: State, event: Event) -> None:
 
 def _host_event(state: State, event: Event) -> None:
     _sample(state.host, event.data, "cpu_pct")
+    process = state.focus()
+    used = _whole(event.data, "run_mem_bytes")
+    track = process.modes.get(process.marks_mode) if process is not None else None
+    if process is not None and track is not None and used is not None and used >= 0:
+        before = track.peaks.get(kept.HOST)
+        others = [m.peaks[kept.HOST].bytes for m in process.modes.values() if m is not track and kept.HOST in m.peaks]
+        # What was resident in another mode often stays so: only what goes beyond it is this mode's own.
+        exact = used > max(others, default=-1) or (before is not None and before.exact and used <= before.bytes)
+        most = max(used, before.bytes if before is not None and (before.exact or not exact) else 0)
+        track.peaks[kept.HOST] = Peak(most, exact)
 
 
 def _sample(track: DeviceTrack, data: Mapping[str, Any], key: str) -> None:

@@ -17,6 +17,7 @@ from dpmon.model.state import (
     PHASES,
     SAMPLED,
     SAMPLED_LATER,
+    WARM_STEPS,
     Column,
     Process,
     StepSample,
@@ -42,7 +43,10 @@ def add_step(process: Process, sample: StepSample, mode: str) -> None:
     if column is None or column.mode != mode or second > column.second:
         if column is not None:
             _remember_long(process, column)
-        column = Column(process.columns_made, second, mode)
+            track = process.modes.get(column.mode)
+            if track is not None:
+                track.settled.extend(column.settled())
+        column = Column(process.columns_made, second, mode, warm=process.visit + WARM_STEPS - 1)
         process.columns_made += 1
         columns.append(column)
         if len(columns) > FULL_COLUMNS:

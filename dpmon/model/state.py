@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from dpmon.records import Call, Step
 
 __all__ = [
+    "MODES_COMPARED",
     "NOT_RUN",
     "PHASES",
     "CallTrack",
@@ -21,6 +22,7 @@ __all__ = [
     "Mark",
     "ModeChange",
     "ModeTrack",
+    "Peak",
     "Process",
     "State",
     "StepSample",
@@ -34,6 +36,12 @@ NOT_RUN = -1
 STEPS_KEPT = 1024
 COLUMNS_KEPT = 640
 LONG_KEPT = 256
+SETTLED_KEPT = 512
+WARM_STEPS = 5
+"""Steps after a change of mode that are left out where modes are compared."""
+MODES_COMPARED = ("single", "dp")
+HOST = "host"
+"""The name under which a mode's peaks have the run's resident memory, of all its processes, as it was sampled."""
 SAMPLED = 8
 FULL_COLUMNS = 150
 """Columns that keep SAMPLED of their steps; older ones keep SAMPLED_LATER."""
@@ -62,6 +70,13 @@ class StepSample(NamedTuple):
     def __deepcopy__(self, memo: object) -> StepSample:
         """It never changes, so a frozen picture shares it."""
         return self
+
+
+class Peak(NamedTuple):
+    """The most memory that was used in a mode: `exact`, or at most so much (the peak came before the mode did)."""
+
+    bytes: int
+    exact: bool
 
 
 class Mark(NamedTuple):
@@ -95,6 +110,12 @@ class Column:
     """Steps in which each phase ran."""
     sampled: list[StepSample] = field(default_factory=list)
     """At most SAMPLED of its steps, drawn evenly."""
+    warm: int = -1
+    """Steps up to this number follow a change of mode."""
+
+    def settled(self) -> list[StepSample]:
+        """The steps drawn from it that do not follow a change of mode, in their order."""
+        return sorted(step for step in self.sampled if step.step > self.warm)
 
 
 @dataclass(slots=True)
@@ -104,6 +125,12 @@ class ModeTrack:
     mode: str
     steps: deque[StepSample] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     count: int = 0
+    settled: deque[StepSample] = field(default_factory=lambda: deque(maxlen=SETTLED_KEPT))
+    """Steps drawn evenly from those that did not follow a change of mode, up to the newest column; oldest first."""
+    devices: tuple[str, ...] = ()
+    virtual: bool = False
+    peaks: dict[str, Peak] = field(default_factory=dict)
+    """By device, how much memory was used while in this mode."""
 
 
 @dataclass(slots=True)
@@ -193,10 +220,20 @@ class Process:
     """None while it is not paused."""
     paused_ns: int = 0
     """In all pauses that are over: time that is in no step."""
+    visit: int = 0
+    """The number of the first step since the mode changed last."""
     memory: Mapping[str, Any] = field(default_factory=dict)
     """The newest record of what the devices' memory holds."""
     open_steps: dict[int, list[int]] = field(default_factory=dict)
     """Phases of the calls of steps that have not ended: ns in the order of CALL_PHASES."""
+
+    def settled_of(self, mode: str) -> list[StepSample]:
+        """Steps of `mode`, drawn evenly from those that did not follow a change of mode; oldest first."""
+        track = self.modes.get(mode)
+        if track is None:
+            return []
+        newest = self.columns[-1] if self.columns else None
+        return [*track.settled, *(newest.settled() if newest is not None and newest.mode == mode else ())]
 
 
 @dataclass(slots=True)

@@ -1,0 +1,264 @@
+"""dp against single: the interval holds what it says, steps of one kind only, no verdict without ground or steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from synthetic import Training, decoded, host_event
+
+from dpmon.model import State, fold
+from dpmon.model.compare import MIN_STEPS, Interval, compare, compared, median_interval, ratio, sentence
+from dpmon.model.state import HOST, NOT_RUN, PHASES, WARM_STEPS, Peak, Process, StepSample
+from dpmon.records import Event, Record
+
+MS = 1_000_000
+TWO = ("cuda:0", "cuda:1")
+
+
+def step(number: int, samples: int | None = 32, **phases: float) -> StepSample:
+    """A step whose phases are given in ms; what the sum of them is, it took."""
+    times = {"forward": 4.0, "backward": 5.0, "optimizer": 1.0, **phases}
+    slots = tuple(int(times[name] * MS) if times.get(name) is not None else NOT_RUN for name in PHASES)
+    wall = sum(took for took in slots if took > 0)
+    return StepSample(number, number * 20 * MS, wall, samples, slots)
+
+
+def steps(count: int, wobble: float = 0.03, seed: int = 1, **phases: float) -> list[StepSample]:
+    chance = random.Random(seed)
+    given = {"forward": 4.0, "backward": 5.0, "optimizer": 1.0, **phases}
+    return [
+        step(number, **{name: took * chance.uniform(1 - wobble, 1 + wobble) for name, took in given.items()})
+        for number in range(count)
+    ]
+
+
+def autoregressive(chance: random.Random, count: int, rho: float) -> list[float]:
+    at, found = chance.gauss(0, 1), []
+    for _ in range(count):
+        at = rho * at + chance.gauss(0, (1 - rho * rho) ** 0.5)
+        found.append(2.718281828 ** (0.1 * at))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("draw", "count"),
+    [
+        (lambda c, n: autoregressive(c, n, 0.0), 20),
+        (lambda c, n: autoregressive(c, n, 0.0), 500),
+        (lambda c, n: autoregressive(c, n, 0.7), 500),
+        (lambda c, n: [1 + c.expovariate(3) for _ in range(n)], 100),
+        (lambda c, n: [1.0 + (c.random() < 0.2) * 20 + c.random() * 0.1 for _ in range(n)], 200),
+    ],
+    ids=["few", "many", "dependent", "skewed", "with slow ones"],
+)
+def test_the_interval_of_the_ratio_holds_the_truth_about_95_times_in_100(
+    draw: Callable[[random.Random, int], list[float]], count: int
+) -> None:
+    chance = random.Random(11)
+    truth = median_interval(draw(random.Random(5), 60_000))
+    assert truth is not None
+    held = 0
+    for _ in range(300):
+        one, other = median_interval([1.3 * v for v in draw(chance, count)]), median_interval(draw(chance, count))
+        assert one is not None
+        assert other is not None
+        found = ratio(one, other)
+        assert found is not None
+        assert found.low <= found.value <= found.high
+        held += found.low <= 1.3 <= found.high
+    assert held / 300 >= 0.91
+
+
+def test_intervals_of_little_and_of_nothing() -> None:
+    assert median_interval([]) is None
+    assert median_interval([3.0]) == (3.0, 3.0, 3.0)
+    assert median_interval([2.0] * 50) == (2.0, 2.0, 2.0)
+    assert median_interval([1.0, 2.0, 3.0]) == (2.0, 1.0, 3.0)
+    assert ratio(Interval(1, 1, 1), Interval(0, 0, 1)) is None
+    assert ratio(Interval(4, 4, 4), Interval(2, 2, 2)) == pytest.approx((2, 2, 2))
+
+
+def test_slower_with_the_phase_that_makes_it_so() -> None:
+    dp = steps(100, scatter=0.5, replicate=7.9, apply=2.0, gather=0.3, forward=0.1, backward=4.9, optimizer=0.8)
+    found = compare({"single": steps(100, seed=2), "dp": dp}, devices=TWO)
+    assert found.outcome == "slower"
+    assert found.speedup is not None
+    assert found.speedup.value == pytest.approx(10 / 16.5, rel=0.02)
+    assert found.speedup.low < found.speedup.value < found.speedup.high < 1
+    assert found.efficiency == pytest.approx(found.speedup.value / 2)
+    assert sentence(found) == "DataParallel over 2 is 0.61× one device: replicate takes 48 % of the step."
+
+
+def test_faster_with_what_it_saves_and_what_still_costs() -> None:
+    dp = steps(100, replicate=0.8, apply=2.0, forward=0.1, backward=2.6)
+    found = compare({"single": steps(100, seed=2), "dp": dp}, devices=TWO)
+    assert found.outcome == "faster"
+    text = sentence(found)
+    assert text is not None
+    assert text.startswith("DataParallel over 2 is 1.5")
+    assert "backward takes 2.6 ms against 5 ms on one device, replicate 12 % of the step." in text
+
+
+def test_no_difference_is_told_from_noise() -> None:
+    found = compare({"single": steps(60, 0.2), "dp": steps(60, 0.2, seed=2)}, devices=TWO)
+    assert found.outcome == "even"
+    text = sentence(found)
+    assert text is not None
+    assert "makes no difference that shows" in text
+
+
+def test_virtual_replicas_have_no_efficiency_and_are_named() -> None:
+    found = compare({"single": steps(40), "dp": steps(40, replicate=9.0)}, devices=("cpu:0", "cpu:1"), virtual=True)
+    assert found.efficiency is None
+    assert (sentence(found) or "").startswith("DataParallel over 2 virtual replicas is 0.5")
+
+
+def test_too_few_steps_give_no_verdict_and_say_how_many_are_missing() -> None:
+    found = compare({"single": steps(MIN_STEPS), "dp": steps(3, replicate=5.0)}, devices=TWO)
+    assert (found.speedup, found.outcome, sentence(found)) == (None, None, None)
+    assert found.lacking == {"dp": 17}
+    assert found.missing == "no verdict yet: it needs 17 more steps in dp"
+    assert found.sides["dp"].median_ns is not None, "figures are shown all the same"
+    one_short = compare({"single": steps(MIN_STEPS - 1), "dp": steps(MIN_STEPS)})
+    assert one_short.missing == "no verdict yet: it needs 1 more step in single"
+    assert compare({"single": steps(MIN_STEPS), "dp": steps(MIN_STEPS)}).speedup is not None
+
+
+def test_a_mode_that_was_not_seen_is_no_zero() -> None:
+    found = compare({"dp": steps(100)}, devices=TWO)
+    assert list(found.sides) == ["dp"]
+    assert found.missing == "single not seen yet"
+    assert compare({}).missing == "single and dp not seen yet"
+    warm = compare({"single": [], "dp": steps(100)}, seen={"single": 3, "dp": 105})
+    assert warm.lacking == {"single": MIN_STEPS}
+    assert warm.missing == "no verdict yet: it needs 20 more steps in single"
+    thinned = compare({"single": steps(8), "dp": steps(100)}, seen={"single": 300, "dp": 105})
+    assert thinned.missing == "no verdict yet: it needs 2 more seconds in single"
+    assert warm.sides["single"].median_ns is None
+    assert warm.sides["single"].seen == 3
+
+
+def test_only_steps_of_the_same_batch_are_compared() -> None:
+    half = [step(100 + i, 16, forward=2.0, backward=2.5) for i in range(50)]
+    single = steps(30, seed=2)
+    found = compare({"single": single, "dp": half + steps(40, replicate=5.0)}, devices=TWO)
+    assert found.samples == 32
+    assert found.left_out == 50
+    assert found.sides["dp"].steps == 40
+    assert found.outcome == "slower"
+    unlike = compare({"single": single, "dp": half}, devices=TWO)
+    assert unlike.speedup is None
+    assert (
+        unlike.missing
+        == "no verdict: the batches are not of the same size (32 samples a step in single, 16 samples a step in dp)"
+    )
+    unknown = compare({"single": [s._replace(samples=None) for s in single], "dp": half})
+    assert "unknown samples a step in single" in (unknown.missing or "")
+
+
+def test_training_is_not_compared_with_evaluation() -> None:
+    evaluation = [step(i, backward=None, optimizer=None) for i in range(50)]  # type: ignore[arg-type]
+    found = compare({"single": steps(50), "dp": evaluation}, devices=TWO)
+    assert found.missing == "no verdict: the steps in dp have no backward pass, the others have"
+    mixed = compare({"single": steps(50) + evaluation, "dp": evaluation + steps(30)})
+    assert mixed.sides["dp"].steps == 30, "training rather than evaluation, if there is enough of it"
+    assert mixed.left_out == 100
+    assert mixed.speedup is not None
+
+
+def test_steps_that_took_no_time_make_no_verdict() -> None:
+    nothing = [StepSample(i, i, 0, 32, (0,) * len(PHASES)) for i in range(40)]
+    assert "no time" in (compare({"single": nothing, "dp": steps(40)}).missing or "")
+
+
+# ------------------------------------------------------------------------------------------------ from records
+
+
+def folded(records: list[Record]) -> tuple[State, Process]:
+    state = State()
+    for record in records:
+        state = fold(state, record)
+    process = state.focus()
+    assert process is not None
+    return state, process
+
+
+def test_the_steps_after_a_change_of_mode_are_left_out() -> None:
+    training = Training(step_ns=10 * MS)
+    records = decoded([*training.begin(), *training.run(400)])
+    training.defined.clear()
+    training.step_ns = 900 * MS  # as when caches are filled
+    records += decoded([*training.switch("single"), *training.run(WARM_STEPS)])
+    training.defined.clear()
+    training.step_ns = 50 * MS
+    records += decoded(training.run(60))
+    _, process = folded(records)
+    settled = process.settled_of("single")
+    assert len(settled) >= MIN_STEPS
+    assert max(step.wall_ns for step in settled) < 100 * MS
+    assert [step.step for step in settled] == sorted(step.step for step in settled)
+    assert process.settled_of("dp")[0].step > WARM_STEPS
+    found = compared(process)
+    assert found.outcome == "faster"
+    assert found.virtual
+    assert found.devices == ("cpu:0", "cpu:1")
+    assert found.speedup is not None
+    assert found.speedup.value == pytest.approx(5, rel=0.1)
+    assert found.sides["single"].seen == 60 + WARM_STEPS
+
+
+def test_a_mode_of_long_ago_keeps_its_steps() -> None:
+    training = Training(step_ns=100 * MS)
+    records = decoded([*training.begin(), *training.run(300)])
+    training.defined.clear()
+    records += decoded([*training.switch("single"), *training.run(9000)])
+    _, process = folded(records)
+    assert all(column.mode == "single" for column in process.columns)
+    assert len(process.settled_of("dp")) > 200
+    assert compared(process).speedup is not None
+    assert len(process.settled_of("single")) <= 512 + 8
+
+
+def memory(step: int, **peaks: tuple[int, int]) -> Event:
+    devices = [
+        {"device": name.replace("_", ":"), "peak_bytes": peak, "peak_after_step": after}
+        for name, (peak, after) in peaks.items()
+    ]
+    return Event("memory", {"process": 0, "rank": None, "step": step, "devices": devices})
+
+
+def test_a_peak_that_another_mode_made_is_a_bound_only() -> None:
+    training = Training(step_ns=100 * MS, devices=TWO, virtual=False, mode="single")
+    records = [*decoded([*training.begin(), *training.run(50)]), memory(50, cuda_0=(400, 0))]
+    training.defined.clear()
+    records += decoded([*training.switch("dp"), *training.run(50)])
+    records += [memory(80, cuda_0=(400, 0), cuda_1=(120, 50)), memory(100, cuda_0=(400, 0), cuda_1=(130, 80))]
+    _, process = folded(records)
+    found = compared(process)
+    assert found.sides["single"].memory == {"cuda:0": Peak(400, True)}
+    assert found.sides["dp"].memory["cuda:0"] == Peak(400, False)
+    assert found.sides["dp"].memory["cuda:1"] == Peak(130, True)
+
+
+def test_memory_that_stays_resident_is_a_bound_only() -> None:
+    training = Training(step_ns=100 * MS)
+    records = decoded([*training.begin(), *training.run(20), host_event(3.0, run_mem_bytes=900)])
+    training.defined.clear()
+    records += decoded([*training.switch("single"), *training.run(20), host_event(6.0, run_mem_bytes=900)])
+    _, process = folded(records)
+    assert process.modes["dp"].peaks[HOST] == Peak(900, True)
+    assert process.modes["single"].peaks[HOST] == Peak(900, False)
+    folded_on = fold(State(), records[0])
+    assert folded_on.ignored == 0
+    state, process = folded([*records, *decoded([host_event(7.0, run_mem_bytes=1000)])])
+    assert process.modes["single"].peaks[HOST] == Peak(1000, True)
+    assert state.ignored == 0
+
+
+def test_damaged_memory_records_change_nothing() -> None:
+    training = Training()
+    bad = Event("memory", {"process": 0, "devices": [1, {}, {"device": 3}, {"device": "x", "peak_bytes": True}]})
+    _, process = folded([*decoded([*training.begin(), *training.run(10)]), bad])
+    assert process.modes["dp"].peaks == {}

@@ -89,6 +89,7 @@ def _call(state: State, call: Call) -> None:
         if len(process.calls) >= kept.ROOTS_KEPT:
             del process.calls[next(iter(process.calls))]
         track = process.calls[key] = CallTrack(call)
+    _part(process, track, key, call)
     _time_replicas(track, call)
     if call.stages or track.stage_ns:
         _time_stages(track, call)
@@ -104,6 +105,25 @@ def _call(state: State, call: Call) -> None:
             used.devices, used.virtual = call.devices, call.virtual
     if call.phases:
         _remember_phases(process, call)
+
+
+def _part(process: Process, track: CallTrack, key: tuple[str, str | None], call: Call) -> None:
+    """Count the call within its step; where a step has several of one root, each has a track of its own."""
+    newest = process.calls_kept[-1] if process.calls_kept else None
+    if newest is None or newest.step != call.step:
+        process.calls_in_step.clear()
+    nth = process.calls_in_step[key] = process.calls_in_step.get(key, 0) + 1
+    if nth == 2 and not track.parts:
+        track.parts.append(CallTrack(track.last, 1))
+    if (nth > 1 or track.parts) and nth <= kept.PARTS_KEPT:
+        if nth > len(track.parts):
+            track.parts.append(CallTrack(call))
+        part = track.parts[nth - 1]
+        _time_replicas(part, call)
+        if call.stages or part.stage_ns:
+            _time_stages(part, call)
+        part.last = call
+        part.count += 1
 
 
 def _time_replicas(track: CallTrack, call: Call) -> None:

@@ -47,6 +47,7 @@ FULL_COLUMNS = 150
 """Columns that keep SAMPLED of their steps; older ones keep SAMPLED_LATER."""
 SAMPLED_LATER = 2
 CALLS_KEPT = 64
+PARTS_KEPT = 8
 CALLS_TIMED = 128
 REPLICAS_TIMED = 256
 MARKS_KEPT = 32
@@ -143,6 +144,8 @@ class CallTrack:
     """A deque a replica, newest last; begun anew when mode, devices or the number of replicas change."""
     stage_ns: dict[tuple[int, str, tuple[str, ...]], deque[int]] = field(default_factory=dict)
     """The same for stages, by number, device and parts."""
+    parts: list[CallTrack] = field(default_factory=list)
+    """Where a step calls this root several times: its first call in a step, its second, PARTS_KEPT at most."""
 
 
 class ModeChange(NamedTuple):
@@ -196,6 +199,8 @@ class Process:
     calls: dict[tuple[str, str | None], CallTrack] = field(default_factory=dict)
     newest: tuple[str, str | None] | None = None
     """The root that was called last."""
+    calls_in_step: dict[tuple[str, str | None], int] = field(default_factory=dict)
+    """How often each root was called in the step of the newest call so far."""
     call_count: int = 0
     step_count: int = 0
     last_step: StepSample | None = None

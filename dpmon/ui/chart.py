@@ -34,13 +34,13 @@ def spark(values: Sequence[float | None], width: int, glyphs: Glyphs, top: float
     return " " * (width - len(text)) + text
 
 
-def range_bar(low: float, middle: float, high: float, top: float, width: int, glyphs: Glyphs) -> str:
-    """Where low, middle and high lie between 0 and `top`, in `width` cells."""
-    if top <= 0 or width <= 0:
+def range_bar(low: float, middle: float, high: float, top: float, width: int, glyphs: Glyphs, base: float = 0.0) -> str:
+    """Where low, middle and high lie between `base` and `top`, in `width` cells."""
+    if top <= base or width <= 0:
         return " " * max(width, 0)
 
     def place(value: float) -> int:
-        return min(max(int(value / top * (width - 1) + 0.5), 0), width - 1)
+        return min(max(int((value - base) / (top - base) * (width - 1) + 0.5), 0), width - 1)
 
     first, centre, last = place(low), place(middle), place(high)
     cells = [" "] * width

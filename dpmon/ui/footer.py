@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dpmon.ui.look import Look
+from dpmon.ui.panel_replicas import choices
 from dpmon.ui.rows import Row, fit, width_of
 from dpmon.ui.scene import Scene
 
@@ -22,8 +23,8 @@ def keys(scene: Scene) -> list[tuple[str, str]]:
         found.append(("enter", "zoom"))
     if view.focus == "output" or view.zoom == "output":
         found.append(("pgup pgdn", "scroll"))
-    if scene.process is not None and len(scene.process.calls) > 1 and view.focus == "replicas":
-        found.append(("n", "next root"))
+    if view.focus == "replicas" and len(choices(scene.process)) > 1:
+        found.append(("n", "next call"))
     if scene.can_type and not scene.over:
         found.append(("i", "input"))
     if scene.state.warnings:

@@ -41,7 +41,7 @@ _KEYS = (
     ("1-5", "go to a panel; once more, or enter: full screen and back; tab: the next one"),
     ("space", "freeze the picture (the training goes on)"),
     ("arrows, page keys, home, end", "scroll the output"),
-    ("n", "the next root module, when there are several"),
+    ("n", "the next root module, or the next call of a step, when there are several"),
     ("i", "send a line to the script's standard input"),
     ("w", "warnings; o: the other output file of a headless run"),
     ("q, ctrl+c", "leave the training running, stop it, or stay"),

@@ -20,6 +20,7 @@ from dpmon.ui.layout import Slot
 from dpmon.ui.leaving import Leaving, terminal_gone
 from dpmon.ui.look import BACKGROUND, Look
 from dpmon.ui.paint import paint, places
+from dpmon.ui.panel_replicas import choices
 from dpmon.ui.rows import Row, wrapped
 from dpmon.ui.scene import PANELS, Scene, View
 from dpmon.ui.text import clean
@@ -231,9 +232,9 @@ class Monitor(App[str]):
 
     def action_next_root(self) -> None:
         """Show the next root module; after the last one again the one that was called last."""
-        process = self.feed.state.focus()
-        if process is not None and len(process.calls) > 1:
-            self._see(replace(self.view, root=(self.view.root + 1) % (len(process.calls) + 1)))
+        count = len(choices(self.feed.state.focus()))
+        if count > 1:
+            self._see(replace(self.view, root=(self.view.root + 1) % (count + 1)))
 
     def _output_height(self) -> int:
         slot = self.slots.get("output")

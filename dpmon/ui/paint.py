@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import ModuleType
 
-from dpmon.model.stats import Summary, recent, summary
 from dpmon.ui import panel_batch, panel_compare, panel_devices, panel_output, panel_ranks, panel_replicas, panel_stages
 from dpmon.ui.footer import footer
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, Slot, arrange
@@ -13,9 +12,12 @@ from dpmon.ui.look import Look
 from dpmon.ui.panel_output import Output
 from dpmon.ui.panel_status import status
 from dpmon.ui.rows import Row, box, fit
-from dpmon.ui.scene import Scene
+from dpmon.ui.scene import PANELS, Scene
 
-__all__ = ["by_mode", "paint", "places", "whole"]
+__all__ = ["paint", "places", "scroll_room", "whole"]
+
+_PINNED = {"replicas": 1}
+"""Rows of a panel that stay when it is scrolled: the names of its columns."""
 
 
 def places(scene: Scene, width: int, height: int) -> dict[str, Slot]:
@@ -39,14 +41,7 @@ def _second(scene: Scene) -> ModuleType:
 
 def paint(scene: Scene, output: Output, slots: Mapping[str, Slot], look: Look) -> dict[str, list[Row]]:
     """For each place its rows, of exactly its size."""
-    seen = by_mode(scene)
-    return {panel: _fitted(_one(panel, scene, output, slot, look, seen), slot, look) for panel, slot in slots.items()}
-
-
-def by_mode(scene: Scene) -> dict[str, Summary]:
-    """Figures over the recent steps of each mode that was seen."""
-    modes = scene.process.modes if scene.process is not None else {}
-    return {mode: summary(recent(track)) for mode, track in modes.items()}
+    return {panel: _fitted(_one(panel, scene, output, slot, look), slot, look) for panel, slot in slots.items()}
 
 
 def _fitted(rows: list[Row], slot: Slot, look: Look) -> list[Row]:
@@ -54,20 +49,35 @@ def _fitted(rows: list[Row], slot: Slot, look: Look) -> list[Row]:
     return [fit(row, slot.width, look.glyphs.more) for row in rows]
 
 
-def _one(panel: str, scene: Scene, output: Output, slot: Slot, look: Look, seen: Mapping[str, Summary]) -> list[Row]:
+def _one(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -> list[Row]:
     if panel == "small":
         return [*status(scene, slot.width, 3, look)[: slot.height - 1], [(f"needs {MIN_WIDTH}x{MIN_HEIGHT}", "wait")]]
     if panel == "status":
         return status(scene, slot.width, slot.height, look)
     if panel == "footer":
         return footer(scene, slot.width, look)
-    title, corner, rows = _content(panel, scene, output, slot, look, seen)
-    return box(title, corner, rows, slot.width, slot.height, look.glyphs, focused=scene.view.focus == panel)
+    title, corner, rows = _content(panel, scene, output, slot, look)
+    return box(
+        title,
+        corner,
+        rows,
+        slot.width,
+        slot.height,
+        look.glyphs,
+        focused=scene.view.focus == panel,
+        first=scene.view.scrolled.get(panel, 0),
+        pinned=_PINNED.get(panel, 0),
+    )
 
 
-def _content(
-    panel: str, scene: Scene, output: Output, slot: Slot, look: Look, seen: Mapping[str, Summary]
-) -> tuple[Row, Row, list[Row]]:
+def scroll_room(panel: str, scene: Scene, slot: Slot, look: Look) -> int:
+    """How far a panel other than the output can be scrolled where it stands, in rows."""
+    if slot.folded or panel not in PANELS or panel == "output":
+        return 0
+    return max(len(_content(panel, scene, Output(), slot, look)[2]) - max(slot.height - 2, 0), 0)
+
+
+def _content(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -> tuple[Row, Row, list[Row]]:
     width, height = slot.width - 4, max(slot.height - 2, 0)
     zoomed = scene.view.zoom == panel
     if panel == "devices":
@@ -83,8 +93,9 @@ def _content(
         title, corner = panel_batch.title(scene, look, numbers)
         return title, corner, panel_batch.batch(scene, width, height, look, numbers)
     if panel == "compare":
-        title, corner = panel_compare.title(seen, slot.folded)
-        return title, corner, panel_compare.compare(scene, width, height, seen)
+        found = panel_compare.figures(scene)
+        title, corner = panel_compare.title(found, look, slot.folded)
+        return title, corner, panel_compare.compare(scene, width, height, found, look)
     title, corner = panel_output.title(output, look)
     return title, corner, panel_output.shifted(output.visible(height), output.left)
 

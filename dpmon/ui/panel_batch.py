@@ -6,9 +6,10 @@ from itertools import groupby
 
 from dpmon.model.history import Picture, pictured
 from dpmon.model.history import figures as figures_of
+from dpmon.model.ranks import training
 from dpmon.model.state import PHASES, Process
 from dpmon.model.stats import PhaseFigures, Summary, summary
-from dpmon.model.turn import last_turn
+from dpmon.model.turn import Turn, last_turn
 from dpmon.ui.chart import stacked, top_of
 from dpmon.ui.format import clock, group, ms, percent, short_ms
 from dpmon.ui.look import LETTERS, Look
@@ -18,11 +19,14 @@ from dpmon.ui.waterfall import SHORT_NAMES, waterfall
 
 __all__ = ["batch", "figures", "title", "wanted_rows"]
 
+_RANKS_DRAWN = 64
+
 
 def wanted_rows(scene: Scene) -> int:
     """Rows that the panel would like to have for its content: figures, a history, the last step."""
     turn = last_turn(scene.process) if scene.process is not None else None
-    return 4 + 5 + (1 + min(len(turn.lanes), 8) if turn is not None else 3)
+    ranks = sum(process.rank is not None for process in training(scene.state)) - 1
+    return 4 + 5 + (1 + min(max(len(turn.lanes), ranks), 8) if turn is not None else 3)
 
 
 def figures(scene: Scene) -> Summary:
@@ -59,10 +63,21 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     turn = last_turn(process)
     below: list[Row] = []
     if turn is not None and room >= 4:
-        wanted = min(1 + len(turn.lanes), max(room // 2, room - 5 if scene.view.zoom is None else 0))
-        below = waterfall(turn, width, wanted, look, numbers.p95_ns)
+        others = _others(scene)
+        wanted = min(1 + (len(others) or len(turn.lanes)), max(room // 2, room - 5 if scene.view.zoom is None else 0))
+        below = waterfall(turn, width, wanted, look, numbers.p95_ns, others)
     above = room - len(below)
     return [*table, *(_history(process, scene.view.span_s, width, above, look) if above >= 2 else []), *below]
+
+
+def _others(scene: Scene) -> list[tuple[str, Turn]]:
+    """The last steps of the other ranks, by rank; of a run of one process none."""
+    found = []
+    for process in training(scene.state)[:_RANKS_DRAWN]:
+        turn = last_turn(process) if process is not scene.process and process.rank is not None else None
+        if turn is not None:
+            found.append((f"rank {process.rank}", turn))
+    return found
 
 
 def _told(numbers: Summary, width: int, look: Look) -> Row:

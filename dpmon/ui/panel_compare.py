@@ -1,54 +1,222 @@
-"""Panel 4: dp and single side by side, as far as both were seen. Figures only, no verdict."""
+"""Panel 4: dp and single side by side, what the other devices are worth, and on what ground."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dpmon.model.state import PHASES
-from dpmon.model.stats import Summary
-from dpmon.ui.format import UNKNOWN, compact, group, ms
-from dpmon.ui.rows import Row, right
+from dpmon.model.compare import Comparison, Side, compared, sentence
+from dpmon.model.state import HOST, PHASES, WARM_STEPS, Peak
+from dpmon.model.turn import Piece
+from dpmon.ui.chart import ceiling
+from dpmon.ui.format import UNKNOWN, compact, group, memory, ms, percent
+from dpmon.ui.look import Look
+from dpmon.ui.rows import Row, cut, right, width_of, wrapped
 from dpmon.ui.scene import Scene
+from dpmon.ui.text import clean
+from dpmon.ui.waterfall import main_row
 
-__all__ = ["compare", "title"]
+__all__ = ["compare", "figures", "title"]
 
 _MODES = ("single", "dp")
+_VIRTUAL = "virtual replicas share one processor: this shows how dp behaves, not how fast it would be"
 
 
-def title(seen: Mapping[str, Summary], folded: bool) -> tuple[Row, Row]:
+def figures(scene: Scene) -> Comparison:
+    """Both modes of the process that stands for the run."""
+    return compared(scene.process) if scene.process is not None else Comparison()
+
+
+def title(found: Comparison, look: Look, folded: bool) -> tuple[Row, Row]:
     """The panel's title, and the numbers that count."""
     corner: Row = []
-    for mode, numbers in ((mode, seen[mode]) for mode in _MODES if mode in seen):
-        corner += [("  " if corner else "", ""), (mode, f"mode.{mode}"), (right(ms(numbers.median_ns), 8), "")]
-    # Folded there is room for the figures or for the name, and the figures name the modes.
-    return [("4 Step" if folded and corner else "4 dp against single", "title")], corner
-
-
-def compare(scene: Scene, width: int, height: int, seen: Mapping[str, Summary]) -> list[Row]:
-    """The panel's rows, inside its frame."""
-    if not seen:
-        return [[("no step was traced" if scene.over else "no step has ended yet", "dim")]]
-    cell = min((width - 14) // 2, 14)
-
-    def line(word: str, values: dict[str, str], style: str = "") -> Row:
-        return [(word.ljust(14), "dim"), *((right(values.get(mode, UNKNOWN), cell), style) for mode in _MODES)]
-
-    rows: list[Row] = [
-        [(" " * 14, ""), *((right(mode, cell), f"mode.{mode}") for mode in _MODES)],
-        line("step median", {m: ms(s.median_ns) for m, s in seen.items()}, "bold"),
-        line("step p95", {m: ms(s.p95_ns) for m, s in seen.items()}),
-        line("samples/s", {m: compact(s.samples_per_s) for m, s in seen.items()}, "bold"),
-        line("over steps", {m: group(s.steps) for m, s in seen.items()}, "dim"),
-    ]
-    if height >= len(rows) + len(PHASES) + 2:
-        rows.append([("median of", "dim")])
-        for index, name in enumerate(PHASES):
-            rows.append(line("  " + name, {m: ms(s.phases[index].median_ns) for m, s in seen.items()}))
-    missing = [mode for mode in _MODES if mode not in seen]
-    if missing and scene.can_toggle and not scene.over:
-        rows.append([(f"{missing[0]} was not seen yet: ", "dim"), ("d", "key"), (" switches the running job", "dim")])
-    elif missing:
-        rows.append([(f"{missing[0]} was not seen", "dim")])
+    if found.speedup is not None:
+        style = {"faster": "good", "slower": "bad"}.get(found.outcome or "", "bold")
+        corner = [(right(_times(found.speedup.value, look), 6), style), (" one device", "dim")]
     else:
-        rows.append([("each over its newest steps; samples per second of step time", "dim")])
+        for mode, side in ((mode, found.sides[mode]) for mode in _MODES if mode in found.sides):
+            corner += [("  " if corner else "", ""), (mode, f"mode.{mode}"), (right(ms(side.median_ns), 8), "")]
+    # Folded there is room for the figures or for the name, and the figures name the modes.
+    named = "4 dp" if folded and found.speedup is not None else "4 Step" if folded and corner else "4 dp against single"
+    return [(named, "title")], corner
+
+
+def compare(scene: Scene, width: int, height: int, found: Comparison, look: Look) -> list[Row]:
+    """The panel's rows, inside its frame: what was concluded comes last and always has room."""
+    if not found.sides:
+        return [[("no step was traced" if scene.over else "no step has ended yet", "dim")]]
+    below = _said(scene, found, width, look)
+    table = _Table(found, width, look)
+    room = max(height - len(below), 3)
+    first = [table.head(), table.step(), table.samples()]
+    bars = table.bars()
+    more: list[Row] = []
+    # What has room, the most telling first; the order on the screen stays the same.
+    want = [("bars", bars), ("memory", table.memory()), ("p95", [table.p95()]), ("steps", [table.steps()])]
+    want.append(("phases", table.phases()))
+    taken: dict[str, list[Row]] = {}
+    left = room - len(first)
+    for name, rows in want:
+        if rows and len(rows) <= left:
+            taken[name] = rows
+            left -= len(rows)
+        elif name == "memory" and left > 0 and rows:
+            taken[name] = [*rows[: left - 1], [(f"{len(rows) - left + 1} more devices", "dim")]]
+            left = 0
+    for name in ("p95", "memory", "steps", "phases", "bars"):
+        more += taken.get(name, [])
+    return [*first, *more, *below]
+
+
+def _times(value: float, look: Look) -> str:
+    return (f"{value:.2f}" if value < 9.995 else f"{value:.1f}") + look.glyphs.times
+
+
+class _Table:
+    """Columns: what, single, dp, and what they come to; their widths depend on the panel's only."""
+
+    def __init__(self, found: Comparison, width: int, look: Look) -> None:
+        self.found, self.width, self.look = found, width, look
+        self.label = 11
+        self.cell = 11 if width >= 52 else 10
+        self.rest = width - self.label - 2 * self.cell - 2
+
+    def line(self, word: str, values: Mapping[str, str], style: str = "", note: Row | None = None) -> Row:
+        row: Row = [(cut(word, self.label - 1).ljust(self.label), "dim")]
+        row += [(right(values.get(mode, UNKNOWN), self.cell), style) for mode in _MODES]
+        return [*row, ("  ", ""), *note] if note and width_of(note) <= self.rest else row
+
+    def of(self, show: str) -> dict[str, Side]:
+        return {mode: side for mode, side in self.found.sides.items() if getattr(side, show) is not None}
+
+    def head(self) -> Row:
+        count = len(self.found.devices)
+        dp = f"dp {self.look.glyphs.times}{count}" if count else "dp"
+        return [
+            (" " * self.label, ""),
+            (right("single", self.cell), "mode.single"),
+            (right(dp, self.cell), "mode.dp"),
+        ]
+
+    def step(self) -> Row:
+        found = self.found
+        note: Row = []
+        if found.speedup is not None:
+            value = _times(found.speedup.value, self.look)
+            low, high = (_times(each, self.look)[:-1] for each in found.speedup[1:])
+            note = [(value, "bold"), (f" ({low} to {high})", "dim")]
+            if width_of(note) > self.rest:
+                note = [(value, "bold")]
+        return self.line("step", {m: ms(s.median_ns) for m, s in found.sides.items()}, "bold", note)
+
+    def samples(self) -> Row:
+        found = self.found
+        note: Row = []
+        if found.efficiency is not None:
+            note = [(percent(found.efficiency), "bold"), (" efficiency", "dim")]
+        return self.line("samples/s", {m: compact(s.samples_per_s) for m, s in found.sides.items()}, "bold", note)
+
+    def p95(self) -> Row:
+        return self.line("step p95", {m: ms(s.p95_ns) for m, s in self.found.sides.items()})
+
+    def steps(self) -> Row:
+        """How many steps are behind the figures."""
+        note: Row = []
+        if self.found.samples is not None:
+            note = [(f"of {group(self.found.samples)} samples each", "dim")]
+        counts = {m: f"{s.steps} of {compact(s.seen)}" for m, s in self.found.sides.items()}
+        return self.line("over steps", counts, "dim", note)
+
+    def memory(self) -> list[Row]:
+        """A row a device: the most that was allocated; without GPUs what was resident."""
+        sides = self.found.sides
+        devices = sorted({device for side in sides.values() for device in side.memory if device != HOST})
+        if not devices:
+            if not any(HOST in side.memory for side in sides.values()):
+                return []
+            return [self.line("resident", {m: _peak(s.memory.get(HOST)) for m, s in sides.items()})]
+        return [
+            self.line(
+                ("peak " if index == 0 else "     ") + clean(device, 12).replace("cuda:", "gpu "),
+                {m: _peak(s.memory.get(device)) for m, s in sides.items()},
+            )
+            for index, device in enumerate(devices)
+        ]
+
+    def phases(self) -> list[Row]:
+        """A row a phase, each with its median in both modes and the difference."""
+        rows = []
+        for index, name in enumerate(PHASES):
+            times = {m: s.phases[index].median_ns for m, s in self.found.sides.items()}
+            single, dp = times.get("single"), times.get("dp")
+            note: Row = []
+            if len(times) == 2 and (single is not None or dp is not None):
+                change = (dp or 0.0) - (single or 0.0)
+                note = [(("+" if change >= 0 else "-") + ms(abs(change)), "dim")]
+            rows.append(self.line("  " + name, {m: ms(ns) for m, ns in times.items()}, "", note))
+        return rows
+
+    def bars(self) -> list[Row]:
+        """Both modes' phases after each other, on one scale."""
+        laid = {mode: _laid(side) for mode, side in self.found.sides.items()}
+        ends = {mode: pieces[-1].end_ns for mode, pieces in laid.items() if pieces}
+        label = 7
+        room = self.width - label
+        if not ends or room < 20:
+            return []
+        top = ceiling(max(ends.values()))
+        return [
+            [(mode.ljust(label), f"mode.{mode}"), *main_row(laid[mode], room, top, self.look, 0)]
+            for mode in _MODES
+            if mode in ends
+        ]
+
+
+def _laid(side: Side) -> list[Piece]:
+    """The medians of a mode's phases in their order, end to end."""
+    pieces: list[Piece] = []
+    at = 0
+    for phase in side.phases:
+        if phase.median_ns:
+            end = at + int(phase.median_ns)
+            pieces.append(Piece(phase.name, at, end))
+            at = end
+    return pieces
+
+
+def _peak(peak: Peak | None) -> str:
+    if peak is None:
+        return UNKNOWN
+    return memory(peak.bytes) if peak.exact else "≤" + memory(peak.bytes)
+
+
+def _said(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
+    """The verdict, or what it lacks; and what has to be known of it."""
+    rows: list[Row] = []
+    text = sentence(found)
+    if text is not None:
+        rows += [[(line, "bold")] for line in wrapped(text, width)]
+    elif len(found.sides) == 1 and scene.can_toggle and not scene.over:
+        (other,) = (mode for mode in _MODES if mode not in found.sides)
+        hint: Row = [(f"{other} was not seen yet: ", "dim"), ("d", "key"), (" switches the running job", "dim")]
+        rows.append(hint if width_of(hint) <= width else hint[:2])
+    elif len(found.sides) == 1:
+        (other,) = (mode for mode in _MODES if mode not in found.sides)
+        rows.append([(f"{other} was not seen", "dim")])
+    elif found.missing:
+        rows += [[(line, "wait")] for line in wrapped(found.missing, width)]
+    if len(found.sides) == 2:
+        if found.virtual:
+            rows += [[(line, "dim")] for line in wrapped(_VIRTUAL, width)]
+        if found.left_out or scene.view.zoom == "compare":
+            rows += [[(line, "dim")] for line in wrapped(_of(found), width)]
     return rows
+
+
+def _of(found: Comparison) -> str:
+    """What is compared and what is left out."""
+    parts = [f"medians of steps drawn evenly, without the {WARM_STEPS} after each switch"]
+    if found.left_out:
+        parts = [f"{group(found.left_out)} steps of another batch size or without backward left out", *parts]
+    if any(not peak.exact for side in found.sides.values() for peak in side.memory.values()):
+        parts.append("≤: the peak came before this mode, its own is at most that")
+    return "; ".join(parts)

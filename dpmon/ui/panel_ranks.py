@@ -7,7 +7,7 @@ from dpmon.records import rows_of
 from dpmon.ui.format import UNKNOWN, group, ms
 from dpmon.ui.look import Look
 from dpmon.ui.panel_replicas import shown, size_line, size_text
-from dpmon.ui.rows import Row, cut, fit, right, span_width
+from dpmon.ui.rows import Row, cut, fit, right, span_width, wrapped
 from dpmon.ui.scene import Scene
 from dpmon.ui.text import clean
 
@@ -54,22 +54,27 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
 
 def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame: a header, a row a rank, what is not told apart and why."""
-    rows, count = _rows(scene, max(height, 2) + 1)
+    rows, count = _rows(scene, max(height, 2) + 1 + scene.view.scrolled.get("replicas", 0))
     ins = [size_text(row.track.last.inputs) if row.track else UNKNOWN for row in rows]
     outs = [size_text(row.track.last.outputs) if row.track else UNKNOWN for row in rows]
     device = min(max([span_width(_device(row)) for row in rows] + [6]), 10)
-    room = max(width - 5 - device - 2 - 6 - 9 * 3, 12)
-    given = min(max(map(span_width, [*ins, "input"])), max(room * 3 // 5, 6))
-    gave = min(max(map(span_width, [*outs, "output"])), max(room - given - 2, 6))
+    cell = 9 if width >= 5 + device + 2 + 6 + 9 * 3 + 18 else 8
+    count_room = 6 if cell == 9 else 5
+    # Times are never cut: sizes have the room that is left, each cut with a sign of it.
+    room = max(width - 5 - device - 1 - 1 - count_room - cell * 3, 4)
+    needs = [max(map(span_width, [*texts, word])) for texts, word in ((ins, "input"), (outs, "output"))]
+    given = min(needs[0], max(room * 3 // 5, room - needs[1]))
+    gave = min(needs[1], room - given)
     more = look.glyphs.more
     drawn: list[Row] = [
         [
             (("rank " if rows and rows[0].rank is not None else "proc "), "dim"),
-            ("device".ljust(device) + "  ", "dim"),
-            ("input".ljust(given) + "  ", "dim"),
-            ("output".ljust(gave), "dim"),
-            ("  rows", "dim"),
-            ("  forward backward     step", "dim"),
+            ("device".ljust(device) + " ", "dim"),
+            *fit([("input", "dim")], given, more),
+            (" ", ""),
+            *fit([("output", "dim")], gave, more),
+            (right("rows", count_room), "dim"),
+            *((right(word, cell), "dim") for word in ("forward", "backward" if cell == 9 else "backwd", "step")),
         ]
     ]
     for row, got, result in zip(rows, ins, outs, strict=True):
@@ -78,20 +83,21 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
         drawn.append(
             [
                 (right(str(number), 4) + " ", "bold"),
-                *fit([(_device(row), "")], device + 2, more),
+                *fit([(_device(row), "")], device, more),
+                (" ", ""),
                 *fit([(got, "")], given, more),
-                ("  ", ""),
+                (" ", ""),
                 *fit([(result, "")], gave, more),
-                (right(UNKNOWN if batch is None else str(batch), 6), ""),
-                (right(ms(row.forward_ns), 9), ""),
-                (right(ms(row.backward_ns), 9), ""),
-                (right(ms(row.step_ns), 9), "bold"),
+                (right(UNKNOWN if batch is None else str(batch), count_room), ""),
+                (right(ms(row.forward_ns), cell), ""),
+                (right(ms(row.backward_ns), cell), ""),
+                (right(ms(row.step_ns), cell), "bold"),
             ]
         )
     drawn += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
     drawn += _missing(rows, count)
     if any(row.track is not None and row.track.last.via == "DistributedDataParallel" for row in rows):
-        drawn.append([(cut(_NOT_APART, width, more), "dim")])
+        drawn += [[(line, "dim")] for line in wrapped(_NOT_APART, width)]
     return drawn
 
 

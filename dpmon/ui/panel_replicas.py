@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dpmon.model.state import CallTrack
+from typing import NamedTuple
+
+from dpmon.model.state import CallTrack, Process
 from dpmon.model.stats import median, percentile
 from dpmon.records import Call, Replica, Size, rows_of
 from dpmon.ui.chart import bar, range_bar
@@ -12,21 +14,62 @@ from dpmon.ui.rows import Row, cut, fit, right, span_width
 from dpmon.ui.scene import Scene, mode_words
 from dpmon.ui.text import clean
 
-__all__ = ["replicas", "shown", "size_line", "size_text", "table", "title", "wanted_rows", "zoomed"]
+__all__ = [
+    "Choice",
+    "choices",
+    "chosen",
+    "replicas",
+    "shown",
+    "size_line",
+    "size_text",
+    "table",
+    "title",
+    "wanted_rows",
+    "zoomed",
+]
+
+
+class Choice(NamedTuple):
+    """What the panel can show: a root, or one of the calls that a step makes of it."""
+
+    track: CallTrack
+    nth: int
+    of: int
+
+
+_FRESH = 64
+"""Steps after which a call that a step no longer makes cannot be chosen any more."""
+
+
+def choices(process: Process | None) -> list[Choice]:
+    """Everything the panel can show, in an order that stays the same while roots take turns."""
+    found: list[Choice] = []
+    for _, track in sorted(process.calls.items(), key=lambda item: (item[0][0], item[0][1] or "")) if process else ():
+        parts = [part for part in track.parts if part.last.step >= track.last.step - _FRESH]
+        if len(parts) > 1:
+            found += [Choice(part, nth, len(parts)) for nth, part in enumerate(parts, 1)]
+        else:
+            found.append(Choice(track, 1, 1))
+    return found
+
+
+def chosen(scene: Scene) -> tuple[Choice | None, int, int]:
+    """What is shown, which of how many (from 1; 0: the one that was called last, whichever it is)."""
+    process = scene.process
+    if process is None or process.newest is None:
+        return None, 0, 0
+    all_of_them = choices(process)
+    count = len(all_of_them)
+    if scene.view.root and count > 1:
+        index = (scene.view.root - 1) % count
+        return all_of_them[index], index + 1, count
+    return Choice(process.calls[process.newest], 1, 1), 0, count
 
 
 def shown(scene: Scene) -> CallTrack | None:
     """The root that the panel shows: the one called last, or the one the user went on to."""
-    process = scene.process
-    if process is None or process.newest is None:
-        return None
-    keys = list(process.calls)
-    first = keys.index(process.newest)
-    if scene.view.root:
-        # Sorted, so that the choice stays where it is while roots take turns.
-        keys.sort(key=lambda key: (key[0], key[1] or ""))
-        return process.calls[keys[(scene.view.root - 1) % len(keys)]]
-    return process.calls[keys[first]]
+    choice = chosen(scene)[0]
+    return choice.track if choice is not None else None
 
 
 def wanted_rows(scene: Scene) -> int:
@@ -37,16 +80,16 @@ def wanted_rows(scene: Scene) -> int:
 
 def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     """The panel's title, and the one number that counts."""
-    track = shown(scene)
-    if track is None:
+    choice, which, count = chosen(scene)
+    if choice is None:
         return [("2 Replicas", "title")], []
-    call = track.last
+    call = choice.track.last
     dot = f" {look.glyphs.middot} "
     name = f"{dot}{clean(call.root, 60)}{dot}{clean(call.via, 40) if call.via else 'bare module'}"
-    roots = len(scene.process.calls) if scene.process is not None else 1
-    many = f"{dot}1 of {roots} roots" if roots > 1 else ""
+    part = f"{dot}call {choice.nth} of {choice.of} a step" if choice.of > 1 else ""
+    many = f"{dot}newest of {count}" if count > 1 and not which else f"{dot}{which} of {count}" if which else ""
     corner: Row = [("call", "dim"), (right(group(call.call), 9), "")]
-    return [("2 Replicas", "title"), (name + many, "")], corner
+    return [("2 Replicas", "title"), (name + part + many, "")], corner
 
 
 def replicas(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
@@ -88,13 +131,14 @@ class _Table:
         room = max(width - fixed, 12)
         self.input = min(max(span_width(t) for t in texts), max(room * 3 // 5, room - max(map(span_width, outs))))
         self.output = min(max(span_width(t) for t in outs), room - self.input)
-        left = room - self.input - self.output
-        self.spread = min(max(left - 2, 0), 10) if left >= 8 else 0
-        left -= self.spread + 2
-        self.bar = min(left - 1, 16) if left >= 5 else 0
+        left = room - self.input - self.output - 3  # a gap before the bar, two before the spread
+        self.bar = min(left * 2 // 5, 16) if left >= 8 else 0
+        self.spread = min(left - self.bar, 20) if left >= 8 else 0
         figures = [(percentile(t, 0.05), median(t), percentile(t, 0.95)) for t in track.replica_ns]
         self.figures = figures
         self.top = max((high for _, _, high in figures if high is not None), default=0.0)
+        # The scale ends at the slowest; it begins at the fastest, unless they are so close that it would magnify noise.
+        self.base = min([low for low, _, _ in figures if low is not None] + [self.top * 0.7])
         self.rows_total = call.rows
 
     def header(self) -> Row:
@@ -105,9 +149,14 @@ class _Table:
             ("input".ljust(self.input) + "  ", "dim"),
             ("output".ljust(self.output), "dim"),
             ("  rows", "dim"),
-            (" " * (self.bar + 1 if self.bar else 0), ""),
+            ((" " + ("share" if self.bar >= 5 else "").ljust(self.bar)) if self.bar else "", "dim"),
             (" device ms" if device_time else " host time", "dim"),
-            (("  " + "5 to 95 %"[: self.spread].ljust(self.spread)) if self.spread else "", "dim"),
+            (
+                ("  " + ("5 to 95 %" if self.spread >= 9 else "spread"[: self.spread]).ljust(self.spread))
+                if self.spread
+                else "",
+                "dim",
+            ),
         ]
 
     def row(self, replica: Replica) -> Row:
@@ -121,7 +170,7 @@ class _Table:
         if self.spread:
             drawn = " " * self.spread
             if low is not None and middle is not None and high is not None:
-                drawn = range_bar(low, middle, high, self.top, self.spread, look.glyphs)
+                drawn = range_bar(low, middle, high, self.top, self.spread, look.glyphs, self.base)
             spread = "  " + drawn
         return [
             (right(str(replica.replica), 2) + " ", "bold"),

@@ -98,10 +98,13 @@ def box(
     glyphs: Glyphs,
     *,
     focused: bool = False,
+    first: int = 0,
+    pinned: int = 0,
 ) -> list[Row]:
     """A frame of exactly `width` x `height` cells around `rows`, its title at the left and `corner` at the right.
 
-    Rows that do not fit are left out, with a sign in the frame that says how many.
+    Rows that do not fit are left out, with a sign in the frame that says how many. `first`: so many rows are scrolled
+    past, as far as there are any to scroll; `pinned` rows at the top stay.
     """
     if height <= 1 or width < 8:
         mark = glyphs.focus if focused else " "
@@ -112,12 +115,15 @@ def box(
     head = fit_title(title, corner, width - 3, line, style, glyphs.more)
     framed: list[Row] = [[(tl, style), (mark, style), *head, (tr, style)]]
     inside = height - 2
+    above = min(max(first, 0), max(len(rows) - inside, 0)) if inside > pinned else 0
+    rows = [*rows[:pinned], *rows[pinned + above :]] if above else rows
     for index in range(inside):
         row = rows[index] if index < len(rows) else []
         framed.append([(side, style), (" ", ""), *fit(row, width - 4, glyphs.more), (" ", ""), (side, style)])
     hidden = len(rows) - inside
-    if hidden > 0:
-        sign = f" {hidden} more {glyphs.down} "
+    if hidden > 0 or above:
+        below = f"{hidden} more {glyphs.down}" if hidden > 0 else ""
+        sign = " " + ", ".join(part for part in (f"{above} above" if above else "", below) if part) + " "
         framed.append([(bl + line * max(width - 3 - span_width(sign), 0), style), (sign, "dim"), (line + br, style)])
         framed[-1] = fit(framed[-1], width, "")
     else:

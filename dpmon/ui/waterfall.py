@@ -29,12 +29,24 @@ _LEFT = " ▏▎▍▌▋▊▉█"
 _TOOK = 9
 
 
-def waterfall(turn: Turn, width: int, height: int, look: Look, usual_ns: float | None) -> list[Row]:
-    """At most `height` rows of `width` cells. `usual_ns`: a step that few exceed, so that the scale stands still."""
+def waterfall(
+    turn: Turn,
+    width: int,
+    height: int,
+    look: Look,
+    usual_ns: float | None,
+    others: Sequence[tuple[str, Turn]] = (),
+) -> list[Row]:
+    """At most `height` rows of `width` cells. `usual_ns`: a step that few exceed, so that the scale stands still.
+
+    `others`: the same step of other ranks, with their names; they stand in place of the lanes.
+    """
     if height <= 0:
         return []
+    if others:
+        return _ranks(turn, others, width, height, look, usual_ns)
     several = turn.calls > 1
-    label = min(max(10, *(4 + span_width(clean(lane.device, 12)) for lane in turn.lanes), 0), 14)
+    label = min(max(10, *(5 + span_width(clean(lane.device, 12)) for lane in turn.lanes), 0), 14)
     room = width - label - _TOOK
     if room < 8:
         return []
@@ -52,6 +64,32 @@ def waterfall(turn: Turn, width: int, height: int, look: Look, usual_ns: float |
         rows.append(_lane(lane, turn, label, room, top, look))
     if hidden:
         rows.append(_condensed(hidden, label, width, look))
+    return rows
+
+
+def _ranks(
+    turn: Turn, others: Sequence[tuple[str, Turn]], width: int, height: int, look: Look, usual_ns: float | None
+) -> list[Row]:
+    """A row a rank, the first one `turn`; what fits, and how many more there are."""
+    label = 10
+    room = width - label - _TOOK
+    if room < 8:
+        return []
+    every = [("last step", turn), *others]
+    shown = every if len(every) <= height else every[: max(height - 1, 1)]
+    # The ranks are on one machine and one clock: a rank that came late to this step is seen to have done so.
+    late = {name: max(other.start_ns - turn.start_ns, 0) if other.step == turn.step else 0 for name, other in shown}
+    top = ceiling(max(usual_ns or 0, *(late[name] + other.wall_ns for name, other in shown)))
+    rows: list[Row] = []
+    for name, other in shown:
+        by = late[name]
+        pieces = [piece._replace(start_ns=piece.start_ns + by, end_ns=piece.end_ns + by) for piece in other.main]
+        drawn = main_row(pieces, room, top, look, by + other.wall_ns if not by else 0)
+        rows.append([*fit([(name, "dim")], label, look.glyphs.more), *drawn, (right(ms(other.wall_ns), _TOOK), "bold")])
+    if len(shown) < len(every) and height > 1:
+        times = [other.wall_ns for _, other in every[len(shown) :]]
+        text = f"{group(len(times))} more {look.glyphs.down}  {ms(min(times))} to {ms(max(times))}"
+        rows.append([(" " * label, ""), (cut(text, width - label, look.glyphs.more), "dim")])
     return rows
 
 

@@ -396,8 +396,8 @@ async def test_several_roots_take_turns(tmp_path: Path) -> None:
         other = Training(root="Critic", via=None, mode="single")
         on.reader.new = decoded(other.run(3), origin_ns=SECOND)
         await on.press("2")
-        await on.shows("Critic · bare module · 1 of 2 roots")
-        await on.shows("n next root")
+        await on.shows("Critic · bare module · newest of 2")
+        await on.shows("n next call")
         await on.press("n", "n")
         await on.shows("Model · DataParallel")
 

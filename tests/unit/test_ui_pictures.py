@@ -18,7 +18,7 @@ from dpmon.ui.chart import stacked
 from dpmon.ui.footer import keys
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange
 from dpmon.ui.look import ASCII, COLOUR, LETTERS, MONO, UNICODE, Look
-from dpmon.ui.paint import by_mode, whole
+from dpmon.ui.paint import places, scroll_room, whole
 from dpmon.ui.panel_output import Output
 from dpmon.ui.panel_status import status
 from dpmon.ui.rows import plain, width_of
@@ -257,7 +257,7 @@ def test_devices_in_short(devices: tuple[str, ...], short: str) -> None:
 def test_replicas_show_the_sizes_of_the_seeds() -> None:
     scene = scene_of(Training(devices=("cpu:0", "cpu:1", "cpu:2"), batch=30), 1)
     rows = rows_text(panel_replicas.replicas(scene, 70, 9, LOOK))
-    assert rows[0].split() == ["#", "device", "input", "output", "rows", "host", "time", "5", "to", "95", "%"]
+    assert rows[0].split() == ["#", "device", "input", "output", "rows", "share", "host", "time", "5", "to", "95", "%"]
     assert [row.split()[:7] for row in rows[1:4]] == [
         [str(i), f"cpu:{i}", "[10,", "5]", "[10,", "2]", "10"] for i in range(3)
     ]
@@ -295,9 +295,77 @@ def test_several_inputs_are_counted_and_listed_when_zoomed() -> None:
     assert "   in   labels [8] int64 64 B" in zoomed
 
 
-def test_more_replicas_than_rows_are_announced() -> None:
-    text = text_of(situations()["many replicas"], 80, 24)
-    assert "more ↓" in text
+def test_more_replicas_than_rows_are_announced_and_can_be_scrolled() -> None:
+    scene = situations()["many replicas"]
+    assert "60 more ↓" in text_of(scene, 80, 24)
+    slot = places(scene, 80, 24)["replicas"]
+    room = scroll_room("replicas", scene, slot, LOOK)
+    assert room == 60
+    scrolled = replace(scene, view=View(scrolled={"replicas": 20}))
+    text = text_of(scrolled, 80, 24)
+    assert "20 above, 40 more ↓" in text
+    assert "# device" in text, "the names of the columns stay"
+    assert " 20 cuda:20 " in text
+    end = text_of(replace(scene, view=View(scrolled={"replicas": 10_000})), 80, 24)
+    assert "60 above" in end
+    assert "63 cuda:63  idle" in end
+    assert scroll_room("devices", scene, places(scene, 80, 24)["devices"], LOOK) == 0
+
+
+def test_the_share_and_the_spread_have_room_at_120_columns() -> None:
+    scene = scene_of(Training(devices=[f"cpu:{i}" for i in range(4)], batch=26))
+    rows = rows_text(panel_replicas.replicas(scene, 56, 9, LOOK))
+    assert [row.split()[6] for row in rows[1:5]] == ["7", "7", "7", "5"]
+    bars = [row.count("━") for row in rows[1:5]]
+    assert bars[0] >= bars[3] >= 1
+    assert all("┼" in row and "├" in row for row in rows[1:5])
+
+
+def several_calls() -> Scene:
+    """A critic that is called twice a step, with batches of different sizes, and a generator."""
+    state, steps = State(), 40
+    real, generator = Training(root="Critic", batch=30), Training(root="Generator", batch=64, seed=3)
+    fakes = Training(root="Critic", batch=12, seed=2)
+    for training in (real, fakes, generator):
+        training.now = real.now
+    records = [decoded([*real.begin()])]
+    streams = [decoded(each.run(steps)) for each in (real, fakes, generator)]
+    by_step: list[Any] = []
+    for number in range(steps):
+        calls = [next(r for r in stream if isinstance(r, Call) and r.step == number + 1) for stream in streams]
+        by_step += calls
+        by_step.append(next(r for r in streams[0] if not isinstance(r, (Call, Event)) and r.step == number + 1))
+    for record in [*records[0], *by_step]:
+        state = fold(state, record)
+    return Scene(state, real.now, FACTS, alive=True)
+
+
+def test_several_calls_of_a_step_and_several_roots_can_be_chosen() -> None:
+    scene = several_calls()
+    picked = panel_replicas.choices(scene.process)
+    assert [(c.track.last.root, c.nth, c.of, c.track.last.rows) for c in picked] == [
+        ("Critic", 1, 2, 30),
+        ("Critic", 2, 2, 12),
+        ("Generator", 1, 1, 64),
+    ]
+    titles = []
+    for root in range(4):
+        shown = replace(scene, view=View(root=root))
+        titles.append(plain(panel_replicas.title(shown, LOOK)[0]))
+        rows = rows_text(panel_replicas.replicas(shown, 70, 9, LOOK))
+        assert rows[1].split()[6] == {0: "32", 1: "15", 2: "6", 3: "32"}[root]
+    assert titles[0] == "2 Replicas · Generator · DataParallel · newest of 3"
+    assert titles[2] == "2 Replicas · Critic · DataParallel · call 2 of 2 a step · 2 of 3"
+
+
+def test_a_call_that_steps_no_longer_make_cannot_be_chosen_any_more() -> None:
+    scene = several_calls()
+    process = scene.process
+    assert process is not None
+    last = next(call for call in reversed(process.calls_kept) if call.root == "Critic")
+    for number in range(100):
+        fold(scene.state, replace(last, step=100 + number, call=1000 + number))
+    assert [c.of for c in panel_replicas.choices(process)] == [1, 1]
 
 
 def test_the_batch_panel_has_share_median_and_p95_of_each_phase() -> None:
@@ -359,16 +427,47 @@ def test_the_history_stacks_phases_in_their_order_and_marks_modes() -> None:
     assert "B" in letters
 
 
-def test_both_modes_stand_side_by_side_without_a_verdict() -> None:
-    scene = situations()["both modes"]
-    rows = rows_text(panel_compare.compare(scene, 60, 12, by_mode(scene)))
-    assert rows[0].split() == ["single", "dp"]
-    assert rows[1].startswith("step median")
-    assert len(rows[1].split()) == 6
+def compare_text(scene: Scene, width: int, height: int) -> list[str]:
+    return rows_text(panel_compare.compare(scene, width, height, panel_compare.figures(scene), LOOK))
+
+
+def test_both_modes_stand_side_by_side_with_what_dp_is_worth() -> None:
+    training = Training(devices=("cuda:0", "cuda:1"), virtual=False, step_ns=16_000_000)
+    payloads = [*training.begin(), *training.run(400)]
+    training.step_ns = 10_000_000
+    payloads += [*training.switch("single"), *training.run(600)]
+    scene = Scene(state_of(payloads), training.now, FACTS, alive=True, can_toggle=True)
+    rows = compare_text(scene, 60, 12)
+    assert rows[0].split() == ["single", "dp", "×2"]
+    assert rows[1].split()[:1] == ["step"]
+    assert rows[1].split()[5].startswith("0.6")
+    assert rows[2].endswith("% efficiency")
+    assert rows[-1].startswith("step.") or rows[-2].startswith("DataParallel over 2 is 0.6")
+    assert "replicate takes 3" in " ".join(rows[-2:])
+    title, corner = panel_compare.title(panel_compare.figures(scene), LOOK, folded=False)
+    assert plain(title) == "4 dp against single"
+    assert plain(corner).split()[1:] == ["one", "device"]
+
+
+def test_a_comparison_says_what_it_lacks() -> None:
     one = scene_of(Training())
-    only = rows_text(panel_compare.compare(one, 60, 12, by_mode(one)))
-    assert only[1].split()[2] == "–"
+    only = compare_text(one, 60, 12)
+    assert only[1].split()[1] == "–"
     assert only[-1] == "single was not seen yet: d switches the running job"
+    over = replace(one, ended=Ended(0, None, 9), can_toggle=False)
+    assert compare_text(over, 60, 12)[-1] == "single was not seen"
+    few = compare_text(situations()["both modes"], 60, 12)
+    assert any(line.startswith("no verdict yet: it needs 2 more seconds in") for line in few)
+    assert not any("×" in line for line in few[1:])
+
+
+def test_virtual_replicas_are_no_measure_of_speed() -> None:
+    training = Training(step_ns=20_000_000)
+    payloads = [*training.begin(), *training.run(300), *training.switch("single"), *training.run(300)]
+    scene = Scene(state_of(payloads), training.now, FACTS, alive=True, can_toggle=True)
+    text = " ".join(compare_text(scene, 60, 14))
+    assert "this shows how dp behaves, not how fast it would be" in text
+    assert "efficiency" not in text
 
 
 def test_without_a_gpu_the_host_is_shown_and_why() -> None:

@@ -11,7 +11,7 @@ from dpmon.model import State, fold
 from dpmon.model.ranks import rank_rows, toggle_refusal, training
 from dpmon.model.stats import speed
 from dpmon.records import Event
-from dpmon.ui import panel_ranks
+from dpmon.ui import panel_batch, panel_ranks
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_output import Output
@@ -116,3 +116,26 @@ def test_a_rank_that_was_started_again_counts_once() -> None:
     for record in decoded([*again.begin(), *again.run(5)], 7, 1):
         state = fold(state, record)
     assert [process.process for process in training(state)] == [1, 7]
+
+
+def test_no_time_of_a_rank_is_cut_at_120_columns() -> None:
+    scene = scene_of(4)
+    for width in (56, 60, 76, 100):
+        for row in panel_ranks.table(scene, width, 12, LOOK)[:5]:
+            assert width_of(row) <= width, "the frame would cut it"
+    text = [plain(row) for row in panel_ranks.table(scene, 56, 12, LOOK)]
+    assert [line.split()[-1] for line in text[1:5]] == ["ms"] * 4
+    assert text[5].endswith("within the backward")
+    assert text[6].startswith("pass: a rank")
+
+
+def test_a_rank_that_came_late_or_takes_longer_is_seen_in_the_last_step() -> None:
+    scene = scene_of(3)
+    rows = [plain(row) for row in panel_batch.batch(scene, 116, 14, LOOK, panel_batch.figures(scene))]
+    lines = [row for row in rows if row.startswith(("last step", "rank"))]
+    assert [line.split()[:2] for line in lines] == [["last", "step"], ["rank", "1"], ["rank", "2"]]
+    slow = [float(line.split()[-2]) for line in lines]
+    assert slow[2] > 1.5 * slow[0]
+    many = scene_of(12, steps=20)
+    rows = [plain(row) for row in panel_batch.batch(many, 116, 14, LOOK, panel_batch.figures(many))]
+    assert any("more ↓" in row and " to " in row for row in rows)

@@ -22,12 +22,12 @@ from dpmon.model.state import (
     Process,
     StepSample,
 )
-from dpmon.model.stats import PhaseFigures, Summary, median, percentile, summary
+from dpmon.model.stats import Summary, middle, phase_figures, rank, summary
 
 __all__ = ["Picture", "add_step", "columns_of", "figures", "pictured"]
 
 _SECOND = 1_000_000_000
-_FIGURED = 1000
+_FIGURED = 500
 """At most about so many steps go into medians."""
 _NICE = (1, 2, 5, 10, 15, 30, 60)
 
@@ -45,7 +45,9 @@ def add_step(process: Process, sample: StepSample, mode: str) -> None:
             _remember_long(process, column)
             track = process.modes.get(column.mode)
             if track is not None:
-                track.settled.extend(column.settled())
+                settled = column.settled()
+                track.settled.extend(settled)
+                track.settled_count += len(settled)
         column = Column(process.columns_made, second, mode, warm=process.visit + WARM_STEPS - 1)
         process.columns_made += 1
         columns.append(column)
@@ -57,11 +59,9 @@ def add_step(process: Process, sample: StepSample, mode: str) -> None:
         column.unknown += 1
     else:
         column.samples += sample.samples
-    sums, ran = column.phases, column.ran
-    for index, took in enumerate(sample.phases):
-        if took >= 0:
-            sums[index] += took
-            ran[index] += 1
+    phases = sample.phases
+    column.phases = [total + took if took > 0 else total for total, took in zip(column.phases, phases, strict=True)]
+    column.ran = [count + (took >= 0) for count, took in zip(column.ran, phases, strict=True)]
     if len(column.sampled) < SAMPLED:
         column.sampled.append(sample)
     else:
@@ -84,7 +84,7 @@ def _remember_long(process: Process, done: Column) -> None:
     if last is not None and last.mode == done.mode and last.second // process.long_s == slot:
         _merge(process, last, done)
     else:
-        long.append(_copy(done, len(long)))
+        long.append(done.copy(len(long)))
     if len(long) > LONG_KEPT:
         process.long_s *= 2
         halved: list[Column] = []
@@ -99,13 +99,6 @@ def _remember_long(process: Process, done: Column) -> None:
         if len(halved) > LONG_KEPT:  # a mode that changes with every step: the oldest go
             halved = halved[-LONG_KEPT // 2 :]
         process.long[:] = halved
-
-
-def _copy(column: Column, number: int) -> Column:
-    return Column(
-        number, column.second, column.mode, column.count, column.wall_ns, column.samples, column.unknown,
-        list(column.phases), list(column.ran), list(column.sampled),
-    )  # fmt: skip
 
 
 def _merge(process: Process, into: Column, other: Column) -> None:
@@ -213,16 +206,15 @@ def figures(process: Process, mode: str, span_s: int) -> Summary:
     known = sum(column.samples for column in columns)
     walls = sorted(step.wall_ns for step in drawn)
     phases = []
-    for index, name in enumerate(PHASES):
+    for index, (name, times) in enumerate(zip(PHASES, zip(*(step.phases for step in drawn), strict=True), strict=True)):
         ran = sum(column.ran[index] for column in columns)
-        times = sorted(step.phases[index] for step in drawn if step.phases[index] >= 0)
         share = sum(column.phases[index] for column in columns) / total if ran and total else None
-        phases.append(PhaseFigures(name, ran, median(times), percentile(times, 0.95), share))
+        phases.append(phase_figures(name, ran, times, share))
     return Summary(
         steps=count,
         span_ns=_span(columns, drawn),
-        median_ns=median(walls),
-        p95_ns=percentile(walls, 0.95),
+        median_ns=middle(walls),
+        p95_ns=rank(walls, 0.95),
         samples_per_s=known / total * 1e9 if total and not any(column.unknown for column in columns) else None,
         phases=tuple(phases),
         sampled=len(drawn),

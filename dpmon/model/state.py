@@ -37,6 +37,7 @@ STEPS_KEPT = 1024
 COLUMNS_KEPT = 640
 LONG_KEPT = 256
 SETTLED_KEPT = 512
+SETTLED_MANY, SETTLED_AT_ONCE = 128, 32
 WARM_STEPS = 5
 """Steps after a change of mode that are left out where modes are compared."""
 MODES_COMPARED = ("single", "dp")
@@ -114,6 +115,17 @@ class Column:
     warm: int = -1
     """Steps up to this number follow a change of mode."""
 
+    def __deepcopy__(self, memo: object) -> Column:
+        """By hand, since there are hundreds and a picture is to freeze at once."""
+        return self.copy(self.number)
+
+    def copy(self, number: int) -> Column:
+        """A column like this one, under a number of its own."""
+        return Column(
+            number, self.second, self.mode, self.count, self.wall_ns, self.samples, self.unknown,
+            self.phases[:], self.ran[:], self.sampled[:], self.warm,
+        )  # fmt: skip
+
     def settled(self) -> list[StepSample]:
         """The steps drawn from it that do not follow a change of mode, in their order."""
         return sorted(step for step in self.sampled if step.step > self.warm)
@@ -128,6 +140,8 @@ class ModeTrack:
     count: int = 0
     settled: deque[StepSample] = field(default_factory=lambda: deque(maxlen=SETTLED_KEPT))
     """Steps drawn evenly from those that did not follow a change of mode, up to the newest column; oldest first."""
+    settled_count: int = 0
+    """How many were ever put there."""
     devices: tuple[str, ...] = ()
     virtual: bool = False
     peaks: dict[str, Peak] = field(default_factory=dict)
@@ -225,6 +239,8 @@ class Process:
     """None while it is not paused."""
     paused_ns: int = 0
     """In all pauses that are over: time that is in no step."""
+    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What was worked out of the rest, with what it depends on."""
     visit: int = 0
     """The number of the first step since the mode changed last."""
     memory: Mapping[str, Any] = field(default_factory=dict)
@@ -233,10 +249,15 @@ class Process:
     """Phases of the calls of steps that have not ended: ns in the order of CALL_PHASES."""
 
     def settled_of(self, mode: str) -> list[StepSample]:
-        """Steps of `mode`, drawn evenly from those that did not follow a change of mode; oldest first."""
+        """Steps of `mode`, drawn evenly from those that did not follow a change of mode; oldest first.
+
+        When there are many they change only every SETTLED_AT_ONCE steps, so that what is worked out of them can stay.
+        """
         track = self.modes.get(mode)
         if track is None:
             return []
+        if track.settled_count >= SETTLED_MANY:
+            return list(track.settled)[: len(track.settled) - track.settled_count % SETTLED_AT_ONCE]
         newest = self.columns[-1] if self.columns else None
         return [*track.settled, *(newest.settled() if newest is not None and newest.mode == mode else ())]
 

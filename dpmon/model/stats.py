@@ -7,7 +7,19 @@ from typing import NamedTuple
 
 from dpmon.model.state import PHASES, ModeTrack, Process, StepSample
 
-__all__ = ["PhaseFigures", "Speed", "Summary", "median", "percentile", "recent", "speed", "summary"]
+__all__ = [
+    "PhaseFigures",
+    "Speed",
+    "Summary",
+    "median",
+    "middle",
+    "percentile",
+    "phase_figures",
+    "rank",
+    "recent",
+    "speed",
+    "summary",
+]
 
 WINDOW_NS = 120_000_000_000
 SPEED_WINDOW_NS = 10_000_000_000
@@ -46,9 +58,8 @@ class Speed(NamedTuple):
     reason: str | None
 
 
-def median(values: Iterable[float]) -> float | None:
-    """The middle value (the mean of the two middle ones), None of nothing."""
-    ordered = sorted(values)
+def middle(ordered: Sequence[float]) -> float | None:
+    """The middle value of what is in order (the mean of the two middle ones), None of nothing."""
     count = len(ordered)
     if not count:
         return None
@@ -56,13 +67,22 @@ def median(values: Iterable[float]) -> float | None:
     return ordered[half] if count % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
-def percentile(values: Iterable[float], fraction: float) -> float | None:
-    """The smallest value that at least `fraction` of all do not exceed (nearest rank), None of nothing."""
-    ordered = sorted(values)
+def median(values: Iterable[float]) -> float | None:
+    """The middle value (the mean of the two middle ones), None of nothing."""
+    return middle(sorted(values))
+
+
+def rank(ordered: Sequence[float], fraction: float) -> float | None:
+    """Of what is in order, the smallest value that at least `fraction` of all do not exceed; None of nothing."""
     if not ordered:
         return None
-    rank = -int(-fraction * len(ordered) // 1)
-    return ordered[min(max(rank, 1), len(ordered)) - 1]
+    nearest = -int(-fraction * len(ordered) // 1)
+    return ordered[min(max(nearest, 1), len(ordered)) - 1]
+
+
+def percentile(values: Iterable[float], fraction: float) -> float | None:
+    """The smallest value that at least `fraction` of all do not exceed (nearest rank), None of nothing."""
+    return rank(sorted(values), fraction)
 
 
 def recent(track: ModeTrack) -> list[StepSample]:
@@ -82,21 +102,29 @@ def summary(steps: Sequence[StepSample]) -> Summary:
     return Summary(
         steps=len(steps),
         span_ns=steps[-1].end_ns - (steps[0].end_ns - steps[0].wall_ns) if steps else 0,
-        median_ns=median(walls),
-        p95_ns=percentile(walls, 0.95),
+        median_ns=middle(walls),
+        p95_ns=rank(walls, 0.95),
         samples_per_s=rate,
-        phases=tuple(_phase(name, [s.phases[i] for s in steps], total) for i, name in enumerate(PHASES)),
+        phases=_phases([step.phases for step in steps], total),
         sampled=len(steps),
     )
 
 
-def _phase(name: str, column: list[int], total: int) -> PhaseFigures:
-    times = sorted(took for took in column if took >= 0)
-    if not times:
-        return PhaseFigures(name, 0, None, None, None)
-    share = sum(times) / total if total else None
-    # Sorting what is sorted costs next to nothing.
-    return PhaseFigures(name, len(times), median(times), percentile(times, 0.95), share)
+def _phases(steps: Sequence[tuple[int, ...]], total: int) -> tuple[PhaseFigures, ...]:
+    if not steps:
+        return tuple(PhaseFigures(name, 0, None, None, None) for name in PHASES)
+    found = []
+    for name, times in zip(PHASES, zip(*steps, strict=True), strict=True):
+        ran = sum(took >= 0 for took in times)
+        share = sum(took for took in times if took >= 0) / total if ran and total else None
+        found.append(phase_figures(name, ran, times, share))
+    return tuple(found)
+
+
+def phase_figures(name: str, ran: int, times: Iterable[int], share: float | None) -> PhaseFigures:
+    """Figures of a phase that took `times`, NOT_RUN among them."""
+    ordered = sorted(took for took in times if took >= 0)
+    return PhaseFigures(name, ran, middle(ordered), rank(ordered, 0.95), share)
 
 
 def speed(process: Process, now_ns: int | None) -> Speed:

@@ -219,3 +219,41 @@ def device_event(t_s: float, index: int, **more: Any) -> bytes:
         "absent": {},
     }
     return pack_event("device", {**data, **more})
+
+
+def whole_device_event(t_s: float, index: int, **more: Any) -> bytes:
+    """A sample of one GPU on which everything that NVML can tell is known."""
+    known = {
+        "visible": True,
+        "ordinals": [{"process": 0, "device": f"cuda:{index}"}],
+        "mem_reserved_bytes": 1 << 30,
+        "mem_others_bytes": 5 << 30,
+        "mem_torch_bytes": 60 << 30,
+        "temperature_limit_c": 90,
+        "energy_j": 7.2e6,
+        "mem_clock_mhz": 3201,
+        "throttle": [],
+        "fan_pct": None,
+        "pcie_rx_bytes_s": 120_000_000,
+        "pcie_tx_bytes_s": 80_000_000,
+        "nvlink_rx_bytes_s": 4_000_000_000,
+        "nvlink_tx_bytes_s": 4_100_000_000,
+        "ecc_corrected": 0,
+        "ecc_uncorrected": 0,
+        "retired_pages": None,
+        "remapped_rows": 0,
+        "xid": None,
+        "mig": False,
+        "mig_devices": [],
+        "persistence": True,
+        "sm_active_pct": 83.0,
+        "tensor_active_pct": 41.0,
+        "dram_active_pct": 30.0,
+        "processes": [
+            {"pid": 4242, "mem_bytes": 66 << 30, "of_run": True},
+            {"pid": 77, "mem_bytes": 5 << 30, "of_run": False},
+        ],
+        "process_count": 2,
+        "absent": {"fan_pct": "not supported", "retired_pages": "not supported"},
+    }
+    return device_event(t_s, index, **{**known, **more})

@@ -380,7 +380,11 @@ def _host_event(state: State, event: Event) -> None:
 def _sample(track: DeviceTrack, data: Mapping[str, Any], key: str) -> None:
     track.data = data
     track.t_ns = _time(data)
+    track.count += 1
     track.util.append(_number(data, key))
+    used, total = _number(data, "mem_used_bytes"), _number(data, "mem_total_bytes")
+    track.mem.append(used / total * 100 if used is not None and total else None)
+    track.power.append(_number(data, "power_w"))
 
 
 def _dropped_event(state: State, event: Event) -> None:

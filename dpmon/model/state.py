@@ -16,6 +16,8 @@ __all__ = [
     "MODES_COMPARED",
     "NOT_RUN",
     "PHASES",
+    "SETTLED_KEPT",
+    "WARM_STEPS",
     "CallTrack",
     "Column",
     "DeviceTrack",
@@ -55,7 +57,7 @@ MARKS_KEPT = 32
 ROOTS_KEPT = 32
 PROCESSES_KEPT = 1024
 DEVICES_KEPT = 256
-HISTORY_KEPT = 256
+HISTORY_KEPT = 640
 TEXTS_KEPT = 100
 OPEN_STEPS_KEPT = 64
 
@@ -264,11 +266,18 @@ class Process:
 
 @dataclass(slots=True)
 class DeviceTrack:
-    """The newest sample of a GPU, or of the host, and the history of its use (None: that sample did not have it)."""
+    """The newest sample of a GPU, or of the host, and its histories (None: that sample did not have it)."""
 
     data: Mapping[str, Any] = field(default_factory=dict)
     t_ns: int | None = None
+    count: int = 0
+    """Samples so far."""
     util: deque[float | None] = field(default_factory=lambda: deque(maxlen=HISTORY_KEPT))
+    """Per cent."""
+    mem: deque[float | None] = field(default_factory=lambda: deque(maxlen=HISTORY_KEPT))
+    """Used memory, per cent of all."""
+    power: deque[float | None] = field(default_factory=lambda: deque(maxlen=HISTORY_KEPT))
+    """Watts."""
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from dpmon.model.state import PHASES, Column
 from dpmon.ui.look import LETTERS, Glyphs, Look
 from dpmon.ui.rows import Row, Span
 
-__all__ = ["bar", "ceiling", "range_bar", "spark", "stacked", "top_of"]
+__all__ = ["area", "bar", "ceiling", "parts_bar", "range_bar", "resampled", "spark", "stacked", "top_of"]
 
 _NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 
@@ -32,6 +32,70 @@ def spark(values: Sequence[float | None], width: int, glyphs: Glyphs, top: float
         for v in shown
     )
     return " " * (width - len(text)) + text
+
+
+def resampled(values: Sequence[float | None], count: int, span: int, width: int) -> list[float | None]:
+    """The newest `span` of `values` as at most `width` means, newest last; None where all of them are unknown.
+
+    `count`: values ever seen, so that each mean is of the same values for as long as it is shown.
+    """
+    if width <= 0 or not values:
+        return []
+    each = max(-(-span // width), 1)
+    room = min(width, -(-span // each))
+    first = count - len(values)
+    means: list[float | None] = []
+    last = (count - 1) // each
+    for bucket in range(max(last - room + 1, first // each), last + 1):
+        low, high = max(bucket * each - first, 0), min((bucket + 1) * each - first, len(values))
+        known = [value for index in range(low, high) if (value := values[index]) is not None]
+        means.append(sum(known) / len(known) if known else None)
+    return means
+
+
+def area(values: Sequence[float | None], width: int, height: int, top: float, glyphs: Glyphs) -> list[str]:
+    """Filled columns of `values` (newest last, at the right) against `top`, in `height` rows of `width` cells.
+
+    Two values a cell where the glyphs have braille, else one. An unknown value is a dot on the lowest row.
+    """
+    each = 2 if glyphs.braille else 1
+    shown: list[float | None] = list(values)[-width * each :] if width > 0 else []
+    if len(shown) % each:
+        shown.insert(0, 0.0)
+    levels = 4 if glyphs.braille else len(glyphs.blocks) - 1
+    filled = [None if v is None else min(max(round(v / top * height * levels), 1 if v > 0 else 0), height * levels)
+              for v in shown]  # fmt: skip
+    rows = []
+    for row in range(height - 1, -1, -1):
+        text = ""
+        for at in range(0, len(filled), each):
+            cell = [None if f is None else min(max(f - row * levels, 0), levels) for f in filled[at : at + each]]
+            if None in cell:
+                text += glyphs.middot if row == 0 else " "
+            elif glyphs.braille:
+                text += chr(0x2800 + _LEFT_DOTS[cell[0] or 0] + _RIGHT_DOTS[cell[1] or 0])
+            else:
+                text += glyphs.blocks[cell[0] or 0]
+        rows.append(" " * (width - len(text)) + text)
+    return rows
+
+
+_LEFT_DOTS = (0x00, 0x40, 0x44, 0x46, 0x47)
+_RIGHT_DOTS = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
+"""Of a braille character, each half filled from below (Unicode 15, 2800 to 28FF)."""
+
+
+def parts_bar(shares: Sequence[float], width: int, glyphs: Glyphs) -> Row:
+    """A bar of `width` cells: of the first share full cells, of the second broken ones, the rest empty."""
+    signs = (("=", "bar"), ("~", "dim")) if glyphs.ascii else (("━", "bar"), ("╍", "bar"))
+    row: Row = []
+    used, total = 0, 0.0
+    for share, (sign, style) in zip(shares, signs, strict=False):
+        total += share
+        end = min(max(round(total * width), used + (1 if share > 0 else 0)), width)
+        row.append((sign * (end - used), style))
+        used = end
+    return [*row, (glyphs.bar[1] * (width - used), "dim")]
 
 
 def range_bar(low: float, middle: float, high: float, top: float, width: int, glyphs: Glyphs, base: float = 0.0) -> str:

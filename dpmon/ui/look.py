@@ -58,6 +58,8 @@ class Glyphs:
     middot: str
     cut_top: str
     ascii: bool
+    braille: bool = False
+    """Whether plots of several rows are drawn in dots; else in blocks, or in what `blocks` has."""
 
 
 UNICODE = Glyphs(
@@ -76,6 +78,7 @@ UNICODE = Glyphs(
     middot="·",
     cut_top="▲",
     ascii=False,
+    braille=True,
 )
 ASCII = Glyphs(
     frame=("+", "+", "+", "+", "-", "|"),

@@ -82,7 +82,8 @@ def _content(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -
     zoomed = scene.view.zoom == panel
     if panel == "devices":
         title, corner = panel_devices.title(scene, look)
-        return title, corner, panel_devices.devices(scene, width, height, look)
+        drawn = panel_devices.zoomed if zoomed else panel_devices.devices
+        return title, corner, drawn(scene, width, height, look)
     if panel == "replicas":
         second = _second(scene)
         title, corner = second.title(scene, look)

@@ -64,7 +64,7 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     below: list[Row] = []
     if turn is not None and room >= 4:
         others = _others(scene)
-        wanted = min(1 + (len(others) or len(turn.lanes)), max(room // 2, room - 5 if scene.view.zoom is None else 0))
+        wanted = min(1 + (len(others) or len(turn.lanes)), max(room // 2, room - 4 if scene.view.zoom is None else 0))
         below = waterfall(turn, width, wanted, look, numbers.p95_ns, others)
     above = room - len(below)
     return [*table, *(_history(process, scene.view.span_s, width, above, look) if above >= 2 else []), *below]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dpmon.model.compare import Comparison, Side, compared, sentence
-from dpmon.model.state import HOST, PHASES, WARM_STEPS, Peak
+from dpmon.model.state import HOST, PHASES, SETTLED_KEPT, WARM_STEPS, Peak
 from dpmon.model.turn import Piece
 from dpmon.ui.chart import ceiling
 from dpmon.ui.format import UNKNOWN, compact, group, memory, ms, percent
@@ -119,12 +119,11 @@ class _Table:
         return self.line("step p95", {m: ms(s.p95_ns) for m, s in self.found.sides.items()})
 
     def steps(self) -> Row:
-        """How many steps are behind the figures."""
+        """How many steps there were, and of how many samples those are that are compared."""
         note: Row = []
         if self.found.samples is not None:
             note = [(f"of {group(self.found.samples)} samples each", "dim")]
-        counts = {m: f"{s.steps} of {compact(s.seen)}" for m, s in self.found.sides.items()}
-        return self.line("over steps", counts, "dim", note)
+        return self.line("steps seen", {m: group(s.seen) for m, s in self.found.sides.items()}, "dim", note)
 
     def memory(self) -> list[Row]:
         """A row a device: the most that was allocated; without GPUs what was resident."""
@@ -152,7 +151,7 @@ class _Table:
             if len(times) == 2 and (single is not None or dp is not None):
                 change = (dp or 0.0) - (single or 0.0)
                 note = [(("+" if change >= 0 else "-") + ms(abs(change)), "dim")]
-            rows.append(self.line("  " + name, {m: ms(ns) for m, ns in times.items()}, "", note))
+            rows.append(self.line(" " + name, {m: ms(ns) for m, ns in times.items()}, "", note))
         return rows
 
     def bars(self) -> list[Row]:
@@ -214,7 +213,7 @@ def _said(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
 
 def _of(found: Comparison) -> str:
     """What is compared and what is left out."""
-    parts = [f"medians of steps drawn evenly, without the {WARM_STEPS} after each switch"]
+    parts = [f"medians of at most {SETTLED_KEPT} steps drawn evenly, without the {WARM_STEPS} after each switch"]
     if found.left_out:
         parts = [f"{group(found.left_out)} steps of another batch size or without backward left out", *parts]
     if any(not peak.exact for side in found.sides.values() for peak in side.memory.values()):

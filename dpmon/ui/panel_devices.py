@@ -1,72 +1,115 @@
-"""Panel 1: what each GPU does; without one, what the host does and why there is no GPU."""
+"""Panel 1: what each GPU does, those of the run first; without one, what the host does and why there is no GPU.
+
+As much of each GPU as there are rows for: three rows, two, one, and in the end two GPUs in a row. Zoomed, everything
+that is known of each (`device_facts`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpmon.model.memory import Held, held
 from dpmon.model.ranks import training
 from dpmon.model.state import DeviceTrack
-from dpmon.ui.chart import bar, spark
+from dpmon.ui.chart import bar, parts_bar, resampled, spark
+from dpmon.ui.device_facts import device_name, facts, label, mine, number, reasons
 from dpmon.ui.format import UNKNOWN, memory, memory_of
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, cut, right, span_width, width_of, wrapped
+from dpmon.ui.rows import Row, cut, fit, right, span_width, width_of, wrapped
 from dpmon.ui.scene import Scene
 from dpmon.ui.text import clean
 
-__all__ = ["devices", "title", "wanted_rows"]
+__all__ = ["devices", "number", "title", "wanted_rows", "zoomed"]
 
-_SHORT = {
-    "util_pct": "utilisation",
-    "mem_used_bytes": "memory",
-    "mem_total_bytes": "memory",
-    "mem_run_bytes": "this run's memory",
-    "of_run": "this run's share",
-    "temperature_c": "temperature",
-    "power_w": "power",
-    "power_limit_w": "power limit",
-    "sm_clock_mhz": "clock",
-    "cpu_pct": "cpu",
-    "run_cpu_pct": "this run's cpu",
-    "run_mem_bytes": "this run's memory",
-}
+_SHOWN = ("util_pct", "mem_used_bytes", "mem_total_bytes", "temperature_c", "power_w", "sm_clock_mhz", "of_run")
+"""What the small panel shows of a GPU, and gives reasons for."""
+_MEMORY = 15
+_GRID = 52
+"""Cells that two GPUs in a row need."""
 
 
-def number(data: Mapping[str, Any], key: str) -> float | None:
-    """A figure of a sample, None when it is absent (or no figure)."""
-    value = data.get(key)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+def _tracks(scene: Scene) -> list[tuple[int, DeviceTrack]]:
+    """The GPUs, those of the run first."""
+    return sorted(scene.state.devices.items(), key=lambda item: (not mine(item[1].data), item[0]))
 
 
 def wanted_rows(scene: Scene) -> int:
     """Rows that the panel would like to have for its content."""
     count = len(scene.state.devices)
-    rows = 2 * count + 1 if 0 < count <= 4 else count + 1 if count else 4
+    rows = (3 * count if count <= 2 else 2 * count if count <= 4 else count) + 1 if count else 5
     more = len(_held(scene))
     return rows + min(more, 8) + 1 if more else rows
 
 
+def _one_name(tracks: Sequence[tuple[int, DeviceTrack]]) -> str | None:
+    """The name that all GPUs have, if they have one."""
+    names = {device_name(track.data) for _, track in tracks}
+    return names.pop() if len(names) == 1 else None
+
+
 def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     """The panel's title, and the one number that counts."""
-    tracks = list(scene.state.devices.values())
+    tracks = _tracks(scene)
+    dot = f" {look.glyphs.middot} "
     if tracks:
-        utils = [number(track.data, "util_pct") for track in tracks]
-        shown = " ".join(UNKNOWN if u is None else f"{u:.0f}" for u in utils[:16])
-        return [("1 Devices", "title")], [(f"util {shown} %", "")]
+        name = _one_name(tracks)
+        head: Row = [("1 Devices", "title")]
+        if name is not None:
+            many = f"{len(tracks)} {look.glyphs.times} " if len(tracks) > 1 else ""
+            head.append((f"{dot}{many}{cut(name, 24, look.glyphs.more)}", ""))
+        utils = [number(track.data, "util_pct") for _, track in tracks]
+        shown = " ".join(UNKNOWN if u is None else f"{u:.0f}" for u in utils[:8])
+        more = look.glyphs.more if len(utils) > 8 else ""
+        return head, [("util ", "dim"), (f"{shown}{more} %", "")]
     cpu = number(scene.state.host.data, "cpu_pct")
-    return [("1 Devices", "title"), (f" {look.glyphs.middot} host", "")], [
+    return [("1 Devices", "title"), (f"{dot}host", "")], [
         ("cpu ", "dim"),
-        (UNKNOWN if cpu is None else f"{cpu:.0f} %", ""),
+        (right(UNKNOWN if cpu is None else f"{cpu:.0f} %", 5), ""),
     ]
 
 
 def devices(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame."""
-    drawn = _devices(scene, width, height, look)
+    tracks = _tracks(scene)
+    if not tracks:
+        rows = _host(scene, width, height, look)
+        more = _holds(scene, width)
+        return rows[: max(height - len(more), 3)] + more if more else rows
+    said = _below([track for _, track in tracks], width, look)
     held_rows = _holds(scene, width)
-    # What is measured comes first; what its memory holds has the rows that are left, its reason before all others.
-    return drawn[: max(height - len(held_rows), 3)] + held_rows if held_rows else drawn
+    room = height - len(said)
+    each = next((each for each in (3, 2) if each * len(tracks) <= room - len(held_rows)), 0)
+    each = each or (1 if len(tracks) <= room else 0)
+    if each == 0 and width >= _GRID:
+        rows = _grid(tracks, width, scene, look)
+    else:
+        table = _Table(tracks, width, scene, look)
+        rows = [row for index, track in tracks for row in table.rows(index, track, max(each, 1))]
+    left = height - len(rows) - len(said)
+    if held_rows and left > 0:
+        hidden = len(held_rows) - left
+        if hidden > 0:
+            held_rows = [*held_rows[: left - 1], [(f"memory of {hidden + 1} more: zoom", "dim")]]
+        rows += held_rows
+    return rows + said
+
+
+def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+    """The panel at full size: everything that is known of each device."""
+    tracks = _tracks(scene)
+    span = scene.view.span_s
+    more = _holds(scene, width)
+    if not tracks:
+        return [*_host(scene, width, max(height - len(more), 3), look, tall=True), *more]
+    rows: list[Row] = [*more, []] if more else []
+    tall = 3 if len(tracks) <= 2 and height >= 20 else 2 if len(tracks) <= 4 else 1
+    for index, track in tracks:
+        rows += [*facts(index, track, width, tall, span, look), []]
+    return rows[:-1]
+
+
+# ------------------------------------------------------------------------------------------------ memory by holder
 
 
 def _held(scene: Scene) -> list[Held]:
@@ -88,104 +131,231 @@ def _holds(scene: Scene, width: int) -> list[Row]:
             if width_of(row) + len(gap) + len(word) + 9 <= width:
                 row += [(gap + word, "dim"), (right(memory(count), 9), "")]
         rows.append(row)
-    reasons = dict.fromkeys(why for one in found for why in one.absent.values())
-    if reasons:
-        rows.append([(cut(clean("; ".join(reasons), 300), width), "dim")])
+    why = dict.fromkeys(why for one in found for why in one.absent.values())
+    if why:
+        rows.append([(cut(clean("; ".join(why), 300), width), "dim")])
     return rows
 
 
-def _devices(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
-    tracks = sorted(scene.state.devices.items())
-    if not tracks:
-        return _host(scene, width, height, look)
-    rows: list[Row] = []
-    full = 2 * len(tracks) <= height
-    name_room = min(max(span_width(_name(track.data)) for _, track in tracks), 20 if width >= 70 else 12)
-    for index, track in tracks:
-        rows.append(_gpu(index, track, width, name_room, look, more=not full))
-        if full:
-            rows.append(_gpu_more(track, width))
-    reasons = _reasons([track.data for _, track in tracks])
-    return rows + _said(reasons, width, height - len(rows), look)
+# ------------------------------------------------------------------------------------------------ GPUs
 
 
-def _gpu(index: int, track: DeviceTrack, width: int, name_room: int, look: Look, more: bool) -> Row:
-    data = track.data
-    util, used, total = (number(data, key) for key in ("util_pct", "mem_used_bytes", "mem_total_bytes"))
-    name = cut(_name(data), name_room, look.glyphs.more)
-    style = "dim" if data.get("of_run") is False else "bold"
-    share = used / total if used is not None and total else None
-    figures = _figures(data) if more and width >= 76 + name_room else []
-    spare = max(width - 3 - name_room - 1 - 6 - 2 - 19 - width_of(figures), 8)
-    graph = min(spare * 3 // 5, 60)
-    return [
-        (right(str(index), 2) + " ", "bold"),
-        (name + " " * (name_room + 1 - span_width(name)), style),
-        (spark(track.util, graph, look.glyphs), "bar"),
-        (right(UNKNOWN if util is None else f"{util:.0f} %", 6), "bold"),
-        ("  ", ""),
-        *bar(share, min(spare - graph, 24), look.glyphs),
-        (right(memory_of(used, total), 19), ""),
-        *figures,
+class _Table:
+    """The columns of a row a GPU; their widths depend on the panel's and on who the GPUs are only."""
+
+    def __init__(self, tracks: Sequence[tuple[int, DeviceTrack]], width: int, scene: Scene, look: Look) -> None:
+        self.width, self.look, self.span = width, look, scene.view.span_s
+        names = [] if _one_name(tracks) else [device_name(track.data) for _, track in tracks]
+        self.head = max(3, *(span_width(label(index, track.data)) for index, track in tracks)) + 1
+        self.name = min(max(map(span_width, names), default=0), 20 if width >= 90 else 10)
+        left = width - self.head - (self.name + 1 if self.name else 0) - 6 - 2 - _MEMORY
+        # Figures behind the memory where they have room; else in a row of their own.
+        self.figures = left >= 16 + 17
+        if self.figures:
+            left -= 17
+        self.clock = self.figures and left >= 16 + 10
+        if self.clock:
+            left -= 10
+        self.graph = max(min(left * 3 // 5, 60), 4)
+        self.bar = max(min(left - self.graph - 1, 24), 0)
+
+    def rows(self, index: int, track: DeviceTrack, each: int) -> list[Row]:
+        rows = [self.first(index, track, each)]
+        if each > 1:
+            rows.append(self.second(track))
+        if each > 2:
+            rows.append(self.third(track))
+        return rows
+
+    def _history(self, values: Sequence[float | None], count: int) -> str:
+        shown = resampled(values, count, self.span or 600, self.graph)
+        return spark(shown, self.graph, self.look.glyphs)
+
+    def first(self, index: int, track: DeviceTrack, each: int) -> Row:
+        data = track.data
+        ours = mine(data)
+        used, total = number(data, "mem_used_bytes"), number(data, "mem_total_bytes")
+        util = number(data, "util_pct")
+        row: Row = [(label(index, data).ljust(self.head), "bold" if ours else "dim")]
+        if self.name:
+            row += fit([(device_name(data), "" if ours else "dim")], self.name + 1, self.look.glyphs.more)
+        row += [
+            (self._history(track.util, track.count), "bar" if ours else "dim"),
+            (right(UNKNOWN if util is None else f"{util:.0f} %", 6), "bold" if ours else "dim"),
+            ("  ", ""),
+        ]
+        if self.bar:
+            row += [*_memory_bar(data, self.bar, self.look)]
+        row.append((right(memory_of(used, total), _MEMORY), "" if ours else "dim"))
+        if self.figures and each == 1:
+            row += _short_figures(data, "" if ours else "dim", self.clock)
+        return row
+
+    def second(self, track: DeviceTrack) -> Row:
+        """Memory's history under that of the use, then power, temperature and clock."""
+        data = track.data
+        ours = "" if mine(data) else "dim"
+        share = track.mem[-1] if track.mem else None
+        lead = self.head + (self.name + 1 if self.name else 0)
+        row: Row = [
+            (("memory" if lead >= 7 else "mem").ljust(lead), "dim"),
+            (self._history(track.mem, track.count), "bar" if not ours else "dim"),
+            (right(UNKNOWN if share is None else f"{share:.0f} %", 6), ours),
+        ]
+        figures = _figures(data, ours)
+        return [*row, *figures] if width_of(row) + width_of(figures) <= self.width else [*row, *figures[:2]]
+
+    def third(self, track: DeviceTrack) -> Row:
+        """What means more than utilisation, where the hardware tells; and whose memory it is."""
+        data = track.data
+        row: Row = [(" " * self.head, "")]
+        parts: list[Row] = []
+        for key, word in (("sm_active_pct", "SM"), ("tensor_active_pct", "tensor")):
+            value = number(data, key)
+            if value is not None:
+                parts.append([(f"{word} ", "dim"), (right(f"{value:.0f} %", 5) + " ", "")])
+        for key, word in (("mem_run_bytes", "run"), ("mem_others_bytes", "others")):
+            parts.append([(f"{word} ", "dim"), (right(memory(number(data, key)), 8) + " ", "")])
+        dram = number(data, "dram_active_pct")
+        if dram is not None:
+            parts.append([("dram ", "dim"), (right(f"{dram:.0f} %", 5) + " ", "")])
+        for part in parts:
+            if width_of(row) + width_of(part) - 1 <= self.width:
+                row += part
+        return row
+
+
+def _memory_bar(data: Mapping[str, Any], width: int, look: Look) -> Row:
+    """The memory in use: this run's full, what others hold broken; full where it is not known whose it is."""
+    used, total, ours = (number(data, key) for key in ("mem_used_bytes", "mem_total_bytes", "mem_run_bytes"))
+    if used is None or not total:
+        return bar(None, width, look.glyphs)
+    if ours is None and mine(data):
+        return bar(used / total, width, look.glyphs)
+    own = min(ours or 0.0, used)
+    return parts_bar((own / total, (used - own) / total), width, look.glyphs)
+
+
+def _short_figures(data: Mapping[str, Any], style: str, clock: bool) -> Row:
+    """Power and temperature, and the clock if it has room, in fixed widths."""
+    power, heat, megahertz = (number(data, key) for key in ("power_w", "temperature_c", "sm_clock_mhz"))
+    row: Row = [
+        (right(f"{UNKNOWN if power is None else format(power, '.0f')} W", 9), style),
+        (right(UNKNOWN if heat is None else f"{heat:.0f} °C", 8), style),
     ]
+    if clock:
+        row.append((right(UNKNOWN if megahertz is None else f"{megahertz:.0f} MHz", 10), style))
+    return row
 
 
-def _name(data: Mapping[str, Any]) -> str:
-    return clean(data.get("name") or "GPU", 60).removeprefix("NVIDIA ")
-
-
-def _figures(data: Mapping[str, Any]) -> Row:
+def _figures(data: Mapping[str, Any], style: str) -> Row:
+    """Power with its limit, temperature, clock; in fixed widths."""
     power, limit, heat, megahertz = (
         number(data, key) for key in ("power_w", "power_limit_w", "temperature_c", "sm_clock_mhz")
     )
     watts = UNKNOWN if power is None else f"{power:.0f}"
-    of = "" if limit is None else f" / {limit:.0f}"
+    of = "" if limit is None else f"/{limit:.0f}"
     return [
-        (right(f"{watts}{of} W", 12), ""),
-        (right(UNKNOWN if heat is None else f"{heat:.0f} °C", 8), ""),
-        (right(UNKNOWN if megahertz is None else f"{megahertz:.0f} MHz", 11), ""),
+        (right(f"{watts}{of} W", 11), style),
+        (right(UNKNOWN if heat is None else f"{heat:.0f} °C", 7), style),
+        (right(UNKNOWN if megahertz is None else f"{megahertz:.0f} MHz", 9), style),
     ]
 
 
-def _gpu_more(track: DeviceTrack, width: int) -> Row:
-    mine = number(track.data, "mem_run_bytes")
-    row: Row = [("  ", ""), *_figures(track.data)]
-    return [*row, ("  this run", "dim"), (right(memory(mine), 9), "")] if width >= 54 else row
+def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, scene: Scene, look: Look) -> list[Row]:
+    """Two GPUs in a row: use and memory in per cent."""
+    cell = (width - 2) // 2
+    head = max(span_width(label(index, track.data)) for index, track in tracks) + 1
+    graph = max(min(cell - head - 6 - 1 - 5 - 5, 24), 3)
+    space = max(cell - head - graph - 6 - 1 - 5, 0)
+    half = -(-len(tracks) // 2)
+
+    def one(index: int, track: DeviceTrack) -> Row:
+        style = "" if mine(track.data) else "dim"
+        util = number(track.data, "util_pct")
+        share = track.mem[-1] if track.mem else None
+        shown = resampled(track.util, track.count, scene.view.span_s or 600, graph)
+        return [
+            (label(index, track.data).ljust(head), style or "bold"),
+            (spark(shown, graph, look.glyphs), style or "bar"),
+            (right(UNKNOWN if util is None else f"{util:.0f} %", 6), style or "bold"),
+            (" ", ""),
+            *_memory_bar(track.data, space, look),
+            (right(UNKNOWN if share is None else f"{share:.0f} %", 5), style),
+        ]
+
+    rows: list[Row] = []
+    for row in range(half):
+        left = fit(one(*tracks[row]), cell, look.glyphs.more)
+        rows.append([*left, ("  ", ""), *(one(*tracks[row + half]) if row + half < len(tracks) else ())])
+    return rows
 
 
-def _host(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
-    data = scene.state.host.data
+def _below(tracks: Sequence[DeviceTrack], width: int, look: Look) -> list[Row]:
+    """What holds the clocks down, and why values are missing: a row each at most."""
+    rows: list[Row] = []
+    down: dict[str, list[str]] = {}
+    for track in tracks:
+        words = track.data.get("throttle")
+        for word in words if isinstance(words, list) else ():
+            who = label(track.data.get("index", 0), track.data)
+            down.setdefault(clean(word, 40), []).append(who)
+    if down:
+        text = "; ".join(f"{word}: {' '.join(who)}" for word, who in down.items())
+        rows.append([("clocks held down ", "wait"), (cut(text, max(width - 17, 1), look.glyphs.more), "")])
+    why = reasons([track.data for track in tracks], _SHOWN)
+    if why:
+        rows.append([(cut(why, width, look.glyphs.more), "dim")])
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------ host
+
+
+def _host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) -> list[Row]:
+    host = scene.state.host
+    data = host.data
     if not data:
         return [[("no sample yet", "dim")]]
     cpu, used, total = (number(data, key) for key in ("cpu_pct", "mem_used_bytes", "mem_total_bytes"))
-    mine, held = number(data, "run_cpu_pct"), number(data, "run_mem_bytes")
-    room = max(width - 24, 6)
-    graph = min(room, 60)
+    own, resident = number(data, "run_cpu_pct"), number(data, "run_mem_bytes")
+    span = scene.view.span_s or 600
+    figures = 23
+    graph = max(min(width - 9 - figures, 120 if tall else 60), 6)
+    rows: list[Row] = []
+
+    def line(word: str, values: Sequence[float | None], figure: str, style: str) -> None:
+        shown = resampled(values, host.count, span, graph)
+        rows.append(
+            [
+                (word.ljust(9), "dim"),
+                (spark(shown, graph, look.glyphs), "bar"),
+                (right(figure, figures), style),
+            ]
+        )
+
+    line("host cpu", host.util, UNKNOWN if cpu is None else f"{cpu:.0f} %", "bold")
+    line("host mem", host.mem, memory_of(used, total), "")
     share = used / total if used is not None and total else None
-    rows: list[Row] = [
-        [
-            ("host cpu ", "dim"),
-            (spark(scene.state.host.util, graph, look.glyphs), "bar"),
-            (right(UNKNOWN if cpu is None else f"{cpu:.0f} %", 7), "bold"),
-        ],
-        [
-            ("host mem ", "dim"),
-            *bar(share, max(min(graph - 12, 40), 4), look.glyphs),
-            (right(memory_of(used, total), 22), ""),
-        ],
+    ours = min(resident, used) if resident is not None and used is not None else None
+    if share is not None and ours is not None and total:
+        rows.append([(" " * 9, ""), *parts_bar((ours / total, share - ours / total), graph, look.glyphs)])
+    else:
+        rows.append([(" " * 9, ""), *bar(share, graph, look.glyphs)])
+    rows.append(
         [
             ("this run ", "dim"),
-            (right(UNKNOWN if mine is None else f"{mine:.0f} % of a core", 16), ""),
-            (right(memory(held), 12), ""),
+            (right(UNKNOWN if own is None else f"{own:.0f} % of a core", 16), ""),
+            (right(memory(resident), 12), ""),
             (" resident", "dim"),
-        ],
-    ]
+        ]
+    )
     reason = data.get("gpu_absent")
     if isinstance(reason, str):
         text = reason if reason.lower().startswith("no gpu") else f"no GPU: {reason}"
         rows = rows[: max(height - 1, 1)]
         rows += _said(clean(text, 300), width, max(height - len(rows), 1), look)
-    rows += _said(_reasons([data]), width, height - len(rows), look)
+    rows += _said(reasons([data]), width, height - len(rows), look)
     return rows
 
 
@@ -195,17 +365,3 @@ def _said(text: str, width: int, room: int, look: Look) -> list[Row]:
     if len(lines) > room:
         lines = [*lines[: room - 1], cut(" ".join(lines[room - 1 :]), width, look.glyphs.more)]
     return [[(line, "dim")] for line in lines]
-
-
-def _reasons(samples: list[Mapping[str, Any]]) -> str:
-    """Why values are missing, each reason once."""
-    by_reason: dict[str, list[str]] = {}
-    for data in samples:
-        absent = data.get("absent")
-        if isinstance(absent, dict):
-            for key, reason in list(absent.items())[:50]:
-                what = by_reason.setdefault(clean(reason, 200), [])
-                name = _SHORT.get(key, clean(key, 40))
-                if name not in what:
-                    what.append(name)
-    return "; ".join(f"{', '.join(what)}: {reason}" for reason, what in by_reason.items())

@@ -254,11 +254,11 @@ def _topics(found: Mapping[str, Sequence[tuple[str, str, str]]], width: int) -> 
         for word, value, style in items:
             room = 15 if topic == "memory" and not word else 9 if "/s" not in value else 11
             shown = value if span_width(value) > room else right(value, room)
-            piece: Row = [(word + " " if word else "", "dim"), (shown, style), ("   ", "")]
-            if width_of(row) + width_of(piece) - 3 > width and len(row) > 1:
+            piece: Row = [(word + " " if word else "", "dim"), (shown, style)]
+            if width_of(row) + 3 + width_of(piece) > width and len(row) > 1:
                 rows.append(row)
                 row = [(" " * 13, "")]
-            row += piece
+            row += [("   ", ""), *piece] if len(row) > 1 else piece
         rows.append(row)
     return rows
 

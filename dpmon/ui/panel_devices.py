@@ -12,7 +12,7 @@ from typing import Any
 from dpmon.model.memory import Held, held
 from dpmon.model.ranks import training
 from dpmon.model.state import DeviceTrack
-from dpmon.ui.chart import bar, parts_bar, resampled, spark
+from dpmon.ui.chart import area, bar, parts_bar, resampled, spark
 from dpmon.ui.device_facts import device_name, facts, label, mine, number, reasons
 from dpmon.ui.format import UNKNOWN, memory, memory_of
 from dpmon.ui.look import Look
@@ -325,14 +325,16 @@ def _host(scene: Scene, width: int, height: int, look: Look, tall: bool = False)
     rows: list[Row] = []
 
     def line(word: str, values: Sequence[float | None], figure: str, style: str) -> None:
-        shown = resampled(values, host.count, span, graph)
-        rows.append(
-            [
-                (word.ljust(9), "dim"),
-                (spark(shown, graph, look.glyphs), "bar"),
-                (right(figure, figures), style),
-            ]
-        )
+        if not tall:
+            drawn = [spark(resampled(values, host.count, span, graph), graph, look.glyphs)]
+        else:
+            dots = graph * (2 if look.glyphs.braille else 1)
+            high = min(max((height - 6) // 2, 1), 8)
+            drawn = area(resampled(values, host.count, span, dots), graph, high, 100.0, look.glyphs)
+        for index, text in enumerate(drawn):
+            last = index == len(drawn) - 1
+            head: Row = [((word if last else "").ljust(9), "dim"), (text, "bar")]
+            rows.append([*head, (right(figure, figures), style)] if last else head)
 
     line("host cpu", host.util, UNKNOWN if cpu is None else f"{cpu:.0f} %", "bold")
     line("host mem", host.mem, memory_of(used, total), "")

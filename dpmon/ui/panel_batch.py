@@ -40,8 +40,10 @@ def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
     if not numbers.steps:
         return [("3 Batch", "title")], []
     span = span_words(scene.view.span_s)
+    dot = f" {look.glyphs.middot} "
+    mode = scene.process.mode if scene.process is not None else ""
     return (
-        [("3 Batch", "title"), (f" {look.glyphs.middot} host times {look.glyphs.middot} {span}", "dim")],
+        [("3 Batch", "title"), (dot, "dim"), (mode, f"mode.{mode}"), (f"{dot}host times{dot}{span}", "dim")],
         [
             ("median", "dim"),
             (right(ms(numbers.median_ns), 8), "bold"),

@@ -18,6 +18,7 @@ from dpmon.ui.waterfall import main_row
 __all__ = ["compare", "figures", "title"]
 
 _MODES = ("single", "dp")
+_VIRTUAL_SHORT = "virtual replicas show behaviour, not speed"
 _VIRTUAL = "virtual replicas share one processor: this shows how dp behaves, not how fast it would be"
 
 
@@ -205,9 +206,14 @@ def _said(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
         rows += [[(line, "wait")] for line in wrapped(found.missing, width)]
     if len(found.sides) == 2:
         if found.virtual:
-            rows += [[(line, "dim")] for line in wrapped(_VIRTUAL, width)]
-        if found.left_out or scene.view.zoom == "compare":
+            short = scene.view.zoom != "compare" and len(_VIRTUAL) > width
+            rows += [[(line, "dim")] for line in wrapped(_VIRTUAL_SHORT if short else _VIRTUAL, width)]
+        if scene.view.zoom == "compare":
             rows += [[(line, "dim")] for line in wrapped(_of(found), width)]
+        elif found.left_out:
+            rows.append(
+                [(cut(f"{group(found.left_out)} steps of another kind left out", width, look.glyphs.more), "dim")]
+            )
     return rows
 
 

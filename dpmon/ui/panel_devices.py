@@ -58,10 +58,7 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
         if name is not None:
             many = f"{len(tracks)} {look.glyphs.times} " if len(tracks) > 1 else ""
             head.append((f"{dot}{many}{cut(name, 24, look.glyphs.more)}", ""))
-        utils = [number(track.data, "util_pct") for _, track in tracks]
-        shown = " ".join(UNKNOWN if u is None else f"{u:.0f}" for u in utils[:8])
-        more = look.glyphs.more if len(utils) > 8 else ""
-        return head, [("util ", "dim"), (f"{shown}{more} %", "")]
+        return head, [("util ", "dim"), (_uses(tracks), "")]
     cpu = number(scene.state.host.data, "cpu_pct")
     return [("1 Devices", "title"), (f"{dot}host", "")], [
         ("cpu ", "dim"),
@@ -69,13 +66,22 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     ]
 
 
+def _uses(tracks: Sequence[tuple[int, DeviceTrack]]) -> str:
+    """The use of each GPU; of many, of the run's, between what it lies."""
+    if len(tracks) <= 4:
+        values = [number(track.data, "util_pct") for _, track in tracks]
+        return " ".join((UNKNOWN if u is None else f"{u:.0f}").rjust(3) for u in values) + " %"
+    ours = [track for _, track in tracks if mine(track.data)] or [track for _, track in tracks]
+    known = [u for track in ours if (u := number(track.data, "util_pct")) is not None]
+    return f"{min(known):3.0f} to {max(known):3.0f} %" if known else UNKNOWN
+
+
 def devices(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame."""
     tracks = _tracks(scene)
     if not tracks:
-        rows = _host(scene, width, height, look)
         more = _holds(scene, width)
-        return rows[: max(height - len(more), 3)] + more if more else rows
+        return [*_host(scene, width, max(height - len(more), 3), look), *more]
     said = _below([track for _, track in tracks], width, look)
     held_rows = _holds(scene, width)
     room = height - len(said)
@@ -150,7 +156,7 @@ class _Table:
         self.name = min(max(map(span_width, names), default=0), 20 if width >= 90 else 10)
         left = width - self.head - (self.name + 1 if self.name else 0) - 6 - 2 - _MEMORY
         # Figures behind the memory where they have room; else in a row of their own.
-        self.figures = left >= 16 + 17
+        self.figures = left >= 11 + 17
         if self.figures:
             left -= 17
         self.clock = self.figures and left >= 16 + 10
@@ -355,7 +361,8 @@ def _host(scene: Scene, width: int, height: int, look: Look, tall: bool = False)
     reason = data.get("gpu_absent")
     if isinstance(reason, str):
         text = reason if reason.lower().startswith("no gpu") else f"no GPU: {reason}"
-        rows = rows[: max(height - 1, 1)]
+        if len(rows) >= height:
+            del rows[2]  # the bar: the figure above it says the same
         rows += _said(clean(text, 300), width, max(height - len(rows), 1), look)
     rows += _said(reasons([data]), width, height - len(rows), look)
     return rows

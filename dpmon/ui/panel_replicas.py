@@ -132,8 +132,8 @@ class _Table:
         self.input = min(max(span_width(t) for t in texts), max(room * 3 // 5, room - max(map(span_width, outs))))
         self.output = min(max(span_width(t) for t in outs), room - self.input)
         left = room - self.input - self.output - 3  # a gap before the bar, two before the spread
-        self.bar = min(left * 2 // 5, 16) if left >= 8 else 0
-        self.spread = min(left - self.bar, 20) if left >= 8 else 0
+        self.bar = min(left * 2 // 5, 16) if left >= 6 else 0
+        self.spread = min(left - self.bar, 20) if left >= 6 else 0
         figures = [(percentile(t, 0.05), median(t), percentile(t, 0.95)) for t in track.replica_ns]
         self.figures = figures
         self.top = max((high for _, _, high in figures if high is not None), default=0.0)
@@ -152,7 +152,7 @@ class _Table:
             ((" " + ("share" if self.bar >= 5 else "").ljust(self.bar)) if self.bar else "", "dim"),
             (" device ms" if device_time else " host time", "dim"),
             (
-                ("  " + ("5 to 95 %" if self.spread >= 9 else "spread"[: self.spread]).ljust(self.spread))
+                ("  " + ("5 to 95 %" if self.spread >= 9 else "spread" if self.spread >= 6 else "").ljust(self.spread))
                 if self.spread
                 else "",
                 "dim",

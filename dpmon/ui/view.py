@@ -16,7 +16,7 @@ from dpmon.ui.direct import cells_of, patch
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, plain, span_width
 
-__all__ = ["PanelView"]
+__all__ = ["PanelView", "in_ascii"]
 
 
 class PanelView(Widget):
@@ -64,7 +64,7 @@ class PanelView(Widget):
 
         `write` may only be given when the terminal shows this widget whole, where it stands and as it was last shown.
         """
-        fresh = [self._ascii(row) for row in rows] if self.look.glyphs.ascii else list(rows)
+        fresh = [in_ascii(row) for row in rows] if self.look.glyphs.ascii else list(rows)
         before = self._rows
         changed = [i for i, row in enumerate(fresh) if i >= len(before) or row != before[i]]
         if not changed and len(fresh) == len(before):
@@ -86,9 +86,6 @@ class PanelView(Widget):
     def text(self) -> list[str]:
         """The rows' text, for tests."""
         return [plain(row) for row in self._rows]
-
-    def _ascii(self, row: Row) -> Row:
-        return [(text if text.isascii() else "".join(map(_ascii, text)), style) for text, style in row]
 
     def _strip(self, row: Row) -> Strip:
         style = self.look.style
@@ -150,3 +147,8 @@ def _ascii(char: str) -> str:
     if char.isascii():
         return char
     return _ASCII.get(char, "?" * span_width(char))
+
+
+def in_ascii(row: Row) -> Row:
+    """The row as a terminal shows it that knows only ASCII; as wide as before."""
+    return [(text if text.isascii() else "".join(map(_ascii, text)), style) for text, style in row]

@@ -77,8 +77,7 @@ def _ranks(
         return []
     every = [("last step", turn), *others]
     shown = every if len(every) <= height else every[: max(height - 1, 1)]
-    # The ranks are on one machine and one clock: a rank that came late to this step is seen to have done so.
-    late = {name: max(other.start_ns - turn.start_ns, 0) if other.step == turn.step else 0 for name, other in shown}
+    late = {name: _late(turn, other) for name, other in shown}
     top = ceiling(max(usual_ns or 0, *(late[name] + other.wall_ns for name, other in shown)))
     rows: list[Row] = []
     for name, other in shown:
@@ -91,6 +90,15 @@ def _ranks(
         text = f"{group(len(times))} more {look.glyphs.down}  {ms(min(times))} to {ms(max(times))}"
         rows.append([(" " * label, ""), (cut(text, width - label, look.glyphs.more), "dim")])
     return rows
+
+
+def _late(turn: Turn, other: Turn) -> int:
+    """By how much another rank began the same step later; ranks of one machine have one clock.
+
+    0 where it began a whole step later or more: then they do not go in step with each other.
+    """
+    late = other.start_ns - turn.start_ns
+    return late if other.step == turn.step and 0 < late < turn.wall_ns else 0
 
 
 def _chosen(lanes: Sequence[Lane], room: int) -> tuple[list[Lane], list[Lane]]:

@@ -466,7 +466,10 @@ def test_virtual_replicas_are_no_measure_of_speed() -> None:
     payloads = [*training.begin(), *training.run(300), *training.switch("single"), *training.run(300)]
     scene = Scene(state_of(payloads), training.now, FACTS, alive=True, can_toggle=True)
     text = " ".join(compare_text(scene, 60, 14))
-    assert "this shows how dp behaves, not how fast it would be" in text
+    assert "virtual replicas show behaviour, not speed" in text
+    zoomed = " ".join(compare_text(replace(scene, view=View(zoom="compare")), 76, 20))
+    assert "this shows how dp behaves, not how fast it would be" in zoomed
+    assert "without the 5 after each switch" in zoomed
     assert "efficiency" not in text
 
 

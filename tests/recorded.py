@@ -1,0 +1,40 @@
+"""A run that was: the records of 190 steps of examples/linear.py over two virtual replicas, with two switches of mode.
+
+`--hidden 1024 --batch-size 2048` on a busy machine without a GPU, so the steps are slow: up to two seconds. The file
+holds the run's start (monotonic ns), then, compressed, for each payload its source (0 the training, 1 the supervisor),
+its length and its bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from pathlib import Path
+
+from synthetic import decoded
+
+from dpmon.records import Call, Event, Record, Step
+
+_FILE = Path(__file__).parent / "data" / "linear.records"
+
+
+def linear_run() -> list[Record]:
+    """Its records in the order in which a screen would have seen them."""
+    data = _FILE.read_bytes()
+    (start_ns,) = struct.unpack_from("<Q", data)
+    body = zlib.decompress(data[8:])
+    payloads: tuple[list[bytes], list[bytes]] = ([], [])
+    at = 0
+    while at < len(body):
+        source, length = struct.unpack_from("<BI", body, at)
+        payloads[source].append(body[at + 5 : at + 5 + length])
+        at += 5 + length
+    records = [record for each in payloads for record in decoded(each, origin_ns=start_ns)]
+    return sorted(records, key=_end_ns)
+
+
+def _end_ns(record: Record) -> float:
+    if isinstance(record, Event):
+        return float(record.data.get("t_s", 0.0)) * 1e9
+    assert isinstance(record, (Call, Step))
+    return record.start_ns + record.wall_ns

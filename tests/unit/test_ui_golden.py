@@ -1,0 +1,182 @@
+"""How the panels look in named situations, text and styles cell by cell, against pictures that a person has looked at.
+
+The pictures are in tests/golden. After a change that is meant, write them anew and look at the difference:
+
+    DPMON_GOLDEN=write pytest tests/unit/test_ui_golden.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from string import ascii_letters, digits
+
+import pytest
+from recorded import linear_run
+from synthetic import SECOND, Training, decoded, host_event, whole_device_event
+
+from dpmon.model import State, fold
+from dpmon.records import Record, pack_event
+from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
+from dpmon.ui.paint import paint, places
+from dpmon.ui.panel_output import Output
+from dpmon.ui.rows import Row, plain
+from dpmon.ui.scene import Ended, Facts, Scene, View
+from dpmon.ui.view import in_ascii
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+FACTS = Facts("20261120-141502-linear-7f3a", "examples/linear.py", SECOND, "auto", "/usr/bin/python3")
+PANELS = ("devices", "replicas", "batch", "compare")
+DARK = Look(UNICODE, COLOUR, True)
+BARE = Look(ASCII, MONO, False)
+
+
+def folded(records: Iterable[Record]) -> State:
+    state = State()
+    for record in records:
+        state = fold(state, record)
+    return state
+
+
+def starting() -> Scene:
+    return Scene(folded(decoded([host_event(1.0)])), 3 * SECOND, FACTS, stage=("importing torch", SECOND), alive=True)
+
+
+@lru_cache(maxsize=16)
+def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: int = 60) -> Scene:
+    """Data parallel over GPUs, on all of which everything is known; `both`: single was seen before."""
+    devices = [f"cuda:{i}" for i in range(replicas or count)]
+    training = Training(devices=devices, virtual=False, batch=batch, features=(512, 10), step_ns=16_000_000)
+    payloads = training.begin()
+    peaks = [{"device": "cuda:0", "peak_bytes": 3 << 30, "peak_after_step": 0}]
+    if both:
+        training.mode = "single"
+        payloads = [*training.begin(), *training.run(2000)]
+        payloads.append(pack_event("memory", {"process": 0, "rank": None, "devices": peaks}))
+        training.step_ns = 26_000_000
+        payloads += training.switch("dp")
+    payloads += training.run(1500 if len(devices) <= 8 else 200)
+    if both:
+        peaks = [*peaks, *({"device": d, "peak_bytes": 1 << 30, "peak_after_step": 2100} for d in devices[1:])]
+        payloads.append(pack_event("memory", {"process": 0, "rank": None, "devices": peaks}))
+    for second in range(70):
+        for index in range(count):
+            payloads.append(
+                whole_device_event(
+                    float(second),
+                    index,
+                    util_pct=40 + (second * 7 + index * 13) % 60,
+                    mem_used_bytes=(20 + second // 2 + index) << 30,
+                    mem_run_bytes=(15 + second // 2) << 30,
+                    power_w=300.0 + 3 * (second % 50),
+                    of_run=index < len(devices),
+                    throttle=["power cap"] if index == 1 else [],
+                )
+            )
+    return Scene(folded(decoded(payloads)), training.now, FACTS, alive=True, can_toggle=True)
+
+
+def ranks() -> Scene:
+    state = State()
+    now = 0
+    for rank in range(4):
+        one = Training(process=rank, rank=rank, devices=(f"cuda:{rank}",), virtual=False, mode="single", seed=rank,
+                       via="DistributedDataParallel", step_ns=2_500_000 if rank == 3 else 2_000_000)  # fmt: skip
+        for record in decoded([*one.begin(), *one.run(400)], rank, rank):
+            state = fold(state, record)
+        now = max(now, one.now)
+    return Scene(state, now, FACTS, alive=True)
+
+
+@lru_cache(maxsize=1)
+def _linear() -> tuple[Record, ...]:
+    return tuple(linear_run())
+
+
+@lru_cache(maxsize=4)
+def recorded(part: float) -> Scene:
+    """The recorded run, as it was after so much of it."""
+    records = _linear()
+    shown = records[: int(len(records) * part)]
+    state = folded(shown)
+    return Scene(state, state.newest_ns, FACTS, alive=True, can_toggle=True)
+
+
+SITUATIONS: dict[str, tuple[Callable[[], Scene], int, int, Look]] = {
+    "starting 120x40": (starting, 120, 40, DARK),
+    "dp over 8 120x40": (lambda: gpus(8), 120, 40, DARK),
+    "dp over 8 200x60": (lambda: gpus(8), 200, 60, DARK),
+    "dp over 8 80x24": (lambda: gpus(8), 80, 24, DARK),
+    "dp over 64 120x40": (lambda: gpus(8, replicas=64), 120, 40, DARK),
+    "single 120x40": (lambda: recorded(0.6), 120, 40, DARK),
+    "comparison 120x40": (lambda: gpus(2, both=True), 120, 40, DARK),
+    "comparison 80x24 zoomed": (
+        lambda: replace(gpus(4, both=True), view=View("compare", "compare")), 80, 24, DARK,
+    ),
+    "no GPU 120x40": (lambda: recorded(1.0), 120, 40, DARK),
+    "no GPU 80x24": (lambda: recorded(1.0), 80, 24, DARK),
+    "no GPU 120x40 ascii": (lambda: recorded(1.0), 120, 40, BARE),
+    "batch zoomed 120x40": (lambda: replace(recorded(1.0), view=View("batch", "batch", span_s=0)), 120, 40, DARK),
+    "failed 120x40": (
+        lambda: replace(recorded(0.3), ended=Ended(1, None, 9 * SECOND, "RuntimeError: no"), can_toggle=False),
+        120, 40, DARK,
+    ),
+    "16 GPUs 120x40": (lambda: gpus(16, replicas=8), 120, 40, DARK),
+    "devices zoomed 120x40": (lambda: replace(gpus(2), view=View("devices", "devices")), 120, 40, DARK),
+    "devices zoomed 80x24 ascii": (lambda: replace(gpus(2), view=View("devices", "devices")), 80, 24, BARE),
+    "ranks 120x40": (ranks, 120, 40, DARK),
+}  # fmt: skip
+
+
+def told(rows: list[Row], look: Look, legend: dict[str, str]) -> list[str]:
+    """Each row's text, and under it its styles: a letter a cell of text, which `legend` explains."""
+    lines: list[str] = []
+    for row in rows:
+        shown = in_ascii(row) if look.glyphs.ascii else row
+        lines.append("|" + plain(shown) + "|")
+        marks = ""
+        for text, style in shown:
+            marks += legend.setdefault(style, (ascii_letters + digits)[len(legend)]) * len(text)
+        lines.append(" " + marks)
+    return lines
+
+
+def picture(name: str) -> str:
+    make, width, height, look = SITUATIONS[name]
+    scene = make()
+    slots = {panel: slot for panel, slot in places(scene, width, height).items() if panel in PANELS}
+    painted = paint(scene, Output(), slots, look)
+    legend: dict[str, str] = {}
+    lines: list[str] = []
+    for panel in slots:
+        lines += ["", f"{panel} {slots[panel].width}x{slots[panel].height}", *told(painted[panel], look, legend)]
+    styles = [f"{mark} {style or 'plain'}" for style, mark in legend.items()]
+    return "\n".join([name, *lines, "", *styles, ""])
+
+
+@pytest.mark.parametrize("name", list(SITUATIONS))
+def test_a_situation_looks_as_it_did(name: str) -> None:
+    path = GOLDEN / (name.replace(" ", "-") + ".txt")
+    found = picture(name)
+    if os.environ.get("DPMON_GOLDEN") == "write":
+        GOLDEN.mkdir(exist_ok=True)
+        path.write_text(found, encoding="utf-8")
+    assert found == path.read_text(encoding="utf-8")
+
+
+def test_no_picture_is_left_of_a_situation_that_is_gone() -> None:
+    named = {name.replace(" ", "-") + ".txt" for name in SITUATIONS}
+    assert {path.name for path in GOLDEN.iterdir()} == named
+
+
+def test_the_recorded_run_is_read_whole_and_in_order() -> None:
+    state = folded(_linear())
+    process = state.focus()
+    assert state.ignored == 0
+    assert process is not None
+    assert process.step_count == 190
+    assert [(change.mode, change.step) for change in state.mode_changes] == [("dp", 1), ("single", 61), ("dp", 151)]
+    assert {mode: track.count for mode, track in process.modes.items()} == {"dp": 100, "single": 90}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
+from dpmon.run.ending import outcome
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError, RunInfo, find_run, list_runs, load_exit, short_name
 from dpmon.ui.text import clean
@@ -79,7 +80,7 @@ def ls(_: argparse.Namespace) -> int:
 def _row(directory: Path, info: RunInfo) -> tuple[str, ...]:
     how = load_exit(directory)
     if how is not None:
-        state, status = ("finished" if how.status == 0 else "failed"), how.signal or str(how.status)
+        state, status = outcome(how), how.signal or str(how.status)
     else:
         alive = RunReader(directory).command_alive()
         state, status = {True: "running", False: "lost", None: "starting"}[alive], "-"

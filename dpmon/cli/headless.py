@@ -20,7 +20,7 @@ from dpmon.cli.progress import Progress
 from dpmon.run.foreground import FORWARDED
 from dpmon.run.guard import Guard
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo
+from dpmon.run.rundir import ExitInfo, mark_stop
 from dpmon.run.terminal import send_input
 
 __all__ = ["Follower", "Stream"]
@@ -189,6 +189,7 @@ class Follower:
         if number != signal.SIGINT:
             self._forward(number)
             return
+        mark_stop(self._directory)
         self._forward(_ESCALATION[min(self._interrupts, len(_ESCALATION) - 1)])
         self._interrupts += 1
 

@@ -59,6 +59,8 @@ def _outcome(info: RunInfo, how: ExitInfo | None) -> str:
     if how.error is not None:
         return f"{name}: {how.error}"
     took = duration(how.seconds)
+    if how.stopped:
+        return f"{name}: stopped by you after {took}"
     if how.signal is not None:
         return f"{name}: killed by {how.signal} after {took}"
     return f"{name}: finished in {took}" if how.status == 0 else f"{name}: exit status {how.status} after {took}"

@@ -7,7 +7,7 @@ import time
 
 from dpmon.run.rundir import ExitInfo, RunInfo
 
-__all__ = ["exit_info"]
+__all__ = ["exit_info", "outcome"]
 
 
 def exit_info(info: RunInfo, returncode: int, by: str, error: str | None = None) -> ExitInfo:
@@ -28,3 +28,12 @@ def exit_info(info: RunInfo, returncode: int, by: str, error: str | None = None)
         by=by,
         error=error,
     )
+
+
+def outcome(how: ExitInfo) -> str:
+    """One word for an end: finished, stopped (by the user), interrupted (SIGINT), killed (another signal), failed."""
+    if how.stopped:
+        return "stopped"
+    if how.signal is not None:
+        return "interrupted" if how.signal == "SIGINT" else "killed"
+    return "finished" if how.status == 0 else "failed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -23,6 +24,7 @@ __all__ = [
     "list_runs",
     "load_exit",
     "load_info",
+    "mark_stop",
     "ring_paths",
     "runs_directory",
     "save",
@@ -31,6 +33,9 @@ __all__ = [
 
 INFO_FILE = "run.json"
 EXIT_FILE = "exit.json"
+STOP_FILE = "stop-asked"
+"""Its time says when the user last asked the run to stop."""
+_STOP_HOLDS_S = 300.0
 _MAX_JSON_BYTES = 1 << 22
 _RING_NAME = re.compile(r"(?:process-(\d{1,6})|gpu)\.ring")
 _ID = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9._-]{1,64}-[0-9a-f]{4}")
@@ -75,6 +80,8 @@ class ExitInfo:
     by: str
     error: str | None = None
     """Why the command could not be started at all; the status is dpmon's own then."""
+    stopped: bool = False
+    """Whether the user had asked for it shortly before; known to whoever loads it, whoever wrote it."""
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -132,9 +139,28 @@ def load_exit(directory: Path) -> ExitInfo | None:
     """What exit.json says; None while there is none that can be read."""
     path = directory / EXIT_FILE
     try:
-        return ExitInfo(**_checked(ExitInfo, _load(path), path))
+        how = ExitInfo(**_checked(ExitInfo, _load(path), path))
     except (OSError, ValueError, TypeError, RecursionError, RunError):
         return None
+    return replace(how, stopped=_stop_was_asked(directory, how.ended_unix))
+
+
+def mark_stop(directory: Path) -> None:
+    """Note that the user asks the run to stop now, so that its end is not taken for a failure."""
+    # A full disk costs the word "stopped", nothing else.
+    with contextlib.suppress(OSError):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(directory / STOP_FILE, flags, 0o600)
+        os.utime(fd)
+        os.close(fd)
+
+
+def _stop_was_asked(directory: Path, ended_unix: float) -> bool:
+    try:
+        asked = os.lstat(directory / STOP_FILE).st_mtime
+    except OSError:
+        return False
+    return ended_unix - asked < _STOP_HOLDS_S
 
 
 def save(directory: Path, what: RunInfo | ExitInfo) -> None:

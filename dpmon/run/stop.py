@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpmon.run import proc
-from dpmon.run.rundir import load_info
+from dpmon.run.rundir import load_info, mark_stop
 
 __all__ = ["GRACE_S", "NOTHING_RUNS", "stop_run"]
 
@@ -34,6 +34,7 @@ def stop_run(directory: Path, grace_s: float = GRACE_S) -> Iterator[str]:
     if not known:
         yield NOTHING_RUNS
         return
+    mark_stop(directory)
     for number in _SIGNALS:
         count = len(known)
         yield f"{number.name} to {count} process{'es' if count != 1 else ''}"

@@ -118,8 +118,7 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
         (clock_text, ""),
         *mode,
     ]
-    track = process.modes.get(process.mode) if process is not None else None
-    middle = median(s.wall_ns for s in recent(track)) if track is not None else None
+    middle = median(_walls(scene))
     second: Row = [
         (" step", "dim"),
         (right(step, 10), "bold"),
@@ -131,6 +130,17 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
         (right(ms(middle), 9), "bold"),
     ]
     return [first, second]
+
+
+def _walls(scene: Scene) -> list[int]:
+    """Recent steps (ns) in the mode in force, since it came into force: what was before a toggle is no part of it."""
+    process = scene.process
+    track = process.modes.get(process.mode) if process is not None else None
+    if process is None or track is None:
+        return []
+    changes = [c for c in scene.state.mode_changes if c.process == process.process and c.refused is None]
+    since = changes[-1].step if changes and changes[-1].step is not None else 0
+    return [step.wall_ns for step in recent(track) if step.step >= since]
 
 
 def _missed(scene: Scene) -> Row:

@@ -53,6 +53,8 @@ class Ended(NamedTuple):
     end_ns: int | None
     last_line: str | None = None
     """The last line of the script's traceback, clean; None if it printed none."""
+    stopped: bool = False
+    """Whether the user asked for it."""
 
 
 class Toggle(NamedTuple):
@@ -179,6 +181,10 @@ def _before_first_batch(scene: Scene, doing: str, spent: int) -> Life:
 
 
 def _outcome(ended: Ended) -> Life:
+    if ended.stopped:
+        return Life("stopped", "wait", "by you")
+    if ended.signal == "SIGINT":
+        return Life("interrupted", "wait", "SIGINT")
     if ended.signal is not None:
         perhaps = "perhaps out of memory" if ended.signal == "SIGKILL" else ""
         return Life(f"killed by {clean(ended.signal, 12)}", "bad", perhaps)

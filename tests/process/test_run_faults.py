@@ -199,6 +199,8 @@ def test_stop_asks_then_insists_over_the_whole_tree(dpmon: Dpmon) -> None:
     assert not proc.alive(child, None)
     assert process.wait(100) == 128 + signal.SIGTERM
     assert "is over" in dpmon.run("stop", "stubborn").text
+    (row,) = [line.split() for line in dpmon.run("ls").text.splitlines() if line.startswith("stubborn")]
+    assert row[1] == "stopped", "what the user stopped has not failed"
 
 
 def test_a_command_that_cannot_be_executed_is_reported(dpmon: Dpmon) -> None:

@@ -173,6 +173,9 @@ def test_waiting_for_data_is_said_after_a_second_only() -> None:
         (Ended(3, None, 9), "failed status 3"),
         (Ended(137, "SIGKILL", 9), "killed by SIGKILL perhaps out of memory"),
         (Ended(139, "SIGSEGV", 9), "killed by SIGSEGV"),
+        (Ended(130, "SIGINT", 9), "interrupted SIGINT"),
+        (Ended(130, "SIGINT", 9, stopped=True), "stopped by you"),
+        (Ended(1, None, 9, stopped=True), "stopped by you"),
     ],
 )
 def test_the_end_stays_with_its_outcome(ended: Ended, said: str) -> None:
@@ -182,6 +185,16 @@ def test_the_end_stays_with_its_outcome(ended: Ended, said: str) -> None:
     assert "q close" in text
     assert "d single" not in text
     assert "dpmon export 20261120-141502-linear-7f3a" in text
+
+
+def test_the_median_of_the_header_begins_at_the_last_toggle() -> None:
+    training = Training(step_ns=2_000_000)
+    payloads = [*training.begin(), *training.run(200), *training.switch("single"), *training.run(5)]
+    training.step_ns = 40_000_000
+    payloads += [*training.switch("dp"), *training.run(20)]
+    scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
+    row = plain(status(scene, 80, 3, LOOK)[1])
+    assert 30 < float(row.split("median")[1].split()[0]) < 50, row
 
 
 def test_a_failure_shows_the_last_line_of_the_traceback() -> None:

@@ -31,7 +31,8 @@ def attach(options: argparse.Namespace) -> int:
     info = RunReader(directory).info
     from dpmon.ui.app import run_screen
 
-    if run_screen(directory, refresh=options.refresh or info.refresh) == "left":
+    refresh = options.refresh or options.settings.refresh or info.refresh
+    if run_screen(directory, refresh=refresh, theme=options.settings.theme) == "left":
         speak(f"the training goes on; back to it: dpmon attach {short_name(info)}")
         return 0
     return closing(directory, load_exit(directory), speak)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["has_screen", "json_lines", "run"]
 
+REFRESH_S = 1.0
 _START_S = 5.0
 """How long `--detach` waits to hear that the command was started; a slow disk is no reason to wait longer."""
 
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         return _detached(directory, info, supervisor)
     if headless:
         return _headless(directory, supervisor, early, lines)
-    return _screen(directory, supervisor, options.refresh)
+    return _screen(directory, supervisor, info.refresh, options.settings.theme)
 
 
 def _check_devices(names: str | None) -> None:
@@ -111,7 +112,7 @@ def _describe(options: argparse.Namespace, command: Command, headless: bool, inh
             "window": [size.lines, size.columns],
             "metrics": _metrics(options.metrics),
         },
-        refresh=options.refresh,
+        refresh=options.refresh or options.settings.refresh or REFRESH_S,
         versions={"dpmon": dpmon.__version__, "python": sys.version.split()[0]},
     )
 
@@ -165,7 +166,7 @@ def _headless(
     return closing(directory, how, None if lines == "stderr" else follower.say)
 
 
-def _screen(directory: Path, supervisor: subprocess.Popen[bytes], refresh: float) -> int:
+def _screen(directory: Path, supervisor: subprocess.Popen[bytes], refresh: float, theme: str | None) -> int:
     from dpmon.run.guard import Guard
 
     guard = Guard(directory, supervisor)
@@ -176,7 +177,7 @@ def _screen(directory: Path, supervisor: subprocess.Popen[bytes], refresh: float
     try:
         from dpmon.ui.app import run_screen
 
-        result = run_screen(directory, refresh=refresh)
+        result = run_screen(directory, refresh=refresh, theme=theme)
     except KeyboardInterrupt:  # before the screen had the keyboard
         result = "left"
     if result == "left":

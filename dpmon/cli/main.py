@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,10 +20,13 @@ def main(words: Sequence[str]) -> int:
         return 2
     if command == "help":
         return 0
+    from dpmon.config import ConfigError, Settings, load
     from dpmon.run.command import CommandError
     from dpmon.run.rundir import RunError
 
     try:
+        # Whoever lists or stops runs is not held up by a theme that does not exist.
+        options.settings = load(os.environ) if command in ("run", "attach") else Settings()
         if command == "run":
             from dpmon.cli.launch import run
 
@@ -43,7 +47,7 @@ def main(words: Sequence[str]) -> int:
             "stop": commands.stop,
             "export": commands.export,
         }[command](options)
-    except (CommandError, RunError) as error:
+    except (CommandError, ConfigError, RunError) as error:
         from dpmon.ui.text import clean
 
         print(f"dpmon: {clean(str(error))}", file=sys.stderr)

@@ -105,7 +105,7 @@ def _run_parser() -> _Parser:
         help="without a screen: a JSON line a second on stderr, or in FILE (--json=/dev/fd/3)",
     )
     add("--metrics", metavar="FILE", help="keep figures for Prometheus in FILE (node_exporter's textfile format)")
-    add("--refresh", type=_seconds, default=1.0, metavar="SECONDS", help="how often the screen is drawn (1)")
+    add("--refresh", type=_seconds, metavar="SECONDS", help="how often the screen is drawn (1)")
     add("--name", type=_run_name, help="what the run is called (the script's name)")
     add("--python", metavar="PYTHON", help="the Python that runs the script (the environment's)")
     return parser

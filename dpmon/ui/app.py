@@ -23,20 +23,23 @@ def prepare(environ: MutableMapping[str, str]) -> None:
     if environ.get("TEXTUAL_COLOR_SYSTEM", "auto") not in _COLOUR_SYSTEMS:
         del environ["TEXTUAL_COLOR_SYSTEM"]
     environ.pop("TEXTUAL_THEME", None)
+    # Heard already (`dpmon.ui.look.choose`); Textual would grey the colours of whoever asks for some all the same.
+    environ.pop("NO_COLOR", None)
 
 
-def run_screen(directory: Path, *, refresh: float = 1.0) -> str:
-    """Show the run in `directory` until the user has seen enough.
+def run_screen(directory: Path, *, refresh: float = 1.0, theme: str | None = None) -> str:
+    """Show the run in `directory` until the user has seen enough; `theme` as `dpmon.config` knows them.
 
     "left": the training goes on; "ended": the run is over; "stopped": the user stopped it and it has ended. Raises
     ScreenClosed, a SystemExit with the status, when the screen went without being asked by its user, and RunError when
     the directory is no run.
     """
+    told = dict(os.environ)
     prepare(os.environ)
     from dpmon.ui.look import choose
     from dpmon.ui.monitor import Monitor
 
-    look = choose(os.environ, getattr(sys.__stderr__, "encoding", None))
+    look = choose(told, getattr(sys.__stderr__, "encoding", None), theme)
     monitor = Monitor(directory, look, refresh=refresh)
     monitor.leaving.begin()
     try:

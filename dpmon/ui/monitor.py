@@ -18,7 +18,7 @@ from dpmon.ui.format import clock
 from dpmon.ui.help import help_rows
 from dpmon.ui.layout import Slot
 from dpmon.ui.leaving import Leaving, terminal_gone
-from dpmon.ui.look import BACKGROUND, Look
+from dpmon.ui.look import Look
 from dpmon.ui.paint import paint, places
 from dpmon.ui.panel_replicas import choices
 from dpmon.ui.rows import Row, wrapped
@@ -45,9 +45,9 @@ class Monitor(App[str]):
     """The live screen of one run."""
 
     ENABLE_COMMAND_PALETTE = False
-    CSS = f"""
-    Screen {{ background: {BACKGROUND}; overflow: hidden; }}
-    ModalScreen {{ background: transparent; }}
+    CSS = """
+    Screen { overflow: hidden; }
+    ModalScreen { background: transparent; }
     """
     BINDINGS: ClassVar[list[BindingType]] = keys.BINDINGS
 
@@ -83,6 +83,7 @@ class Monitor(App[str]):
     def on_mount(self) -> None:
         """Draw before anything is read, then begin to read."""
         self.app_resume_signal.subscribe(self, lambda _: self._repaint())
+        self.screen.styles.background = self.look.background
         self.draw()
         self.call_after_refresh(self._begin)
 

@@ -106,7 +106,6 @@ def _rates(scene: Scene) -> Row:
 
 def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
     step, steps, samples = _numbers(scene)
-    process = scene.process
     mode: Row = [*_mode(scene, look), (" ", "")]
     clock_text = "  " + clock(scene.elapsed_ns) + "  "
     room = width - width_of(mode) - span_width(clock_text) - 1

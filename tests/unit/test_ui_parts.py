@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from rich.color import Color
 from synthetic import SECOND, Training, decoded
 
 from dpmon.model import State, fold
@@ -16,6 +17,7 @@ from dpmon.ui.look import ASCII, COLOUR, LETTERS, MONO, UNICODE, Look, choose
 from dpmon.ui.panel_output import shifted
 from dpmon.ui.rows import box, cut, fit, plain, width_of, wrapped
 from dpmon.ui.scene import Ended, Facts, Scene
+from dpmon.ui.themes import PALETTES, Palette
 
 LOOK = Look(UNICODE, COLOUR, True)
 MONO_ASCII = Look(ASCII, MONO, False)
@@ -140,8 +142,67 @@ def test_the_look_follows_the_terminal() -> None:
     assert choose({"TERM": "xterm", "NO_COLOR": "1"}, "UTF-8").styles is MONO
     assert choose({"TERM": "xterm"}, "ANSI_X3.4-1968").glyphs is ASCII
     assert choose({"TERM": "linux"}, "utf-8").glyphs is ASCII
-    assert choose({"TERM": "vt100"}, "utf-8") == MONO_ASCII
+    plain_one = choose({"TERM": "vt100"}, "utf-8")
+    assert (plain_one.glyphs, plain_one.styles, plain_one.colour) == (ASCII, MONO, False)
     assert choose({}, None).glyphs is ASCII
+
+
+def test_a_theme_that_was_asked_for_comes_before_no_color() -> None:
+    light = choose({"TERM": "xterm", "NO_COLOR": "1"}, "utf-8", "light")
+    assert light.colour
+    assert light.style("").bgcolor == Color.parse(PALETTES["light"].background)
+    assert not choose({"TERM": "vt100"}, "utf-8", "light").colour, "what the terminal cannot show stays so"
+    assert choose({"TERM": "xterm"}, "utf-8", "ascii").glyphs is ASCII
+    assert not choose({"TERM": "xterm"}, "utf-8", "mono").colour
+
+
+@pytest.mark.parametrize(
+    ("terminal", "encoding", "turns"),
+    [
+        ("xterm", "utf-8", ["light", "colour-blind", "mono", "ascii", "dark"]),
+        ("xterm", "ascii", ["light", "colour-blind", "mono", "dark"]),
+        ("vt100", "utf-8", ["mono"]),
+    ],
+)
+def test_themes_take_turns_as_far_as_the_terminal_can(terminal: str, encoding: str, turns: list[str]) -> None:
+    look = choose({"TERM": terminal}, encoding)
+    for theme in turns:
+        look = look.next()
+        assert look.theme == theme
+
+
+@pytest.mark.parametrize("palette", PALETTES.values(), ids=lambda p: p.name)
+def test_everything_stands_out_from_its_background(palette: Palette) -> None:
+    """Contrast as WCAG 2 counts it: 4.5 to 1 for text, 3 to 1 for what is drawn."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        r, g, b = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+    def contrast(colour: str) -> float:
+        low, high = sorted((luminance(colour), luminance(palette.background)))
+        return (high + 0.05) / (low + 0.05)
+
+    for name in ("text", "dim", "strong", "good", "wait", "bad", "dp", "single"):
+        assert contrast(getattr(palette, name)) >= 4.5, name
+    for name, colour in zip(LETTERS, palette.phases, strict=True):
+        assert contrast(colour) >= 2.4, (name, contrast(colour))
+    for number, colour in enumerate((*palette.ansi[1:], *palette.bright)):
+        assert contrast(colour) >= 3, (number, colour)
+    assert len(set(palette.phases)) == len(palette.phases)
+
+
+def test_a_scripts_colours_stay_legible_on_a_light_background() -> None:
+    for theme in ("light", "dark"):
+        for colour in ("color(231)", "color(16)", "#ffff00", "#000010"):
+            style = choose({"TERM": "xterm"}, "utf-8", theme).style(f"sgr:{colour}::")
+            assert style.color is not None
+            assert style.color.triplet is not None
+            light = 0.299 * style.color.triplet[0] + 0.587 * style.color.triplet[1] + 0.114 * style.color.triplet[2]
+            assert (light < 190) if theme == "light" else (light > 80), (theme, colour)
+    both = choose({"TERM": "xterm"}, "utf-8", "light").style("sgr:#ffffff:#000000:")
+    assert both.color == Color.parse("#ffffff"), "with a background of its own it stays"
 
 
 def test_no_two_phases_share_a_colour_or_a_letter() -> None:

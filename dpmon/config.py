@@ -1,0 +1,150 @@
+"""What a person sets once: in environment variables and in a file, the variables first. Standard library only.
+
+The file is `$XDG_CONFIG_HOME/dpmon/config.toml` (`~/.config` where that is not set):
+
+    theme = "light"         # DPMON_THEME: dark, light, colour-blind, mono, ascii
+    refresh = 0.5           # DPMON_REFRESH: seconds between pictures
+    keep_runs = 200         # DPMON_KEEP_RUNS: ended runs that are kept
+    keep_bytes = "5 GiB"    # DPMON_KEEP_BYTES: what they may take together
+
+Options of the command line come before both.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["THEMES", "ConfigError", "Settings", "config_path", "load"]
+
+THEMES = ("dark", "light", "colour-blind", "mono", "ascii")
+_MAX_BYTES = 1 << 16
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
+
+
+class ConfigError(Exception):
+    """A setting that means nothing, or a file that cannot be read; the text is one sentence for a person."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was set; None where nothing was. `refresh` in seconds."""
+
+    theme: str | None = None
+    refresh: float | None = None
+    keep_runs: int | None = None
+    keep_bytes: int | None = None
+
+
+def _theme(value: Any) -> str:
+    if value == "color-blind":
+        return "colour-blind"
+    if value not in THEMES:
+        raise ValueError(f"one of {', '.join(THEMES)}")
+    return str(value)
+
+
+def _refresh(value: Any) -> float:
+    wanted = "a number of seconds from 0.1 to 60"
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ValueError(wanted)
+    try:
+        seconds = float(value)
+    except ValueError:
+        raise ValueError(wanted) from None
+    if not 0.1 <= seconds <= 60:
+        raise ValueError(wanted)
+    return seconds
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,9}", str(value)):
+        raise ValueError("a whole number")
+    return int(value)
+
+
+def _bytes(value: Any) -> int:
+    found = re.fullmatch(r"([0-9]{1,18}|[0-9]{1,9}\.[0-9]{1,3})\s*([A-Za-z]{0,3})", str(value).strip())
+    if isinstance(value, (bool, float)) or found is None or found[2].upper() not in _UNITS:
+        raise ValueError('a size such as "500 MB" or "5 GiB"')
+    return (
+        int(float(found[1]) * _UNITS[found[2].upper()]) if "." in found[1] else int(found[1]) * _UNITS[found[2].upper()]
+    )
+
+
+_SETTINGS: Mapping[str, Callable[[Any], Any]] = {
+    "theme": _theme,
+    "refresh": _refresh,
+    "keep_runs": _count,
+    "keep_bytes": _bytes,
+}
+
+
+def config_path(environ: Mapping[str, str]) -> Path:
+    """Where the file is looked for, whether it is there or not."""
+    home = environ.get("XDG_CONFIG_HOME", "")
+    base = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~")) / ".config"
+    return base / "dpmon" / "config.toml"
+
+
+def load(environ: Mapping[str, str]) -> Settings:
+    """The settings of the file and of `environ`. Raises ConfigError at the first one that means nothing."""
+    path = config_path(environ)
+    found: dict[str, Any] = {}
+    for name, value in _file(path).items():
+        if name not in _SETTINGS:
+            raise ConfigError(f"{path}: there is no setting {name!r}; there are {', '.join(_SETTINGS)}")
+        found[name] = _checked(name, value, f"{path}: {name}")
+    for name in _SETTINGS:
+        variable = f"DPMON_{name.upper()}"
+        if environ.get(variable):
+            found[name] = _checked(name, environ[variable], variable)
+    return Settings(**found)
+
+
+def _checked(name: str, value: Any, where: str) -> Any:
+    try:
+        return _SETTINGS[name](value)
+    except ValueError as error:
+        raise ConfigError(f"{where} is {error}, not {str(value)[:60]!r}") from None
+
+
+def _file(path: Path) -> dict[str, Any]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ConfigError(f"{path} is no file")
+        data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"{path} is too long to be a configuration")
+    # Loaded only where there is a file: it takes time on the way to the first picture.
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        return tomllib.loads(data.decode("utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None

@@ -1,0 +1,92 @@
+"""What a person sets once: the file, the variables, and what is said of a setting that means nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpmon.cli.main import main
+from dpmon.config import ConfigError, Settings, config_path, load
+
+
+def written(home: Path, text: str) -> dict[str, str]:
+    """An environment in which `text` is the configuration."""
+    (home / "dpmon").mkdir(parents=True, exist_ok=True)
+    (home / "dpmon" / "config.toml").write_text(text)
+    return {"XDG_CONFIG_HOME": str(home)}
+
+
+def test_nothing_is_set_by_default(tmp_path: Path) -> None:
+    assert load({"XDG_CONFIG_HOME": str(tmp_path)}) == Settings(None, None, None, None)
+
+
+def test_the_file_and_the_variables_before_it(tmp_path: Path) -> None:
+    environ = written(tmp_path, 'theme = "light"\nrefresh = 0.5\nkeep_runs = 20\nkeep_bytes = "1.5 GiB"\n')
+    assert load(environ) == Settings("light", 0.5, 20, 3 << 29)
+    environ |= {"DPMON_THEME": "color-blind", "DPMON_REFRESH": "2", "DPMON_KEEP_RUNS": "0", "DPMON_KEEP_BYTES": "500MB"}
+    assert load(environ) == Settings("colour-blind", 2.0, 0, 500_000_000)
+    assert load({**environ, "DPMON_THEME": ""}).theme == "light", "empty is not set"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('theme = "pink"', "theme is one of dark, light, colour-blind, mono, ascii, not 'pink'"),
+        ("refresh = 0", "refresh is a number of seconds from 0.1 to 60, not '0'"),
+        ("refresh = true", "refresh is a number of seconds from 0.1 to 60, not 'True'"),
+        ("refresh = nan", "refresh is a number of seconds from 0.1 to 60, not 'nan'"),
+        ('refresh = "soon"', "refresh is a number of seconds from 0.1 to 60, not 'soon'"),
+        ("keep_runs = -1", "keep_runs is a whole number, not '-1'"),
+        ("keep_runs = 1.5", "keep_runs is a whole number, not '1.5'"),
+        ('keep_bytes = "much"', "keep_bytes is a size"),
+        ('keep_bytes = "1 ZB"', "keep_bytes is a size"),
+        ("them = 1", "there is no setting 'them'; there are theme, refresh, keep_runs, keep_bytes"),
+        ("theme = ", "is not TOML"),
+        ("x" * 70_000, "too long"),
+    ],
+)
+def test_a_setting_that_means_nothing_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(written(tmp_path, text))
+    assert said in str(error.value)
+    assert str(config_path({"XDG_CONFIG_HOME": str(tmp_path)})) in str(error.value)
+
+
+def test_a_variable_is_named_by_its_own_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="DPMON_REFRESH is a number of seconds from 0.1 to 60, not 'x'"):
+        load({"XDG_CONFIG_HOME": str(tmp_path), "DPMON_REFRESH": "x"})
+
+
+def test_a_directory_or_a_pipe_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "dpmon").mkdir()
+    os.mkfifo(tmp_path / "dpmon" / "config.toml")
+    with pytest.raises(ConfigError, match="is no file"):
+        load({"XDG_CONFIG_HOME": str(tmp_path)})
+
+
+def test_a_wrong_setting_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("DPMON_THEME", "pi\x1bnk")
+    (tmp_path / "script.py").write_text("print('ran')")
+    assert main([str(tmp_path / "script.py")]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert "DPMON_THEME is one of dark" in said.err
+    assert "\x1b" not in said.err
+    assert said.out == ""
+    assert not (tmp_path / "state").exists()
+    assert main(["ls"]) == 0, "what does not draw does not mind"
+
+
+def test_without_a_file_no_parser_is_loaded(tmp_path: Path) -> None:
+    code = "import os, sys; from dpmon.config import load; load(os.environ); print('tomllib' in sys.modules)"
+    environ = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -84,9 +84,8 @@ def _bytes(value: Any) -> int:
     found = re.fullmatch(r"([0-9]{1,18}|[0-9]{1,9}\.[0-9]{1,3})\s*([A-Za-z]{0,3})", str(value).strip())
     if isinstance(value, (bool, float)) or found is None or found[2].upper() not in _UNITS:
         raise ValueError('a size such as "500 MB" or "5 GiB"')
-    return (
-        int(float(found[1]) * _UNITS[found[2].upper()]) if "." in found[1] else int(found[1]) * _UNITS[found[2].upper()]
-    )
+    unit = _UNITS[found[2].upper()]
+    return int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
 
 
 _SETTINGS: Mapping[str, Callable[[Any], Any]] = {
@@ -145,6 +144,7 @@ def _file(path: Path) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        return tomllib.loads(data.decode("utf-8"))
+        table: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
+    return table

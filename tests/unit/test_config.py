@@ -57,7 +57,7 @@ def test_a_setting_that_means_nothing_is_one_sentence(tmp_path: Path, text: str,
 
 
 def test_a_variable_is_named_by_its_own_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="DPMON_REFRESH is a number of seconds from 0.1 to 60, not 'x'"):
+    with pytest.raises(ConfigError, match=r"DPMON_REFRESH is a number of seconds from 0\.1 to 60, not 'x'"):
         load({"XDG_CONFIG_HOME": str(tmp_path), "DPMON_REFRESH": "x"})
 
 

@@ -9,11 +9,11 @@ from textual.app import ComposeResult
 from textual.screen import ModalScreen
 
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, box, cut, width_of
+from dpmon.ui.rows import Row, box, cut, span_width, width_of
 from dpmon.ui.text import harmless
 from dpmon.ui.view import PanelView
 
-__all__ = ["Choice", "Line", "Pages"]
+__all__ = ["Choice", "Commands", "Line", "Pages"]
 
 
 class _Dialog(ModalScreen[str | None]):
@@ -84,11 +84,15 @@ class Choice(_Dialog):
             rows.append([("  ", ""), (key.ljust(5), "key"), (" " + cut(says, width - 8), "")])
         return rows
 
+    def offers(self, name: str) -> bool:
+        """Whether that is one of the answers."""
+        return any(name == each for _, each, _ in self.answers)
+
     def on_key(self, event: events.Key) -> None:
-        """An answer's key answers; escape, and a second ctrl+c, stay."""
+        """An answer's key answers; escape stays."""
         event.stop()
         for key, name, _ in self.answers:
-            if event.key == key or (key == "esc" and event.key in ("escape", "ctrl+c")):
+            if event.key == key or (key == "esc" and event.key == "escape"):
                 self.dismiss(name)
                 return
 
@@ -132,10 +136,10 @@ class Pages(_Dialog):
 class Line(_Dialog):
     """One line to type; dismissed with it, or None."""
 
-    def __init__(self, title: str, note: str, look: Look) -> None:
+    def __init__(self, title: str, note: str, look: Look, typed: str = "") -> None:
         super().__init__(title, look)
         self.note = note
-        self.typed = ""
+        self.typed = typed
 
     def content(self, width: int, height: int) -> list[Row]:
         """The line as far as it was typed, its end in sight, and what will happen."""
@@ -167,3 +171,67 @@ class Line(_Dialog):
         event.stop()
         self.typed += harmless((event.text.splitlines() or [""])[0])[:4000]
         self.draw()
+
+
+class Commands(_Dialog):
+    """A list to choose from, shortened by typing; dismissed with the action that was chosen, or None."""
+
+    def __init__(self, commands: Sequence[tuple[str, str, str]], look: Look) -> None:
+        """`commands`: key, sentence, action."""
+        super().__init__("What can be done now", look)
+        self.commands = commands
+        self.typed = ""
+        self.at = 0
+
+    def wanted(self) -> int:
+        """As wide as its longest row, whatever is typed."""
+        return max(span_width(says) for _, says, _ in self.commands) + 10
+
+    def corner(self) -> str:
+        """How to choose."""
+        return "enter does it"
+
+    def matching(self) -> list[tuple[str, str, str]]:
+        """Those that have every word that was typed."""
+        words = self.typed.lower().split()
+        return [each for each in self.commands if all(word in f"{each[0]} {each[1]}".lower() for word in words)]
+
+    def content(self, width: int, height: int) -> list[Row]:
+        """What was typed, then the commands, the chosen one marked; the box keeps its height while it is typed in."""
+        found = self.matching()
+        self.at = max(min(self.at, len(found) - 1), 0)
+        cursor = "_" if self.look.glyphs.ascii else "▏"
+        rows: list[Row] = [[("> ", "key"), (self.typed, ""), (cursor, "key")]]
+        room = max(min(height, len(self.commands) + 1) - 1, 1)
+        top = max(self.at - room + 1, 0)
+        for index in range(top, top + room):
+            if index >= len(found):
+                rows.append([])
+                continue
+            key, says, _ = found[index]
+            mark = self.look.glyphs.focus if index == self.at else " "
+            style = "bold" if index == self.at else ""
+            rows.append([(mark + " ", "key"), (key.ljust(6), "key"), (cut(says, width - 8), style)])
+        if not found:
+            rows[1] = [("  nothing of that name can be done now", "dim")]
+        return rows
+
+    def on_key(self, event: events.Key) -> None:
+        """Choose, shorten the list, or give up."""
+        event.stop()
+        moves = {"up": -1, "down": 1, "pageup": -8, "pagedown": 8, "tab": 1, "shift+tab": -1}
+        if event.key == "enter":
+            found = self.matching()
+            self.dismiss(found[self.at][2] if found else None)
+        elif event.key in ("escape", "ctrl+c"):
+            self.dismiss(None)
+        elif event.key in moves:
+            self.at = max(self.at + moves[event.key], 0)
+            self.draw()
+        elif event.key in ("backspace", "ctrl+h"):
+            self.typed = self.typed[:-1]
+            self.draw()
+        elif event.is_printable and event.character:
+            self.typed = (self.typed + harmless(event.character))[:40]
+            self.at = 0
+            self.draw()

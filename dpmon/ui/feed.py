@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Mapping
@@ -180,7 +181,13 @@ class Feed:
             and self._facts.mode_option != "script"
             and self._ended is None
             and self._alive is not False
+            and not self._never_dp()
         )
+
+    def _never_dp(self) -> bool:
+        """Whether the training is known to refuse: every rank of DistributedDataParallel has its own device."""
+        process = self.state.focus()
+        return process is not None and process.newest is not None and process.newest[1] == "DistributedDataParallel"
 
     def toggle(self) -> None:
         """Ask for the other mode; pending from this moment on."""
@@ -227,6 +234,10 @@ class Feed:
         sent = send_input(self.directory, (line + "\n").encode("utf-8", "replace"))
         return None if sent else "nobody takes it just now"
 
+    def file_name(self) -> str:
+        """How files about this run begin: "dpmon-linear-7f3a"."""
+        return "dpmon-" + re.sub(r"^\d{8}-\d{6}-|[^A-Za-z0-9._-]+", "", self.directory.name)[:80]
+
     # ------------------------------------------------------------------------------------------ scenes
 
     def scene(self, view: View, stopping: str | None = None) -> Scene:
@@ -249,6 +260,7 @@ class Feed:
             missed=reader.missed,
             can_toggle=self.can_toggle(),
             can_type=self._ended is None and self.can_type(),
+            outputs=len(self.output.tails),
             stopping=stopping,
             ending=self._ending,
         )

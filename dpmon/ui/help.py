@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dpmon.model.state import PHASES
+from dpmon.ui.keys import DEEDS
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, cut, wrapped
 
@@ -36,15 +37,9 @@ _PANELS = (
     ("4 dp against single", "both modes' figures side by side, once both ran; d switches the running job."),
     ("5 Output", "what the script prints. Page keys scroll, end follows again; nothing in it can steer this terminal."),
 )
-_KEYS = (
-    ("d", "data parallel or single device, from the next batch on; pending until the training has answered"),
-    ("1-5", "go to a panel; once more, or enter: full screen and back; tab: the next one"),
-    ("space", "freeze the picture (the training goes on)"),
-    ("arrows, page keys, home, end", "scroll the output"),
-    ("n", "the next root module, or the next call of a step, when there are several"),
-    ("i", "send a line to the script's standard input"),
-    ("w", "warnings; o: the other output file of a headless run"),
-    ("q, ctrl+c", "leave the training running, stop it, or stay"),
+_MOVES = (
+    ("tab, arrows", "go to the next panel; in the output and in full screen the arrows scroll"),
+    ("page keys", "scroll the panel in full screen, else the output; home and end: to its ends. The wheel scrolls too"),
 )
 
 
@@ -65,5 +60,6 @@ def help_rows(width: int, look: Look) -> list[Row]:
     rows += [[], [("Phases of a step", "title")]]
     rows += _entries([(name, f"phase.{name}", _PHASE_WORDS[name]) for name in PHASES], label, width)
     rows += [[], [("Keys", "title")]]
-    rows += _entries([(keys, "key", text) for keys, text in _KEYS], label, width)
+    rows += _entries([(deed.key, "key", deed.says) for deed in DEEDS], label, width)
+    rows += _entries([(keys, "key", text) for keys, text in _MOVES], label, width)
     return rows

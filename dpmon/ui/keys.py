@@ -1,44 +1,183 @@
-"""The keys, and what those that only change the view do to it: functions from view to view."""
+"""Every key: what it does, what the footer calls it, and when it is possible. Footer, help and palette read this list.
+
+And what the keys that only change the view do to it: functions from view to view.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from textual.binding import Binding, BindingType
 
 from dpmon.ui.layout import Slot
-from dpmon.ui.scene import PANELS, View
+from dpmon.ui.panel_replicas import choices
+from dpmon.ui.scene import PANELS, RANGES, Scene, View
 
-__all__ = ["BINDINGS", "next_panel", "to_panel", "zoomed"]
-
-_FAR = 1_000_000_000
-BINDINGS: list[BindingType] = [
-    Binding("ctrl+c,ctrl+q", "leave", priority=True, show=False),
-    Binding("q", "leave", show=False),
-    Binding("d", "toggle_mode", show=False),
-    Binding("question_mark,h,f1", "help", show=False),
-    Binding("space", "freeze", show=False),
-    # Before Textual moves a focus that nothing here has.
-    Binding("tab", "next_panel(1)", priority=True, show=False),
-    Binding("shift+tab", "next_panel(-1)", priority=True, show=False),
-    *(Binding(str(i + 1), f"panel('{name}')", show=False) for i, name in enumerate(PANELS)),
-    Binding("enter", "zoom", show=False),
-    Binding("escape", "unzoom", show=False),
-    Binding("up", "scroll(-1)", show=False),
-    Binding("down", "scroll(1)", show=False),
-    Binding("pageup", "scroll_page(-1)", show=False),
-    Binding("pagedown", "scroll_page(1)", show=False),
-    Binding("home", f"scroll(-{_FAR})", show=False),
-    Binding("end", f"scroll({_FAR})", show=False),
-    Binding("left", "shift(-8)", show=False),
-    Binding("right", "shift(8)", show=False),
-    Binding("n", "next_root", show=False),
-    Binding("i", "type_line", show=False),
-    Binding("w", "warnings", show=False),
-    Binding("o", "next_output", show=False),
-    Binding("ctrl+z", "suspend_process", show=False),
+__all__ = [
+    "BINDINGS",
+    "DEEDS",
+    "PERIODS",
+    "Deed",
+    "neighbour",
+    "next_panel",
+    "other_period",
+    "other_range",
+    "possible",
+    "range_words",
+    "to_panel",
+    "zoomed",
 ]
+
+FAR = 1_000_000_000
+PERIODS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""Seconds between pictures to choose from."""
+
+
+class Deed(NamedTuple):
+    """One thing that can be done."""
+
+    key: str
+    """As people write it."""
+    names: str
+    """As Textual calls the keys, separated by commas."""
+    action: str
+    word: Callable[[Scene], str | None]
+    """What the footer calls it now; None while it is not possible, "" where it has no place in the footer."""
+    says: str
+    """What help and palette say."""
+    group: str = ""
+    """Help shows deeds of one group in one line, under this."""
+
+
+def _always(word: str) -> Callable[[Scene], str | None]:
+    return lambda scene: word
+
+
+def _when(test: Callable[[Scene], bool], word: str) -> Callable[[Scene], str | None]:
+    return lambda scene: word if test(scene) else None
+
+
+def _other_mode(scene: Scene) -> str | None:
+    if not scene.can_toggle or scene.over or scene.process is None:
+        return None
+    return "dp" if scene.process.mode == "single" else "single"
+
+
+def _freeze(scene: Scene) -> str | None:
+    if scene.view.frozen:
+        return "go on"
+    return None if scene.over else "freeze"
+
+
+def _several_roots(scene: Scene) -> bool:
+    return scene.view.focus == "replicas" and len(choices(scene.process)) > 1
+
+
+def _finding(scene: Scene) -> bool:
+    return bool(scene.view.search) and scene.view.focus == "output"
+
+
+DEEDS: tuple[Deed, ...] = (
+    Deed("d", "d", "toggle_mode", _other_mode, "data parallel or single device, from the next batch on"),
+    Deed("space", "space", "freeze", _freeze, "freeze the picture; the training goes on"),
+    Deed(
+        "esc",
+        "escape",
+        "unzoom",
+        lambda scene: "all panels" if scene.view.zoom else "end search" if _finding(scene) else None,
+        "back to all panels; end a search",
+    ),
+    Deed("n", "n", "next(1)", _when(_finding, "older"), "the next older line with what is searched for"),
+    Deed("N", "N", "next(-1)", _when(_finding, "newer"), "the next newer one"),
+    Deed(
+        "1-5",
+        "",
+        "",
+        lambda scene: None if scene.view.zoom else "panel",
+        "go to a panel; once more: full screen and back. tab, arrows and the mouse do so too",
+    ),
+    Deed(
+        "enter", "enter", "zoom", lambda scene: None if scene.view.zoom else "zoom", "the panel in focus: full screen"
+    ),
+    Deed(
+        "/",
+        "slash",
+        "find",
+        lambda scene: "find" if "output" in (scene.view.focus, scene.view.zoom) else "",
+        "find a word in the script's output, the newest line first",
+    ),
+    Deed("n", "n", "next(1)", _when(_several_roots, "next call"), "the next root or call of a step, where there are several"),
+    Deed("i", "i", "type_line", _when(lambda s: s.can_type and not s.over, "input"), "send a line to the script"),
+    Deed("w", "w", "warnings", _when(lambda s: bool(s.state.warnings), "warnings"), "all warnings that are kept"),
+    Deed("[ ]", "", "", _always("range"), "a shorter or longer time range for histories and figures"),
+    Deed("s", "s", "picture", _always("picture"), "save a picture of the screen (SVG)"),
+    Deed("e", "e", "export", _always("export"), "export all records (JSON lines), in the background"),
+    Deed("x", "x", "stop", _when(lambda s: not s.over and s.stopping is None, "stop"), "stop the training; asks first"),
+    Deed("t", "t", "theme", _always("theme"), "the next theme: dark, light, colour-blind, mono, ASCII"),
+    Deed("+ -", "", "", _always("refresh"), "a picture more or less often"),
+    Deed(
+        "o",
+        "o",
+        "next_output",
+        _when(lambda s: s.outputs > 1, "output file"),
+        "the other file of output",
+    ),
+    Deed(":", "colon,ctrl+p", "palette", _always("more"), "all that can be done now; type to choose"),
+    Deed("?", "question_mark,h,f1", "help", _always("help"), "what the words and keys mean"),
+    Deed(
+        "q",
+        "q",
+        "leave",
+        lambda scene: "close" if scene.over else "leave",
+        "leave the training running, stop it, or stay; ctrl+c too",
+    ),
+)
+_PAIRS: tuple[tuple[str, str, str, str], ...] = (
+    ("[", "left_square_bracket", "range(-1)", "a shorter time range"),
+    ("]", "right_square_bracket", "range(1)", "a longer time range"),
+    ("+", "plus,equals_sign", "refresh(-1)", "pictures more often"),
+    ("-", "minus,underscore", "refresh(1)", "pictures less often"),
+    *((str(i + 1), str(i + 1), f"panel('{name}')", f"panel {i + 1}: {name}") for i, name in enumerate(PANELS)),
+)
+
+
+def _bindings() -> list[BindingType]:
+    found: dict[str, str] = {deed.names: deed.action for deed in DEEDS if deed.names}
+    found |= {names: action for _, names, action, _ in _PAIRS}
+    found |= {
+        "up": "arrow('up')",
+        "down": "arrow('down')",
+        "left": "arrow('left')",
+        "right": "arrow('right')",
+        "pageup": "scroll_page(-1)",
+        "pagedown": "scroll_page(1)",
+        "home": f"scroll(-{FAR})",
+        "end": f"scroll({FAR})",
+        "ctrl+z": "suspend_process",
+    }
+    return [
+        Binding("ctrl+c,ctrl+q", "leave(True)", priority=True, show=False),
+        # Before Textual moves a focus that nothing here has.
+        Binding("tab", "next_panel(1)", priority=True, show=False),
+        Binding("shift+tab", "next_panel(-1)", priority=True, show=False),
+        *(Binding(names, action, show=False) for names, action in found.items()),
+    ]
+
+
+BINDINGS: list[BindingType] = _bindings()
+
+
+def possible(scene: Scene) -> list[tuple[str, str, str]]:
+    """Key, sentence and action for everything that can be done now, for the palette."""
+    found = [
+        (d.key, d.says, d.action) for d in DEEDS if d.names and d.action != "palette" and d.word(scene) is not None
+    ]
+    return found + [(key, says, action) for key, _, action, says in _PAIRS]
+
+
+# ------------------------------------------------------------------------------------------------ the view
 
 
 def to_panel(view: View, slots: Mapping[str, Slot], name: str) -> View:
@@ -59,6 +198,49 @@ def next_panel(view: View, slots: Mapping[str, Slot], by: int) -> View:
     return replace(view, focus=next((panel for panel in order if panel in slots), view.focus))
 
 
+def neighbour(view: View, slots: Mapping[str, Slot], way: str) -> View:
+    """Go to the panel that lies up, down, left or right of the one in focus, if there is one."""
+    here = slots.get(view.focus)
+    if here is None:
+        return view
+    found: list[tuple[int, int, str]] = []
+    for name in PANELS:
+        slot = slots.get(name)
+        if slot is None or name == view.focus:
+            continue
+        if way in ("left", "right"):
+            gap = here.x - (slot.x + slot.width) if way == "left" else slot.x - (here.x + here.width)
+            aside = max(slot.y - (here.y + here.height), here.y - (slot.y + slot.height)) + 1
+        else:
+            gap = here.y - (slot.y + slot.height) if way == "up" else slot.y - (here.y + here.height)
+            aside = max(slot.x - (here.x + here.width), here.x - (slot.x + slot.width)) + 1
+        if gap >= 0 and aside <= 0:
+            found.append((gap, PANELS.index(name), name))
+    return replace(view, focus=min(found)[2]) if found else view
+
+
 def zoomed(view: View) -> View:
     """The panel in focus: full screen and back."""
     return replace(view, zoom=None if view.zoom is not None else view.focus)
+
+
+def other_range(view: View, by: int) -> View:
+    """The next longer (or shorter) time range; the last one stays."""
+    here = RANGES.index(view.span_s) if view.span_s in RANGES else 0
+    return replace(view, span_s=RANGES[min(max(here + by, 0), len(RANGES) - 1)])
+
+
+def range_words(seconds: int) -> str:
+    """A time range as people say it: "2 min", "whole run"."""
+    if seconds <= 0:
+        return "whole run"
+    return f"{seconds} s" if seconds < 60 else f"{seconds // 60} min"
+
+
+def other_period(period: float, by: int) -> float:
+    """The next longer (or shorter) time between pictures."""
+    longer = [each for each in PERIODS if each > period * 1.001]
+    shorter = [each for each in PERIODS if each < period * 0.999]
+    if by > 0:
+        return longer[0] if longer else period
+    return shorter[-1] if shorter else period

@@ -1,193 +1,41 @@
-"""The Textual application: wiring between the feed, the pictures and the keys."""
+"""The Textual application: what every key, click and dialog does. How it draws is in `drawing`."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import ClassVar
 
-from textual.app import App, ComposeResult
 from textual.binding import BindingType
 
-from dpmon.ui import keys
-from dpmon.ui.dialogs import Choice, Line, Pages
-from dpmon.ui.feed import Feed, Reader
+from dpmon.ui import errands, keys
+from dpmon.ui.dialogs import Choice, Commands, Line, Pages
+from dpmon.ui.drawing import Drawing
+from dpmon.ui.footer import at
 from dpmon.ui.format import clock
 from dpmon.ui.help import help_rows
-from dpmon.ui.layout import Slot
-from dpmon.ui.leaving import Leaving, terminal_gone
-from dpmon.ui.look import Look
-from dpmon.ui.paint import paint, places
 from dpmon.ui.panel_replicas import choices
+from dpmon.ui.picture import svg
 from dpmon.ui.rows import Row, wrapped
-from dpmon.ui.scene import PANELS, Scene, View
+from dpmon.ui.scene import PANELS, View
 from dpmon.ui.text import clean
 from dpmon.ui.view import PanelView
 
 __all__ = ["Monitor"]
 
-_PLACES = ("status", *PANELS, "footer", "small")
-_REPAINT_S = 60.0
-_SIP_S = 0.2
-_QUEUED_WRITES = 2
-"""With more writes than these waiting for the terminal, a frame is left out."""
+_ASK_STOP = [("s", "stop", "stop the training: interrupt, then terminate, then kill")]
 
 
-def _open(directory: Path) -> Reader:
-    from dpmon.run.reader import RunReader
-
-    return RunReader(directory)
-
-
-class Monitor(App[str]):
+class Monitor(Drawing):
     """The live screen of one run."""
 
-    ENABLE_COMMAND_PALETTE = False
-    CSS = """
-    Screen { overflow: hidden; }
-    ModalScreen { background: transparent; }
-    """
     BINDINGS: ClassVar[list[BindingType]] = keys.BINDINGS
+    _stop_done = False
 
-    def __init__(
-        self,
-        directory: Path,
-        look: Look,
-        *,
-        refresh: float = 1.0,
-        open_reader: Callable[[], Reader] | None = None,
-        direct: bool = True,
-    ) -> None:
-        """`refresh`: seconds between pictures; `direct` False leaves all drawing to Textual."""
-        super().__init__(ansi_color=not look.colour)
-        self.look = look
-        self.period = refresh
-        self.direct = direct
-        self.feed = Feed(directory, open_reader or (lambda: _open(directory)))
-        self.leaving = Leaving(self._ask_to_exit)
-        self.problem: Exception | None = None
-        """Why the run could not be opened."""
-        self.view = View()
-        self.slots: dict[str, Slot] = {}
-        self._still: Scene | None = None
-        self._stopping: str | None = None
-        self._stop_done = False
-        self._panels = {name: PanelView(name, look) for name in _PLACES}
-
-    def compose(self) -> ComposeResult:
-        """One widget a place; the sizes come with the first picture."""
-        yield from self._panels.values()
-
-    def on_mount(self) -> None:
-        """Draw before anything is read, then begin to read."""
-        self.app_resume_signal.subscribe(self, lambda _: self._repaint())
-        self.screen.styles.background = self.look.background
-        self.draw()
-        self.call_after_refresh(self._begin)
-
-    def _begin(self) -> None:
-        try:
-            self.feed.start()
-        except Exception as error:  # noqa: BLE001  a directory that is no run: told by whoever started the screen
-            self.problem = error
-            self.exit(None, return_code=2)
-            return
-        self._tick()
-        self.set_interval(self.period, self._tick)
-        self.set_interval(_SIP_S, self.feed.sip)
-        self.set_interval(_REPAINT_S, self._repaint)
-
-    def on_resize(self) -> None:
-        """Everything finds its place in the new size."""
-        self.draw()
-
-    def _ask_to_exit(self, status: int) -> None:
-        loop = getattr(self, "_loop", None)
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(lambda: self.exit(None, return_code=status))
-
-    # ------------------------------------------------------------------------------------------ drawing
-
-    def _tick(self) -> None:
-        if not self.is_headless and terminal_gone():
-            self.leaving.go(129)
-            return
-        self.feed.tick()
-        if self._still is None:
-            self.feed.output.refresh()
-        if self._queued() <= _QUEUED_WRITES:
-            self.draw()
-        if self._stop_done:
-            self._after_stop()
-
-    def _queued(self) -> int:
-        """Writes that wait for the terminal; 0 where Textual does not tell."""
-        queue = getattr(getattr(self._driver, "_writer_thread", None), "_queue", None)
-        return int(queue.qsize()) if queue is not None else 0
-
-    def _past_compositor(self) -> Callable[[str], object] | None:
-        """How to write to the terminal without Textual; None where there is none, or Textual has it elsewhere."""
-        if self.is_headless or not self.direct:
-            return None
-        write = getattr(self._driver, "write", None)
-        return write if callable(write) else None
-
-    def _repaint(self) -> None:
-        """Send the whole picture again: whatever else wrote to the terminal is gone then."""
-        self.screen.refresh()
-
-    def on_app_focus(self) -> None:
-        """The terminal comes into sight."""
-        self._repaint()
-
-    def on_panel_view_picked(self, event: PanelView.Picked) -> None:
-        """A click goes to a panel."""
-        if event.panel in PANELS:
-            self.action_panel(event.panel)
-
-    def on_panel_view_wheel(self, event: PanelView.Wheel) -> None:
-        """The wheel scrolls the output."""
-        if event.panel == "output":
-            self.action_scroll(event.by)
-
-    def scene(self) -> Scene:
-        """What is to be drawn: now, or the instant at which the picture was frozen."""
-        if self._still is not None:
-            return replace(self._still, view=self.view)
-        return self.feed.scene(self.view, self._stopping)
-
-    def draw(self) -> None:
-        """Build the pictures and hand each panel its rows; only rows that differ reach the terminal."""
-        width, height = self.size
-        if not width or not height:
-            return
-        scene = self.scene()
-        slots = places(scene, width, height)
-        painted = paint(scene, self.feed.output, slots, self.look)
-        # Past the compositor only while every panel stands where it stood and nothing lies over it.
-        write = self._past_compositor() if slots == self.slots and len(self.screen_stack) == 1 else None
-        patches: list[str] = []
-        with self.batch_update():
-            for name, panel in self._panels.items():
-                slot = slots.get(name)
-                if panel.display != (slot is not None):
-                    panel.display = slot is not None
-                if slot is not None:
-                    settled = panel.place(slot.x, slot.y, slot.width, slot.height)
-                    panel.show(painted[name], patches.append if settled and write is not None else None)
-        self.slots = slots
-        if patches:
-            write("".join(patches))  # type: ignore[misc]
-
-    def text(self) -> list[str]:
-        """What is on the screen, as text rows (for tests)."""
-        rows = [""] * max((slot.y + slot.height for slot in self.slots.values()), default=0)
-        for name, slot in sorted(self.slots.items(), key=lambda item: item[1].x):
-            for index, line in enumerate(self._panels[name].text()):
-                rows[slot.y + index] += line
-        return rows
+    @property
+    def _dialog_open(self) -> bool:
+        return len(self.screen_stack) > 1
 
     def _say(self, message: str | None) -> None:
         self._see(replace(self.view, message=message, message_ns=self.feed.now_ns()))
@@ -196,7 +44,25 @@ class Monitor(App[str]):
         self.view = view
         self.draw()
 
-    # ------------------------------------------------------------------------------------------ keys
+    # ------------------------------------------------------------------------------------------ moving
+
+    def on_panel_view_picked(self, event: PanelView.Picked) -> None:
+        """A click goes to a panel, or does what the footer names there."""
+        if event.panel in PANELS:
+            self.action_panel(event.panel)
+        elif event.panel == "footer":
+            self.call_next(self._do_key, at(self.panel_rows("footer")[0], event.x))
+
+    async def _do_key(self, key: str | None) -> None:
+        scene = self.scene()
+        action = next((deed.action for deed in keys.DEEDS if deed.key == key and deed.word(scene)), "")
+        if action and not self._dialog_open:
+            await self.run_action(action)
+
+    def on_panel_view_wheel(self, event: PanelView.Wheel) -> None:
+        """The wheel scrolls the panel it is over."""
+        if event.panel in PANELS:
+            self._scroll(event.panel, event.by)
 
     def action_panel(self, name: str) -> None:
         """Go to a panel, or zoom it."""
@@ -204,16 +70,61 @@ class Monitor(App[str]):
 
     def action_next_panel(self, by: int) -> None:
         """Go to the next panel."""
-        if len(self.screen_stack) == 1:
+        if not self._dialog_open:
             self._see(keys.next_panel(self.view, self.slots, by))
+
+    def action_arrow(self, way: str) -> None:
+        """Among the panels; within the output, and within a panel that has the whole screen."""
+        output = self.feed.output
+        scrolls = self.view.zoom is not None or self.view.focus == "output"
+        if not scrolls or (way == "left" and self.view.zoom is None and not output.left):
+            self._see(keys.neighbour(self.view, self.slots, way))
+        elif way in ("up", "down"):
+            self._scroll(self.view.focus, -1 if way == "up" else 1)
+        elif self.view.focus == "output":
+            output.left = max(output.left + (-8 if way == "left" else 8), 0)
+            self.draw()
 
     def action_zoom(self) -> None:
         """The panel in focus: full screen and back."""
         self._see(keys.zoomed(self.view))
 
     def action_unzoom(self) -> None:
-        """Back to all panels; the output follows again."""
-        self._see(replace(self.view, zoom=None))
+        """Back to all panels; where there are all, a search ends."""
+        if self.view.zoom is not None:
+            self._see(replace(self.view, zoom=None))
+        else:
+            self._see(replace(self.view, search=""))
+
+    def action_scroll(self, by: int) -> None:
+        """Scroll the panel that has the whole screen, else the output."""
+        self._scroll(self.view.zoom or "output", by)
+
+    def action_scroll_page(self, by: int) -> None:
+        """The same by pages."""
+        panel = self.view.zoom or "output"
+        self._scroll(panel, by * max(self._height_of(panel) - 1, 1))
+
+    def _height_of(self, panel: str) -> int:
+        slot = self.slots.get(panel)
+        return max(slot.height - 2, 1) if slot is not None else 1
+
+    def _width_of(self, panel: str) -> int:
+        slot = self.slots.get(panel)
+        return max(slot.width - 4, 1) if slot is not None else 1
+
+    def _scroll(self, panel: str, by: int) -> None:
+        if panel == "output":
+            self.feed.output.scroll(by, self._height_of(panel))
+            self.draw()
+            return
+        before = self.view.scrolled.get(panel, 0)
+        self._see(self._scrolled(panel, self.last_scroll(panel, max(before + by, 0))))
+
+    def _scrolled(self, panel: str, first: int) -> View:
+        return replace(self.view, scrolled={**self.view.scrolled, panel: first})
+
+    # ------------------------------------------------------------------------------------------ looking
 
     def action_freeze(self) -> None:
         """Hold the picture, or let it go on."""
@@ -231,47 +142,84 @@ class Monitor(App[str]):
             self.feed.toggle()
             self.draw()
 
-    def action_next_root(self) -> None:
-        """Show the next root module; after the last one again the one that was called last."""
+    def action_next(self, by: int) -> None:
+        """The next hit of a search in the output; else the next root or call, after the last one the newest again."""
+        if self.view.search and self.view.focus == "output":
+            self._search(self.view.search, by)
+            return
         count = len(choices(self.feed.state.focus()))
-        if count > 1:
+        if by > 0 and count > 1:
             self._see(replace(self.view, root=(self.view.root + 1) % (count + 1)))
 
-    def _output_height(self) -> int:
-        slot = self.slots.get("output")
-        return max(slot.height - 2, 1) if slot is not None else 1
+    def action_range(self, by: int) -> None:
+        """A longer or shorter time range."""
+        view = keys.other_range(self.view, by)
+        self.view = view
+        self._say(f"time range: {keys.range_words(view.span_s)}")
 
-    def action_scroll(self, by: int) -> None:
-        """Move in the output by lines."""
-        self.feed.output.scroll(by, self._output_height())
-        self.draw()
+    def action_refresh(self, by: int) -> None:
+        """A picture less or more often."""
+        self.every(keys.other_period(self.period, by))
+        self._say(f"a picture every {self.period:g} s")
 
-    def action_scroll_page(self, by: int) -> None:
-        """Move in the output by pages."""
-        self.action_scroll(by * max(self._output_height() - 1, 1))
-
-    def action_shift(self, by: int) -> None:
-        """Move in the output's long lines."""
-        self.feed.output.left = max(self.feed.output.left + by, 0)
-        self.draw()
+    def action_theme(self) -> None:
+        """The next theme."""
+        self.relook(self.look.next())
+        self._say(f"theme {self.look.theme}; DPMON_THEME={self.look.theme} starts with it")
 
     def action_next_output(self) -> None:
         """The other file of a headless run."""
-        output = self.feed.output
-        if len(output.tails) > 1:
-            output.which, output.top = (output.which + 1) % len(output.tails), None
-            self.draw()
+        self.feed.output.next_file()
+        self.draw()
+
+    # ------------------------------------------------------------------------------------------ finding
+
+    def action_find(self) -> None:
+        """Ask for a word to look for in the output."""
+        if self._dialog_open:
+            return
+
+        def begin(text: str | None) -> None:
+            if text:
+                self.view = replace(self.view, focus="output", zoom=self.view.zoom and "output", search=text)
+                self._search(text, 1)
+
+        note = "enter looks for it, the newest line first; capitals count if there are any"
+        self.push_screen(Line("Find in the output", note, self.look, self.view.search), begin)
+
+    def _search(self, text: str, by: int) -> None:
+        """Look on a thread of its own for the next older (1) or newer (-1) line with `text`."""
+        job = self.feed.output.search(text, by, self._height_of("output"))
+        if job is None:
+            return
+        self._see(replace(self.view, message="looking", message_ns=self.feed.now_ns()))
+        self._beside(job, self._found)
+
+    def _found(self, message: str | None) -> None:
+        self.feed.output.show_hit(self._height_of("output"), self._width_of("output"))
+        self._say(message)
 
     # ------------------------------------------------------------------------------------------ dialogs
 
     def action_help(self) -> None:
         """What the words mean."""
-        if len(self.screen_stack) == 1:
+        if not self._dialog_open:
             self.push_screen(Pages("Help", lambda width: help_rows(width, self.look), self.look))
+
+    def action_palette(self) -> None:
+        """All that can be done now."""
+        if self._dialog_open:
+            return
+
+        def do(action: str | None) -> None:
+            if action:
+                self.call_next(self.run_action, action)
+
+        self.push_screen(Commands(keys.possible(self.scene()), self.look), do)
 
     def action_warnings(self) -> None:
         """All warnings that are kept."""
-        if len(self.screen_stack) > 1 or not self.feed.state.warnings:
+        if self._dialog_open or not self.feed.state.warnings:
             return
 
         def rows(width: int) -> list[Row]:
@@ -286,7 +234,7 @@ class Monitor(App[str]):
 
     def action_type_line(self) -> None:
         """A line for the script's standard input."""
-        if len(self.screen_stack) > 1 or not self.feed.can_type():
+        if self._dialog_open or not self.feed.can_type():
             return
 
         def send(line: str | None) -> None:
@@ -296,21 +244,58 @@ class Monitor(App[str]):
 
         self.push_screen(Line("Input", "enter sends the line to the script, esc does not", self.look), send)
 
-    def action_leave(self) -> None:
-        """After the end: close. Before it: ask what is to become of the training."""
-        scene = self.feed.scene(self.view)
-        if scene.over:
+    # ------------------------------------------------------------------------------------------ files
+
+    def action_picture(self) -> None:
+        """Save the screen as it is now."""
+        text = svg(self.painted_rows(), self.look, f"dpmon {self.scene().facts.script.rpartition('/')[2]}")
+        directory, name = self.feed.directory, self.feed.file_name()
+        self._beside(lambda: f"picture: {errands.save(text, name, 'svg', directory)}", self._say)
+
+    def action_export(self) -> None:
+        """Write all records into a file, beside the screen."""
+        self._say("exporting; the screen goes on")
+        directory, name = self.feed.directory, self.feed.file_name()
+        self._beside(lambda: f"exported: {errands.export(directory, name)}", self._say)
+
+    def _beside(self, job: Callable[[], str | None], then: Callable[[str | None], None]) -> None:
+        """Do `job` on a thread of its own; what it returns, or why it failed, goes to `then` on this one."""
+
+        def run() -> None:
+            try:
+                said = job()
+            except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on
+                told = isinstance(error, errands.ErrandError)
+                said = str(error) if told else f"{type(error).__name__}: {error}"
+            self.from_thread(then, None if said is None else clean(said, 300))
+
+        threading.Thread(target=run, name="dpmon errand", daemon=True).start()
+
+    # ------------------------------------------------------------------------------------------ leaving
+
+    def action_leave(self, interrupt: bool = False) -> None:
+        """After the end: close. Before it: ask what is to become of the training; a second ctrl+c leaves it running."""
+        if self.feed.scene(self.view).over:
             self.exit("ended")
             return
-        if len(self.screen_stack) > 1:
-            self.screen.dismiss(None)
+        if self._dialog_open:
+            leaving = isinstance(self.screen, Choice) and self.screen.offers("left")
+            self.screen.dismiss("left" if interrupt and leaving else None)
             return
-        answers = [("l", "left", "leave it running; this screen closes")]
+        answers = [("l", "left", "leave it running; this screen closes (ctrl+c too)")]
         if self._stopping is None:
-            answers.append(("s", "stop", "stop the training: interrupt, then terminate, then kill"))
+            answers += _ASK_STOP
         answers.append(("esc", "stay", "stay here"))
         text = ["The training does not need this screen."]
         self.push_screen(Choice("Leave", text, answers, self.look), self._left)
+
+    def action_stop(self) -> None:
+        """Stop the training, once that is confirmed."""
+        if self._dialog_open or self._stopping is not None or self.feed.scene(self.view).over:
+            return
+        answers = [*_ASK_STOP, ("esc", "stay", "let it go on")]
+        text = ["What it has computed since it last saved is lost."]
+        self.push_screen(Choice("Stop the training?", text, answers, self.look), self._left)
 
     def _left(self, answer: str | None) -> None:
         if answer == "left":
@@ -324,20 +309,23 @@ class Monitor(App[str]):
     def _stop(self) -> None:
         """On a thread of its own: stop the whole run, telling how it goes."""
         try:
-            from dpmon.run.stop import stop_run
-
-            for progress in stop_run(self.feed.directory):
-                self.call_from_thread(self._stopped_so_far, clean(progress, 200))
-            self._stop_done = True
+            for progress in errands.stop(self.feed.directory):
+                self.from_thread(self._stopped_so_far, clean(progress, 200))
+            self.from_thread(self._stopped)
         except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on
-            self.call_from_thread(self._stop_failed, clean(f"{type(error).__name__}: {error}", 200))
+            self.from_thread(self._stop_failed, clean(f"{type(error).__name__}: {error}", 200))
 
     def _stopped_so_far(self, text: str) -> None:
         self._stopping = text
         self.draw()
 
-    def _after_stop(self) -> None:
-        """Every signal was sent: leave when the end is known, or say what is left."""
+    def _stopped(self) -> None:
+        self._stop_done = True
+
+    def after_tick(self) -> None:
+        """When every signal was sent: leave as soon as the end is known, or say what is left."""
+        if not self._stop_done:
+            return
         scene = self.feed.scene(self.view)
         if scene.over:
             self.exit("stopped")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import ModuleType
 
 from dpmon.ui import panel_batch, panel_compare, panel_devices, panel_output, panel_ranks, panel_replicas, panel_stages
+from dpmon.ui.find import marked
 from dpmon.ui.footer import footer
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, Slot, arrange
 from dpmon.ui.look import Look
@@ -98,7 +99,12 @@ def _content(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -
         title, corner = panel_compare.title(found, look, slot.folded)
         return title, corner, panel_compare.compare(scene, width, height, found, look)
     title, corner = panel_output.title(output, look)
-    return title, corner, panel_output.shifted(output.visible(height), output.left)
+    search = scene.view.search
+    lines = output.visible(height)
+    if search:
+        title = [*title, (f" {look.glyphs.middot} find ", "dim"), (search, "wait")]
+        lines = [marked(line, search) for line in lines]
+    return title, corner, panel_output.shifted(lines, output.left, look.glyphs.more)
 
 
 def whole(scene: Scene, output: Output, width: int, height: int, look: Look) -> list[Row]:

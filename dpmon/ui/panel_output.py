@@ -2,95 +2,176 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from dpmon.ui.find import Hunt, found_in
 from dpmon.ui.format import group
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, span_width, width_of
+from dpmon.ui.rows import Row, plain, span_width, width_of
+from dpmon.ui.scrollback import Scrollback
 from dpmon.ui.tail import Tail
-from dpmon.ui.terminal_text import interpret, moves_up
 
 __all__ = ["Output", "shifted", "title"]
-
-_BAR_LINES = 600
-"""Lines that are read together where some draw over others."""
 
 
 @dataclass
 class Output:
-    """One log file and the place in it that is looked at; `top` None follows the end."""
+    """One log file and the place in it that is looked at; `top` (a serial number of rows) None follows the end."""
 
     tails: list[Tail] = field(default_factory=list)
     which: int = 0
     top: int | None = None
     left: int = 0
+    hit: int | None = None
+    """The row that was found last."""
+    _backs: dict[int, Scrollback] = field(default_factory=dict)
 
     @property
     def tail(self) -> Tail | None:
         """The file that is shown."""
         return self.tails[self.which % len(self.tails)] if self.tails else None
 
+    @property
+    def back(self) -> Scrollback | None:
+        """Its rows."""
+        if not self.tails:
+            return None
+        which = self.which % len(self.tails)
+        if which not in self._backs:
+            self._backs[which] = Scrollback(self.tails[which])
+            self._backs[which].follow()
+        return self._backs[which]
+
     def refresh(self) -> None:
         """Look at the files again."""
         for tail in self.tails:
             tail.refresh()
+        back = self.back
+        if back is None:
+            return
+        epoch, oldest = back.epoch, back.oldest
+        back.follow()
+        if self.top is None:
+            return
+        if back.epoch != epoch:
+            # It went on near the end of a flood: the same line has another serial number now.
+            self.top = self.top - oldest + back.oldest if back.counted else None
+            self.hit = None
+        else:
+            self.top = max(self.top, back.oldest)
+
+    def next_file(self) -> None:
+        """The other file, where there are two."""
+        if len(self.tails) > 1:
+            self.which, self.top, self.hit = (self.which + 1) % len(self.tails), None, None
 
     def scroll(self, by: int, height: int) -> None:
         """Move by lines (up is negative); at the end it follows again."""
-        tail = self.tail
-        if tail is None:
+        back = self.back
+        if back is None:
             return
-        last_top = max(tail.lines() - height, 0)
-        top = max((last_top if self.top is None else self.top) + by, 0)
+        last_top = max(back.end - height, back.oldest)
+        top = max((last_top if self.top is None else self.top) + by, back.oldest)
         self.top = None if top >= last_top else top
 
     def visible(self, height: int) -> list[Row]:
         """The lines that are looked at, interpreted."""
-        tail = self.tail
-        if tail is None or height <= 0:
+        back = self.back
+        if back is None or height <= 0:
             return []
-        if self.top is not None:
-            return interpret(tail.at(self.top, height))[:height]
-        lines = tail.last(height)
-        if moves_up(lines):
-            # Bars below each other: the same rows are drawn by many lines.
-            lines = tail.last(_BAR_LINES)
-        return interpret(lines)[-height:]
+        top = self._top(back, height)
+        return back.rows(top, min(height, back.end - top))
+
+    def _top(self, back: Scrollback, height: int) -> int:
+        return max(back.end - height, back.oldest) if self.top is None else self.top
+
+    # ------------------------------------------------------------------------------------------ finding
+
+    def search(self, needle: str, by: int, height: int) -> Callable[[], str | None] | None:
+        """A search for the next older (`by` 1) or newer (-1) row, to be run on another thread; None without a file.
+
+        It returns what is to be said. `show_hit` then goes to the row.
+        """
+        back = self.back
+        if back is None:
+            return None
+        first, texts = back.texts()
+        top = self._top(back, height)
+        in_sight = self.hit is not None and top <= self.hit < top + height
+        start = self.hit if in_sight and self.hit is not None else top + height if by > 0 else top - 1
+        number = first - back.oldest if back.counted else None
+        hunt = Hunt(needle, by > 0, start - by, first, texts, back.tail, number)
+
+        def job() -> str | None:
+            found = hunt.run()
+            if found is None:
+                self._next = None
+                return f"no {'older' if by > 0 else 'newer'} line with {needle!r}"
+            self._next = found
+            return f"line {group(found - back.oldest + 1)} of {group(back.end - back.oldest)}"
+
+        self._needle = needle
+        return job
+
+    _next: int | None = None
+    _needle: str = ""
+
+    def show_hit(self, height: int, width: int) -> None:
+        """Bring the row that was found into sight, and the column."""
+        back, found = self.back, self._next
+        if back is None or found is None:
+            return
+        self.hit, self._next = found, None
+        top = self._top(back, height)
+        if not top <= found < top + height:
+            top = max(found - height // 2, back.oldest)
+        last_top = max(back.end - height, back.oldest)
+        self.top = None if top >= last_top else top
+        row = back.rows(found, 1)
+        at = found_in(plain(row[0]), self._needle) if row else -1
+        column = span_width(plain(row[0])[:at]) if at >= 0 else 0
+        if not self.left <= column < self.left + width - len(self._needle) - 1:
+            self.left = max(column - width // 2, 0) if column > width - len(self._needle) - 2 else 0
 
 
 def title(output: Output, look: Look) -> tuple[Row, Row]:
     """The panel's title and where in the file one is."""
-    tail = output.tail
+    tail, back = output.tail, output.back
     name: Row = [("5 Output", "title")]
     if len(output.tails) > 1 and tail is not None:
         name.append((f" {look.glyphs.middot} {tail.path.name}", "dim"))
-    if tail is None or not tail.size:
+    if tail is None or back is None or not tail.size:
         return name, []
-    shift = [(f"column {output.left + 1}  ", "wait")] if output.left else []
+    shift: Row = [(f"column {output.left + 1}  ", "wait")] if output.left else []
     if output.top is None:
         return name, [*shift, ("following", "dim")]
-    total = group(tail.lines()) if tail.complete else "many"
-    return name, [*shift, (f"line {group(output.top + 1)} of {total}", "wait")]
+    total = group(back.end - back.oldest) if back.counted else "many"
+    return name, [*shift, (f"line {group(output.top - back.oldest + 1)} of {total}", "wait")]
 
 
-def shifted(rows: Sequence[Row], left: int) -> list[Row]:
-    """The rows without their first `left` cells."""
+def shifted(rows: Sequence[Row], left: int, more: str = "…") -> list[Row]:
+    """The rows without their first `left` cells, with a sign where something is hidden there."""
     if left <= 0:
         return list(rows)
-    out: list[Row] = []
-    for row in rows:
-        rest, skip = [], left
-        for text, style in row:
-            size = span_width(text)
-            if skip >= size:
-                skip -= size
-                continue
-            kept = text
-            while skip > 0 and kept:
-                skip -= max(span_width(kept[0]), 0)
-                kept = kept[1:]
-            skip = 0
-            rest.append((kept, style))
-        out.append(rest if width_of(rest) else [])
-    return out
+    return [_without(row, left, more) for row in rows]
+
+
+def _without(row: Row, left: int, more: str) -> Row:
+    if not width_of(row):
+        return []
+    rest: Row = []
+    skip = left + span_width(more)
+    for text, style in row:
+        size = span_width(text)
+        if skip >= size:
+            skip -= size
+            continue
+        kept = text
+        while skip > 0 and kept:
+            skip -= span_width(kept[0])
+            kept = kept[1:]
+        # Half of a wide character is a blank.
+        rest.append((" " * -skip + kept, style))
+        skip = 0
+    return [(more, "dim"), *rest]

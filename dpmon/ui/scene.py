@@ -80,6 +80,8 @@ class View:
     """Time range of the histories and their figures, one of RANGES; 0 is the whole run."""
     scrolled: Mapping[str, int] = field(default_factory=dict)
     """By panel, the first of its rows that is shown; a panel draws its last rows when this is beyond them."""
+    search: str = ""
+    """What is looked for in the output; it stands out there."""
     message: str | None = None
     message_ns: int = 0
     """When there was something to say, ns since the run's start."""
@@ -101,6 +103,8 @@ class Scene:
     missed: int = 0
     can_toggle: bool = False
     can_type: bool = False
+    outputs: int = 1
+    """Files of output: two where the script's errors are kept apart."""
     stopping: str | None = None
     ending: bool = False
     """The command is gone, and how it ended is not yet recorded."""

@@ -57,7 +57,7 @@ class Tail:
             # Whole blocks only, so that the index stays a plain array; the rest is counted when it is asked for.
             if size - self._indexed < _BLOCK:
                 break
-            data = self._read(self._indexed, _BLOCK)
+            data = self.read(self._indexed, _BLOCK)
             if len(data) < _BLOCK:
                 break
             self._newlines += data.count(b"\n")
@@ -73,13 +73,13 @@ class Tail:
 
     def lines(self) -> int:
         """Lines in the indexed part; an unfinished last line counts."""
-        rest = self._read(self._indexed, min(self.size - self._indexed, _BLOCK))
+        rest = self.read(self._indexed, min(self.size - self._indexed, _BLOCK))
         count = self._newlines + rest.count(b"\n")
-        if self.complete and self.size and not (rest or self._read(self.size - 1, 1)).endswith(b"\n"):
+        if self.complete and self.size and not (rest or self.read(self.size - 1, 1)).endswith(b"\n"):
             count += 1
         return count
 
-    def _read(self, start: int, count: int) -> bytes:
+    def read(self, start: int, count: int) -> bytes:
         if self._fd < 0 or count <= 0:
             return b""
         try:
@@ -87,10 +87,18 @@ class Tail:
         except OSError:
             return b""
 
+    def before(self, offset: int) -> int | None:
+        """Lines that begin before `offset` and end there or earlier; None while the index does not reach so far."""
+        block = min(offset // _BLOCK, len(self._before) - 1)
+        start = block * _BLOCK
+        if offset - start > _BLOCK:
+            return None
+        return self._before[block] + self.read(start, offset - start).count(b"\n")
+
     def last(self, count: int) -> list[bytes]:
         """The last `count` lines (fewer if they are very long), the unfinished one included."""
         start = max(self.size - _TAIL_READ, 0)
-        data = self._read(start, self.size - start)
+        data = self.read(start, self.size - start)
         if start:
             _, found, rest = data.partition(b"\n")
             # A line longer than what was read: only its end can be shown.
@@ -103,14 +111,14 @@ class Tail:
     def at(self, first: int, count: int) -> list[bytes]:
         """`count` lines from number `first` (0 is the first) on, as far as there are any."""
         found: list[bytes] = []
-        offset = self._offset(first)
+        offset = self.offset(first)
         while offset is not None and offset < self.size and len(found) < count:
-            data = self._read(offset, min(_LONG, self.size - offset))
+            data = self.read(offset, min(_LONG, self.size - offset))
             if not data:
                 break
             parts = data.split(b"\n")
             if len(parts) == 1 and offset + len(data) < self.size:
-                following = self._offset(first + len(found) + 1)
+                following = self.offset(first + len(found) + 1)
                 end = self.size if following is None else following - 1
                 found.append(self._long(offset, end))
                 offset = following
@@ -122,15 +130,15 @@ class Tail:
         return found[:count]
 
     def _long(self, start: int, end: int) -> bytes:
-        return _joined(self._read(start, _LONG_PART), self._read(max(end - _LONG_PART, start), _LONG_PART), end - start)
+        return _joined(self.read(start, _LONG_PART), self.read(max(end - _LONG_PART, start), _LONG_PART), end - start)
 
-    def _offset(self, line: int) -> int | None:
+    def offset(self, line: int) -> int | None:
         """Where a line begins; None beyond the end of what is indexed."""
         if line <= 0:
             return 0
         block = bisect_left(self._before, line) - 1
         start = block * _BLOCK
-        data = self._read(start, min(_BLOCK, self.size - start))
+        data = self.read(start, min(_BLOCK, self.size - start))
         at = -1
         for _ in range(line - self._before[block]):
             at = data.find(b"\n", at + 1)
@@ -158,7 +166,7 @@ _ANY_NAME = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
 def last_line_of_traceback(tail: Tail) -> str | None:
     """The line of the script's last traceback that names the exception; None if there is no such line near the end."""
     start = max(tail.size - _TAIL_READ, 0)
-    data = _ESCAPE.sub(b"", tail._read(start, tail.size - start))
+    data = _ESCAPE.sub(b"", tail.read(start, tail.size - start))
     lines = data.decode("utf-8", "replace").replace("\r", "\n").split("\n")
     header = max((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")), default=None)
     if header is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import unicodedata
 from functools import lru_cache
 
-__all__ = ["LIMIT", "clean", "harmless"]
+__all__ = ["LIMIT", "clean", "harmless", "visible"]
 
 LIMIT = 4096
 """Characters that `clean` returns at most."""
@@ -29,7 +29,7 @@ _AS_SPACE = frozenset("\t\n\v\f\r\x1c\x1d\x1e\x1f\x85\u2028\u2029")
 
 
 @lru_cache(maxsize=4096)
-def _one(char: str) -> str:
+def visible(char: str) -> str:
     """What is shown for one character: itself, a space, the replacement character, or nothing."""
     if char in _AS_SPACE:
         return " "
@@ -53,7 +53,7 @@ def harmless(text: str) -> str:
     kept: list[str] = []
     marks = 0
     for char in text:
-        shown = _one(char)
+        shown = visible(char)
         if shown and unicodedata.combining(shown):
             marks += 1
             if marks > _MARKS_IN_A_ROW or not kept:

@@ -25,11 +25,12 @@ class PanelView(Widget):
     DEFAULT_CSS = "PanelView { position: absolute; padding: 0; margin: 0; }"
 
     class Picked(Message):
-        """A panel was clicked."""
+        """A panel was clicked, in this column of it."""
 
-        def __init__(self, panel: str) -> None:
+        def __init__(self, panel: str, x: int) -> None:
             super().__init__()
             self.panel = panel
+            self.x = x
 
     class Wheel(Message):
         """The wheel was turned over a panel, by so many steps down."""
@@ -83,6 +84,11 @@ class PanelView(Widget):
         width = max(self.size.width, max((strip.cell_length for strip in self._strips), default=0))
         self.refresh(*(Region(0, y, width, 1) for y in changed or range(len(fresh), len(before))))
 
+    def relook(self, look: Look) -> None:
+        """Draw everything anew, with another look, at the next `show`."""
+        self.look = look
+        self._rows, self._strips = [], []
+
     def text(self) -> list[str]:
         """The rows' text, for tests."""
         return [plain(row) for row in self._rows]
@@ -102,12 +108,17 @@ class PanelView(Widget):
         return Strip.blank(self.size.width, self._blank)
 
     @property
+    def rows(self) -> list[Row]:
+        """What is drawn."""
+        return self._rows
+
+    @property
     def _blank(self) -> Style:
         return self.look.style("")
 
     def on_click(self, event: events.Click) -> None:
         """A click goes to the panel."""
-        self.post_message(self.Picked(self.panel))
+        self.post_message(self.Picked(self.panel, event.x))
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
         """The wheel, towards the beginning."""

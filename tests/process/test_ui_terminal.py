@@ -34,7 +34,7 @@ result = run_screen(Path(sys.argv[1]), refresh=float(sys.argv[2]))
 print("RESULT", result)
 """
 _BREAK = """
-import dpmon.ui.monitor as monitor
+import dpmon.ui.drawing as monitor
 real = monitor.paint
 def paint(*args):
     if Path(sys.argv[1], "break").exists():

@@ -33,12 +33,11 @@ def a_scene() -> Scene:
 
 def test_the_footer_offers_only_what_works() -> None:
     scene = a_scene()
-    assert (
-        plain(footer(scene, 120, LOOK)[0]).strip()
-        == "d single  space freeze  1-5 panel  enter zoom  i input  ? help  q leave"
-    )
+    said = "d single space freeze 1-5 panel enter zoom i input [ ] range s picture e export x stop t theme"
+    assert " ".join(plain(footer(scene, 200, LOOK)[0]).split()) == said + " + - refresh : more ? help q leave"
     nothing = replace(scene, can_toggle=False, can_type=False, ended=Ended(0, None, 1))
-    assert plain(footer(nothing, 120, LOOK)[0]).strip() == "1-5 panel  enter zoom  ? help  q close"
+    said = "1-5 panel enter zoom [ ] range s picture e export t theme + - refresh : more ? help q close"
+    assert " ".join(plain(footer(nothing, 200, LOOK)[0]).split()) == said
     narrow = plain(footer(scene, 40, LOOK)[0])
     assert "…" in narrow
     assert "? help  q leave" in narrow
@@ -119,7 +118,9 @@ def test_scales_are_round(value: float, top: float) -> None:
 
 
 def test_shifting_long_lines() -> None:
-    assert [plain(row) for row in shifted([[("abcdef", "x"), ("ghi", "y")], [("ab", "")]], 4)] == ["efghi", ""]
+    rows = [[("abcdef", "x"), ("ghi", "y")], [("ab", "")], [], [("漢字漢字", "")]]
+    assert [plain(row) for row in shifted(rows, 4)] == ["…fghi", "…", "", "… 字"], "what is hidden leaves a sign"
+    assert shifted(rows, 0) == rows
 
 
 def test_wrapping() -> None:

@@ -1,0 +1,221 @@
+"""The Textual application as far as it draws: the feed, the clock and the panels. What keys do is in `monitor`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from textual.app import App, ComposeResult
+from textual.timer import Timer
+
+from dpmon.ui.feed import Feed, Reader
+from dpmon.ui.layout import Slot
+from dpmon.ui.leaving import Leaving, terminal_gone
+from dpmon.ui.look import Look
+from dpmon.ui.paint import paint, places
+from dpmon.ui.rows import Row, plain
+from dpmon.ui.scene import PANELS, Scene, View
+from dpmon.ui.view import PanelView
+
+__all__ = ["Drawing"]
+
+_PLACES = ("status", *PANELS, "footer", "small")
+_REPAINT_S = 60.0
+_SIP_S = 0.2
+_SCROLL_MOST = 4096
+_QUEUED_WRITES = 2
+"""With more writes than these waiting for the terminal, a frame is left out."""
+
+
+def _open(directory: Path) -> Reader:
+    from dpmon.run.reader import RunReader
+
+    return RunReader(directory)
+
+
+class Drawing(App[str]):
+    """Draws one run, second after second."""
+
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    Screen { overflow: hidden; }
+    ModalScreen { background: transparent; }
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        look: Look,
+        *,
+        refresh: float = 1.0,
+        open_reader: Callable[[], Reader] | None = None,
+        direct: bool = True,
+    ) -> None:
+        """`refresh`: seconds between pictures; `direct` False leaves all drawing to Textual."""
+        super().__init__(ansi_color=not look.colour)
+        self.look = look
+        self.period = refresh
+        self.direct = direct
+        self.feed = Feed(directory, open_reader or (lambda: _open(directory)))
+        self.leaving = Leaving(self._ask_to_exit)
+        self.problem: Exception | None = None
+        """Why the run could not be opened."""
+        self.view = View()
+        self.slots: dict[str, Slot] = {}
+        self._still: Scene | None = None
+        self._stopping: str | None = None
+        self._ticking: Timer | None = None
+        self._panels = {name: PanelView(name, look) for name in _PLACES}
+
+    def compose(self) -> ComposeResult:
+        """One widget a place; the sizes come with the first picture."""
+        yield from self._panels.values()
+
+    def on_mount(self) -> None:
+        """Draw before anything is read, then begin to read."""
+        self.app_resume_signal.subscribe(self, lambda _: self._repaint())
+        self.screen.styles.background = self.look.background
+        self.draw()
+        self.call_after_refresh(self._begin)
+
+    def _begin(self) -> None:
+        try:
+            self.feed.start()
+        except Exception as error:  # noqa: BLE001  a directory that is no run: told by whoever started the screen
+            self.problem = error
+            self.exit(None, return_code=2)
+            return
+        self._tick()
+        self._ticking = self.set_interval(self.period, self._tick)
+        self.set_interval(_SIP_S, self.feed.sip)
+        self.set_interval(_REPAINT_S, self._repaint)
+
+    def on_resize(self) -> None:
+        """Everything finds its place in the new size."""
+        self.draw()
+
+    def _ask_to_exit(self, status: int) -> None:
+        loop = getattr(self, "_loop", None)
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(lambda: self.exit(None, return_code=status))
+
+    # ------------------------------------------------------------------------------------------ drawing
+
+    def _tick(self) -> None:
+        if not self.is_headless and terminal_gone():
+            self.leaving.go(129)
+            return
+        self.feed.tick()
+        if self._still is None:
+            self.feed.output.refresh()
+        if self._queued() <= _QUEUED_WRITES:
+            self.draw()
+        self.after_tick()
+
+    def after_tick(self) -> None:
+        """What else is to be done once a picture."""
+
+    def every(self, period: float) -> None:
+        """Draw a picture every `period` seconds from now on."""
+        self.period = period
+        if self._ticking is not None:
+            self._ticking.stop()
+            self._ticking = self.set_interval(period, self._tick)
+
+    def relook(self, look: Look) -> None:
+        """Draw with another look from now on."""
+        self.look = look
+        self.ansi_color = not look.colour
+        self.screen.styles.background = look.background
+        for panel in self._panels.values():
+            panel.relook(look)
+        self.draw()
+
+    def _queued(self) -> int:
+        """Writes that wait for the terminal; 0 where Textual does not tell."""
+        queue = getattr(getattr(self._driver, "_writer_thread", None), "_queue", None)
+        return int(queue.qsize()) if queue is not None else 0
+
+    def _past_compositor(self) -> Callable[[str], object] | None:
+        """How to write to the terminal without Textual; None where there is none, or Textual has it elsewhere."""
+        if self.is_headless or not self.direct:
+            return None
+        write = getattr(self._driver, "write", None)
+        return write if callable(write) else None
+
+    def _repaint(self) -> None:
+        """Send the whole picture again: whatever else wrote to the terminal is gone then."""
+        self.screen.refresh()
+
+    def on_app_focus(self) -> None:
+        """The terminal comes into sight."""
+        self._repaint()
+
+    def scene(self) -> Scene:
+        """What is to be drawn: now, or the instant at which the picture was frozen."""
+        if self._still is not None:
+            return replace(self._still, view=self.view)
+        return self.feed.scene(self.view, self._stopping)
+
+    def draw(self) -> None:
+        """Build the pictures and hand each panel its rows; only rows that differ reach the terminal."""
+        width, height = self.size
+        if not width or not height:
+            return
+        scene = self.scene()
+        slots = places(scene, width, height)
+        painted = paint(scene, self.feed.output, slots, self.look)
+        # Past the compositor only while every panel stands where it stood and nothing lies over it.
+        write = self._past_compositor() if slots == self.slots and len(self.screen_stack) == 1 else None
+        patches: list[str] = []
+        with self.batch_update():
+            for name, panel in self._panels.items():
+                slot = slots.get(name)
+                if panel.display != (slot is not None):
+                    panel.display = slot is not None
+                if slot is not None:
+                    settled = panel.place(slot.x, slot.y, slot.width, slot.height)
+                    panel.show(painted[name], patches.append if settled and write is not None else None)
+        self.slots = slots
+        if patches:
+            write("".join(patches))  # type: ignore[misc]
+
+    def painted_rows(self) -> list[Row]:
+        """What is on the screen, row by row; dialogs are not part of it."""
+        rows: list[Row] = [[] for _ in range(max((slot.y + slot.height for slot in self.slots.values()), default=0))]
+        for name, slot in sorted(self.slots.items(), key=lambda item: item[1].x):
+            for index, row in enumerate(self.panel_rows(name)):
+                rows[slot.y + index] += row
+        return rows
+
+    def panel_rows(self, name: str) -> list[Row]:
+        """The rows of one panel."""
+        return self._panels[name].rows
+
+    def text(self) -> list[str]:
+        """What is on the screen, as text rows (for tests)."""
+        return [plain(row) for row in self.painted_rows()]
+
+    def last_scroll(self, panel: str, wanted: int) -> int:
+        """How far a panel can be scrolled, up to `wanted` rows: further than that its picture stays the same."""
+        slot = self.slots.get(panel)
+        if slot is None:
+            return 0
+        scene = self.scene()
+
+        def picture(first: int) -> list[Row]:
+            view = replace(self.view, scrolled={**self.view.scrolled, panel: first})
+            return paint(replace(scene, view=view), self.feed.output, {panel: slot}, self.look)[panel]
+
+        goal, low, high = picture(wanted), 0, min(wanted, _SCROLL_MOST)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if picture(middle) == goal else (middle + 1, high)
+        return low
+
+    def from_thread(self, then: Callable[..., object], *arguments: object) -> None:
+        """Have something done on the screen's own thread; nothing, if the screen has gone meanwhile."""
+        with contextlib.suppress(RuntimeError):
+            self.call_later(then, *arguments)

@@ -1,0 +1,106 @@
+"""The screen as an SVG file: rows in, text out. Everything is in the file; it asks for no font from anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import groupby
+
+from rich.color import Color
+from rich.style import Style
+
+from dpmon.ui.look import Look
+from dpmon.ui.rows import Row, span_width
+from dpmon.ui.themes import PALETTES
+
+__all__ = ["svg"]
+
+_CELL = 8.43
+"""Width of a cell in pixels: that of DejaVu Sans Mono at the size below; other fonts are stretched to it."""
+_LINE = 16.4
+_BASE = 12.6
+"""From a row's upper edge to the line that its text stands on."""
+_MARGIN = 10.0
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_FONTS = "'DejaVu Sans Mono','Menlo','Consolas',monospace"
+
+
+def svg(rows: Sequence[Row], look: Look, title: str = "") -> str:
+    """The rows as one SVG image with the colours of `look`, its cells on a grid whatever font is at hand."""
+    page = _Page(look)
+    body = [piece for y, row in enumerate(rows) for piece in page.row(row, y)]
+    width = 2 * _MARGIN + _CELL * max((sum(span_width(text) for text, _ in row) for row in rows), default=0)
+    height = 2 * _MARGIN + _LINE * len(rows)
+    rules = "".join(f".{name}{{{rule}}}" for rule, name in page.rules.items())
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img">\n'
+        f"<title>{escape(title)}</title>\n"
+        f"<style>text{{font:14px {_FONTS};white-space:pre}}{rules}</style>\n"
+        f'<rect width="100%" height="100%" rx="8" fill="{page.back}"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+class _Page:
+    """Collects the rules that the pieces of one image use."""
+
+    def __init__(self, look: Look) -> None:
+        palette = PALETTES.get(look.theme, PALETTES["dark"])
+        self.look = look
+        self.fore, self.back = palette.text, palette.background
+        self.rules: dict[str, str] = {}
+
+    def row(self, row: Row, y: int) -> Iterator[str]:
+        """The pieces of one row: its backgrounds, its blocks, its text."""
+        x = 0
+        top = _MARGIN + y * _LINE
+        for name, spans in groupby(row, key=lambda span: span[1]):
+            text = "".join(part for part, _ in spans)
+            style = self.look.style(name)
+            fore, back = self._colours(style)
+            wide = span_width(text)
+            left = _MARGIN + x * _CELL
+            if back != self.back:
+                yield f'<rect x="{left:.2f}" y="{top:.1f}" width="{wide * _CELL:.2f}" height="{_LINE}" fill="{back}"/>'
+            for blocks, group in groupby(text, key=lambda char: char in _BLOCKS):
+                part = "".join(group)
+                if blocks:
+                    yield from self._blocks(part, _MARGIN + x * _CELL, top, fore)
+                elif part.strip():
+                    yield self._text(part, x, top, fore, style)
+                x += span_width(part)
+
+    def _colours(self, style: Style) -> tuple[str, str]:
+        fore, back = _rgb(style.color) or self.fore, _rgb(style.bgcolor) or self.back
+        return (back, fore) if style.reverse else (fore, back)
+
+    def _blocks(self, text: str, left: float, top: float, fore: str) -> Iterator[str]:
+        for char, group in groupby(text):
+            wide = _CELL * len(list(group))
+            high = _LINE * (_BLOCKS.index(char) + 1) / 8
+            yield (
+                f'<rect x="{left:.2f}" y="{top + _LINE - high:.2f}" width="{wide:.2f}" height="{high:.2f}"'
+                f' fill="{fore}" shape-rendering="crispEdges"/>'
+            )
+            left += wide
+
+    def _text(self, text: str, x: int, top: float, fore: str, style: Style) -> str:
+        skipped = len(text) - len(text.lstrip(" "))
+        shown = text.strip(" ")
+        rule = (
+            f"fill:{fore}" + (";font-weight:700" if style.bold else "") + (";font-style:italic" if style.italic else "")
+        )
+        lines = [word for word, on in (("underline", style.underline), ("line-through", style.strike)) if on]
+        rule += f";text-decoration:{' '.join(lines)}" if lines else ""
+        rule += ";opacity:.65" if style.dim else ""
+        name = self.rules.setdefault(rule, f"s{len(self.rules)}")
+        return (
+            f'<text class="{name}" xml:space="preserve" x="{_MARGIN + (x + skipped) * _CELL:.2f}"'
+            f' y="{top + _BASE:.1f}" textLength="{span_width(shown) * _CELL:.2f}" lengthAdjust="spacingAndGlyphs">'
+            f"{escape(shown, quote=False)}</text>"
+        )
+
+
+def _rgb(colour: Color | None) -> str | None:
+    if colour is None or colour.is_default:
+        return None
+    return colour.get_truecolor().hex

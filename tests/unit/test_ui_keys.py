@@ -1,0 +1,273 @@
+"""Every key does what the footer and the help say of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from stage import stage
+from synthetic import SECOND, Training, decoded
+
+from dpmon.ring import Ring
+from dpmon.ui import errands
+from dpmon.ui.dialogs import Choice, Commands
+from dpmon.ui.keys import BINDINGS, DEEDS, neighbour, other_period, other_range
+from dpmon.ui.layout import arrange
+from dpmon.ui.scene import PANELS, RANGES, View
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that a key saves go into a directory of the test's own."""
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+
+
+def test_every_action_that_is_bound_exists() -> None:
+    from dpmon.ui.monitor import Monitor
+
+    actions = {binding.action.partition("(")[0] for binding in BINDINGS}  # type: ignore[union-attr]
+    assert {name for name in actions if not hasattr(Monitor, f"action_{name}")} == set()
+    assert len({deed.key for deed in DEEDS}) == len(DEEDS) - 1, "only n has two meanings, one at a time"
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+def test_arrows_reach_every_panel_that_is_on_the_screen(size: tuple[int, int]) -> None:
+    slots = arrange(*size)
+    seen = {"replicas"}
+    while True:
+        more = {neighbour(View(panel), slots, way).focus for panel in seen for way in ("up", "down", "left", "right")}
+        if more <= seen:
+            break
+        seen |= more
+    assert seen == set(PANELS) & set(slots)
+
+
+def test_ranges_and_periods_have_ends() -> None:
+    view = View()
+    for _ in range(10):
+        view = other_range(view, 1)
+    assert view.span_s == RANGES[-1]
+    for _ in range(10):
+        view = other_range(view, -1)
+    assert view.span_s == RANGES[0]
+    assert other_period(0.7, 1) == 1.0
+    assert other_period(0.7, -1) == 0.5
+    assert other_period(0.1, -1) == 0.1
+    assert other_period(60.0, 1) == 60.0
+
+
+async def test_arrows_move_among_panels_and_scroll_in_the_output(tmp_path: Path) -> None:
+    (tmp_path / "output.log").write_text("".join(f"line {i} {'x' * 200}\n" for i in range(300)))
+    async with stage(tmp_path) as on:
+        await on.shows("line 299")
+        await on.press("left")
+        assert on.app.view.focus == "devices"
+        await on.press("down", "down", "right")
+        assert on.app.view.focus == "output"
+        await on.press("up")
+        await on.until(lambda: on.app.feed.output.top is not None, "scrolling")
+        await on.press("right", "right")
+        assert on.app.feed.output.left == 16
+        await on.shows("column 17")
+        await on.press("left", "left", "left")
+        assert on.app.view.focus == "compare", "beyond the first column there is the next panel"
+
+
+async def test_the_time_range_and_the_refresh_change_and_say_so(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.press("right_square_bracket")
+        await on.shows("time range: 10 min")
+        assert on.app.view.span_s == 600
+        await on.press("right_square_bracket")
+        await on.shows("time range: whole run")
+        await on.press("left_square_bracket", "left_square_bracket", "left_square_bracket")
+        await on.shows("time range: 30 s")
+        await on.press("minus")
+        await on.shows("a picture every 0.2 s")
+        polls = on.reader.polls
+        await on.until(lambda: on.reader.polls > polls + 3, "pictures at the new rate")
+        await on.press("plus", "plus")
+        await on.shows("a picture every 0.1 s")
+
+
+async def test_themes_take_turns_and_come_back(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        colours = []
+        for theme in ("light", "colour-blind", "mono", "ascii", "dark"):
+            await on.press("t")
+            await on.shows(f"theme {theme}")
+            strip = on.app.query_one("#status").render_line(0)
+            colours.append({segment.style.bgcolor for segment in strip if segment.style})
+            assert on.app.native_ansi_color == (theme == "mono")
+            text = on.text()
+            assert ("╭" in text) == (theme != "ascii")
+        assert colours[2] == {None}, "mono leaves the background to the terminal"
+        assert colours[0] != colours[1] == colours[4]
+
+
+async def test_a_picture_is_saved_and_never_overwrites(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.shows("● running")
+        await on.press("s")
+        await on.shows("picture: dpmon-")
+        await on.press("s")
+        await on.until(lambda: len(list(Path.cwd().glob("*.svg"))) == 2, "two files")
+        for path in Path.cwd().glob("*.svg"):
+            words = " ".join(ElementTree.fromstring(path.read_text()).itertext())
+            for part in ("linear.py", "2 Replicas", "[15, 5]", "● running", "4 dp against single"):
+                assert part in words
+            assert not re.search(r"(href|src|url\()", path.read_text()), "it asks for nothing from anywhere"
+
+
+async def test_a_picture_goes_into_the_run_where_the_directory_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/proc")
+    async with stage(tmp_path) as on:
+        await on.press("s")
+        await on.until(lambda: len(list(tmp_path.glob("dpmon-*.svg"))) == 1, "the file in the run")
+        await on.shows(f"picture: {tmp_path}/dpmon-")
+
+
+async def test_an_export_that_fails_is_told_and_leaves_no_file(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.press("e")
+        await on.shows("the export failed: ")
+        assert not list(Path.cwd().iterdir()), "this directory is no run"
+
+
+def test_an_export_runs_beside_the_screen(tmp_path: Path) -> None:
+    run = tmp_path / "20261120-141502-linear-7f3a"
+    run.mkdir(mode=0o700)
+    info = {
+        "id": run.name,
+        "name": "linear",
+        "command": ["x"],
+        "script": "x.py",
+        "cwd": "/",
+        "python": None,
+        "started_unix": 1.0,
+        "start_ns": 1,
+        "boot_id": "x",
+        "headless": False,
+    }
+    (run / "run.json").write_text(json.dumps(info))
+    training = Training()
+    ring = Ring(str(run / "process-0.ring"), process=0, start_ns=1)
+    for payload in [*training.begin(), *training.run(20)]:
+        ring.write(payload)
+    said = errands.export(run, "dpmon-x")
+    (path,) = Path.cwd().glob("*.jsonl")
+    assert said.startswith(path.name)
+    kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
+    assert kinds.count("step") == 20
+
+
+async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[Path] = []
+
+    def stop_run(directory: Path) -> Iterator[str]:
+        stopped.append(directory)
+        on.end(130, "SIGINT")
+        on.reader.ended.stopped = True
+        yield "stopped by SIGINT"
+
+    monkeypatch.setattr("dpmon.run.stop.stop_run", stop_run)
+    async with stage(tmp_path) as on:
+        await on.press("x")
+        assert isinstance(on.app.screen, Choice)
+        await on.press("x", "y", "enter", "escape")
+        await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
+        assert stopped == []
+        await on.press("x", "s")
+        await on.until(lambda: on.app.return_value == "stopped", "the end of the screen")
+        assert stopped == [tmp_path]
+        await on.shows("○ stopped by you")
+
+
+async def test_a_second_ctrl_c_leaves_and_lets_the_training_run(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.press("ctrl+c")
+        assert isinstance(on.app.screen, Choice)
+        await on.press("ctrl+c")
+        await on.until(lambda: on.app.return_value == "left", "the end of the screen")
+
+
+async def test_ctrl_c_in_another_dialog_only_closes_it(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        for key in ("x", "question_mark", "colon", "slash"):
+            await on.press(key)
+            assert len(on.app.screen_stack) == 2, key
+            await on.press("ctrl+c")
+            await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
+        assert on.app.return_value is None
+
+
+async def test_the_palette_lists_what_is_possible_and_does_it(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.press("ctrl+p")
+        palette = on.app.screen
+        assert isinstance(palette, Commands)
+        offered = [key for key, _, _ in palette.commands]
+        assert "d" in offered
+        assert "w" not in offered, "there are no warnings"
+        assert "i" not in offered, "nobody reads input"
+        await on.press(*"batch")
+        assert [key for key, _, _ in palette.matching()] == ["d", "3"]
+        await on.press("down", "enter")
+        await on.until(lambda: on.app.view.focus == "batch", "the panel")
+        await on.press("colon", *"no such thing")
+        assert any("nothing of that name" in row for row in on.app.screen.box.text())  # type: ignore[attr-defined]
+        await on.press("enter")
+        await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
+
+
+async def test_a_click_in_the_footer_presses_the_key(tmp_path: Path) -> None:
+    async with stage(tmp_path, (160, 50)) as on:
+        await on.shows("space freeze")
+        row = on.app.text()[-1]
+        await on.pilot.click("#footer", offset=(row.index("freeze"), 0))
+        await on.shows("FROZEN")
+        await on.pilot.click("#footer", offset=(row.index("? help") + 3, 0))
+        await on.until(lambda: len(on.app.screen_stack) == 2, "help")
+
+
+async def test_ranks_of_ddp_are_offered_no_toggle(tmp_path: Path) -> None:
+    async with stage(tmp_path, steps=0) as on:
+        rank = Training(via="DistributedDataParallel", mode="single", devices=("cpu:0",), rank=0)
+        on.reader.new = decoded([*rank.begin(), *rank.run(20)], origin_ns=SECOND, rank=0)
+        await on.shows("● running")
+        assert "d dp" not in on.text()
+        await on.press("d")
+        assert on.reader.asked == []
+
+
+async def test_searching_the_output(tmp_path: Path) -> None:
+    lines = [f"step {i} " + ("Needle here" if i in (7, 40, 290) else "loss") for i in range(300)]
+    (tmp_path / "output.log").write_text("\n".join(lines) + "\n")
+    async with stage(tmp_path) as on:
+        await on.shows("step 299")
+        await on.press("slash", *"needle", "enter")
+        await on.shows("line 291 of 300")
+        assert on.app.view.focus == "output"
+        row = next(row for row in on.app.panel_rows("output") if "step 290" in "".join(t for t, _ in row))
+        assert ("Needle", "found") in row
+        await on.press("n")
+        await on.shows("line 41 of 300")
+        await on.shows("step 40 Needle")
+        await on.press("n", "n")
+        await on.shows("no older line with 'needle'")
+        await on.shows("step 7 Needle")
+        await on.press("N")
+        await on.shows("step 40 Needle")
+        await on.press("slash", "ctrl+u", *"NEEDLE", "enter")
+        await on.shows("no older line with 'NEEDLE'")
+        await on.press("escape")
+        assert on.app.view.search == ""
+        await on.press("n")
+        assert "Needle" in on.text(), "n has no meaning any more"

@@ -6,12 +6,13 @@ import random
 import subprocess
 import sys
 import unicodedata
+from itertools import pairwise
 
 import pyte
 import pytest
 
 from dpmon.ui.rows import Row, plain
-from dpmon.ui.terminal_text import COLUMNS, interpret
+from dpmon.ui.terminal_text import COLUMNS, HEIGHT, Page, interpret
 from dpmon.ui.text import LIMIT, clean, harmless
 
 STEERING = [
@@ -211,7 +212,92 @@ def test_random_cursor_play_agrees_with_a_terminal_emulator() -> None:
 def test_random_play_over_several_lines_agrees_with_a_terminal_emulator() -> None:
     chance = random.Random(12)
     moves = ["\r", "\n", "\n", "\x1b[A", "\x1b[2A", "\x1b[K", "\x1b[3C"]
-    for _ in range(300):
+    for _ in range(100):
         raw = "\n\n\n\x1b[A" + "".join(chance.choice([*moves, "word", "x"]) for _ in range(chance.randint(1, 30)))
         found = [line.rstrip() for line in lines(*raw.split("\n"))]
         assert found == oracle(raw, 60)[: len(found)], repr(raw)
+
+
+# ------------------------------------------------------------------------------------------------ growing output
+
+
+def shown_by(page: Page) -> list[Row]:
+    return [line.row() for line in page.lines]
+
+
+def fed(raw: bytes, cuts: list[int]) -> list[Row]:
+    """The rows of `raw`, handed over in pieces that end at `cuts`."""
+    page = Page()
+    for start, end in pairwise([0, *cuts, len(raw)]):
+        page.feed(raw[start:end])
+    return shown_by(page)
+
+
+PIECES = [
+    *(piece.encode("utf-8", "surrogatepass") for piece in STEERING),
+    *(b"\r", b"\n", b"\n", b"\b", b"\t", b"\x1b[A", b"\x1b[2A", b"\x1b[3B", b"\x1b[K", b"\x1b[J", b"\x1b[5G"),
+    *(b"word", b"x" * 30, "漢字".encode(), "é".encode(), "e\u0301".encode(), b"\xff\xc3", b"\x1b[1;38;5;208m"),
+    *(b"\x1b[0m", b"\x1b[>4;2m", b"\x1b[?25l", b"\x1b[" + b"1" * 70, b"\x1b[1 A", b"\x1b]0;t\x1b[31mred"),
+]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_result_does_not_depend_on_how_the_input_is_cut(seed: int) -> None:
+    chance = random.Random(seed)
+    raw = b"".join(chance.choice(PIECES) for _ in range(chance.randint(5, 60)))
+    whole = fed(raw, [])
+    assert fed(raw, list(range(1, len(raw)))) == whole, "byte by byte"
+    for _ in range(5):
+        cuts = sorted(chance.sample(range(1, len(raw)), min(len(raw) - 1, chance.randint(1, 12))))
+        assert fed(raw, cuts) == whole, cuts
+    harmless_rows(whole)
+
+
+def test_a_growing_log_agrees_with_a_terminal_emulator() -> None:
+    """pyte with a screen of HEIGHT rows and its history is the referee, for text that both know."""
+    chance = random.Random(21)
+    moves = ["\r", *"\n\n\n", "\x1b[A", "\x1b[4A", "\x1b[B", "\x1b[K", "\x1b[J", "\x1b[3C", "\x1b[7G", "\x1b[31m"]
+    for _ in range(8):
+        # At the bottom from the beginning: a log has no rows below its last one.
+        raw = "\n" * HEIGHT + "".join(chance.choice([*moves, "word", "x"]) for _ in range(chance.randint(200, 900)))
+        screen = pyte.HistoryScreen(80, HEIGHT, history=10_000)
+        screen.set_mode(pyte.modes.LNM)
+        pyte.Stream(screen).feed(raw)
+        history = ["".join(line[x].data for x in range(80)).rstrip() for line in screen.history.top]
+        expected = [*history, *(line.rstrip() for line in screen.display)]
+        page = Page()
+        for start in range(0, len(raw), 37):
+            page.feed(raw[start : start + 37].encode())
+        found = [plain(row).rstrip() for row in shown_by(page)]
+        assert found == expected[: len(found)]
+        assert not any(expected[len(found) :])
+
+
+def test_wide_characters_are_written_over_by_cells() -> None:
+    assert lines("漢字\rab") == ["ab字"]
+    assert lines("漢字\ra") == ["a 字"], "half of a wide character is a blank"
+    assert lines("漢字\x1b[2Gb") == [" b字"]
+    assert lines("ab漢\x1b[4G\x1b[K") == ["ab"]
+    assert lines("ab\r漢") == ["漢"]
+    assert lines("e\u0301\u0301\u0301\u0301x") == ["e\u0301\u0301x"]
+    assert lines("漢\u0301\rx") == ["x"]
+
+
+def test_private_sequences_and_those_with_more_in_them_change_nothing() -> None:
+    (row,) = interpret([b"\x1b[>4;2mplain\x1b[?1;31m \x1b[2 q\x1b[1 Atext"])
+    assert row == [("plain text", "")]
+
+
+def test_what_goes_beyond_the_last_column_leaves_a_sign() -> None:
+    for text in ("x" * (COLUMNS + 10), "é" * (COLUMNS + 10)):
+        (row,) = interpret([text.encode()])
+        assert plain(row).endswith("…")
+        assert len(plain(row)) == COLUMNS
+
+
+def test_a_colour_that_is_left_on_goes_on_in_the_next_line() -> None:
+    assert interpret([b"\x1b[31mred", b"still", b"\x1b[0mplain"]) == [
+        [("red", "sgr:color(1)::")],
+        [("still", "sgr:color(1)::")],
+        [("plain", "")],
+    ]

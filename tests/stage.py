@@ -39,6 +39,8 @@ class FakeReader:
         self.is_alive: bool | None = True
         self.asked: list[str] = []
         self.unanswered = False
+        self.pause = types.SimpleNamespace(wanted=False, pending=False, since_ns=None)
+        self.no_pause: str | None = None
         self.doing: dict[int, tuple[str, int]] = {}
         self.polls = 0
         self.closed = False
@@ -70,6 +72,16 @@ class FakeReader:
 
     def pending(self) -> bool:
         return self.unanswered
+
+    def request_pause(self, paused: bool) -> int:
+        self.pause.wanted, self.pause.pending = paused, True
+        return 1
+
+    def pause_refusal(self) -> str | None:
+        return self.no_pause
+
+    def paused(self) -> Any:
+        return self.pause
 
     def close(self) -> None:
         self.closed = True

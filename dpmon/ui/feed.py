@@ -15,7 +15,7 @@ from dpmon.model import State, fold
 from dpmon.model.ranks import toggle_refusal
 from dpmon.records import Record
 from dpmon.ui.panel_output import Output
-from dpmon.ui.scene import Ended, Facts, Scene, Toggle, View
+from dpmon.ui.scene import Ended, Facts, Pausing, Scene, Toggle, View
 from dpmon.ui.tail import Tail, last_line_of_traceback
 from dpmon.ui.text import clean
 
@@ -62,6 +62,15 @@ class Reader(Protocol):
 
     def pending(self) -> bool:
         """Whether a request was not answered yet."""
+
+    def request_pause(self, paused: bool) -> int:
+        """Ask for a pause, or for its end."""
+
+    def pause_refusal(self) -> str | None:
+        """Why there can be no pause."""
+
+    def paused(self) -> Any:
+        """What was asked for (wanted), whether it is not so yet (pending), and since when it is (since_ns)."""
 
     @property
     def output_paths(self) -> tuple[Path, ...]:
@@ -220,6 +229,21 @@ class Feed:
         elif process is not None and process.mode == toggle.mode:
             self._toggle = Toggle(toggle.mode, "done", self.now_ns())
 
+    def pausing(self) -> Pausing:
+        """Whether the training is paused, is to be, and could be."""
+        reader = self._reader
+        if reader is None or self._ended is not None or self._alive is False or not self.state.processes:
+            return Pausing()
+        now = reader.paused()
+        since = None if now.since_ns is None else max(now.since_ns - self._facts.start_ns, 0)
+        possible = now.wanted or reader.pause_refusal() is None
+        return Pausing(possible, now.wanted, now.pending, since)
+
+    def pause(self) -> None:
+        """Ask for a pause, or for the end of the one that was asked for."""
+        if self._reader is not None:
+            self._reader.request_pause(not self.pausing().wanted)
+
     def can_type(self) -> bool:
         """Whether the script's standard input can be reached."""
         try:
@@ -257,6 +281,7 @@ class Feed:
             alive=self._alive,
             ended=self._ended,
             toggle=self._toggle,
+            pausing=self.pausing(),
             missed=reader.missed,
             can_toggle=self.can_toggle(),
             can_type=self._ended is None and self.can_type(),

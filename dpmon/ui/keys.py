@@ -65,6 +65,12 @@ def _other_mode(scene: Scene) -> str | None:
     return "dp" if scene.process.mode == "single" else "single"
 
 
+def _pause(scene: Scene) -> str | None:
+    if not scene.pausing.possible or scene.over:
+        return None
+    return "resume" if scene.pausing.wanted else "pause"
+
+
 def _freeze(scene: Scene) -> str | None:
     if scene.view.frozen:
         return "go on"
@@ -81,6 +87,7 @@ def _finding(scene: Scene) -> bool:
 
 DEEDS: tuple[Deed, ...] = (
     Deed("d", "d", "toggle_mode", _other_mode, "data parallel or single device, from the next batch on"),
+    Deed("p", "p", "pause", _pause, "pause the training between two steps, or resume it"),
     Deed("space", "space", "freeze", _freeze, "freeze the picture; the training goes on"),
     Deed(
         "esc",

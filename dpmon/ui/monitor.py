@@ -142,6 +142,13 @@ class Monitor(Drawing):
             self.feed.toggle()
             self.draw()
 
+    def action_pause(self) -> None:
+        """Have the training pause between two steps, or go on."""
+        if self.feed.pausing().possible:
+            self._let_go()
+            self.feed.pause()
+            self.draw()
+
     def action_next(self, by: int) -> None:
         """The next hit of a search in the output; else the next root or call, after the last one the newest again."""
         if self.view.search and self.view.focus == "output":

@@ -158,7 +158,7 @@ def _message(scene: Scene, look: Look) -> Row:
         return [(scene.view.message, "wait")]
     if scene.over:
         return _afterwards(scene)
-    row = _answer(scene, look)
+    row = _pausing(scene) or _answer(scene, look)
     if row:
         return row
     process = scene.process
@@ -186,6 +186,22 @@ def _next(scene: Scene, room: int) -> Row:
         return []
     hints = (f"dpmon export {scene.facts.run} gives the records ", f"dpmon export {scene.facts.run} ")
     return next(([("  " + hint, "dim")] for hint in hints if scene.facts.run and len(hint) + 4 <= room), [])
+
+
+def _pausing(scene: Scene) -> Row:
+    """A pause, or its end, that was asked for and has not come yet; and why one did not come."""
+    pausing = scene.pausing
+    if pausing.pending:
+        what, when = ("pause", "after the step it is in") if pausing.wanted else ("resume", "in a moment")
+        return [(what, ""), (" pending", "wait"), (f": the training {what}s {when}", "dim")]
+    last = scene.state.pauses[-1] if scene.state.pauses else None
+    if last is None or last.t_ns is None or scene.now_ns - last.t_ns > DONE_SHOWN_NS:
+        return []
+    if last.refused is not None:
+        return [("pause", ""), (" refused: ", "bad"), (clean(last.refused, 300), "")]
+    if last.reason is not None and not last.paused:
+        return [("the pause is over: ", "wait"), (clean(last.reason, 300), "")]
+    return []
 
 
 def _answer(scene: Scene, look: Look) -> Row:

@@ -17,6 +17,7 @@ __all__ = [
     "Ended",
     "Facts",
     "Life",
+    "Pausing",
     "Scene",
     "Toggle",
     "View",
@@ -67,6 +68,18 @@ class Toggle(NamedTuple):
     reason: str | None = None
 
 
+class Pausing(NamedTuple):
+    """Whether the training is paused, or asked to be: times in ns since the run's start."""
+
+    possible: bool = False
+    wanted: bool = False
+    """What was asked for last."""
+    pending: bool = False
+    """Not every process has acted on it."""
+    since_ns: int | None = None
+    """Since when all are paused; None while one runs."""
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """What the user has chosen to look at."""
@@ -100,6 +113,7 @@ class Scene:
     alive: bool | None = None
     ended: Ended | None = None
     toggle: Toggle | None = None
+    pausing: Pausing = field(default_factory=Pausing)
     missed: int = 0
     can_toggle: bool = False
     can_type: bool = False
@@ -154,6 +168,8 @@ def life(scene: Scene) -> Life:
         return Life("ending", "wait", "the command has ended")
     doing, since = activity if activity is not None else ("", 0)
     spent = scene.now_ns - since if since > 0 else 0
+    if scene.pausing.since_ns is not None:
+        return Life("paused", "wait", f"{(scene.now_ns - scene.pausing.since_ns) / 1e9:.0f} s")
     if process is None or process.seen_ns < 0:
         return _before_first_batch(scene, doing, spent)
     if doing == "data" and spent > WAIT_SHOWN_NS:
@@ -164,7 +180,7 @@ def life(scene: Scene) -> Life:
     if quiet > QUIET_SHOWN_NS and doing in ("forward", "backward", "optimizer"):
         return Life(f"in {doing}", "wait", f"{spent / 1e9:.0f} s")
     if quiet > QUIET_SHOWN_NS:
-        return Life("running", "good", f"no batch for {quiet / 1e9:.0f} s")
+        return Life("no batch", "good", f"for {quiet / 1e9:.0f} s")
     return Life("running", "good")
 
 

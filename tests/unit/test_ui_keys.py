@@ -12,6 +12,7 @@ import pytest
 from stage import stage
 from synthetic import SECOND, Training, decoded
 
+from dpmon.records import Event
 from dpmon.ring import Ring
 from dpmon.ui import errands
 from dpmon.ui.dialogs import Choice, Commands
@@ -245,6 +246,42 @@ async def test_ranks_of_ddp_are_offered_no_toggle(tmp_path: Path) -> None:
         assert "d dp" not in on.text()
         await on.press("d")
         assert on.reader.asked == []
+
+
+async def test_the_training_is_paused_and_resumed(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.shows("p pause")
+        await on.press("p")
+        assert on.reader.pause.wanted
+        await on.shows("pause pending: the training pauses after the step it is in")
+        await on.shows("p resume")
+        on.reader.pause.pending, on.reader.pause.since_ns = False, on.app.feed.now_ns() + SECOND - 65 * SECOND
+        await on.shows("○ paused 65 s")
+        assert "pending" not in on.text()
+        await on.press("p")
+        assert not on.reader.pause.wanted
+        await on.shows("resume pending")
+        on.reader.pause.pending, on.reader.pause.since_ns = False, None
+        await on.shows("p pause")
+        assert "paused" not in on.text()
+
+
+async def test_no_pause_where_it_would_do_harm(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        on.reader.no_pause = "the ranks wait for each other"
+        await on.until(lambda: "p pause" not in on.text(), "the footer without it")
+        await on.press("p")
+        assert not on.reader.pause.wanted
+
+
+async def test_a_pause_that_is_refused_or_over_says_why(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        now = on.app.feed.now_ns() / SECOND
+        event = {"process": 0, "step": 3, "paused": False, "t_s": now, "reason": "the supervisor is gone"}
+        on.reader.new = [Event("pause", event)]
+        await on.shows("the pause is over: the supervisor is gone")
+        on.reader.new = [Event("pause", {**event, "refused": "not\x1b[2J here"})]
+        await on.shows("pause refused: not\ufffd[2J here")
 
 
 async def test_searching_the_output(tmp_path: Path) -> None:

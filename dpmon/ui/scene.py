@@ -180,7 +180,7 @@ def life(scene: Scene) -> Life:
     if quiet > QUIET_SHOWN_NS and doing in ("forward", "backward", "optimizer"):
         return Life(f"in {doing}", "wait", f"{spent / 1e9:.0f} s")
     if quiet > QUIET_SHOWN_NS:
-        return Life("no batch", "good", f"for {quiet / 1e9:.0f} s")
+        return Life("running", "good", f"quiet {quiet / 1e9:.0f} s")
     return Life("running", "good")
 
 

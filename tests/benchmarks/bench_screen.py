@@ -1,0 +1,314 @@
+"""What the screen costs, and how soon it answers: on generated records, in a real terminal (a pty) of 120x40.
+
+    python tests/benchmarks/bench_screen.py [--seconds 20] [--rounds 20] [--only cost,quiet,keys,memory,picture]
+
+cost: 8 GPUs, 8 replicas, 100 steps a second: share of a core and bytes to the terminal, at 1, 2 and 4 pictures a second
+quiet: the same run after its end: bytes to the terminal when nothing changes
+keys: 5,000 records and 1,000 lines of output a second: from a key to its answer on the terminal
+memory: a million steps and lines: resident memory along the way
+picture: from the command to the first panel on the terminal
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import random
+import select
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench_start import first_picture
+from running import Dpmon
+from synthetic import Training, device_event, host_event
+
+from dpmon.ring import Activity, Ring
+from dpmon.run import proc
+
+WIDTH, HEIGHT = 120, 40
+_SHOW = """
+import sys
+from pathlib import Path
+from dpmon.ui.app import run_screen
+run_screen(Path(sys.argv[1]), refresh=float(sys.argv[2]))
+"""
+_MEMORY = """
+import sys, time
+sys.path.insert(0, sys.argv[2])
+from dataclasses import replace
+from pathlib import Path
+from synthetic import Training, decoded
+from dpmon.model import State, fold
+from dpmon.records import Call, Step
+from dpmon.ui.look import look
+from dpmon.ui.paint import whole
+from dpmon.ui.panel_output import Output
+from dpmon.ui.scene import Facts, Scene
+from dpmon.ui.tail import Tail
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 / 2**20
+
+training = Training(devices=[f"cuda:{i}" for i in range(8)], virtual=False)
+state, dark = State(), look("dark")
+records = decoded([*training.begin(), *training.run(50)])
+for record in records:
+    state = fold(state, record)
+pattern = [record for record in records if isinstance(record, (Call, Step))]
+log = open(sys.argv[1], "ab", buffering=0)
+output = Output([Tail(Path(sys.argv[1]))])
+steps, at, last = 50, training.now, 0
+while steps < 1_000_000:
+    for record in pattern:
+        if isinstance(record, Step):
+            steps += 1
+            at += 10_000_000
+        number = steps if isinstance(record, Step) else steps + 1
+        state = fold(state, replace(record, step=number, start_ns=at))
+    log.write(b"".join(b"step %d loss 0.4119\\n" % (steps + i) for i in range(50)))
+    if steps % 1000 < 50:
+        output.refresh()
+        whole(Scene(state, at + 10_000_000, Facts(), alive=True), output, 120, 40, dark)
+    if steps // 100_000 > last:
+        last = steps // 100_000
+        print(last, f"{resident():.1f}", flush=True)
+"""
+
+
+class Generated:
+    """A run whose ring, device samples and output this process writes, at a rate."""
+
+    def __init__(self, directory: Path, steps_per_s: float, lines_per_s: float) -> None:
+        self.directory = directory
+        directory.chmod(0o700)
+        start = time.monotonic_ns()
+        info = {
+            "id": "20261120-141502-linear-7f3a",
+            "name": "linear",
+            "command": ["python"],
+            "script": "linear.py",
+            "cwd": "/",
+            "python": sys.executable,
+            "started_unix": time.time(),
+            "start_ns": start,
+            "boot_id": proc.boot_id(),
+            "headless": False,
+            "options": {"mode": "auto"},
+            "command_pid": os.getpid(),
+            "command_started": proc.started(os.getpid()),
+        }
+        (directory / "run.json").write_text(json.dumps(info))
+        self.start = start
+        self.rates = steps_per_s, lines_per_s
+        self.over = threading.Event()
+        devices = [f"cuda:{i}" for i in range(8)]
+        self.training = Training(
+            devices=devices, virtual=False, batch=256, step_ns=int(0.98e9 / steps_per_s), start_ns=start
+        )
+        self.ring = Ring(str(directory / "process-0.ring"), process=0, start_ns=start)
+        self.gpus = Ring(str(directory / "gpu.ring"), process=-1, start_ns=start)
+        for payload in self.training.begin():
+            self.ring.write(payload)
+        self.thread = threading.Thread(target=self._write)
+
+    def __enter__(self) -> Generated:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.thread.join()
+
+    def end(self) -> None:
+        """Nothing more comes; the exit is recorded."""
+        self.__exit__()
+        now = time.monotonic_ns()
+        how = {"status": 0, "signal": None, "ended_unix": time.time(), "end_ns": now, "by": "supervisor"}
+        (self.directory / "exit.json").write_text(json.dumps({**how, "seconds": (now - self.start) / 1e9}))
+
+    def _write(self) -> None:
+        steps_per_s, lines_per_s = self.rates
+        began, lines, sampled = time.monotonic(), 0, 0
+        chance = random.Random(1)
+        with (self.directory / "output.log").open("ab", buffering=0) as log:
+            while not self.over.wait(0.02):
+                spent = time.monotonic() - began
+                while self.training.steps < spent * steps_per_s:
+                    for payload in self.training.step():
+                        self.ring.write(payload)
+                self.ring.activity(Activity.OTHER, time.monotonic_ns())
+                due = int(spent * lines_per_s)
+                log.write(b"".join(b"line %d loss 0.4119 of the epoch\n" % i for i in range(lines, due)))
+                lines = max(lines, due)
+                if spent > sampled:
+                    sampled += 1
+                    for index in range(8):
+                        values = {"util_pct": chance.randint(40, 99), "power_w": chance.uniform(400, 700)}
+                        values |= {
+                            "temperature_c": chance.randint(60, 70),
+                            "mem_used_bytes": chance.randint(60, 80) << 30,
+                        }
+                        self.gpus.write(device_event(spent, index, **values))
+                    self.gpus.write(host_event(spent, chance.uniform(20, 90), None))
+
+
+class Shown:
+    """The screen in a pty; what it writes is counted."""
+
+    def __init__(self, directory: Path, refresh: float) -> None:
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
+        env = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _SHOW, str(directory), str(refresh)],
+            stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True,
+        )  # fmt: skip
+        os.close(slave)
+        self.seen = bytearray()
+
+    def pump(self, seconds: float) -> None:
+        """Take in what is written, for so long."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if select.select([self.master], [], [], left)[0]:
+                self.seen += os.read(self.master, 1 << 16)
+
+    def until(self, text: bytes, start: int = 0, limit: float = 30.0) -> float:
+        """How long it takes until `text` is written; in s."""
+        began = time.monotonic()
+        while text not in self.seen[start:]:
+            if time.monotonic() - began > limit:
+                raise SystemExit(f"never came: {text!r}")
+            if select.select([self.master], [], [], 1)[0]:
+                self.seen += os.read(self.master, 1 << 16)
+        return time.monotonic() - began
+
+    def press(self, key: bytes) -> None:
+        """Type."""
+        os.write(self.master, key)
+
+    def processor(self) -> float:
+        """Seconds of processor time so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        """Let it go."""
+        self.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(OSError):
+            while self.process.poll() is None:
+                if select.select([self.master], [], [], 0.1)[0]:
+                    os.read(self.master, 1 << 16)
+        self.process.wait()
+        os.close(self.master)
+
+
+@contextlib.contextmanager
+def screen(refresh: float, steps: float = 100, lines: float = 2) -> Iterator[tuple[Generated, Shown]]:
+    """A run and the screen on it, both on their way."""
+    with tempfile.TemporaryDirectory() as place, Generated(Path(place), steps, lines) as run:
+        shown = Shown(run.directory, refresh)
+        try:
+            shown.until(b"running")
+            shown.pump(4)
+            yield run, shown
+        finally:
+            shown.close()
+
+
+def cost(seconds: float) -> None:
+    """Processor and bytes at three rates."""
+    for hertz in (1, 2, 4):
+        with screen(1 / hertz) as (_, shown):
+            used, written = shown.processor(), len(shown.seen)
+            shown.pump(seconds)
+            used, written = shown.processor() - used, len(shown.seen) - written
+        print(f"cost at {hertz} Hz: {used / seconds:6.2%} of a core, {written / seconds / 1000:5.2f} kB/s", flush=True)
+
+
+def quiet(seconds: float) -> None:
+    """Bytes when nothing changes."""
+    with screen(1.0) as (run, shown):
+        run.end()
+        shown.until(b"finished")
+        shown.pump(2)
+        written = len(shown.seen)
+        shown.pump(seconds)
+        written = len(shown.seen) - written
+    print(f"quiet: {written / seconds:.0f} B/s", flush=True)
+
+
+def keys(rounds: int) -> None:
+    """From a key to its answer, under load."""
+    with screen(1.0, steps=2500, lines=1000) as (_, shown):
+        took = []
+        for _ in range(rounds):
+            for key, answer in ((b"?", b"Panels"), (b"\x1b", b"Devices"), (b" ", b"FROZEN"), (b" ", b"freeze")):
+                shown.pump(random.uniform(0.05, 0.4))
+                start = len(shown.seen)
+                shown.press(key)
+                took.append(shown.until(answer, start) * 1000)
+    took.sort()
+    tail = took[round(0.95 * (len(took) - 1))]
+    print(f"keys: median {statistics.median(took):.0f} ms, p95 {tail:.0f}, longest {took[-1]:.0f}", flush=True)
+
+
+def memory() -> None:
+    """Resident memory over a million steps."""
+    with tempfile.TemporaryDirectory() as place:
+        words = [sys.executable, "-c", _MEMORY, f"{place}/output.log", str(Path(__file__).resolve().parent.parent)]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+    found = dict(line.split() for line in done.stdout.splitlines())
+    print("memory: " + ", ".join(f"{found[at]} MiB at {at}00k" for at in ("1", "2", "5", "10")))
+
+
+def picture(rounds: int) -> None:
+    """From the command to the first panel."""
+    with tempfile.TemporaryDirectory() as place:
+        dpmon = Dpmon(Path(place), Path(place))
+        dpmon.script("import time; time.sleep(600)", "wait.py")
+        try:
+            took = sorted(first_picture(dpmon) for _ in range(rounds))
+        finally:
+            dpmon.clean_up()
+    tail = took[round(0.95 * (len(took) - 1))]
+    print(f"picture: median {statistics.median(took):.0f} ms, p95 {tail:.0f}")
+
+
+def main() -> None:
+    """Take the measurements that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", default="cost,quiet,keys,memory,picture")
+    options = parser.parse_args()
+    print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
+    takes: dict[str, Callable[[], None]] = {
+        "cost": lambda: cost(options.seconds),
+        "quiet": lambda: quiet(options.seconds),
+        "keys": lambda: keys(options.rounds),
+        "memory": memory,
+        "picture": lambda: picture(options.rounds),
+    }
+    for name in options.only.split(","):
+        takes[name]()
+
+
+if __name__ == "__main__":
+    main()

@@ -115,7 +115,7 @@ DEEDS: tuple[Deed, ...] = (
         lambda scene: "find" if "output" in (scene.view.focus, scene.view.zoom) else "",
         "find a word in the script's output, the newest line first",
     ),
-    Deed("n", "n", "next(1)", _when(_several_roots, "next call"), "the next root or call of a step, where there are several"),
+    Deed("n", "n", "next(1)", _when(_several_roots, "next call"), "the next root, or call of a step"),
     Deed("i", "i", "type_line", _when(lambda s: s.can_type and not s.over, "input"), "send a line to the script"),
     Deed("w", "w", "warnings", _when(lambda s: bool(s.state.warnings), "warnings"), "all warnings that are kept"),
     Deed("[ ]", "", "", _always("range"), "a shorter or longer time range for histories and figures"),

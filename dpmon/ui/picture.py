@@ -35,7 +35,7 @@ def svg(rows: Sequence[Row], look: Look, title: str = "") -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img">\n'
         f"<title>{escape(title)}</title>\n"
-        f"<style>text{{font:14px {_FONTS};white-space:pre}}{rules}</style>\n"
+        f"<style>text{{font:14px {_FONTS};white-space:pre}}rect{{shape-rendering:crispEdges}}{rules}</style>\n"
         f'<rect width="100%" height="100%" rx="8" fill="{page.back}"/>\n' + "\n".join(body) + "\n</svg>\n"
     )
 
@@ -79,7 +79,7 @@ class _Page:
             high = _LINE * (_BLOCKS.index(char) + 1) / 8
             yield (
                 f'<rect x="{left:.2f}" y="{top + _LINE - high:.2f}" width="{wide:.2f}" height="{high:.2f}"'
-                f' fill="{fore}" shape-rendering="crispEdges"/>'
+                f' fill="{fore}"/>'
             )
             left += wide
 

@@ -98,7 +98,7 @@ class Stage:
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait for a condition, with a limit."""
-        for _ in range(500):
+        for _ in range(3000):
             if condition():
                 return
             await asyncio.sleep(0.01)

@@ -26,6 +26,13 @@ __all__ = ["Monitor"]
 
 _ASK_STOP = [("s", "stop", "stop the training: interrupt, then terminate, then kill")]
 
+_FORMS = [
+    ("j", "jsonl", "JSON, one object a line: every record"),
+    ("c", "csv", "CSV: a directory with a table a kind"),
+    ("p", "perfetto", "a trace: one track a replica, for ui.perfetto.dev"),
+    ("esc", "stay", "none"),
+]
+
 
 class Monitor(Drawing):
     """The live screen of one run."""
@@ -260,10 +267,36 @@ class Monitor(Drawing):
         self._beside(lambda: f"picture: {errands.save(text, name, 'svg', directory)}", self._say)
 
     def action_export(self) -> None:
-        """Write all records into a file, beside the screen."""
-        self._say("exporting; the screen goes on")
-        directory, name = self.feed.directory, self.feed.file_name()
-        self._beside(lambda: f"exported: {errands.export(directory, name)}", self._say)
+        """Write all records into a file, beside the screen, once it is known in which form."""
+        if not self._dialog_open:
+            text = ["All records so far, into a new file; the screen goes on."]
+            self.push_screen(Choice("Export", text, _FORMS, self.look), self._export)
+
+    def _export(self, form: str | None) -> None:
+        if form in errands.ENDINGS:
+            self._say("exporting; the screen goes on")
+            directory, name = self.feed.directory, self.feed.file_name()
+            self._beside(lambda: f"exported: {errands.export(directory, name, form)}", self._say)
+
+    def action_report(self) -> None:
+        """What happened in the run so far, to read."""
+        if self._dialog_open:
+            return
+        self._say("the report is being made; the screen goes on")
+        directory, width = self.feed.directory, max(min(self.size.width - 4, 108), 20)
+        lines: list[str] = []
+
+        def make() -> str | None:
+            lines.extend(clean(line, 400) for line in errands.report(directory, width))
+            return None
+
+        def show(problem: str | None) -> None:
+            self._say(problem)
+            if problem is None and not self._dialog_open:
+                rows: list[Row] = [[(line, "title" if line[:1] not in ("", " ") else "")] for line in lines]
+                self.push_screen(Pages("Report", lambda _: rows, self.look))
+
+        self._beside(make, show)
 
     def _beside(self, job: Callable[[], str | None], then: Callable[[str | None], None]) -> None:
         """Do `job` on a thread of its own; what it returns, or why it failed, goes to `then` on this one."""

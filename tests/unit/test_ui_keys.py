@@ -15,7 +15,7 @@ from synthetic import SECOND, Training, decoded
 from dpmon.records import Event
 from dpmon.ring import Ring
 from dpmon.ui import errands
-from dpmon.ui.dialogs import Choice, Commands
+from dpmon.ui.dialogs import Choice, Commands, Pages
 from dpmon.ui.keys import BINDINGS, DEEDS, neighbour, other_period, other_range
 from dpmon.ui.layout import arrange
 from dpmon.ui.scene import PANELS, RANGES, View
@@ -137,12 +137,23 @@ async def test_a_picture_goes_into_the_run_where_the_directory_cannot_be_written
 
 async def test_an_export_that_fails_is_told_and_leaves_no_file(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
-        await on.press("e")
-        await on.shows("the export failed: ")
-        assert not list(Path.cwd().iterdir()), "this directory is no run"
+        for form in "jcp":
+            await on.press("e", form)
+            await on.shows("the export failed: ")
+            assert not list(Path.cwd().iterdir()), "this directory is no run"
+            await on.press("right_square_bracket")
+            await on.shows("time range")
 
 
-def test_an_export_runs_beside_the_screen(tmp_path: Path) -> None:
+async def test_a_report_that_fails_is_told(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.press("r")
+        await on.shows("the report is being made")
+        await on.shows("the report failed: ")
+
+
+def a_run(tmp_path: Path) -> Path:
+    """A run with twenty steps in its ring."""
     run = tmp_path / "20261120-141502-linear-7f3a"
     run.mkdir(mode=0o700)
     info = {
@@ -162,11 +173,37 @@ def test_an_export_runs_beside_the_screen(tmp_path: Path) -> None:
     ring = Ring(str(run / "process-0.ring"), process=0, start_ns=1)
     for payload in [*training.begin(), *training.run(20)]:
         ring.write(payload)
-    said = errands.export(run, "dpmon-x")
-    (path,) = Path.cwd().glob("*.jsonl")
+    return run
+
+
+def test_an_export_makes_new_files(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    (Path.cwd() / "dpmon.py").write_text("raise SystemExit('the user has a file of that name')")
+    said = errands.export(run, "lines", "jsonl")
+    (path,) = Path.cwd().glob("lines-*.jsonl")
     assert said.startswith(path.name)
     kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
     assert kinds.count("step") == 20
+    assert "tables" in errands.export(run, "tables", "csv")
+    (path,) = Path.cwd().glob("tables-*.csv/step.csv")
+    assert len(path.read_text().splitlines()) == 21
+    errands.export(run, "trace", "perfetto")
+    (path,) = Path.cwd().glob("trace-*.trace.json")
+    assert json.loads(path.read_text())
+
+
+def test_a_report_is_lines_as_wide_as_asked(tmp_path: Path) -> None:
+    lines = errands.report(a_run(tmp_path), 60)
+    assert any("20 steps" in line for line in lines), lines
+    assert max(map(len, lines)) <= 60
+
+
+async def test_a_report_is_shown_to_be_read(tmp_path: Path) -> None:
+    async with stage(a_run(tmp_path)) as on:
+        await on.press("r")
+        await on.until(lambda: isinstance(on.app.screen, Pages), "the report")
+        box = on.app.screen.box  # type: ignore[attr-defined]
+        await on.until(lambda: any("steps" in row for row in box.text()), "its text")
 
 
 async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

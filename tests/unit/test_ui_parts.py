@@ -33,10 +33,10 @@ def a_scene() -> Scene:
 
 def test_the_footer_offers_only_what_works() -> None:
     scene = a_scene()
-    said = "d single space freeze 1-5 panel enter zoom i input [ ] range s picture e export x stop t theme"
+    said = "d single space freeze 1-5 panel enter zoom i input [ ] range s picture e export r report x stop t theme"
     assert " ".join(plain(footer(scene, 200, LOOK)[0]).split()) == said + " + - refresh : more ? help q leave"
     nothing = replace(scene, can_toggle=False, can_type=False, ended=Ended(0, None, 1))
-    said = "1-5 panel enter zoom [ ] range s picture e export t theme + - refresh : more ? help q close"
+    said = "1-5 panel enter zoom [ ] range s picture e export r report t theme + - refresh : more ? help q close"
     assert " ".join(plain(footer(nothing, 200, LOOK)[0]).split()) == said
     narrow = plain(footer(scene, 40, LOOK)[0])
     assert "…" in narrow

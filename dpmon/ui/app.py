@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import MutableMapping
@@ -25,6 +26,11 @@ def prepare(environ: MutableMapping[str, str]) -> None:
     environ.pop("TEXTUAL_THEME", None)
     # Heard already (`dpmon.ui.look.choose`); Textual would grey the colours of whoever asks for some all the same.
     environ.pop("NO_COLOR", None)
+    # Where these are exported Textual would keep to them, whatever size the terminal is given later.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if all(os.get_terminal_size(sys.__stdout__.fileno())):  # type: ignore[union-attr]
+            environ.pop("COLUMNS", None)
+            environ.pop("LINES", None)
 
 
 def run_screen(directory: Path, *, refresh: float = 1.0, theme: str | None = None) -> str:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from textual import events
 from textual.app import App, ComposeResult
+from textual.geometry import Size
 from textual.timer import Timer
 
 from dpmon.ui.feed import Feed, Reader
@@ -107,12 +111,22 @@ class Drawing(App[str]):
         if not self.is_headless and terminal_gone():
             self.leaving.go(129)
             return
+        self._look_at_size()
         self.feed.tick()
         if self._still is None:
             self.feed.output.refresh()
         if self._queued() <= _QUEUED_WRITES:
             self.draw()
         self.after_tick()
+
+    def _look_at_size(self) -> None:
+        """Take up the terminal's size where no signal told of it (or it came while nobody could hear it)."""
+        if self.is_headless:
+            return
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            found = Size(*os.get_terminal_size(sys.__stdin__.fileno()))  # type: ignore[union-attr]
+            if found.area and found != self.size:
+                self.post_message(events.Resize(found, found))
 
     def after_tick(self) -> None:
         """What else is to be done once a picture."""

@@ -108,7 +108,14 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
     step, steps, samples = _numbers(scene)
     mode: Row = [*_mode(scene, look), (" ", "")]
     clock_text = "  " + clock(scene.elapsed_ns) + "  "
+    said = span_width(alive.word) + 14
     room = width - width_of(mode) - span_width(clock_text) - 1
+    if room < said:  # the state comes before the devices, the mode and the clock
+        mode = [mode[0], (" ", "")]
+        room = width - width_of(mode) - span_width(clock_text) - 1
+    if room < said:
+        mode, clock_text = [], ""
+        room = width - 1
     name = cut(_name(scene), max(room // 3, 8), look.glyphs.more)
     first: Row = [
         (" ", ""),

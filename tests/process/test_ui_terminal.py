@@ -20,6 +20,8 @@ from typing import Any
 
 import pyte
 import pytest
+from running import Dpmon
+from running import Terminal as RealTerminal
 from synthetic import Training
 
 from dpmon.ring import Activity, Ring
@@ -130,6 +132,11 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self.fd, keys.encode())
 
+    def resize(self, columns: int, rows: int) -> None:
+        """Give the terminal another size."""
+        self.screen.resize(rows, columns)
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
     def ended(self, limit: float = 60.0) -> int:
         self.until(lambda: self.status is not None, "the end of the screen", limit)
         for _ in range(5):
@@ -161,9 +168,11 @@ def run(tmp_path: Path) -> Iterator[Run]:
 def terminal(run: Run) -> Iterator[Callable[..., Terminal]]:
     open_ones: list[Terminal] = []
 
-    def start(code: str = _SHOW, refresh: float = 0.2, **environ: str) -> Terminal:
+    def start(
+        code: str = _SHOW, refresh: float = 0.2, size: tuple[int, int] = (WIDTH, HEIGHT), **environ: str
+    ) -> Terminal:
         master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
         modes = termios.tcgetattr(slave)
         env = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
         env = {key: value for key, value in {**env, **environ}.items() if key != "NO_COLOR" or "NO_COLOR" in environ}
@@ -176,7 +185,7 @@ def terminal(run: Run) -> Iterator[Callable[..., Terminal]]:
             os.closerange(3, 100)
             os.execve(sys.executable, [sys.executable, "-c", code, str(run.directory), str(refresh)], env)
         os.close(slave)
-        screen = pyte.Screen(WIDTH, HEIGHT)
+        screen = pyte.Screen(*size)
         terminal = Terminal(pid, master, screen, pyte.ByteStream(screen), bytearray(), modes)
         open_ones.append(terminal)
         return terminal
@@ -256,6 +265,7 @@ def test_stopped_and_continued_it_draws_everything_again(run: Run, terminal: Sta
     run.train(50)
     seen = terminal()
     seen.shows("● running")
+    seen.shows("virtual: the replicas share this machine's processor")
     before = seen.text().splitlines()[2:6]
     seen.press("\x1a")
     seen.until(lambda: b"\x1b[?1049l" in seen.raw, "the terminal to be given back")
@@ -386,3 +396,77 @@ def test_the_screen_imports_neither_torch_nor_nvml_nor_numpy() -> None:
         "{'torch', 'pynvml', 'numpy', 'psutil', 'sqlite3', 'aiohttp'}))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("environ", "size", "colours"),
+    [
+        ({"TERM": "xterm-256color", "COLORTERM": "truecolor", "COLUMNS": "80", "LINES": "24"}, (250, 70), {b"38;2;"}),
+        ({"TERM": "screen", "COLORTERM": ""}, (80, 24), set()),
+        ({"TERM": "screen-256color", "COLORTERM": ""}, (200, 60), {b"38;5;"}),
+        ({"TERM": "tmux-256color", "COLORTERM": "", "TMUX": "/tmp/x,1,0"}, (120, 40), {b"38;5;"}),
+        ({"TERM": "linux", "COLORTERM": ""}, (100, 30), set()),
+        ({"TERM": "vt100", "COLORTERM": ""}, (80, 24), set()),
+        ({"TERM": "xterm", "COLORTERM": "", "NO_COLOR": "1"}, (80, 24), set()),
+        ({"TERM": "xterm-256color", "COLORTERM": "truecolor"}, (40, 10), {b"38;2;"}),
+        ({"TERM": "xterm-256color", "COLORTERM": "truecolor"}, (12, 3), {b"38;2;"}),
+    ],
+    ids=lambda value: value["TERM"] if isinstance(value, dict) else None,
+)
+def test_every_terminal_and_size(
+    run: Run, terminal: Start, environ: dict[str, str], size: tuple[int, int], colours: set[bytes]
+) -> None:
+    """Right at once, after a live change of the size, and with no colour beyond what the terminal has."""
+    run.train(50)
+    seen = terminal(size=size, **environ)
+    width, height = size
+    mark = "running" if width >= 40 else "linear"
+    seen.shows(mark)
+    if width >= 80:
+        for text in ("2 Replicas", "dp ", "[10, 5]", "? help", "q leave"):
+            seen.shows(text)
+    for columns, rows in ((width + 10, height + 3), (60, 15), size):
+        seen.resize(columns, rows)
+        if columns >= 40:
+            seen.until(lambda r=rows: "leave" in seen.screen.display[r - 1], "the footer in the last row")
+        else:
+            seen.shows(mark)
+    raw = bytes(seen.raw)
+    for code in (b"38;2;", b"38;5;", b"48;2;", b"48;5;"):
+        if not colours or (code[3:] == b"2;" and b"38;2;" not in colours):
+            assert code not in raw, code
+    if environ["TERM"] in ("vt100", "linux"):
+        assert all(byte < 128 for byte in raw)
+    os.kill(seen.pid, signal.SIGTERM)
+    assert seen.ended() == 128 + signal.SIGTERM
+    seen.sane()
+
+
+def test_a_dumb_terminal_gets_plain_text(tmp_path: Path, dpmon: Dpmon) -> None:
+    dpmon.script("print('hello from the script')")
+    session = RealTerminal(dpmon, "script.py", TERM="dumb")
+    assert session.wait() == 0
+    assert b"hello from the script" in session.seen
+    assert b"\x1b" not in session.seen
+
+
+def test_a_wrong_theme_is_told_before_any_screen(dpmon: Dpmon) -> None:
+    dpmon.script("print('never')")
+    session = RealTerminal(dpmon, "script.py", TERM="xterm", DPMON_THEME="pink")
+    assert session.wait() == 2
+    assert session.seen.count(b"\n") == 1
+    assert b"DPMON_THEME is one of dark, light, colour-blind, mono, ascii, not 'pink'" in session.seen
+    assert b"\x1b" not in session.seen
+    assert not dpmon.runs()
+
+
+def test_themes_change_in_a_real_terminal(run: Run, terminal: Start) -> None:
+    run.train(50)
+    seen = terminal()
+    seen.shows("● running")
+    for theme in ("light", "colour-blind", "mono", "ascii", "dark"):
+        seen.press("t")
+        seen.shows(f"theme {theme};")
+        seen.until(lambda t=theme: ("╭" in seen.text()) == (t != "ascii"), "the glyphs")
+        back = {"light": "fbfbf9", "mono": "default"}.get(theme, "10141a")
+        seen.until(lambda b=back: {c.bg for c in seen.screen.buffer[HEIGHT - 1].values()} == {b}, f"background {back}")

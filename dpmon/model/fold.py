@@ -110,7 +110,7 @@ def _call(state: State, call: Call) -> None:
 def _part(process: Process, track: CallTrack, key: tuple[str, str | None], call: Call) -> None:
     """Count the call within its step; where a step has several of one root, each has a track of its own."""
     newest = process.calls_kept[-1] if process.calls_kept else None
-    if newest is None or newest.step != call.step:
+    if newest is None or newest.step != call.step or len(process.calls_in_step) >= kept.ROOTS_KEPT:
         process.calls_in_step.clear()
     nth = process.calls_in_step[key] = process.calls_in_step.get(key, 0) + 1
     if nth == 2 and not track.parts:

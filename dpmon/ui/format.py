@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-__all__ = ["UNKNOWN", "clock", "compact", "group", "memory", "memory_of", "ms", "percent", "rate", "short_ms"]
+__all__ = [
+    "UNKNOWN",
+    "clock",
+    "compact",
+    "group",
+    "memory",
+    "memory_of",
+    "ms",
+    "percent",
+    "rate",
+    "short_ms",
+    "span_words",
+]
 
 UNKNOWN = "–"
 
@@ -82,3 +94,10 @@ def clock(ns: int | None) -> str:
     days, rest = divmod(seconds, 86_400)
     text = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
     return f"{days}d {text}" if days else text
+
+
+def span_words(span_s: int) -> str:
+    """A time range in words: "last 30 s", "last 2 min", "whole run"."""
+    if not span_s:
+        return "whole run"
+    return f"last {span_s} s" if span_s < 60 else f"last {span_s // 60} min"

@@ -11,10 +11,10 @@ from dpmon.model.state import PHASES, Process
 from dpmon.model.stats import PhaseFigures, Summary, summary
 from dpmon.model.turn import Turn, last_turn
 from dpmon.ui.chart import stacked, top_of
-from dpmon.ui.format import clock, group, ms, percent, short_ms
+from dpmon.ui.format import clock, group, ms, percent, short_ms, span_words
 from dpmon.ui.look import LETTERS, Look
 from dpmon.ui.rows import Row, cut, right, width_of
-from dpmon.ui.scene import SECOND, Scene, span_words
+from dpmon.ui.scene import SECOND, Scene
 from dpmon.ui.waterfall import SHORT_NAMES, waterfall
 
 __all__ = ["batch", "figures", "title", "wanted_rows"]

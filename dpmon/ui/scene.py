@@ -24,7 +24,6 @@ __all__ = [
     "devices_in_short",
     "life",
     "mode_words",
-    "span_words",
 ]
 
 PANELS = ("devices", "replicas", "batch", "compare", "output")
@@ -139,13 +138,6 @@ class Scene:
         if self.ended is not None and self.ended.end_ns is not None:
             return self.ended.end_ns
         return self.now_ns
-
-
-def span_words(span_s: int) -> str:
-    """A time range in words: "last 30 s", "last 2 min", "whole run"."""
-    if not span_s:
-        return "whole run"
-    return f"last {span_s} s" if span_s < 60 else f"last {span_s // 60} min"
 
 
 class Life(NamedTuple):

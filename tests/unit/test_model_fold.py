@@ -11,7 +11,7 @@ import pytest
 from synthetic import SECOND, Training, chunks, decoded, device_event, host_event
 
 from dpmon.model import State, fold
-from dpmon.model.state import NOT_RUN, PHASES, STEPS_KEPT
+from dpmon.model.state import CALLS_KEPT, HISTORY_KEPT, NOT_RUN, PHASES, ROOTS_KEPT, STEPS_KEPT
 from dpmon.model.stats import median, percentile, recent, speed, summary
 from dpmon.records import Call, Event, Phase, Record, Step
 
@@ -338,11 +338,14 @@ def test_memory_is_flat() -> None:
     records += decoded([host_event(float(i)) for i in range(3000)])
     records += [Event("warning", {"process": None, "t_s": float(i), "text": f"w{i}"}) for i in range(3000)]
     records += [a_call(step=10_000 + i, phases={"scatter": Phase(0, 1)}, root=f"Net{i}") for i in range(3000)]
+    records += [a_call(step=20_000, root=f"Net{i}") for i in range(3000)]
     state = folded(records, state)
     assert len(process.modes["dp"].steps) == STEPS_KEPT
     assert weight() <= half + 100 + 64 + 32 * 3
     assert state.warning_count == 3000
-    assert len(state.host.util) <= 256
+    assert len(state.host.util) == len(state.host.mem) == HISTORY_KEPT
+    assert len(process.calls_kept) == CALLS_KEPT
+    assert len(process.calls_in_step) <= ROOTS_KEPT
 
 
 def test_the_same_records_give_the_same_state() -> None:

@@ -35,6 +35,8 @@ MIN_STEPS = 20
 """Steps of each mode below which no verdict is given."""
 _Z = 1.96
 """Of a normal distribution, for 95 %."""
+_WORTH = 0.05
+"""Share of a step below which copying is not worth a word."""
 _BACKWARD = PHASES.index("backward")
 _COPIES = ("scatter", "replicate", "gather")
 """Phases that only dp has."""
@@ -235,7 +237,7 @@ def _judged(base: Comparison, taken: Mapping[str, Sequence[StepSample]]) -> Comp
     outcome = "faster" if found.low > 1 else "slower" if found.high < 1 else "even"
     each = found.value / len(base.devices) if base.devices and not base.virtual else None
     cost = _cost(base.sides["dp"])
-    ground = _largest(base.sides, outcome) if outcome != "even" else cost
+    ground = _largest(base.sides, outcome)
     return replace(base, speedup=found, efficiency=each, outcome=outcome, ground=ground, cost=cost)
 
 
@@ -251,6 +253,9 @@ def _largest(sides: Mapping[str, Side], outcome: str) -> Ground | None:
     shares = {phase.name: phase.share for phase in sides["dp"].phases}
     apply, forward = shares.get("apply"), shares.get("forward")
     shares["forward"] = (apply or 0) + (forward or 0) if apply is not None or forward is not None else None
+    if outcome == "even":  # the copying, if it is worth a word
+        cost = _cost(sides["dp"])
+        return cost if cost is not None and (cost.share or 0) >= _WORTH else None
     sign = 1 if outcome == "slower" else -1
     changes = {
         name: sign * (times["dp"].get(name, 0.0) - times["single"].get(name, 0.0))
@@ -323,7 +328,7 @@ def _ground(found: Comparison) -> str:
         return f"{ground.phase} takes {_percent(ground.share)} of the step"
     name = "the replicas' forward" if ground.phase == "forward" else _PHRASES.get(ground.phase, ground.phase)
     text = f"{name} takes {_duration(ground.dp_ns)} against {_duration(ground.single_ns)} on one device"
-    if found.outcome == "faster" and cost is not None and (cost.share or 0) >= 0.05:
+    if found.outcome == "faster" and cost is not None and (cost.share or 0) >= _WORTH:
         text += f", {cost.phase} {_percent(cost.share)} of the step"
     return text
 

@@ -205,11 +205,13 @@ def figures(process: Process, mode: str, span_s: int) -> Summary:
     total = sum(column.wall_ns for column in columns)
     known = sum(column.samples for column in columns)
     walls = sorted(step.wall_ns for step in drawn)
-    phases = []
-    for index, (name, times) in enumerate(zip(PHASES, zip(*(step.phases for step in drawn), strict=True), strict=True)):
-        ran = sum(column.ran[index] for column in columns)
-        share = sum(column.phases[index] for column in columns) / total if ran and total else None
-        phases.append(phase_figures(name, ran, times, share))
+    ran = [sum(each) for each in zip(*(column.ran for column in columns), strict=True)]
+    sums = [sum(each) for each in zip(*(column.phases for column in columns), strict=True)]
+    times = zip(*(step.phases for step in drawn), strict=True)
+    phases = [
+        phase_figures(name, count, took, spent / total if count and total else None)
+        for name, count, spent, took in zip(PHASES, ran, sums, times, strict=True)
+    ]
     return Summary(
         steps=count,
         span_ns=_span(columns, drawn),

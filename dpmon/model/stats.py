@@ -123,7 +123,9 @@ def _phases(steps: Sequence[tuple[int, ...]], total: int) -> tuple[PhaseFigures,
 
 def phase_figures(name: str, ran: int, times: Iterable[int], share: float | None) -> PhaseFigures:
     """Figures of a phase that took `times`, NOT_RUN among them."""
-    ordered = sorted(took for took in times if took >= 0)
+    ordered = sorted(times)
+    if ordered and ordered[0] < 0:
+        ordered = [took for took in ordered if took >= 0]
     return PhaseFigures(name, ran, middle(ordered), rank(ordered, 0.95), share)
 
 

@@ -211,17 +211,19 @@ def _said(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
         if scene.view.zoom == "compare":
             rows += [[(line, "dim")] for line in wrapped(_of(found), width)]
         elif found.left_out:
-            rows.append(
-                [(cut(f"{group(found.left_out)} steps of another kind left out", width, look.glyphs.more), "dim")]
-            )
+            rows.append([(cut(_left_out(found), width, look.glyphs.more), "dim")])
     return rows
+
+
+def _left_out(found: Comparison, what: str = "") -> str:
+    return f"{group(found.left_out)} {'step' if found.left_out == 1 else 'steps'} of another kind{what} left out"
 
 
 def _of(found: Comparison) -> str:
     """What is compared and what is left out."""
     parts = [f"medians of at most {SETTLED_KEPT} steps drawn evenly, without the {WARM_STEPS} after each switch"]
     if found.left_out:
-        parts = [f"{group(found.left_out)} steps of another batch size or without backward left out", *parts]
+        parts = [_left_out(found, " (batch size, or no backward)"), *parts]
     if any(not peak.exact for side in found.sides.values() for peak in side.memory.values()):
         parts.append("≤: the peak came before this mode, its own is at most that")
     return "; ".join(parts)

@@ -7,12 +7,13 @@ its letter and goes on with its name.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from dpmon.model.turn import Lane, Piece, Turn
 from dpmon.ui.chart import ceiling
 from dpmon.ui.format import group, ms
-from dpmon.ui.look import LETTERS, Look
-from dpmon.ui.rows import Row, cut, fit, right, span_width
+from dpmon.ui.look import LETTERS, Glyphs, Look
+from dpmon.ui.rows import Row, Span, cut, fit, right, span_width
 from dpmon.ui.text import clean
 
 __all__ = ["SHORT_NAMES", "lane_row", "main_row", "waterfall"]
@@ -139,15 +140,29 @@ def main_row(pieces: Sequence[Piece], width: int, top: float, look: Look, until:
     """
     if top <= 0 or width <= 0:
         return [(" " * max(width, 0), "")]
+    return list(_main_row(tuple(pieces), width, top, until, look.colour, look.glyphs))
+
+
+@lru_cache(maxsize=64)
+def _main_row(
+    pieces: tuple[Piece, ...], width: int, top: float, until: int, colour: bool, glyphs: Glyphs
+) -> tuple[Span, ...]:
     scale = width / top
-    blocks = look.colour and not look.glyphs.ascii
-    cells = [_cell(pieces, index / scale, (index + 1) / scale, blocks, look) for index in range(width)]
-    last = min(round(until * scale), width)
-    cells = [
-        (look.glyphs.middot, "dim") if index < last and cell[0] == " " else cell for index, cell in enumerate(cells)
-    ]
-    _name(cells, blocks, look)
-    return _row(cells)
+    blocks = colour and not glyphs.ascii
+    cells: list[Span] = []
+    first = 0
+    for index in range(width):
+        low, high = index / scale, (index + 1) / scale
+        while first < len(pieces) and pieces[first].end_ns <= low:
+            first += 1
+        last = first
+        while last < len(pieces) and pieces[last].start_ns < high:
+            last += 1
+        cells.append(_cell(pieces[first:last], low, high, blocks, colour, glyphs) if last > first else (" ", ""))
+    end = min(round(until * scale), width)
+    cells[:end] = [(glyphs.middot, "dim") if cell[0] == " " else cell for cell in cells[:end]]
+    _name(cells, blocks, colour)
+    return tuple(_row(cells))
 
 
 def lane_row(pieces: Sequence[Piece], width: int, top: float, look: Look) -> Row:
@@ -168,8 +183,10 @@ def lane_row(pieces: Sequence[Piece], width: int, top: float, look: Look) -> Row
     return [(text, "phase.apply")]
 
 
-def _cell(pieces: Sequence[Piece], low: float, high: float, blocks: bool, look: Look) -> tuple[str, str]:
+def _cell(pieces: Sequence[Piece], low: float, high: float, blocks: bool, colour: bool, glyphs: Glyphs) -> Span:
     """What one cell shows: of the two largest of what is in it, where one ends and the other begins."""
+    if blocks and len(pieces) == 1 and pieces[0].start_ns <= low and pieces[0].end_ns >= high:
+        return ("█", f"phase.{pieces[0].phase}")
     found: list[tuple[float, float, str]] = []
     at = low
     for piece in pieces:
@@ -188,7 +205,7 @@ def _cell(pieces: Sequence[Piece], low: float, high: float, blocks: bool, look: 
         if not largest[2] and (found[0][2] or largest[1] - largest[0] > 0.75 * (high - low)):
             return (" ", "")
         phase = largest[2] or next(part[2] for part in found if part[2])
-        return ("#" if look.glyphs.ascii else "█", f"chip.{phase}" if look.colour else f"phase.{phase}")
+        return ("#" if glyphs.ascii else "█", f"chip.{phase}" if colour else f"phase.{phase}")
     two = sorted(sorted(found, key=lambda part: part[0] - part[1])[:2])
     first, second = two[0][2], two[-1][2]
     if len(two) == 1 or first == second:
@@ -200,7 +217,7 @@ def _cell(pieces: Sequence[Piece], low: float, high: float, blocks: bool, look: 
     return (_LEFT[eighths], f"chip.{second}" if not first else f"phase.{first}/{second}")
 
 
-def _name(cells: list[tuple[str, str]], blocks: bool, look: Look) -> None:
+def _name(cells: list[Span], blocks: bool, colour: bool) -> None:
     """Write names upon the runs of whole cells, as far as they have room; without blocks, in place of them."""
     start = 0
     while start < len(cells):
@@ -211,7 +228,7 @@ def _name(cells: list[tuple[str, str]], blocks: bool, look: Look) -> None:
         kind, _, phase = style.partition(".")
         if kind in ("phase", "chip") and "/" not in style and cells[start][0] in "█#":
             text = _text(phase, end - start, blocks)
-            chip = f"chip.{phase}" if look.colour else f"phase.{phase}"
+            chip = f"chip.{phase}" if colour else f"phase.{phase}"
             cells[start:end] = [(char, chip) for char in text]
         start = end
 
@@ -225,7 +242,7 @@ def _text(phase: str, room: int, blocks: bool) -> str:
     return letter.ljust(room, " " if blocks else "-")
 
 
-def _row(cells: Sequence[tuple[str, str]]) -> Row:
+def _row(cells: Sequence[Span]) -> Row:
     row: Row = []
     for char, style in cells:
         if row and row[-1][1] == style:

@@ -160,7 +160,8 @@ def _main_row(
             last += 1
         cells.append(_cell(pieces[first:last], low, high, blocks, colour, glyphs) if last > first else (" ", ""))
     end = min(round(until * scale), width)
-    cells[:end] = [(glyphs.middot, "dim") if cell[0] == " " else cell for cell in cells[:end]]
+    dot = "." if glyphs.ascii else glyphs.middot  # a dash goes on with a phase's name
+    cells[:end] = [(dot, "dim") if cell[0] == " " else cell for cell in cells[:end]]
     _name(cells, blocks, colour)
     return tuple(_row(cells))
 

@@ -9,7 +9,8 @@ from rich.color import Color
 from synthetic import SECOND, Training, decoded
 
 from dpmon.model import State, fold
-from dpmon.ui.chart import bar, ceiling, range_bar, spark
+from dpmon.model.turn import Piece
+from dpmon.ui.chart import area, bar, ceiling, parts_bar, range_bar, resampled, spark
 from dpmon.ui.footer import footer
 from dpmon.ui.format import clock, compact, group, memory, memory_of, ms, percent, short_ms
 from dpmon.ui.help import help_rows
@@ -18,6 +19,7 @@ from dpmon.ui.panel_output import shifted
 from dpmon.ui.rows import box, cut, fit, plain, width_of, wrapped
 from dpmon.ui.scene import Ended, Facts, Scene
 from dpmon.ui.themes import PALETTES, Palette
+from dpmon.ui.waterfall import lane_row, main_row
 
 LOOK = Look(UNICODE, COLOUR, True)
 MONO_ASCII = Look(ASCII, MONO, False)
@@ -210,3 +212,66 @@ def test_no_two_phases_share_a_colour_or_a_letter() -> None:
     colours = [COLOUR[f"phase.{name}"].color for name in LETTERS]
     assert len(set(colours)) == len(colours) == len(set(LETTERS.values()))
     assert COLOUR["mode.dp"].color != COLOUR["mode.single"].color
+
+
+PIECES = (
+    Piece("data", 0, 10),
+    Piece("scatter", 12, 14),
+    Piece("replicate", 14, 50),
+    Piece("backward", 60, 90, True),
+)
+
+
+@pytest.mark.parametrize("width", [1, 5, 8, 20, 50, 100, 199])
+@pytest.mark.parametrize("look", [LOOK, MONO_ASCII], ids=["colour", "ascii"])
+def test_a_step_in_time_is_as_wide_as_it_should_be_and_names_what_has_room(width: int, look: Look) -> None:
+    row = main_row(PIECES, width, 100.0, look, 95)
+    assert width_of(row) == width
+    assert width_of(lane_row(PIECES, width, 100.0, look)) == width
+    text = plain(row)
+    if width >= 50:
+        assert "Replicate" in text
+        assert "Backward" in text
+    if width == 100:
+        assert text[50:60] == ("." if look.glyphs.ascii else "·") * 10, "what nothing covers is dotted"
+        assert text[95:] == " " * 5, "and after the end there is nothing"
+
+
+def test_a_step_in_time_ends_on_eighths_of_a_cell() -> None:
+    row = main_row((Piece("data", 0, 25), Piece("backward", 25, 80)), 10, 100.0, LOOK, 0)
+    assert plain(row)[2] == "▌"
+    assert row[1][1] == "phase.data/backward"
+    started = main_row((Piece("apply", 25, 100),), 10, 100.0, LOOK, 0)
+    assert plain(started).startswith("  ▌ Apply")
+    assert started[1][1] == "chip.apply", "the colour behind lies upon the phase's own"
+    halves = plain(lane_row((Piece("apply", 25, 75),), 10, 100.0, LOOK))
+    assert halves == "  ╺━━━━╸  "
+
+
+def test_a_piece_too_short_for_a_cell_is_not_lost_in_a_lane() -> None:
+    assert plain(lane_row((Piece("apply", 500, 501),), 20, 1000.0, LOOK)).strip() == "╸"
+
+
+def test_plots_in_dots_blocks_and_ascii() -> None:
+    assert area([0, 50, 100, 100], 4, 2, 100.0, UNICODE) == ["  ⢀⣿"[:2] + "⠀⣿", "  ⢸⣿"]
+    assert area([0, 50, 100], 4, 1, 100.0, ASCII) == ["  =@"]
+    assert area([None, 100.0], 2, 2, 100.0, ASCII) == [" @", "-@"]
+    assert area([], 3, 1, 100.0, UNICODE) == ["   "]
+
+
+def test_means_of_a_history_stay_the_same_while_it_grows() -> None:
+    values: list[float | None] = [float(i) for i in range(100)]
+    before = resampled(values, 100, 50, 10)
+    assert before[-1] == pytest.approx(97.0)
+    after = resampled([*values, 1000.0], 101, 50, 10)
+    assert after[:-1] == before[1:]
+    assert resampled([None] * 10, 10, 10, 5) == [None] * 5
+    assert resampled([1.0, None], 2, 2, 1) == [1.0]
+    assert resampled(values, 100, 50, 0) == []
+
+
+def test_a_bar_of_parts() -> None:
+    assert plain(parts_bar((0.5, 0.25), 8, UNICODE)) == "━━━━╍╍──"
+    assert plain(parts_bar((0.001, 0.001), 8, ASCII)) == "=~......"
+    assert plain(parts_bar((0.9, 0.9), 8, UNICODE)) == "━━━━━━━╍"
+    assert width_of(parts_bar((0.0, 0.0), 5, UNICODE)) == 5

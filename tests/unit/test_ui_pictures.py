@@ -57,6 +57,17 @@ def scene_of(training: Training, steps: int = 300, **changes: Any) -> Scene:
     return replace(scene, **changes)
 
 
+def gpu_scene(count: int, *, width_of_names: bool = False, **more: Any) -> Scene:
+    training = Training(devices=[f"cuda:{i}" for i in range(2)], virtual=False)
+    payloads = [*training.begin(), *training.run(20)]
+    for index in range(count):
+        other: dict[str, Any] = {"name": f"NVIDIA Model {index}"} if width_of_names else {}
+        payloads += [
+            whole_device_event(float(t), index, util_pct=10 * index % 101, **{**other, **more}) for t in range(20)
+        ]
+    return Scene(state_of(payloads), training.now, FACTS, alive=True)
+
+
 def situations() -> dict[str, Scene]:
     """Named situations, as many as the screen has to be right in."""
     dp = scene_of(Training(devices=[f"cpu:{i}" for i in range(4)]))
@@ -83,6 +94,8 @@ def situations() -> dict[str, Scene]:
         "frozen": replace(dp, view=View(frozen=True)),
         "failed": replace(dp, ended=Ended(1, None, dp.now_ns, "RuntimeError: " + "no " * 100), can_toggle=False),
         "killed": replace(dp, ended=Ended(137, "SIGKILL", dp.now_ns), can_toggle=False),
+        "16 GPUs": gpu_scene(16, throttle=["power cap\x1b[2J", "too hot"]),
+        "zoom 8 GPUs": replace(gpu_scene(8, name="漢字" * 30 + "\x07"), view=View("devices", "devices")),
         "hostile": scene_of(hostile, 20, facts=FACTS._replace(script="a\x1b[31m/" + "漢" * 100)),
         "failed call": Scene(state_of([*failed.begin(), *failed.step(failed=True)]), failed.now, FACTS, alive=True),
         **{
@@ -508,17 +521,6 @@ def test_gpus_have_a_row_each_and_absent_values_say_why() -> None:
     two = rows_text(panel_devices.devices(scene, 56, 19, LOOK))
     assert "–/700 W" in two[1]
     assert two[1].startswith("mem ")
-
-
-def gpu_scene(count: int, *, width_of_names: bool = False, **more: Any) -> Scene:
-    training = Training(devices=[f"cuda:{i}" for i in range(2)], virtual=False)
-    payloads = [*training.begin(), *training.run(20)]
-    for index in range(count):
-        other: dict[str, Any] = {"name": f"NVIDIA Model {index}"} if width_of_names else {}
-        payloads += [
-            whole_device_event(float(t), index, util_pct=10 * index % 101, **{**other, **more}) for t in range(20)
-        ]
-    return Scene(state_of(payloads), training.now, FACTS, alive=True)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16])

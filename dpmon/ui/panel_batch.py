@@ -6,7 +6,7 @@ from itertools import groupby
 
 from dpmon.model.history import Picture, pictured
 from dpmon.model.history import figures as figures_of
-from dpmon.model.ranks import training
+from dpmon.model.ranks import distributed, training
 from dpmon.model.state import PHASES, Process
 from dpmon.model.stats import PhaseFigures, Summary, summary
 from dpmon.model.turn import Turn, last_turn
@@ -14,7 +14,7 @@ from dpmon.ui.chart import stacked, top_of
 from dpmon.ui.format import clock, group, ms, percent, short_ms, span_words
 from dpmon.ui.look import LETTERS, Look
 from dpmon.ui.rows import Row, cut, right, width_of
-from dpmon.ui.scene import SECOND, Scene
+from dpmon.ui.scene import SECOND, Scene, mode_words
 from dpmon.ui.waterfall import SHORT_NAMES, waterfall
 
 __all__ = ["batch", "figures", "title", "wanted_rows"]
@@ -42,8 +42,9 @@ def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
     span = span_words(scene.view.span_s)
     dot = f" {look.glyphs.middot} "
     mode = scene.process.mode if scene.process is not None else ""
+    word = mode_words(scene.process, look.glyphs.times)[0]
     return (
-        [("3 Batch", "title"), (dot, "dim"), (mode, f"mode.{mode}"), (f"{dot}host times{dot}{span}", "dim")],
+        [("3 Batch", "title"), (dot, "dim"), (word, f"mode.{mode}"), (f"{dot}host times{dot}{span}", "dim")],
         [
             ("median", "dim"),
             (right(ms(numbers.median_ns), 8), "bold"),
@@ -153,18 +154,19 @@ def _history(process: Process, span_s: int, width: int, height: int, look: Look)
         out.append([(right(scale, gutter - 1) + " ", "dim"), *row])
     if axis:
         begin = clock(picture.columns[0].second * SECOND).removeprefix("00:")
-        out.append([(right(begin, gutter - 1) + " ", "dim"), *_modes(picture, room, look)])
+        out.append([(right(begin, gutter - 1) + " ", "dim"), *_modes(picture, room, look, distributed(process))])
     return out
 
 
-def _modes(picture: Picture, width: int, look: Look) -> Row:
+def _modes(picture: Picture, width: int, look: Look, ranks: bool) -> Row:
     """Under the history: which mode each column ran in, by word and colour, with a mark where it changed."""
     row: Row = []
     line = look.glyphs.frame[4]
     for index, (mode, run) in enumerate(groupby(picture.columns, key=lambda column: column.mode)):
         count = sum(1 for _ in run) * picture.cells
         mark = look.glyphs.frame[5] if index else ""
-        word = mode if len(mark) + len(mode) <= count else mode[: max(min(1, count - len(mark)), 0)]
+        name = "ddp" if ranks else mode
+        word = name if len(mark) + len(name) <= count else name[: max(min(1, count - len(mark)), 0)]
         text = (mark + word + " ")[:count]
         row.append((text + line * (count - len(text)), f"mode.{mode}"))
     left = width - width_of(row)

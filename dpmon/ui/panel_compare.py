@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dpmon.model.compare import Comparison, Side, compared, sentence
+from dpmon.model.ranks import distributed
 from dpmon.model.state import HOST, PHASES, SETTLED_KEPT, WARM_STEPS, Peak
 from dpmon.model.turn import Piece
 from dpmon.ui.chart import ceiling
@@ -18,13 +19,15 @@ from dpmon.ui.waterfall import main_row
 __all__ = ["compare", "figures", "title"]
 
 _MODES = ("single", "dp")
+_RANKS = "the ranks of DistributedDataParallel have no mode: they stand side by side in panels 2 and 3"
 _VIRTUAL_SHORT = "virtual replicas show behaviour, not speed"
 _VIRTUAL = "virtual replicas share one processor: this shows how dp behaves, not how fast it would be"
 
 
 def figures(scene: Scene) -> Comparison:
-    """Both modes of the process that stands for the run."""
-    return compared(scene.process) if scene.process is not None else Comparison()
+    """Both modes of the process that stands for the run; of ranks, which have no mode, nothing."""
+    process = scene.process
+    return compared(process) if process is not None and not distributed(process) else Comparison()
 
 
 def title(found: Comparison, look: Look, folded: bool) -> tuple[Row, Row]:
@@ -43,6 +46,8 @@ def title(found: Comparison, look: Look, folded: bool) -> tuple[Row, Row]:
 
 def compare(scene: Scene, width: int, height: int, found: Comparison, look: Look) -> list[Row]:
     """The panel's rows, inside its frame: what was concluded comes last and always has room."""
+    if scene.process is not None and distributed(scene.process):
+        return [[(line, "dim")] for line in wrapped(_RANKS, width)]
     if not found.sides:
         return [[("no step was traced" if scene.over else "no step has ended yet", "dim")]]
     below = _said(scene, found, width, look)

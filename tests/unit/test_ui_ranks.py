@@ -11,7 +11,7 @@ from dpmon.model import State, fold
 from dpmon.model.ranks import rank_rows, toggle_refusal, training
 from dpmon.model.stats import speed
 from dpmon.records import Event
-from dpmon.ui import panel_batch, panel_ranks
+from dpmon.ui import panel_batch, panel_compare, panel_ranks
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_output import Output
@@ -139,3 +139,12 @@ def test_a_rank_that_came_late_or_takes_longer_is_seen_in_the_last_step() -> Non
     many = scene_of(12, steps=20)
     rows = [plain(row) for row in panel_batch.batch(many, 116, 14, LOOK, panel_batch.figures(many))]
     assert any("more ↓" in row and " to " in row for row in rows)
+
+
+def test_ranks_are_compared_where_they_stand_and_not_as_modes() -> None:
+    scene = scene_of(2)
+    found = panel_compare.figures(scene)
+    text = " ".join(plain(row) for row in panel_compare.compare(scene, 60, 10, found, LOOK))
+    assert text == "the ranks of DistributedDataParallel have no mode: they stand side by side in panels 2 and 3"
+    title, _ = panel_batch.title(scene, LOOK, panel_batch.figures(scene))
+    assert plain(title).startswith("3 Batch · ddp ×2 · host times")

@@ -11,6 +11,8 @@ from dpmon.cli.launch import has_screen
 from dpmon.cli.speak import closing, speak
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError, RunInfo, find_run, list_runs, load_exit, short_name
+from dpmon.run.start import look_after
+from dpmon.run.state import run_state
 from dpmon.ui.text import clean
 
 __all__ = ["attach", "export", "ls", "stop"]
@@ -21,6 +23,7 @@ _LAST_OUTPUT = 4096
 def attach(options: argparse.Namespace) -> int:
     """Show a run again: on a screen, or, without a terminal, its output from now on and its summary."""
     directory = find_run(options.run)
+    look_after(directory)
     if options.headless or not has_screen():
         from dpmon.cli.headless import Follower
 
@@ -45,8 +48,10 @@ def stop(options: argparse.Namespace) -> int:
     line = ""
     for line in stop_run(directory):
         if line == NOTHING_RUNS and how is not None:
-            line = f"{directory.name} is over (exit status {how.status})"
+            status = "not known" if how.status is None else how.status
+            line = f"{directory.name} is over (exit status {status})"
         print(line, flush=True)
+    look_after(directory)
     return 1 if "cannot be stopped" in line else 0
 
 
@@ -82,12 +87,8 @@ def ls(_: argparse.Namespace) -> int:
 
 
 def _row(directory: Path, info: RunInfo) -> tuple[str, ...]:
-    how = load_exit(directory)
-    if how is not None:
-        state, status = ("finished" if how.status == 0 else "failed"), how.signal or str(how.status)
-    else:
-        alive = RunReader(directory).command_alive()
-        state, status = {True: "running", False: "lost", None: "starting"}[alive], "-"
+    state, how = run_state(directory, info)
+    status = "-" if how is None or how.status is None else how.signal or str(how.status)
     steps = _steps(directory)
     return (
         clean(short_name(info)),

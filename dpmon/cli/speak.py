@@ -29,4 +29,4 @@ def closing(directory: Path, how: ExitInfo | None, say: Callable[[str], None]) -
             say(line)
     except (RunError, OSError) as error:
         say(f"no summary: {error}")
-    return UNKNOWN_STATUS if how is None else how.status
+    return UNKNOWN_STATUS if how is None or how.status is None else how.status

@@ -59,8 +59,10 @@ def _outcome(info: RunInfo, how: ExitInfo | None) -> str:
     if how.error is not None:
         return f"{name}: {how.error}"
     took = duration(how.seconds)
+    if how.status is None:
+        return f"{name}: ended after {took}, status unknown: {how.unknown or 'nobody recorded it'}"
     if how.signal is not None:
-        return f"{name}: killed by {how.signal} after {took}"
+        return f"{name}: killed by {how.signal} after {took}" + (f" ({how.cause})" if how.cause else "")
     return f"{name}: finished in {took}" if how.status == 0 else f"{name}: exit status {how.status} after {took}"
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from dpmon.records import RecordError
 from dpmon.ring import RingError, RingReader
 from dpmon.run.history import LIMIT_BYTES, Batch, History, HistoryError, RingRow
+from dpmon.run.proc import alive
 from dpmon.run.rows import Sorter
 from dpmon.run.rundir import RunInfo, ring_paths
 
@@ -91,11 +92,21 @@ class Drain:
             if not self.drain(now):
                 break
         for source in self._sources.values() if over else ():
+            if source.row.process >= 0 and alive(source.ring.pid, None):
+                continue  # a process that outlives the command still has what it holds
             source.over = True
             with suppress(RingError, OSError):
                 self._add(source, source.ring.last_words())
         if self._history is not None:
             self._write(now)
+
+    def warnings_kept(self) -> list[str]:
+        """The texts of the supervisor's warnings that are in the history."""
+        return [] if self._history is None else self._history.warnings()
+
+    def last_sample_ns(self) -> int | None:
+        """When devices were last sampled (ns since the run's start), as far as the history goes; None: never."""
+        return None if self._history is None else self._history.last_sample_ns()
 
     def close(self) -> None:
         """Close history and rings; `flush` first."""
@@ -113,7 +124,10 @@ class Drain:
                 continue
             kept = self._kept.get(path.name)
             try:
-                self._sources[path.name] = _Source(path, kept and replace(kept), self._info.start_ns)
+                source = self._sources[path.name] = _Source(path, kept and replace(kept), self._info.start_ns)
+                if kept is not None and self._history is not None:
+                    for number, value in self._history.definitions(kept.process):
+                        source.sorter.learn(number, value)
             except (RingError, OSError) as error:
                 # It may be half made: its header is complete a moment later.
                 if time.time() - _modified(path) > RETRY_S:

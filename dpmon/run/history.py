@@ -121,6 +121,29 @@ class History:
         """How far each ring was taken over by whoever wrote this history before."""
         return _rings(self._db)
 
+    def definitions(self, process: int) -> list[tuple[int, Any]]:
+        """Number and value of every definition of one process."""
+        return list(_definitions(self._db, process))
+
+    def warnings(self) -> list[str]:
+        """The texts of the supervisor's own warnings."""
+        try:
+            rows = self._db.execute("SELECT json FROM events WHERE kind = 'warning' AND process IS NULL").fetchall()
+        except sqlite3.Error:
+            return []
+        found = []
+        for (text,) in rows:
+            with suppress(ValueError, TypeError, AttributeError):
+                found.append(str(json.loads(text).get("text")))
+        return found
+
+    def last_sample_ns(self) -> int | None:
+        """The time of the newest sample of host or devices; None if there is none."""
+        with suppress(sqlite3.Error):
+            found = self._db.execute("SELECT max(t_ns) FROM events WHERE kind IN ('host', 'device')").fetchone()[0]
+            return found if isinstance(found, int) else None
+        return None
+
     def write(self, batch: Batch) -> None:
         """Write all of `batch` or nothing; raises HistoryError, and the same batch may be tried again."""
         many = self._db.executemany
@@ -232,6 +255,12 @@ class Kept:
     def close(self) -> None:
         """Let go of the snapshot."""
         self._db.close()
+
+
+def _definitions(db: sqlite3.Connection, process: int) -> Iterator[tuple[int, Any]]:
+    for number, value in db.execute("SELECT number, value FROM definitions WHERE process = ?", (process,)):
+        with suppress(ValueError, TypeError):
+            yield number, json.loads(value)
 
 
 def _last_ids(db: sqlite3.Connection) -> list[int]:

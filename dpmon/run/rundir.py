@@ -32,7 +32,7 @@ __all__ = [
 INFO_FILE = "run.json"
 EXIT_FILE = "exit.json"
 _MAX_JSON_BYTES = 1 << 22
-_RING_NAME = re.compile(r"(?:process-(\d{1,6})|gpu)\.ring")
+_RING_NAME = re.compile(r"(?:process-(\d{1,6})|gpu(?:-\d{1,4})?)\.ring")
 _ID = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9._-]{1,64}-[0-9a-f]{4}")
 
 
@@ -65,9 +65,9 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class ExitInfo:
-    """How a run ended: status 0..255 (128+N for a signal), the signal's name, when, and who saw it."""
+    """How a run ended: status 0..255 (128+N for a signal; None: not known), the signal's name, when, and who saw it."""
 
-    status: int
+    status: int | None
     signal: str | None
     ended_unix: float
     end_ns: int
@@ -75,6 +75,12 @@ class ExitInfo:
     by: str
     error: str | None = None
     """Why the command could not be started at all; the status is dpmon's own then."""
+    unknown: str | None = None
+    """Why the status is not known, where it is not."""
+    cause: str | None = None
+    """What else is known of why it ended, such as that the kernel ran out of memory."""
+    drained: bool = True
+    """Whether everything that the rings held then is in the history."""
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

@@ -10,23 +10,30 @@ import contextlib
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from dpmon.run import proc
-from dpmon.run.ending import exit_info
+from dpmon.run.adopt import Adopted, Child, Command, find_command, last_sign
+from dpmon.run.ending import exit_info, unknown_exit
 from dpmon.run.launch import start_command
-from dpmon.run.rundir import load_info, save
-from dpmon.run.terminal import Terminal
+from dpmon.run.lock import needs_supervisor, take_lock
+from dpmon.run.oom import OomWatch
+from dpmon.run.rundir import load_exit, load_info, save
+from dpmon.run.start import TAKE_OVER
+from dpmon.run.terminal import INPUT_FIFO, Terminal
 
 __all__ = ["main"]
 
 LEAVE_S = 2.0
+YOUNG_S = 60.0
+"""A run that is no older may be about to start its command, however slow the machine."""
+TAKEOVERS = 1000
 DRAIN_S = 0.2
 """A ring of 4 MiB is filled in 0.4 s by 100,000 records a second; that is as long as it may stay unread."""
 
@@ -62,6 +69,8 @@ class _WarningsLog:
     def __init__(self, directory: Path) -> None:
         self._path = directory / "warnings.log"
         self._at = 0
+        self.told: Counter[str] = Counter()
+        """Texts that another supervisor has passed on already, and how often."""
 
     def new(self) -> list[str]:
         """The texts of the lines that were added since the last time."""
@@ -76,37 +85,80 @@ class _WarningsLog:
             return []
         self._at += len(whole) + 1
         lines = whole.decode("utf-8", "replace").split("\n")
-        return [fields[2] for line in lines if len(fields := line.split(" ", 2)) == 3]
+        texts = [fields[2] for line in lines if len(fields := line.split(" ", 2)) == 3]
+        return [text for text in texts if not self._known(text)]
+
+    def _known(self, text: str) -> bool:
+        if self.told[text] <= 0:
+            return False
+        self.told[text] -= 1
+        return True
 
 
 class Supervisor:
-    """One run from the start of its command to its end."""
+    """One run from the start of its command to its end, or from where another supervisor was killed."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._info = load_info(directory)
         self._terminal: Terminal | None = None
         self._leave_at: float | None = None
-        self._command: subprocess.Popen[bytes] | None = None
+        self._oom = OomWatch()
+        self._warnings = _WarningsLog(directory)
 
-    def run(self) -> int:
+    def run(self, lock: int | None) -> int:
         """Start the command and stay until it has ended; 0, or 2 if it could not be started."""
         inherited = _descriptors()
+        if lock is not None:
+            os.set_inheritable(lock, False)
+            inherited.remove(lock)
+        else:
+            take_lock(self._directory)
         self._handle_signals()
         try:
             if self._info.options.get("stdin") != "inherit":
                 self._terminal = Terminal(self._directory, *self._window())
-            command = start_command(self._info, self._directory, self._terminal, os.environ)
+            command = Child(start_command(self._info, self._directory, self._terminal, os.environ))
         except OSError as error:
             text = f"{self._info.command[0]} cannot be started: {error.strerror or error}"
             _log(text)
             save(self._directory, exit_info(self._info, 2, "supervisor", text))
             return 2
-        self._command = command
         self._let_go(inherited)
-        self._announce(command.pid)
+        self._announce(command.pid, proc.started(command.pid))
         self._watch(command)
         return 0
+
+    def take_over(self) -> int:
+        """Go on with a run whose supervisor was killed, up to its end; 0, also if there is nothing to do."""
+        if take_lock(self._directory) is None:
+            return 0
+        self._info = load_info(self._directory)
+        if not needs_supervisor(self._info, load_exit(self._directory)):
+            return 0
+        self._handle_signals()
+        self._let_go([])
+        pid, started = self._info.command_pid, self._info.command_started
+        if pid is None:
+            found = find_command(self._directory)
+            if found is not None:
+                pid, started = found.pid, found.started
+            elif time.time() - self._info.started_unix < YOUNG_S:
+                return 0  # it is about to be started
+        # Whoever typed into the terminal of the killed supervisor typed into nothing.
+        (self._directory / INPUT_FIFO).unlink(missing_ok=True)
+        self._announce(pid, started)
+        if pid is None:
+            self._finish_unstarted()
+        else:
+            self._watch(Adopted(self._directory, self._info), late=True)
+        return 0
+
+    def _finish_unstarted(self) -> None:
+        end = last_sign(self._directory, self._info).end_ns
+        why = "the supervisor was killed before it had said what it started"
+        with contextlib.suppress(OSError):
+            save(self._directory, unknown_exit(self._info, "supervisor", why, end))
 
     # ------------------------------------------------------------------------------------------ start
 
@@ -143,13 +195,13 @@ class Supervisor:
         with contextlib.suppress(OSError):  # where processors are short, the training comes first
             os.nice(5)
 
-    def _announce(self, pid: int) -> None:
+    def _announce(self, pid: int | None, started: float | None) -> None:
         self._info = replace(
             self._info,
             supervisor_pid=os.getpid(),
             supervisor_started=proc.started(os.getpid()),
             command_pid=pid,
-            command_started=proc.started(pid),
+            command_started=started,
         )
         try:
             save(self._directory, self._info)
@@ -161,25 +213,32 @@ class Supervisor:
     def _sampler(self, pid: int) -> _Sampler:
         from dpmon.gpu.sampler import DeviceSampler
 
-        try:
-            return DeviceSampler(self._directory / "gpu.ring", self._info.start_ns, lambda: pid)
-        except OSError as error:
-            _log(f"no device samples: {error}")
-            return _Silent()
+        for number in range(TAKEOVERS):
+            name = f"gpu-{number}.ring" if number else "gpu.ring"
+            try:
+                return DeviceSampler(self._directory / name, self._info.start_ns, lambda: pid)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                _log(f"no device samples: {error}")
+                break
+        return _Silent()
 
-    def _watch(self, command: subprocess.Popen[bytes]) -> None:
+    def _watch(self, command: Command, *, late: bool = False) -> None:
         from dpmon.run.drain import Drain  # sqlite is loaded while the command loads torch, not before
 
         sampler = self._sampler(command.pid)
-        sampler.start()
         drain = Drain(
             self._directory, self._info, lambda text: sampler.emit("warning", {"process": None, "text": text})
         )
-        warnings = _WarningsLog(self._directory)
+        if late:
+            self._catch_up(command, drain, sampler)
+        else:
+            sampler.start()
         poller = self._poller(command.pid)
         while self._leave_at is None or time.monotonic() < self._leave_at:
-            ended = command.poll() is not None
-            for text in warnings.new():
+            ended = command.over()
+            for text in self._warnings.new():
                 sampler.emit("warning", {"process": None, "text": text})
             busy = drain.drain(time.monotonic())
             if ended:
@@ -188,12 +247,25 @@ class Supervisor:
                 self._terminal.register(poller)
             if poller.poll(0 if busy else DRAIN_S * 1000) and self._terminal is not None:
                 self._terminal.serve()
-        if command.returncode is not None:
-            self._finish(command.returncode, drain, sampler)
+        if command.over():
+            self._finish(command, drain, sampler)
         else:
             drain.flush()
             drain.close()
             sampler.stop()
+
+    def _catch_up(self, command: Command, drain: Any, sampler: _Sampler) -> None:
+        """Take what the rings still hold from where the killed supervisor had come to, and say what is missing."""
+        drain.flush()
+        self._warnings.told.update(drain.warnings_kept())
+        last_ns = drain.last_sample_ns()
+        if command.over():
+            return
+        since = "" if last_ns is None else f" after {last_ns / 1e9:.0f} s"
+        now = (time.monotonic_ns() - self._info.start_ns) / 1e9
+        text = f"the supervisor was killed{since}; another one goes on from {now:.0f} s: no device samples between"
+        sampler.emit("warning", {"process": None, "text": text})
+        sampler.start()
 
     def _poller(self, pid: int) -> select.poll:
         """What ends the wait between two drains: the command's end, and what is typed for it."""
@@ -202,15 +274,18 @@ class Supervisor:
             poller.register(os.pidfd_open(pid), select.POLLIN)
         return poller
 
-    def _finish(self, returncode: int, drain: Any, sampler: _Sampler) -> None:
-        how = exit_info(self._info, returncode, "supervisor")
+    def _finish(self, command: Command, drain: Any, sampler: _Sampler) -> None:
         drain.flush(over=True)
-        seconds = (how.end_ns - self._info.start_ns) / 1e9
-        sampler.emit("exit", {"status": how.status, "signal": how.signal, "t_s": seconds})
+        how = command.ending(self._info)
+        if how.cause is None:
+            how = replace(how, cause=self._oom.cause(how.signal))
+        data = {"status": how.status, "signal": how.signal, "t_s": how.seconds}
+        data |= {name: text for name in ("unknown", "cause") if (text := getattr(how, name)) is not None}
+        sampler.emit("exit", data)
         drain.flush()
         drain.close()
         try:
-            save(self._directory, how)
+            save(self._directory, replace(how, drained=True))
         except OSError as error:
             _log(f"exit.json cannot be written: {error}")
         sampler.stop()
@@ -230,10 +305,11 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-def main(directory: str) -> None:
-    """Run the supervisor of the run in `directory` and end the process."""
+def main(directory: str, how: str) -> None:
+    """Supervise the run in `directory` and end the process. `how`: TAKE_OVER, or the descriptor that holds its lock."""
     try:
-        sys.exit(Supervisor(Path(directory)).run())
+        supervisor = Supervisor(Path(directory))
+        sys.exit(supervisor.take_over() if how == TAKE_OVER else supervisor.run(int(how) if how.isdecimal() else None))
     except Exception as error:  # the trace goes to supervisor.log, the training goes on
         _log(f"{type(error).__name__}: {error}")
         raise

@@ -31,9 +31,9 @@ class Facts(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How the run ended: status 0 to 255 (128+N for a signal), the signal's name, when (ns since the start)."""
+    """How the run ended: status 0 to 255 (128+N for a signal), None if unknown; the signal's name; when (ns)."""
 
-    status: int
+    status: int | None
     signal: str | None
     end_ns: int | None
     last_line: str | None = None
@@ -153,6 +153,8 @@ def _before_first_batch(scene: Scene, doing: str, spent: int) -> Life:
 
 
 def _outcome(ended: Ended) -> Life:
+    if ended.status is None:
+        return Life("ended", "bad", "status unknown")
     if ended.signal is not None:
         perhaps = "perhaps out of memory" if ended.signal == "SIGKILL" else ""
         return Life(f"killed by {clean(ended.signal, 12)}", "bad", perhaps)

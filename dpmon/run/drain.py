@@ -22,6 +22,8 @@ COMMIT_BYTES = 1 << 19
 """Written at the latest when this much has gathered: an eighth of a ring, so a kill in between loses nothing."""
 HOLD_BYTES = 8 << 20
 """Held at most while the history cannot be written; the rings keep what is newer, what they lose is counted."""
+_ROLLUP_BYTES = 1024
+"""What one of those that gather takes in memory, roughly."""
 RETRY_S = 5.0
 
 
@@ -145,6 +147,7 @@ class Drain:
         return bool(source.ring.position - before >= source.ring.capacity // 8)
 
     def _add(self, source: _Source, payloads: list[bytes]) -> None:
+        before = len(self._batch.rollups)
         for payload in payloads:
             try:
                 if source.sorter.add(self._batch, self._next_id, payload):
@@ -152,6 +155,7 @@ class Drain:
             except RecordError:
                 source.unreadable += 1
             self._bytes += len(payload)
+        self._bytes += _ROLLUP_BYTES * (len(self._batch.rollups) - before)
 
     # ------------------------------------------------------------------------------------------ history
 

@@ -6,6 +6,13 @@
     calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.records)
     steps        id, process, step, mode, start_ns, wall_ns, samples, data_ns ... other_ns (NULL: did not run)
     events       id, process (NULL: the supervisor), kind, t_ns, json
+    rollups      width (1 or 60 s), start_s, process, mode, steps, calls, samples, unknown (steps without samples),
+                 last_step, low_ns, high_ns (of a step), step_ns, data_ns ... gather_ns (sums; NULL: did not run),
+                 histogram (dpmon.run.rollup); what ended in that second or minute
+    device_rollups  start_s (of a minute), device (index; -1: the host), name, count, total, low, high
+
+What is older than there is room for is deleted: calls, steps and events first, but for a run's processes, modes,
+warnings and exit; rollups are kept for ever, those of a second until they take a third of the room.
 
 Times are ns since the run's start. Ids are drawn from one counter, so they give the order across the three
 tables. A ring's position is written in the transaction that writes its records: whoever reads on from there misses
@@ -23,14 +30,21 @@ from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from dpmon.run.rollup import SERIES, WIDTHS, Gathered, Rollup
+
 __all__ = ["HISTORY_FILE", "Batch", "History", "HistoryError", "Kept", "RingRow"]
 
 HISTORY_FILE = "history.sqlite"
 LIMIT_BYTES = 256 << 20
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _PRUNE_PART = 16
-_LASTING = ("process", "mode", "exit")
+_LASTING = ("process", "mode", "exit", "warning")
 """Kinds of events that are never deleted: few, and what they say holds for all that follows."""
+_WARNINGS_KEPT = 10_000
+_ROLLUPS_PART = 3
+_ROW_BYTES = 150
+"""What a row of rollups takes beside its histogram, roughly."""
+_CACHED = 512
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -48,7 +62,19 @@ CREATE TABLE IF NOT EXISTS steps (
     other_ns INTEGER);
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, process INTEGER, kind TEXT, t_ns INTEGER, json TEXT);
-"""
+CREATE TABLE IF NOT EXISTS rollups (
+    width INTEGER, start_s INTEGER, process INTEGER, mode TEXT, steps INTEGER, calls INTEGER, samples INTEGER,
+    unknown INTEGER, last_step INTEGER, low_ns INTEGER, high_ns INTEGER,
+    {sums}, histogram BLOB,
+    PRIMARY KEY (width, start_s, process, mode)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS device_rollups (
+    start_s INTEGER, device INTEGER, name TEXT, count INTEGER, total REAL, low REAL, high REAL,
+    PRIMARY KEY (start_s, device, name)) WITHOUT ROWID;
+""".format(sums=", ".join(f"{name}_ns INTEGER" for name in SERIES))
+_ADD_DEVICE = """\
+INSERT INTO device_rollups VALUES (?,?,?,?,?,?,?) ON CONFLICT (start_s, device, name) DO UPDATE SET
+    count = count + excluded.count, total = total + excluded.total, low = min(low, excluded.low),
+    high = max(high, excluded.high)"""
 
 
 class HistoryError(Exception):
@@ -83,6 +109,30 @@ class Batch:
     steps: list[tuple[Any, ...]] = field(default_factory=list)
     events: list[tuple[Any, ...]] = field(default_factory=list)
     rings: list[RingRow] = field(default_factory=list)
+    rollups: dict[tuple[int, int, str], Gathered] = field(default_factory=dict)
+    """By second, process and mode; only what this batch adds."""
+    devices: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
+    """Count, total, lowest and highest by minute (its first second), device and name."""
+
+    def rollup(self, end_ns: int, process: int, mode: str) -> Gathered:
+        """Where to add what ended at `end_ns`."""
+        key = end_ns // 1_000_000_000, process, mode
+        found = self.rollups.get(key)
+        if found is None:
+            found = self.rollups[key] = Gathered()
+        return found
+
+    def device(self, t_ns: int, device: int, name: str, value: float) -> None:
+        """Add one value of a sample."""
+        key = t_ns // 60_000_000_000 * 60, device, name
+        found = self.devices.get(key)
+        if found is None:
+            self.devices[key] = [1, value, value, value]
+        else:
+            found[0] += 1
+            found[1] += value
+            found[2] = min(found[2], value)
+            found[3] = max(found[3], value)
 
 
 class History:
@@ -91,6 +141,8 @@ class History:
     def __init__(self, directory: Path, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES) -> None:
         """Open or make the history of the run in `directory`; raises HistoryError."""
         self._limit = limit_bytes
+        self._cache: dict[tuple[int, int, int, str], Rollup] = {}
+        """The rollups written last, as they stand in the database."""
         try:
             self._db = sqlite3.connect(
                 directory / HISTORY_FILE, isolation_level=None, timeout=1.0, check_same_thread=False
@@ -154,13 +206,44 @@ class History:
             many("INSERT INTO steps VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", batch.steps)
             many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
             many("INSERT OR REPLACE INTO rings VALUES (?,?,?,?,?,?,?,?,?,?,?)", map(astuple, batch.rings))
+            many(_ADD_DEVICE, [(*key, *values) for key, values in batch.devices.items()])
+            self._add_rollups(batch)
             if self._used_bytes() > self._limit:
                 self._prune()
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
+            self._cache.clear()
             with suppress(sqlite3.Error):  # some errors have rolled back already
                 self._db.execute("ROLLBACK")
             raise HistoryError(str(error)) from None
+
+    def _add_rollups(self, batch: Batch) -> None:
+        rows: dict[tuple[int, int, int, str], Rollup] = {}
+        for (second, process, mode), gathered in batch.rollups.items():
+            added = Rollup(second, process, mode)
+            added.add(gathered)
+            for width in WIDTHS:
+                key = width, second // width * width, process, mode
+                row = rows.get(key)
+                if row is None:
+                    row = rows[key] = self._cache.get(key) or self._rollup(key)
+                row.merge(added)
+        marks = ",".join("?" * (12 + len(SERIES)))
+        self._db.executemany(
+            f"INSERT OR REPLACE INTO rollups VALUES ({marks})", [row.row(key[0]) for key, row in rows.items()]
+        )
+        self._cache.update(rows)
+        if len(self._cache) > _CACHED:
+            self._cache = rows
+
+    def _rollup(self, key: tuple[int, int, int, str]) -> Rollup:
+        """A row as it was written before (by another supervisor, or long ago), or an empty one."""
+        query = "SELECT * FROM rollups WHERE width = ? AND start_s = ? AND process = ? AND mode = ?"
+        found = self._db.execute(query, key).fetchone()
+        with suppress(ValueError):
+            if found is not None:
+                return Rollup.of_row(found)
+        return Rollup(*key[1:])
 
     def _used_bytes(self) -> int:
         pages: int = self._db.execute("PRAGMA page_count").fetchone()[0]
@@ -169,11 +252,12 @@ class History:
 
     def _prune(self) -> None:
         """Delete the oldest sixteenth of what is there; the pages are used again, the file does not grow."""
+        self._prune_rollups()
         firsts = [
             row[0]
             for row in self._db.execute(
                 "SELECT min(id) FROM calls UNION ALL SELECT min(id) FROM steps"
-                " UNION ALL SELECT min(id) FROM events WHERE kind NOT IN (?,?,?)",
+                " UNION ALL SELECT min(id) FROM events WHERE kind NOT IN (?,?,?,?)",
                 _LASTING,
             )
             if row[0] is not None
@@ -184,9 +268,27 @@ class History:
         gone = self._db.execute("DELETE FROM calls WHERE id < ?", (before,)).rowcount
         gone += self._db.execute("DELETE FROM steps WHERE id < ?", (before,)).rowcount
         gone += self._db.execute(
-            "DELETE FROM events WHERE id < ? AND kind NOT IN (?,?,?)", (before, *_LASTING)
+            "DELETE FROM events WHERE id < ? AND kind NOT IN (?,?,?,?)", (before, *_LASTING)
         ).rowcount
         self._db.execute("UPDATE meta SET value = value + ? WHERE key = 'pruned'", (gone,))
+
+    def _prune_rollups(self) -> None:
+        """Keep them, and the warnings, from taking all the room in runs of many days or processes."""
+        run = self._db.execute
+        for width in WIDTHS:
+            query = "SELECT count(*), total(length(histogram)), min(start_s), max(start_s) FROM rollups WHERE width = ?"
+            count, data, first, last = run(query, (width,)).fetchone()
+            if count * _ROW_BYTES + data > self._limit / _ROLLUPS_PART:
+                before = first + max((last - first) // 8, 1)
+                run("DELETE FROM rollups WHERE width = ? AND start_s < ?", (width, before))
+        count, first, last = run("SELECT count(*), min(start_s), max(start_s) FROM device_rollups").fetchone()
+        if count * _ROW_BYTES > self._limit / _ROLLUPS_PART:
+            run("DELETE FROM device_rollups WHERE start_s < ?", (first + max((last - first) // 8, 1),))
+        run(
+            "DELETE FROM events WHERE kind = 'warning' AND id <"
+            " (SELECT id FROM events WHERE kind = 'warning' ORDER BY id DESC LIMIT 1 OFFSET ?)",
+            (_WARNINGS_KEPT,),
+        )
 
     def close(self) -> None:
         """Close it, leaving one self-contained file if nobody else reads it now."""
@@ -244,6 +346,24 @@ class Kept:
         for (found,) in self._all("SELECT max(t_ns) FROM events", ()):
             return int(found or 0)
         return 0
+
+    def rollups(self, width: int, since_s: int = 0) -> Iterator[Rollup]:
+        """Those of seconds (width 1) or minutes (60) that start at `since_s` or later, in that order."""
+        if not self._has("rollups"):
+            return
+        query = "SELECT * FROM rollups WHERE width = ? AND start_s >= ? ORDER BY start_s, process, mode"
+        for row in self._all(query, (width, since_s)):
+            with suppress(ValueError):
+                yield Rollup.of_row(row)
+
+    def device_rollups(self) -> Iterator[tuple[Any, ...]]:
+        """Rows of (start_s of a minute, device or -1 for the host, name, count, total, low, high), in that order."""
+        if self._has("device_rollups"):
+            yield from self._all("SELECT * FROM device_rollups ORDER BY start_s, device, name", ())
+
+    def _has(self, table: str) -> bool:
+        """Whether the table is there: a history of an earlier version may lack it."""
+        return any(self._all("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (table,)))
 
     def _all(self, query: str, parameters: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
         try:

@@ -11,7 +11,7 @@ import dpmon
 
 __all__ = ["COMMANDS", "UsageError", "parse"]
 
-COMMANDS = ("run", "attach", "ls", "stop", "export")
+COMMANDS = ("run", "attach", "ls", "stop", "export", "keep", "rm")
 MAX_REPLICAS = 4096
 
 _USAGE = """\
@@ -21,7 +21,9 @@ dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon attach [RUN]                      look at a run again
        dpmon ls                                list the runs
        dpmon stop RUN                          stop a run: SIGINT, SIGTERM, SIGKILL
-       dpmon export [RUN] [-o FILE]            the records as JSON lines"""
+       dpmon export [RUN] [-o FILE]            the records as JSON lines
+       dpmon keep [RUN]                        never delete this run by itself
+       dpmon rm RUN [RUN ...]                  delete runs"""
 _EPILOG = """\
 Everything after the script's name belongs to the script. RUN is an id, the unique start of an id, a name, or
 `last`. The exit status is the script's own, 128+N for a signal; 2 for a wrong command line.
@@ -102,12 +104,18 @@ def _run_parser() -> _Parser:
 
 def _command_parser(command: str) -> _Parser:
     parser = _Parser(prog=f"dpmon {command}", allow_abbrev=False)
-    if command != "ls":
+    if command == "rm":
+        parser.add_argument("runs", metavar="RUN", nargs="+", help="an id, its unique start, or a name")
+    elif command == "ls":
+        parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    else:
         optional = {"nargs": None} if command == "stop" else {"nargs": "?", "default": "last"}
         parser.add_argument("run", metavar="RUN", help="an id, its unique start, a name, or `last`", **optional)
     if command == "attach":
         parser.add_argument("--refresh", type=_seconds, metavar="SECONDS", help="how often the screen is drawn")
         parser.add_argument("--headless", action="store_true", help="follow it without a screen")
+    if command == "keep":
+        parser.add_argument("--not", dest="kept", action="store_false", help="take that back")
     if command == "export":
         parser.add_argument("--format", choices=("jsonl",), default="jsonl", help="jsonl: one JSON object a line")
         parser.add_argument("-o", "--output", metavar="FILE", help="where to (standard output)")

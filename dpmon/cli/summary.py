@@ -100,7 +100,7 @@ def _mode_lines(name: str, mode: ModeTotals, totals: Totals) -> list[str]:
         name = "ddp"  # one device a rank: neither dp nor single
     title = (name or "mode unknown") + (" (virtual replicas)" if name == "dp" and totals.virtual else "")
     speed = mode.samples_per_s()
-    head = f"{title}: {len(mode.walls):,} steps, {mode.calls:,} calls"
+    head = f"{title}: {max(mode.steps.values(), default=0):,} steps, {mode.calls:,} calls"
     if speed is not None:
         head += f", {rate(speed)} samples/s"
     if totals.processes > 1:

@@ -289,6 +289,11 @@ class Supervisor:
         except OSError as error:
             _log(f"exit.json cannot be written: {error}")
         sampler.stop()
+        # Now that nothing runs that could be held up by it.
+        from dpmon.run.retention import limits, prune_runs
+
+        for gone in prune_runs(limits(os.environ), self._directory):
+            _log(f"deleted {gone.name}: older than what is kept")
 
 
 def _descriptors() -> list[int]:

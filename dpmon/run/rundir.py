@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import stat
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -31,6 +33,8 @@ __all__ = [
 
 INFO_FILE = "run.json"
 EXIT_FILE = "exit.json"
+ROOM_BYTES = 24 << 20
+"""What a run needs at least: its rings, and some for the rest."""
 _MAX_JSON_BYTES = 1 << 22
 _RING_NAME = re.compile(r"(?:process-(\d{1,6})|gpu(?:-\d{1,4})?)\.ring")
 _ID = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9._-]{1,64}-[0-9a-f]{4}")
@@ -178,26 +182,66 @@ def runs_directory() -> Path:
     return Path(platformdirs.user_state_dir()) / "dpmon" / "runs"
 
 
-def _prepared() -> Path:
-    """The directory of all runs, made if need be and closed to others; RunError if that is not possible."""
-    runs = runs_directory()
+def _elsewhere() -> list[Path]:
+    """Where runs go that cannot be kept in `runs_directory`: temporary directories, then memory.
+
+    Named after the place that they stand in for, so that runs of different state directories do not mix.
+    """
+    mark = f"{zlib.crc32(os.fsencode(runs_directory())):08x}"
+    places = dict.fromkeys([os.environ.get("TMPDIR") or "/tmp", "/dev/shm"])
+    return [Path(place) / f"dpmon-{os.getuid()}-{mark}" / "runs" for place in places]
+
+
+def _prepared(runs: Path) -> None:
+    """Make a directory of runs if need be and close it to others; RunError if that is not possible."""
     try:
         runs.parent.parent.mkdir(parents=True, exist_ok=True)
         for directory in (runs.parent, runs):
             directory.mkdir(mode=0o700, exist_ok=True)
-            info = os.stat(directory)
-            if info.st_uid != os.getuid():
+            info = os.stat(directory) if runs == runs_directory() else os.lstat(directory)
+            if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):
                 raise RunError(f"{directory} belongs to another user; set XDG_STATE_HOME to a place of yours")
             if info.st_mode & 0o077:
                 os.chmod(directory, 0o700)
     except OSError as error:
         raise RunError(f"no run can be kept in {runs}: {error.strerror}; set XDG_STATE_HOME") from None
-    return runs
+
+
+def _free_bytes(runs: Path) -> int:
+    disk = os.statvfs(runs)
+    return disk.f_bavail * disk.f_frsize
 
 
 def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
-    """Make a new directory for the run `draft` (its id is filled in), with run.json; RunError if that fails."""
-    runs = _prepared()
+    """Make a new directory for the run `draft` (its id is filled in), with run.json; RunError if that fails.
+
+    Where the usual place cannot take it (read-only, full, not the user's), another one does: `options["elsewhere"]`
+    says so in a sentence.
+    """
+    usual = runs_directory()
+    try:
+        _prepared(usual)
+        free = _free_bytes(usual)
+        if free >= ROOM_BYTES:
+            return _make(usual, draft)
+        problem = RunError(f"{usual} has only {free >> 20} MiB left")
+    except RunError as error:
+        problem = error
+    for runs in _elsewhere():
+        try:
+            _prepared(runs)
+            if _free_bytes(runs) < ROOM_BYTES:
+                continue
+            text = f"{str(problem).partition(';')[0]}: this run is kept in {runs}"
+            return _make(runs, replace(draft, options={**draft.options, "elsewhere": text}))
+        except RunError:
+            continue
+    # Nowhere is more room: what little there is in the usual place, or the reason why there is none.
+    _prepared(usual)
+    return _make(usual, replace(draft, options={**draft.options, "elsewhere": str(problem)}))
+
+
+def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(draft.started_unix))
     for _ in range(1000):
         run_id = f"{stamp}-{draft.name}-{os.urandom(2).hex()}"
@@ -232,19 +276,19 @@ def ring_paths(directory: Path) -> list[tuple[int, Path]]:
 
 
 def list_runs() -> list[tuple[Path, RunInfo]]:
-    """All runs of this user that can be read, oldest first."""
-    try:
-        names = os.listdir(runs_directory())
-    except OSError:
-        return []
+    """All runs of this user that can be read, oldest first; those too that are kept elsewhere."""
     found = []
-    for name in names:
-        if _ID.fullmatch(name):
-            try:
-                directory = runs_directory() / name
-                found.append((directory, load_info(directory)))
-            except RunError:
-                continue
+    for runs in (runs_directory(), *_elsewhere()):
+        try:
+            if runs != runs_directory():
+                check_directory(runs.parent)
+            names = os.listdir(runs)
+        except (OSError, RunError):
+            continue
+        for name in names:
+            if _ID.fullmatch(name):
+                with contextlib.suppress(RunError):
+                    found.append((runs / name, load_info(runs / name)))
     return sorted(found, key=lambda run: (run[1].started_unix, run[0].name))
 
 

@@ -24,6 +24,7 @@ from dpmon.run.ending import exit_info, unknown_exit
 from dpmon.run.launch import start_command
 from dpmon.run.lock import needs_supervisor, take_lock
 from dpmon.run.oom import OomWatch
+from dpmon.run.room import OutputRoom
 from dpmon.run.rundir import load_exit, load_info, save
 from dpmon.run.start import TAKE_OVER
 from dpmon.run.terminal import INPUT_FIFO, Terminal
@@ -34,6 +35,11 @@ LEAVE_S = 2.0
 YOUNG_S = 60.0
 """A run that is no older may be about to start its command, however slow the machine."""
 TAKEOVERS = 1000
+SCREEN_OUTPUT, HEADLESS_OUTPUT = 1 << 20, 64 << 20
+"""Bytes of the script's newest output that are kept whatever happens on a full disk."""
+SPARE_FILE, SPARE_BYTES = "spare", 1 << 16
+LITTLE_HISTORY = 32 << 20
+"""Where the record could not go to its own place: what takes it instead may be memory."""
 DRAIN_S = 0.2
 """A ring of 4 MiB is filled in 0.4 s by 100,000 records a second; that is as long as it may stay unread."""
 
@@ -226,33 +232,63 @@ class Supervisor:
 
     def _watch(self, command: Command, *, late: bool = False) -> None:
         from dpmon.run.drain import Drain  # sqlite is loaded while the command loads torch, not before
+        from dpmon.run.history import LIMIT_BYTES
 
         sampler = self._sampler(command.pid)
         drain = Drain(
-            self._directory, self._info, lambda text: sampler.emit("warning", {"process": None, "text": text})
+            self._directory,
+            self._info,
+            lambda text: sampler.emit("warning", {"process": None, "text": text}),
+            LITTLE_HISTORY if "elsewhere" in self._info.options else LIMIT_BYTES,
         )
+        room = self._room(sampler)
+        self._set_aside()
         if late:
             self._catch_up(command, drain, sampler)
         else:
             sampler.start()
+            elsewhere = self._info.options.get("elsewhere")
+            if isinstance(elsewhere, str):
+                sampler.emit("warning", {"process": None, "text": elsewhere})
         poller = self._poller(command.pid)
         while self._leave_at is None or time.monotonic() < self._leave_at:
             ended = command.over()
             for text in self._warnings.new():
                 sampler.emit("warning", {"process": None, "text": text})
-            busy = drain.drain(time.monotonic())
+            now = time.monotonic()
+            busy = drain.drain(now)
+            room.look(now)
             if ended:
                 break
             if self._terminal is not None:
                 self._terminal.register(poller)
             if poller.poll(0 if busy else DRAIN_S * 1000) and self._terminal is not None:
                 self._terminal.serve()
+        room.close(nobody_writes=command.over() and not proc.tree(command.pid))
         if command.over():
             self._finish(command, drain, sampler)
         else:
             drain.flush()
             drain.close()
             sampler.stop()
+
+    def _set_aside(self) -> None:
+        """Hold what exit.json will need, so that how the run ended is known on a full disk too."""
+        with contextlib.suppress(OSError):
+            fd = os.open(self._directory / SPARE_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, SPARE_BYTES)
+            finally:
+                os.close(fd)
+
+    def _room(self, sampler: _Sampler) -> OutputRoom:
+        names = ("stdout.log", "stderr.log") if self._info.headless else ("output.log",)
+        return OutputRoom(
+            [self._directory / name for name in names],
+            lambda text: sampler.emit("warning", {"process": None, "text": text}),
+            # Of a headless run the foreground may have some to pass on yet.
+            HEADLESS_OUTPUT if self._info.headless else SCREEN_OUTPUT,
+        )
 
     def _catch_up(self, command: Command, drain: Any, sampler: _Sampler) -> None:
         """Take what the rings still hold from where the killed supervisor had come to, and say what is missing."""
@@ -284,6 +320,8 @@ class Supervisor:
         sampler.emit("exit", data)
         drain.flush()
         drain.close()
+        with contextlib.suppress(OSError):
+            (self._directory / SPARE_FILE).unlink()
         try:
             save(self._directory, replace(how, drained=True))
         except OSError as error:

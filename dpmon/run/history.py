@@ -38,8 +38,9 @@ HISTORY_FILE = "history.sqlite"
 LIMIT_BYTES = 256 << 20
 SCHEMA_VERSION = 2
 _PRUNE_PART = 16
-_LASTING = ("process", "mode", "exit", "warning")
+_LASTING = ("process", "mode", "exit", "warning", "pause")
 """Kinds of events that are never deleted: few, and what they say holds for all that follows."""
+_PASSING = f"kind NOT IN ({','.join('?' * len(_LASTING))})"
 _WARNINGS_KEPT = 10_000
 _ROLLUPS_PART = 3
 _ROW_BYTES = 150
@@ -257,7 +258,7 @@ class History:
             row[0]
             for row in self._db.execute(
                 "SELECT min(id) FROM calls UNION ALL SELECT min(id) FROM steps"
-                " UNION ALL SELECT min(id) FROM events WHERE kind NOT IN (?,?,?,?)",
+                f" UNION ALL SELECT min(id) FROM events WHERE {_PASSING}",
                 _LASTING,
             )
             if row[0] is not None
@@ -267,9 +268,7 @@ class History:
         before = min(firsts) + max(1, (max(_last_ids(self._db)) - min(firsts)) // _PRUNE_PART)
         gone = self._db.execute("DELETE FROM calls WHERE id < ?", (before,)).rowcount
         gone += self._db.execute("DELETE FROM steps WHERE id < ?", (before,)).rowcount
-        gone += self._db.execute(
-            "DELETE FROM events WHERE id < ? AND kind NOT IN (?,?,?,?)", (before, *_LASTING)
-        ).rowcount
+        gone += self._db.execute(f"DELETE FROM events WHERE id < ? AND {_PASSING}", (before, *_LASTING)).rowcount
         self._db.execute("UPDATE meta SET value = value + ? WHERE key = 'pruned'", (gone,))
 
     def _prune_rollups(self) -> None:

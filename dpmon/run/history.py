@@ -24,7 +24,7 @@ from __future__ import annotations
 import heapq
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
@@ -346,6 +346,56 @@ class Kept:
             return int(found or 0)
         return 0
 
+    def newest_ns(self) -> int:
+        """When the last thing in the record was over."""
+        found = 0
+        for query in (
+            "SELECT max(start_ns + wall_ns) FROM (SELECT * FROM steps ORDER BY id DESC LIMIT 1000)",
+            "SELECT max(start_ns + wall_ns) FROM (SELECT * FROM calls ORDER BY id DESC LIMIT 1000)",
+            "SELECT max(t_ns) FROM (SELECT * FROM events ORDER BY id DESC LIMIT 1000)",
+        ):
+            for (newest,) in self._all(query, ()):
+                found = max(found, newest if isinstance(newest, int) else 0)
+        return found
+
+    def id_at(self, t_ns: int) -> int:
+        """About the id of what was over at `t_ns`: found by halving, since ids are drawn as time goes."""
+        low, high = 0, self.last_id + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            at = self._time_from(middle)
+            if at is None or at > t_ns:
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def _time_from(self, first: int) -> int | None:
+        """When the first thing with this id or a higher one, whose time is known, was over; None if there is none."""
+        found: list[tuple[int, int]] = []
+        for query in (
+            "SELECT id, start_ns + wall_ns FROM steps WHERE id >= ? ORDER BY id LIMIT 1",
+            "SELECT id, start_ns + wall_ns FROM calls WHERE id >= ? ORDER BY id LIMIT 1",
+            "SELECT id, t_ns FROM events WHERE id >= ? AND t_ns IS NOT NULL ORDER BY id LIMIT 1",
+        ):
+            found += [(number, at) for number, at in self._all(query, (first,)) if isinstance(at, int)]
+        return min(found)[1] if found else None
+
+    def step_end(self, near: int, t_ns: int, *, forward: bool) -> int | None:
+        """The end of the first step after `t_ns` (or of the last one before it), looked for around the id `near`."""
+        reach = 4096
+        if forward:
+            query = "SELECT min(start_ns + wall_ns) FROM (SELECT * FROM steps WHERE id >= ? ORDER BY id LIMIT ?)"
+            query += " WHERE start_ns + wall_ns > ?"
+            parameters = max(near - reach // 8, 0), reach, t_ns
+        else:
+            query = "SELECT max(start_ns + wall_ns) FROM (SELECT * FROM steps WHERE id <= ? ORDER BY id DESC LIMIT ?)"
+            query += " WHERE start_ns + wall_ns < ?"
+            parameters = near + reach // 8, reach, t_ns
+        for (found,) in self._all(query, parameters):
+            return found if isinstance(found, int) else None
+        return None
+
     def rollups(self, width: int, since_s: int = 0) -> Iterator[Rollup]:
         """Those of seconds (width 1) or minutes (60) that start at `since_s` or later, in that order."""
         if not self._has("rollups"):
@@ -364,7 +414,7 @@ class Kept:
         """Whether the table is there: a history of an earlier version may lack it."""
         return any(self._all("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (table,)))
 
-    def _all(self, query: str, parameters: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    def _all(self, query: str, parameters: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
         try:
             for row in self._db.execute(query, parameters):  # noqa: UP028 `yield from` would close the cursor
                 yield row

@@ -255,8 +255,12 @@ def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
         info = replace(draft, id=run_id)
         try:
             save(directory, info)
-        except OSError as error:
-            raise RunError(f"{directory} cannot be written: {error.strerror}") from None
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # interrupted, too, it leaves no empty run behind
+                directory.rmdir()
+            if isinstance(error, OSError):
+                raise RunError(f"{directory} cannot be written: {error.strerror}") from None
+            raise
         return directory, info
     raise RunError(f"no free name for a run in {runs}")
 

@@ -245,8 +245,9 @@ def test_an_interrupt_before_the_command_is_there_reaches_it(dpmon: Dpmon) -> No
     """At any moment of the start: the command ends as it would, and is never left running behind our back."""
     dpmon.script("import time; time.sleep(60)")
     for delay in range(6):
+        before = len(dpmon.runs())
         process = dpmon.start("script.py")
-        wait_for(partial(has_runs, dpmon, delay + 1))
+        wait_for(partial(has_runs, dpmon, before + 1))
         time.sleep(delay * 0.03)  # the moment is what is varied here
         process.send_signal(signal.SIGINT)
         assert process.wait(100) in (130, 1, -signal.SIGINT), delay

@@ -110,8 +110,8 @@ def test_promise_2_the_training_outlives_us(dpmon: Dpmon, alone: str, kind: str)
 
 def steps_of(dpmon: Dpmon) -> int:
     """Steps the training says it has done."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int((dpmon.cwd / "count").read_text() or 0)
+    with contextlib.suppress(OSError):
+        return int((dpmon.cwd / "count").read_text())
     return 0
 
 
@@ -129,7 +129,9 @@ while not pathlib.Path("go").exists():
         model(torch.ones(8, 64)).pow(2).mean().backward()
         optimizer.step()
         step += 1
-    count.write_text(str(step))
+    new = count.with_name("count.new")
+    new.write_text(str(step))
+    new.replace(count)
     if pathlib.Path("print").exists():
         print(*[line] * 1000, sep="\\n")
 print("the end", flush=True)

@@ -64,6 +64,8 @@ class Adopted:
         self._pidfd = open_pidfd(self.pid) if same_boot and proc.alive(self.pid, self._started) else None
         self._seen_alive = self._pidfd is not None or (same_boot and proc.alive(self.pid, self._started))
         self._same_boot = same_boot
+        # Looked at before anything of ours touches those files again.
+        self._last_ns = last_sign(directory, info).end_ns
 
     def over(self) -> bool:
         """Whether this very process has gone; one that nobody has reaped yet has."""
@@ -92,10 +94,9 @@ class Adopted:
     def _from_record(self, info: RunInfo, now: int) -> ExitInfo:
         """What the training process itself has left: whether Python came to its end, and by which exception."""
         if not self._same_boot:
-            seconds = _last_output(self._directory, info)
-            return unknown_exit(info, "supervisor", "the machine was restarted", info.start_ns + int(seconds * 1e9))
+            return unknown_exit(info, "supervisor", "the machine was restarted", self._last_ns)
         sign = last_sign(self._directory, info)
-        end = now if self._seen_alive else max(sign.end_ns, info.start_ns)
+        end = now if self._seen_alive else self._last_ns
         if sign.exception is not None:
             status = -signal.SIGINT if sign.exception == "KeyboardInterrupt" else 1
             return replace(exit_info(info, status, "tracer"), end_ns=end, seconds=(end - info.start_ns) / 1e9)

@@ -102,6 +102,19 @@ class Drain:
         if self._history is not None:
             self._write(now)
 
+    def drop_samples(self, current: str) -> None:
+        """Delete the rings of samples of killed supervisors, once all of it is in the history; `current` stays."""
+        for name, source in self._sources.items():
+            kept = self._kept.get(name)
+            if (
+                source.row.process < 0
+                and name != current
+                and kept is not None
+                and kept.position == source.ring.position
+            ):
+                with suppress(OSError):
+                    (self._directory / name).unlink()
+
     def warnings_kept(self) -> list[str]:
         """The texts of the supervisor's warnings that are in the history."""
         return [] if self._history is None else self._history.warnings()

@@ -110,6 +110,8 @@ class Supervisor:
         self._terminal: Terminal | None = None
         self._leave_at: float | None = None
         self._oom = OomWatch()
+        self._samples = ""
+        """The ring that this supervisor's samples are in."""
         self._warnings = _WarningsLog(directory)
 
     def run(self, lock: int | None) -> int:
@@ -222,6 +224,7 @@ class Supervisor:
         for number in range(TAKEOVERS):
             name = f"gpu-{number}.ring" if number else "gpu.ring"
             try:
+                self._samples = name
                 return DeviceSampler(self._directory / name, self._info.start_ns, lambda: pid)
             except FileExistsError:
                 continue
@@ -295,6 +298,7 @@ class Supervisor:
         drain.flush()
         self._warnings.told.update(drain.warnings_kept())
         last_ns = drain.last_sample_ns()
+        drain.drop_samples(self._samples)
         if command.over():
             return
         since = "" if last_ns is None else f" after {last_ns / 1e9:.0f} s"

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,9 @@ def new_supervisor(dpmon: Dpmon, old: dict[str, Any]) -> dict[str, Any] | None:
 def test_attach_brings_another_one_and_no_record_is_lost_or_doubled(dpmon: Dpmon) -> None:
     dpmon.run("--detach", WRITER, 9000, 1500)
     wait_for(lambda: tailed(dpmon, 2000))
+    wait_for(lambda: any(r["kind"] == "host" for r in dpmon.records()))
     old = kill_supervisor(dpmon)
+    killed_at = time.time() - old["started_unix"]
     assert state_of(dpmon) == "unsupervised"
     screen = dpmon.start("attach")
     new = wait_for(lambda: new_supervisor(dpmon, old), what="a new supervisor")
@@ -92,6 +95,7 @@ def test_attach_brings_another_one_and_no_record_is_lost_or_doubled(dpmon: Dpmon
     records = dpmon.records()
     assert of_training(records) == expected(9000)
     assert next(r for r in records if r["kind"] == "dropped")["count"] == 0
+    assert next(r["t_s"] for r in records if r["kind"] == "host") < killed_at  # its ring has gone, not its samples
     assert any("no device samples between" in r["text"] for r in records if r["kind"] == "warning")
     with sqlite3.connect(dpmon.last() / "history.sqlite") as db:
         assert db.execute("SELECT count(*), count(DISTINCT step) FROM steps").fetchone() == (4500, 4500)
@@ -129,8 +133,8 @@ def test_of_several_at_once_one_becomes_the_supervisor(dpmon: Dpmon) -> None:
     finish(dpmon)
     for screen in screens:
         screen.communicate(timeout=100)
-    # Each supervisor makes a ring of its own for its samples.
-    assert sorted(path.name for path in dpmon.last().glob("gpu*.ring")) == ["gpu-1.ring", "gpu.ring"]
+    # Each supervisor makes a ring of its own for its samples, and deletes those that it has taken over.
+    assert sorted(path.name for path in dpmon.last().glob("gpu*.ring")) == ["gpu-1.ring"]
     assert [r["kind"] for r in dpmon.records()].count("exit") == 1
 
 

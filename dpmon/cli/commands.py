@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpmon.cli.launch import has_screen
+from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
 from dpmon.run import retention
 from dpmon.run.reader import RunReader
@@ -29,12 +28,13 @@ def attach(options: argparse.Namespace) -> int:
     """Show a run again: on a screen, or, without a terminal, its output from now on and its summary."""
     directory = find_run(options.run)
     look_after(directory)
-    if options.headless or not has_screen():
+    if options.headless or options.json is not None or not has_screen():
         from dpmon.cli.headless import Follower
 
-        follower = Follower(directory, None, keep=_LAST_OUTPUT)
+        lines = json_lines(options.json)
+        follower = Follower(directory, None, keep=_LAST_OUTPUT, lines=lines)
         how = follower.follow()
-        return closing(directory, how, follower.say)
+        return closing(directory, how, None if lines == "stderr" else follower.say)
     info = RunReader(directory).info
     from dpmon.ui.app import run_screen
 
@@ -62,18 +62,13 @@ def stop(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     """Write a run's records to a file or to standard output."""
-    from dpmon.run.export import write_jsonl
+    from dpmon.export import ExportError
+    from dpmon.export import export as write
 
-    directory = find_run(options.run)
-    if options.output in (None, "-"):
-        write_jsonl(directory, sys.stdout)
-        sys.stdout.flush()
-        return 0
     try:
-        with open(options.output, "w", encoding="utf-8") as file:
-            write_jsonl(directory, file)
-    except OSError as error:
-        raise RunError(f"{options.output} cannot be written: {error.strerror or error}") from None
+        write(find_run(options.run), options.format, options.output, options.kind)
+    except ExportError as error:
+        raise RunError(str(error)) from None
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import select
 import signal
@@ -12,7 +13,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
+from dpmon.cli.lines import LineFile, Lines
 from dpmon.cli.progress import Progress
 from dpmon.run.foreground import FORWARDED
 from dpmon.run.guard import Guard
@@ -84,10 +87,12 @@ class Follower:
         *,
         early: Sequence[int] = (),
         keep: int | None = None,
+        lines: LineFile | Literal["stderr"] | None = None,
     ) -> None:
         """`supervisor`: the one this process started, None to follow somebody else's run.
 
-        `early`: signals that came before this; `keep`: of the output that is there, show only so many bytes.
+        `early`: signals that came before this; `keep`: of the output that is there, show only so many bytes; `lines`:
+        where a line of JSON a second goes. On stderr they take the place of all that is said in words.
         """
         self._directory = directory
         self._reader = RunReader(directory, calls=False)
@@ -99,6 +104,10 @@ class Follower:
             for stream in self._streams:
                 stream.skip(keep)
         self._err = self._streams[-1] if len(paths) > 1 else Stream(self._directory / "none", 2)
+        self._speaks_json = lines == "stderr"
+        self._lines: Lines | None = None
+        if lines is not None:
+            self._lines = Lines(directory, self._put_line if isinstance(lines, str) else lines.write)
         self._interrupts = 0
         self._early = early
         self._owed: deque[int] = deque()
@@ -117,7 +126,11 @@ class Follower:
                 how, over = self._look()
                 if over:
                     self._drain_output()
+                    if self._lines is not None:
+                        self._lines.end(how)
                     return how
+                if self._lines is not None:
+                    self._lines.tick(now)
             moved = [stream.pump() for stream in self._streams]
             if now >= status_due:
                 status_due = now + STATUS_S
@@ -189,12 +202,20 @@ class Follower:
 
     def say(self, text: str) -> None:
         """A line of our own on stderr, never within a line of the script's."""
+        if self._speaks_json:
+            self._put_line(json.dumps({"kind": "message", "text": text}).encode() + b"\n")
+        else:
+            self._put_line(f"dpmon: {text}\n".encode("utf-8", "replace"))
+
+    def _put_line(self, line: bytes) -> bool:
         fresh = self._err.last == b"\n" and (not _same_file(1, 2) or self._streams[0].last == b"\n")
-        self._err.write(b"" if fresh else b"\n")
-        self._err.write(f"dpmon: {text}\n".encode("utf-8", "replace"))
+        self._err.write((b"" if fresh else b"\n") + line)
+        return True
 
     def _say_status(self) -> None:
         """The line of progress; not while the script is within a line (a bar, a prompt)."""
+        if self._speaks_json:
+            return
         text = self._progress.line()
         shared = _same_file(1, 2)
         if text and self._err.last == b"\n" and (not shared or self._streams[0].last == b"\n"):

@@ -23,9 +23,12 @@ from dpmon.run.start import start_supervisor
 from dpmon.ui.text import clean
 
 if TYPE_CHECKING:
+    from typing import Literal
+
+    from dpmon.cli.lines import LineFile
     from dpmon.run.guard import Guard
 
-__all__ = ["has_screen", "run"]
+__all__ = ["has_screen", "json_lines", "run"]
 
 _START_S = 5.0
 """How long `--detach` waits to hear that the command was started; a slow disk is no reason to wait longer."""
@@ -43,7 +46,8 @@ def run(options: argparse.Namespace) -> int:
     _open_standard_descriptors()
     command = resolve(options.words, options.module, options.python, os.environ)
     _check_devices(options.devices)
-    headless = not options.detach and (options.headless or not has_screen())
+    headless = not options.detach and (options.headless or options.json is not None or not has_screen())
+    lines = json_lines(options.json)
     # A terminal that is not ours to read lines from alone: the command gets one of its own.
     inherit = (headless or options.detach) and not os.isatty(0)
     directory, info = create_run(_describe(options, command, headless, inherit))
@@ -61,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     if options.detach:
         return _detached(directory, info, supervisor)
     if headless:
-        return _headless(directory, supervisor, early)
+        return _headless(directory, supervisor, early, lines)
     return _screen(directory, supervisor, options.refresh)
 
 
@@ -108,6 +112,7 @@ def _describe(options: argparse.Namespace, command: Command, headless: bool, inh
             "devices": options.devices,
             "stdin": "inherit" if inherit else "terminal",
             "window": [size.lines, size.columns],
+            "metrics": _metrics(options.metrics),
         },
         refresh=options.refresh,
         versions={"dpmon": dpmon.__version__, "python": sys.version.split()[0]},
@@ -129,12 +134,38 @@ def _detached(directory: Path, info: RunInfo, supervisor: subprocess.Popen[bytes
     return 0
 
 
-def _headless(directory: Path, supervisor: subprocess.Popen[bytes], early: list[int]) -> int:
+def json_lines(asked: str | None) -> LineFile | Literal["stderr"] | None:
+    """Where a line of JSON a second goes, opened; RunError if it cannot be written."""
+    if asked is None:
+        return None
+    from dpmon.cli.lines import LineFile
+
+    return "stderr" if asked == "-" else LineFile(asked)
+
+
+def _metrics(asked: str | None) -> str | None:
+    """Where the metrics go, as a path that holds wherever one stands; RunError if there is no such place."""
+    asked = asked or os.environ.get("DPMON_METRICS")
+    if not asked:
+        return None
+    path = os.path.abspath(asked)
+    place = path if os.path.isdir(path) else os.path.dirname(path)
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise RunError(f"metrics cannot be written to {asked}: {place} is no directory that can be written")
+    return path
+
+
+def _headless(
+    directory: Path,
+    supervisor: subprocess.Popen[bytes],
+    early: list[int],
+    lines: LineFile | Literal["stderr"] | None,
+) -> int:
     from dpmon.cli.headless import Follower
 
-    follower = Follower(directory, supervisor, early=early)
+    follower = Follower(directory, supervisor, early=early, lines=lines)
     how = follower.follow()
-    return closing(directory, how, follower.say)
+    return closing(directory, how, None if lines == "stderr" else follower.say)
 
 
 def _screen(directory: Path, supervisor: subprocess.Popen[bytes], refresh: float) -> int:

@@ -27,6 +27,14 @@ def main(words: Sequence[str]) -> int:
             from dpmon.cli.launch import run
 
             return run(options)
+        if command == "report":
+            from dpmon.cli.report import report
+
+            return report(options)
+        if command == "doctor":
+            from dpmon.cli.doctor import doctor
+
+            return doctor(options)
         from dpmon.cli import commands
 
         return {
@@ -54,4 +62,7 @@ def entry() -> None:
         # Whoever read our output has gone; nothing more to say, and nothing to flush at exit.
         sys.stdout = sys.stderr = None
         status = 0
+    nvml = sys.modules.get("dpmon.gpu.nvml")  # where --devices had it asked; it may still wait for an answer
+    if nvml is not None:
+        nvml.leave(status)
     sys.exit(status)

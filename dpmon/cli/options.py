@@ -11,8 +11,9 @@ import dpmon
 
 __all__ = ["COMMANDS", "UsageError", "parse"]
 
-COMMANDS = ("run", "attach", "ls", "stop", "export", "keep", "rm")
+COMMANDS = ("run", "attach", "ls", "stop", "report", "export", "doctor", "keep", "rm")
 MAX_REPLICAS = 4096
+KINDS = ("call", "step", "device", "host", "memory", "mode", "process", "warning", "dropped", "exit")
 
 _USAGE = """\
 dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
@@ -21,7 +22,9 @@ dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon attach [RUN]                      look at a run again
        dpmon ls                                list the runs
        dpmon stop RUN                          stop a run: SIGINT, SIGTERM, SIGKILL
-       dpmon export [RUN] [-o FILE]            the records as JSON lines
+       dpmon report [RUN] [--json | --html]    what happened in a run
+       dpmon export [RUN] [--format FORMAT]    the records: jsonl, csv, perfetto
+       dpmon doctor                            what works here, and what to do about the rest
        dpmon keep [RUN]                        never delete this run by itself
        dpmon rm RUN [RUN ...]                  delete runs"""
 _EPILOG = """\
@@ -96,6 +99,14 @@ def _run_parser() -> _Parser:
     )
     add("--headless", action="store_true", help="no screen (chosen by itself when stdout is no terminal)")
     add("--detach", action="store_true", help="start in the background and return at once")
+    add(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="=FILE",
+        help="without a screen: a JSON line a second on stderr, or in FILE (--json=/dev/fd/3)",
+    )
+    add("--metrics", metavar="FILE", help="keep figures for Prometheus in FILE (node_exporter's textfile format)")
     add("--refresh", type=_seconds, default=1.0, metavar="SECONDS", help="how often the screen is drawn (1)")
     add("--name", type=_run_name, help="what the run is called (the script's name)")
     add("--python", metavar="PYTHON", help="the Python that runs the script (the environment's)")
@@ -104,7 +115,10 @@ def _run_parser() -> _Parser:
 
 def _command_parser(command: str) -> _Parser:
     parser = _Parser(prog=f"dpmon {command}", allow_abbrev=False)
-    if command == "rm":
+    if command == "doctor":
+        parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+        parser.add_argument("--python", metavar="PYTHON", help="the Python that would run the script")
+    elif command == "rm":
         parser.add_argument("runs", metavar="RUN", nargs="+", help="an id, its unique start, or a name")
     elif command == "ls":
         parser.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -114,11 +128,27 @@ def _command_parser(command: str) -> _Parser:
     if command == "attach":
         parser.add_argument("--refresh", type=_seconds, metavar="SECONDS", help="how often the screen is drawn")
         parser.add_argument("--headless", action="store_true", help="follow it without a screen")
+        parser.add_argument("--json", nargs="?", const="-", metavar="=FILE", help="as for a run")
+    if command == "report":
+        form = parser.add_mutually_exclusive_group()
+        form.add_argument("--json", action="store_true", help="one JSON object, for programs")
+        form.add_argument("--html", action="store_true", help="a page with plots that needs nothing else")
+        parser.add_argument(
+            "-o", "--output", metavar="FILE", help="where to (standard output; for --html the run's name in this place)"
+        )
     if command == "keep":
         parser.add_argument("--not", dest="kept", action="store_false", help="take that back")
     if command == "export":
-        parser.add_argument("--format", choices=("jsonl",), default="jsonl", help="jsonl: one JSON object a line")
-        parser.add_argument("-o", "--output", metavar="FILE", help="where to (standard output)")
+        parser.add_argument(
+            "--format",
+            choices=("jsonl", "csv", "perfetto"),
+            default="jsonl",
+            help="jsonl: one JSON object a line; csv: a table a kind; perfetto: a trace for ui.perfetto.dev",
+        )
+        parser.add_argument("--kind", choices=KINDS, help="only this kind of record (jsonl and csv)")
+        parser.add_argument(
+            "-o", "--output", metavar="FILE", help="where to (standard output); for csv the directory of the tables"
+        )
     return parser
 
 
@@ -162,6 +192,8 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
         elif own:
             raise UsageError(f"{own[0]} is an option of a run, not of {command}")
         else:
+            # A word after --json is the run, not its file.
+            rest = ["--json=-" if word == "--json" and command == "attach" else word for word in rest]
             return command, _command_parser(command).parse_args(rest)
     options.words = rest
     if options.module is None and not rest:
@@ -178,5 +210,7 @@ def _check(options: argparse.Namespace) -> None:
         count = len(options.devices.split(","))
         if count != options.replicas:
             raise UsageError(f"--replicas {options.replicas} and --devices with {count} of them contradict")
+    if options.json is not None and options.detach:
+        raise UsageError("--json needs dpmon to stay: not with --detach (dpmon attach --json follows a run)")
     if options.mode == "script" and (options.replicas is not None or options.devices is not None):
         raise UsageError("--mode script leaves the computation as written: give no --replicas or --devices")

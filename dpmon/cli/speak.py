@@ -20,8 +20,14 @@ def speak(text: str) -> None:
         print(f"dpmon: {text}", file=sys.stderr, flush=True)
 
 
-def closing(directory: Path, how: ExitInfo | None, say: Callable[[str], None]) -> int:
-    """Say what the run did and how it ended; the exit status for dpmon: the command's own, 2 if it is not known."""
+def closing(directory: Path, how: ExitInfo | None, say: Callable[[str], None] | None) -> int:
+    """Say what the run did and how it ended (`say` None: nothing); dpmon's status: the command's own, 2 if unknown."""
+    if say is not None:
+        _sum_up(directory, how, say)
+    return UNKNOWN_STATUS if how is None or how.status is None else how.status
+
+
+def _sum_up(directory: Path, how: ExitInfo | None, say: Callable[[str], None]) -> None:
     from dpmon.cli.summary import summary_lines
 
     try:
@@ -29,4 +35,3 @@ def closing(directory: Path, how: ExitInfo | None, say: Callable[[str], None]) -
             say(line)
     except (RunError, OSError) as error:
         say(f"no summary: {error}")
-    return UNKNOWN_STATUS if how is None or how.status is None else how.status

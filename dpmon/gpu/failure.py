@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["GPU_IS_LOST", "NO_START", "UNINITIALIZED", "Failure", "call"]
+__all__ = ["GPU_IS_LOST", "NO_START", "UNINITIALIZED", "Failure", "Missing", "call", "words_of"]
 
 # NVML's own numbers (nvml.h); a driver may answer with any other.
 UNINITIALIZED, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION = 1, 2, 3, 4
@@ -30,10 +31,16 @@ _WORDS = {
     _RESET_REQUIRED: "the GPU needs a reset",
     17: "NVML: blocked by the operating system",
     _VERSION_MISMATCH: "driver and NVML library differ in version",
+    19: "NVML: in use",
     20: "NVML: out of memory",
     21: "no data yet",
+    22: "not supported on a virtual GPU with ECC",
+    23: "NVML: insufficient resources",
     _ARGUMENT_VERSION: "this driver does not offer it",
+    26: "this driver does not offer it any more",
+    27: "NVML: not ready",
     _GPU_NOT_FOUND: "NVML: GPU not found",
+    29: "NVML: the GPU is in no state to tell",
     999: "NVML: unknown error",
 }
 NO_START: dict[int | None, str] = {
@@ -42,8 +49,15 @@ NO_START: dict[int | None, str] = {
     _VERSION_MISMATCH: "the NVIDIA driver and its library differ in version: a reboot is due after an update",
     _NO_PERMISSION: "no permission to talk to the NVIDIA driver",
 }
-_NEVER = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION})
+_NEVER = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION, 22, 26})
 _GONE = frozenset({UNINITIALIZED, GPU_IS_LOST, _RESET_REQUIRED, _GPU_NOT_FOUND})
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Stands for one value among several that came with one answer, with the reason why it did not."""
+
+    reason: str
 
 
 class Failure(Exception):
@@ -57,14 +71,25 @@ class Failure(Exception):
         self.gone = code in _GONE  # the whole GPU does not answer
 
 
+def words_of(code: int) -> str:
+    """What a return code of NVML's says."""
+    return _WORDS.get(code, f"NVML error {code}")
+
+
 def call(read: Callable[[], Any]) -> Any:
     """The result of `read`, or Failure; errors are told apart by number: the objects have no hash."""
     try:
         return read()
+    except Failure:
+        raise
     except AttributeError:
         raise Failure("the installed nvidia-ml-py does not know it", never=True) from None
     except Exception as error:  # noqa: BLE001 - ctypes and pynvml raise what they like; one field is lost, no more
         code = getattr(error, "value", None)
         if not isinstance(code, int):
-            raise Failure(f"NVML: {type(error).__name__}: {error}") from None
-        raise Failure(_WORDS.get(code, f"NVML error {code}"), code) from None
+            # pynvml's own way to say that a newer driver is needed for a function it asks without a version.
+            if type(error).__name__ == "NVMLLibraryMismatchError":
+                code = _FUNCTION_NOT_FOUND
+            else:
+                raise Failure(f"NVML: {type(error).__name__}: {error}") from None
+        raise Failure(words_of(code), code) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from dpmon.gpu.failure import NO_START
+from dpmon.gpu.failure import NO_START, Failure
 from dpmon.gpu.nvml import NO_GPU, Nvml
 
 __all__ = ["missing"]
@@ -42,7 +42,10 @@ def missing(names: str) -> str | None:
 def _count() -> tuple[int, str | None]:
     """How many GPUs NVML counts, or why there is none."""
     nvml = Nvml()
-    reason = nvml.open()
-    count = nvml.count
+    try:
+        reason = nvml.open()
+        count = nvml.count() if reason is None else 0
+    except Failure as failure:
+        count, reason = 0, f"NVML cannot count the GPUs: {failure.reason}"
     nvml.close()
-    return count, reason
+    return count, reason if reason or count else NO_GPU

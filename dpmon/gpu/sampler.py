@@ -1,43 +1,40 @@
 """Device and host samples of a run, once a second, into its gpu.ring.
 
-Two threads: one samples the host, the other asks NVML, whose calls may take seconds or never return. Nobody
-ever waits for the second one.
+One thread samples the host; others ask NVML (see `watch`), whose calls may take seconds or never return. Nobody ever
+waits for those.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dpmon.gpu.device import DeviceSample, without_values
+import psutil
+
+from dpmon.gpu.card import SILENT_S, Card
+from dpmon.gpu.device import pids_are_shared
 from dpmon.gpu.host import HostSampler
-from dpmon.gpu.nvml import RETRY_S, Nvml
-from dpmon.records import pack_event
+from dpmon.gpu.nvml import Nvml, leave
+from dpmon.gpu.share import Run, TorchUse, bare, uses_of
+from dpmon.gpu.visible import Gpu, visible_gpus
+from dpmon.gpu.watch import Watch
+from dpmon.records import Decoder, Event, RecordError, pack_event
 from dpmon.ring import Ring
 
 __all__ = ["DeviceSampler"]
 
 RING_BYTES = 1 << 20
-SILENT_S = 3.0
-"""Without an answer for this long, the GPUs' values are no longer shown as if they were of now."""
-NVML_PERIOD_S = 1.0
-"""NVML is asked no more often, whatever the interval: drivers answer under a lock that training needs too."""
+SAME_WARNING_S = 60.0
+"""What keeps going wrong is said once in this time."""
+MAX_WARNINGS = 256
+MAX_USES = 1024
 _STOP_S = 1.0
-
-_NO_ANSWER_YET = "NVML has not answered yet"
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What the NVML thread last had to say: samples, or why there is no GPU."""
-
-    absent: str | None
-    samples: tuple[DeviceSample, ...] = ()
 
 
 class DeviceSampler:
@@ -60,36 +57,63 @@ class DeviceSampler:
         self._start_ns = start_ns
         self._root_pid = root_pid
         self._interval_s = interval_s
-        self._make_nvml = nvml
+        self._environment: dict[str, str] | None = None
         self._stop = threading.Event()
         self._pids: frozenset[int] = frozenset()
-        self._answer = _Answer(_NO_ANSWER_YET)
-        self._asked_s: float | None = None  # since when an answer is awaited
-        self._silent = False
-        self._host_fault = ""
-        self._threads = (
-            threading.Thread(target=self._watch_host, name="dpmon host", daemon=True),
-            threading.Thread(target=self._watch_gpus, name="dpmon nvml", daemon=True),
-        )
+        self._same_pids = pids_are_shared()
+        self._decoder = Decoder(-1)
+        self._uses: dict[int, tuple[TorchUse, ...]] = {}
+        self._visible: tuple[tuple[str, ...], dict[str, bool]] = ((), {})
+        self._said: dict[str, float] = {}
+        self._said_lock = threading.Lock()
+        self._silent: set[int] = set()
+        self._watch = Watch(nvml(), interval_s, self._tell_device, self.warn)
+        self._host = threading.Thread(target=self._watch_host, name="dpmon host", daemon=True)
 
     def start(self) -> None:
         """Begin to sample; the first samples are written at once, not after an interval."""
-        for thread in self._threads:
-            thread.start()
+        self._watch.start()
+        self._host.start()
 
     def stop(self) -> None:
         """Stop sampling, within about a second even if NVML never answers; `emit` works after it too."""
         self._stop.set()
         until = time.monotonic() + _STOP_S
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, until - time.monotonic()))
+        if self._host.ident is None:
+            return
+        self._host.join(max(0.0, until - time.monotonic()))
+        if not self._watch.stop(until):
+            atexit.register(leave, 0)
 
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
         """Write one event, from any thread; `t_s` (seconds since the run's start) is added if missing."""
         if "t_s" not in data:
             data = {"t_s": (time.monotonic_ns() - self._start_ns) / 1e9, **data}
         self._ring.write(pack_event(kind, data))
+
+    def heard(self, payload: bytes) -> None:
+        """Take a `memory` record of a training process, which says what GPUs torch uses in it."""
+        try:
+            record = self._decoder.decode(payload)
+        except RecordError:
+            return
+        data = record.data if isinstance(record, Event) else {}
+        process, devices = data.get("process"), data.get("devices")
+        if isinstance(process, int) and (process in self._uses or len(self._uses) < MAX_USES):
+            self._uses = {**self._uses, process: uses_of(process, devices)}
+
+    def warn(self, text: str) -> None:
+        """Say what goes wrong, once a minute at most for each text."""
+        now = time.monotonic()
+        with self._said_lock:
+            if now - self._said.get(text, -SAME_WARNING_S) < SAME_WARNING_S:
+                return
+            if len(self._said) >= MAX_WARNINGS:
+                self._said = {old: at for old, at in self._said.items() if now - at < SAME_WARNING_S}
+                if len(self._said) >= MAX_WARNINGS:
+                    return
+            self._said[text] = now
+        self.emit("warning", {"process": None, "text": text})
 
     # ------------------------------------------------------------------------------------------ host thread
 
@@ -108,52 +132,59 @@ class DeviceSampler:
             sample = host.sample(self._root_pid())
             self._pids = host.pids()
         except Exception as error:  # noqa: BLE001 - a thread that dies would take every later sample with it
-            text = f"the host could not be sampled: {type(error).__name__}: {error}"
-            if text != self._host_fault:  # once, not once a second
-                self._host_fault = text
-                self._warn(text)
+            self.warn(f"the host could not be sampled: {type(error).__name__}: {error}")
             return
-        self.emit("host", {**asdict(sample), "gpu_absent": self._answer.absent})
+        self.emit("host", {**asdict(sample), "gpu_absent": self._watch.absent()})
 
     def _tell_silence(self) -> None:
-        """While NVML does not answer, say so in the place of its samples, and once in words."""
-        asked_s = self._asked_s
-        silence = 0.0 if asked_s is None else time.monotonic() - asked_s
-        if silence < SILENT_S:
-            if self._silent:
-                self._silent = False
-                self._warn("NVML answers again")
-            return
-        if not self._silent:
-            self._silent = True
-            self._warn(f"NVML has not answered for {silence:.0f} s")
-        for sample in self._answer.samples:
-            self._tell_device(without_values(sample, f"NVML has not answered for {silence:.0f} s"))
+        """Tell of the GPUs whose own thread waits for an answer, and say so in words."""
+        now = time.monotonic()
+        for card in self._watch.cards:
+            silences = [asker.silence(now) for asker in card.askers]
+            if max(silences, default=0.0) >= SILENT_S:
+                if card.index not in self._silent:
+                    self._silent.add(card.index)
+                    self.warn(f"NVML does not answer for GPU {card.index}")
+                if silences[0] >= SILENT_S:
+                    self._tell_device(card)
+            elif card.index in self._silent:
+                self._silent.discard(card.index)
+                self.warn(f"NVML answers again for GPU {card.index}")
 
-    # ------------------------------------------------------------------------------------------ NVML thread
+    # ------------------------------------------------------------------------------------------ devices
 
-    def _watch_gpus(self) -> None:
-        nvml = self._make_nvml()
-        period = max(self._interval_s, NVML_PERIOD_S)
-        pause = 0.0
-        while not self._stop.wait(pause):
-            self._asked_s = began = time.monotonic()
-            try:
-                absent = None if nvml.is_open else nvml.open()
-                samples = tuple(nvml.sample(self._pids, began)) if absent is None else ()
-            except Exception as error:  # noqa: BLE001 - a thread that dies would take every later sample with it
-                absent, samples = f"NVML could not be asked: {type(error).__name__}: {error}", ()
-            self._answer = _Answer(absent, samples)
-            self._asked_s = None
-            if self._stop.is_set():  # it may have taken long: nothing follows what is written after stop
-                break
-            for sample in samples:
-                self._tell_device(sample)
-            pause = RETRY_S if absent is not None else max(0.0, began + period - time.monotonic())
-        nvml.close()  # here and nowhere else: a call in flight on another thread would crash the process
+    def _tell_device(self, card: Card) -> None:
+        try:
+            self.emit("device", asdict(card.sample(self._run(), time.monotonic())))
+        except Exception as error:  # noqa: BLE001 - whoever asks NVML must not end over what it said
+            self.warn(f"GPU {card.index} could not be told of: {type(error).__name__}: {error}")
 
-    def _tell_device(self, sample: DeviceSample) -> None:
-        self.emit("device", asdict(sample))
+    def _run(self) -> Run:
+        uses = tuple(use for of_process in self._uses.values() for use in of_process)
+        return Run(self._pids, self._same_pids, uses, self._seen_by_cuda())
 
-    def _warn(self, text: str) -> None:
-        self.emit("warning", {"process": None, "text": text})
+    def _seen_by_cuda(self) -> dict[str, bool]:
+        """Which GPUs the command's environment lets CUDA see; worked out anew when a UUID becomes known."""
+        if self._environment is None:
+            self._environment = _environment_of(self._root_pid())
+            if self._environment is None:
+                return {}
+        cards = self._watch.cards
+        key = tuple(",".join(sorted(card.uuids())) for card in cards)
+        if key != self._visible[0]:
+            gpus = [Gpu(card.uuid, card.uuids()) for card in cards]
+            order = self._environment.get("CUDA_DEVICE_ORDER")
+            seen = visible_gpus(self._environment.get("CUDA_VISIBLE_DEVICES"), order, gpus)
+            known = {bare(gpu.uuid): see for gpu, see in zip(gpus, seen, strict=True) if gpu.uuid and see is not None}
+            self._visible = key, known
+        return self._visible[1]
+
+
+def _environment_of(pid: int | None) -> dict[str, str] | None:
+    """What a process was started with, None if that cannot be read: it is gone, or not there yet."""
+    if pid is None:
+        return None
+    try:
+        return psutil.Process(pid).environ() or None
+    except (psutil.Error, OSError):
+        return None

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from dpmon.records import RecordError
+from dpmon.records import RecordError, pack_event
 from dpmon.ring import RingError, RingReader
 from dpmon.run.history import LIMIT_BYTES, Batch, History, HistoryError, RingRow
 from dpmon.run.proc import alive
@@ -25,6 +25,8 @@ HOLD_BYTES = 8 << 20
 _ROLLUP_BYTES = 1024
 """What one of those that gather takes in memory, roughly."""
 RETRY_S = 5.0
+_MEMORY = pack_event("memory", {})[:-1]
+"""How such a record begins."""
 
 
 class _Source:
@@ -69,6 +71,8 @@ class Drain:
         self._commit_at = 0.0
         self._retry_at = 0.0
         self._failing = False
+        self.heard: Callable[[bytes], None] = lambda payload: None
+        """Called with every `memory` record of a training process: it says which GPUs that uses."""
 
     def drain(self, now: float) -> bool:
         """Take what is new, write what is due; True if there is more to take at once. `now`: monotonic s."""
@@ -165,6 +169,8 @@ class Drain:
             try:
                 if source.sorter.add(self._batch, self._next_id, payload):
                     self._next_id += 1
+                if payload.startswith(_MEMORY):
+                    self.heard(payload)
             except RecordError:
                 source.unreadable += 1
             self._bytes += len(payload)

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from dpmon.records import Decoder, Event, Record, RecordError, as_json
+from dpmon.records import Call, Decoder, Event, Record, RecordError, Step, as_json
 from dpmon.ring import RingError, RingReader
 from dpmon.run.history import HistoryError, Kept, RingRow
 from dpmon.run.proc import alive
 from dpmon.run.rows import decoders_of, record_of
 from dpmon.run.rundir import RunInfo, load_exit, load_info, ring_paths
 
-__all__ = ["Snapshot", "history", "write_jsonl"]
+__all__ = ["Snapshot", "history", "kind", "write_jsonl"]
 
 
 @dataclass
@@ -153,7 +153,13 @@ def _dropped(snapshot: Snapshot) -> dict[str, Any]:
     return {"count": snapshot.dropped, "pruned": pruned}
 
 
-def write_jsonl(directory: Path, file: IO[str]) -> None:
-    """Write all records of a run to `file`, one JSON object a line."""
+def write_jsonl(directory: Path, file: IO[str], only: str | None = None) -> None:
+    """Write all records of a run (or those of one kind) to `file`, one JSON object a line, in ASCII."""
     for record in history(directory):
-        file.write(json.dumps(as_json(record), separators=(",", ":"), ensure_ascii=True) + "\n")
+        if only is None or kind(record) == only:
+            file.write(json.dumps(as_json(record), separators=(",", ":"), ensure_ascii=True) + "\n")
+
+
+def kind(record: Record) -> str:
+    """The record's kind as it stands in its JSON."""
+    return "call" if isinstance(record, Call) else "step" if isinstance(record, Step) else record.kind

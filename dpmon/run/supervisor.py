@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dpmon.run import proc
 from dpmon.run.adopt import Adopted, Child, Command, find_command, last_sign
@@ -28,6 +28,9 @@ from dpmon.run.room import OutputRoom
 from dpmon.run.rundir import load_exit, load_info, save
 from dpmon.run.start import TAKE_OVER
 from dpmon.run.terminal import INPUT_FIFO, Terminal
+
+if TYPE_CHECKING:
+    from dpmon.run.metrics import Metrics
 
 __all__ = ["main"]
 
@@ -48,6 +51,7 @@ class _Sampler(Protocol):
     def start(self) -> None: ...
     def stop(self) -> None: ...
     def emit(self, kind: str, data: Mapping[str, Any]) -> None: ...
+    def heard(self, payload: bytes) -> None: ...
 
 
 class _Silent:
@@ -61,6 +65,9 @@ class _Silent:
 
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
         _log(f"{kind}: {dict(data)}")
+
+    def heard(self, payload: bytes) -> None:
+        pass
 
 
 def _log(text: str) -> None:
@@ -244,6 +251,7 @@ class Supervisor:
             lambda text: sampler.emit("warning", {"process": None, "text": text}),
             LITTLE_HISTORY if "elsewhere" in self._info.options else LIMIT_BYTES,
         )
+        metrics = self._metrics(sampler)
         room = self._room(sampler)
         self._set_aside()
         if late:
@@ -254,6 +262,7 @@ class Supervisor:
             if isinstance(elsewhere, str):
                 sampler.emit("warning", {"process": None, "text": elsewhere})
         poller = self._poller(command.pid)
+        drain.heard = sampler.heard
         while self._leave_at is None or time.monotonic() < self._leave_at:
             ended = command.over()
             for text in self._warnings.new():
@@ -261,6 +270,8 @@ class Supervisor:
             now = time.monotonic()
             busy = drain.drain(now)
             room.look(now)
+            if metrics is not None:
+                metrics.tick(now)
             if ended:
                 break
             if self._terminal is not None:
@@ -269,7 +280,7 @@ class Supervisor:
                 self._terminal.serve()
         room.close(nobody_writes=command.over() and not proc.tree(command.pid))
         if command.over():
-            self._finish(command, drain, sampler)
+            self._finish(command, drain, sampler, metrics)
         else:
             drain.flush()
             drain.close()
@@ -314,7 +325,20 @@ class Supervisor:
             poller.register(os.pidfd_open(pid), select.POLLIN)
         return poller
 
-    def _finish(self, command: Command, drain: Any, sampler: _Sampler) -> None:
+    def _metrics(self, sampler: _Sampler) -> Metrics | None:
+        """What keeps the metrics file, if one was asked for."""
+        asked = self._info.options.get("metrics")
+        if not isinstance(asked, str):
+            return None
+        from dpmon.run.metrics import Metrics, metrics_path
+
+        return Metrics(
+            metrics_path(asked, self._info),
+            self._directory,
+            lambda text: sampler.emit("warning", {"process": None, "text": text}),
+        )
+
+    def _finish(self, command: Command, drain: Any, sampler: _Sampler, metrics: Metrics | None) -> None:
         drain.flush(over=True)
         how = command.ending(self._info)
         if how.cause is None:
@@ -330,6 +354,8 @@ class Supervisor:
             save(self._directory, replace(how, drained=True))
         except OSError as error:
             _log(f"exit.json cannot be written: {error}")
+        if metrics is not None:
+            metrics.end(how)
         sampler.stop()
         # Now that nothing runs that could be held up by it.
         from dpmon.run.retention import limits, prune_runs

@@ -6,7 +6,7 @@ import json
 import struct
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from dpmon.run.export import Snapshot
 from dpmon.run.history import HistoryError
 from dpmon.run.rows import record_of, step_columns
 
-__all__ = ["ModeTotals", "RankLine", "ReplicaLine", "StageLine", "Totals", "add_up"]
+__all__ = ["Adder", "ModeTotals", "RankLine", "ReplicaLine", "StageLine", "Totals", "add_up"]
 
 DDP = "DistributedDataParallel"
 
@@ -123,7 +123,9 @@ class Totals:
     pruned: int = 0
 
 
-class _Adder:
+class Adder:
+    """Takes everything that a run has recorded, in the order in which it came; `result` is what it adds up to."""
+
     def __init__(self) -> None:
         self.totals = Totals()
         self._groups: Counter[tuple[Any, ...]] = Counter()
@@ -138,13 +140,30 @@ class _Adder:
         """By process, layout, number of the stage, its definition and sizes: calls, durations."""
 
     def define(self, process: int, number: int, value: Any) -> None:
+        """Remember a definition."""
         self._definitions[process, number] = value
 
-    def _mode(self, mode: str) -> ModeTotals:
-        return self.totals.modes.setdefault(mode, ModeTotals())
+    def definition(self, process: int, number: int) -> Any:
+        """A definition's value; None if it was not seen."""
+        return self._definitions.get((process, number))
 
-    def step(self, process: int, mode: str, wall: int, samples: int | None, phases: list[int | None]) -> None:
-        """`phases` as in STEP_PHASES."""
+    def _mode(self, mode: str) -> ModeTotals:
+        found = self.totals.modes.get(mode)
+        if found is None:
+            found = self.totals.modes[mode] = ModeTotals()
+        return found
+
+    def step(
+        self,
+        process: int,
+        number: int,
+        mode: str,
+        start: int,
+        wall: int,
+        samples: int | None,
+        phases: Sequence[int | None],
+    ) -> None:
+        """`start` in ns since the run's start; `phases` as in STEP_PHASES."""
         self._processes.add(process)
         self._walls.setdefault(process, array("q")).append(wall)
         found = self._mode(mode)
@@ -160,7 +179,11 @@ class _Adder:
                 found.step_phases.setdefault(name, array("q")).append(took)
 
     def call(self, process: int, payload: bytes) -> None:
-        mode_number, flags, _, layout, _, _, _, _, _, _, *phases = call_head(payload)
+        """`payload`: of a call, as in the ring."""
+        head = call_head(payload)
+        shares = call_replicas(payload)
+        self.called(process, head, shares)
+        mode_number, flags, _, layout, _, _, _, _, _, _, *phases = head
         mode = MODES[mode_number]
         found = self._mode(mode)
         self._processes.add(process)
@@ -168,7 +191,7 @@ class _Adder:
         for index, name in enumerate(CALL_PHASES):
             if phases[2 * index] >= 0:
                 found.call_phases.setdefault(name, array("q")).append(phases[2 * index + 1])
-        sizes = tuple((got, gave) for got, gave, _, _ in call_replicas(payload))
+        sizes = tuple((got, gave) for got, gave, _, _ in shares)
         self._groups[process, mode, flags & 1, layout, sizes] += 1
         for index, (number, got, gave, _, took) in enumerate(call_stages(payload)):
             entry = self._stages.setdefault((process, layout, index, number, got, gave), [0, array("q")])
@@ -176,7 +199,11 @@ class _Adder:
             if took >= 0:
                 entry[1].append(took)
 
+    def called(self, process: int, head: Sequence[int], shares: Sequence[tuple[int, int, int, int]]) -> None:
+        """For those who want more of a call than is added up here: as `call_head` and `call_replicas` give it."""
+
     def event(self, kind: str, data: Any) -> None:
+        """An event; `data` without its kind."""
         if kind == "warning" and isinstance(data.get("text"), str):
             self.totals.warnings.append(data["text"])
         elif kind == "pause" and type(data.get("process")) is int:
@@ -196,6 +223,7 @@ class _Adder:
             self._paused_s[process] = self._paused_s.get(process, 0.0) + seconds
 
     def result(self) -> Totals:
+        """What it all adds up to."""
         lines: Counter[tuple[Any, ...]] = Counter()
         several = len(self._processes) > 1
         for (process, mode, virtual, layout_number, sizes), count in self._groups.items():
@@ -270,10 +298,13 @@ def _order(item: tuple[tuple[Any, ...], int]) -> tuple[Any, ...]:
     return (mode, root, replica, device, -count, got or "", gave or "")
 
 
-def add_up(directory: Path) -> Totals:
-    """Everything the run in `directory` has recorded, added up; RunError if the directory is no run."""
+def add_up(directory: Path, adder: Adder | None = None) -> Totals:
+    """Everything the run in `directory` has recorded, added up; RunError if the directory is no run.
+
+    `adder`: one that wants to see everything too.
+    """
     snapshot = Snapshot.take(directory)
-    adder = _Adder()
+    adder = adder or Adder()
     try:
         if snapshot.kept is not None:
             try:
@@ -282,7 +313,7 @@ def add_up(directory: Path) -> Totals:
                 adder.totals.warnings.append(f"the history cannot be read to its end: {error}")
         for process, payload in _payloads(snapshot):
             try:
-                _add_payload(adder, process, payload)
+                _add_payload(adder, process, payload, snapshot.info.start_ns)
             except (LookupError, ValueError, TypeError, struct.error):
                 snapshot.dropped += 1
         totals = adder.result()
@@ -299,7 +330,7 @@ def _payloads(snapshot: Snapshot) -> Iterator[tuple[int, bytes]]:
             yield rest.process, payload
 
 
-def _add_kept(adder: _Adder, snapshot: Snapshot) -> None:
+def _add_kept(adder: Adder, snapshot: Snapshot) -> None:
     assert snapshot.kept is not None
     for ring in snapshot.kept.rings.values():
         for number, value in snapshot.kept.definitions(ring.process):
@@ -309,8 +340,7 @@ def _add_kept(adder: _Adder, snapshot: Snapshot) -> None:
             if row[1] == "calls":
                 adder.call(row[3], row[-1])
             elif row[1] == "steps":
-                process, _, mode, _, wall, samples, phases = step_columns(row)
-                adder.step(process, mode, wall, samples, phases)
+                adder.step(*step_columns(row))
             else:
                 event = record_of(row, {})
                 if isinstance(event, Event):
@@ -319,17 +349,18 @@ def _add_kept(adder: _Adder, snapshot: Snapshot) -> None:
             snapshot.dropped += 1
 
 
-def _add_payload(adder: _Adder, process: int, payload: bytes) -> None:
+def _add_payload(adder: Adder, process: int, payload: bytes, origin: int) -> None:
     kind = kind_of(payload)
     if kind == "definition":
         adder.define(process, *definition(payload))
     elif kind == "call":
         adder.call(process, payload)
     elif kind == "step":
-        mode, _, _, _, _, wall, samples, *phases = step_fields(payload)
+        mode, _, _, number, start, wall, samples, *phases = step_fields(payload)
         known: list[int | None] = [took if took >= 0 else None for took in phases]
         other = max(0, wall - sum(took for took in phases if took >= 0))
-        adder.step(process, MODES[mode], wall, samples if samples >= 0 else None, [*known, other])
+        known_samples = samples if samples >= 0 else None
+        adder.step(process, number, MODES[mode], start - origin, wall, known_samples, [*known, other])
     elif kind == "event":
         data = json.loads(payload[1:])
         adder.event(str(data.pop("kind")), data)

@@ -9,6 +9,7 @@ The pieces need not be torch's replicas: whatever parallel_apply is given to cal
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from threading import get_ident
 from time import monotonic_ns
@@ -97,8 +98,7 @@ class ByHand:
         """Run a primitive that the script called itself; the caller takes our frames out of a traceback."""
         session, local = self.session, self.session.local
         if (
-            session.off
-            or local.depth > 1
+            (local.depth > 1 and not self._left_over())
             or torch._C._current_graph_task_id() != -1
             or torch._C._get_tracing_state() is not None
         ):
@@ -107,12 +107,14 @@ class ByHand:
         run = original
         ready: Any = None
         try:
+            # Also once the tracer has given up: the script could not go on without.
             virtual = self.calls.modes.hand_devices()
             if virtual is not None:
                 run = virtual.verbs[number]
-            hand = self._hand(index)
-            if hand is not None and index == PARALLEL_APPLY and session.ready():
-                ready = self._begin(hand, virtual, args, kwargs)
+            if not session.off:
+                hand = self._hand(index)
+                if hand is not None and index == PARALLEL_APPLY and session.ready():
+                    ready = self._begin(hand, virtual, args, kwargs)
         except Exception as error:  # noqa: BLE001 - the script's function is run all the same
             session.fault("by hand", error)
             hand = local.hand = None
@@ -131,6 +133,31 @@ class ByHand:
             except Exception as error:  # noqa: BLE001 - the result is torch's, whatever we make of it
                 session.fault("by hand", error)
         return result
+
+    def _left_over(self) -> bool:
+        """Whether an interrupt has left behind that this thread is in a call; then it is in none any more."""
+        from dpmon.tracer.calls import OF_CALLS
+
+        frame = sys._getframe(2).f_back  # of whoever called the traced primitive
+        while frame is not None:
+            if frame.f_code.co_filename in OF_CALLS or frame.f_code.co_filename == __file__:
+                return False
+            frame = frame.f_back
+        self.session.local.clear()
+        return True
+
+    def running(self) -> bool:
+        """Whether a primitive runs on this thread, whose parts are no calls of their own.
+
+        If not, an interrupt has left behind that one does, and none does any more.
+        """
+        frame = sys._getframe(1).f_back
+        while frame is not None:
+            if frame.f_code is ByHand.verb.__code__:
+                return True
+            frame = frame.f_back
+        self.session.local.verb = False
+        return False
 
     def _hand(self, index: int) -> Hand | None:
         """What this verb belongs to, begun here if need be; None for a gather of nothing that we saw."""
@@ -200,10 +227,12 @@ class ByHand:
         if local.depth == 0 and ring.words[Ring.REQUEST] != modes.serial and modes.poll():
             calls.sites.clear()
             calls.go_long()
+        site = self._site(modules, hand, virtual)
         if local.depth == 1:  # that one is recorded by what is in it, from now on the long way
             calls.recorded_inside(local.root)
             calls.splits_itself(local.root)
-        site = self._site(modules, hand, virtual)
+            if local.root.outer >= 0:
+                steps.ran_as(site.plan.mode)
         hand.trace = trace = Trace(site, steps.count + 1, steps.number)
         grad = torch.is_grad_enabled()  # a function has no mode of its own: it trains if gradients are wanted
         hand.flags = TRAINING * bool(getattr(modules[0], "training", grad)) | GRAD * grad

@@ -31,14 +31,14 @@ from dpmon.tracer.steps import Steps
 from dpmon.tracer.tables import buffers_of, modules_of
 from dpmon.tracer.virtual import VERBS, Originals, with_globals
 
-__all__ = ["Calls", "Site"]
+__all__ = ["OF_CALLS", "Calls", "Site"]
 
 SCATTER, REPLICATE, PARALLEL_APPLY, GATHER = range(4)
 VERB_OF = (SCATTER, REPLICATE, PARALLEL_APPLY, GATHER, SCATTER, SCATTER, REPLICATE, GATHER)
 """Which phase each of `Originals.all` is."""
 MAX_SITES = 1024
 _NO_MODULE = torch.nn.Identity()
-_OF_CALLS = frozenset(__file__.replace("calls.py", name) for name in ("calls.py", "lane.py", "plain.py", "roots.py"))
+OF_CALLS = frozenset(__file__.replace("calls.py", name) for name in ("calls.py", "lane.py", "plain.py", "roots.py"))
 """Files whose functions are on the stack while a call is traced."""
 
 
@@ -202,7 +202,7 @@ class Calls:
         """
         frame = sys._getframe(1)
         while frame is not None:
-            if frame.f_code.co_filename in _OF_CALLS:
+            if frame.f_code.co_filename in OF_CALLS:
                 return
             frame = frame.f_back  # type: ignore[assignment]  # typeshed has it as never None
         self.session.local.clear()
@@ -225,7 +225,7 @@ class Calls:
                 return original(*args, **kwargs)
             trace = local.call
             try:
-                if local.verb:
+                if local.verb and (trace is not None or by_hand.running()):
                     return original(*args, **kwargs)
                 if trace is None:
                     return by_hand.verb(number, index, original, args, kwargs)
@@ -286,8 +286,9 @@ class Calls:
                     if bound is not None:
                         trace = self._begin(bound[0], True, bound[1], bound[5] or {}, bound[2:5])
                 local.call = trace
-                if trace is None:
-                    local.depth = max(depth, 2)  # its verbs are no calls composed by hand
+                if trace is None and depth <= 1:
+                    result = self._run_unrecorded(original, args, kwargs)
+                elif trace is None:
                     result = original(*args, **kwargs)
                 else:
                     if depth == 1:
@@ -314,13 +315,34 @@ class Calls:
             return original(module, inputs, ids, output, dim, kwargs)
         chosen = list(plan.device_ids)
         if plan.virtual is not None:
-            return self._functional_for(plan)(module, inputs, chosen, None, dim, kwargs)
+            try:
+                function = self._functional_for(plan)
+            except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+                self.session.fault("functional", error)
+                return original(module, inputs, ids, output, dim, kwargs)
+            return function(module, inputs, chosen, None, dim, kwargs)
         if plan.mode == DP:
             return original(module, inputs, chosen, output, dim, kwargs)
         result = original(module, inputs, chosen, None, dim, kwargs)
         if output is not None and output != chosen[0]:
             result = self.originals.gather([result], output, dim)
         return result
+
+    def _run_unrecorded(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The function where it is not recorded, or not any more: without GPUs it still needs virtual replicas."""
+        local = self.session.local
+        try:
+            bound = _bind(args, kwargs)
+            plan = None if bound is None else self.modes.unrecorded(bound[0], bound[2])
+            function = None if plan is None else self._functional_for(plan)
+        except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+            self.session.fault("functional", error)
+            plan = function = None
+        if plan is None or function is None:
+            local.depth = 2  # its verbs are no calls composed by hand
+            return original(*args, **kwargs)
+        module, inputs, _, _, dim, given = bound
+        return function(module, inputs, list(plan.device_ids or ()), None, dim, given)
 
     # ---------------------------------------------------------------- DataParallel
 
@@ -489,7 +511,12 @@ class Calls:
         local = self.session.local
         trace = self._begin(module, False, args, kwargs)
         if trace is None:
-            return original(module, *args, **kwargs)
+            depth = local.depth
+            try:
+                local.depth = max(depth, 2)  # its parts are no roots
+                return original(module, *args, **kwargs)
+            finally:
+                local.depth = depth
         result: Any = None
         failed = True
         stages = trace.site.stages if trace.outer >= 0 else None  # the training thread's calls only

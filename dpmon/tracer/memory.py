@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dpmon.tracer import gpus, oom
 from dpmon.tracer.calls import Calls
 from dpmon.tracer.frames import drop_frames, named_like
 from dpmon.tracer.session import Session
@@ -181,6 +182,8 @@ class Memory:
             rest = allocated - model - gradients - optimizer
             values = (allocated, rest if rest >= 0 else None, reserved, peak, after)
             one.update(zip(_ALLOCATOR, values, strict=True))
+            one.update(gpus.allocator(name))
+            oom.watch(self.session)
             if rest < 0:
                 absent["rest_bytes"] = "part of what the tensors hold is not from torch's allocator"
         if unsized:

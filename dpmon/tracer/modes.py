@@ -193,6 +193,11 @@ class Modes:
         self.unannounced.append((type(module).__name__, plan))
         return plan
 
+    def unrecorded(self, module: torch.nn.Module, device_ids: Any) -> Plan | None:
+        """The same plan for a call that is not recorded; None if it runs as it is written."""
+        plan = self._for_functional(module, device_ids)
+        return plan if plan.virtual is not None else None
+
     def _for_functional(self, module: torch.nn.Module, device_ids: Any) -> Plan:
         inner = _device_of(module)
         here = (str(inner or "cpu"),)

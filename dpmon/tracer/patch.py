@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from dpmon.tracer import oom
 from dpmon.tracer.calls import Calls
 from dpmon.tracer.frames import drop_frames, hide_from_dynamo, named_like
 from dpmon.tracer.memory import Memory
@@ -126,6 +127,7 @@ def _at_the_end(session: Session, steps: Steps, modes: Modes, calls: Calls, memo
     def opened() -> None:
         if session.ring is not None:
             steps.attach(session.ring)
+        oom.watch(session)
         # A child of multiprocessing ends by os._exit, after its own finalizers.
         util = sys.modules.get("multiprocessing.util")
         process = sys.modules.get("multiprocessing.process")

@@ -136,6 +136,33 @@ def test_time_of_hand_made_calls_is_forward(steered: Any) -> None:
         assert 0 < verbs <= step.phases["forward"]
 
 
+INSIDE = """
+import torch
+from torch.nn.parallel import gather, parallel_apply, replicate, scatter
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return gather(parallel_apply(replicate(self.inner, [0, 1]), scatter((x,), [0, 1])), 0)
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in torch.utils.data.DataLoader(torch.ones(40, 4), batch_size=10):
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_step_has_the_mode_of_what_is_composed_inside_its_model(tmp_path: Path) -> None:
+    run = traced(tmp_path, INSIDE)
+    assert (run.status, run.complaints) == (0, [])
+    assert [call.mode for call in run.calls()] == ["dp"] * 4
+    assert [step.mode for step in run.steps()] == ["dp"] * 4
+
+
 AS_WRITTEN = """
 import torch
 from torch import nn

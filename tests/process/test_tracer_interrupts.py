@@ -14,7 +14,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
     return {how: script.end() for how, script in scripts.items()}
 
 
-@pytest.mark.parametrize("kind", ["bare", "wrapped"])
+@pytest.mark.parametrize("kind", ["bare", "wrapped", "by hand"])
 def test_a_handler_that_calls_a_model(runs: dict[str, Traced], kind: str) -> None:
     """Losses are the same, nothing is waited for, nothing is raised."""
     lines, problems = runs["calls"].said[kind]
@@ -22,7 +22,7 @@ def test_a_handler_that_calls_a_model(runs: dict[str, Traced], kind: str) -> Non
     assert problems == []
 
 
-@pytest.mark.parametrize("kind", ["bare", "wrapped"])
+@pytest.mark.parametrize("kind", ["bare", "wrapped", "by hand"])
 def test_a_handler_that_raises(runs: dict[str, Traced], kind: str) -> None:
     """The script gets its KeyboardInterrupt, every time, and may go on."""
     lines, problems = runs["raises"].said[kind]
@@ -37,6 +37,6 @@ def test_what_is_recorded_then(runs: dict[str, Traced], how: str) -> None:
     assert run.complaints == []
     assert run.err == ""
     assert run.missed < 0.1 * len(run.calls())
-    for kind, via in (("bare", None), ("wrapped", "DataParallel")):
+    for kind, via in (("bare", None), ("wrapped", "DataParallel"), ("by hand", "data_parallel")):
         lines, _ = run.said[kind]
         assert len([call for call in run.calls("Linear") if call.via == via]) > 1.5 * lines

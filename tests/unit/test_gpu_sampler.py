@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pynvml import NVMLError  # noqa: TID251 - the real error class: unhashable, compares badly
 
+from dpmon.gpu import card as card_module
 from dpmon.gpu import sampler as sampler_module
+from dpmon.gpu import watch as watch_module
 from dpmon.gpu.device import DeviceSample
-from dpmon.gpu.nvml import Nvml
+from dpmon.gpu.nvml import Nvml, leave
 from dpmon.gpu.sampler import DeviceSampler
-from dpmon.records import Decoder, Event
+from dpmon.records import Decoder, Event, pack_event
 from dpmon.ring import RingReader
 
 INTERVAL_S = 0.02
@@ -23,7 +27,10 @@ LIMIT_S = 60.0
 
 
 class FakeNvml(Nvml):
-    """Two GPUs; with `gate` closed a sample does not return until it opens; `failure` is raised."""
+    """Two GPUs; with `gate` closed a question does not return until it opens; `failure` is raised.
+
+    Of pynvml it has what this takes: everything else is unknown to the binding.
+    """
 
     def __init__(self, *, absent: str | None = None) -> None:
         super().__init__()
@@ -31,27 +38,39 @@ class FakeNvml(Nvml):
         self.failure: Exception | None = None
         self.gate = threading.Event()
         self.gate.set()
-        self.asked_for: list[frozenset[int]] = []
+        self.processes: list[int] = []
         self.closed_by: list[str] = []
-        self._open = False
+        self.shutdowns = 0
 
     def open(self) -> str | None:
-        self._open = self.absent is None
+        if self.absent is None:
+            self.forgot = False
+            self._nvml = SimpleNamespace(
+                nvmlDeviceGetCount=lambda: 2,
+                nvmlShutdown=self._shutdown,
+                nvmlDeviceGetHandleByIndex=lambda index: index + 1,
+                nvmlDeviceGetUUID=lambda handle: f"GPU-{handle - 1}",
+                nvmlDeviceGetName=lambda handle: "Fake",
+                nvmlDeviceGetUtilizationRates=self._rates,
+                nvmlDeviceGetComputeRunningProcesses_v3=lambda handle: [
+                    SimpleNamespace(pid=pid, usedGpuMemory=100) for pid in self.processes
+                ],
+                nvmlDeviceGetGraphicsRunningProcesses_v3=lambda handle: [],
+            )
         return self.absent
 
-    @property
-    def is_open(self) -> bool:
-        return self._open
-
-    def sample(self, run_pids: Set[int], now_s: float) -> list[DeviceSample]:
-        self.asked_for.append(frozenset(run_pids))
+    def _rates(self, handle: int) -> SimpleNamespace:
         self.gate.wait()
         if self.failure is not None:
             raise self.failure
-        return [DeviceSample(i, f"GPU-{i}", "Fake", util_pct=50 + i) for i in range(2)]
+        return SimpleNamespace(gpu=49 + handle)
 
-    def close(self) -> None:
+    def _shutdown(self) -> None:
+        self.shutdowns += 1
+
+    def close(self) -> bool:
         self.closed_by.append(threading.current_thread().name)
+        return super().close()
 
 
 class Watch:
@@ -83,13 +102,17 @@ def of_kind(events: list[Event], kind: str) -> list[dict[str, Any]]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is silent for a tenth of a second is silent; elsewhere a machine with much to do must not look like it."""
     monkeypatch.setattr(sampler_module, "SILENT_S", 0.1)
+    monkeypatch.setattr(card_module, "SILENT_S", 0.1)
+    monkeypatch.setattr(watch_module, "SILENT_S", 0.1)
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[DeviceSampler, Watch]]]:
     """Makes a started sampler over a fake NVML, quick enough for a test, and stops it afterwards."""
-    monkeypatch.setattr(sampler_module, "NVML_PERIOD_S", INTERVAL_S)
-    monkeypatch.setattr(sampler_module, "RETRY_S", INTERVAL_S)
+    monkeypatch.setattr(watch_module, "NVML_PERIOD_S", INTERVAL_S)
+    monkeypatch.setattr(watch_module, "RETRY_S", INTERVAL_S)
+    monkeypatch.setattr(card_module, "RETRY_S", INTERVAL_S)
+    monkeypatch.setattr(sampler_module, "pids_are_shared", lambda: True)
     made: list[tuple[DeviceSampler, FakeNvml]] = []
 
     def maker(nvml: FakeNvml, root_pid: Callable[[], int | None] = lambda: None) -> tuple[DeviceSampler, Watch]:
@@ -107,10 +130,17 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 def test_a_device_event_for_each_gpu_and_a_host_event_every_interval(make: Any) -> None:
     _, watch = make(FakeNvml())
-    events = watch.until(lambda e: len(of_kind(e, "device")) >= 6 and len(of_kind(e, "host")) >= 4, "samples")
+
+    def told(events: list[Event]) -> bool:
+        devices = of_kind(events, "device")
+        each = [
+            sum(device["index"] == index and device["util_pct"] == 50 + index for device in devices) for index in (0, 1)
+        ]
+        return min(each) >= 2 and len(of_kind(events, "host")) >= 4
+
+    events = watch.until(told, "samples")
     devices = of_kind(events, "device")
-    assert [device["index"] for device in devices[:4]] == [0, 1, 0, 1]
-    assert (devices[1]["util_pct"], devices[1]["uuid"]) == (51, "GPU-1")
+    assert {device["uuid"] for device in devices if device["index"] == 1} == {"GPU-1"}
     assert set(devices[0]) == {"t_s", *DeviceSample.__slots__}
     host = of_kind(events, "host")[-1]
     assert host["gpu_absent"] is None
@@ -129,11 +159,12 @@ def test_why_there_is_no_gpu(make: Any) -> None:
 
 
 def test_to_ask_rarely_is_no_silence(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler_module, "RETRY_S", LIMIT_S)
-    monkeypatch.setattr(sampler_module, "SILENT_S", 0.5)
+    monkeypatch.setattr(watch_module, "RETRY_S", LIMIT_S)
+    monkeypatch.setattr(watch_module, "SILENT_S", 0.5)
     _, watch = make(FakeNvml(absent="no driver here"))
-    until_s = sampler_module.SILENT_S + 10 * INTERVAL_S
+    until_s = 0.5 + 10 * INTERVAL_S
     events = watch.until(lambda e: of_kind(e, "host") and of_kind(e, "host")[-1]["t_s"] > until_s, "host samples")
+    assert of_kind(events, "host")[-1]["gpu_absent"] == "no driver here"
     assert of_kind(events, "warning") == []
 
 
@@ -145,37 +176,54 @@ def test_a_driver_that_comes_later(make: Any) -> None:
     watch.until(lambda e: of_kind(e, "device") and of_kind(e, "host")[-1]["gpu_absent"] is None, "devices")
 
 
-def test_an_nvml_that_never_answers_holds_up_neither_host_nor_stop(make: Any, impatient: None) -> None:
+def test_an_nvml_that_never_answers_holds_up_neither_host_nor_stop(
+    make: Any, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[Any] = []
+    monkeypatch.setattr(sampler_module.atexit, "register", lambda *call: left.append(call))
     nvml = FakeNvml()
     nvml.gate.clear()
     sampler, watch = make(nvml)
-    events = watch.until(lambda e: len(of_kind(e, "host")) >= 20 and of_kind(e, "warning"), "host samples")
-    assert of_kind(events, "host")[-1]["gpu_absent"] == "NVML has not answered yet"
-    assert of_kind(events, "device") == []
+    events = watch.until(lambda e: len(of_kind(e, "host")) >= 20 and of_kind(e, "device"), "host samples")
+    assert of_kind(events, "host")[-1]["gpu_absent"] is None
+    watch.until(lambda e: "not answered for" in of_kind(e, "device")[-1]["absent"]["util_pct"], "silence")
+    assert of_kind(events, "device")[0]["util_pct"] is None
     sampler.stop()  # comes back, though the gate is closed
-    assert nvml.closed_by == []  # to shut NVML down under a call crashes
+    assert nvml.shutdowns == 0  # to shut NVML down under a call crashes
+    assert left == [(leave, 0)]  # and so does to leave through the library's own farewell
     sampler.emit("exit", {"status": 0, "signal": None})
     nvml.gate.set()
-    events = watch.until(lambda e: of_kind(e, "exit") and nvml.closed_by, "the end")
+    for thread in sampler._watch._threads:
+        thread.join(LIMIT_S)
+    events = watch.until(lambda e: of_kind(e, "exit"), "the end")
     assert events[-1].kind == "exit"  # a late answer is not written after the end
-    assert nvml.closed_by == ["dpmon nvml"]
+
+
+def test_nvml_is_shut_down_once_when_nobody_is_in_it(make: Any) -> None:
+    nvml = FakeNvml()
+    sampler, watch = make(nvml)
+    watch.until(lambda e: of_kind(e, "device"), "devices")
+    sampler.stop()
+    sampler.stop()
+    assert nvml.shutdowns == 1
 
 
 def test_a_gpu_that_falls_silent_is_shown_as_unknown_and_comes_back(make: Any, impatient: None) -> None:
     nvml = FakeNvml()
     _, watch = make(nvml)
-    watch.until(lambda e: of_kind(e, "device"), "devices")
+    watch.until(lambda e: [d for d in of_kind(e, "device") if d["util_pct"] is not None], "devices")
     nvml.gate.clear()
-    events = watch.until(lambda e: [d for d in of_kind(e, "device") if d["util_pct"] is None], "silence")
-    device = next(d for d in of_kind(events, "device") if d["util_pct"] is None)
-    assert (device["uuid"], device["name"]) == ("GPU-0", "Fake")
-    assert device["absent"]["util_pct"].startswith("NVML has not answered for")
-    told, hosts = len(of_kind(events, "warning")), len(of_kind(events, "host"))
-    assert told >= 1
+    silent = "NVML has not answered for"
+    events = watch.until(lambda e: of_kind(e, "device")[-1]["absent"].get("util_pct", "").startswith(silent), "silence")
+    device = of_kind(events, "device")[-1]
+    assert device["util_pct"] is None
+    assert (device["uuid"], device["name"]) == (f"GPU-{device['index']}", "Fake")
+    watch.until(lambda e: len(of_kind(e, "warning")) == 2, "a warning for each")
+    hosts = len(of_kind(watch.events, "host"))
     watch.until(lambda e: len(of_kind(e, "host")) > hosts + 20, "host samples")
-    assert len(of_kind(watch.events, "warning")) == told  # once, not once a sample
+    assert len(of_kind(watch.events, "warning")) == 2  # once, not once a sample
     nvml.gate.set()
-    watch.until(lambda e: of_kind(e, "warning")[-1]["text"] == "NVML answers again", "the second warning")
+    watch.until(lambda e: "NVML answers again for GPU 1" in [w["text"] for w in of_kind(e, "warning")], "the second")
     watch.until(lambda e: of_kind(e, "device")[-1]["util_pct"] is not None, "values")
 
 
@@ -183,18 +231,64 @@ def test_an_exception_in_nvml_is_a_reason_and_passes(make: Any) -> None:
     nvml = FakeNvml()
     nvml.failure = RuntimeError("odd")
     _, watch = make(nvml)
-    watch.until(lambda e: "RuntimeError: odd" in ((of_kind(e, "host") or [{}])[-1].get("gpu_absent") or ""), "reason")
+    watch.until(
+        lambda e: "RuntimeError: odd" in (of_kind(e, "device") or [{"absent": {}}])[-1]["absent"].get("util_pct", ""),
+        "",
+    )
     nvml.failure = None
-    watch.until(lambda e: of_kind(e, "device"), "devices")
+    watch.until(lambda e: of_kind(e, "device")[-1]["util_pct"] is not None, "values")
 
 
-def test_nvml_learns_the_processes_of_the_run(make: Any) -> None:
+def test_a_library_that_forgot_us_is_started_again(make: Any) -> None:
     nvml = FakeNvml()
+    _, watch = make(nvml)
+    watch.until(lambda e: [d for d in of_kind(e, "device") if d["util_pct"] is not None], "devices")
+    nvml.failure = NVMLError(1)
+    watch.until(lambda e: of_kind(e, "device")[-1]["util_pct"] is None, "the loss")
+    nvml.failure = None
+    watch.until(lambda e: of_kind(e, "device")[-1]["util_pct"] is not None, "values")
+
+
+def test_the_processes_of_the_run_are_told_from_others(make: Any) -> None:
+    nvml = FakeNvml()
+    nvml.processes = [os.getpid(), 1]
     _, watch = make(nvml, os.getpid)
-    watch.until(lambda e: nvml.asked_for and os.getpid() in nvml.asked_for[-1], "our own process id")
+    watch.until(lambda e: of_kind(e, "device") and of_kind(e, "device")[-1]["of_run"], "our own process id")
+    device = of_kind(watch.events, "device")[-1]
+    assert (device["mem_run_bytes"], device["mem_others_bytes"]) == (100, 100)
     host = of_kind(watch.until(lambda e: len(of_kind(e, "host")) > 2, "host"), "host")[-1]
     assert host["run_mem_bytes"] > 1 << 20
     assert host["run_cpu_pct"] >= 0
+
+
+def test_what_torch_says_in_a_training_process_is_believed(make: Any) -> None:
+    nvml = FakeNvml()
+    sampler, watch = make(nvml)
+
+    def say(process: Any, devices: Any) -> None:
+        sampler.heard(pack_event("memory", {"process": process, "devices": devices}))
+
+    say(3, [{"device": "cuda:0", "uuid": "1", "reserved_bytes": 500}, {"device": "cpu"}, "junk"])
+    watch.until(lambda e: [d for d in of_kind(e, "device") if d["index"] == 1 and d["of_run"]], "the GPU of the run")
+    device = next(d for d in reversed(watch.events) if d.kind == "device" and d.data["index"] == 1).data
+    assert device["ordinals"] == [{"process": 3, "device": "cuda:0"}]
+    assert device["mem_torch_bytes"] == 500
+    for junk in (None, {}, [{"uuid": 5}], [{"uuid": "x", "reserved_bytes": True}]):
+        say(4, junk)
+    say("x", [])
+    sampler.heard(b"\x04{")
+
+
+def test_what_keeps_going_wrong_is_said_once_a_minute(make: Any) -> None:
+    sampler, watch = make(FakeNvml())
+    for i in range(2000):
+        sampler.warn("the same")
+        sampler.warn(f"another {i}")
+    sampler.emit("exit", {"status": 0, "signal": None})
+    events = watch.until(lambda e: of_kind(e, "exit"), "the end")
+    texts = [data["text"] for data in of_kind(events, "warning")]
+    assert texts.count("the same") == 1
+    assert len(texts) <= sampler_module.MAX_WARNINGS
 
 
 def test_events_from_many_threads_are_all_whole(make: Any) -> None:

@@ -53,7 +53,9 @@ except SystemExit as end:
 """
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["ls"], ["attach", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["ls"], ["attach", "--help"], ["report", "--help"], ["doctor", "--help"]]
+)
 def test_a_plain_question_loads_nothing_heavy(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +119,12 @@ def test_the_screen_loads_neither_torch_nor_pynvml_nor_the_tracer() -> None:
     added = added_by(all_of("ui", "model") + "\nimport dpmon.run.reader, dpmon.run.stop")
     assert "textual.app" in added
     assert not tops(added) & {"torch", "numpy", "pynvml"}
+    assert not [name for name in added if name.startswith(("dpmon.tracer", "dpmon.gpu", "dpmon.run.supervisor"))]
+
+
+def test_exports_and_reports_load_neither_torch_nor_a_screen() -> None:
+    added = added_by(all_of("export", "report") + "\nimport dpmon.cli.report")
+    assert not tops(added) & {"torch", "numpy", "textual", "rich", "pynvml", "plotly"}
     assert not [name for name in added if name.startswith(("dpmon.tracer", "dpmon.gpu", "dpmon.run.supervisor"))]
 
 

@@ -1,6 +1,7 @@
 """Breaks every function of the tracer, one at a time, from the start and in mid-run, and trains.
 
-Each training runs in a forked child; what it computed, said and how it ended is printed as JSON, by name.
+Each training runs in a forked child; what it computed, said and how it ended is printed as JSON, by name. With an
+argument, by hand: the functional form and the primitives, stages, looks at the memory, and what asks for a pause.
 """
 
 import atexit
@@ -26,10 +27,11 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 MODULES = (
-    "tracer.calls", "tracer.frames", "tracer.modes", "tracer.patch", "tracer.plain", "tracer.replicas", "tracer.roots",
-    "tracer.session", "tracer.sizes", "tracer.steps", "tracer.tables", "tracer.virtual", "tracer.inject", "ring",
-    "records",
+    "tracer.calls", "tracer.frames", "tracer.lane", "tracer.modes", "tracer.patch", "tracer.plain", "tracer.replicas",
+    "tracer.roots", "tracer.session", "tracer.sizes", "tracer.steps", "tracer.tables", "tracer.virtual",
+    "tracer.inject", "ring", "records",
 )  # fmt: skip
+BY_HAND = ("tracer.byhand", "tracer.memory", "tracer.pause", "tracer.stages", "tracer.storages")
 LIMIT_S = 60
 # Python 3.12 warns of what may go wrong in a child of a process with threads.
 warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
@@ -102,6 +104,72 @@ def train_plainly(halfway):
     return found
 
 
+class Spread(nn.Module):
+    """On two devices; it goes on without a part of it that has failed."""
+
+    def __init__(self):
+        super().__init__()
+        self.here, self.there = nn.Linear(4, 4), nn.Linear(4, 4).to("meta")
+
+    def forward(self, x):
+        with contextlib.suppress(RuntimeError):
+            self.here(x[:, :3])
+        self.there(x.to("meta"))
+        return self.here(x)
+
+
+def composed(model, x):
+    """By hand, looked up anew each time: the tracer comes later than this module's import."""
+    parts = nn.parallel.scatter((x,), [0, 1])
+    return nn.parallel.gather(nn.parallel.parallel_apply(nn.parallel.replicate(model, [0, 1]), parts), 0)
+
+
+def functional(model, x):
+    return nn.parallel.data_parallel(model, x, [0, 1])
+
+
+def outcome(split, model, x):
+    """What came out, or how torch refuses to do it on this machine when it is alone."""
+    try:
+        return split(model, x)
+    except Exception as error:
+        if repr(error) == ALONE[split.__name__]:
+            return model(x) * float("nan")
+        raise
+
+
+ALONE = {}
+for split in (composed, functional):
+    try:
+        split(Bare(), torch.ones(6, 4))
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        ALONE[split.__name__] = repr(error)
+
+
+def train_by_hand(halfway):
+    """Results of what is composed by hand, called as a function, and spread; no loader."""
+    torch.manual_seed(7)
+    model, spread = Bare(), Spread()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found = []
+    for turn in range(10):
+        if turn == 4:
+            halfway()
+        if turn == 6:
+            ask(3, at=208)  # a pause
+        x = torch.randn(6, 4)
+        for split in (composed, functional):
+            with torch.no_grad():
+                found.append(outcome(split, model, x).sum().item())
+        found.append(spread(x).sum().item())
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
 def step(model, optimizer, x, y):
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(model(x), y)
@@ -109,15 +177,16 @@ def step(model, optimizer, x, y):
     return loss
 
 
-def ask(mode):
-    """Request another mode, as a screen would, by the bytes of the ring."""
+def ask(mode, at=192):
+    """Request another mode, as a screen would, by the bytes of the ring; or write `mode` at another place of it."""
     for name in os.listdir(os.environ["DPMON_RUN"]):
         path = os.path.join(os.environ["DPMON_RUN"], name)
         if name.endswith(".ring") and int.from_bytes(read_at(path, 24, 4), sys.byteorder) == os.getpid():
             serial = int.from_bytes(read_at(path, 192, 8), sys.byteorder) + 1
             with open(path, "r+b") as file:
-                file.seek(192)
-                file.write(serial.to_bytes(8, sys.byteorder) + mode.to_bytes(8, sys.byteorder))
+                file.seek(at)
+                numbers = (serial, mode) if at == 192 else (mode,)
+                file.write(b"".join(number.to_bytes(8, sys.byteorder) for number in numbers))
 
 
 def read_at(path, at, size):
@@ -129,9 +198,9 @@ def read_at(path, at, size):
 # ------------------------------------------------------------------------------------------------ breaking
 
 
-def functions():
+def functions(modules):
     """Every plain function and method of ours by its name, wrappers excepted: those are what holds the others back."""
-    for short in MODULES:
+    for short in modules:
         module = importlib.import_module(f"dpmon.{short}")
         for name, value in vars(module).items():
             if getattr(value, "__module__", None) != module.__name__:
@@ -232,19 +301,32 @@ def used(targets, training):
 
 torch.set_num_threads(1)
 importlib.import_module("dpmon.tracer.patch")
-targets = dict(functions())
-ever, late = used(targets, train)
-_, plainly = used(targets, train_plainly)
+if sys.argv[1:]:
+    targets = dict(functions((*BY_HAND, *MODULES)))
+    ever, late = used(targets, train_by_hand)
+    jobs = {"nothing": (nothing, train_by_hand, nothing)}
+    for name in ever:
+        target = targets[name]
+        if not name.startswith((*BY_HAND, "tracer.calls.", "tracer.modes.")):
+            continue  # what others have in common with these is tried without an argument
+        if name not in late or name.startswith(BY_HAND):
+            jobs[f"{name} from the start"] = (lambda target=target: breaking(target), train_by_hand, nothing)
+        if name in late:
+            jobs[f"{name} in mid-run"] = (nothing, train_by_hand, lambda target=target: breaking(target))
+else:
+    targets = dict(functions(MODULES))
+    ever, late = used(targets, train)
+    _, plainly = used(targets, train_plainly)
+    jobs = {"nothing": (nothing, train, nothing), "nothing in a plain loop": (nothing, train_plainly, nothing)}
+    for name in ever:
+        if name in late and not name.startswith(("ring.", "records.")):
+            continue  # broken from the start, most would only keep the tracer from starting
+        jobs[f"{name} from the start"] = (lambda name=name: breaking(targets[name]), train, nothing)
+    for name in late:
+        jobs[f"{name} in mid-run"] = (nothing, train, lambda name=name: breaking(targets[name]))
+    for name in plainly:
+        jobs[f"{name} in a plain loop"] = (nothing, train_plainly, lambda name=name: breaking(targets[name]))
 gc.freeze()
-jobs = {"nothing": (nothing, train, nothing), "nothing in a plain loop": (nothing, train_plainly, nothing)}
-for name in ever:
-    if name in late and not name.startswith(("ring.", "records.")):
-        continue  # broken from the start, most would only keep the tracer from starting
-    jobs[f"{name} from the start"] = (lambda name=name: breaking(targets[name]), train, nothing)
-for name in late:
-    jobs[f"{name} in mid-run"] = (nothing, train, lambda name=name: breaking(targets[name]))
-for name in plainly:
-    jobs[f"{name} in a plain loop"] = (nothing, train_plainly, lambda name=name: breaking(targets[name]))
 under_way, told = {}, {}
 for name, job in jobs.items():
     under_way[name] = begin(*job)

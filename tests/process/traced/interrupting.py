@@ -9,6 +9,7 @@ import sys
 import torch
 import torch._dynamo
 from torch import nn
+from torch.nn.parallel import gather, parallel_apply, replicate, scatter
 from torch.utils.data import DataLoader
 
 
@@ -31,6 +32,17 @@ def training(wrap):
         return loss.item()
 
     return step
+
+
+def by_hand(model):
+    """The primitives, composed."""
+
+    def run(x):
+        replicas = replicate(model, [0, 1])
+        return gather(parallel_apply(replicas, scatter((x,), [0, 1])), 0)
+
+    run.parameters = model.parameters
+    return run
 
 
 class AtLine:
@@ -90,4 +102,5 @@ def everywhere(wrap, act):
 torch.set_num_threads(1)
 other = Other(2, 2)
 act = {"calls": calls_another, "raises": interrupts}[sys.argv[1]]
-print(json.dumps({"bare": everywhere(lambda model: model, act), "wrapped": everywhere(nn.DataParallel, act)}))
+kinds = {"bare": lambda model: model, "wrapped": nn.DataParallel, "by hand": by_hand}
+print(json.dumps({name: everywhere(wrap, act) for name, wrap in kinds.items()}))

@@ -1,0 +1,36 @@
+"""What is installed beside dpmon, by the metadata of its packages: nothing is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import dpmon
+from dpmon.cli.checks.check import Check, ok, problem, warning
+
+__all__ = ["installed"]
+
+_TESTED_TEXTUAL = "8.2."
+
+
+def installed() -> Iterator[Check]:
+    """dpmon itself and the libraries it draws with."""
+    yield ok("dpmon", dpmon.__version__)
+    textual = _version("textual")
+    if textual is None:
+        yield problem("textual", "not installed: there can be no screen", "pip install --force-reinstall dpmon")
+    elif not textual.startswith(_TESTED_TEXTUAL):
+        remedy = f"pip install 'textual=={_TESTED_TEXTUAL}*'"
+        yield warning("textual", f"{textual} is not what dpmon was tried with ({_TESTED_TEXTUAL}*)", remedy)
+    else:
+        yield ok("textual", textual)
+    plotly = _version("plotly")
+    missing = "not installed: no plots for `dpmon report --html` (pip install 'dpmon[report]')"
+    yield ok("plotly", plotly or missing)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,172 @@
+"""The machine: where runs are kept, what processes may use, and what happens when the user logs out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import re
+import resource
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dpmon.cli.checks.check import Check, ok, problem, warning
+from dpmon.run.rundir import runs_directory
+from dpmon.ui.format import memory
+
+__all__ = ["limits", "logout", "state_directory"]
+
+LITTLE_SPACE = 300 << 20
+"""Below this the history of one run (256 MB at most) may not fit."""
+SOME_SPACE = 2 << 30
+FEW_FILES, FEW_PROCESSES = 1024, 512
+LITTLE_SHM = 1 << 30
+"""DataLoader workers hand batches over in /dev/shm; a container has 64 MB of it unless it is told otherwise."""
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "fuse.glusterfs", "afs"}
+_ASK_S = 5.0
+
+
+# ------------------------------------------------------------------------------------------------ state directory
+
+
+def state_directory() -> Iterator[Check]:
+    """Whether runs can be kept: made, written, closed to others, with room."""
+    runs = runs_directory()
+    place = next(path for path in (runs, *runs.parents) if path.exists())
+    elsewhere = "set XDG_STATE_HOME to a directory of yours on a local disk"
+    try:
+        info = os.stat(place)
+        if place == runs and info.st_uid != os.getuid():
+            yield problem("state", f"{runs} belongs to another user", elsewhere)
+            return
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".dpmon-doctor-") as file:
+            os.posix_fallocate(file.fileno(), 0, 1 << 16)
+    except OSError as error:
+        yield problem("state", f"{place} cannot be written: {error.strerror or error}", elsewhere)
+        return
+    if place == runs and info.st_mode & 0o077:
+        found = f"{runs} is open to others ({stat.filemode(info.st_mode)})"
+        yield warning("state", found, "the next run closes it; or chmod 700")
+    else:
+        yield ok("state", str(runs) if place == runs else f"{runs} (made by the first run)")
+    kind = _file_system(place)
+    if kind in _NETWORK:
+        yield warning("state", f"it is on a network file system ({kind}): slow, and locks may not hold", elsewhere)
+    yield _space(place, elsewhere)
+
+
+def _space(place: Path, elsewhere: str) -> Check:
+    free = shutil.disk_usage(place).free
+    if free < LITTLE_SPACE:
+        return problem("disk", f"{memory(free)} free: a run's record may not fit", f"make room, or {elsewhere}")
+    if free < SOME_SPACE:
+        return warning("disk", f"{memory(free)} free: room for a few runs (256 MB each at most)", "make room")
+    return ok("disk", f"{memory(free)} free")
+
+
+def _file_system(place: Path) -> str | None:
+    """The kind of file system that `place` is on."""
+    best, kind = "", None
+    with contextlib.suppress(OSError):
+        path = os.path.realpath(place)
+        for line in Path("/proc/self/mounts").read_text("utf-8", "replace").splitlines():
+            fields = line.split()
+            if len(fields) < 3:
+                continue
+            mount = re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), fields[1])
+            inside = path == mount or path.startswith(mount.rstrip("/") + "/")
+            if inside and len(mount) >= len(best):
+                best, kind = mount, fields[2]
+    return kind
+
+
+# ------------------------------------------------------------------------------------------------ limits
+
+
+def limits() -> Iterator[Check]:
+    """Open files, processes and shared memory."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < FEW_FILES:
+        yield warning("open files", f"{files} at most", "ulimit -n 4096 (many loader workers need more)")
+    else:
+        yield ok("open files", "no limit" if files == resource.RLIM_INFINITY else f"{files:,} at most")
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if processes != resource.RLIM_INFINITY and processes < FEW_PROCESSES:
+        yield warning("processes", f"{processes} at most, threads included", "ulimit -u 4096")
+    else:
+        yield ok("processes", "no limit" if processes == resource.RLIM_INFINITY else f"{processes:,} at most")
+    yield _shared_memory(Path("/dev/shm"))
+
+
+def _shared_memory(place: Path) -> Check:
+    try:
+        usage = shutil.disk_usage(place)
+    except OSError as error:
+        return warning(
+            "/dev/shm", f"cannot be used: {error.strerror}", "DataLoader workers need it: mount a tmpfs there"
+        )
+    found = f"{memory(usage.free)} of {memory(usage.total)} free"
+    if usage.free < LITTLE_SHM:
+        remedy = "DataLoader workers hand batches over in it: docker run --shm-size=8g, or --ipc=host"
+        return warning("/dev/shm", found, remedy)
+    return ok("/dev/shm", found)
+
+
+# ------------------------------------------------------------------------------------------------ logging out
+
+
+def logout() -> Iterator[Check]:
+    """Whether systemd's logind ends a user's processes when the last session closes."""
+    kills = _kill_user_processes()
+    if kills is None:
+        yield ok("logging out", "no systemd-logind here that could end processes")
+    elif not kills:
+        yield ok("logging out", "processes go on when you log out")
+    else:
+        user = pwd.getpwuid(os.getuid()).pw_name
+        yield warning(
+            "logging out",
+            "systemd-logind ends your processes when you log out (KillUserProcesses=yes)",
+            f"loginctl enable-linger {user}, then: systemd-run --user --scope dpmon ...",
+        )
+
+
+def _kill_user_processes() -> bool | None:
+    """What logind does, as it says itself; None where there is none."""
+    said = _asked(
+        "busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1",
+        "org.freedesktop.login1.Manager", "KillUserProcesses",
+    )  # fmt: skip
+    if said in ("b true", "b false"):
+        return said == "b true"
+    if not os.path.isdir("/run/systemd/seats"):  # logind makes it; without it none runs
+        return None
+    return configured(sorted(_configurations()))
+
+
+def _asked(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ASK_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode("utf-8", "replace").strip() if done.returncode == 0 else None
+
+
+def _configurations() -> Iterator[Path]:
+    for place in ("/usr/lib", "/run", "/etc"):
+        main = Path(place, "systemd/logind.conf")
+        yield from (main, *Path(place, "systemd/logind.conf.d").glob("*.conf"))
+
+
+def configured(paths: Sequence[Path]) -> bool:
+    """KillUserProcesses as the last of these files to name it says; off where none does, as distributions build it."""
+    kills = False
+    for path in paths:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            for found in re.finditer(r"^\s*KillUserProcesses\s*=\s*(\S+)", path.read_text("utf-8"), re.MULTILINE):
+                kills = found[1].lower() in ("1", "yes", "true", "on", "y", "t")
+    return kills

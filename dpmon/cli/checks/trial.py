@@ -1,0 +1,239 @@
+"""Python, torch, the tracer and NVML, tried as a run uses them: a child is traced and the devices are sampled.
+
+The child is started with the environment of a run in a directory of its own, imports torch and calls a model; that its
+call stands in the record with the right sizes is the proof.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dpmon.cli.checks.check import Check, ok, problem, warning
+from dpmon.records import Call, Event
+from dpmon.run import proc
+from dpmon.run.command import CommandError, choose_python
+from dpmon.run.launch import environment
+from dpmon.run.reader import RunReader
+from dpmon.run.rundir import RunError, RunInfo, save
+
+__all__ = ["CHILD_S", "trial"]
+
+CHILD_S = 120.0
+"""How long the child may take: importing torch from a cold network file system does."""
+NVML_S = 10.0
+_OLDEST_TORCH = (2, 4)
+_NOT_YET = "NVML has not answered yet"
+_CHILD = """\
+import json, sys, torch
+facts = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda,
+         "hip": getattr(torch.version, "hip", None)}
+model = torch.nn.Linear(5, 2)
+for _ in range(2):
+    model(torch.zeros(3, 5))
+facts["available"] = torch.cuda.is_available()
+facts["count"] = torch.cuda.device_count() if facts["available"] else 0
+print(json.dumps(facts))
+"""
+_REMEDIES = (
+    ("libnvidia-ml", "with an NVIDIA GPU: install its driver; in a container: start it with --gpus all"),
+    ("not loaded", "load the driver (modprobe nvidia); nvidia-smi says more"),
+    ("differ in version", "restart the machine"),
+    ("permission", "look at who may open /dev/nvidiactl and /dev/nvidia0 (groups video, render)"),
+    ("nvidia-ml-py", "pip install nvidia-ml-py"),
+    ("not answer", "nvidia-smi hangs too? then the driver is stuck: restart the machine"),
+)
+
+
+@dataclass
+class _Seen:
+    """What the child and the sampler left behind."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    failure: str = ""
+    calls: list[Call] = field(default_factory=list)
+    stage: str | None = None
+    warnings: list[str] = field(default_factory=list)
+    devices: dict[int, str] = field(default_factory=dict)
+    absent: str | None = _NOT_YET
+
+
+def trial(python: str | None, environ: Mapping[str, str]) -> Iterator[Check]:
+    """Try it with the Python that would run a script (`python`: as --python names it)."""
+    try:
+        chosen: str | None = choose_python(python, environ)
+    except CommandError as error:
+        chosen = None
+        found, _, remedy = str(error).partition(": ")
+        yield problem("Python", found, remedy or "name another with --python")
+    try:
+        with tempfile.TemporaryDirectory(prefix="dpmon-doctor-") as name:
+            seen = _try(Path(name), chosen, environ)
+    except (OSError, RunError) as error:
+        yield problem("trial", f"no directory for a trial: {error}", "free some space in the directory TMPDIR names")
+        return
+    if chosen is not None:
+        yield from _python(chosen, seen)
+    yield _gpu(seen)
+    if seen.facts:
+        yield from _cuda(seen)
+
+
+def _try(directory: Path, python: str | None, environ: Mapping[str, str]) -> _Seen:
+    info = RunInfo(
+        id=directory.name, name="doctor", command=(python or "",), script="doctor", cwd="/", python=python,
+        started_unix=time.time(), start_ns=time.monotonic_ns(), boot_id=proc.boot_id(), headless=True,
+        options={"mode": "script"},
+    )  # fmt: skip
+    save(directory, info)
+    from dpmon.gpu.sampler import DeviceSampler
+
+    seen = _Seen()
+    sampler = DeviceSampler(directory / "gpu.ring", info.start_ns, lambda: None)
+    sampler.start()
+    until = time.monotonic() + NVML_S
+    reader = RunReader(directory)
+    try:
+        if python is not None:
+            _run_child(seen, python, directory, info, environ)
+        while True:
+            _read(seen, reader)
+            if seen.devices or seen.absent != _NOT_YET or time.monotonic() > until:
+                break
+            time.sleep(0.05)
+    finally:
+        sampler.stop()
+        reader.close()
+    seen.warnings += _warnings(directory)
+    stage = reader.stage()
+    seen.stage = None if stage is None else stage[0]
+    return seen
+
+
+def _run_child(seen: _Seen, python: str, directory: Path, info: RunInfo, environ: Mapping[str, str]) -> None:
+    script = directory / "child.py"
+    script.write_text(_CHILD)
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            [python, str(script)],
+            cwd=directory,
+            env=environment(info, directory, environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=CHILD_S,
+        )
+    except subprocess.TimeoutExpired:
+        seen.failure = f"no answer within {CHILD_S:.0f} s"
+        return
+    except OSError as error:
+        seen.failure = error.strerror or str(error)
+        return
+    seen.seconds = time.monotonic() - began
+    if done.returncode:
+        lines = done.stderr.decode("utf-8", "replace").strip().split("\n")
+        seen.failure = f"it ends with status {done.returncode}: {lines[-1][:200]}"
+        return
+    try:
+        seen.facts = json.loads(done.stdout.decode().strip().split("\n")[-1])
+    except (ValueError, UnicodeDecodeError):
+        seen.failure = "its output is not what was printed: does something in this Python print at its start?"
+
+
+def _read(seen: _Seen, reader: RunReader) -> None:
+    for record in reader.poll():
+        if isinstance(record, Call):
+            seen.calls.append(record)
+        elif isinstance(record, Event):
+            if record.kind == "device" and isinstance(record.data.get("index"), int):
+                seen.devices[record.data["index"]] = str(record.data.get("name") or "GPU without a name")
+            elif record.kind == "host":
+                absent = record.data.get("gpu_absent")
+                seen.absent = absent if isinstance(absent, str) else None
+            elif record.kind == "warning":
+                seen.warnings.append(str(record.data.get("text")))
+
+
+def _warnings(directory: Path) -> list[str]:
+    try:
+        lines = (directory / "warnings.log").read_text("utf-8", "replace").split("\n")
+    except OSError:
+        return []
+    return [fields[2] for line in lines if len(fields := line.split(" ", 2)) == 3]
+
+
+# ------------------------------------------------------------------------------------------------ what it means
+
+
+def _python(chosen: str, seen: _Seen) -> Iterator[Check]:
+    if seen.failure:
+        yield problem("Python", f"{chosen}: {seen.failure}", "try it by hand: PYTHON -c 'import torch'")
+        return
+    facts = seen.facts
+    yield ok("Python", f"{facts.get('python')} ({chosen})")
+    version = str(facts.get("torch"))
+    if _numbers(version) < _OLDEST_TORCH:
+        yield warning("torch", f"{version} is older than 2.4: it may not be traced", "install a newer torch")
+    else:
+        yield ok("torch", version)
+    if [(call.root, call.rows) for call in seen.calls] == [("Linear", 3)] * 2:
+        yield ok("tracing", f"a child's calls are in its record ({seen.seconds:.1f} s, with the import of torch)")
+    elif seen.warnings:
+        yield problem("tracing", seen.warnings[0], "look for a version of dpmon for this torch")
+    elif seen.stage is None:
+        yield problem(
+            "tracing",
+            "dpmon's sitecustomize did not run in the child",
+            "PYTHONPATH must reach it: no -I or -E, no wrapper that clears the environment",
+        )
+    else:
+        yield problem(
+            "tracing",
+            f"the child ran ({seen.stage}), but its calls are not in the record",
+            "report it, with `pip list`",
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    numbers = version.split("+")[0].split(".")[:2]
+    return tuple(int(part) for part in numbers if part.isdecimal())
+
+
+def _gpu(seen: _Seen) -> Check:
+    if seen.devices:
+        names = ", ".join(f"{index}: {name}" for index, name in sorted(seen.devices.items())[:8])
+        more = f" and {len(seen.devices) - 8} more" if len(seen.devices) > 8 else ""
+        return ok("NVML", f"{names}{more}")
+    reason = seen.absent or "NVML gave no GPU"
+    if reason == _NOT_YET:
+        reason = f"NVML did not answer within {NVML_S:.0f} s"
+    remedy = next((text for words, text in _REMEDIES if words in reason), "nvidia-smi may say more")
+    return warning("NVML", f"no GPU to watch: {reason}", remedy)
+
+
+def _cuda(seen: _Seen) -> Iterator[Check]:
+    facts = seen.facts
+    count = facts.get("count") or 0
+    if count:
+        yield ok("CUDA", f"torch sees {count} GPU{'s' if count != 1 else ''}")
+    elif seen.devices and not facts.get("cuda") and not facts.get("hip"):
+        yield warning("CUDA", "there are GPUs, but this torch is built for CPUs only", "install torch with CUDA")
+    elif seen.devices:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        told = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
+        yield warning(
+            "CUDA", f"there are GPUs, but torch sees none{told}", "python -c 'import torch; torch.cuda.init()' says why"
+        )
+    elif shutil.which("rocm-smi") and facts.get("hip"):
+        yield warning("CUDA", "an AMD GPU is not watched: dpmon knows NVIDIA's", "the training itself is traced")
+    else:
+        yield ok("CUDA", "torch sees no GPU: dpmon runs data parallelism over virtual replicas on the CPU")

@@ -1,0 +1,74 @@
+"""`dpmon doctor`: what works here and what does not, each with the reason and the remedy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+
+from dpmon.cli.checks.check import OK, PROBLEM, STATES, Check
+from dpmon.cli.checks.installed import installed
+from dpmon.cli.checks.machine import limits, logout, state_directory
+from dpmon.cli.checks.terminal import terminal
+from dpmon.cli.checks.trial import trial
+from dpmon.ui.text import clean
+
+__all__ = ["doctor"]
+
+WIDTH = 80
+_NAME = 13
+_STATE = max(map(len, STATES)) + 2
+_COLOURS = {"ok": "32", "warning": "33", "problem": "31"}
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Look at everything and say it; 1 if there is a problem, 0 otherwise (a warning is none)."""
+    if options.json:
+        found = list(_checks(options.python))
+        worst = max((STATES.index(check.state) for check in found), default=0)
+        print(json.dumps({"state": STATES[worst], "checks": [check._asdict() for check in found]}, indent=1))
+    else:
+        found = []
+        for check in _checks(options.python):
+            found.append(check)
+            print("\n".join(_lines(check, coloured=_coloured())), flush=True)
+        print(_sum(found))
+    return int(any(check.state == PROBLEM for check in found))
+
+
+def _checks(python: str | None) -> Iterator[Check]:
+    environ = dict(os.environ)
+    yield from installed()
+    yield from trial(python, environ)
+    yield from terminal(environ)
+    yield from state_directory()
+    yield from limits()
+    yield from logout()
+
+
+def _coloured() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def _lines(check: Check, *, coloured: bool) -> list[str]:
+    """The check in lines of WIDTH: state, name, what was found, and below it what to do."""
+    state = check.state.ljust(_STATE)
+    if coloured:
+        state = f"\x1b[{_COLOURS[check.state]}m{state}\x1b[0m"
+    room = WIDTH - _STATE - _NAME
+    wrap = {"width": room, "break_on_hyphens": False}
+    first, *rest = textwrap.wrap(clean(check.found), **wrap) or [""]  # type: ignore[arg-type]
+    if check.remedy is not None:
+        rest += textwrap.wrap(clean(f"-> {check.remedy}"), subsequent_indent="   ", **wrap)  # type: ignore[arg-type]
+    return [f"{state}{check.name:<{_NAME}}{first}", *(" " * (_STATE + _NAME) + line for line in rest)]
+
+
+def _sum(found: list[Check]) -> str:
+    counts = {state: sum(check.state == state for check in found) for state in STATES}
+    if counts[OK] == len(found):
+        return "all is well"
+    said = [f"{count} {state}{'s' if count > 1 else ''}" for state, count in counts.items() if state != OK and count]
+    return f"{' and '.join(said)}; the rest is well"

@@ -1,0 +1,199 @@
+"""`--json`: what a run does, as a line of JSON a second, for a pipeline.
+
+    status  run, t_s (s since the run's start), state, step, steps_per_s, samples_per_s, mode, virtual, processes,
+            step_ms and phases (median_ms, p95_ms, share) over the newest steps of the first process, ranks where
+            several train, devices and host as in the record, warnings, dropped, absent: why something is null
+    message text: what dpmon would have said in words
+    exit    run, t_s, status, signal: the last line
+
+The lines go to standard error, where dpmon speaks: standard output is the script's. `--json=FILE` puts them into a
+file, a pipe with a name or a descriptor (`--json=/dev/fd/3`), and standard error stays as it is without it. A pipe that
+nobody empties holds nothing up: lines are left out, and counted in the next one's `skipped`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dpmon.model import State, fold
+from dpmon.model.ranks import training
+from dpmon.model.state import PHASES, Process
+from dpmon.model.stats import Summary, recent, speed, summary
+from dpmon.run.reader import RunReader
+from dpmon.run.rundir import ExitInfo, RunError
+
+__all__ = ["EVERY_S", "LineFile", "Lines"]
+
+EVERY_S = 1.0
+_POLLS = 16
+_MAX_RANKS = 64
+
+
+class LineFile:
+    """A file, a pipe or a descriptor that lines go to; never waits for its reader."""
+
+    def __init__(self, path: str) -> None:
+        """RunError if it cannot be written."""
+        try:
+            # A pipe with a name is waited for until somebody reads it, as in a shell.
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise RunError(f"{path} cannot be written: {error.strerror or error}") from None
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            os.set_blocking(self._fd, False)
+        self._rest = b""
+        self._open = True
+
+    def write(self, line: bytes) -> bool:
+        """Write a line; False if it was left out."""
+        if self._rest and not self._send():
+            return False
+        self._rest = line
+        self._send()
+        return True
+
+    def _send(self) -> bool:
+        """Whether all has gone that was to go; a reader that has left takes everything."""
+        while self._rest and self._open:
+            try:
+                self._rest = self._rest[os.write(self._fd, self._rest) :]
+            except BlockingIOError:
+                return False
+            except OSError:
+                self._open = False
+        return True
+
+
+class Lines:
+    """Watches one run and gives its lines to `write`, which says whether it took them."""
+
+    def __init__(self, directory: Path, write: Callable[[bytes], bool]) -> None:
+        self._reader = RunReader(directory, calls=False)
+        self._write = write
+        self._state = State()
+        self._due = 0.0
+        self._skipped = 0
+
+    def tick(self, now: float) -> None:
+        """Give a line if one is due; `now`: monotonic s."""
+        if now < self._due:
+            return
+        # In step with the clock, however long a line took; after a pause one line follows, not all that were missed.
+        self._due = self._due + EVERY_S if now < self._due + EVERY_S else now + EVERY_S
+        self._take()
+        self._put(self._status())
+
+    def end(self, how: ExitInfo | None) -> None:
+        """Give the last lines: where it stood, and how it ended."""
+        self._take()
+        self._put(self._status(over=True))
+        seconds = None if how is None else how.seconds
+        said = {"kind": "exit", "run": self._reader.info.id, "t_s": seconds}
+        said |= {"status": None if how is None else how.status, "signal": None if how is None else how.signal}
+        self._put({**said, "absent": {"status": "how it ended is not known"}} if how is None else said)
+        self._reader.close()
+
+    def _take(self) -> None:
+        for _ in range(_POLLS):
+            records = self._reader.poll()
+            for record in records:
+                self._state = fold(self._state, record)
+            if not records:
+                break
+
+    def _put(self, said: dict[str, Any]) -> None:
+        said["skipped"] = self._skipped
+        line = json.dumps(_finite(said), separators=(",", ":"), ensure_ascii=True).encode() + b"\n"
+        self._skipped = 0 if self._write(line) else self._skipped + 1
+
+    # ------------------------------------------------------------------------------------------ what is said
+
+    def _status(self, over: bool = False) -> dict[str, Any]:
+        state, info = self._state, self._reader.refresh()
+        now_ns = time.monotonic_ns() - info.start_ns
+        focus = state.focus()
+        absent: dict[str, str] = {}
+        said: dict[str, Any] = {"kind": "status", "run": info.id, "t_s": round(now_ns / 1e9, 3)}
+        said["state"] = "ended" if over else self._doing(focus)
+        said |= _progress(focus, None if over else now_ns, absent)
+        trained = training(state)
+        said["processes"] = len(trained)
+        if len(trained) > 1:
+            said["ranks"] = [_rank(process) for process in trained[:_MAX_RANKS]]
+        said["devices"] = [dict(track.data) for _, track in sorted(state.devices.items())]
+        said["host"] = dict(state.host.data) or None
+        said["warnings"] = state.warning_count
+        said["dropped"] = self._reader.missed
+        said["absent"] = absent
+        return said
+
+    def _doing(self, focus: Process | None) -> str:
+        """running, or what it waits for: start (of the command), first step, or what its process has been in."""
+        if self._reader.info.command_pid is None:
+            return "starting"
+        if focus is None or focus.last_step is None:
+            return "waiting for the first step"
+        return "running"
+
+
+def _progress(focus: Process | None, now_ns: int | None, absent: dict[str, str]) -> dict[str, Any]:
+    """Step, speeds and times of the process that stands for the run."""
+    if focus is None or focus.last_step is None:
+        names = ("step", "steps_per_s", "samples_per_s", "mode", "virtual", "step_ms", "phases")
+        absent.update(dict.fromkeys(names, "no step has ended yet"))
+        return dict.fromkeys(names)
+    fast = speed(focus, now_ns)
+    if fast.reason is not None:
+        absent["steps_per_s"] = absent["samples_per_s"] = fast.reason
+    elif fast.samples_per_s is None:
+        absent["samples_per_s"] = "the steps do not know their samples"
+    track = focus.modes.get(focus.mode)
+    figures = summary(recent(track)) if track is not None else summary([])
+    if not figures.steps:
+        absent["step_ms"] = absent["phases"] = "no step in this mode yet"
+    return {
+        "step": focus.last_step.step,
+        "steps_per_s": fast.steps_per_s,
+        "samples_per_s": fast.samples_per_s,
+        "mode": focus.mode or None,
+        "virtual": focus.virtual,
+        "step_ms": _ms(figures.median_ns, figures.p95_ns) if figures.steps else None,
+        "phases": _phases(figures) if figures.steps else None,
+    }
+
+
+def _ms(median_ns: float | None, p95_ns: float | None) -> dict[str, float | None]:
+    return {
+        "median_ms": None if median_ns is None else median_ns / 1e6,
+        "p95_ms": None if p95_ns is None else p95_ns / 1e6,
+    }
+
+
+def _phases(figures: Summary) -> dict[str, Any]:
+    return {
+        phase.name: {**_ms(phase.median_ns, phase.p95_ns), "share": phase.share}
+        for phase in figures.phases
+        if phase.ran and phase.name in PHASES
+    }
+
+
+def _rank(process: Process) -> dict[str, Any]:
+    track = process.modes.get(process.mode)
+    figures = summary(recent(track)) if track is not None else summary([])
+    step = process.last_step.step if process.last_step is not None else None
+    return {"process": process.process, "rank": process.rank, "step": step, **_ms(figures.median_ns, figures.p95_ns)}
+
+
+def _finite(value: Any) -> Any:
+    """The same without what JSON does not know: NaN and infinity are null."""
+    if isinstance(value, float) and not abs(value) < 1e308:
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value

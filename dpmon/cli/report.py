@@ -1,0 +1,76 @@
+"""`dpmon report`: what happened in a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from dpmon.export.target import opened, stdout
+from dpmon.run.rundir import RunError, find_run, load_info, short_name
+
+__all__ = ["report"]
+
+WIDTH_NO_TERMINAL = 80
+WIDEST = 120
+
+
+def report(options: argparse.Namespace) -> int:
+    """Print the report, or write it where it was asked for."""
+    directory = find_run(options.run)
+    if options.html:
+        return _page(directory, options.output)
+    text = _json(directory) if options.json else _text(directory, options.output)
+    if options.output in (None, "-"):
+        with stdout() as out:
+            out.write(text)
+        return 0
+    _write(Path(options.output), text)
+    return 0
+
+
+def _json(directory: Path) -> str:
+    from dpmon.report.asjson import as_object
+    from dpmon.report.collect import collect
+
+    return json.dumps(as_object(collect(directory)), indent=1) + "\n"
+
+
+def _text(directory: Path, output: str | None) -> str:
+    from dpmon.report import report_text
+
+    terminal = output is None and sys.stdout.isatty()
+    width = min(shutil.get_terminal_size((WIDTH_NO_TERMINAL, 24)).columns, WIDEST) if terminal else WIDTH_NO_TERMINAL
+    lines = report_text(directory, width)
+    if terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb":
+        lines = [f"\x1b[1m{line}\x1b[0m" if line and not line.startswith(" ") else line for line in lines]
+    return "\n".join(lines) + "\n"
+
+
+def _page(directory: Path, output: str | None) -> int:
+    from dpmon.report.collect import collect
+    from dpmon.report.page import PageError, page
+
+    try:
+        text = page(collect(directory))
+    except PageError as error:
+        raise RunError(str(error)) from None
+    if output == "-":
+        with stdout() as out:
+            out.write(text)
+        return 0
+    path = Path(output or f"{short_name(load_info(directory))}.html")
+    _write(path, text)
+    print(path)
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with opened(path) as file:
+            file.write(text)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error.strerror or error}") from None

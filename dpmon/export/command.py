@@ -1,0 +1,68 @@
+"""What `dpmon export` does with its options."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TextIO
+
+from dpmon.export.perfetto import write_trace
+from dpmon.export.table import COLUMNS, Tables
+from dpmon.export.target import opened, stdout
+from dpmon.run.export import history, kind, write_jsonl
+from dpmon.run.rundir import load_info
+
+__all__ = ["FORMATS", "KINDS", "ExportError", "export"]
+
+FORMATS = ("jsonl", "csv", "perfetto")
+KINDS = tuple(COLUMNS)
+
+
+class ExportError(Exception):
+    """What was asked for cannot be written; the text is one sentence for a person."""
+
+
+def export(directory: Path, form: str = "jsonl", output: str | None = None, only: str | None = None) -> None:
+    """Write the records of the run in `directory` that are there now; it may go on meanwhile.
+
+    `form`: one of FORMATS. `output`: a file, "-" or None for standard output; for csv a directory, into which comes a
+    file a kind, unless `only` (one of KINDS) leaves one kind. A file is replaced in one step, at the end. Raises
+    ExportError, or RunError if the directory is no run.
+    """
+    piped = output in (None, "-")
+    if form == "csv" and only is None and piped:
+        raise ExportError("csv is one file a kind: -o names their directory, or --kind chooses one (--kind call)")
+    if form == "perfetto" and only is not None:
+        raise ExportError("a perfetto trace holds all kinds: --kind is for jsonl and csv")
+    try:
+        if form == "csv" and only is None:
+            _write_tables(directory, Path(str(output)))
+            return
+        with stdout() if piped else opened(Path(str(output))) as file:
+            _write_one(directory, form, only, file)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = "standard output" if piped else output
+        raise ExportError(f"{where} cannot be written: {error.strerror or error}") from None
+
+
+def _write_one(directory: Path, form: str, only: str | None, file: TextIO) -> None:
+    if form == "perfetto":
+        write_trace(load_info(directory), history(directory), file)
+        return
+    if form == "jsonl":
+        write_jsonl(directory, file, only)
+        return
+    tables = Tables(lambda _: file)
+    tables.begin(str(only))
+    tables.write(record for record in history(directory) if kind(record) == only)
+
+
+def _write_tables(directory: Path, where: Path) -> None:
+    """A file a kind that the run has; all of them take their names at the end."""
+    os.makedirs(where, exist_ok=True)
+    with contextlib.ExitStack() as files:
+        tables = Tables(lambda which: files.enter_context(opened(where / f"{which}.csv")))
+        tables.write(history(directory))

@@ -1,0 +1,262 @@
+"""A trace that ui.perfetto.dev and chrome://tracing open: Chrome's trace event format, its array form.
+
+Written from the format's description ("Trace Event Format", the Catapult project) and Perfetto's notes on what it
+takes of it. The array form is complete at every line: a reader that finds no closing bracket (an export that was
+killed) takes what is there.
+
+- a training process is a process; its threads are the steps, the calls (their phases below them), and one track a
+  replica or stage. Calls that ran at the same time, on several threads of the script, have tracks of their own.
+- the phases of a step are counters: how long each took is recorded, not when, since they may take turns.
+- a GPU and the host are processes with counters only. A value that stops to be known is marked by an instant: a counter
+  would show its last value on and on.
+- modes, warnings and the exit are instants.
+
+Times are µs since the run's start, to the nanosecond.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, TextIO
+
+from dpmon.records import Call, Event, Record, Step, as_json
+from dpmon.run.rundir import RunInfo, short_name
+
+__all__ = ["write_trace"]
+
+MAX_LANES = 64
+MAX_TRACKS = 100_000
+_SUPERVISOR = "dpmon"
+
+
+def write_trace(info: RunInfo, records: Iterable[Record], file: TextIO) -> None:
+    """Write all `records` as one JSON array, an event a line; closed in any case but a kill."""
+    trace = _Trace(file)
+    try:
+        trace.begin(info)
+        for record in records:
+            trace.add(record)
+    finally:
+        trace.end()
+
+
+class _Process:
+    """One process of the trace: its id there, and its tracks."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.tracks: dict[tuple[Any, ...], int] = {}
+        self.lanes: list[int] = []
+        """When the last call on each track of calls ended, ns."""
+        self.known: set[str] = set()
+        """Counters whose last value was known."""
+
+
+class _Trace:
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._processes: dict[Any, _Process] = {}
+        self._tracks = 0
+        self._newest_us = 0.0
+        self._first = True
+
+    # ------------------------------------------------------------------------------------------ events
+
+    def _put(self, **event: Any) -> None:
+        text = json.dumps(event, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+        self._file.write(("[\n" if self._first else ",\n") + text)
+        self._first = False
+
+    def _slice(self, process: _Process, tid: int, name: str, start_ns: int, took_ns: int, args: Any = None) -> None:
+        if start_ns >= 0 and took_ns >= 0:
+            self._newest_us = max(self._newest_us, (start_ns + took_ns) / 1e3)
+            self._put(
+                ph="X", name=name, ts=start_ns / 1e3, dur=took_ns / 1e3, pid=process.pid, tid=tid, args=args or {}
+            )
+
+    def _counter(self, process: _Process, name: str, at_us: float, values: Mapping[str, float]) -> None:
+        if values:
+            self._put(ph="C", name=name, ts=at_us, pid=process.pid, tid=0, args=dict(values))
+
+    def _instant(self, process: _Process, name: str, at_us: float, scope: str, args: Any) -> None:
+        tid = self._track(process, ("marks",), "marks", 0)
+        self._put(ph="i", s=scope, name=name, ts=at_us, pid=process.pid, tid=tid, args=args)
+
+    def _at(self, data: Mapping[str, Any]) -> float:
+        """When an event was, in µs; the newest time that was seen where it does not say so."""
+        seconds = data.get("t_s")
+        if isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 <= seconds < 1e9:
+            self._newest_us = max(self._newest_us, seconds * 1e6)
+            return round(seconds * 1e6, 3)
+        return round(self._newest_us, 3)
+
+    # ------------------------------------------------------------------------------------------ tracks
+
+    def _process(self, key: Any, name: str) -> _Process:
+        found = self._processes.get(key)
+        if found is None:
+            found = self._processes[key] = _Process(len(self._processes) + 1)
+            self._put(ph="M", name="process_name", pid=found.pid, tid=0, args={"name": name})
+            self._put(ph="M", name="process_sort_index", pid=found.pid, tid=0, args={"sort_index": found.pid})
+        return found
+
+    def _training(self, process: int, rank: int | None) -> _Process:
+        return self._process(process, f"process {process}" if rank is None else f"rank {rank} (process {process})")
+
+    def _track(self, process: _Process, key: tuple[Any, ...], name: str, order: int) -> int:
+        """The thread id of a track; ids are never shared between processes, which Perfetto would confuse."""
+        tid = process.tracks.get(key)
+        if tid is None:
+            if self._tracks >= MAX_TRACKS:
+                return 0
+            self._tracks += 1
+            tid = process.tracks[key] = self._tracks
+            self._put(ph="M", name="thread_name", pid=process.pid, tid=tid, args={"name": name})
+            self._put(ph="M", name="thread_sort_index", pid=process.pid, tid=tid, args={"sort_index": order})
+        return tid
+
+    def _lane(self, process: _Process, start_ns: int, end_ns: int) -> int:
+        """The first track of calls that is free from `start_ns` on: what overlaps cannot share one."""
+        lane = next((lane for lane, busy_ns in enumerate(process.lanes) if busy_ns <= start_ns), len(process.lanes))
+        if lane >= MAX_LANES:
+            return -1
+        if lane == len(process.lanes):
+            process.lanes.append(0)
+        process.lanes[lane] = end_ns
+        return lane
+
+    # ------------------------------------------------------------------------------------------ records
+
+    def begin(self, info: RunInfo) -> None:
+        """The run itself: a process with nothing but marks."""
+        run = self._process(_SUPERVISOR, f"dpmon run {short_name(info)}")
+        args = {"id": info.id, "script": info.script, "command": list(info.command), "versions": dict(info.versions)}
+        self._instant(run, "start", 0.0, "g", args)
+
+    def end(self) -> None:
+        """Close the array."""
+        self._file.write("\n]\n" if not self._first else "[]\n")
+
+    def add(self, record: Record) -> None:
+        """Write what one record becomes."""
+        if isinstance(record, Call):
+            self._call(record)
+        elif isinstance(record, Step):
+            self._step(record)
+        else:
+            self._event(record)
+
+    def _step(self, step: Step) -> None:
+        process = self._training(step.process, step.rank)
+        tid = self._track(process, ("steps",), "steps", 1)
+        phases = {name: took / 1e6 for name, took in step.phases.items()}
+        args = {"mode": step.mode or None, "samples": step.samples, "phases_ms": phases}
+        self._slice(process, tid, f"step {step.step}", step.start_ns, step.wall_ns, args)
+        if step.start_ns >= 0 and step.wall_ns >= 0:
+            self._counter(process, "step phases (ms)", (step.start_ns + step.wall_ns) / 1e3, phases)
+
+    def _call(self, call: Call) -> None:
+        process = self._training(call.process, call.rank)
+        lane = self._lane(process, call.start_ns, call.start_ns + call.wall_ns)
+        if lane < 0 or call.wall_ns < 0:
+            return
+        more = f" (concurrent {lane})" if lane else ""
+        tid = self._track(process, ("calls", lane), f"calls{more}", 10 + lane)
+        said = as_json(call)
+        keys = ("step", "call", "via", "mode", "virtual", "training", "grad", "devices", "inputs", "outputs", "absent")
+        self._slice(process, tid, call.root, call.start_ns, call.wall_ns, {key: said[key] for key in keys})
+        for name, phase in call.phases.items():
+            args: dict[str, Any] = {} if phase.device_ms is None else {"device_ms": phase.device_ms}
+            self._part(process, tid, call, name, phase.offset_ns, phase.host_ns, args)
+        for share in call.replicas:
+            key = ("replica", lane, share.replica, share.device)
+            tid = self._track(process, key, f"replica {share.replica} {share.device}{more}", 100 + share.replica)
+            args = {"step": call.step, "device_ms": share.device_ms} | {
+                what: said["replicas"][share.replica][what] for what in ("inputs", "outputs")
+            }
+            self._part(process, tid, call, call.root, share.offset_ns, share.host_ns, args)
+        for stage in call.stages:
+            key = ("stage", lane, stage.stage, stage.device)
+            tid = self._track(process, key, f"stage {stage.stage} {stage.device}{more}", 100 + stage.stage)
+            args = {what: said["stages"][stage.stage][what] for what in ("parts", "inputs", "outputs", "crossed_bytes")}
+            if stage.host_ns is not None:
+                self._part(process, tid, call, " ".join(stage.parts), stage.offset_ns, stage.host_ns, args)
+
+    def _part(
+        self, process: _Process, tid: int, call: Call, name: str, offset_ns: int, took_ns: int, args: Any
+    ) -> None:
+        """A slice within a call; one that reaches out of it is damaged, and would tear the track."""
+        if 0 <= offset_ns <= offset_ns + took_ns <= call.wall_ns and took_ns >= 0:
+            self._slice(process, tid, name, call.start_ns + offset_ns, took_ns, args)
+
+    def _event(self, event: Event) -> None:
+        data = event.data
+        number, rank = data.get("process"), data.get("rank")
+        rank = rank if type(rank) is int else None
+        if event.kind in ("device", "host"):
+            self._sample(event)
+            return
+        if type(number) is int:
+            process, scope = self._training(number, rank), "p"
+        else:
+            process, scope = self._process(_SUPERVISOR, _SUPERVISOR), "g"
+        at = self._at(data)
+        if event.kind == "memory":
+            self._memory(process, data, at)
+            return
+        self._instant(process, _title(event), at, scope, _finite(dict(data)))
+
+    def _sample(self, event: Event) -> None:
+        data = event.data
+        if event.kind == "host":
+            process = self._process("host", "host")
+        else:
+            name = " ".join(str(data[key]) for key in ("index", "name", "uuid") if data.get(key) is not None)
+            process = self._process(("device", data.get("index")), f"GPU {name}")
+        at = self._at(data)
+        absent = data.get("absent")
+        for key, value in data.items():
+            if key in ("t_s", "index", "absent", "of_run"):
+                continue
+            if _is_number(value):
+                process.known.add(key)
+                self._counter(process, key, at, {"value": value})
+            elif value is None and key in process.known:
+                process.known.discard(key)
+                reason = absent.get(key) if isinstance(absent, Mapping) else None
+                self._instant(process, f"{key} is not known from here on", at, "p", {"reason": reason})
+
+    def _memory(self, process: _Process, data: Mapping[str, Any], at: float) -> None:
+        devices = data.get("devices")
+        for one in devices if isinstance(devices, list) else ():
+            if isinstance(one, Mapping):
+                values = {key: value for key, value in one.items() if _is_number(value) and key.endswith("_bytes")}
+                self._counter(process, f"memory {one.get('device')}", at, values)
+
+
+def _title(event: Event) -> str:
+    data = event.data
+    if event.kind == "mode":
+        refused = data.get("refused")
+        return f"mode {data.get('mode')}" if refused is None else f"mode refused: {refused}"
+    if event.kind == "warning":
+        return f"warning: {data.get('text')}"
+    if event.kind == "exit":
+        return f"exit status {data.get('status')}"
+    if event.kind == "dropped":
+        return f"{data.get('count')} records were dropped"
+    return event.kind
+
+
+def _is_number(value: Any) -> bool:
+    # NaN and infinity are JSON to Python, and to nobody else.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not _is_number(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list) else value

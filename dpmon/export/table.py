@@ -1,0 +1,187 @@
+"""CSV: one table a kind, one row a record, the same columns whatever the run.
+
+An empty cell is unknown or did not run (`absent` says which). Lists stand in one cell: names and numbers with a space
+between them, sizes as `path:30x5:float32:600` (path, shape, dtype, bytes), a replica's or stage's with ` | ` between
+them. What has no column of its own is in the last one, `more`, as JSON: nothing is lost on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TextIO
+
+from dpmon.records import CALL_PHASES, MORE, STEP_PHASES, Call, Record, Size, Step, as_json, rows_of
+from dpmon.run.export import kind
+
+__all__ = ["COLUMNS", "Tables", "row"]
+
+_WHO = ("process", "rank")
+_MEMORY = (
+    *("model_bytes", "gradients_bytes", "optimizer_bytes", "rest_bytes"),
+    *("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_after_step"),
+)
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "call": (
+        *(*_WHO, "step", "call", "root", "via", "mode", "virtual", "training", "grad", "failed"),
+        *("start_s", "wall_ms", "rows", "devices", "idle_devices"),
+        *(f"{phase}_{clock}_ms" for phase in CALL_PHASES for clock in ("host", "device")),
+        *("inputs", "outputs", "replicas", "replica_devices", "replica_rows", "replica_host_ms", "replica_device_ms"),
+        *("replica_inputs", "replica_outputs"),
+        *("stages", "stage_devices", "stage_parts", "stage_host_ms", "stage_crossed_bytes", "absent"),
+    ),
+    "step": (*_WHO, "step", "mode", "start_s", "wall_ms", "samples", *(f"{phase}_ms" for phase in STEP_PHASES)),
+    # Also what only newer supervisors sample: a table keeps its columns.
+    "device": (
+        *("t_s", "index", "uuid", "name", "of_run", "visible", "ordinals", "util_pct"),
+        *("mem_used_bytes", "mem_total_bytes", "mem_reserved_bytes", "mem_run_bytes", "mem_others_bytes"),
+        *("mem_torch_bytes", "temperature_c", "temperature_limit_c", "power_w", "power_limit_w", "energy_j"),
+        *("sm_clock_mhz", "mem_clock_mhz", "throttle", "fan_pct", "pcie_rx_bytes_s", "pcie_tx_bytes_s"),
+        *("nvlink_rx_bytes_s", "nvlink_tx_bytes_s", "ecc_corrected", "ecc_uncorrected", "retired_pages"),
+        *("remapped_rows", "xid", "mig", "mig_devices", "persistence", "sm_active_pct", "tensor_active_pct"),
+        *("dram_active_pct", "processes", "process_count", "absent"),
+    ),
+    "host": (
+        *("t_s", "cpu_pct", "mem_used_bytes", "mem_total_bytes", "run_cpu_pct", "run_mem_bytes"),
+        *("gpu_absent", "absent"),
+    ),
+    # One row a device of the record.
+    "memory": (*_WHO, "t_s", "step", "device", *_MEMORY, "absent"),
+    "mode": (
+        *(*_WHO, "t_s", "step", "call", "mode", "requested_by", "devices", "virtual", "reason", "refused"),
+        "absent",
+    ),
+    "process": (*_WHO, "t_s", "world", "pid", "argv", "python", "torch", "device_kind", "absent"),
+    "warning": (*_WHO, "t_s", "text"),
+    "dropped": ("count", "pruned"),
+    "exit": ("status", "signal", "t_s", "by"),
+}
+"""The columns of each kind; `more` follows them."""
+
+_OTHER = ("kind",)
+
+
+class Tables:
+    """Writes records into one CSV file a kind; `open_table` gives the file for a kind the first time it is met."""
+
+    def __init__(self, open_table: Callable[[str], TextIO]) -> None:
+        self._open = open_table
+        self._writers: dict[str, Any] = {}
+
+    def begin(self, which: str) -> Any:
+        """The writer of one kind, its header written; kinds that nobody knows share the table `other`."""
+        which = which if which in COLUMNS else "other"
+        writer = self._writers.get(which)
+        if writer is None:
+            writer = self._writers[which] = csv.writer(self._open(which), lineterminator="\n")
+            writer.writerow((*COLUMNS.get(which, _OTHER), "more"))
+        return writer
+
+    def write(self, records: Iterable[Record]) -> None:
+        """Write every record's row."""
+        for record in records:
+            writer = self.begin(kind(record))
+            writer.writerows(row(record))
+
+
+def row(record: Record) -> list[list[str]]:
+    """The cells of a record in the order of its kind's columns; several rows for a memory record of several devices."""
+    if isinstance(record, Call):
+        return [_cells("call", _call(record))]
+    if isinstance(record, Step):
+        return [_cells("step", {**as_json(record), **_step(record)}, ignore=("kind", "phases", "absent"))]
+    if record.kind == "memory":
+        return _memory(record.data)
+    if record.kind not in COLUMNS:
+        return [[record.kind, _text(record.data)]]
+    return [_cells(record.kind, record.data)]
+
+
+def _cells(which: str, values: Mapping[str, Any], ignore: tuple[str, ...] = ()) -> list[str]:
+    columns = COLUMNS[which]
+    more = {key: value for key, value in values.items() if key not in columns and key not in ignore}
+    return [*(_text(values.get(column)) for column in columns), _text(more or None)]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)) and all(isinstance(one, (str, int, float)) for one in value):
+        return " ".join(map(_text, value))
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+# ------------------------------------------------------------------------------------------------ kinds
+
+
+def _step(step: Step) -> dict[str, Any]:
+    return {"mode": step.mode or None, **{f"{name}_ms": took / 1e6 for name, took in step.phases.items()}}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        **{name: getattr(call, name) for name in (*_WHO, "step", "call", "root", "via", "virtual", "training", "grad")},
+        "mode": call.mode or None,
+        "failed": call.failed,
+        "start_s": call.start_ns / 1e9,
+        "wall_ms": call.wall_ns / 1e6,
+        "rows": call.rows,
+        "devices": call.devices,
+        "inputs": _sizes(call.inputs),
+        "outputs": _sizes(call.outputs),
+        "absent": as_json(call)["absent"] or None,
+    }
+    for name, phase in call.phases.items():
+        found[f"{name}_host_ms"], found[f"{name}_device_ms"] = phase.host_ns / 1e6, phase.device_ms
+    if call.stages:
+        found["stages"] = len(call.stages)
+        found["stage_devices"] = [stage.device for stage in call.stages]
+        found["stage_parts"] = " | ".join(" ".join(stage.parts) for stage in call.stages)
+        found["stage_host_ms"] = _many(None if s.host_ns is None else s.host_ns / 1e6 for s in call.stages)
+        found["stage_crossed_bytes"] = _many(stage.crossed for stage in call.stages)
+        return found
+    shares = call.replicas
+    found["replicas"] = len(shares)
+    found["idle_devices"] = list(call.devices[len(shares) :]) if call.mode == "dp" else None
+    found["replica_devices"] = [share.device for share in shares]
+    found["replica_rows"] = _many(rows_of(share.inputs) for share in shares)
+    found["replica_host_ms"] = _many(share.host_ns / 1e6 for share in shares)
+    if any(share.device_ms is not None for share in shares):
+        found["replica_device_ms"] = _many(share.device_ms for share in shares)
+    found["replica_inputs"] = " | ".join(_sizes(share.inputs) or "" for share in shares)
+    found["replica_outputs"] = " | ".join(_sizes(share.outputs) or "" for share in shares)
+    return found
+
+
+def _many(values: Iterable[float | int | None]) -> str:
+    """Numbers with a space between them; `-` holds the place of one that is not known."""
+    return " ".join("-" if value is None else repr(value) for value in values)
+
+
+def _sizes(sizes: tuple[Size, ...] | None) -> str | None:
+    if sizes is None:
+        return None
+    return " ".join(
+        f"{size.path}:{'x'.join(map(str, size.shape))}:{size.dtype}:{size.bytes}" for size in sizes if size.path != MORE
+    )
+
+
+def _memory(data: Mapping[str, Any]) -> list[list[str]]:
+    """A row a device; what the record says beside its devices is in each of them."""
+    common = {key: value for key, value in data.items() if key not in ("devices", "absent")}
+    if data.get("absent"):
+        common["record_absent"] = data["absent"]
+    devices = data.get("devices")
+    found = []
+    for one in devices if isinstance(devices, list) else ():
+        with contextlib.suppress(TypeError):
+            found.append(_cells("memory", {**common, **one}))
+    return found

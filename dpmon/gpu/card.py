@@ -1,0 +1,259 @@
+"""One GPU: what was last read of it, by whom it is asked, and what of that may still be shown.
+
+Two threads ask (see `watch`): one what is cheap, one what is dear. Each writes here after every answer; what is shown
+is put together at any time, also while one of them has been waiting for an answer for a minute.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dpmon.gpu.compose import compose
+from dpmon.gpu.device import DeviceSample, without_values
+from dpmon.gpu.failure import GPU_IS_LOST, Failure, Missing
+from dpmon.gpu.questions import Question
+from dpmon.gpu.share import Run, bare
+
+__all__ = ["RETRY_S", "SILENT_S", "Asker", "Card"]
+
+RETRY_S = 5.0
+"""After this long a GPU that was lost, or a library that did not start, is tried again."""
+SILENT_S = 3.0
+"""Without an answer for this long, values are no longer shown as if they were of now."""
+_LATE = 4
+"""How many of a question's periods its answer may be old, when others are answered."""
+
+
+@dataclass(slots=True)
+class _Known:
+    value: Any
+    at_s: float
+    by: Question
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where an asker is with one question."""
+
+    due_s: float = 0.0
+    way: int = 0
+    memo: dict[str, Any] = field(default_factory=dict)
+    asked: int = 0
+    left_open: set[str] = field(default_factory=set)
+
+
+class Card:
+    """What is known of one GPU; for any number of threads."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.handle: Any = None
+        self.opened = 0
+        """How often a handle was got: what belonged to an earlier one is void."""
+        self.lost = "not asked yet"
+        self.retry_at_s = 0.0
+        self.askers: list[Asker] = []
+        self._lock = threading.Lock()
+        self._who: dict[str, str] = {}
+        self._values: dict[str, _Known] = {}
+        self._absent: dict[str, str] = {}
+        self._who_absent: dict[str, str] = {}
+
+    @property
+    def uuid(self) -> str | None:
+        """As NVML writes it, once it was told."""
+        return self._who.get("uuid")
+
+    def uuids(self) -> frozenset[str]:
+        """The GPU's own UUID and those of its MIG instances, bare."""
+        with self._lock:
+            known = self._values.get("mig_devices")
+            found = [self._who.get("uuid"), *(one.get("uuid") for one in (known.value if known else ()))]
+        return frozenset(bare(uuid) for uuid in found if uuid)
+
+    # ---------------------------------------------------------------- the handle
+
+    def open(self, nvml: Any, guard: Callable[[Callable[[], Any]], Any]) -> None:
+        """Find the GPU by its index; raises Failure. Its UUID and name may be missing."""
+        handle = guard(lambda: nvml.nvmlDeviceGetHandleByIndex(self.index))
+        if not handle:  # some drivers die of a null handle
+            raise Failure("NVML gave no handle for this GPU", GPU_IS_LOST)
+        who, absent = {}, {}
+        for name, ask in (
+            ("uuid", lambda: nvml.nvmlDeviceGetUUID(handle)),
+            ("name", lambda: nvml.nvmlDeviceGetName(handle)),
+        ):
+            try:
+                text = guard(ask)
+                who[name] = text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
+            except Failure as failure:
+                absent[name] = failure.reason
+        with self._lock:
+            self._who, self._who_absent = who, absent
+            self.handle = handle
+            self.opened += 1
+            self.lost = ""
+
+    def lose(self, reason: str, now_s: float) -> None:
+        """The GPU does not answer any more; it is looked for again later."""
+        with self._lock:
+            self.handle = None
+            self.lost = reason
+            self.retry_at_s = now_s + RETRY_S
+            self._values.clear()
+            self._absent.clear()
+
+    # ---------------------------------------------------------------- answers
+
+    def take(self, question: Question, values: tuple[Any, ...], now_s: float, opened: int) -> None:
+        """Keep an answer, unless the handle it was asked with is void by now."""
+        with self._lock:
+            if opened != self.opened or self.handle is None:
+                return
+            for name, value in zip(question.fields, values, strict=True):
+                if isinstance(value, Missing):
+                    self._miss(question, name, value.reason)
+                else:
+                    self._values[name] = _Known(value, now_s, question)
+                    self._absent.pop(name, None)
+
+    def miss(self, question: Question, reason: str, opened: int) -> None:
+        """A question was not answered, for this reason."""
+        with self._lock:
+            if opened == self.opened and self.handle is not None:
+                for name in question.fields:
+                    self._miss(question, name, reason)
+
+    def _miss(self, question: Question, name: str, reason: str) -> None:
+        known = self._values.get(name)
+        if known is not None and known.by is not question:
+            return  # another question knows it
+        self._values.pop(name, None)
+        self._absent[name] = reason
+
+    def is_true(self, name: str) -> bool:
+        """Whether a field is known and true."""
+        with self._lock:
+            return name in self._values and bool(self._values[name].value)
+
+    # ---------------------------------------------------------------- what is shown
+
+    def sample(self, run: Run, now_s: float) -> DeviceSample:
+        """What is known now."""
+        with self._lock:
+            who, values, lost = dict(self._who), dict(self._values), self.lost
+            absent = {**self._who_absent, **self._absent}
+        late = {name: why for name, known in values.items() if (why := self._late(known, now_s))}
+        found = {name: known.value for name, known in values.items() if name not in late}
+        for asker in self.askers:
+            if asker.silence(now_s) >= SILENT_S:
+                reason = asker.complaint(now_s)
+                waited = [name for question in asker.places for name in question.fields if name not in values]
+                absent = {**dict.fromkeys(waited, reason), **absent}
+        sample = compose(self.index, who, found, {**absent, **late}, run, self.uuids())
+        return without_values(sample, lost) if lost else sample
+
+    def _late(self, known: _Known, now_s: float) -> str:
+        """Why a value is too old to be shown, or nothing."""
+        age = now_s - known.at_s
+        for asker in self.askers:
+            if known.by in asker.places and asker.silence(now_s) >= SILENT_S <= age >= known.by.every_s:
+                return asker.complaint(now_s)
+        if age > max(SILENT_S, _LATE * known.by.every_s) + RETRY_S:
+            return f"NVML answers slowly: this is {age:.0f} s old"
+        return ""
+
+
+class Asker:
+    """Asks one GPU what is due, within so many calls a round; for one thread."""
+
+    def __init__(self, card: Card, questions: tuple[Question, ...], calls: int) -> None:
+        self.card = card
+        self.calls = calls
+        self.places = {question: _Place() for question in questions}
+        self._opened = 0
+        self._waiting_s: float | None = None
+        """Since when an answer is awaited."""
+        card.askers.append(self)
+
+    def silence(self, now_s: float) -> float:
+        """For how long an answer has been awaited; 0 when none is."""
+        since = self._waiting_s
+        return 0.0 if since is None else now_s - since
+
+    def complaint(self, now_s: float) -> str:
+        """The same in words."""
+        return f"NVML has not answered for {self.silence(now_s):.0f} s"
+
+    def guarded(self, guard: Callable[[Callable[[], Any]], Any], clock: Callable[[], float]) -> Callable[[Any], Any]:
+        """`guard` that notes since when its answer is awaited."""
+
+        def asking(read: Callable[[], Any]) -> Any:
+            self._waiting_s = clock()
+            try:
+                return guard(read)
+            finally:
+                self._waiting_s = None
+
+        return asking
+
+    def round(self, nvml: Any, ask: Callable[[Callable[[], Any]], Any], clock: Callable[[], float], calls: int) -> None:
+        """Ask what is most overdue, as far as `calls` goes; raises Failure only if the GPU is gone."""
+        handle, opened = self.card.handle, self.card.opened
+        if handle is None:
+            return
+        now = clock()
+        if opened != self._opened:  # a new handle: events and buffers of the old one are void
+            self._opened = opened
+            for place in self.places.values():
+                place.memo, place.due_s, place.asked = {}, now, 0
+        due = [q for q in self.places if self._due(q, now)]
+        # By how many of its own periods it is overdue: a question that is asked once a minute can wait a second.
+        due.sort(key=lambda q: (self.places[q].due_s - now) / q.every_s)
+        for question in due:
+            if question.calls > calls:
+                continue
+            calls -= question.calls
+            self._ask(question, nvml, handle, opened, ask, clock)
+
+    def _due(self, question: Question, now_s: float) -> bool:
+        place = self.places[question]
+        if place.way == len(question.ways) or now_s < place.due_s:
+            return False
+        if question.only_if and not self.card.is_true(question.only_if):
+            return False
+        other = question.instead_of
+        if other is None:
+            return True
+        first = self.places[other]
+        settled = first.asked >= 2 or first.way == len(other.ways)
+        return settled and question.fields[0] in first.left_open
+
+    def _ask(
+        self,
+        question: Question,
+        nvml: Any,
+        handle: Any,
+        opened: int,
+        ask: Callable[[Callable[[], Any]], Any],
+        clock: Callable[[], float],
+    ) -> None:
+        place = self.places[question]
+        place.due_s = clock() + question.every_s - 0.1  # a round that begins a little early is not to be missed
+        place.asked += 1
+        try:
+            values = ask(lambda: question.ways[place.way](nvml, handle, place.memo))
+        except Failure as failure:
+            if failure.gone:
+                raise
+            if failure.never:
+                place.way += 1
+                place.due_s = clock()
+            place.left_open = set(question.fields)
+            self.card.miss(question, failure.reason, opened)
+            return
+        place.left_open = {n for n, v in zip(question.fields, values, strict=True) if isinstance(v, Missing)}
+        self.card.take(question, values, clock(), opened)

@@ -1,0 +1,73 @@
+"""Rates that NVML only tells as the difference of two readings: GPM's metrics (Hopper and later), NVLink's counters."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from dpmon.gpu.failure import Failure, Missing, words_of
+
+__all__ = ["GPM_FIELDS", "gpm", "nvlink"]
+
+# By NVML's metric numbers (nvmlGpmMetricId_t): percent, then MiB/s.
+_PERCENT = {"sm_active_pct": 2, "tensor_active_pct": 5, "dram_active_pct": 10}
+_MIB_S = {"pcie_tx_bytes_s": 20, "pcie_rx_bytes_s": 21, "nvlink_rx_bytes_s": 60, "nvlink_tx_bytes_s": 61}
+_METRICS = {**_PERCENT, **_MIB_S}
+GPM_FIELDS = tuple(_METRICS)
+
+_NVLINK_TX_KIB, _NVLINK_RX_KIB = 138, 139  # NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _RX: payload in KiB, ever growing
+_ALL_LINKS = 0xFFFFFFFF
+FIRST = Missing("needs two readings")
+
+
+def gpm(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
+    """GPM_FIELDS averaged since the last time; two calls (three the first time). A metric may be missing alone.
+
+    The two sample buffers live as long as the process: to free them while the driver has lost the GPU is not safe.
+    """
+    if "now" not in memo:
+        if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+            raise Failure("not supported", never=True)
+        memo["now"], memo["before"] = nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()
+        memo["first"] = True
+        nvml.nvmlGpmSampleGet(handle, memo["now"])
+        return (FIRST,) * len(GPM_FIELDS)
+    # The older buffer takes the new reading, so the newer one is what it is compared with.
+    memo["now"], memo["before"] = memo["before"], memo["now"]
+    nvml.nvmlGpmSampleGet(handle, memo["now"])
+    asked = nvml.c_nvmlGpmMetricsGet_t()
+    asked.version = nvml.NVML_GPM_METRICS_GET_VERSION
+    asked.numMetrics = len(_METRICS)
+    asked.sample1, asked.sample2 = memo["before"], memo["now"]
+    for i, number in enumerate(_METRICS.values()):
+        asked.metrics[i].metricId = number
+    nvml.nvmlGpmMetricsGet(asked)
+    found: list[Any] = []
+    for i, name in enumerate(_METRICS):
+        metric = asked.metrics[i]
+        value = float(metric.value)
+        if metric.nvmlReturn:
+            found.append(Missing(words_of(int(metric.nvmlReturn))))
+        elif not 0 <= value < 1e9:  # a NaN too
+            found.append(Missing("NVML gave no sensible value"))
+        else:
+            found.append(round(value, 1) if name in _PERCENT else int(value * (1 << 20)))
+    return tuple(found)
+
+
+def nvlink(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
+    """Bytes a second received and sent over all links since the last time; one call."""
+    values = nvml.nvmlDeviceGetFieldValues(handle, [(_NVLINK_RX_KIB, _ALL_LINKS), (_NVLINK_TX_KIB, _ALL_LINKS)])
+    now = time.monotonic()
+    codes = [int(value.nvmlReturn) for value in values]
+    if any(codes):
+        code = next(code for code in codes if code)
+        raise Failure(words_of(code), code)
+    counts = [int(value.value.ullVal) for value in values]
+    before, memo["at"] = memo.get("at"), (now, counts)
+    if before is None:
+        return (FIRST, FIRST)
+    then, old = before
+    if any(new < last for new, last in zip(counts, old, strict=True)):
+        return (Missing("the counter was set back"),) * 2
+    return tuple(int((new - last) * 1024 / max(now - then, 1e-6)) for new, last in zip(counts, old, strict=True))

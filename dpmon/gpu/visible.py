@@ -1,0 +1,118 @@
+"""Which GPUs CUDA_VISIBLE_DEVICES lets CUDA see, as far as that can be told from outside.
+
+After the CUDA programming guide (Environment Variables): indices, or UUIDs that may be cut short; what comes after the
+first entry that is no device is not seen; an entry given twice leaves none. An index counts in CUDA's order, which is
+NVML's only under CUDA_DEVICE_ORDER=PCI_BUS_ID: by default the fastest come first, by a rule that is not told. So an
+index may stay unknown here; what is true then is asked in the training process, by UUID (`Card.sample`). Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from dpmon.gpu.share import bare
+
+__all__ = ["Gpu", "cuda_order", "visible_gpus"]
+
+_NUMBER = re.compile(r"[+-]?[0-9]+")
+MAX_ENTRIES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU in NVML's order: its UUID, if NVML tells it, and the bare UUIDs of it and its MIG instances."""
+
+    uuid: str | None
+    uuids: Set[str] = frozenset()
+
+    @property
+    def divided(self) -> bool:
+        """Whether it has MIG instances: CUDA then sees one of these, and which one is not told by an index."""
+        return len(self.uuids) > 1
+
+
+def cuda_order(text: str | None, order: str | None, gpus: Sequence[Gpu]) -> list[int | None] | None:
+    """NVML's index for each of CUDA's, None for one that is not known; None at all if not even their number is known.
+
+    `text`, `order`: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, None where they are not set.
+    """
+    if text is not None and text.startswith(("GPU-", "MIG-")):
+        return _by_uuid(text, gpus)
+    numbers = list(range(len(gpus))) if text is None else _numbers(text, len(gpus))
+    if not numbers:
+        return []
+    if any(gpu.divided for gpu in gpus):
+        return None
+    if order == "PCI_BUS_ID" or len(gpus) == 1:
+        return list(numbers)
+    return [None] * len(numbers)
+
+
+def visible_gpus(text: str | None, order: str | None, gpus: Sequence[Gpu]) -> list[bool | None]:
+    """For each GPU in NVML's order whether CUDA sees it; None where that cannot be told."""
+    found = cuda_order(text, order, gpus)
+    if found is None:
+        return [None] * len(gpus)
+    if None not in found or len(found) >= len(gpus):
+        return [index in found or None in found for index in range(len(gpus))]
+    return [True if index in found else None for index in range(len(gpus))]
+
+
+def _numbers(text: str, count: int) -> list[int]:
+    """Indices as C's strtol reads them (`1abc` is 1), up to the first that is none; given twice, none at all."""
+    found: list[int] = []
+    for entry in text.split(",")[:MAX_ENTRIES]:
+        match = _NUMBER.match(entry.strip())
+        number = int(match.group()) if match and len(match.group()) < 10 else -1
+        if number in found:
+            return []
+        if number < 0:
+            break
+        found.append(number)
+    beyond = next((i for i, number in enumerate(found) if number >= count), len(found))
+    return found[:beyond]
+
+
+def _by_uuid(text: str, gpus: Sequence[Gpu]) -> list[int | None] | None:
+    """UUIDs, whole or cut short; the first entry says whether they are GPUs' or MIG instances'."""
+    entries: list[str] = []
+    for entry in text.split(",")[:MAX_ENTRIES]:
+        if entry in entries:
+            return []
+        if not entry.startswith(text[:4]):
+            break
+        entries.append(entry)
+    if text.startswith("MIG-"):
+        return _by_instance(entries, gpus)
+    if any(gpu.uuid is None for gpu in gpus):
+        return None
+    found: list[int | None] = []
+    for entry in entries:
+        fitting = [i for i, gpu in enumerate(gpus) if gpu.uuid is not None and gpu.uuid.startswith(entry)]
+        if len(fitting) != 1:  # nobody's, or several GPUs'
+            break
+        if fitting[0] in found:
+            return []
+        found.append(fitting[0])
+    return found
+
+
+def _by_instance(entries: Sequence[str], gpus: Sequence[Gpu]) -> list[int | None] | None:
+    """A process sees the first instance; newer drivers may show it more, which cannot be told from here."""
+    fitting = _instances(entries[0], gpus)
+    if len(fitting) == 1:
+        return [fitting[0], None] if len(entries) > 1 else [fitting[0]]
+    if fitting or any(gpu.divided for gpu in gpus):
+        return []
+    return None  # the instances may not have been looked at
+
+
+def _instances(entry: str, gpus: Sequence[Gpu]) -> list[int]:
+    """GPUs that have an instance of this name: MIG-<uuid>, or MIG-GPU-<uuid of the GPU>/<instance>/<instance>."""
+    if entry.startswith("MIG-GPU-"):
+        name = entry.removeprefix("MIG-").partition("/")[0]
+        return [i for i, gpu in enumerate(gpus) if gpu.uuid is not None and gpu.uuid.startswith(name)]
+    name = bare(entry)
+    return [i for i, gpu in enumerate(gpus) if any(uuid.startswith(name) for uuid in gpu.uuids)]

@@ -1,0 +1,130 @@
+"""What findings are found from: the figures of a whole run, or of as much of it as somebody has seen. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dpmon.model.memory import Held
+from dpmon.model.stats import PhaseFigures
+
+__all__ = ["WARM_UP_STEPS", "BatchFacts", "DeviceFacts", "Evidence", "LongStep", "ModeFacts", "ReplicaFacts", "Worth"]
+
+WARM_UP_STEPS = 5
+"""First steps of a process in a mode that are never long steps: kernels are chosen and caches filled in them."""
+
+
+class ModeFacts(NamedTuple):
+    """The steps of one mode, over all processes; ns. `phases`: of the step, and of its calls (part of forward)."""
+
+    mode: str
+    virtual: bool
+    steps: int
+    median_ns: float | None
+    p95_ns: float | None
+    samples_per_s: float | None
+    phases: tuple[PhaseFigures, ...]
+    early: Mapping[str, float]
+    """Medians over the first third of the steps, by phase; `step` for the whole. Empty where there are few."""
+    late: Mapping[str, float]
+    """The same over the last third."""
+    early_p75_ns: float | None = None
+    late_p25_ns: float | None = None
+    """Of the whole step: where most of the last third lies above most of the first, it is no noise."""
+
+    def share(self, *names: str) -> float:
+        """The part of all step time that phases took together (0 to 1)."""
+        return sum(phase.share or 0.0 for phase in self.phases if phase.name in names)
+
+
+class BatchFacts(NamedTuple):
+    """The calls of one root under dp: how often devices went without rows."""
+
+    root: str
+    devices: int
+    calls: int
+    idle_calls: int
+    """Calls in which fewer replicas than devices received rows."""
+    rows: int | None
+    """Of the batch, most often among those calls; None if not seen."""
+    idle: int
+    """Devices without rows, most often among those calls."""
+
+
+class ReplicaFacts(NamedTuple):
+    """One replica in one mode: its rows (most often) and its forward's host time in ns."""
+
+    mode: str
+    root: str
+    replica: int
+    device: str
+    calls: int
+    rows: int | None
+    median_ns: float | None
+    p95_ns: float | None
+    virtual: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """One GPU over the run; None where it was never known."""
+
+    index: int
+    name: str | None
+    uuid: str | None
+    called: str | None
+    """What the run's processes call it, such as cuda:0."""
+    of_run: bool | None
+    samples: int
+    util_median: float | None
+    util_samples: int
+    mem_used_max: float | None
+    mem_run_max: float | None
+    mem_total: float | None
+    temperature_max: float | None
+    power_max: float | None
+    throttled: Mapping[str, int]
+    """Samples by reason why the clocks were held down."""
+    throttle_samples: int
+    """Samples that knew whether they were."""
+
+
+class LongStep(NamedTuple):
+    """A step among the longest of the run, and the phase that took most of it."""
+
+    process: int
+    step: int
+    mode: str
+    start_ns: int
+    wall_ns: int
+    phase: str
+    phase_ns: int
+
+
+class Worth(NamedTuple):
+    """dp against single: the ratio of the median steps, its 95 % interval, and the verdict in a sentence."""
+
+    speedup: float
+    low: float
+    high: float
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A run, as far as findings need it. Times in ns since its start."""
+
+    modes: tuple[ModeFacts, ...] = ()
+    batches: tuple[BatchFacts, ...] = ()
+    replicas: tuple[ReplicaFacts, ...] = ()
+    devices: tuple[DeviceFacts, ...] = ()
+    memory: tuple[Held, ...] = ()
+    longest: tuple[LongStep, ...] = ()
+    """The longest steps, the longest first; not all that were long, where there are many."""
+    worth: Worth | None = None
+    """None where not both modes were seen, or too little of one."""
+    processes: int = 0
+    last_step_ns: int | None = None
+    end_ns: int | None = None
+    """When the run ended; None while it goes on."""

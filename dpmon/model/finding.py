@@ -1,0 +1,109 @@
+"""What a finding is, and the words that findings are made of. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from dpmon.model.evidence import Evidence, LongStep, ModeFacts
+
+__all__ = [
+    "MIN_STEPS",
+    "Finding",
+    "basis",
+    "clock",
+    "enough",
+    "gib",
+    "many",
+    "of",
+    "of_process",
+    "percent",
+    "times",
+    "took",
+    "under",
+]
+
+MIN_STEPS = 30
+"""Below this a median says little, and start-up (caches, allocator, loader workers) still weighs."""
+
+
+class Finding(NamedTuple):
+    """One thing worth a look."""
+
+    kind: str
+    """data, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, low use, drift, stall, spread,
+    quiet."""
+    text: str
+    """What was found, one sentence."""
+    ground: str
+    """The figures it stands on."""
+    advice: str
+    """What to try."""
+    weight: float
+    """How much it matters, to put the heaviest first: about the share of time (0 to 1) that it touches."""
+
+
+def enough(evidence: Evidence) -> Iterator[ModeFacts]:
+    """The modes with enough steps to say something of."""
+    yield from (mode for mode in evidence.modes if mode.steps >= MIN_STEPS)
+
+
+def under(mode: ModeFacts, evidence: Evidence) -> str:
+    """Which mode is meant, where there are several."""
+    return f" in mode {mode.mode}" if len(evidence.modes) > 1 and mode.mode else ""
+
+
+def of(mode: ModeFacts, name: str) -> str:
+    """Median and p95 of a phase."""
+    found = next((phase for phase in mode.phases if phase.name == name), None)
+    return "did not run" if found is None else f"median {took(found.median_ns)}, p95 {took(found.p95_ns)}"
+
+
+def basis(mode: ModeFacts) -> str:
+    """The step that shares are of, and how many there were."""
+    return f"step median {took(mode.median_ns)} over {mode.steps:,} steps"
+
+
+def of_process(step: LongStep, evidence: Evidence) -> str:
+    """Which process a step is of, where there are several."""
+    return f" of process {step.process}" if evidence.processes > 1 else ""
+
+
+def many(count: int, word: str) -> str:
+    """1 row, 2 rows."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def percent(share: float) -> str:
+    """A share (0 to 1) in whole per cent."""
+    return f"{share * 100:.0f} %"
+
+
+def times(one: float | None, other: float | None) -> str:
+    """How many times the other the one is."""
+    ratio = (one or 0) / (other or 1)
+    return f"{ratio:.0f} times" if ratio >= 10 else f"{ratio:.1f} times"
+
+
+def gib(count: float) -> str:
+    """Bytes in GiB."""
+    return f"{count / (1 << 30):.1f} GiB"
+
+
+def took(ns: float | None) -> str:
+    """A duration with three digits: 412 µs, 12.3 ms, 4.50 s, 3 min 20 s."""
+    if ns is None:
+        return "–"
+    for scale, unit in ((1e3, "µs"), (1e6, "ms"), (1e9, "s")):
+        value = ns / scale
+        if value < (99.95 if unit == "s" else 999.5):
+            digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+            return f"{value:.{digits}f} {unit}"
+    minutes, seconds = divmod(round(ns / 1e9), 60)
+    return f"{minutes} min {seconds:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def clock(ns: float) -> str:
+    """A time since the run's start as hh:mm:ss."""
+    seconds = int(ns // 1_000_000_000)
+    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"

@@ -1,0 +1,186 @@
+"""What is worth a look in the time of the steps and their phases. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dpmon.model.evidence import Evidence, LongStep, ModeFacts
+from dpmon.model.finding import Finding, basis, clock, enough, of, of_process, percent, times, took, under
+
+__all__ = ["copies", "data", "drift", "quiet", "slower", "spread", "stalls"]
+
+DATA_SHARE = 0.2
+"""Of the step. A loader that keeps up shows a few per cent (a queue's get); a fifth is worth a worker more."""
+COPY_SHARE = 0.2
+"""Of the step, for replicate, or for scatter and gather: what DataParallel itself costs, and DDP mostly does not."""
+DRIFT_RATIO, DRIFT_STEPS = 1.2, 150
+"""Last third's median by the first third's, from so many steps (50 a third): well above a median's own noise. And three
+quarters of the last third must be above three quarters of the first, lest a noisy machine is taken for a drift."""
+STALL_RATIO, STALL_NS = 10, 500_000_000
+"""Step by the median, and at least so long: nobody minds ten times a millisecond."""
+SPREAD_RATIO, SPREAD_NS = 10, 50_000_000
+"""p95 by the median, and at least so long: where one step in twenty takes that, there is no single stall to name."""
+STALLS_SHARE, STALLS_NS = 0.02, 5_000_000_000
+"""Of the time of all steps, or so long together: less is not worth a line."""
+QUIET_NS, QUIET_SHARE = 30_000_000_000, 0.1
+"""Without a step at the end, and of the run: saving and a last evaluation take some time."""
+
+_DATA_ADVICE = (
+    "more workers (DataLoader num_workers), persistent_workers and pin_memory; cheaper decoding or augmentation; data"
+    " on a faster disk"
+)
+_STALL_ADVICE = {
+    "data": "the loader stood still: a new epoch that starts its workers anew (persistent_workers), a cold cache, a"
+    " slow disk or network",
+    "forward": "a shape seen for the first time (compilation, kernel choice), or another process on the device",
+    "backward": "a shape seen for the first time (compilation, kernel choice), or another process on the device",
+    "optimizer": "a synchronisation in the optimizer or its scheduler",
+    "other": "the script's own work between the phases: a checkpoint, an evaluation, logging, .item() on a GPU",
+}
+
+
+def data(evidence: Evidence) -> Iterator[Finding]:
+    """Waiting for the loader."""
+    for mode in enough(evidence):
+        share = mode.share("data")
+        if share >= DATA_SHARE:
+            yield Finding(
+                "data",
+                f"The training waits for data{under(mode, evidence)}: {percent(share)} of the time of its steps.",
+                f"data {of(mode, 'data')}; {basis(mode)}",
+                _DATA_ADVICE,
+                share,
+            )
+
+
+def slower(evidence: Evidence) -> Iterator[Finding]:
+    """dp that is slower than one device."""
+    worth = evidence.worth
+    if worth is not None and worth.high < 1:
+        yield Finding(
+            "slower",
+            worth.sentence,
+            f"the median step in single takes {worth.speedup:.2f} of that in dp (95 %: {worth.low:.2f} to"
+            f" {worth.high:.2f})",
+            "one device, larger batches (more work for every copy of the model), or DistributedDataParallel",
+            1 - worth.speedup,
+        )
+
+
+def copies(evidence: Evidence) -> Iterator[Finding]:
+    """What DataParallel itself takes: replicate; scatter and gather."""
+    for mode in enough(evidence):
+        if mode.mode != "dp":
+            continue
+        share = mode.share("replicate")
+        virtual = " These replicas are virtual: on GPUs the share is another." if mode.virtual else ""
+        if share >= COPY_SHARE:
+            yield Finding(
+                "replicate",
+                f"Copying the model to the devices takes {percent(share)} of the time of the steps.{virtual}",
+                f"replicate {of(mode, 'replicate')}; {basis(mode)}",
+                "DistributedDataParallel copies nothing in a step; under DataParallel larger batches and gradient"
+                " accumulation make fewer copies",
+                share,
+            )
+        share = mode.share("scatter", "gather")
+        if share >= COPY_SHARE:
+            yield Finding(
+                "transfer",
+                f"Scattering inputs and gathering outputs takes {percent(share)} of the time of the steps.{virtual}",
+                f"scatter {of(mode, 'scatter')}; gather {of(mode, 'gather')}; {basis(mode)}",
+                "compute the loss inside the forward, so that a number is gathered and not the outputs; pinned memory;"
+                " DistributedDataParallel",
+                share,
+            )
+
+
+def drift(evidence: Evidence) -> Iterator[Finding]:
+    """Steps that became slower."""
+    for mode in evidence.modes:
+        early, late = mode.early.get("step"), mode.late.get("step")
+        if mode.steps < DRIFT_STEPS or not early or not late or late < DRIFT_RATIO * early:
+            continue
+        if mode.early_p75_ns is None or mode.late_p25_ns is None or mode.late_p25_ns < mode.early_p75_ns:
+            continue
+        grown = {name: late - mode.early.get(name, 0) for name, late in mode.late.items() if name != "step"}
+        phase = max(grown, key=lambda name: grown[name], default="")
+        where = f"; {phase} grew most: {took(mode.early.get(phase))}, then {took(mode.late[phase])}" if phase else ""
+        yield Finding(
+            "drift",
+            f"Steps became slower{under(mode, evidence)}: in the end {times(late, early)} as long as at first.",
+            f"median {took(early)} over the first third of {mode.steps:,} steps, {took(late)} over the last{where}",
+            "lists or graphs that grow (losses kept with their graph), memory that fills up, heat, a fuller disk, other"
+            " work on the machine",
+            1 - early / late,
+        )
+
+
+def stalls(evidence: Evidence) -> Iterator[Finding]:
+    """Single steps that took very long."""
+    medians = {mode.mode: mode.median_ns for mode in enough(evidence) if mode.median_ns and not _is_spread(mode)}
+    total = sum((mode.median_ns or 0) * mode.steps for mode in evidence.modes)
+    stalls = [step for step in evidence.longest if _is_stall(step, medians.get(step.mode))]
+    lost = sum(step.wall_ns for step in stalls)
+    if not stalls or (lost < STALLS_SHARE * (total + lost) and lost < STALLS_NS):
+        return
+    worst = stalls[0]
+    if len(stalls) > 1:
+        least = "At least " if len(stalls) == len(evidence.longest) else ""
+        text = f"{least}{len(stalls)} steps took more than {STALL_RATIO} times the median: {took(lost)} together."
+    else:
+        text = f"One step took {took(lost)}, {times(lost, medians[worst.mode])} the median."
+    yield Finding(
+        "stall",
+        text,
+        f"the longest: step {worst.step}{of_process(worst, evidence)} at {clock(worst.start_ns)},"
+        f" {took(worst.wall_ns)}, of which {worst.phase} {took(worst.phase_ns)}; median {took(medians[worst.mode])}",
+        _stall_advice(worst.phase, evidence),
+        lost / (total + lost),
+    )
+
+
+def _stall_advice(phase: str, evidence: Evidence) -> str:
+    if phase == "backward" and evidence.processes > 1:
+        return _STALL_ADVICE[phase] + ", or a rank that the others waited for"
+    return _STALL_ADVICE.get(phase, _STALL_ADVICE["other"])
+
+
+def _is_spread(mode: ModeFacts) -> bool:
+    return bool(mode.median_ns and mode.p95_ns and mode.p95_ns >= SPREAD_RATIO * mode.median_ns)
+
+
+def spread(evidence: Evidence) -> Iterator[Finding]:
+    """Times that are all over the place."""
+    for mode in enough(evidence):
+        if _is_spread(mode) and (mode.p95_ns or 0) >= SPREAD_NS:
+            share, phase = max(((phase.share or 0.0, phase.name) for phase in mode.phases), default=(0.0, "none"))
+            yield Finding(
+                "spread",
+                f"Step times are spread wide{under(mode, evidence)}: one in twenty takes"
+                f" {times(mode.p95_ns, mode.median_ns)} the median or more.",
+                f"median {took(mode.median_ns)}, p95 {took(mode.p95_ns)} over {mode.steps:,} steps; {phase} takes"
+                f" most of the time ({percent(share)})",
+                "other work on the processors (their use is under devices), fewer threads (OMP_NUM_THREADS) or loader"
+                " workers than cores, batches of like sizes",
+                0.3,
+            )
+
+
+def _is_stall(step: LongStep, median_ns: float | None) -> bool:
+    return median_ns is not None and step.wall_ns >= max(STALL_RATIO * median_ns, STALL_NS)
+
+
+def quiet(evidence: Evidence) -> Iterator[Finding]:
+    """A run that goes on after its last step."""
+    if evidence.end_ns is None or evidence.last_step_ns is None or not list(enough(evidence)):
+        return
+    quiet = evidence.end_ns - evidence.last_step_ns
+    if quiet >= max(QUIET_NS, QUIET_SHARE * evidence.end_ns):
+        yield Finding(
+            "quiet",
+            f"No step ended in the last {took(quiet)} of the run.",
+            f"the last one at {clock(evidence.last_step_ns)}, the end at {clock(evidence.end_ns)}",
+            "the end of the script's output says whether it saved, evaluated or hung",
+            quiet / evidence.end_ns,
+        )

@@ -1,0 +1,169 @@
+"""What is worth a look in how the work is shared between replicas, and in their devices. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dpmon.model.evidence import BatchFacts, Evidence, ReplicaFacts
+from dpmon.model.finding import MIN_STEPS, Finding, gib, many, percent, times, took
+
+__all__ = ["fuller", "idle", "low_use", "throttled", "uneven"]
+
+IDLE_CALLS = 0.5
+"""Of the calls under dp. The last batch of an epoch is often short; every other batch is not chance."""
+ROWS_RATIO = 0.75
+"""Smallest share of rows by the largest. torch.chunk leaves up to one row less on large batches, which is no matter."""
+TIME_RATIO = 1.5
+"""Slowest replica's median by the fastest one's, with equal rows: more than the spread of equal GPUs."""
+FULLER_RATIO, FULLER_BYTES = 1.25, 512 << 20
+"""First GPU by the fullest of the others, and at least so much more: a context alone is some hundreds of MiB."""
+THROTTLED = 0.05
+"""Of the samples: short dips after a burst are usual."""
+THROTTLE_SAMPLES = 10
+LOW_USE, USE_SAMPLES = 30.0, 20
+"""Median of "any kernel ran" in per cent: most of the time the GPU had nothing to do at all."""
+
+
+def idle(evidence: Evidence) -> Iterator[Finding]:
+    """Devices without rows."""
+    for batch in evidence.batches:
+        if not _is_idle(batch):
+            continue
+        ground = f"{many(batch.idle_calls, 'call')} of {batch.calls:,}, {batch.devices} devices"
+        weight = batch.idle / batch.devices
+        if batch.rows is not None and batch.rows < batch.devices:
+            yield Finding(
+                "small batch",
+                f"The batch of {batch.root} ({many(batch.rows, 'row')}) is smaller than the {batch.devices} devices:"
+                f" {batch.idle} of them stay idle.",
+                ground,
+                f"a batch of {batch.devices} rows or more, or fewer devices",
+                weight,
+            )
+            continue
+        rows = "" if batch.rows is None else f": {batch.rows} rows do not make {batch.devices} chunks of one size"
+        yield Finding(
+            "idle",
+            f"{batch.idle} of {batch.devices} devices receive no rows of {batch.root}{rows}.",
+            ground,
+            f"a batch that {batch.devices} divides (torch.chunk makes chunks of one size, rounded up)",
+            weight,
+        )
+
+
+def _is_idle(batch: BatchFacts) -> bool:
+    return batch.calls >= MIN_STEPS and batch.idle_calls >= IDLE_CALLS * batch.calls
+
+
+def uneven(evidence: Evidence) -> Iterator[Finding]:
+    """Replicas with unequal rows, or unequal times."""
+    batches = {batch.root: batch for batch in evidence.batches}
+    by_root: dict[str, list[ReplicaFacts]] = {}
+    for replica in evidence.replicas:
+        if replica.mode == "dp" and replica.calls >= MIN_STEPS:
+            by_root.setdefault(replica.root, []).append(replica)
+    for root, replicas in by_root.items():
+        batch = batches.get(root)
+        if len(replicas) > 1:
+            uneven = list(_uneven_rows(root, replicas, batch.devices if batch is not None else len(replicas)))
+            # That devices are idle says more of the same batch.
+            yield from (uneven or _uneven_times(root, replicas)) if batch is None or not _is_idle(batch) else ()
+
+
+def _uneven_rows(root: str, replicas: list[ReplicaFacts], devices: int) -> Iterator[Finding]:
+    rows = [replica.rows for replica in replicas if replica.rows is not None]
+    most = max(rows, default=0)
+    if len(rows) == len(replicas) and most and min(rows) < ROWS_RATIO * most:
+        yield Finding(
+            "uneven",
+            f"The replicas of {root} receive unequal shares: {', '.join(map(str, rows[:16]))} rows.",
+            f"the sizes most often seen over {many(max(replica.calls for replica in replicas), 'call')}",
+            f"a batch that {devices} divides: the fullest replica sets the pace",
+            (1 - min(rows) / most) / len(replicas),
+        )
+
+
+def _uneven_times(root: str, replicas: list[ReplicaFacts]) -> Iterator[Finding]:
+    timed = [replica for replica in replicas if replica.median_ns]
+    # Virtual replicas share processors: which of them gets one first says nothing of the data.
+    if len(timed) < 2 or any(replica.virtual for replica in timed):
+        return
+    slow = max(timed, key=lambda replica: replica.median_ns or 0)
+    fast = min(timed, key=lambda replica: replica.median_ns or 0)
+    if (slow.median_ns or 0) >= TIME_RATIO * (fast.median_ns or 1):
+        yield Finding(
+            "uneven",
+            f"Replica {slow.replica} of {root} ({slow.device}) takes {times(slow.median_ns, fast.median_ns)} as long"
+            f" as replica {fast.replica} ({fast.device}).",
+            f"forward on the host, median {took(slow.median_ns)} and {took(fast.median_ns)}, equal rows",
+            "another process on that GPU, a slower link or model of GPU, lower clocks: compare the devices",
+            1 - (fast.median_ns or 0) / (slow.median_ns or 1),
+        )
+
+
+def fuller(evidence: Evidence) -> Iterator[Finding]:
+    """A first GPU that holds more than the others."""
+    held = _memory_by_device(evidence)
+    if len(held) < 2:
+        return
+    (first, most), *others = held
+    other, rest = max(others, key=lambda item: item[1])
+    if most >= FULLER_RATIO * rest and most - rest >= FULLER_BYTES:
+        yield Finding(
+            "fuller",
+            f"{first} is fuller than the others: {gib(most)}, {other} {gib(rest)} at most.",
+            f"the most that this run held on each of {len(held)} devices",
+            "under DataParallel the first device gathers the outputs, computes the loss and holds the optimizer's"
+            " state: compute the loss inside the forward, or use DistributedDataParallel",
+            0.1,
+        )
+
+
+def _memory_by_device(evidence: Evidence) -> list[tuple[str, float]]:
+    """What the run held on each of its GPUs at most, in bytes, by name; as the driver says, or else as torch does."""
+    ours = [device for device in evidence.devices if device.of_run and device.mem_run_max is not None]
+    if len(ours) > 1:
+        ours.sort(key=lambda device: (device.called is None, device.called or "", device.index))
+        return [(device.called or f"GPU {device.index}", device.mem_run_max or 0.0) for device in ours]
+    found = []
+    for row in evidence.memory:
+        parts = (row.model, row.gradients, row.optimizer, row.rest)
+        if row.device.startswith("cuda") and all(part is not None for part in parts):
+            found.append((row.device, float(sum(part or 0 for part in parts))))
+    return found
+
+
+def throttled(evidence: Evidence) -> Iterator[Finding]:
+    """Clocks that were held down."""
+    for device in evidence.devices:
+        if device.of_run is False or device.throttle_samples < THROTTLE_SAMPLES or not device.throttled:
+            continue
+        reason, count = max(device.throttled.items(), key=lambda item: item[1])
+        share = count / device.throttle_samples
+        if share >= THROTTLED:
+            yield Finding(
+                "throttled",
+                f"{device.called or f'GPU {device.index}'} ran below its clocks in {percent(share)} of the samples:"
+                f" {reason}.",
+                f"{count} of {device.throttle_samples} samples"
+                + (f", at most {device.temperature_max:.0f} °C" if device.temperature_max is not None else "")
+                + (f", {device.power_max:.0f} W" if device.power_max is not None else ""),
+                "cooling and airflow for heat; the power limit (nvidia-smi -q -d POWER) for power",
+                share / 2,
+            )
+
+
+def low_use(evidence: Evidence) -> Iterator[Finding]:
+    """GPUs with nothing to do."""
+    for device in evidence.devices:
+        if device.of_run is not True or device.util_median is None or device.util_samples < USE_SAMPLES:
+            continue
+        if device.util_median < LOW_USE:
+            yield Finding(
+                "low use",
+                f"{device.called or f'GPU {device.index}'} had nothing to do most of the time.",
+                f"a kernel ran in {device.util_median:.0f} % of the time (median of {device.util_samples} samples)",
+                "larger batches, mixed precision or torch.compile where the host is the brake; and see what is said of"
+                " the phases",
+                (100 - device.util_median) / 200,
+            )

@@ -1,0 +1,9 @@
+"""`dpmon report`: what happened in a run, as text, as JSON, or as a page with plots.
+
+`collect` reads a run's directory into one `Story`; `text`, `asjson` and `html` are functions of it.
+"""
+
+from dpmon.report.collect import collect
+from dpmon.report.text import report_text
+
+__all__ = ["collect", "report_text"]

@@ -1,0 +1,183 @@
+"""A report as one JSON object, for programs. Times in ms, starts in s since the run's start, bytes; null is unknown.
+
+run           id, name, script, command, cwd, python, started_unix, versions, directory
+end           state (running, starting, lost, finished, failed, stopped, killed), status, signal, error, seconds
+processes     process, rank, world, pid, python, torch
+steps, calls  how many are in the record; dropped, pruned: records that are not
+nothing       why there is no step and no call, or null
+modes         mode, virtual, steps, median_ms, p95_ms, samples_per_s, phases: {name: share, median_ms, p95_ms, count}
+findings      kind, text, ground, advice, weight; the heaviest first
+replicas      mode, root, replica, device, calls, rows, median_ms, p95_ms, virtual
+sizes         mode, root, replica, device, inputs, outputs, calls: every size that a replica met
+ranks         process, rank, world, device, calls, steps, median_ms, samples_per_s, inputs, outputs
+stages        root, stage, device, parts, calls, median_ms, inputs, outputs
+devices       index, name, uuid, called, of_run, samples, util_median_pct, mem_used_max_bytes, mem_run_max_bytes,
+              mem_total_bytes, temperature_max_c, power_max_w, throttled: {reason: samples}; gpu_absent: why none
+host          samples, cpu_median_pct, mem_used_max_bytes, mem_total_bytes
+memory        device, model_bytes, gradients_bytes, optimizer_bytes, rest_bytes, peak_bytes, absent
+compared      dp against single: speedup, low, high (its 95 % interval), efficiency (a device; null for virtual
+              replicas), outcome (faster, slower, even), sentence, missing, steps; null where not both were seen
+mode_changes  process, root, t_s, step, mode, requested_by, devices, virtual, reason, refused
+warnings      texts
+time          width_s; stretches: start_s, mode, steps, mean_ms, longest_ms, samples, parts_ms: {name: sum}
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dpmon.model.evidence import DeviceFacts, ModeFacts
+from dpmon.model.stats import median
+from dpmon.report.story import PARTS, Bin, Story
+
+__all__ = ["as_object"]
+
+
+def as_object(story: Story) -> dict[str, Any]:
+    """The report of `story` as above."""
+    info, how = story.info, story.exit
+    return {
+        "run": {
+            **{name: getattr(info, name) for name in ("id", "name", "script", "cwd", "python", "started_unix")},
+            "command": list(info.command),
+            "versions": dict(info.versions),
+            "directory": story.directory,
+        },
+        "end": {
+            "state": story.state,
+            "status": None if how is None else how.status,
+            "signal": None if how is None else how.signal,
+            "error": None if how is None else how.error,
+            "seconds": None if how is None else how.seconds,
+        },
+        "processes": [one._asdict() for one in story.processes],
+        "steps": story.steps,
+        "calls": story.calls,
+        "dropped": story.dropped,
+        "pruned": story.pruned,
+        "nothing": story.nothing,
+        "modes": [_mode(mode) for mode in story.evidence.modes],
+        "findings": [finding._asdict() for finding in story.findings],
+        "replicas": _replicas(story),
+        "sizes": [line._asdict() for line in story.replicas],
+        "ranks": _ranks(story),
+        "stages": _stages(story),
+        "devices": [_device(device) for device in story.evidence.devices],
+        "gpu_absent": story.gpu_absent,
+        "host": _host(story.host),
+        "memory": _memory(story),
+        "compared": _compared(story),
+        "mode_changes": _changes(story),
+        "warnings": list(story.warnings),
+        "time": {"width_s": story.bin_ns / 1e9, "stretches": [_bin(one) for one in story.bins]},
+    }
+
+
+def _ms(ns: float | None) -> float | None:
+    return None if ns is None else ns / 1e6
+
+
+def _mode(mode: ModeFacts) -> dict[str, Any]:
+    return {
+        "mode": mode.mode or None,
+        "virtual": mode.virtual,
+        "steps": mode.steps,
+        "median_ms": _ms(mode.median_ns),
+        "p95_ms": _ms(mode.p95_ns),
+        "samples_per_s": mode.samples_per_s,
+        "phases": {
+            phase.name: {
+                "share": phase.share,
+                "median_ms": _ms(phase.median_ns),
+                "p95_ms": _ms(phase.p95_ns),
+                "count": phase.ran,
+            }
+            for phase in mode.phases
+        },
+    }
+
+
+def _replicas(story: Story) -> list[dict[str, Any]]:
+    found = []
+    for fact in story.evidence.replicas:
+        said = fact._asdict()
+        times = {"median_ms": _ms(said.pop("median_ns")), "p95_ms": _ms(said.pop("p95_ns"))}
+        found.append({**said, **times})
+    return found
+
+
+def _ranks(story: Story) -> list[dict[str, Any]]:
+    found = []
+    for line in story.ranks:
+        said = line._asdict()
+        walls = said.pop("walls")
+        found.append({**said, "median_ms": _ms(median(walls))})
+    return found
+
+
+def _stages(story: Story) -> list[dict[str, Any]]:
+    found = []
+    for line in story.stages:
+        said = line._asdict()
+        walls = said.pop("walls")
+        found.append({**said, "parts": list(line.parts), "median_ms": _ms(median(walls))})
+    return found
+
+
+def _device(device: DeviceFacts) -> dict[str, Any]:
+    return {
+        **{name: getattr(device, name) for name in ("index", "name", "uuid", "called", "of_run", "samples")},
+        "util_median_pct": device.util_median,
+        "mem_used_max_bytes": device.mem_used_max,
+        "mem_run_max_bytes": device.mem_run_max,
+        "mem_total_bytes": device.mem_total,
+        "temperature_max_c": device.temperature_max,
+        "power_max_w": device.power_max,
+        "throttled": dict(device.throttled),
+    }
+
+
+def _host(host: DeviceFacts | None) -> dict[str, Any] | None:
+    if host is None:
+        return None
+    return {
+        "samples": host.samples,
+        "cpu_median_pct": host.util_median,
+        "mem_used_max_bytes": host.mem_used_max,
+        "mem_total_bytes": host.mem_total,
+    }
+
+
+def _memory(story: Story) -> list[dict[str, Any]]:
+    found = []
+    for row in story.evidence.memory:
+        parts = ("model", "gradients", "optimizer", "rest", "peak")
+        held = {f"{part}_bytes": getattr(row, part) for part in parts}
+        found.append({"device": row.device, **held, "absent": dict(row.absent)})
+    return found
+
+
+def _compared(story: Story) -> dict[str, Any] | None:
+    found = story.compared
+    return None if found is None else {**found._asdict(), "steps": dict(found.steps)}
+
+
+def _changes(story: Story) -> list[dict[str, Any]]:
+    found = []
+    for change in story.changes:
+        said = change._asdict()
+        at = said.pop("t_ns")
+        found.append({**said, "t_s": None if at is None else at / 1e9, "devices": list(change.devices)})
+    return found
+
+
+def _bin(one: Bin) -> dict[str, Any]:
+    return {
+        "start_s": one.start_ns / 1e9,
+        "mode": one.mode or None,
+        "steps": one.steps,
+        "mean_ms": one.wall_ns / one.steps / 1e6,
+        "longest_ms": one.longest_ns / 1e6,
+        "samples": one.samples,
+        "parts_ms": {name: took / 1e6 for name, took in zip(PARTS, one.parts, strict=True)},
+    }

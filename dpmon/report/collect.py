@@ -1,0 +1,317 @@
+"""Reads a run's directory, once through, into a Story. Memory is that of the durations, 8 bytes each."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dpmon.model.evidence import (
+    WARM_UP_STEPS,
+    BatchFacts,
+    Evidence,
+    LongStep,
+    ReplicaFacts,
+    Worth,
+)
+from dpmon.model.findings import findings
+from dpmon.model.memory import held
+from dpmon.model.stats import median, percentile
+from dpmon.records import MODES, STEP_PHASES
+from dpmon.report.compared import Settled, compared
+from dpmon.report.devices import Devices
+from dpmon.report.figures import mode_facts
+from dpmon.report.series import Series
+from dpmon.report.story import Compared, ModeChange, ProcessFacts, Story
+from dpmon.run.reader import RunReader
+from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, load_info
+from dpmon.run.totals import Adder, Totals, add_up
+
+__all__ = ["collect"]
+
+LONGEST_KEPT = 64
+LINES_KEPT = 12
+CHANGES_KEPT = 1000
+_TAIL_BYTES = 16384
+_DDP = "DistributedDataParallel"
+_VIRTUAL = 1
+
+
+def collect(directory: Path) -> Story:
+    """The story of the run in `directory`, as far as it has come. RunError if it is no run."""
+    info = load_info(directory)
+    collector = _Collector(info)
+    totals = add_up(directory, collector)
+    how = load_exit(directory)
+    reader = RunReader(directory)
+    verdict = compared(collector.settled, totals.virtual, collector.changes)
+    evidence = collector.evidence(totals, how, verdict)
+    bin_ns, bins = collector.series.result()
+    steps = sum(len(mode.walls) for mode in totals.modes.values())
+    calls = sum(mode.calls for mode in totals.modes.values())
+    return Story(
+        directory=str(directory),
+        info=info,
+        exit=how,
+        state=_state(how, reader),
+        evidence=evidence,
+        findings=tuple(findings(evidence)),
+        steps=steps,
+        calls=calls,
+        bin_ns=bin_ns,
+        bins=bins,
+        points=collector.devices.points(),
+        processes=tuple(collector.processes[number] for number in sorted(collector.processes)),
+        changes=tuple(collector.changes),
+        replicas=tuple(totals.replicas),
+        ranks=tuple(totals.ranks),
+        stages=tuple(totals.stages),
+        warnings=tuple(dict.fromkeys(totals.warnings)),
+        last_output=_last_output(reader) if how is not None and how.status else (),
+        host=collector.devices.host(),
+        gpu_absent=collector.devices.gpu_absent,
+        dropped=totals.dropped,
+        pruned=totals.pruned,
+        compared=verdict,
+        nothing=None if steps or calls else _nothing(totals, reader),
+    )
+
+
+class _Collector(Adder):
+    """Sees everything on its way into the totals, and keeps what these do not."""
+
+    def __init__(self, info: RunInfo) -> None:
+        super().__init__()
+        self._origin = info.start_ns
+        self.series = Series()
+        self.devices = Devices()
+        self.processes: dict[int, ProcessFacts] = {}
+        self.changes: list[ModeChange] = []
+        self._longest: list[tuple[int, int, LongStep]] = []
+        self._seen: Counter[tuple[int, str]] = Counter()
+        self._number = 0
+        self._last_ns: int | None = None
+        self._shares: dict[tuple[int, int, int, int], tuple[list[array[int]], Counter[tuple[int, ...]]]] = {}
+        """By process, layout, number of the mode and of replicas: durations of each replica, and how often the batch
+        and they were of these sizes (definitions)."""
+        self.settled = Settled()
+        self._virtual: set[tuple[int, int]] = set()
+
+    # ------------------------------------------------------------------------------------------ taking
+
+    def step(
+        self,
+        process: int,
+        number: int,
+        mode: str,
+        start: int,
+        wall: int,
+        samples: int | None,
+        phases: Sequence[int | None],
+    ) -> None:
+        """A step; one whose numbers make no sense is left out."""
+        if wall < 0 or start < 0:
+            return
+        super().step(process, number, mode, start, wall, samples, phases)
+        self.series.step(mode, start, wall, samples, phases)
+        self.settled.step(process, number, mode, start, wall, samples, phases)
+        self._last_ns = max(self._last_ns or 0, start + wall)
+        self._seen[process, mode] += 1
+        if self._seen[process, mode] <= WARM_UP_STEPS:
+            return
+        longest = self._longest
+        if len(longest) < LONGEST_KEPT or wall > longest[0][0]:
+            took, name = max((took or 0, name) for took, name in zip(phases, STEP_PHASES, strict=True))
+            self._number += 1
+            entry = (wall, -self._number, LongStep(process, number, mode, start, wall, name, took))
+            if len(longest) < LONGEST_KEPT:
+                heapq.heappush(longest, entry)
+            else:
+                heapq.heapreplace(longest, entry)
+
+    def called(self, process: int, head: Sequence[int], shares: Sequence[tuple[int, int, int, int]]) -> None:
+        """A call, as it lies in the record."""
+        mode, flags, _, layout, step, _, start, _, inputs, _, *phases = head
+        self.series.call(MODES[mode], start - self._origin, phases)
+        self.settled.call(process, step, phases)
+        if flags & _VIRTUAL:
+            self._virtual.add((process, layout))
+        key = (process, layout, mode, len(shares))
+        found = self._shares.get(key)
+        if found is None:
+            found = self._shares[key] = ([array("q") for _ in shares], Counter())
+        sizes = (inputs, *[got for got, _, _, _ in shares])
+        found[1][sizes] += 1
+        for times, (_, _, _, took) in zip(found[0], shares, strict=True):
+            times.append(took)
+
+    def event(self, kind: str, data: Any) -> None:
+        """An event."""
+        super().event(kind, data)
+        if kind in ("device", "host"):
+            self.devices.sample(kind, data)
+        elif kind == "process" and type(data.get("process")) is int:
+            self.processes[data["process"]] = _process(data)
+        elif kind == "mode" and type(data.get("process")) is int and len(self.changes) < CHANGES_KEPT:
+            self.changes.append(_change(data))
+
+    # ------------------------------------------------------------------------------------------ giving
+
+    def evidence(self, totals: Totals, how: ExitInfo | None, verdict: Compared | None) -> Evidence:
+        """What findings are found from."""
+        return Evidence(
+            modes=tuple(mode_facts(name, mode, totals.virtual) for name, mode in sorted(totals.modes.items())),
+            batches=tuple(self._batch_facts()),
+            replicas=tuple(self._replica_facts()),
+            devices=self.devices.facts(),
+            memory=tuple(held(totals.memory.values())),
+            longest=tuple(step for _, _, step in sorted(self._longest, reverse=True)),
+            worth=_worth(verdict),
+            processes=totals.processes,
+            last_step_ns=self._last_ns,
+            end_ns=None if how is None or how.by != "supervisor" else int(how.seconds * 1e9),
+        )
+
+    def _layout(self, process: int, layout: int) -> tuple[str, list[str]] | None:
+        """Root and devices of a layout; None for one that is unknown or DDP's, whose ranks are no replicas."""
+        value = self.definition(process, layout)
+        if not isinstance(value, dict) or value.get("via") == _DDP or not isinstance(value.get("devices"), list):
+            return None
+        return str(value.get("root")), [str(device) for device in value["devices"]]
+
+    def _rows_of(self, process: int, number: int) -> int | None:
+        """Rows of a definition of sizes: the first dimension of the first tensor that has one."""
+        value = self.definition(process, number) if number else None
+        for size in value if isinstance(value, list) else ():
+            if isinstance(size, list) and len(size) > 1 and isinstance(size[1], list) and size[1]:
+                return size[1][0] if type(size[1][0]) is int else None
+        return None
+
+    def _batch_facts(self) -> list[BatchFacts]:
+        found: dict[tuple[str, int], list[tuple[int, int | None, int]]] = {}
+        for (process, layout, mode, replicas), (_, sizes) in self._shares.items():
+            about = self._layout(process, layout)
+            if about is None or len(about[1]) < 2 or MODES[mode] != "dp":
+                continue
+            by_rows: Counter[int | None] = Counter()
+            for (inputs, *_), calls in sizes.items():
+                by_rows[self._rows_of(process, inputs)] += calls
+            for rows, calls in by_rows.items():
+                found.setdefault((about[0], len(about[1])), []).append((replicas, rows, calls))
+        facts = []
+        for (root, devices), groups in found.items():
+            idle = [(calls, rows, devices - replicas) for replicas, rows, calls in groups if replicas < devices]
+            calls = sum(calls for _, _, calls in groups)
+            if idle:
+                _, rows, without = max(idle, key=lambda group: group[0])
+                facts.append(BatchFacts(root, devices, calls, sum(count for count, _, _ in idle), rows, without))
+            else:
+                facts.append(BatchFacts(root, devices, calls, 0, None, 0))
+        return facts
+
+    def _replica_facts(self) -> list[ReplicaFacts]:
+        times: dict[tuple[str, str, int, str], array[int]] = {}
+        rows: dict[tuple[str, str, int, str], Counter[int | None]] = {}
+        virtual: set[tuple[str, str, int, str]] = set()
+        for (process, layout, mode, _), (arrays, sizes) in self._shares.items():
+            about = self._layout(process, layout)
+            if about is None:
+                continue
+            for index, took in enumerate(arrays[: len(about[1])]):
+                key = (MODES[mode], about[0], index, about[1][index])
+                times.setdefault(key, array("q")).extend(took)
+                if (process, layout) in self._virtual and MODES[mode] == "dp":
+                    virtual.add(key)
+                counts = rows.setdefault(key, Counter())
+                for (_, *got), count in sizes.items():
+                    counts[self._rows_of(process, got[index])] += count
+        facts = []
+        for key in sorted(times):
+            ordered = sorted(times[key])
+            often = rows[key].most_common(1)[0][0]
+            middle, tail = median(ordered), percentile(ordered, 0.95)
+            facts.append(ReplicaFacts(*key, len(ordered), often, middle, tail, key in virtual))
+        return facts
+
+
+def _worth(found: Compared | None) -> Worth | None:
+    if found is None or found.speedup is None or found.low is None or found.high is None or found.sentence is None:
+        return None
+    return Worth(found.speedup, found.low, found.high, found.sentence)
+
+
+# ------------------------------------------------------------------------------------------------ events, ends
+
+
+def _whole(data: Mapping[str, Any], key: str) -> int | None:
+    value = data.get(key)
+    return value if type(value) is int else None
+
+
+def _text(data: Mapping[str, Any], key: str) -> str | None:
+    value = data.get(key)
+    return value if isinstance(value, str) else None
+
+
+def _process(data: Mapping[str, Any]) -> ProcessFacts:
+    rank, world, pid = (_whole(data, key) for key in ("rank", "world", "pid"))
+    return ProcessFacts(data["process"], rank, world, pid, _text(data, "python"), _text(data, "torch"))
+
+
+def _change(data: Mapping[str, Any]) -> ModeChange:
+    seconds, devices = data.get("t_s"), data.get("devices")
+    at = int(seconds * 1e9) if isinstance(seconds, (int, float)) and abs(seconds) < 1e9 else None
+    return ModeChange(
+        data["process"],
+        _text(data, "root"),
+        at,
+        _whole(data, "step"),
+        _text(data, "mode"),
+        _text(data, "requested_by"),
+        tuple(map(str, devices[:4096])) if isinstance(devices, list) else (),
+        data.get("virtual") is True,
+        _text(data, "reason"),
+        _text(data, "refused"),
+    )
+
+
+def _state(how: ExitInfo | None, reader: RunReader) -> str:
+    if how is None:
+        return {True: "running", False: "lost", None: "starting"}[reader.command_alive()]
+    if getattr(how, "stopped", False):
+        return "stopped"
+    if how.status is None:
+        return "lost"
+    if how.signal is not None:
+        return "killed"
+    return "finished" if how.status == 0 else "failed"
+
+
+def _nothing(totals: Totals, reader: RunReader) -> str:
+    """Why there is nothing to tell of."""
+    if totals.warnings:
+        return totals.warnings[0]
+    stage = reader.stage()
+    if reader.info.command_pid is None:
+        return "the command was not started"
+    if stage is None:
+        return "no Python process of it imported torch"
+    if stage[0] == "importing torch":
+        return "it ended while torch was being imported"
+    return "torch was imported, but no model was called"
+
+
+def _last_output(reader: RunReader) -> tuple[str, ...]:
+    """The last lines of the script's output (its errors, where they are apart)."""
+    try:
+        with open(reader.output_paths[-1], "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).decode("utf-8", "replace").split("\n")
+    except OSError:
+        return ()
+    # A carriage return begins the line anew: what a progress bar showed last is what counts.
+    shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
+    return tuple([line for line in shown if line.strip()][-LINES_KEPT:])

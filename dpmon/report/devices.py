@@ -1,0 +1,143 @@
+"""What GPUs and host did over a run: extremes and medians, and means over stretches of time for the plots."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dpmon.model.evidence import DeviceFacts
+from dpmon.model.stats import median
+from dpmon.report.story import DevicePoint
+
+__all__ = ["HOST", "Devices"]
+
+HOST = -1
+"""The host's index among devices."""
+POINTS = 400
+"""Stretches of time a device."""
+MAX_DEVICES = 256
+MAX_REASONS = 16
+
+
+@dataclass(slots=True)
+class _Track:
+    name: str | None = None
+    uuid: str | None = None
+    called: str | None = None
+    of_run: bool | None = None
+    samples: int = 0
+    util: array[float] = field(default_factory=lambda: array("d"))
+    highest: dict[str, float] = field(default_factory=dict)
+    throttled: Counter[str] = field(default_factory=Counter)
+    throttle_samples: int = 0
+    width: float = 1.0
+    sums: dict[int, list[float]] = field(default_factory=dict)
+    """By stretch: sum and number of utilisations, sum and number of memory's bytes."""
+
+
+class Devices:
+    """Takes samples in the order of their time."""
+
+    def __init__(self) -> None:
+        self._tracks: dict[int, _Track] = {}
+        self.gpu_absent: str | None = None
+
+    def sample(self, kind: str, data: Mapping[str, Any]) -> None:
+        """A `device` or `host` record; what is not of its type is not known."""
+        index = data.get("index") if kind == "device" else HOST
+        seconds = _number(data.get("t_s"))
+        if type(index) is not int or (index not in self._tracks and len(self._tracks) > MAX_DEVICES):
+            return
+        if kind == "host" and isinstance(data.get("gpu_absent"), (str, type(None))):
+            self.gpu_absent = data.get("gpu_absent")
+        track = self._tracks.setdefault(index, _Track())
+        track.samples += 1
+        util = _number(data.get("util_pct" if kind == "device" else "cpu_pct"))
+        used = _number(data.get("mem_used_bytes"))
+        if util is not None:
+            track.util.append(util)
+        for key in ("mem_used_bytes", "mem_run_bytes", "mem_total_bytes", "temperature_c", "power_w"):
+            value = _number(data.get(key))
+            if value is not None:
+                track.highest[key] = max(track.highest.get(key, value), value)
+        if kind == "device":
+            _identify(track, data)
+        if seconds is not None and 0 <= seconds < 1e9:
+            _place(track, seconds, util, used)
+
+    def facts(self) -> tuple[DeviceFacts, ...]:
+        """Every GPU that was ever sampled; the host is none."""
+        return tuple(self._facts(index) for index in sorted(self._tracks) if index != HOST)
+
+    def host(self) -> DeviceFacts | None:
+        """The host in the same terms."""
+        return self._facts(HOST) if HOST in self._tracks else None
+
+    def _facts(self, index: int) -> DeviceFacts:
+        track = self._tracks[index]
+        high = track.highest.get
+        return DeviceFacts(
+            index, track.name, track.uuid, track.called, track.of_run, track.samples,
+            median(track.util), len(track.util),
+            high("mem_used_bytes"), high("mem_run_bytes"), high("mem_total_bytes"),
+            high("temperature_c"), high("power_w"), dict(track.throttled), track.throttle_samples,
+        )  # fmt: skip
+
+    def points(self) -> tuple[DevicePoint, ...]:
+        """Means over time, device by device."""
+        found = []
+        for index in sorted(self._tracks):
+            track = self._tracks[index]
+            for place, (util, utils, used, useds) in sorted(track.sums.items()):
+                found.append(
+                    DevicePoint(
+                        int((place + 0.5) * track.width * 1e9),
+                        index,
+                        util / utils if utils else None,
+                        used / useds if useds else None,
+                    )
+                )
+        return tuple(found)
+
+
+def _identify(track: _Track, data: Mapping[str, Any]) -> None:
+    for key in ("name", "uuid"):
+        if isinstance(data.get(key), str):
+            setattr(track, key, data[key])
+    if isinstance(data.get("of_run"), bool):
+        track.of_run = bool(track.of_run) or data["of_run"]
+    ordinals = data.get("ordinals")
+    if isinstance(ordinals, list) and ordinals and isinstance(ordinals[0], dict):
+        device = ordinals[0].get("device")
+        track.called = device if isinstance(device, str) else track.called
+    throttle = data.get("throttle")
+    if isinstance(throttle, list):
+        track.throttle_samples += 1
+        for reason in throttle[:MAX_REASONS]:
+            if isinstance(reason, str) and (reason in track.throttled or len(track.throttled) < MAX_REASONS):
+                track.throttled[reason] += 1
+
+
+def _place(track: _Track, seconds: float, util: float | None, used: float | None) -> None:
+    sums = track.sums.setdefault(int(seconds / track.width), [0.0, 0.0, 0.0, 0.0])
+    if util is not None:
+        sums[0] += util
+        sums[1] += 1
+    if used is not None:
+        sums[2] += used
+        sums[3] += 1
+    while len(track.sums) > POINTS:
+        before, track.sums = track.sums, {}
+        track.width *= 2
+        for place, values in before.items():
+            into = track.sums.setdefault(place // 2, [0.0, 0.0, 0.0, 0.0])
+            into[:] = [a + b for a, b in zip(into, values, strict=True)]
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
+        return None
+    return float(value)

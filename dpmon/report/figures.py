@@ -1,0 +1,52 @@
+"""The figures of one mode, from every step of it that is in the record."""
+
+from __future__ import annotations
+
+from array import array
+
+from dpmon.model.evidence import WARM_UP_STEPS, ModeFacts
+from dpmon.model.stats import PhaseFigures, median, percentile
+from dpmon.records import CALL_PHASES, STEP_PHASES
+from dpmon.run.totals import ModeTotals
+
+__all__ = ["mode_facts"]
+
+
+def mode_facts(name: str, mode: ModeTotals, virtual: bool) -> ModeFacts:
+    """Medians, tails and shares of a mode, and how its first and last third differ."""
+    total = sum(mode.walls)
+    early, late = {}, {}
+    early_p75 = late_p25 = None
+    columns = {"step": mode.walls, **mode.step_phases}
+    for phase, times in columns.items():
+        third = len(times) // 3
+        # The warm-up belongs to neither.
+        if third > WARM_UP_STEPS:
+            early[phase] = median(times[WARM_UP_STEPS:third]) or 0.0
+            late[phase] = median(times[-third:]) or 0.0
+    if early:
+        third = len(mode.walls) // 3
+        early_p75 = percentile(mode.walls[WARM_UP_STEPS:third], 0.75)
+        late_p25 = percentile(mode.walls[-third:], 0.25)
+    ordered = sorted(mode.walls)
+    phases = {phase: mode.step_phases[phase] for phase in STEP_PHASES if phase in mode.step_phases}
+    phases |= {phase: mode.call_phases[phase] for phase in CALL_PHASES if phase in mode.call_phases}
+    return ModeFacts(
+        mode=name,
+        virtual=virtual and name == "dp",
+        steps=len(mode.walls),
+        median_ns=median(ordered),
+        p95_ns=percentile(ordered, 0.95),
+        samples_per_s=mode.samples_per_s() if mode.walls else None,
+        phases=tuple(_figures(phase, times, total) for phase, times in phases.items()),
+        early=early,
+        late=late,
+        early_p75_ns=early_p75,
+        late_p25_ns=late_p25,
+    )
+
+
+def _figures(name: str, times: array[int], total: int) -> PhaseFigures:
+    ordered = sorted(times)
+    share = sum(ordered) / total if total else None
+    return PhaseFigures(name, len(ordered), median(ordered), percentile(ordered, 0.95), share)

@@ -1,0 +1,56 @@
+"""Lines and tables of plain text that are never wider than a terminal; nothing in them can steer it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from dpmon.ui.text import clean
+
+__all__ = ["cut", "more", "sized_table", "table", "wrap", "wrapped"]
+
+
+def wrap(text: str, width: int, first: str = "  ", rest: str | None = None) -> list[str]:
+    rest = first if rest is None else rest
+    return textwrap.wrap(clean(text), width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False) or [
+        first.rstrip()
+    ]
+
+
+def table(rows: Sequence[Sequence[str]], width: int, left: int = 1) -> list[str]:
+    """Columns as wide as they need to be, `left` of them to the left; what is beyond `width` is cut."""
+    rows = [[clean(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(size) if column < left else cell.rjust(size)
+            for column, (cell, size) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(cut("  " + "  ".join(cells).rstrip(), width))
+    return lines
+
+
+def cut(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def more(count: int, shown: int) -> list[str]:
+    return [f"  and {count - shown:,} more; --json has them all"] if count > shown else []
+
+
+def sized_table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """A table whose last column (sizes) is to the left, and goes to a line of its own where there is no room for it."""
+    narrow = table([row[:-1] for row in rows], width, left=2)
+    widest = max(len(line) for line in narrow)
+    room = width - widest - 2
+    if max(len(clean(row[-1])) for row in rows) <= room:
+        return [f"{line.ljust(widest)}  {clean(row[-1])}" for line, row in zip(narrow, rows, strict=True)]
+    lines = narrow[:1]
+    for line, row in zip(narrow[1:], rows[1:], strict=True):
+        lines += [line, *wrap(row[-1], width, "      ")]
+    return lines
+
+
+def wrapped(texts: Iterable[str], width: int) -> list[str]:
+    return [line for text in texts for line in wrap(text, width)]

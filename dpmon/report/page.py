@@ -1,0 +1,266 @@
+"""A report as one page that needs nothing else: its tables, its plots and the library that draws them are in it.
+
+The page's own policy (Content-Security-Policy) forbids every connection and every script but the two that are named by
+their hash, so that what a script under dpmon called its modules cannot do anything, even if an escape were forgotten.
+
+The plots are drawn by plotly.js (MIT), taken from the Python package `plotly` of the extra `report`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Iterable, Sequence
+
+from dpmon.report.plots import Plot, plots
+from dpmon.report.story import Story
+from dpmon.report.text import (
+    MAX_ROWS,
+    comparison,
+    device_name,
+    facts,
+    findings_note,
+    phase_rows,
+)
+from dpmon.report.words import Row, ended, mode_title, rank_rows, replica_rows, stage_rows
+from dpmon.run.rundir import short_name
+from dpmon.ui.format import UNKNOWN, clock, compact, memory, memory_of, ms, percent
+from dpmon.ui.text import clean
+
+__all__ = ["PageError", "page"]
+
+_NEEDED = "the plots of --html need plotly: pip install 'dpmon[report]' (the text and --json do without)"
+
+_STYLE = """
+:root { color-scheme: light; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff; margin: 0 auto; max-width: 1100px;
+  padding: 1.5rem; }
+h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; border-bottom: 1px solid #d0d7de; padding-bottom: .2rem; }
+h3 { font-size: 1rem; margin: 1.2rem 0 0; }
+p { margin: .2rem 0; overflow-wrap: anywhere; }
+.outcome { font-size: 1.1rem; }
+.finished { color: #116329; } .failed, .killed, .lost { color: #a40e26; }
+.soft { color: #57606a; }
+ol { padding-left: 1.4rem; } li { margin: 0 0 .8rem; } li b { font-weight: 600; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .15rem .8rem .15rem 0; text-align: right; white-space: nowrap; }
+th { font-weight: 500; color: #57606a; }
+th:first-child, td:first-child, .text { text-align: left; }
+.inner { padding-left: 1.4rem; }
+pre { background: #f6f8fa; padding: .8rem; overflow-x: auto; }
+.plot { min-height: 150px; }
+@media print { .modebar { display: none; } }
+"""
+_DRAW = """
+"use strict";
+const figures = JSON.parse(document.getElementById("figures").textContent);
+const shared = { height: 360, margin: { t: 30, r: 10 }, hovermode: "x unified", paper_bgcolor: "#fff",
+  plot_bgcolor: "#fff", font: { family: "system-ui, sans-serif", size: 12, color: "#1b1f24" },
+  legend: { orientation: "h", y: -0.25, yanchor: "top", traceorder: "normal" } };
+const drawn = figures.map(([name, traces, layout]) =>
+  Plotly.newPlot("plot-" + name, traces, Object.assign({}, shared, layout),
+    { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d"] }));
+Promise.all(drawn).then(() => { document.documentElement.dataset.drawn = String(drawn.length); });
+"""
+
+
+class PageError(Exception):
+    """The page cannot be made; the text is one sentence for a person."""
+
+
+def page(story: Story) -> str:
+    """The page for `story`. PageError if the plotting library is not installed."""
+    library = _library()
+    figures = plots(story)
+    title = clean(f"{story.info.script}: dpmon report")
+    policy = (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; img-src data: blob:;"
+        f" script-src {_hash(library)} {_hash(_DRAW)}"
+    )
+    data = json.dumps([[plot.name, plot.traces, plot.layout] for plot in figures], allow_nan=False)
+    # Within a script element only these could end it, or begin a comment.
+    data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return "".join(
+        (
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n',
+            f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
+            '<link rel="icon" href="data:,">\n',
+            f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style></head>\n<body>\n",
+            *_body(story, figures),
+            f'<script type="application/json" id="figures">{data}</script>\n',
+            f"<script>{library}</script>\n<script>{_DRAW}</script>\n</body></html>\n",
+        )
+    )
+
+
+def _library() -> str:
+    """The JavaScript of plotly."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise PageError(_NEEDED) from None
+    text: str = get_plotlyjs()
+    return text
+
+
+def _hash(script: str) -> str:
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+# ------------------------------------------------------------------------------------------------ parts
+
+
+def _text(text: object) -> str:
+    return html.escape(clean(text))
+
+
+def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
+    yield f"<h1>{_text(story.info.script)} <span class=soft>{_text(short_name(story.info))}</span></h1>\n"
+    yield f'<p class="outcome {_text(story.state)}">{_text(ended(story))}</p>\n'
+    for fact in facts(story):
+        yield f"<p class=soft>{_text(fact)}</p>\n"
+    yield from _findings(story)
+    yield from _steps(story)
+    by_name = {plot.name: plot for plot in figures}
+    for name in ("step-time", "speed", "phases", "modes"):
+        yield from _plot(by_name.get(name))
+    for mode in story.evidence.modes:
+        if mode.steps:
+            yield f"<h2>Phases of a step, {_text(mode_title(mode))}</h2>\n"
+            rows = [(label, percent(one.share), ms(one.median_ns), ms(one.p95_ns)) for label, one in phase_rows(mode)]
+            yield from _table(("phase", "share", "median", "p95"), rows)
+    if story.compared is not None:
+        yield "<h2>dp against single</h2>\n"
+        yield "".join(f"<p>{_text(line)}</p>\n" for line in comparison(story.compared))
+    yield from _sized("Replicas", replica_rows(story), ranks=False)
+    yield from _plot(by_name.get("replicas"))
+    yield from _sized("Ranks", rank_rows(story), ranks=True)
+    yield from _sized("Stages (parts of the model on several devices)", stage_rows(story), ranks=False)
+    yield from _devices(story)
+    for name in ("use", "memory"):
+        yield from _plot(by_name.get(name))
+    yield from _memory(story)
+    yield from _changes(story)
+    if story.warnings:
+        yield "<h2>Warnings</h2>\n" + "".join(f"<p>{_text(text)}</p>\n" for text in story.warnings[:MAX_ROWS])
+    if story.last_output:
+        yield "<h2>Last output</h2>\n<pre>" + "\n".join(map(_text, story.last_output)) + "</pre>\n"
+    yield f"<h2>Record</h2>\n<p>{_text(story.directory)}</p>\n"
+
+
+def _plot(plot: Plot | None) -> Iterable[str]:
+    if plot is not None:
+        yield f"<h3>{_text(plot.title)}</h3><p class=soft>{_text(plot.note)}</p>"
+        yield f'<div class=plot id="plot-{plot.name}"></div>\n'
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: Sequence[int] = ()) -> Iterable[str]:
+    """A table whose first column is text, and those of `text_columns`."""
+    classes = ["".join(" class=text" if column in text_columns else "") for column in range(len(head))]
+    yield "<div class=scroll><table><thead><tr>"
+    yield "".join(f"<th{mark}>{_text(cell)}</th>" for cell, mark in zip(head, classes, strict=True))
+    yield "</tr></thead><tbody>\n"
+    for row in rows:
+        cells = []
+        for column, (cell, mark) in enumerate(zip(row, classes, strict=True)):
+            inner = " class=inner" if column == 0 and cell.startswith("  ") else mark
+            cells.append(f"<td{inner}>{_text(cell.strip())}</td>")
+        yield f"<tr>{''.join(cells)}</tr>\n"
+    yield "</tbody></table></div>\n"
+
+
+def _findings(story: Story) -> Iterable[str]:
+    yield "<h2>Findings</h2>\n"
+    if not story.findings:
+        yield f"<p>{_text(findings_note(story))}</p>\n"
+        return
+    yield "<ol>\n"
+    for finding in story.findings:
+        yield f"<li><b>{_text(finding.text)}</b><br><span class=soft>Ground: {_text(finding.ground)}.</span><br>"
+        yield f"Try: {_text(finding.advice)}.</li>\n"
+    yield "</ol>\n"
+
+
+def _steps(story: Story) -> Iterable[str]:
+    modes = [mode for mode in story.evidence.modes if mode.steps]
+    if not modes:
+        return
+    yield "<h2>Steps</h2>\n"
+    rows = [
+        (mode_title(mode), f"{mode.steps:,}", ms(mode.median_ns), ms(mode.p95_ns), compact(mode.samples_per_s))
+        for mode in modes
+    ]
+    yield from _table(("mode", "steps", "median", "p95", "samples/s"), rows)
+
+
+def _sized(title: str, rows: Sequence[Row], *, ranks: bool) -> Iterable[str]:
+    if not rows:
+        return
+    yield f"<h2>{_text(title)}</h2>\n"
+    head = ["", "device", "calls", "median", "p95", "received → returned"]
+    shown = [
+        [row.label, row.device, f"{row.calls:,}", ms(row.median_ns), ms(row.p95_ns), row.sizes]
+        for row in rows[:MAX_ROWS]
+    ]
+    if ranks:
+        head[3:5] = ["steps", "step", "samples/s"]
+        for cells, row in zip(shown, rows, strict=False):
+            cells[3:5] = [f"{row.steps:,}", ms(row.median_ns), compact(row.samples_per_s)]
+    yield from _table(head, shown, (1, len(head) - 1))
+    if len(rows) > MAX_ROWS:
+        yield f"<p class=soft>and {len(rows) - MAX_ROWS:,} more; --json has them all</p>\n"
+
+
+def _devices(story: Story) -> Iterable[str]:
+    yield "<h2>Devices</h2>\n"
+    if not story.evidence.devices:
+        yield f"<p>{_text(f'no GPU: {story.gpu_absent}' if story.gpu_absent else 'no GPU was seen')}</p>\n"
+    else:
+        head = ("", "use (median)", "memory at most", "this run", "°C at most", "W at most", "")
+        rows = [
+            (
+                device_name(device),
+                percent(None if device.util_median is None else device.util_median / 100),
+                memory_of(device.mem_used_max, device.mem_total),
+                memory(device.mem_run_max),
+                UNKNOWN if device.temperature_max is None else f"{device.temperature_max:.0f}",
+                UNKNOWN if device.power_max is None else f"{device.power_max:.0f}",
+                "not of this run" if device.of_run is False else "",
+            )
+            for device in story.evidence.devices
+        ]
+        yield from _table(head, rows)
+
+
+def _memory(story: Story) -> Iterable[str]:
+    held = story.evidence.memory[:MAX_ROWS]
+    if held:
+        yield "<h2>Memory as torch holds it</h2>\n"
+        rows = [(one.device, *(memory(part) for part in one[1:6])) for one in held]
+        yield from _table(("", "model", "gradients", "optimizer", "rest", "peak"), rows)
+        for one in held:
+            reason = one.absent.get("rest_bytes") or one.absent.get("peak_bytes")
+            if reason:
+                yield f"<p class=soft>rest and peak of {_text(one.device)}: {_text(reason)}</p>\n"
+
+
+def _changes(story: Story) -> Iterable[str]:
+    asked = [change for change in story.changes if change.requested_by != "start"]
+    if asked:
+        yield "<h2>Mode changes</h2>\n"
+        rows = [
+            (
+                clock(change.t_ns),
+                UNKNOWN if change.step is None else f"{change.step:,}",
+                change.mode or "" if change.refused is None else f"refused: {change.refused}",
+                str(change.process),
+            )
+            for change in asked[:MAX_ROWS]
+        ]
+        yield from _table(("time", "step", "to", "process"), rows, (2,))

@@ -1,0 +1,233 @@
+"""The plots of a page, as figures of plotly.js: plain data, so that nothing but its JavaScript is needed.
+
+Text that comes from outside is escaped: plotly reads a little HTML in names and labels.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from dpmon.report.story import PARTS, Bin, Story
+from dpmon.report.words import mode_title
+from dpmon.ui.text import clean
+
+__all__ = ["Plot", "plots"]
+
+# Okabe and Ito's colours, which people who see fewer colours tell apart; data and replicate stand out.
+_COLOURS = {
+    "data": "#E69F00",
+    "scatter": "#56B4E9",
+    "replicate": "#D55E00",
+    "parallel_apply": "#009E73",
+    "gather": "#0072B2",
+    "forward": "#009E73",
+    "backward": "#CC79A7",
+    "optimizer": "#F0E442",
+    "other": "#999999",
+}
+_LIGHTER = {"forward": "#7FCEB9"}
+_ORDER = ("data", "scatter", "replicate", "parallel_apply", "gather", "forward", "backward", "optimizer", "other")
+_LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+_MAX_DEVICES = 16
+
+
+class Plot(NamedTuple):
+    """One plot: its title, what it says (a line of text), its traces and its layout."""
+
+    name: str
+    title: str
+    note: str
+    traces: list[dict[str, Any]]
+    layout: dict[str, Any]
+
+
+def plots(story: Story) -> list[Plot]:
+    """The plots that there is something to draw for."""
+    found = [_step_time(story), _speed(story), _parts_over_time(story), _parts_of_modes(story), _replicas(story)]
+    found += [_devices(story, "util_pct"), _devices(story, "mem_bytes")]
+    return [plot for plot in found if plot is not None]
+
+
+def _text(text: object) -> str:
+    return html.escape(clean(text))
+
+
+def _axes(y: str, x: str = "seconds since the run's start", **more: Any) -> dict[str, Any]:
+    return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}, "rangemode": "tozero"}, **more}
+
+
+def _seconds(one: Bin) -> float:
+    return round(one.start_ns / 1e9, 3)
+
+
+def _modes(story: Story) -> list[tuple[str, str, list[Bin]]]:
+    """Mode, title, and its stretches."""
+    titles = {mode.mode: mode_title(mode) for mode in story.evidence.modes}
+    names = sorted({one.mode for one in story.bins})
+    return [(name, titles.get(name, name), [one for one in story.bins if one.mode == name]) for name in names]
+
+
+def _with_gaps(story: Story, bins: Sequence[Bin], values: Sequence[float | None]) -> tuple[list[Any], list[Any]]:
+    """x and y of a line that is broken where no step began for a while."""
+    x: list[Any] = []
+    y: list[Any] = []
+    before: Bin | None = None
+    for one, value in zip(bins, values, strict=True):
+        if before is not None and one.start_ns - before.start_ns > max(4 * story.bin_ns, 2 * before.longest_ns):
+            x.append(None)
+            y.append(None)
+        x.append(_seconds(one))
+        y.append(None if value is None else round(value, 6))
+        before = one
+    return x, y
+
+
+def _step_time(story: Story) -> Plot | None:
+    if len(story.bins) < 2:
+        return None
+    traces: list[dict[str, Any]] = []
+    for number, (_, title, bins) in enumerate(_modes(story)):
+        colour = _LINES[number % len(_LINES)]
+        x, y = _with_gaps(story, bins, [one.wall_ns / one.steps / 1e6 for one in bins])
+        line = {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "marker": {"size": 4},
+            "line": {"color": colour, "shape": "hv"},
+        }
+        traces.append({**line, "name": f"{_text(title)}: mean", "x": x, "y": y})
+        x, y = _with_gaps(story, bins, [one.longest_ns / 1e6 for one in bins])
+        dots = {"type": "scatter", "mode": "markers", "marker": {"size": 4, "color": colour, "opacity": 0.35}}
+        # The longest steps would flatten the rest: they are there, one click away.
+        traces.append({**dots, "name": f"{_text(title)}: longest", "x": x, "y": y, "visible": "legendonly"})
+    width = story.bin_ns / 1e9
+    return Plot("step-time", "Step time", f"mean over stretches of {width:g} s", traces, _axes("ms a step"))
+
+
+def _speed(story: Story) -> Plot | None:
+    if len(story.bins) < 2 or any(one.samples is None for one in story.bins):
+        return None
+    traces = []
+    for number, (_, title, bins) in enumerate(_modes(story)):
+        x, y = _with_gaps(
+            story, bins, [(one.samples or 0) / one.wall_ns * 1e9 if one.wall_ns else None for one in bins]
+        )
+        # A stretch's value holds until the next one begins: a long step lasts as long as it lasts.
+        line = {"type": "scatter", "mode": "lines", "line": {"color": _LINES[number % len(_LINES)], "shape": "hv"}}
+        traces.append({**line, "name": _text(title), "x": x, "y": y})
+    note = "samples of the steps by the time of the steps" + (
+        ", of one process" if story.evidence.processes > 1 else ""
+    )
+    return Plot("speed", "Speed", note, traces, _axes("samples a second"))
+
+
+def _ran(bins: Sequence[Bin]) -> list[str]:
+    """The parts that took any time, in the order in which they are stacked."""
+    return [name for name in _ORDER if any(one.parts[PARTS.index(name)] for one in bins)]
+
+
+def _label(name: str, names: Sequence[str]) -> str:
+    return "forward, the rest" if name == "forward" and "parallel_apply" in names else name
+
+
+def _colour(name: str, names: Sequence[str]) -> str:
+    return _LIGHTER.get(name, _COLOURS[name]) if "parallel_apply" in names else _COLOURS[name]
+
+
+def _parts_over_time(story: Story) -> Plot | None:
+    bins = story.bins
+    if len(bins) < 2:
+        return None
+    names = _ran(bins)
+    width = story.bin_ns / 1e9
+    traces = [
+        {
+            "type": "bar",
+            "name": _label(name, names),
+            "x": [_seconds(one) for one in bins],
+            "offset": 0,
+            "y": [round(one.parts[PARTS.index(name)] / one.steps / 1e6, 6) for one in bins],
+            "width": width,
+            "marker": {"color": _colour(name, names), "line": {"width": 0}},
+        }
+        for name in names
+    ]
+    note = f"mean over stretches of {width:g} s"
+    return Plot("phases", "Where a step's time goes", note, traces, _axes("ms a step", barmode="stack", bargap=0))
+
+
+def _parts_of_modes(story: Story) -> Plot | None:
+    modes = _modes(story)
+    if not modes:
+        return None
+    names = _ran(story.bins)
+    traces = []
+    for name in names:
+        slot = PARTS.index(name)
+        means = [sum(one.parts[slot] for one in bins) / sum(one.steps for one in bins) / 1e6 for _, _, bins in modes]
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": _label(name, names),
+                "y": [_text(title) for _, title, _ in modes],
+                "x": [round(mean, 6) for mean in means],
+                "marker": {"color": _colour(name, names)},
+            }
+        )
+    layout = {
+        "barmode": "stack",
+        "xaxis": {"title": {"text": "ms a step (mean)"}},
+        "yaxis": {"automargin": True},
+        "height": 230 + 50 * len(modes),
+        "legend": {"orientation": "h", "y": -1.1 / len(modes), "yanchor": "top", "traceorder": "normal"},
+    }
+    return Plot("modes", "The step by mode", "mean over all steps of a mode", traces, layout)
+
+
+def _replicas(story: Story) -> Plot | None:
+    facts = [fact for fact in story.evidence.replicas if fact.mode == "dp" and fact.median_ns is not None]
+    if len(facts) < 2:
+        return None
+    labels = [_text(f"{fact.root} {fact.replica} {fact.device}") for fact in facts]
+    middles = [(fact.median_ns or 0) / 1e6 for fact in facts]
+    above = [max((fact.p95_ns or 0) / 1e6 - middle, 0) for fact, middle in zip(facts, middles, strict=True)]
+    error = {"type": "data", "symmetric": False, "array": above, "arrayminus": [0] * len(above)}
+    trace = {"type": "bar", "x": labels, "y": middles, "error_y": error, "marker": {"color": _COLOURS["forward"]}}
+    layout = _axes("ms (host)", x="", showlegend=False)
+    layout["xaxis"] = {"automargin": True, "type": "category"}
+    return Plot("replicas", "Forward of the replicas", "median, the whisker to the 95th percentile", [trace], layout)
+
+
+def _devices(story: Story, what: str) -> Plot | None:
+    names = {device.index: f"GPU {device.index}" for device in story.evidence.devices[:_MAX_DEVICES]}
+    names = names or {-1: "host"}
+    traces = []
+    for number, (index, name) in enumerate(names.items()):
+        points = [point for point in story.points if point.index == index and getattr(point, what) is not None]
+        if len(points) < 2:
+            continue
+        scale = 1 if what == "util_pct" else 1 << 30
+        line = {
+            "type": "scatter",
+            "mode": "lines",
+            "line": {"color": _LINES[number % len(_LINES)]},
+            "name": _text(name),
+        }
+        traces.append(
+            {
+                **line,
+                "x": [round(point.t_ns / 1e9, 3) for point in points],
+                "y": [round(getattr(point, what) / scale, 3) for point in points],
+            }
+        )
+    if not traces:
+        return None
+    where = "the devices" if story.evidence.devices else "the host (there is no GPU)"
+    if what == "util_pct":
+        layout = _axes("%")
+        layout["yaxis"]["range"] = [0, 103]
+        return Plot("use", "Utilisation", f"of {where}", traces, layout)
+    return Plot("memory", "Memory in use", f"of {where}, other programs included", traces, _axes("GiB"))

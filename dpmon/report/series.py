@@ -1,0 +1,99 @@
+"""Steps over time, in stretches whose width doubles as the run grows: at most BINS of them, whatever its length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dpmon.records import CALL_PHASES, STEP_PHASES
+from dpmon.report.story import PARTS, Bin
+
+__all__ = ["BINS", "Series"]
+
+BINS = 400
+_FIRST_NS = 125_000_000
+_STEP_SLOTS = tuple(PARTS.index(name) for name in STEP_PHASES)
+_CALL_SLOTS = tuple(PARTS.index(name) for name in CALL_PHASES)
+_FORWARD = PARTS.index("forward")
+
+
+@dataclass(slots=True)
+class _Sum:
+    steps: int = 0
+    wall_ns: int = 0
+    longest_ns: int = 0
+    samples: int = 0
+    unknown: int = 0
+    parts: list[int] = field(default_factory=lambda: [0] * len(PARTS))
+
+    def add(self, other: _Sum) -> None:
+        self.steps += other.steps
+        self.wall_ns += other.wall_ns
+        self.longest_ns = max(self.longest_ns, other.longest_ns)
+        self.samples += other.samples
+        self.unknown += other.unknown
+        self.parts = [a + b for a, b in zip(self.parts, other.parts, strict=True)]
+
+
+class Series:
+    """Takes steps and calls in any order."""
+
+    def __init__(self) -> None:
+        self._width = _FIRST_NS
+        self._sums: dict[tuple[int, str], _Sum] = {}
+
+    def step(self, mode: str, start: int, wall: int, samples: int | None, phases: Sequence[int | None]) -> None:
+        """A step; `phases` as in STEP_PHASES."""
+        found = self._sum(mode, start)
+        found.steps += 1
+        found.wall_ns += wall
+        found.longest_ns = max(found.longest_ns, wall)
+        if samples is None:
+            found.unknown += 1
+        else:
+            found.samples += samples
+        parts = found.parts
+        for slot, took in zip(_STEP_SLOTS, phases, strict=True):
+            if took is not None and took > 0:
+                parts[slot] += took
+
+    def call(self, mode: str, start: int, phases: Sequence[int]) -> None:
+        """A call; `phases`: offset (-1: did not run) and duration for each of CALL_PHASES."""
+        if start < 0 or max(phases[::2]) < 0:
+            return
+        parts = self._sum(mode, start).parts
+        for index, slot in enumerate(_CALL_SLOTS):
+            if phases[2 * index] >= 0 and phases[2 * index + 1] > 0:
+                parts[slot] += phases[2 * index + 1]
+
+    def _sum(self, mode: str, start: int) -> _Sum:
+        key = (start // self._width, mode)
+        found = self._sums.get(key)
+        if found is None:
+            found = self._sums[key] = _Sum()
+            while len(self._sums) > BINS:
+                self._halve()
+                found = self._sums[start // self._width, mode]
+        return found
+
+    def _halve(self) -> None:
+        before, self._sums = self._sums, {}
+        self._width *= 2
+        for (index, mode), part in before.items():
+            self._sums.setdefault((index // 2, mode), _Sum()).add(part)
+
+    def result(self) -> tuple[int, tuple[Bin, ...]]:
+        """The width in ns and the stretches in which steps began, in order."""
+        found = []
+        for (index, mode), part in sorted(self._sums.items()):
+            if not part.steps:
+                continue
+            parts = list(part.parts)
+            inside = sum(parts[slot] for slot in _CALL_SLOTS)
+            # Calls within a backward pass, or of a step that began before: more than the forward cannot be in it.
+            parts[_FORWARD] = max(0, parts[_FORWARD] - inside)
+            samples = None if part.unknown else part.samples
+            found.append(
+                Bin(index * self._width, mode, part.steps, part.wall_ns, part.longest_ns, samples, tuple(parts))
+            )
+        return self._width, tuple(found)

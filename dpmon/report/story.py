@@ -1,0 +1,122 @@
+"""Everything that a report says of a run, in one frozen object. Times in ns since the run's start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dpmon.model.evidence import DeviceFacts, Evidence
+from dpmon.model.findings import Finding
+from dpmon.records import CALL_PHASES, STEP_PHASES
+from dpmon.run.rundir import ExitInfo, RunInfo
+from dpmon.run.totals import RankLine, ReplicaLine, StageLine
+
+__all__ = ["PARTS", "Bin", "Compared", "DevicePoint", "ModeChange", "ProcessFacts", "Story"]
+
+PARTS = (*(name for name in STEP_PHASES if name != "forward"), *CALL_PHASES, "forward")
+"""What a step's time is stacked from: here `forward` is what is left of it beside the phases of its calls."""
+
+
+class Bin(NamedTuple):
+    """The steps of one mode that began within one stretch of time (the width is the story's)."""
+
+    start_ns: int
+    mode: str
+    steps: int
+    wall_ns: int
+    longest_ns: int
+    samples: int | None
+    """None where a step did not know its samples."""
+    parts: tuple[int, ...]
+    """Time in each of PARTS, ns."""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePoint:
+    """A GPU (or the host: index -1) over one stretch of time: means; None where nothing was known."""
+
+    t_ns: int
+    index: int
+    util_pct: float | None
+    mem_bytes: float | None
+
+
+class ModeChange(NamedTuple):
+    """A mode that began, or a request that was refused."""
+
+    process: int
+    root: str | None
+    t_ns: int | None
+    step: int | None
+    mode: str | None
+    requested_by: str | None
+    devices: tuple[str, ...]
+    virtual: bool
+    reason: str | None
+    refused: str | None
+
+
+class ProcessFacts(NamedTuple):
+    """What a training process said of itself; None where it did not."""
+
+    process: int
+    rank: int | None
+    world: int | None
+    pid: int | None
+    python: str | None
+    torch: str | None
+
+
+class Compared(NamedTuple):
+    """What the other devices are worth."""
+
+    sentence: str | None
+    """The verdict with its ground, None if there is none."""
+    missing: str | None
+    """Why there is no verdict."""
+    speedup: float | None
+    """Of dp over single, from the median steps; the next two are its 95 % interval."""
+    low: float | None
+    high: float | None
+    efficiency: float | None
+    """Speed-up a device; None for virtual replicas."""
+    outcome: str | None
+    """faster, slower or even."""
+    steps: tuple[tuple[str, int], ...]
+    """Steps that were compared, by mode."""
+
+
+@dataclass(frozen=True)
+class Story:
+    """One run."""
+
+    directory: str
+    info: RunInfo
+    exit: ExitInfo | None
+    state: str
+    """running, lost (how it ended is not known), starting, finished, failed, stopped (by its user) or killed."""
+    evidence: Evidence
+    findings: tuple[Finding, ...]
+    steps: int = 0
+    calls: int = 0
+    bin_ns: int = 0
+    bins: tuple[Bin, ...] = ()
+    points: tuple[DevicePoint, ...] = ()
+    processes: tuple[ProcessFacts, ...] = ()
+    changes: tuple[ModeChange, ...] = ()
+    replicas: tuple[ReplicaLine, ...] = ()
+    ranks: tuple[RankLine, ...] = ()
+    stages: tuple[StageLine, ...] = ()
+    warnings: tuple[str, ...] = ()
+    last_output: tuple[str, ...] = ()
+    """The last lines of what the script printed (of its stderr in a headless run), if it failed."""
+    host: DeviceFacts | None = None
+    """The host in the terms of a device: use of its processors, its memory."""
+    gpu_absent: str | None = None
+    """Why there are no GPUs to tell of."""
+    dropped: int = 0
+    pruned: int = 0
+    compared: Compared | None = None
+    """dp against single; None where not both were seen."""
+    nothing: str | None = None
+    """Why there is no step and no call."""

@@ -1,0 +1,311 @@
+"""A report as lines of plain text: nothing is coloured, and nothing from outside can steer a terminal."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from dpmon.model.evidence import DeviceFacts, ModeFacts
+from dpmon.model.findings import MIN_STEPS
+from dpmon.model.stats import PhaseFigures
+from dpmon.records import CALL_PHASES
+from dpmon.report.collect import collect
+from dpmon.report.layout import cut, more, sized_table, table, wrap, wrapped
+from dpmon.report.story import Compared, Story
+from dpmon.report.words import (
+    ended,
+    machine,
+    mode_title,
+    rank_rows,
+    replica_rows,
+    stage_rows,
+    what_ran,
+)
+from dpmon.run.rundir import short_name
+from dpmon.ui.format import UNKNOWN, clock, compact, memory, memory_of, ms, percent
+from dpmon.ui.text import clean
+
+__all__ = ["report_text", "text_lines"]
+
+NARROWEST = 40
+MAX_ROWS = 40
+MAX_WARNINGS = 8
+MAX_CHANGES = 12
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def report_text(directory: Path, width: int = 80) -> list[str]:
+    """The report of the run in `directory`, a line each, at most `width` cells. RunError if it is no run.
+
+    Lines that begin with no space are headings.
+    """
+    return text_lines(collect(directory), width)
+
+
+def text_lines(story: Story, width: int = 80) -> list[str]:
+    """The report of `story` in at most `width` cells (NARROWEST at least)."""
+    width = max(width, NARROWEST)
+    sections = (
+        _head(story, width),
+        _findings(story, width),
+        _steps(story, width),
+        *(_phases(mode, width) for mode in story.evidence.modes if mode.steps),
+        _compared(story, width),
+        _replicas(story, width),
+        _ranks(story, width),
+        _stages(story, width),
+        _devices(story, width),
+        _memory(story, width),
+        _changes(story, width),
+        _warnings(story, width),
+        _output(story, width),
+        _record(story, width),
+    )
+    lines: list[str] = []
+    for section in sections:
+        lines += [*([""] if lines and section else []), *section]
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------ sections
+
+
+def facts(story: Story) -> list[str]:
+    """What is to be known before everything else: when and what ran, and what the record lacks."""
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(story.info.started_unix))
+    found = [f"began {began} in {story.info.cwd or 'a directory that is gone'}", what_ran(story), machine(story)]
+    if story.nothing is not None:
+        found.append(f"nothing was traced: {story.nothing}")
+    if story.pruned:
+        found.append(f"{story.pruned:,} older records were deleted to bound the history: the figures are of the rest")
+    if story.dropped:
+        found.append(f"{story.dropped:,} records were dropped: the figures are of the rest")
+    return found
+
+
+def _head(story: Story, width: int) -> list[str]:
+    lines = wrap(f"{story.info.script} ({short_name(story.info)}): {ended(story)}", width, "", "  ")
+    return [*lines, *wrapped(facts(story), width)]
+
+
+def findings_note(story: Story) -> str:
+    """What is said where there are no findings."""
+    if any(mode.steps >= MIN_STEPS for mode in story.evidence.modes):
+        return "nothing stands out"
+    return f"too few steps to say anything ({MIN_STEPS} in one mode are needed)"
+
+
+def _findings(story: Story, width: int) -> list[str]:
+    lines = ["FINDINGS"]
+    for number, finding in enumerate(story.findings, start=1):
+        head = f"{number:>3} "
+        lines += wrap(finding.text, width, head, "    ")
+        lines += wrap(f"ground: {finding.ground}", width, "    ", "      ")
+        lines += wrap(f"try: {finding.advice}", width, "    ", "      ")
+    return lines if story.findings else [*lines, *wrap(findings_note(story), width)]
+
+
+def _steps(story: Story, width: int) -> list[str]:
+    modes = [mode for mode in story.evidence.modes if mode.steps]
+    if not modes:
+        return []
+    rows = [("mode", "steps", "median", "p95", "samples/s")]
+    for mode in modes:
+        rows.append(
+            (mode_title(mode), f"{mode.steps:,}", ms(mode.median_ns), ms(mode.p95_ns), compact(mode.samples_per_s))
+        )
+    return ["STEPS", *table(rows, width), *_over_time(story, width)]
+
+
+def _over_time(story: Story, width: int) -> list[str]:
+    """The mean time of a step over the run, as bars; nothing where there is hardly a course of time."""
+    bins = story.bins
+    if len(bins) < 2:
+        return []
+    first, last = bins[0].start_ns, bins[-1].start_ns + story.bin_ns
+    cells = min(width - 4, 120, (last - first) // story.bin_ns)
+    sums = [[0, 0] for _ in range(cells)]
+    for one in bins:
+        at = (one.start_ns - first) * cells // (last - first)
+        sums[at][0] += one.wall_ns
+        sums[at][1] += one.steps
+    means = [wall / steps if steps else None for wall, steps in sums]
+    top = max(mean for mean in means if mean is not None)
+    bars = "".join(" " if mean is None else _BARS[min(int(mean / top * 8), 7)] for mean in means)
+    said = f"time of a step, mean over each {ms((last - first) / cells)}; the highest bar is {ms(top)}"
+    ends = clock(first) + clock(last).rjust(max(cells - 8, 9))
+    return [*wrap(said, width), "  " + bars, "  " + ends]
+
+
+def _phases(mode: ModeFacts, width: int) -> list[str]:
+    rows = [("phase", "share", "median", "p95")]
+    for label, figures in phase_rows(mode):
+        rows.append((label, percent(figures.share), ms(figures.median_ns), ms(figures.p95_ns)))
+    return [f"PHASES of a step, {mode_title(mode)}", *table(rows, width)]
+
+
+def phase_rows(mode: ModeFacts) -> list[tuple[str, PhaseFigures]]:
+    """The phases with what they are called in a table: those of the calls stand below forward, further in."""
+    found = {figures.name: figures for figures in mode.phases}
+    rows: list[tuple[str, PhaseFigures]] = []
+    for name, figures in found.items():
+        if name in CALL_PHASES:
+            continue
+        rows.append((name, figures))
+        if name == "forward":
+            rows += [(f"  {part}", found[part]) for part in CALL_PHASES if part in found]
+    if "forward" not in found:
+        rows += [(part, found[part]) for part in CALL_PHASES if part in found]
+    return rows
+
+
+def _compared(story: Story, width: int) -> list[str]:
+    if story.compared is None:
+        return []
+    return ["DP AGAINST SINGLE", *wrapped(comparison(story.compared), width)]
+
+
+def comparison(found: Compared) -> list[str]:
+    """dp against single in sentences."""
+    if found.speedup is None:
+        return [found.missing or "no verdict"]
+    text = f"speed-up {found.speedup:.2f}"
+    if found.low is not None and found.high is not None:
+        text += f" (95 %: {found.low:.2f} to {found.high:.2f})"
+    if found.efficiency is not None:
+        text += f", {percent(found.efficiency)} a device"
+    steps = " and ".join(f"{count:,} in {mode}" for mode, count in found.steps)
+    return [found.sentence or "", f"{text}; of {steps}, each mode's first after a change left out"]
+
+
+def _replicas(story: Story, width: int) -> list[str]:
+    rows = replica_rows(story)
+    if not rows:
+        return []
+    lines = ["REPLICAS"]
+    head = ("", "device", "calls", "median", "p95", "received -> returned")
+    shown = [
+        (row.label, row.device, f"{row.calls:,}", ms(row.median_ns), ms(row.p95_ns), row.sizes)
+        for row in rows[:MAX_ROWS]
+    ]
+    return [*lines, *sized_table([head, *shown], width), *more(len(rows), MAX_ROWS)]
+
+
+def _ranks(story: Story, width: int) -> list[str]:
+    rows = rank_rows(story)
+    if not rows:
+        return []
+    head = ("", "device", "steps", "calls", "step", "samples/s", "received -> returned")
+    shown = [
+        (
+            row.label,
+            row.device,
+            f"{row.steps:,}",
+            f"{row.calls:,}",
+            ms(row.median_ns),
+            compact(row.samples_per_s),
+            row.sizes,
+        )
+        for row in rows[:MAX_ROWS]
+    ]
+    return ["RANKS", *sized_table([head, *shown], width), *more(len(rows), MAX_ROWS)]
+
+
+def _stages(story: Story, width: int) -> list[str]:
+    rows = stage_rows(story)
+    if not rows:
+        return []
+    lines = ["STAGES (parts of the model on several devices)"]
+    head = ("", "device", "calls", "host time", "parts: received -> returned")
+    shown = [(row.label, row.device, f"{row.calls:,}", ms(row.median_ns), row.sizes) for row in rows[:MAX_ROWS]]
+    return [*lines, *sized_table([head, *shown], width), *more(len(rows), MAX_ROWS)]
+
+
+def _devices(story: Story, width: int) -> list[str]:
+    devices = story.evidence.devices
+    if not devices:
+        reason = story.gpu_absent
+        return ["DEVICES", *wrap(f"no GPU: {reason}" if reason else "no GPU was seen", width), *_host(story, width)]
+    rows: list[tuple[str, ...]] = [("", "use", "memory at most", "this run", "°C", "W", "")]
+    for device in devices:
+        rows.append(
+            (
+                device_name(device),
+                percent(None if device.util_median is None else device.util_median / 100),
+                memory_of(device.mem_used_max, device.mem_total),
+                memory(device.mem_run_max),
+                UNKNOWN if device.temperature_max is None else f"{device.temperature_max:.0f}",
+                UNKNOWN if device.power_max is None else f"{device.power_max:.0f}",
+                "" if device.of_run is not False else "not of this run",
+            )
+        )
+    lines = ["DEVICES", *table(rows, width)]
+    lines += wrap("use: median of the samples, any kernel ran; memory, °C and W: the highest", width)
+    return [*lines, *_host(story, width)]
+
+
+def device_name(device: DeviceFacts) -> str:
+    """What a GPU is called: as the run's processes call it, and its model."""
+    number = f"GPU {device.index}" + (f" ({device.called})" if device.called else "")
+    return f"{number} {device.name}" if device.name else number
+
+
+def _host(story: Story, width: int) -> list[str]:
+    host = story.host
+    if host is None:
+        return []
+    use = UNKNOWN if host.util_median is None else f"{host.util_median:.0f} %"
+    many = "one sample" if host.samples == 1 else f"{host.samples:,} samples"
+    text = f"host: processors {use} (median of {many}), memory"
+    return wrap(f"{text} {memory_of(host.mem_used_max, host.mem_total)} at most", width)
+
+
+def _memory(story: Story, width: int) -> list[str]:
+    held = story.evidence.memory[:MAX_ROWS]
+    if not held:
+        return []
+    rows: list[tuple[str, ...]] = [("", "model", "gradients", "optimizer", "rest", "peak")]
+    rows += [(one.device, *(memory(part) for part in one[1:6])) for one in held]
+    reasons = dict.fromkeys(
+        f"rest and peak of {one.device}: {reason}"
+        for one in held
+        if (reason := one.absent.get("rest_bytes") or one.absent.get("peak_bytes"))
+    )
+    lines = ["MEMORY as torch holds it", *table(rows, width)]
+    for reason in reasons:
+        lines += wrap(reason, width)
+    return lines
+
+
+def _changes(story: Story, width: int) -> list[str]:
+    """Modes that were asked for; the one it started in is in the head."""
+    asked = [change for change in story.changes if change.requested_by != "start"]
+    if not asked:
+        return []
+    lines = ["MODE CHANGES"]
+    for change in asked[:MAX_CHANGES]:
+        where = f"{clock(change.t_ns)}  step {UNKNOWN if change.step is None else f'{change.step:,}'}"
+        what = f"to {change.mode}" if change.refused is None else f"refused: {change.refused}"
+        who = f" (process {change.process})" if len(story.processes) > 1 else ""
+        lines += wrap(f"{where}  {what}{who}", width, "  ", "      ")
+    return [*lines, *more(len(asked), MAX_CHANGES)]
+
+
+def _warnings(story: Story, width: int) -> list[str]:
+    if not story.warnings:
+        return []
+    lines = ["WARNINGS"]
+    for text in story.warnings[:MAX_WARNINGS]:
+        lines += wrap(text, width, "  ", "    ")
+    return [*lines, *more(len(story.warnings), MAX_WARNINGS)]
+
+
+def _output(story: Story, width: int) -> list[str]:
+    if not story.last_output:
+        return []
+    return ["LAST OUTPUT", *(cut(f"  {clean(line)}", width) for line in story.last_output)]
+
+
+def _record(story: Story, width: int) -> list[str]:
+    name = short_name(story.info)
+    return ["RECORD", *wrapped((f"{story.directory}", f"dpmon attach {name}   dpmon export {name}"), width)]

@@ -1,0 +1,156 @@
+"""What text and page say in the same words: how it ended, what ran, and the rows of their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from dpmon.model.evidence import ModeFacts
+from dpmon.model.stats import median
+from dpmon.report.story import ModeChange, Story
+
+__all__ = ["Row", "duration", "ended", "machine", "mode_title", "rank_rows", "replica_rows", "stage_rows", "what_ran"]
+
+_NOT_SEEN = "sizes not seen"
+_PARTS_NAMED = 4
+_ROOTS_NAMED = 8
+_STARTS_NAMED = 4
+
+
+class Row(NamedTuple):
+    """A line of the tables of replicas, ranks and stages; times in ns."""
+
+    label: str
+    device: str
+    calls: int
+    steps: int
+    median_ns: float | None
+    p95_ns: float | None
+    samples_per_s: float | None
+    sizes: str
+
+
+def duration(seconds: float) -> str:
+    """A duration as people say it: 0.41 s, 12.3 s, 3 min 41 s, 2 h 05 min."""
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def ended(story: Story) -> str:
+    """How the run ended, or that it goes on."""
+    how = story.exit
+    if how is None:
+        return {"running": "still running", "starting": "not started yet"}.get(story.state, "how it ended is not known")
+    if how.error is not None:
+        return how.error
+    took = duration(how.seconds)
+    # What later versions of exit.json know more.
+    cause = getattr(how, "cause", None)
+    why = f": {cause}" if cause else ""
+    if getattr(how, "stopped", False):
+        return f"stopped by you after {took}"
+    if how.status is None:
+        return f"ended after {took}, status unknown: {getattr(how, 'unknown', None) or 'nobody recorded it'}"
+    if how.signal is not None:
+        return f"killed by {how.signal} after {took}{why}"
+    return f"finished in {took}" if how.status == 0 else f"exit status {how.status} after {took}{why}"
+
+
+def what_ran(story: Story) -> str:
+    """Processes and the mode they began in, with its reason."""
+    count = story.evidence.processes
+    counted = f"{story.steps:,} steps, {story.calls:,} calls{' in all' if count > 1 else ''}"
+    who = f"{count} training processes" if count > 1 else "one training process" if count else "no training process"
+    groups: dict[str, list[str]] = {}
+    for change in story.changes:
+        if change.requested_by == "start" and change.refused is None and change.mode:
+            groups.setdefault(_began(change), []).append(change.root or "?")
+    several = len(groups) > 1
+    texts = [
+        f"{text}: {', '.join(dict.fromkeys(roots[:_ROOTS_NAMED]))}" if several else text
+        for text, roots in list(groups.items())[:_STARTS_NAMED]
+    ]
+    return "; ".join([f"{who}, {counted}", *texts])
+
+
+def _began(change: ModeChange) -> str:
+    devices = " ".join(change.devices[:8]) + (" ..." if len(change.devices) > 8 else "")
+    virtual = "virtual replicas " if change.virtual and change.mode == "dp" else ""
+    reason = f" ({change.reason})" if change.reason else ""
+    return f"{change.mode} on {virtual}{devices or 'devices not known'}{reason}"
+
+
+def machine(story: Story) -> str:
+    """Which Python and torch."""
+    process = story.processes[0] if story.processes else None
+    python = process.python if process is not None else None
+    torch = process.torch if process is not None else None
+    return (
+        f"Python {python or 'not known'}, torch {torch or 'not known'}, dpmon {story.info.versions.get('dpmon', '?')}"
+    )
+
+
+def mode_title(mode: ModeFacts) -> str:
+    """A mode's name, with what it stands for under virtual replicas."""
+    return f"{mode.mode} (virtual)" if mode.virtual else mode.mode or "mode unknown"
+
+
+def _flow(inputs: object, outputs: object) -> str:
+    return f"{inputs or _NOT_SEEN} -> {outputs or _NOT_SEEN}"
+
+
+def replica_rows(story: Story) -> list[Row]:
+    """A row a replica and mode: the sizes it met most often, and how many others there were."""
+    groups: dict[tuple[str, str, int, str], list[tuple[int, str]]] = {}
+    for line in story.replicas:
+        key = (line.mode, line.root, line.replica, line.device)
+        groups.setdefault(key, []).append((line.calls, _flow(line.inputs, line.outputs)))
+    timed = {(fact.mode, fact.root, fact.replica, fact.device): fact for fact in story.evidence.replicas}
+    rows = []
+    for (mode, root, replica, device), sizes in groups.items():
+        fact = timed.get((mode, root, replica, device))
+        label = f"{root} {replica}" if mode == "dp" else f"{root} {mode or '?'}"
+        rows.append(
+            Row(
+                label,
+                device,
+                sum(calls for calls, _ in sizes),
+                0,
+                fact.median_ns if fact is not None else None,
+                fact.p95_ns if fact is not None else None,
+                None,
+                _most(sizes),
+            )
+        )
+    return rows
+
+
+def _most(sizes: Iterable[tuple[int, str]]) -> str:
+    ordered = sorted(sizes, key=lambda one: -one[0])
+    others = len(ordered) - 1
+    return ordered[0][1] + (f" (+{others} other{'s' if others > 1 else ''})" if others else "")
+
+
+def rank_rows(story: Story) -> list[Row]:
+    """A row a process, where several have trained."""
+    rows = []
+    for line in story.ranks:
+        label = f"process {line.process}" if line.rank is None else f"rank {line.rank} of {line.world or '?'}"
+        flow = _flow(line.inputs, line.outputs)
+        middle = median(line.walls)
+        rows.append(Row(label, line.device, line.calls, line.steps, middle, None, line.samples_per_s, flow))
+    return rows
+
+
+def stage_rows(story: Story) -> list[Row]:
+    """A row a stage of a model that lies on several devices."""
+    rows = []
+    for line in story.stages:
+        parts = ", ".join(line.parts[:_PARTS_NAMED])
+        if len(line.parts) > _PARTS_NAMED:
+            parts += f" and {len(line.parts) - _PARTS_NAMED} more"
+        flow = f"{parts}: {line.inputs or _NOT_SEEN} -> {line.outputs or 'not finished'}"
+        rows.append(Row(f"{line.root} {line.stage}", line.device, line.calls, 0, median(line.walls), None, None, flow))
+    return rows

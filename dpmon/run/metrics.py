@@ -1,0 +1,261 @@
+"""A run's figures as a file in Prometheus' text format, for node_exporter's textfile collector. Off unless asked for.
+
+Written from the description of the exposition format (prometheus.io, "Exposition formats", 0.0.4). The file is replaced
+in one step, so that whoever collects it never sees half of it; everybody may read it, since the collector is another
+user.
+
+What only ever grows is a counter (or the histogram of step times): rates and quantiles are for Prometheus to make. What
+is not known is not there; it is never 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dpmon.records import STEP_PHASES, Event, Record, Step
+from dpmon.run.reader import RunReader
+from dpmon.run.rundir import ExitInfo, RunInfo, short_name
+
+__all__ = ["EVERY_S", "Metrics", "metrics_path"]
+
+EVERY_S = 5.0
+"""Seconds between two files; Prometheus asks every 15 to 60."""
+BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
+MAX_PROCESSES = 1024
+MAX_DEVICES = 256
+MAX_LABEL = 200
+
+# Field of a sample, name, what it is multiplied by, what it says.
+_DEVICE = (
+    ("util_pct", "device_utilization_ratio", 0.01, "Share of the time in which a kernel ran on the GPU."),
+    ("mem_used_bytes", "device_memory_used_bytes", 1, "Memory in use on the GPU, other programs included."),
+    ("mem_run_bytes", "device_memory_run_bytes", 1, "Memory that the run's processes hold on the GPU."),
+    ("mem_total_bytes", "device_memory_total_bytes", 1, "Memory of the GPU."),
+    ("temperature_c", "device_temperature_celsius", 1, "Temperature of the GPU."),
+    ("power_w", "device_power_watts", 1, "Power the GPU draws."),
+    ("sm_clock_mhz", "device_sm_clock_hertz", 1e6, "Clock of the GPU's multiprocessors."),
+)
+_HOST = (
+    ("cpu_pct", "host_cpu_ratio", 0.01, "Share of the host's processors in use."),
+    ("mem_used_bytes", "host_memory_used_bytes", 1, "Memory in use on the host."),
+    ("mem_total_bytes", "host_memory_total_bytes", 1, "Memory of the host."),
+    ("run_cpu_pct", "run_cpu_cores", 0.01, "Processors that the run's processes use."),
+    ("run_mem_bytes", "run_memory_bytes", 1, "Resident memory of the run's processes, shared pages in each."),
+)
+
+
+def metrics_path(asked: str, info: RunInfo) -> Path:
+    """Where the file goes: under the run's own name into a directory, or exactly where it was asked for."""
+    path = Path(asked)
+    return path / f"dpmon-{short_name(info)}.prom" if path.is_dir() else path
+
+
+@dataclass(slots=True)
+class _Steps:
+    """What is counted of one process in one mode."""
+
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+    count: int = 0
+    wall_ns: int = 0
+    samples: int = 0
+    unknown: int = 0
+    phases: dict[str, int] = field(default_factory=dict)
+
+
+class Metrics:
+    """Reads the run's rings and writes the file; `tick` is to be called a few times a second."""
+
+    def __init__(self, path: Path, directory: Path, warn: Callable[[str], None]) -> None:
+        self._path = path
+        self._reader = RunReader(directory, calls=False)
+        self._warn = warn
+        self._failing = self._over = False
+        self._due = 0.0
+        self._steps: dict[tuple[int, int | None, str], _Steps] = {}
+        self._last: dict[int, tuple[int, float]] = {}
+        """By process: number of its newest step, and when it ended (s since 1970)."""
+        self._devices: dict[int, Mapping[str, Any]] = {}
+        self._host: Mapping[str, Any] = {}
+        self._warnings = 0
+
+    def tick(self, now: float) -> None:
+        """Take what is new; write the file if it is due. `now`: monotonic s. Never raises."""
+        if self._over:
+            return
+        try:
+            self._take()
+            if now >= self._due:
+                self._due = now + EVERY_S
+                self._write(None)
+        except Exception as error:  # noqa: BLE001 - the record goes on without its metrics
+            self._over = True
+            self._warn(f"no more metrics: {type(error).__name__}: {error}")
+
+    def end(self, how: ExitInfo) -> None:
+        """Write the file for the last time: the run is over. Never raises."""
+        with contextlib.suppress(Exception):  # what can be said of it was said by `tick`
+            self._take()
+            self._write(how)
+        self._reader.close()
+
+    # ------------------------------------------------------------------------------------------ taking
+
+    def _take(self) -> None:
+        for record in self._reader.poll():
+            self._add(record)
+
+    def _add(self, record: Record) -> None:
+        if isinstance(record, Step):
+            self._step(record)
+        elif isinstance(record, Event):
+            index = record.data.get("index")
+            if record.kind == "host":
+                self._host = record.data
+            elif record.kind == "warning":
+                self._warnings += 1
+            elif record.kind == "device" and type(index) is int and len(self._devices.keys() | {index}) <= MAX_DEVICES:
+                self._devices[index] = record.data
+
+    def _step(self, step: Step) -> None:
+        key = (step.process, step.rank, step.mode)
+        if step.wall_ns < 0 or (key not in self._steps and len(self._steps) >= 2 * MAX_PROCESSES):
+            return
+        found = self._steps.setdefault(key, _Steps())
+        found.buckets[bisect_left(BOUNDS_S, step.wall_ns / 1e9)] += 1
+        found.count += 1
+        found.wall_ns += step.wall_ns
+        if step.samples is None:
+            found.unknown += 1
+        else:
+            found.samples += step.samples
+        for name, took in step.phases.items():
+            found.phases[name] = found.phases.get(name, 0) + took
+        ended = self._reader.info.started_unix + (step.start_ns + step.wall_ns) / 1e9
+        self._last[step.process] = (step.step, ended)
+
+    # ------------------------------------------------------------------------------------------ writing
+
+    def _write(self, how: ExitInfo | None) -> None:
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")  # not *.prom: nobody collects it
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            with open(fd, "w", encoding="utf-8", errors="replace", newline="\n") as file:
+                os.fchmod(fd, 0o644)
+                file.write(self.text(how))
+            os.replace(temporary, self._path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            if not self._failing:
+                self._failing = True
+                self._warn(f"the metrics file {self._path} cannot be written: {error.strerror or error}")
+            return
+        self._failing = False
+
+    def text(self, how: ExitInfo | None) -> str:
+        """The file's text."""
+        info = self._reader.info
+        run = {"run": short_name(info)}
+        about = {**run, "id": info.id, "name": info.name, "script": info.script}
+        lines: list[str] = []
+        lines += _metric("run_info", "gauge", "The run that the others are of.", [(about, 1)])
+        started = [(run, info.started_unix)]
+        lines += _metric("run_start_time_seconds", "gauge", "When the run began, since 1970.", started)
+        lines += _metric(
+            "run_running", "gauge", "1 while the run goes on, 0 when it has ended.", [(run, int(how is None))]
+        )
+        if how is not None and how.status is not None:
+            lines += _metric("run_exit_status", "gauge", "The status the run ended with.", [(run, how.status)])
+        lines += self._step_lines(run)
+        lines += _metric(
+            "records_dropped_total", "counter", "Records that were lost before they were read.",
+            [(run, self._reader.missed)],
+        )  # fmt: skip
+        lines += _metric("warnings_total", "counter", "Warnings in the record.", [(run, self._warnings)])
+        for source, name, scale, help_text in _DEVICE:
+            values = [
+                ({**run, **_device_labels(index, data)}, data.get(source)) for index, data in self._devices.items()
+            ]
+            lines += _metric(name, "gauge", help_text, _known(values, scale))
+        for source, name, scale, help_text in _HOST:
+            lines += _metric(name, "gauge", help_text, _known([(run, self._host.get(source))], scale))
+        return "\n".join(lines) + "\n"
+
+    def _step_lines(self, run: Mapping[str, str]) -> list[str]:
+        series = [
+            ({**run, **_process_labels(process, rank), "mode": mode or "unknown"}, found)
+            for (process, rank, mode), found in self._steps.items()
+        ]
+        lines = _histogram("step_duration_seconds", "Time of a step.", series)
+        lines += _metric(
+            "step_phase_seconds_total", "counter", "Time of the steps by phase.",
+            [({**labels, "phase": name}, found.phases[name] / 1e9)
+             for labels, found in series for name in STEP_PHASES if name in found.phases],
+        )  # fmt: skip
+        lines += _metric(
+            "samples_total", "counter", "Samples of the steps that knew them.",
+            [(labels, found.samples) for labels, found in series if found.count > found.unknown],
+        )  # fmt: skip
+        last = [({**run, "process": str(process)}, number) for process, (number, _) in self._last.items()]
+        lines += _metric("last_step", "gauge", "Number of the newest step.", last)
+        ended = [({**run, "process": str(process)}, at) for process, (_, at) in self._last.items()]
+        return lines + _metric("last_step_time_seconds", "gauge", "When the newest step ended, since 1970.", ended)
+
+
+def _process_labels(process: int, rank: int | None) -> dict[str, str]:
+    return {"process": str(process), "rank": "" if rank is None else str(rank)}
+
+
+def _device_labels(index: int, data: Mapping[str, Any]) -> dict[str, str]:
+    said = {key: str(data[key]) for key in ("uuid", "name") if data.get(key) is not None}
+    return {"index": str(index), **said}
+
+
+def _known(values: Iterable[tuple[Mapping[str, str], Any]], scale: float) -> list[tuple[Mapping[str, str], float]]:
+    return [
+        (labels, value * scale)
+        for labels, value in values
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ the format
+
+
+def _metric(name: str, kind: str, text: str, values: Iterable[tuple[Mapping[str, str], float]]) -> list[str]:
+    """One metric with its help and type; nothing without a value."""
+    samples = [f"dpmon_{name}{_labels(labels)} {_number(value)}" for labels, value in values]
+    return [f"# HELP dpmon_{name} {text}", f"# TYPE dpmon_{name} {kind}", *samples] if samples else []
+
+
+def _histogram(name: str, text: str, series: Iterable[tuple[Mapping[str, str], _Steps]]) -> list[str]:
+    lines = []
+    for labels, found in series:
+        below = 0
+        for bound, count in zip((*map(_number, BOUNDS_S), "+Inf"), found.buckets, strict=True):
+            below += count
+            lines.append(f"dpmon_{name}_bucket{_labels({**labels, 'le': bound})} {below}")
+        lines.append(f"dpmon_{name}_sum{_labels(labels)} {_number(found.wall_ns / 1e9)}")
+        lines.append(f"dpmon_{name}_count{_labels(labels)} {found.count}")
+    return [f"# HELP dpmon_{name} {text}", f"# TYPE dpmon_{name} histogram", *lines] if lines else []
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
+
+
+def _escaped(value: str) -> str:
+    # The three that the format escapes; other control characters would only harm whoever looks at it.
+    text = re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "?", value[:MAX_LABEL])
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else repr(float(value))

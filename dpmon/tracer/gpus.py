@@ -1,0 +1,62 @@
+"""Which GPUs torch uses in this process, and what its allocator says beside the bytes it holds.
+
+Asked between two turns, once CUDA is up, never before: what CUDA_VISIBLE_DEVICES meant, also where the script set it
+late, is then settled. Nothing here waits for a stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+__all__ = ["allocator", "uuid_of"]
+
+_uuids: dict[int, str | None] = {}
+_COUNTS = {"alloc_retries": "num_alloc_retries", "ooms": "num_ooms"}
+
+
+def uuid_of(index: int) -> str | None:
+    """The UUID of torch's cuda:<index>, of its MIG instance where it is one, without prefix; None if it is not told.
+
+    The driver is asked first (cuDeviceGetUuid_v2): torch tells it only in newer versions, and there of the whole GPU.
+    """
+    if index not in _uuids:
+        _uuids[index] = _by_driver(index) or _by_torch(index)
+    return _uuids[index]
+
+
+def _by_driver(index: int) -> str | None:
+    if torch.version.hip is not None:
+        return None
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")  # torch has loaded it
+        ask = driver.cuDeviceGetUuid_v2
+    except (OSError, AttributeError):
+        return None
+    device = ctypes.c_int()
+    raw = (ctypes.c_ubyte * 16)()
+    if driver.cuDeviceGet(ctypes.byref(device), index) or ask(raw, device):
+        return None
+    text = bytes(raw).hex()
+    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def _by_torch(index: int) -> str | None:
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
+def allocator(device: str) -> dict[str, Any]:
+    """Of a GPU that torch uses (`cuda:1`): its UUID, and what its allocator says about itself.
+
+    `inactive_split_bytes`: free, but only as remainders of blocks that are in use (fragmentation); `alloc_retries`:
+    how often memory was found only after the cache had been emptied; `ooms`: how often none was found.
+    """
+    index = int(device.partition(":")[2])
+    stats = torch.cuda.memory_stats(index)
+    found: dict[str, Any] = {"uuid": uuid_of(index)}
+    found["inactive_split_bytes"] = stats.get("inactive_split_bytes.all.current")
+    found.update({name: stats.get(key) for name, key in _COUNTS.items()})
+    return found

@@ -1,0 +1,66 @@
+"""When a GPU has no memory left: what was asked for and what was there just before torch raises its error.
+
+torch calls an observer of its own for that (its memory snapshots are made with it); it costs nothing until then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dpmon.tracer.session import Session
+
+__all__ = ["watch"]
+
+MAX_TOLD = 16
+"""A script that tries smaller batches until one fits is not to fill the record."""
+
+_watched: list[Session] = []
+_told = [0]
+
+
+def watch(session: Session) -> None:
+    """Tell the record when a GPU runs out of memory, from now on; does nothing before CUDA is up, or a second time."""
+    if _watched or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None:
+        return
+    _watched.append(session)
+    try:
+        attach(_observed)
+    except Exception as error:  # noqa: BLE001 - an allocator that knows no observers; the rest goes on
+        session.fault("out of memory", error, fatal=False)
+
+
+def _observed(device: int, asked: int, total: int, free: int) -> None:
+    """Called by torch in the thread that asks for memory, without its lock, before the error is raised."""
+    session = _watched[0]
+    try:
+        _told[0] += 1
+        if _told[0] > MAX_TOLD:
+            return
+        stats = torch.cuda.memory_stats(device)
+        state: dict[str, Any] = {
+            "device": f"cuda:{device}", "asked_bytes": asked, "total_bytes": total, "free_bytes": free,
+            "allocated_bytes": stats.get("allocated_bytes.all.current"),
+            "reserved_bytes": stats.get("reserved_bytes.all.current"),
+            "inactive_split_bytes": stats.get("inactive_split_bytes.all.current"),
+        }  # fmt: skip
+        session.event("oom", **state)
+        session.warn(_sentence(state))
+    except Exception as error:  # noqa: BLE001 - torch's own error is what the script is to see
+        session.fault("out of memory", error, fatal=False)
+
+
+def _sentence(state: dict[str, Any]) -> str:
+    gib = {name: _gib(state[f"{name}_bytes"]) for name in ("asked", "free", "total", "allocated", "reserved")}
+    return (
+        f"{state['device']} is out of memory: {gib['asked']} GiB were asked for, {gib['free']} of {gib['total']} GiB"
+        f" are free; torch holds {gib['reserved']} GiB, {gib['allocated']} GiB of them in tensors"
+    )
+
+
+def _gib(count: Any) -> str:
+    return f"{count / (1 << 30):.2f}" if isinstance(count, int) else "–"

@@ -1,0 +1,99 @@
+"""The hardware check: one command on a GPU box, no network, one table.
+
+    python tests/gpu/check.py [--rehearse] [--quick]
+
+Runs the tests marked `gpu` and the tracer's benchmark, and prints what was measured beside what it was compared with,
+with the GPU's name, the driver and the versions: the table that belongs into the README. `--rehearse` trains on the CPU
+where there is no GPU and skips what needs one; `--quick` leaves the benchmark out. Status 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAD = ("what", "dpmon", "reference", "apart", "may be", "")
+
+
+def machine() -> list[str]:
+    """What the figures were measured on."""
+    import torch
+
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    driver = "–"
+    program = shutil.which("nvidia-smi")
+    if program is not None:
+        asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = (subprocess.run(asked, capture_output=True, text=True).stdout.splitlines() or ["–"])[0]
+    today, names = datetime.date.today().isoformat(), ", ".join(gpus) or "none (a rehearsal on the CPU)"
+    return [
+        f"{today}, GPUs: {names}; driver {driver}",
+        f"torch {torch.__version__} (CUDA {torch.version.cuda or '–'}), Python {platform.python_version()},"
+        f" {os.cpu_count()} cores",
+    ]
+
+
+def table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The rows as text in columns: what, our figure, the other one, how far apart, how far they may be."""
+    lines = [HEAD]
+    for row in rows:
+        ours, theirs, unit, limit = row["dpmon"], row["reference"], row["unit"], row["limit"]
+        share = row["share"] and theirs
+        apart = f"{100 * (ours - theirs) / theirs:+.1f} %" if share else f"{ours - theirs:+.4g} {unit}"
+        may = "" if limit is None else f"{100 * limit:g} %" if row["share"] else f"{limit:g} {unit}"
+        verdict = "ok" if row["good"] else "FAILED"
+        lines.append((row["what"], f"{ours:.6g} {unit}", f"{theirs:.6g} {unit}", apart, may, verdict))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
+    return ["  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows that the tests have written."""
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except FileNotFoundError:
+        return []
+
+
+def main() -> int:
+    """Run it all and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, where there is no GPU")
+    parser.add_argument("--quick", action="store_true", help="without the benchmark")
+    options = parser.parse_args()
+    import torch
+
+    if not options.rehearse and not torch.cuda.is_available():
+        print("there is no GPU here that torch can use; --rehearse goes as far as a CPU does", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "table"
+        env = {**os.environ, "DPMON_CHECK_TABLE": str(path)}
+        if options.rehearse:
+            env["DPMON_CHECK_DEVICE"] = "cpu"
+        tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfEs", "-p", "no:cacheprovider", "--timeout=600"]
+        status = subprocess.run([*tests, str(ROOT / "tests")], cwd=ROOT, env=env).returncode
+        rows = read(path)
+    if not options.quick:
+        print("\nthe tracer's cost on the CPU of this machine:", flush=True)
+        bench = [sys.executable, str(ROOT / "tests" / "benchmarks" / "bench_tracer.py"), "--replicas", "0", "2"]
+        status = subprocess.run(bench, cwd=ROOT).returncode or status
+    print("", *machine(), "", *table(rows), sep="\n")
+    return 1 if status else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,78 @@
+"""A loop worth timing on DEVICE; argv: device, steps, replicas' wrapper (bare, dataparallel), what to print at the end.
+
+`profile`: the time of each phase by torch.profiler, per step, and how often the device was waited for;
+`time`: microseconds a step, the device waited for once at the end; `losses`: the losses.
+"""
+
+import json
+import sys
+import time
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.data import DataLoader, TensorDataset
+
+WARM_UP = 20
+device, steps, wrapper, wanted = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+torch.manual_seed(0)
+torch.set_num_threads(1)
+on_gpu = device.startswith("cuda")
+wide = 1024 if on_gpu else 128
+layers = [layer for _ in range(8) for layer in (nn.Linear(wide, wide), nn.ReLU())]
+model = nn.Sequential(nn.Linear(64, wide), nn.ReLU(), *layers, nn.Linear(wide, 1)).to(device)
+if wrapper == "dataparallel":
+    model = nn.DataParallel(model)
+# One parameter after the other, so that a step takes long enough to be compared with a profiler's that costs itself.
+optimizer = torch.optim.Adam(model.parameters(), 1e-4, foreach=False)
+rows = 4096 if on_gpu else 256
+data = TensorDataset(torch.randn(rows, 64), torch.randn(rows, 1))
+
+
+def batches():
+    while True:
+        yield from DataLoader(data, batch_size=256)
+
+
+def wait():
+    if on_gpu:
+        torch.cuda.synchronize()
+
+
+def turn(batch):
+    x, y = (part.to(device, non_blocking=True) for part in batch)
+    optimizer.zero_grad()
+    with record_function("forward"):
+        out = model(x)
+    loss = (out - y).pow(2).mean()
+    with record_function("backward"):
+        loss.backward()
+    with record_function("optimizer"):
+        optimizer.step()
+    return loss.detach()
+
+
+source = batches()
+losses = [turn(next(source)) for _ in range(WARM_UP)]
+wait()
+if wanted == "profile":
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as seen:
+        for _ in range(steps):
+            turn(next(source))
+    wait()
+    spent = {name: [] for name in ("forward", "backward", "optimizer")}
+    for event in sorted(seen.events(), key=lambda one: one.time_range.start):
+        if event.name in spent and event.device_type == torch.autograd.DeviceType.CPU:
+            spent[event.name].append(event.time_range.elapsed_us())
+    waits = sum("Synchronize" in event.name for event in seen.events())
+    print(json.dumps({"spent_us": spent, "waits": waits}))
+elif wanted == "time":
+    began = time.perf_counter()
+    for _ in range(steps):
+        turn(next(source))
+    wait()
+    print(json.dumps({"us": (time.perf_counter() - began) / steps * 1e6}))
+else:
+    losses += [turn(next(source)) for _ in range(steps)]
+    print(json.dumps([loss.item() for loss in losses]))

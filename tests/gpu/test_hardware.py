@@ -1,0 +1,296 @@
+"""On a real GPU: sizes, phases against torch.profiler, NVML against nvidia-smi, memory, the toggle, the cost.
+
+Run by `python tests/gpu/check.py`, or `pytest -m gpu`. Everything here works without a network.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import shutil
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_nvml import GpuRing
+from running import Dpmon, wait_for
+from tracing import Script, Traced, traced
+
+from dpmon.gpu.share import bare
+from dpmon.records import mode_number
+from dpmon.tracer.events import DeviceTimes, TorchEvents
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PROCESS = Path(__file__).parents[1] / "process"
+TRAINING = (SCRIPTS / "training.py").read_text()
+WARM_UP, STEPS = 20, 100
+MIB = 1 << 20
+
+
+def smi(*fields: str) -> list[dict[str, str]]:
+    """What nvidia-smi says of each GPU."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        pytest.skip("there is no nvidia-smi to compare with")
+    command = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return [dict(zip(fields, (word.strip() for word in line), strict=True)) for line in csv.reader(text.splitlines())]
+
+
+def number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:  # [N/A]
+        return None
+
+
+# ---------------------------------------------------------------------------------------- NVML
+
+
+def test_nvml_says_what_nvidia_smi_says(dpmon: Dpmon, gpu: str, row: Any) -> None:
+    fields = ("index", "uuid", "name", "memory.total", "memory.reserved", "memory.used", "power.limit", "power.draw")
+    fields += ("temperature.gpu", "clocks.mem", "persistence_mode", "ecc.errors.uncorrected.volatile.total")
+    script = dpmon.script("import time, torch\nx = torch.ones(1, device='cuda')\ntime.sleep(25)\n")
+    process = dpmon.start("--headless", script)
+    ring = GpuRing.of(dpmon.last)
+    ring.until(lambda: ring.of_kind("host"), "the first sample")
+    assert ring.of_kind("host")[-1]["gpu_absent"] is None
+
+    def settled() -> bool:
+        passing = ("not asked yet", "needs two readings")
+        return all(
+            ring.device(one).get("absent") is not None
+            and not set(passing) & set(ring.device(one)["absent"].values())
+            for one in range(len(theirs))
+        )  # fmt: skip
+
+    theirs = smi(*fields)
+    ring.until(settled, "all fields")
+    theirs = smi(*fields)  # again, at the same time as the newest samples
+    for one in theirs:
+        ours = ring.device(int(one["index"]))
+        assert (ours["uuid"], ours["name"]) == (one["uuid"], one["name"])
+        who = f"GPU {one['index']}"
+        for name, key, unit, scale, within, share in (
+            ("mem_total_bytes", "memory.total", "MiB", MIB, 0.001, True),
+            ("mem_reserved_bytes", "memory.reserved", "MiB", MIB, 2.0, False),
+            ("mem_used_bytes", "memory.used", "MiB", MIB, 64.0, False),
+            ("power_limit_w", "power.limit", "W", 1, 0.001, True),
+            ("power_w", "power.draw", "W", 1, 30.0, False),
+            ("temperature_c", "temperature.gpu", "°C", 1, 3.0, False),
+            ("mem_clock_mhz", "clocks.mem", "MHz", 1, 0.01, True),
+            ("ecc_uncorrected", "ecc.errors.uncorrected.volatile.total", "errors", 1, 0.0, False),
+        ):
+            said = number(one[key])
+            if said is None or ours[name] is None:
+                assert said is None or ours["absent"].get(name), name
+                continue
+            row(f"{who} {name}", ours[name] / scale, said, unit, within, share)
+        assert ours["persistence"] == (one["persistence_mode"] == "Enabled")
+    process.wait(100)
+
+
+def test_asking_nvml_is_cheap(dpmon: Dpmon, gpu: str, row: Any) -> None:
+    """The supervisor's share of a core with these GPUs, over half a minute."""
+    import psutil
+
+    script = dpmon.script("import time\ntime.sleep(60)\n")
+    dpmon.start("--headless", script)
+    supervisor = psutil.Process(dpmon.info()["supervisor_pid"])
+    ring = GpuRing.of(dpmon.last)
+    ring.until(lambda: len(ring.of_kind("host")) >= 5, "the start")
+    before, at = supervisor.cpu_times(), ring.of_kind("host")[-1]["t_s"]
+    ring.until(lambda: ring.of_kind("host")[-1]["t_s"] >= at + 30, "half a minute")
+    after, seconds = supervisor.cpu_times(), ring.of_kind("host")[-1]["t_s"] - at
+    spent = after.user + after.system - before.user - before.system
+    row("supervisor", 100 * spent / seconds, 0.0, "% of a core", 3.0, False)
+    row("supervisor", supervisor.memory_info().rss / MIB, 0.0, "MiB", 60.0, False)
+
+
+# ---------------------------------------------------------------------------------------- which GPU, and its memory
+
+
+def test_the_gpu_of_the_run_is_known_by_uuid(dpmon: Dpmon, gpu: str) -> None:
+    script = dpmon.script(TRAINING)
+    process = dpmon.start("--headless", script, gpu, 20_000, "bare", "losses")
+    ring = GpuRing.of(dpmon.last)
+    uuid = bare(str(torch.cuda.get_device_properties(0).uuid))
+
+    def ours() -> dict[str, Any]:
+        return next((d for d in reversed(ring.of_kind("device")) if d["of_run"] and d["ordinals"]), {})
+
+    found = ring.until(ours, "the GPU of the run")
+    assert bare(found["uuid"]) == uuid
+    assert found["ordinals"] == [{"process": 0, "device": "cuda:0"}]
+    assert found["mem_torch_bytes"] > 0
+    process.wait(300)
+
+
+def test_memory_is_torchs_own(tmp_path: Path, gpu: str, row: Any) -> None:
+    text = TRAINING + "\nprint(json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()]))\n"
+    run = traced(tmp_path, text, gpu, 20_000, "bare", "losses")
+    (one,) = [one for one in run.events("memory")[-1].data["devices"] if one["device"] == "cuda:0"]
+    peak, reserved = run.said
+    row("peak of torch's allocator", one["peak_bytes"] / MIB, peak / MIB, "MiB", 0.01)
+    row("reserved by torch's allocator", one["reserved_bytes"] / MIB, reserved / MIB, "MiB", 0.01)
+    assert one["rest_bytes"] is not None
+    assert (one["alloc_retries"], one["ooms"]) == (0, 0)
+    assert bare(one["uuid"]) == bare(str(torch.cuda.get_device_properties(0).uuid))
+
+
+def test_an_oom_is_told_with_the_state_before_it(tmp_path: Path, gpu: str) -> None:
+    run = traced(tmp_path, (SCRIPTS / "full.py").read_text())
+    assert run.said["failed"]
+    (oom,) = run.events("oom")
+    assert oom.data["device"] == "cuda:0"
+    assert oom.data["asked_bytes"] >= 2 * run.said["total"]
+    assert 0 < oom.data["reserved_bytes"] < run.said["total"]
+    assert oom.data["allocated_bytes"] <= oom.data["reserved_bytes"]
+
+
+# ---------------------------------------------------------------------------------------- phases
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory, device: str) -> Traced:
+    """The loop under torch.profiler and dpmon at once."""
+    run = traced(tmp_path_factory.mktemp("profiled"), TRAINING, device, STEPS, "bare", "profile")
+    assert run.status == 0, run.err
+    assert run.complaints == []
+    return run
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+def test_phases_are_the_profilers(profiled: Traced, row: Any, phase: str) -> None:
+    """Host time of each phase, the median of the same steps, within 5 % of torch.profiler's."""
+    steps = profiled.steps()[WARM_UP : WARM_UP + STEPS]
+    theirs = profiled.said["spent_us"][phase]
+    assert len(steps) == len(theirs) == STEPS
+    ours = statistics.median(step.phases[phase] for step in steps) / 1e6
+    row(f"{phase}, host time, median of {STEPS} steps", ours, statistics.median(theirs) / 1e3, "ms", 0.05)
+
+
+def test_events_give_the_devices_own_time(gpu: str, row: Any) -> None:
+    """dpmon.tracer.events, which no phase is timed by yet, against two events around it all."""
+    faults: list[BaseException] = []
+    times = DeviceTimes(TorchEvents(), faults.append)
+    x = torch.randn(4096, 4096, device=gpu)
+    torch.mm(x, x)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    first.record()
+    found = []
+    span = times.begin(0, 0)
+    for number in range(1, 61):
+        for _ in range(4):
+            torch.mm(x, x)
+        span = times.next(span, number, 0)
+        found += times.collect()
+    times.abandon(span)
+    last.record()
+    torch.cuda.synchronize()
+    found += times.collect()
+    assert faults == []
+    assert [time.key for time in found] == list(range(60))
+    row("60 phases by events", sum(time.ms for time in found), first.elapsed_time(last), "ms", 0.05)
+    assert times.waiting() == 0
+
+
+def test_the_device_is_not_waited_for_once_more(tmp_path: Path, profiled: Traced, device: str, row: Any) -> None:
+    without = Script(tmp_path, TRAINING, device, STEPS, "bare", "profile", run=False).end().said["waits"]
+    row("waits for the device in those steps", profiled.said["waits"], without, "calls", 0.0, False)
+
+
+def test_losses_are_those_without_us(tmp_path: Path, device: str) -> None:
+    alone = Script(tmp_path, TRAINING, device, STEPS, "bare", "losses", run=False).end().said
+    assert traced(tmp_path, TRAINING, device, STEPS, "bare", "losses", mode="script").said == alone
+
+
+def test_the_cost_of_a_step(tmp_path: Path, device: str, row: Any) -> None:
+    """With, without and without again, each a process of its own, in random order; the median of five rounds."""
+    rounds: list[dict[str, float]] = []
+    for _ in range(5 if device != "cpu" else 1):
+        names = ["with", "without", "again"]
+        random.shuffle(names)
+        words = (device, 1000 if device != "cpu" else 200, "bare", "time")
+        rounds.append({
+            name: float(Script(tmp_path, TRAINING, *words, run=name == "with").end().said["us"]) for name in names
+        })  # fmt: skip
+    base = statistics.median(one["without"] for one in rounds)
+    noise = statistics.median(one["again"] - one["without"] for one in rounds)
+    cost = statistics.median(one["with"] - one["without"] for one in rounds)
+    row("a step without dpmon, again", base + noise, base, "us")
+    row("a step with dpmon", base + cost, base, "us")
+    assert cost <= 20 + 2 * abs(noise) + 0.05 * base
+
+
+# ---------------------------------------------------------------------------------------- replicas
+
+
+def shares(run: Traced) -> set[tuple[str, tuple[int, ...]]]:
+    """Mode and rows of each replica, of the calls after the first steps."""
+    return {(c.mode, tuple(r.inputs[0].shape[0] for r in c.replicas if r.inputs)) for c in run.calls()[WARM_UP:]}
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_virtual_replicas_on_one_device(tmp_path: Path, device: str, replicas: int) -> None:
+    devices = ",".join([device] * replicas)
+    run = traced(tmp_path, TRAINING, device, 50, "bare", "losses", mode="dp", devices=devices)
+    assert run.status == 0, run.err
+    assert shares(run) == {("dp", (256 // replicas,) * replicas)}
+    call = run.calls()[-1]
+    assert call.virtual
+    assert set(call.phases) == {"scatter", "replicate", "parallel_apply", "gather"}
+    alone = Script(tmp_path, TRAINING, device, 50, "bare", "losses", run=False).end().said
+    assert run.said == pytest.approx(alone, rel=1e-2)
+
+
+def test_the_toggle_on_one_device(tmp_path: Path, device: str) -> None:
+    text = TRAINING.replace("source = batches()", "import os\nsource = batches()\nprint('begun', flush=True)")
+    text = text.replace("for _ in range(steps)]", "for _ in iter(lambda: os.path.exists('stop'), True)]")
+    script = Script(tmp_path, text, device, 1, "bare", "losses", devices=f"{device},{device}")
+    assert script.line() == "begun"
+    ring = script.ring()
+    try:
+        for name in ("single", "dp"):
+            wanted = ring.request(mode_number(name)), mode_number(name)
+            wait_for(lambda wanted=wanted: ring.acknowledged() == wanted, what=f"{name} to be acted upon")
+        while ring.read():  # what was written so far
+            pass
+        more: list[bytes] = []
+        wait_for(lambda: more.extend(ring.read()) or len(more) >= 40, what="some steps more")
+    finally:
+        ring.close()
+        (script.cwd / "stop").touch()
+    run = script.end()
+    modes = [call.mode for call in run.calls()]
+    order = [mode for i, mode in enumerate(modes) if i == 0 or mode != modes[i - 1]]
+    assert order[-2:] == ["single", "dp"]
+    assert [step.step for step in run.steps()] == list(range(1, len(run.steps()) + 1))
+
+
+def test_cpu_and_gpu_stages(tmp_path: Path, gpu: str) -> None:
+    text = (PROCESS / "traced" / "spread.py").read_text().replace('"meta"', '"cuda:0"')
+    run = traced(tmp_path, text, mode="script")
+    first = run.calls("Toy")[0]
+    assert [(stage.device, stage.parts) for stage in first.stages] == [("cpu", ("net1", "relu")), ("cuda:0", ("net2",))]
+    assert first.stages[1].crossed == 6 * 10 * 4
+
+
+def test_dataparallel_over_all_gpus(tmp_path: Path, gpu: str) -> None:
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip("needs two GPUs")
+    run = traced(tmp_path, TRAINING, gpu, 50, "dataparallel", "losses")
+    assert run.status == 0, run.err
+    call = run.calls()[-1]
+    assert not call.virtual
+    assert call.devices == tuple(f"cuda:{i}" for i in range(count))
+    assert sum(replica.inputs[0].shape[0] for replica in call.replicas if replica.inputs) == 256
+    assert json.loads(json.dumps(run.said))[-1] < run.said[0]

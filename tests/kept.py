@@ -1,0 +1,46 @@
+"""Makes the directory of a run that never was: payloads in rings, a history of them, an end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dpmon.ring import Ring
+from dpmon.run.drain import Drain
+from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
+
+__all__ = ["keep"]
+
+
+def keep(
+    processes: Mapping[int, Iterable[bytes]],
+    *,
+    status: int | None = 0,
+    seconds: float = 60.0,
+    drained: bool = True,
+    **about: Any,
+) -> Path:
+    """A run with the payloads of each process in its ring (-1: the supervisor's), whose clock began at 0.
+
+    `status` None: it has not ended; `drained` False: there is no history, all is in the rings; `about`: of RunInfo.
+    The state directory must have been set (the fixture `state`).
+    """
+    facts = {
+        "id": "", "name": "linear", "command": ("python", "linear.py"), "script": "linear.py", "cwd": "/home/me",
+        "python": "python", "started_unix": 1.7e9, "start_ns": 0, "boot_id": "", "headless": True,
+        "versions": {"dpmon": "0", "python": "3.11"}, "command_pid": 4_000_000,
+    }  # fmt: skip
+    directory, info = create_run(RunInfo(**{**facts, **about}))
+    for process, payloads in processes.items():
+        name = "gpu.ring" if process < 0 else f"process-{process}.ring"
+        ring = Ring(str(directory / name), process=process, start_ns=0, capacity=1 << 22)
+        for payload in payloads:
+            ring.write(payload)
+    if drained:
+        drain = Drain(directory, info, print)
+        drain.flush(over=True)
+        drain.close()
+    if status is not None:
+        save(directory, ExitInfo(status, None, 1.7e9 + seconds, int(seconds * 1e9), seconds, "supervisor"))
+    return directory

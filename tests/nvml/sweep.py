@@ -1,0 +1,129 @@
+"""Every function of the stand-in failing with every code, through the real pynvml; says in JSON what went wrong.
+
+Run in a process of its own, with the stand-in first on LD_LIBRARY_PATH: argv is its control file. Seconds are counted
+up by hand, so that half a minute of rounds takes no time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from dpmon.gpu.card import Asker, Card
+from dpmon.gpu.device import VALUES
+from dpmon.gpu.failure import Failure
+from dpmon.gpu.nvml import Nvml
+from dpmon.gpu.questions import CHEAP, CHEAP_CALLS, DEAR, DEAR_CALLS
+from dpmon.gpu.share import Run
+
+CODES = [*range(1, 31), 99, 999, 31337]
+GONE = {1, 15, 16, 28}
+FINE = ["gpus 2", *(f"set * gpm{n} 1" for n in (2, 5, 10, 20, 21, 60, 61)), "set * mig 1", "set * xid 13"]
+PROCESSES = {"of_run", "mem_run_bytes", "mem_others_bytes", "processes", "process_count"}
+MIG = {"mig", "mig_devices"}
+# What may be missing when a function fails; where there is another way to ask, or another source, nothing may.
+COST: dict[str, set[str]] = {
+    "nvmlDeviceGetUUID": {"uuid", "visible", "mig_devices"},
+    "nvmlDeviceGetName": {"name"},
+    "nvmlDeviceGetUtilizationRates": {"util_pct"},
+    "nvmlDeviceGetMemoryInfo_v2": {"mem_used_bytes", "mem_total_bytes", "mem_reserved_bytes"},
+    "nvmlDeviceGetMemoryInfo": {"mig_devices"},
+    "nvmlDeviceGetPowerUsage": {"power_w"},
+    "nvmlDeviceGetClockInfo": {"sm_clock_mhz", "mem_clock_mhz"},
+    "nvmlDeviceGetCurrentClocksEventReasons": {"throttle"},
+    "nvmlDeviceGetTemperature": {"temperature_c"},
+    "nvmlDeviceGetEnforcedPowerLimit": {"power_limit_w"},
+    "nvmlDeviceGetTotalEnergyConsumption": {"energy_j"},
+    "nvmlDeviceGetFanSpeed": {"fan_pct"},
+    "nvmlDeviceGetComputeRunningProcesses_v3": PROCESSES,
+    "nvmlDeviceGetGraphicsRunningProcesses_v3": PROCESSES,
+    "nvmlDeviceGetTemperatureThreshold": {"temperature_limit_c"},
+    "nvmlDeviceGetTotalEccErrors": {"ecc_corrected", "ecc_uncorrected"},
+    "nvmlDeviceGetRemappedRows": {"remapped_rows"},
+    "nvmlDeviceGetRetiredPages": {"retired_pages"},
+    "nvmlDeviceGetPersistenceMode": {"persistence"},
+    "nvmlDeviceGetMigMode": MIG,
+    "nvmlDeviceGetMigDeviceHandleByIndex": {"mig_devices"},
+    "nvmlEventSetCreate": {"xid"},
+    "nvmlDeviceRegisterEvents": {"xid"},
+    "nvmlEventSetWait_v2": {"xid"},
+}
+GPM = {"sm_active_pct", "tensor_active_pct", "dram_active_pct", "nvlink_rx_bytes_s", "nvlink_tx_bytes_s"}
+COST.update(
+    dict.fromkeys(("nvmlGpmQueryDeviceSupport", "nvmlGpmSampleAlloc", "nvmlGpmSampleGet", "nvmlGpmMetricsGet"), GPM)
+)
+TORCH = {"ordinals", "mem_torch_bytes"}
+SECOND_WAYS = {  # asked only where the first is not supported
+    "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetTemperature",
+    "nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetFanSpeed", "nvmlDeviceGetComputeRunningProcesses_v3",
+    "nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetTemperatureThreshold",
+}  # fmt: skip
+NEVER = {3, 13, 22, 25, 26}
+
+
+def tell(*lines: str) -> None:
+    with open(sys.argv[1] + ".new", "w") as file:
+        file.write("".join(f"{line}\n" for line in lines))
+    os.replace(sys.argv[1] + ".new", sys.argv[1])
+
+
+def watched(nvml: Nvml, index: int, seconds: int = 40) -> Any:
+    """A GPU after so many seconds of being asked."""
+    now = [1000.0]
+    card = Card(index)
+    askers = Asker(card, CHEAP, CHEAP_CALLS), Asker(card, DEAR, DEAR_CALLS)
+    for _ in range(seconds):
+        now[0] += 1
+        for asker in askers:
+            ask = asker.guarded(nvml.guard, lambda: now[0])
+            try:
+                if card.handle is None:
+                    card.open(nvml.module, ask)
+                asker.round(nvml.module, ask, lambda: now[0], asker.calls)
+            except Failure as failure:
+                card.lose(failure.reason, now[0])
+                nvml.forgot = False
+    return card.sample(Run(same_pids=True), now[0])
+
+
+def missing(sample: Any) -> set[str]:
+    wrong = {name for name in VALUES if getattr(sample, name) is None and not sample.absent.get(name)}
+    if wrong:
+        raise AssertionError(f"absent without a reason: {wrong}")
+    return {name for name in VALUES if getattr(sample, name) is None} - TORCH - {"visible"}
+
+
+def main() -> None:
+    nvml = Nvml()
+    tell(*FINE)
+    reason = nvml.open()
+    if reason is not None:
+        raise AssertionError(reason)
+    found: list[str] = []
+    if missing(watched(nvml, 0)):
+        found.append(f"without any failure: {missing(watched(nvml, 0))}")
+    tried = 0
+    for function, cost in COST.items():
+        for code in CODES:
+            tell(*FINE, f"rule {function} 0 {code}", f"rule {function} - {code}")
+            lost = missing(watched(nvml, 0))
+            tried += 1
+            if code in GONE or (code == 10 and function == "nvmlEventSetWait_v2"):  # lost as a whole; no event
+                continue
+            expected = set() if function in SECOND_WAYS and code in NEVER else cost - {"visible"}
+            if function == "nvmlDeviceGetMemoryInfo_v2" and code in NEVER:
+                expected = {"mem_reserved_bytes"}
+            if lost - cost:
+                found.append(f"{function} {code}: also lost {sorted(lost - cost)}")
+            if expected - lost - {"mig_devices"}:
+                found.append(f"{function} {code}: still there {sorted(expected - lost)}")
+    tell(*FINE)
+    other = missing(watched(nvml, 1))
+    if other:
+        found.append(f"afterwards: {other}")
+    print(json.dumps({"tried": tried, "wrong": found[:40]}))
+
+
+main()

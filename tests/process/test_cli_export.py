@@ -1,0 +1,67 @@
+"""`dpmon export` of real runs, while they go on and after."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+from running import Dpmon, wait_for
+from traceformat import read
+
+TRAINS = """
+import os, time, torch
+from torch import nn
+model = nn.DataParallel(nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(20):
+    optimizer.zero_grad()
+    model(torch.randn(6, 4)).sum().backward()
+    optimizer.step()
+open("began", "w").close()
+while not os.path.exists("go"):
+    time.sleep(0.02)
+"""
+
+
+def test_all_formats_of_a_run_that_goes_on_and_that_has_ended(dpmon: Dpmon, tmp_path: Path) -> None:
+    dpmon.script(TRAINS)
+    dpmon.run("--detach", "--devices", "cpu,cpu", "script.py")
+    wait_for((dpmon.cwd / "began").exists)
+    for over in (False, True):
+        lines = [json.loads(line) for line in dpmon.run("export").text.splitlines()]
+        calls = [line for line in lines if line["kind"] == "call"]
+        assert len(calls) == 20
+        assert [line["kind"] for line in lines if line["kind"] == "exit"] == ["exit"] * over
+        where = tmp_path / f"tables{over}"
+        assert dpmon.run("export", "last", "--format", "csv", "-o", where).status == 0
+        with open(where / "call.csv", encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [row["replica_rows"] for row in rows] == ["3 3"] * 20
+        assert [float(row["wall_ms"]) for row in rows] == [call["wall_ms"] for call in calls]
+        trace = read(dpmon.run("export", "--format", "perfetto").text)
+        assert trace.tracks("process 0") == ["calls", "replica 0 cpu:0", "replica 1 cpu:1", "steps"]
+        assert len(trace.slices["process 0", "replica 1 cpu:1"]) == 20
+        assert [event["dur"] for event in trace.slices["process 0", "calls"] if event["name"] == "Linear"] == [
+            round(call["wall_ms"] * 1e6) / 1e3 for call in calls
+        ]
+        (dpmon.cwd / "go").touch()
+        dpmon.exit()
+
+
+def test_what_cannot_be_exported_is_said_in_one_sentence(dpmon: Dpmon, tmp_path: Path) -> None:
+    dpmon.script("pass")
+    dpmon.run("script.py")
+    for words, said in (
+        (["--format", "csv"], "-o names their directory"),
+        (["--format", "perfetto", "--kind", "call"], "a perfetto trace holds all kinds"),
+        (["--format", "xml"], "invalid choice"),
+        (["-o", tmp_path / "no" / "where"], "cannot be written"),
+    ):
+        result = dpmon.run("export", *words)
+        assert (result.status, result.out) == (2, b"")
+        assert result.errors.startswith("dpmon: ")
+        assert said in result.errors
+        assert result.errors.count("\n") == 1
+    narrow = dpmon.run("export", env={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"})
+    assert narrow.status == 0

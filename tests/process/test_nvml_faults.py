@@ -1,0 +1,465 @@
+"""NVML failing in every way, in the real supervisor, through the real pynvml, over a library that does as told.
+
+One machine has a GPU for each trouble; it is watched in three stages (at work, in trouble, well again), and every test
+looks at its own GPU. Where NVML does not start at all, each case is a run of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_nvml import FOREVER, FakeNvml, GpuRing, library
+from running import Dpmon, wait_for
+
+from dpmon.gpu.device import VALUES, pids_are_shared
+
+MIB, GIB = 1 << 20, 1 << 30
+WAITING = "import os, time\nwhile not os.path.exists('stop'):\n    time.sleep(0.05)\n"
+
+WELL, NO_POWER, LOST, HUNG, HUNG_LIST, UNIFIED, WSL, MIG, SLOW, SICK, FORBIDDEN, AMPERE = range(12)
+GPUS = 12
+
+NOT_ON_WSL = (
+    "nvmlDeviceGetComputeRunningProcesses_v*",
+    "nvmlDeviceGetGraphicsRunningProcesses_v*",
+    "nvmlDeviceGetEnforcedPowerLimit",
+    "nvmlDeviceGetPowerManagementLimit",
+    "nvmlDeviceGetTotalE*",  # energy, ECC
+    "nvmlDeviceGetRetiredPages",
+    "nvmlDeviceGetRemappedRows",
+    "nvmlDeviceGetFanSpeed*",
+    "nvmlDeviceGetPersistenceMode",
+)
+
+
+def at_work(pid: int) -> list[str]:
+    """What the machine's GPUs do while nothing has gone wrong that was not wrong from the start."""
+    return [
+        f"gpus {GPUS}",
+        f"set {WELL} compute {pid}:{3 * GIB},1:{5 * GIB}",
+        f"set {WELL} graphics {pid}:{2 * GIB}",
+        f"set {WELL} throttle {0x4 | 0x40 | 0x1}",
+        *(
+            f"set {WELL} gpm{n} {value}"
+            for n, value in ((2, 71.25), (5, 33.5), (10, 55), (20, 1), (21, 2), (60, 3), (61, 4))
+        ),
+        f"set {WELL} mig 0",
+        f"rule nvmlDeviceGetPowerUsage {NO_POWER} 3",
+        f"rule nvmlDeviceGetComputeRunningProcesses_v3 {HUNG_LIST} 0 {FOREVER}",
+        f"rule nvmlDeviceGetMemoryInfo* {UNIFIED} 3",
+        *(f"rule {name} {WSL} 3" for name in NOT_ON_WSL),
+        f"set {MIG} mig 2",
+        f"rule nvmlDeviceGetUtilizationRates {MIG} 3",
+        f"rule nvmlDevice* {SLOW} 0 0.4",
+        f"rule nvmlDeviceGetHandleByIndex_v2 {SLOW} 0 0",
+        *(f"rule {name} {SICK} 999" for name in ("nvmlDevice*", "nvmlGpm*", "nvmlEvent*")),
+        f"rule nvmlDeviceGetHandleByIndex_v2 {SICK} 0",
+        f"rule nvmlDeviceGetComputeRunningProcesses_v3 {FORBIDDEN} 4",
+        f"rule nvmlDeviceGetTotalEccErrors {FORBIDDEN} 4",
+        f"set {AMPERE} gpm 0",
+        f"set {AMPERE} nvlink_kib_s 1000",
+        f"rule nvmlDeviceGetTemperatureThreshold {AMPERE} 3",
+    ]
+
+
+@dataclass
+class Stage:
+    """What was shown at the end of one stage, by GPU, and the times of the samples in it."""
+
+    devices: dict[int, dict[str, Any]]
+    times: dict[int, list[float]]
+    hosts: list[float]
+    began: float
+    ended: float
+
+
+@dataclass
+class Story:
+    """What one run of the machine has told."""
+
+    fake: FakeNvml
+    pid: int
+    stages: dict[str, Stage] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    status: int | None = None
+    log: str = ""
+
+
+def known(ring: GpuRing, index: int, *names: str) -> bool:
+    """Whether the newest sample of a GPU says something of all these fields, if only why they are absent."""
+    device = ring.device(index)
+    absent = device.get("absent", {})
+    passing = ("not asked yet", "needs two readings")
+    return bool(device) and not any(absent.get(name) in passing for name in names or VALUES)
+
+
+def stage(ring: GpuRing, began: float) -> Stage:
+    samples = [one for one in ring.of_kind("device") if one["t_s"] >= began]
+    times = {index: [one["t_s"] for one in samples if one["index"] == index] for index in range(GPUS)}
+    hosts = [one["t_s"] for one in ring.of_kind("host") if one["t_s"] >= began]
+    return Stage({i: ring.device(i) for i in range(GPUS)}, times, hosts, began, max(hosts, default=began))
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """The machine's run, from the start over trouble to the end."""
+    base = tmp_path_factory.mktemp("machine")
+    dpmon = Dpmon(base / "state", base)
+    fake = FakeNvml(base, library(base))
+    fake.tell(f"gpus {GPUS}", *at_work(0))
+    dpmon.script(WAITING)
+    process = dpmon.start("--headless", "script.py", env=fake.environment())
+    try:
+        told = Story(fake, dpmon.info()["command_pid"])
+        fake.tell(*at_work(told.pid))
+        ring = GpuRing.of(dpmon.last)
+        ring.until(lambda: all(known(ring, i) for i in (WELL, UNIFIED, AMPERE)), "all fields of the GPUs that are well")
+        ring.until(
+            lambda: ring.device(AMPERE)["pcie_tx_bytes_s"] and ring.device(AMPERE)["nvlink_tx_bytes_s"], "traffic"
+        )
+        ring.until(lambda: known(ring, SLOW, "temperature_c", "util_pct"), "the slow one")
+        ring.until(lambda: ring.device(WELL).get("mem_run_bytes") or not pids_are_shared(), "this run's memory")
+        ring.until(lambda: len(ring.device(MIG).get("mig_devices") or ()) == 2, "the instances")
+        ring.until(lambda: ring.device(MIG)["mig_devices"][1]["mem_used_bytes"], "their memory")
+        told.stages["at work"] = stage(ring, 0.0)
+        began = told.stages["at work"].ended
+
+        fake.tell(
+            *at_work(told.pid),
+            f"rule * {LOST} 15",
+            f"rule nvmlDeviceGetUtilizationRates {HUNG} 0 {FOREVER}",
+        )
+        ring.until(lambda: ring.device(LOST)["absent"].get("util_pct") == "the GPU is lost", "the loss")
+        silent = "NVML has not answered for 4 s"
+        ring.until(lambda: ring.device(HUNG)["absent"].get("util_pct") == silent, "the silence")
+        told.stages["in trouble"] = stage(ring, began)
+        began = told.stages["in trouble"].ended
+
+        fake.tell(
+            *(line for line in at_work(told.pid) if not line.startswith("rule")),
+            f"rule nvmlDeviceGetComputeRunningProcesses_v3 {HUNG_LIST} 0 {FOREVER}",
+        )
+        for index in (LOST, HUNG, SICK):
+            ring.until(lambda index=index: ring.device(index).get("util_pct") == 40 + index, f"GPU {index} well again")
+        told.stages["well again"] = stage(ring, began)
+
+        (base / "stop").touch()
+        told.status = process.wait(60)
+        told.warnings = ring.warnings()
+        wait_for(lambda: not os.path.exists(f"/proc/{dpmon.info()['supervisor_pid']}"), what="the supervisor's end")
+        log = dpmon.last() / "supervisor.log"
+        told.log = log.read_text() if log.exists() else ""
+        yield told
+    finally:
+        (base / "stop").touch()
+        dpmon.clean_up()
+
+
+slow = pytest.mark.slow  # the machine's run takes 20 s, once for all tests that look at it
+
+
+@slow
+def test_a_gpu_that_is_well_tells_everything(story: Story) -> None:
+    device = story.stages["at work"].devices[WELL]
+    expected = {
+        "uuid": "GPU-00000000-0000-0000-0000-000000000000",
+        "name": "NVIDIA H100 Fake",
+        "util_pct": 40,
+        "mem_used_bytes": 10 * GIB,
+        "mem_total_bytes": 80 * GIB,
+        "mem_reserved_bytes": 512 * MIB,
+        "temperature_c": 60,
+        "temperature_limit_c": 87,
+        "power_w": 250.5,
+        "power_limit_w": 700.0,
+        "energy_j": 123456.789,
+        "sm_clock_mhz": 1980,
+        "mem_clock_mhz": 2619,
+        "throttle": ["power limit", "temperature (hardware)"],
+        "fan_pct": 30,
+        "pcie_tx_bytes_s": MIB,
+        "pcie_rx_bytes_s": 2 * MIB,
+        "nvlink_rx_bytes_s": 3 * MIB,
+        "nvlink_tx_bytes_s": 4 * MIB,
+        "ecc_corrected": 3,
+        "ecc_uncorrected": 0,
+        "retired_pages": 1,
+        "remapped_rows": 3,
+        "mig": False,
+        "mig_devices": [],
+        "persistence": True,
+        "sm_active_pct": 71.2,
+        "tensor_active_pct": 33.5,
+        "dram_active_pct": 55.0,
+    }
+    assert {name: device[name] for name in expected} == expected
+    assert device["visible"] is None  # one of the machine's GPUs is divided: an index may mean one of its instances
+    never = {"xid": "no XID error since the run's start"}
+    absent = {k: v for k, v in device["absent"].items() if k not in ("ordinals", "mem_torch_bytes", "visible")}
+    if pids_are_shared():
+        assert absent == never
+        assert device["of_run"] is True
+        # In both lists: it holds the larger amount, once.
+        assert (device["mem_run_bytes"], device["mem_others_bytes"]) == (3 * GIB, 5 * GIB)
+        assert device["processes"] == [
+            {"pid": story.pid, "mem_bytes": 3 * GIB, "of_run": True},
+            {"pid": 1, "mem_bytes": 5 * GIB, "of_run": False},
+        ]
+    else:
+        assert device["of_run"] is None
+        assert "container" in absent["mem_run_bytes"]
+    assert device["process_count"] == 2
+
+
+@slow
+def test_a_field_that_is_not_supported_blanks_only_itself_and_is_asked_once(story: Story) -> None:
+    device = story.stages["at work"].devices[NO_POWER]
+    assert device["power_w"] is None
+    assert device["absent"]["power_w"] == "not supported"
+    assert (device["util_pct"], device["power_limit_w"], device["sm_clock_mhz"]) == (41, 700.0, 1980)
+    assert len(story.fake.asked("nvmlDeviceGetPowerUsage", NO_POWER)) == 1
+    assert len(story.fake.asked("nvmlDeviceGetPowerUsage", WELL)) > 5
+
+
+@slow
+def test_at_most_eight_calls_a_gpu_a_second(story: Story) -> None:
+    began = {call.device: call.began_s for call in reversed(story.fake.asked()) if call.device >= 0}
+    for index in (WELL, UNIFIED, AMPERE):
+        times = [call.began_s - began[index] for call in story.fake.asked(device=index)]
+        # A round may begin a little early, so that two seconds hold the calls of three.
+        for second in range(int(max(times)) - 2):
+            assert sum(second <= at < second + 2 for at in times) <= 3 * 8, (index, second)
+        assert len(times) <= 8 * (max(times) + 2)
+
+
+@slow
+def test_a_lost_gpu_says_so_in_every_field_and_comes_back(story: Story) -> None:
+    lost = story.stages["in trouble"].devices[LOST]
+    assert (lost["uuid"], lost["name"]) == ("GPU-00000000-0000-0000-0000-000000000002", "NVIDIA H100 Fake")
+    values = [name for name in VALUES if name not in ("uuid", "name", "visible", "ordinals", "mem_torch_bytes")]
+    assert {name: lost[name] for name in values} == dict.fromkeys(values)
+    assert {lost["absent"][name] for name in values} == {"the GPU is lost"}
+    assert story.stages["well again"].devices[LOST]["util_pct"] == 42
+    assert f"GPU {LOST}: the GPU is lost" in story.warnings
+    assert f"GPU {LOST} is back" in story.warnings
+
+
+@slow
+def test_a_hung_gpu_says_since_when_and_holds_up_nobody(story: Story) -> None:
+    trouble = story.stages["in trouble"]
+    hung = trouble.devices[HUNG]
+    cheap = ("util_pct", "mem_used_bytes", "mem_total_bytes", "power_w", "sm_clock_mhz")
+    assert {name: hung[name] for name in cheap} == dict.fromkeys(cheap)
+    assert {hung["absent"][name] for name in cheap} == {"NVML has not answered for 4 s"}
+    assert hung["sm_active_pct"] is None or hung["persistence"] is True  # what its other thread asks is still known
+    assert f"NVML does not answer for GPU {HUNG}" in story.warnings
+    assert f"NVML answers again for GPU {HUNG}" in story.warnings
+    # Every other GPU and the host were told of all the while.
+    seconds = trouble.ended - trouble.began
+    for index in (WELL, NO_POWER, HUNG_LIST, UNIFIED, MIG, AMPERE):
+        assert len(trouble.times[index]) >= seconds / 3, index
+    assert len(trouble.hosts) >= seconds / 3
+    assert story.stages["well again"].devices[HUNG]["util_pct"] == 43
+
+
+@slow
+def test_a_hung_list_of_processes_leaves_the_rest(story: Story) -> None:
+    for name, one in story.stages.items():
+        device = one.devices[HUNG_LIST]
+        assert device["util_pct"] == 44, name
+        assert device["of_run"] is None, name
+        assert device["mem_run_bytes"] is None, name
+    # What was never answered is "not asked yet" at first, then the silence has a length.
+    absent = story.stages["in trouble"].devices[HUNG_LIST]["absent"]
+    assert absent["mem_run_bytes"].startswith("NVML has not answered for"), absent
+
+
+@slow
+def test_unified_memory_has_no_memory_of_its_own(story: Story) -> None:
+    device = story.stages["at work"].devices[UNIFIED]
+    names = ("mem_used_bytes", "mem_total_bytes", "mem_reserved_bytes")
+    assert [device[name] for name in names] == [None] * 3
+    assert {device["absent"][name] for name in names} == {"not supported"}
+    assert device["util_pct"] == 45
+
+
+@slow
+def test_wsl_lacks_much_and_shows_the_rest(story: Story) -> None:
+    device = story.stages["at work"].devices[WSL]
+    assert (device["util_pct"], device["mem_used_bytes"], device["temperature_c"]) == (46, 10 * GIB, 66)
+    for name in ("of_run", "mem_run_bytes", "processes", "power_limit_w", "ecc_corrected", "fan_pct", "energy_j"):
+        assert device[name] is None, name
+        assert device["absent"][name] in ("not supported", "not asked yet"), (name, device["absent"])
+    assert device["absent"]["mem_run_bytes"] == "not supported"
+
+
+@slow
+def test_mig_shows_the_instances(story: Story) -> None:
+    device = story.stages["at work"].devices[MIG]
+    assert device["mig"] is True
+    assert device["util_pct"] is None
+    assert device["absent"]["util_pct"] == "not supported"
+    assert [one["uuid"] for one in device["mig_devices"]] == [
+        "MIG-00000000-0000-0000-0000-000000000007",
+        "MIG-00000000-0000-0000-0001-000000000007",
+    ]
+    assert device["mig_devices"][1]["mem_used_bytes"] == GIB
+    assert device["mig_devices"][1]["mem_total_bytes"] == 10 * GIB
+
+
+@slow
+def test_a_slow_gpu_is_shown_and_slows_nobody(story: Story) -> None:
+    stage = story.stages["at work"]
+    assert stage.devices[SLOW]["util_pct"] == 48
+    assert len(stage.times[WELL]) >= (stage.ended - min(stage.times[WELL])) / 3
+
+
+@slow
+def test_a_gpu_that_only_fails_is_there_with_its_reasons_and_recovers(story: Story) -> None:
+    device = story.stages["at work"].devices[SICK]
+    assert (device["uuid"], device["name"], device["util_pct"], device["of_run"]) == (None, None, None, None)
+    assert device["absent"]["uuid"] == "NVML: unknown error"
+    assert device["absent"]["util_pct"] == "NVML: unknown error"
+    assert story.stages["well again"].devices[SICK]["util_pct"] == 40 + SICK
+
+
+@slow
+def test_without_permission_only_what_is_forbidden_is_absent(story: Story) -> None:
+    device = story.stages["at work"].devices[FORBIDDEN]
+    assert device["util_pct"] == 50
+    for name in ("of_run", "mem_run_bytes", "processes", "ecc_corrected", "ecc_uncorrected"):
+        assert device["absent"][name] in ("no permission", "not asked yet"), name
+
+
+@slow
+def test_before_hopper_traffic_comes_from_the_counters(story: Story) -> None:
+    device = story.stages["at work"].devices[AMPERE]
+    assert device["absent"]["sm_active_pct"] == "not supported"
+    assert (device["pcie_rx_bytes_s"], device["pcie_tx_bytes_s"]) == (2_000_000, 1_000_000)
+    # 1000 and 2000 KiB a second, as the counters grew between two readings.
+    assert device["nvlink_tx_bytes_s"] == pytest.approx(1000 * 1024, rel=0.2)
+    assert device["nvlink_rx_bytes_s"] == pytest.approx(2000 * 1024, rel=0.2)
+    assert device["temperature_limit_c"] == 60 + AMPERE + 25  # by the distance to it
+    assert len(story.fake.asked("nvmlDeviceGetPcieThroughput", WELL)) == 0  # it takes 20 ms, and GPM tells as well
+
+
+@slow
+def test_one_warning_a_cause_a_minute(story: Story) -> None:
+    assert len(story.warnings) == len(set(story.warnings)), story.warnings
+    assert len(story.warnings) < 12, story.warnings
+
+
+@slow
+def test_nothing_is_done_that_crashes_a_driver(story: Story) -> None:
+    """No null handle, no shutdown and no exit() under the call that hangs to the end."""
+    assert story.status == 0
+    assert story.fake.fatal() == []
+    assert story.fake.asked("nvmlShutdown") == []
+    assert "Traceback" not in story.log, story.log
+
+
+# ---------------------------------------------------------------------------------------- NVML does not start
+
+
+def gpu_absent(dpmon: Dpmon, environment: dict[str, str], awaited: str) -> str:
+    """Why there is no GPU, as a run's host samples say once they contain `awaited`."""
+    dpmon.script(WAITING)
+    process = dpmon.start("--headless", "script.py", env=environment)
+    dpmon.info()
+    ring = GpuRing.of(dpmon.last)
+
+    def said() -> str:
+        hosts = ring.of_kind("host")
+        return str(hosts[-1]["gpu_absent"]) if hosts else ""
+
+    ring.until(lambda: awaited in said(), awaited)
+    assert ring.of_kind("device") == []
+    (dpmon.cwd / "stop").touch()
+    assert process.wait(60) == 0
+    return said()
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("rule nvmlInitWithFlags - 9", "the NVIDIA driver is installed but not loaded"),
+        ("rule nvmlInitWithFlags - 18", "differ in version: a reboot is due after an update"),
+        ("rule nvmlInitWithFlags - 4", "no permission to talk to the NVIDIA driver"),
+        ("gpus 0", "the NVIDIA driver is loaded but sees no GPU"),
+    ],
+    ids=["no driver", "version mismatch", "no permission", "no gpu"],
+)
+def test_why_nvml_does_not_start(dpmon: Dpmon, tmp_path: Path, rule: str, words: str) -> None:
+    fake = FakeNvml(tmp_path, library(tmp_path))
+    fake.tell(rule)
+    gpu_absent(dpmon, fake.environment(), words)
+    assert fake.fatal() == []
+
+
+def test_no_library(dpmon: Dpmon, tmp_path: Path) -> None:
+    (tmp_path / "libnvidia-ml.so.1").write_text("no library")  # found before any real one, and it does not load
+    gpu_absent(dpmon, {"LD_LIBRARY_PATH": str(tmp_path)}, "libnvidia-ml.so.1 was not found")
+
+
+def test_a_start_that_never_ends(dpmon: Dpmon, tmp_path: Path) -> None:
+    fake = FakeNvml(tmp_path, library(tmp_path))
+    fake.tell(f"rule nvmlInitWithFlags - 0 {FOREVER}")
+    began = time.monotonic()
+    gpu_absent(dpmon, fake.environment(), "NVML has not answered for 4 s")
+    assert time.monotonic() - began < 60
+    assert fake.fatal() == []
+
+
+def test_a_driver_that_hangs_the_command_line_does_not_change_the_scripts_status(dpmon: Dpmon, tmp_path: Path) -> None:
+    """--devices has the GPUs counted before the run; the call is still in flight when the screen's process ends."""
+    fake = FakeNvml(tmp_path, library(tmp_path))
+    fake.tell(f"rule nvmlInitWithFlags - 0 {FOREVER}")
+    script = dpmon.script("print('done')\nraise SystemExit(3)\n")
+    result = dpmon.run("--headless", "--devices", "cuda:0,cuda:0", script, env=fake.environment())
+    assert (result.status, result.out) == (3, b"done\n")
+    assert fake.fatal() == []
+
+
+OLD = (
+    "nvmlDeviceGetMemoryInfo_v2",
+    "nvmlDeviceGetComputeRunningProcesses_v3",
+    "nvmlDeviceGetGraphicsRunningProcesses_v3",
+    "nvmlDeviceGetCurrentClocksEventReasons",
+    "nvmlGpmQueryDeviceSupport",
+    "nvmlDeviceGetMigMode",
+    "nvmlDeviceGetFieldValues",
+    "nvmlDeviceGetRemappedRows",
+    "nvmlDeviceGetMarginTemperature",
+)
+
+
+def test_an_old_driver_without_symbols(dpmon: Dpmon, tmp_path: Path) -> None:
+    fake = FakeNvml(tmp_path, library(tmp_path, OLD))
+    fake.tell("gpus 1", "set 0 throttle 32")
+    dpmon.script(WAITING)
+    process = dpmon.start("--headless", "script.py", env=fake.environment())
+    dpmon.info()
+    ring = GpuRing.of(dpmon.last)
+    ring.until(
+        lambda: known(ring, 0, "processes", "mem_used_bytes", "throttle", "mig", "pcie_rx_bytes_s"), "the fields"
+    )
+    ring.until(lambda: ring.device(0)["pcie_tx_bytes_s"] and ring.device(0)["pcie_rx_bytes_s"], "traffic")
+    device = ring.device(0)
+    (dpmon.cwd / "stop").touch()
+    assert process.wait(60) == 0
+    assert device["mem_used_bytes"] == 10 * GIB + 512 * MIB
+    assert device["absent"]["mem_reserved_bytes"] == "this driver counts it as used"
+    assert device["throttle"] == ["temperature"]
+    assert (device["pcie_rx_bytes_s"], device["pcie_tx_bytes_s"]) == (2_000_000, 1_000_000)
+    old = "this driver does not offer it"
+    assert {device["absent"][name] for name in ("sm_active_pct", "mig", "mig_devices")} == {old}
+    if pids_are_shared():
+        assert (device["of_run"], device["mem_run_bytes"], device["process_count"]) == (False, 0, 0)
+    assert len(fake.asked("nvmlShutdown")) == 1
+    assert fake.fatal() == []

@@ -1,0 +1,28 @@
+"""Every function failing with every code, through the real pynvml: only what that function tells is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_nvml import FakeNvml, library
+
+SWEEP = Path(__file__).parents[1] / "nvml" / "sweep.py"
+
+
+@pytest.mark.slow
+def test_every_code_of_every_function_costs_only_its_own_fields(tmp_path: Path) -> None:
+    fake = FakeNvml(tmp_path, library(tmp_path))
+    env = {**os.environ, **fake.environment()}
+    env.pop("FAKE_NVML_LOG")  # half a million lines that nobody reads
+    done = subprocess.run(
+        [sys.executable, str(SWEEP), env["FAKE_NVML_CONTROL"]], env=env, capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["wrong"] == []
+    assert found["tried"] > 900

@@ -1,0 +1,222 @@
+"""What doctor makes of machines that are not this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from dpmon.cli import doctor as command
+from dpmon.cli.checks import installed, machine, terminal, trial
+from dpmon.cli.checks.check import STATES, Check, ok, problem, warning
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def by_name(checks: object) -> dict[str, Check]:
+    return {check.name: check for check in checks}  # type: ignore[attr-defined]
+
+
+def test_what_is_wrong_has_a_remedy_and_what_is_well_has_none() -> None:
+    assert ok("x", "y").remedy is None
+    assert [check.state for check in (ok("x", "y"), warning("x", "y", "z"), problem("x", "y", "z"))] == list(STATES)
+
+
+# ------------------------------------------------------------------------------------------------ terminal
+
+
+def at_terminal(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int] = (120, 40), **env: str) -> dict[str, Check]:
+    monkeypatch.setattr(os, "isatty", lambda fd: True)
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda fallback: os.terminal_size(size))
+    return by_name(terminal.terminal(env))
+
+
+def test_a_terminal_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = at_terminal(monkeypatch, TERM="xterm-256color", COLORTERM="truecolor", TMUX="/tmp/x")
+    assert found["terminal"] == ok("terminal", "120x40")
+    assert "16 million" in found["colours"].found
+    assert found["session"].found == "inside tmux"
+    assert "256" in at_terminal(monkeypatch, TERM="screen-256color")["colours"].found
+    assert "none" in at_terminal(monkeypatch, TERM="xterm", NO_COLOR="1")["colours"].found
+    assert "dpmon attach" in at_terminal(monkeypatch, TERM="xterm", SSH_CONNECTION="x")["session"].found
+
+
+@pytest.mark.parametrize(
+    ("name", "env", "size"),
+    [
+        ("terminal", {"TERM": "dumb"}, (120, 40)),
+        ("terminal", {}, (120, 40)),
+        ("terminal", {"TERM": "xterm-256color"}, (79, 24)),
+        ("colours", {"TERM": "linux"}, (80, 24)),
+    ],
+)
+def test_a_poor_terminal_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, name: str, env: dict[str, str], size: tuple[int, int]
+) -> None:
+    assert at_terminal(monkeypatch, size, **env)[name].state == "warning"
+
+
+def test_without_a_terminal_dpmon_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "isatty", lambda fd: fd == 0)
+    found = by_name(terminal.terminal({"TERM": "xterm"}))
+    assert (found["terminal"].state, "stdout, stderr" in found["terminal"].found) == ("ok", True)
+    monkeypatch.setattr("locale.getpreferredencoding", lambda _: "ANSI_X3.4-1968")
+    assert by_name(terminal.terminal({}))["characters"].state == "warning"
+
+
+# ------------------------------------------------------------------------------------------------ machine
+
+
+def test_a_state_directory_that_is_not_there_yet_is_well(state: Path) -> None:
+    found = by_name(machine.state_directory())
+    assert "made by the first run" in found["state"].found
+    assert not state.exists(), "looking makes nothing"
+
+
+def test_a_state_directory_open_to_others_is_a_warning(state: Path) -> None:
+    runs = state / "dpmon" / "runs"
+    runs.mkdir(parents=True)
+    runs.chmod(0o755)
+    assert by_name(machine.state_directory())["state"].state == "warning"
+    runs.chmod(0o700)
+    assert by_name(machine.state_directory())["state"] == ok("state", str(runs))
+    assert os.listdir(runs) == []
+
+
+def test_a_state_directory_that_cannot_be_written_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/self/nowhere")
+    found = by_name(machine.state_directory())["state"]
+    assert found.state == "problem"
+    assert "XDG_STATE_HOME" in str(found.remedy)
+
+
+def test_little_room_is_told(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, how in ((100 << 20, "problem"), (1 << 30, "warning"), (9 << 30, "ok")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: Usage(99 << 30, 0, free))
+        assert by_name(machine.state_directory())["disk"].state == how
+    monkeypatch.setattr(machine, "_file_system", lambda place: "nfs4")
+    assert [check.state for check in machine.state_directory() if "network" in check.found] == ["warning"]
+
+
+def test_the_file_system_of_a_place_is_found() -> None:
+    assert machine._file_system(Path("/proc/self")) == "proc"
+    assert machine._file_system(Path("/")) is not None
+
+
+def test_low_limits_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(64 << 20, 0, 60 << 20))
+    found = by_name(machine.limits())
+    assert {check.state for check in found.values()} == {"warning"}
+    assert "--shm-size" in str(found["/dev/shm"].remedy)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+    assert by_name(machine.limits())["open files"].found == "no limit"
+    assert machine._shared_memory(Path("/nowhere")).state == "warning"
+
+
+@pytest.mark.parametrize(("said", "state"), [("b true", "warning"), ("b false", "ok"), (None, "ok"), ("i 7", "ok")])
+def test_what_happens_at_logout(monkeypatch: pytest.MonkeyPatch, said: str | None, state: str) -> None:
+    monkeypatch.setattr(machine, "_asked", lambda *command: said)
+    monkeypatch.setattr(os.path, "isdir", lambda path: False)
+    (found,) = machine.logout()
+    assert found.state == state
+    assert ("enable-linger" in (found.remedy or "")) is (state == "warning")
+
+
+def test_the_last_file_of_logind_counts(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a", "b", "c")]
+    files[0].write_text("[Login]\nKillUserProcesses=yes\n")
+    assert machine.configured(files)
+    files[2].write_text("KillUserProcesses = no\n")
+    assert not machine.configured(files)
+    files[2].write_text("#KillUserProcesses=no\n")
+    assert machine.configured(files)
+    assert not machine.configured([])
+
+
+# ------------------------------------------------------------------------------------------------ trial, output
+
+
+@pytest.mark.parametrize(
+    ("seen", "state", "words"),
+    [
+        (
+            trial._Seen(absent="no NVIDIA driver on this machine: libnvidia-ml.so.1 was not found"),
+            "warning",
+            "--gpus all",
+        ),
+        (trial._Seen(absent="the NVIDIA driver is installed but not loaded"), "warning", "modprobe"),
+        (trial._Seen(absent="NVML has not answered yet"), "warning", "stuck"),
+        (trial._Seen(absent=None, devices={1: "B", 0: "A"}), "ok", ""),
+    ],
+)
+def test_nvml_is_told_with_its_remedy(seen: trial._Seen, state: str, words: str) -> None:
+    found = trial._gpu(seen)
+    assert found.state == state
+    assert words in (found.remedy or "")
+    if not words:
+        assert found.found == "0: A, 1: B"
+
+
+@pytest.mark.parametrize(
+    ("facts", "devices", "state", "words"),
+    [
+        ({"count": 2, "cuda": "13.0"}, {0: "A"}, "ok", "2 GPUs"),
+        ({"count": 0, "cuda": None}, {0: "A"}, "warning", "CPUs only"),
+        ({"count": 0, "cuda": "13.0"}, {0: "A"}, "warning", "sees none"),
+        ({"count": 0, "cuda": "13.0"}, {}, "ok", "virtual replicas"),
+    ],
+)
+def test_torch_and_the_gpus_are_compared(
+    facts: dict[str, object], devices: dict[int, str], state: str, words: str
+) -> None:
+    (found,) = trial._cuda(trial._Seen(facts=facts, devices=devices))
+    assert (found.state, words in found.found) == (state, True)
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (trial._Seen(facts={"torch": "2.13"}), "sitecustomize did not run"),
+        (trial._Seen(facts={"torch": "2.13"}, stage="torch imported"), "not in the record"),
+        (trial._Seen(facts={"torch": "2.13"}, warnings=["this torch cannot be traced"]), "cannot be traced"),
+        (trial._Seen(failure="it ends with status 1: boom"), "boom"),
+    ],
+)
+def test_a_child_that_was_not_traced_is_a_problem(seen: trial._Seen, words: str) -> None:
+    found = list(trial._python("/usr/bin/python3", seen))[-1]
+    assert (found.state, words in found.found) == ("problem", True)
+
+
+def test_an_old_torch_is_a_warning() -> None:
+    states = {v: list(trial._python("p", trial._Seen(facts={"torch": v})))[1].state for v in ("2.3.1", "2.4.0+cu121")}
+    assert states == {"2.3.1": "warning", "2.4.0+cu121": "ok"}
+
+
+def test_what_is_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "_version", lambda package: {"textual": "9.0.0"}.get(package))
+    found = by_name(installed.installed())
+    assert (found["textual"].state, found["plotly"].state) == ("warning", "ok")
+    assert "dpmon[report]" in found["plotly"].found
+
+
+def test_lines_are_narrow_and_harmless(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    checks = [ok("x", "short"), problem("Python", "\x1b[31m" + "long " * 40, "try " * 30)]
+    monkeypatch.setattr(command, "_checks", lambda python: iter(checks))
+    from argparse import Namespace
+
+    assert command.doctor(Namespace(python=None, json=False)) == 1
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.splitlines()[-1] == "1 problem; the rest is well"
+    assert command.doctor(Namespace(python=None, json=True)) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["state"], [check["name"] for check in said["checks"]]) == ("problem", ["x", "Python"])
+    checks[1:] = [warning("y", "z", "w")]
+    assert command.doctor(Namespace(python=None, json=False)) == 0

@@ -1,0 +1,316 @@
+"""Exports of runs that never were: what stands in the tables and the trace, and what happens to the file."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import stat
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kept import keep
+from synthetic import SECOND, Training, decoded, device_event, host_event
+from traceformat import read
+
+from dpmon.cli import options
+from dpmon.export import ExportError, command, export
+from dpmon.export.perfetto import write_trace
+from dpmon.export.table import COLUMNS, Tables, row
+from dpmon.gpu.device import DeviceSample
+from dpmon.gpu.host import HostSample
+from dpmon.records import Call, Decoder, Event, Record, Step, pack_event
+from dpmon.run import export as run_export
+from dpmon.run.rundir import load_info
+
+
+class Even(Training):
+    """One whose steps all take the same time."""
+
+    def _wobble(self, ns: float) -> int:
+        return int(ns)
+
+
+def trained() -> list[bytes]:
+    training = Even()
+    return [*training.begin(), *training.run(20), *training.switch("single"), *training.run(5)]
+
+
+def samples() -> list[bytes]:
+    found = [host_event(float(t)) for t in range(3)]
+    found += [device_event(float(t), index) for t in range(3) for index in (0, 1)]
+    found.append(device_event(3.0, 0, util_pct=None, absent={"util_pct": "the GPU is lost"}))
+    memory = {"process": 0, "rank": None, "t_s": 2.5, "step": 9, "took_ms": 0.1, "absent": {"devices": "too many"}}
+    memory["devices"] = [
+        {
+            "device": "cuda:0",
+            "model_bytes": 100,
+            "gradients_bytes": 50,
+            "peak_bytes": None,
+            "absent": {"peak_bytes": "x"},
+        },
+        {"device": "cuda:1", "model_bytes": 10},
+    ]
+    return [*found, pack_event("memory", memory), pack_event("warning", {"process": None, "t_s": None, "text": "a\nb"})]
+
+
+@pytest.fixture
+def directory(state: Path) -> Path:
+    return keep({0: trained(), -1: samples()}, status=3)
+
+
+def table(directory: Path, which: str, where: Path) -> list[dict[str, str]]:
+    with open(where / f"{which}.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# ------------------------------------------------------------------------------------------------ csv
+
+
+def test_csv_is_a_table_a_kind_with_a_row_a_record(directory: Path, tmp_path: Path) -> None:
+    where = tmp_path / "tables"
+    export(directory, "csv", str(where))
+    assert sorted(path.name for path in where.iterdir()) == sorted(f"{kind}.csv" for kind in COLUMNS)
+    calls = table(directory, "call", where)
+    assert len(calls) == 25
+    first, last = calls[0], calls[-1]
+    assert tuple(first) == (*COLUMNS["call"], "more")
+    assert (first["process"], first["rank"], first["root"], first["mode"]) == ("0", "", "Model", "dp")
+    assert (first["virtual"], first["rows"], first["devices"]) == ("true", "30", "cpu:0 cpu:1")
+    assert (first["replicas"], first["replica_rows"], first["replica_devices"]) == ("2", "15 15", "cpu:0 cpu:1")
+    assert first["inputs"] == "0:30x5:float32:600"
+    assert first["replica_outputs"] == ":15x2:float32:120 | :15x2:float32:120"
+    assert float(first["replicate_host_ms"]) > float(first["scatter_host_ms"]) > 0
+    assert first["replicate_device_ms"] == "", "unknown is empty, not 0"
+    assert (last["mode"], last["replicate_host_ms"], last["replicas"]) == ("single", "", "1")
+    steps = table(directory, "step", where)
+    assert [int(step["step"]) for step in steps] == list(range(1, 26))
+    assert steps[0]["samples"] == "30"
+    assert float(steps[0]["wall_ms"]) == pytest.approx(sum(float(steps[0][f"{p}_ms"]) for p in
+        ("data", "forward", "backward", "optimizer", "other")))  # fmt: skip
+    lost = table(directory, "device", where)[-1]
+    assert (lost["util_pct"], lost["absent"]) == ("", '{"util_pct":"the GPU is lost"}')
+    memory = table(directory, "memory", where)
+    assert [(one["device"], one["model_bytes"], one["optimizer_bytes"]) for one in memory] == [
+        ("cuda:0", "100", ""),
+        ("cuda:1", "10", ""),
+    ]
+    assert json.loads(memory[0]["more"]) == {"took_ms": 0.1, "record_absent": {"devices": "too many"}}
+    assert table(directory, "warning", where)[0]["text"] == "a\nb"
+    assert table(directory, "exit", where)[0]["status"] == "3"
+
+
+def test_a_member_that_nobody_knew_of_is_kept_in_the_last_column() -> None:
+    (cells,) = row(Event("host", {"t_s": 1.0, "new_thing": [1, {"x": None}]}))
+    assert cells[0] == "1.0"
+    assert json.loads(cells[-1]) == {"new_thing": [1, {"x": None}]}
+    file = io.StringIO()
+    Tables(lambda which: file if which == "other" else pytest.fail(which)).write([Event("novel", {"a": 1})])
+    assert file.getvalue() == 'kind,more\nnovel,"{""a"":1}"\n'
+
+
+def test_idle_devices_and_missing_sizes_are_told() -> None:
+    training = Training(devices=("cpu:0", "cpu:1", "cpu:2"), batch=2)
+    (call,) = (record for record in decoded(training.step()) if isinstance(record, Call))
+    cells = dict(zip(COLUMNS["call"], row(call)[0], strict=False))
+    assert (cells["replicas"], cells["idle_devices"]) == ("2", "cpu:2")
+    unseen = replace(call, replicas=tuple(replace(share, inputs=None) for share in call.replicas))
+    cells = dict(zip(COLUMNS["call"], row(unseen)[0], strict=False))
+    assert (cells["replica_rows"], cells["replica_inputs"]) == ("- -", " | ")
+    assert "not seen" in cells["absent"]
+
+
+def test_every_member_of_a_sample_has_a_column() -> None:
+    for which, kind in (("device", DeviceSample), ("host", HostSample)):
+        missing = {name for name in kind.__dataclass_fields__ if name not in COLUMNS[which]}
+        assert not missing, which
+
+
+def test_the_command_line_knows_the_same_kinds() -> None:
+    assert options.KINDS == command.KINDS
+
+
+def test_csv_of_one_kind_is_one_file(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "steps.csv"
+    export(directory, "csv", str(target), "step")
+    assert len(target.read_text().splitlines()) == 26
+    export(directory, "csv", None, "device")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == ",".join((*COLUMNS["device"], "more"))
+    assert len(lines) == 8
+    export(directory, "csv", "-", "exit")
+    assert capsys.readouterr().out.splitlines()[1] == "3,,60.0,supervisor,"
+
+
+def test_csv_of_all_kinds_needs_a_directory(directory: Path, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="-o names their directory"):
+        export(directory, "csv")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ExportError, match="cannot be written"):
+        export(directory, "csv", str(tmp_path / "file"))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+# ------------------------------------------------------------------------------------------------ perfetto
+
+
+def trace_of(directory: Path) -> str:
+    file = io.StringIO()
+    write_trace(load_info(directory), run_export.history(directory), file)
+    return file.getvalue()
+
+
+def test_a_trace_has_a_track_a_replica_and_all_that_happened(directory: Path) -> None:
+    trace = read(trace_of(directory))
+    assert trace.tracks("process 0") == ["calls", "replica 0 cpu:0", "replica 1 cpu:1", "steps"]
+    steps = trace.slices["process 0", "steps"]
+    assert [event["name"] for event in steps] == [f"step {n}" for n in range(1, 26)]
+    assert steps[0]["ts"] == 2e6, "the first began two seconds after the run's start"
+    assert len(trace.slices["process 0", "replica 0 cpu:0"]) == 25
+    assert len(trace.slices["process 0", "replica 1 cpu:1"]) == 20, "the last five ran on one device"
+    names = [event["name"] for event in trace.slices["process 0", "calls"]]
+    assert names[:5] == ["Model", "scatter", "replicate", "parallel_apply", "gather"]
+    assert names[-1] == "Model"
+    util = trace.counters["GPU 0 NVIDIA H200 GPU-0000", "util_pct"]
+    assert util == [(0, {"value": 97}), (1e6, {"value": 97}), (2e6, {"value": 97})]
+    assert ("host", "cpu_pct") in trace.counters
+    assert trace.counters["process 0", "memory cuda:0"] == [(2.5e6, {"model_bytes": 100, "gradients_bytes": 50})]
+    assert {event["name"] for event in trace.instants} == {
+        *("start", "process", "mode dp", "mode single", "util_pct is not known from here on", "warning: a\nb"),
+        *("0 records were dropped", "exit status 3"),
+    }
+
+
+def test_ranks_are_processes_with_names(state: Path) -> None:
+    made = {
+        number: [*training.begin(), *training.run(3)]
+        for number, training in (
+            (n, Training(process=n, rank=1 - n, devices=("cpu:0",), mode="single", via="DistributedDataParallel"))
+            for n in range(2)
+        )
+    }
+    directory = keep({})
+    records: list[Record] = []
+    for number, payloads in made.items():
+        decoder = Decoder(number, rank=1 - number)
+        records += [record for payload in payloads if (record := decoder.decode(payload)) is not None]
+    file = io.StringIO()
+    write_trace(load_info(directory), records, file)
+    trace = read(file.getvalue())
+    assert set(trace.processes.values()) >= {"rank 1 (process 0)", "rank 0 (process 1)"}
+
+
+def test_calls_at_the_same_time_do_not_tear_each_other(state: Path) -> None:
+    """Threads of a script: their calls overlap, and come in the order in which they ended."""
+    (one,) = (record for record in decoded(Training().step()) if isinstance(record, Call))
+
+    def at(start: int, wall: int) -> Call:
+        return replace(one, start_ns=start, wall_ns=wall, phases={}, replicas=one.replicas[:1])
+
+    calls = [at(0, 2_000_000), at(1_000_000, 3_000_000), at(2_000_000, 9_000_000), at(4_000_000, 8_000_000)]
+    file = io.StringIO()
+    write_trace(load_info(keep({})), calls, file)
+    trace = read(file.getvalue())
+    assert len(trace.slices["process 0", "calls"]) == 2
+    assert len(trace.slices["process 0", "calls (concurrent 1)"]) == 2
+
+
+def test_a_damaged_phase_is_left_out_of_the_trace(state: Path) -> None:
+    (one,) = (record for record in decoded(Training().step()) if isinstance(record, Call))
+    phases = {name: replace(phase, host_ns=10 * SECOND) for name, phase in one.phases.items() if name == "gather"}
+    bad = [replace(one, phases=phases), replace(one, start_ns=-5), replace(one, wall_ns=-5)]
+    bad += [Step(0, None, 1, "dp", 5, -1, None, {}), Event("host", {"t_s": float("nan"), "cpu_pct": float("inf")})]
+    bad += [Event("warning", {"process": 0, "text": None, "x": [float("nan")]}), Event("memory", {"devices": 5})]
+    bad += [Event("device", {"index": None, "t_s": "x", "util_pct": 10**400, "absent": 3, "a": None})]
+    file = io.StringIO()
+    write_trace(load_info(keep({})), bad, file)
+    names = [event["name"] for event in read(file.getvalue()).slices["process 0", "calls"]]
+    assert names == ["Model"]
+
+
+def test_a_trace_that_is_interrupted_is_closed(directory: Path) -> None:
+    def interrupted() -> object:
+        for number, record in enumerate(run_export.history(directory)):
+            if number == 20:
+                raise KeyboardInterrupt
+            yield record
+
+    file = io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        write_trace(load_info(directory), interrupted(), file)
+    assert read(file.getvalue()).slices
+
+
+# ------------------------------------------------------------------------------------------------ the file
+
+
+@pytest.mark.parametrize("form", ["jsonl", "perfetto"])
+def test_a_file_is_replaced_whole_or_not_at_all(
+    directory: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out"
+    target.write_text("before")
+    target.chmod(0o640)
+    link = tmp_path / "link"
+    link.symlink_to(target)
+
+    whole = list(run_export.history(directory))
+
+    def broken(*_: object) -> object:
+        yield from whole[:30]
+        assert target.read_text() == "before"
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(command if form == "perfetto" else run_export, "history", broken)
+        with pytest.raises(ExportError, match="No space left"):
+            export(directory, form, str(link))
+    assert target.read_text() == "before"
+    assert sorted(os.listdir(tmp_path)) == ["link", "out", "state"]
+    export(directory, form, str(link))
+    assert link.is_symlink()
+    assert "Model" in target.read_text()
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+    assert sorted(os.listdir(tmp_path)) == ["link", "out", "state"]
+
+
+def test_a_pipe_with_a_name_is_written_as_it_is(directory: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    got: list[str] = []
+    reader = threading.Thread(target=lambda: got.append(pipe.read_text()))
+    reader.start()
+    export(directory, "jsonl", str(pipe))
+    reader.join(60)
+    assert json.loads(got[0].splitlines()[-1])["kind"] == "exit"
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_a_descriptor_is_written_where_it_leads(directory: Path, tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w") as file:
+        file.write("before\n")
+        file.flush()
+        inode = os.fstat(file.fileno()).st_ino
+        export(directory, "jsonl", f"/dev/fd/{file.fileno()}", "exit")
+    assert (tmp_path / "log").stat().st_ino == inode
+    assert [line[:7] for line in (tmp_path / "log").read_text().splitlines()] == ["before", '{"kind"']
+
+
+def test_a_descriptor_that_leads_into_a_pipe_is_written(directory: Path) -> None:
+    ours, theirs = os.pipe()
+    export(directory, "jsonl", f"/dev/fd/{theirs}", "exit")
+    os.close(theirs)
+    with open(ours) as file:
+        assert json.loads(file.read())["kind"] == "exit"
+
+
+def test_text_that_is_no_unicode_is_no_reason_to_fail(state: Path, tmp_path: Path) -> None:
+    directory = keep({-1: [pack_event("warning", {"process": None, "t_s": 1.0, "text": "\ud800\x1b[31m\x00"})]})
+    for form in ("jsonl", "perfetto"):
+        export(directory, form, str(tmp_path / form))
+        assert (tmp_path / form).read_bytes().isascii()
+    export(directory, "csv", str(tmp_path / "w.csv"), "warning")
+    assert b"\\ud800" in (tmp_path / "w.csv").read_bytes()

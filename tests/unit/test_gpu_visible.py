@@ -1,0 +1,150 @@
+"""CUDA_VISIBLE_DEVICES in forty shapes, by the CUDA programming guide, and by torch's own reading of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from dpmon.gpu.share import bare
+from dpmon.gpu.visible import Gpu, cuda_order, visible_gpus
+
+A, B, C, D = (
+    "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",
+    "GPU-8932f937-0000-4106-c12f-20bd9faed9f6",
+    "GPU-abcdef01-d72c-4106-c12f-20bd9faed9f6",
+    "GPU-5a5a5a5a-d72c-4106-c12f-20bd9faed9f6",
+)
+FOUR = [Gpu(uuid, frozenset({bare(uuid)})) for uuid in (A, B, C, D)]
+M = "MIG-11111111-d72c-4106-c12f-20bd9faed9f6"
+N = "MIG-22222222-d72c-4106-c12f-20bd9faed9f6"
+DIVIDED = [FOUR[0], Gpu(B, frozenset({bare(B), bare(M), bare(N)})), FOUR[2], FOUR[3]]
+
+# Under CUDA_DEVICE_ORDER=PCI_BUS_ID, on a machine with four GPUs.
+PLAIN: dict[str | None, list[int]] = {
+    None: [0, 1, 2, 3],
+    "": [],
+    " ": [],
+    "0": [0],
+    "3": [3],
+    "0,1,2,3": [0, 1, 2, 3],
+    "3,2,1,0": [3, 2, 1, 0],
+    "2,1": [2, 1],
+    "0,2,-1,1": [0, 2],
+    "-1": [],
+    "-1,0": [],
+    "0,-1": [0],
+    "4": [],
+    "0,4,1": [0],
+    "99": [],
+    "99999999999999999999": [],
+    "0,0": [],
+    "1,2,1": [],
+    " 1 , 2 ": [1, 2],
+    "1,": [1],
+    ",1": [],
+    "0,,1": [0],
+    "1abc": [1],
+    "1gpu2,2ampere": [1, 2],
+    "+1": [1],
+    "gpu0": [],
+    "all": [],
+    "none": [],
+    "NoDevFiles": [],
+    "0;1": [0],
+    "0:1": [0],
+    A: [0],
+    f"{C},{A}": [2, 0],
+    "GPU-abcdef01": [2],
+    "GPU-a": [2],
+    "GPU-5,GPU-a": [3, 2],
+    "GPU-8932f937": [],  # of two
+    "GPU-8932f937-d": [0],
+    "GPU-": [],
+    "GPU-ffff": [],
+    f"{A},GPU-ffff,{C}": [0],
+    f"{A},{A}": [],
+    f"{A},GPU-8932f937-d72c": [],  # the same in two ways
+    f"{A},1": [0],
+    f"0,{C}": [0],
+    f"{A},": [0],
+    A.removeprefix("GPU-"): [],  # as an index: 8932
+    A.replace("GPU-", "gpu-"): [],
+}
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_in_nvmls_order(text: str | None) -> None:
+    expected = PLAIN[text]
+    assert cuda_order(text, "PCI_BUS_ID", FOUR) == expected
+    assert visible_gpus(text, "PCI_BUS_ID", FOUR) == [i in expected for i in range(4)]
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_torch_reads_it_the_same_way(text: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = pytest.importorskip("torch.cuda")
+    if text is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    parsed = cuda._parse_visible_devices()
+    if parsed and isinstance(parsed[0], str):
+        parsed = cuda._transform_uuid_to_ordinals(parsed, [gpu.uuid for gpu in FOUR])
+    seen = []
+    for index in parsed:
+        if index >= 4:
+            break
+        seen.append(index)
+    assert cuda_order(text, "PCI_BUS_ID", FOUR) == seen
+
+
+@pytest.mark.parametrize("order", [None, "FASTEST_FIRST", "", "junk"])
+@pytest.mark.parametrize(
+    ("text", "expected", "visible"),
+    [
+        (None, [None] * 4, [True] * 4),
+        ("0,1,2,3", [None] * 4, [True] * 4),
+        ("2,3", [None, None], [None] * 4),  # the fastest come first, and which these are is not told
+        ("0", [None], [None] * 4),
+        ("", [], [False] * 4),
+        ("-1", [], [False] * 4),
+        (f"{C},{A}", [2, 0], [True, False, True, False]),  # a name is a name in every order
+    ],
+)
+def test_in_an_order_that_is_not_told(
+    order: str | None, text: str | None, expected: list[int | None], visible: list[bool | None]
+) -> None:
+    assert cuda_order(text, order, FOUR) == expected
+    assert visible_gpus(text, order, FOUR) == visible
+
+
+def test_one_gpu_has_one_order() -> None:
+    assert cuda_order("0", None, FOUR[:1]) == [0]
+    assert visible_gpus("1", None, FOUR[:1]) == [False]
+    assert visible_gpus(None, None, []) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "visible"),
+    [
+        (M, [1], [False, True, False, False]),
+        (N, [1], [False, True, False, False]),
+        (f"MIG-{B}/1/0", [1], [False, True, False, False]),
+        (f"MIG-{C}/1/0", [2], [False, False, True, False]),
+        (f"{M},{N}", [1, None], [None, True, None, None]),  # one instance a process, or more with newer drivers
+        ("MIG-ffffffff", [], [False] * 4),
+        (A, [0], [True, False, False, False]),
+        ("1", None, [None] * 4),  # a divided GPU is seen as one of its instances
+        (None, None, [None] * 4),
+        ("", [], [False] * 4),
+    ],
+)
+def test_with_mig(text: str | None, expected: list[int | None] | None, visible: list[bool | None]) -> None:
+    assert cuda_order(text, "PCI_BUS_ID", DIVIDED) == expected
+    assert visible_gpus(text, "PCI_BUS_ID", DIVIDED) == visible
+
+
+def test_an_instance_that_was_not_looked_at_may_be_anywhere() -> None:
+    assert visible_gpus(M, "PCI_BUS_ID", FOUR) == [None] * 4
+
+
+def test_a_uuid_that_nvml_does_not_tell() -> None:
+    assert visible_gpus(A, "PCI_BUS_ID", [FOUR[0], Gpu(None)]) == [None, None]

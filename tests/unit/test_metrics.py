@@ -1,0 +1,140 @@
+"""The metrics file as Prometheus' own parser reads it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from kept import keep
+from prometheus_client.parser import text_string_to_metric_families
+from synthetic import Training, device_event, host_event
+
+from dpmon.records import pack_event, pack_step
+from dpmon.ring import Ring
+from dpmon.run.metrics import BOUNDS_S, EVERY_S, Metrics, metrics_path
+from dpmon.run.rundir import ExitInfo, load_info
+
+HOSTILE = 'a "quoted" \\ back\nslash\x1b[31m\x00 ü'
+
+
+def samples(path: Path) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every sample by name and labels, but that of the run."""
+    found = {}
+    for family in text_string_to_metric_families(path.read_text("utf-8")):
+        assert family.documentation
+        assert family.type in ("gauge", "counter", "histogram"), family.name
+        for sample in family.samples:
+            labels = {key: value for key, value in sample.labels.items() if key != "run"}
+            key = (sample.name.removeprefix("dpmon_"), tuple(sorted(labels.items())))
+            assert key not in found, "the same twice"
+            found[key] = sample.value
+    return found
+
+
+def written(
+    directory: Path, target: Path, how: ExitInfo | None = None
+) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    warnings: list[str] = []
+    metrics = Metrics(target, directory, warnings.append)
+    metrics.tick(100.0)
+    if how is not None:
+        metrics.end(how)
+    assert warnings == []
+    return samples(target)
+
+
+def test_what_the_record_says_stands_in_the_file(state: Path, tmp_path: Path) -> None:
+    training = Training()
+    own = [host_event(1.0, cpu=50.0), device_event(1.0, 0), device_event(2.0, 0, util_pct=40, power_w=None)]
+    own.append(pack_event("warning", {"process": None, "t_s": 1.0, "text": "x"}))
+    directory = keep({0: [*training.begin(), *training.run(40)], -1: own}, status=None)
+    found = written(directory, tmp_path / "it.prom")
+    who = (("mode", "dp"), ("process", "0"), ("rank", ""))
+    assert found["step_duration_seconds_count", who] == 40
+    assert found["samples_total", who] == 1200
+    assert found["last_step", (("process", "0"),)] == 40
+    total = sum(found["step_phase_seconds_total", tuple(sorted((*who, ("phase", phase))))]
+                for phase in ("data", "forward", "backward", "optimizer", "other"))  # fmt: skip
+    assert found["step_duration_seconds_sum", who] == pytest.approx(total)
+    gpu = (("index", "0"), ("name", "NVIDIA H200"), ("uuid", "GPU-0000"))
+    assert found["device_utilization_ratio", gpu] == 0.4, "the newest"
+    assert ("device_power_watts", gpu) not in found, "what is not known is not there"
+    assert found["host_cpu_ratio", ()] == 0.5
+    assert found["warnings_total", ()] == 1
+    assert found["run_running", ()] == 1
+    assert ("run_exit_status", ()) not in found
+
+
+def test_the_histogram_counts_every_step_once_at_its_bound(state: Path, tmp_path: Path) -> None:
+    walls = [int(bound * 1e9) for bound in BOUNDS_S] + [10**12]
+    steps = [pack_step(2, number, 10**9, wall, -1, (-1,) * 4) for number, wall in enumerate(walls, start=1)]
+    found = written(keep({0: steps}, status=None), tmp_path / "it.prom")
+    who = (("mode", "single"), ("process", "0"), ("rank", ""))
+    for number, bound in enumerate(BOUNDS_S, start=1):
+        assert found["step_duration_seconds_bucket", tuple(sorted((*who, ("le", str(bound)))))] == number
+    assert found["step_duration_seconds_bucket", tuple(sorted((*who, ("le", "+Inf"))))] == len(walls)
+    assert ("samples_total", who) not in found, "no step knew its samples"
+
+
+def test_the_end_is_told(state: Path, tmp_path: Path) -> None:
+    directory = keep({0: Training().run(2)}, status=None)
+    found = written(directory, tmp_path / "it.prom", ExitInfo(137, "SIGKILL", 1.7e9, 1, 1.0, "supervisor"))
+    assert (found["run_running", ()], found["run_exit_status", ()]) == (0, 137)
+
+
+def test_labels_are_escaped(state: Path, tmp_path: Path) -> None:
+    directory = keep({-1: [device_event(1.0, 0, name=HOSTILE)]}, script=HOSTILE)
+    found = written(directory, tmp_path / "it.prom")
+    shown = HOSTILE.replace("\x1b", "?").replace("\x00", "?")
+    assert [dict(labels)["script"] for name, labels in found if name == "run_info"] == [shown]
+    assert [dict(labels)["name"] for name, labels in found if name == "device_memory_used_bytes"] == [shown]
+
+
+def test_the_file_is_replaced_and_may_be_read(state: Path, tmp_path: Path) -> None:
+    directory = keep({0: Training().run(2)}, status=None)
+    target = tmp_path / "it.prom"
+    umask = os.umask(0o077)
+    try:
+        metrics = Metrics(target, directory, print)
+        metrics.tick(0.0)
+        first = target.stat()
+        metrics.tick(EVERY_S - 0.1)
+        assert target.stat().st_ino == first.st_ino, "not yet due"
+        metrics.tick(EVERY_S + 0.1)
+    finally:
+        os.umask(umask)
+    assert target.stat().st_ino != first.st_ino
+    assert stat.S_IMODE(target.stat().st_mode) == 0o644
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["it.prom"]
+
+
+def test_what_cannot_be_written_is_said_once(state: Path, tmp_path: Path) -> None:
+    directory = keep({0: Training().run(2)}, status=None)
+    said: list[str] = []
+    metrics = Metrics(tmp_path / "no" / "it.prom", directory, said.append)
+    metrics.tick(0.0)
+    metrics.tick(100.0)
+    assert len(said) == 1
+    assert "cannot be written" in said[0]
+    (tmp_path / "no").mkdir()
+    metrics.tick(200.0)
+    assert samples(tmp_path / "no" / "it.prom")
+
+
+def test_counters_go_on_while_the_run_does(state: Path, tmp_path: Path) -> None:
+    directory = keep({}, status=None, drained=False)
+    ring = Ring(str(directory / "process-0.ring"), process=0, start_ns=0, capacity=1 << 17)
+    metrics = Metrics(tmp_path / "it.prom", directory, print)
+    for number in range(1, 4):
+        ring.write(pack_step(1, number, number * 10**9, 10**9, 4, (1, 1, 1, 1)))
+        metrics.tick(number * 100.0)
+        found = samples(tmp_path / "it.prom")
+        assert found["step_duration_seconds_count", (("mode", "dp"), ("process", "0"), ("rank", ""))] == number
+
+
+def test_a_directory_takes_a_file_a_run(state: Path, tmp_path: Path) -> None:
+    info = load_info(keep({}))
+    assert metrics_path(str(tmp_path), info).name == f"dpmon-linear-{info.id[-4:]}.prom"
+    assert metrics_path(str(tmp_path / "x.prom"), info) == tmp_path / "x.prom"

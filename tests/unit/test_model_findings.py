@@ -1,0 +1,213 @@
+"""Each finding in a run that shows it, and none in one that does not; none from too few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from dpmon.model.evidence import BatchFacts, DeviceFacts, Evidence, LongStep, ModeFacts, ReplicaFacts, Worth
+from dpmon.model.finding import MIN_STEPS, took
+from dpmon.model.findings import findings
+from dpmon.model.memory import Held
+from dpmon.model.stats import PhaseFigures
+
+MS = 1_000_000
+SECOND = 1_000_000_000
+GIB = 1 << 30
+
+
+def mode(name: str = "dp", steps: int = 1000, median_ms: float = 20.0, **shares: float) -> ModeFacts:
+    """A mode whose phases have these shares of the step."""
+    phases = tuple(
+        PhaseFigures(phase, steps, share * median_ms * MS, share * median_ms * 1.3 * MS, share)
+        for phase, share in shares.items()
+    )
+    return ModeFacts(name, False, steps, median_ms * MS, median_ms * 1.3 * MS, 1000.0, phases, {}, {})
+
+
+GOOD = mode(data=0.05, forward=0.4, backward=0.4, optimizer=0.1, replicate=0.1, scatter=0.02, gather=0.02)
+
+
+def drifting(early: float, late: float, p75: float, p25: float, steps: int = 1000) -> ModeFacts:
+    return GOOD._replace(
+        steps=steps,
+        early={"step": early * MS, "data": MS, "other": MS},
+        late={"step": late * MS, "data": MS * 1.1, "other": (late - early) * MS},
+        early_p75_ns=p75 * MS,
+        late_p25_ns=p25 * MS,
+    )
+
+
+def device(index: int = 0, **more: object) -> DeviceFacts:
+    good: Mapping[str, object] = {
+        "name": "NVIDIA H200", "uuid": f"GPU-{index}", "called": f"cuda:{index}", "of_run": True, "samples": 100,
+        "util_median": 95.0, "util_samples": 100, "mem_used_max": 20.0 * GIB, "mem_run_max": 18.0 * GIB,
+        "mem_total": 141.0 * GIB, "temperature_max": 70.0, "power_max": 600.0, "throttled": {}, "throttle_samples": 100,
+    }  # fmt: skip
+    return DeviceFacts(index=index, **{**good, **more})  # type: ignore[arg-type]
+
+
+def replica(number: int, rows: int | None = 16, ms: float = 5.0, **more: object) -> ReplicaFacts:
+    found = ReplicaFacts("dp", "Model", number, f"cuda:{number}", 1000, rows, ms * MS, ms * 1.2 * MS, False)
+    return found._replace(**more)  # type: ignore[arg-type]
+
+
+def long_step(ms: float, phase: str = "data", step: int = 500) -> LongStep:
+    return LongStep(0, step, "dp", 60 * SECOND, int(ms * MS), phase, int(ms * 0.9 * MS))
+
+
+HEALTHY = Evidence(
+    modes=(GOOD,),
+    batches=(BatchFacts("Model", 2, 1000, 10, 7, 1),),
+    replicas=(replica(0), replica(1, ms=5.5)),
+    devices=(device(0), device(1, mem_run_max=17.0 * GIB)),
+    longest=(long_step(26), long_step(25)),
+    processes=1,
+    last_step_ns=100 * SECOND,
+    end_ns=110 * SECOND,
+)
+
+
+def kinds(evidence: Evidence) -> list[str]:
+    return [finding.kind for finding in findings(evidence)]
+
+
+def test_nothing_stands_out_in_a_healthy_run() -> None:
+    assert findings(HEALTHY) == []
+    assert findings(Evidence()) == []
+
+
+SHOWN = {
+    "slower": replace(HEALTHY, worth=Worth(0.61, 0.58, 0.65, "DataParallel over 2 is 0.61× one device.")),
+    "data": replace(HEALTHY, modes=(mode(data=0.43, forward=0.3, backward=0.27),)),
+    "replicate": replace(HEALTHY, modes=(mode(data=0.02, forward=0.7, replicate=0.48, backward=0.28),)),
+    "transfer": replace(HEALTHY, modes=(mode(forward=0.7, scatter=0.15, gather=0.15, backward=0.3),)),
+    "small batch": replace(HEALTHY, batches=(BatchFacts("Model", 8, 1000, 1000, 3, 5),)),
+    "idle": replace(HEALTHY, batches=(BatchFacts("Model", 8, 1000, 990, 9, 3),)),
+    "uneven": replace(HEALTHY, replicas=(replica(0), replica(1), replica(2, rows=4))),
+    "fuller": replace(HEALTHY, devices=(device(0, mem_run_max=30.0 * GIB), device(1))),
+    "throttled": replace(HEALTHY, devices=(device(0, throttled={"power limit": 40}), device(1))),
+    "low use": replace(HEALTHY, devices=(device(0, util_median=12.0), device(1))),
+    "drift": replace(HEALTHY, modes=(drifting(20, 32, 22, 30),)),
+    "stall": replace(HEALTHY, longest=(long_step(9000), long_step(25))),
+    "spread": replace(HEALTHY, modes=(GOOD._replace(p95_ns=300.0 * MS),)),
+    "quiet": replace(HEALTHY, end_ns=200 * SECOND),
+}
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_a_run_that_shows_it(kind: str) -> None:
+    (found,) = findings(SHOWN[kind])
+    assert found.kind == kind
+    assert found.text.endswith(".")
+    assert any(char.isdigit() for char in found.ground), "a ground is figures"
+    assert found.advice
+    assert 0 < found.weight <= 1
+
+
+@pytest.mark.parametrize("kind", ["data", "replicate", "transfer", "drift", "stall", "spread", "quiet"])
+def test_no_finding_from_too_few_steps(kind: str) -> None:
+    few = replace(SHOWN[kind], modes=tuple(m._replace(steps=MIN_STEPS - 1) for m in SHOWN[kind].modes))
+    assert findings(few) == []
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        replace(HEALTHY, batches=(BatchFacts("Model", 8, 29, 29, 3, 5),)),
+        replace(HEALTHY, batches=(BatchFacts("Model", 8, 1000, 400, 9, 3),)),
+        replace(HEALTHY, replicas=tuple(r._replace(calls=29, rows=1 + r.replica * 9) for r in HEALTHY.replicas)),
+        replace(HEALTHY, replicas=(replica(0, rows=16), replica(1, rows=15))),
+        replace(HEALTHY, replicas=(replica(0, rows=None), replica(1, rows=1))),
+        replace(HEALTHY, replicas=(replica(0, virtual=True), replica(1, ms=50, virtual=True))),
+        replace(HEALTHY, replicas=tuple(r._replace(mode="single", rows=1 + 9 * r.replica) for r in HEALTHY.replicas)),
+        replace(HEALTHY, devices=(device(0, mem_run_max=0.9 * GIB), device(1, mem_run_max=0.5 * GIB))),
+        replace(HEALTHY, devices=(device(0), device(1, mem_run_max=30.0 * GIB))),
+        replace(HEALTHY, devices=(device(0, mem_run_max=30.0 * GIB), device(1, of_run=False))),
+        replace(HEALTHY, devices=(device(0, throttled={"power limit": 4}),)),
+        replace(HEALTHY, devices=(device(0, throttled={"power limit": 5}, throttle_samples=5),)),
+        replace(HEALTHY, devices=(device(0, of_run=False, util_median=0.0),)),
+        replace(HEALTHY, devices=(device(0, util_median=None, util_samples=0),)),
+        replace(HEALTHY, modes=(drifting(20, 32, 33, 10),)),
+        replace(HEALTHY, modes=(drifting(20, 23, 21, 22),)),
+        replace(HEALTHY, modes=(drifting(32, 20, 33, 19),)),
+        replace(HEALTHY, modes=(drifting(20, 32, 22, 30, steps=149),)),
+        replace(HEALTHY, longest=(long_step(450),)),
+        replace(HEALTHY, longest=(long_step(510),), modes=(GOOD._replace(steps=100_000),)),
+        replace(HEALTHY, longest=(LongStep(0, 1, "other", 0, 9000 * MS, "data", 1),)),
+        replace(HEALTHY, end_ns=None),
+        replace(HEALTHY, end_ns=1000 * SECOND, last_step_ns=960 * SECOND),
+        replace(HEALTHY, last_step_ns=None),
+        replace(HEALTHY, worth=Worth(0.9, 0.7, 1.2, "No difference.")),
+        replace(HEALTHY, worth=Worth(1.7, 1.6, 1.8, "Faster.")),
+    ],
+)
+def test_a_run_that_does_not_show_it(evidence: Evidence) -> None:
+    assert findings(evidence) == []
+
+
+def test_the_heaviest_comes_first_and_the_mode_is_named() -> None:
+    evidence = replace(
+        HEALTHY,
+        modes=(mode("dp", data=0.25, replicate=0.5), mode("single", data=0.6)),
+        devices=(device(0, mem_run_max=30.0 * GIB), device(1)),
+    )
+    found = findings(evidence)
+    assert [finding.kind for finding in found] == ["data", "replicate", "data", "fuller"]
+    assert "in mode single" in found[0].text
+    assert "60 %" in found[0].text
+
+
+def test_virtual_replicas_are_called_virtual() -> None:
+    evidence = replace(HEALTHY, modes=(mode(replicate=0.5)._replace(virtual=True),))
+    assert "virtual" in findings(evidence)[0].text
+
+
+def test_what_torch_holds_stands_in_for_the_driver() -> None:
+    held = (
+        Held("cuda:0", 8 * GIB, GIB, 8 * GIB, GIB, None, {}),
+        Held("cuda:1", 8 * GIB, GIB, 0, GIB, None, {}),
+        Held("cpu", GIB, 0, 0, None, None, {}),
+    )
+    evidence = replace(HEALTHY, devices=(), memory=held)
+    (found,) = findings(evidence)
+    assert (found.kind, "18.0 GiB" in found.text, "10.0 GiB" in found.text) == ("fuller", True, True)
+    unknown = replace(evidence, memory=tuple(one._replace(rest=None) for one in held))
+    assert findings(unknown) == []
+
+
+def test_a_slower_replica_is_named_with_both_times() -> None:
+    (found,) = findings(replace(HEALTHY, replicas=(replica(0), replica(1, ms=12))))
+    assert found.kind == "uneven"
+    assert "Replica 1 of Model (cuda:1) takes 2.4 times as long as replica 0" in found.text
+    assert "12.0 ms and 5.00 ms" in found.ground
+
+
+def test_of_an_idle_device_and_unequal_rows_one_is_told() -> None:
+    uneven = (replica(0, rows=2), replica(1, rows=1))
+    assert kinds(replace(HEALTHY, replicas=uneven)) == ["uneven"]
+    assert "a batch that 2 divides" in findings(replace(HEALTHY, replicas=uneven))[0].advice
+    assert kinds(replace(SHOWN["idle"], replicas=uneven)) == ["idle"]
+
+
+def test_many_stalls_are_counted_and_the_longest_is_placed() -> None:
+    evidence = replace(HEALTHY, longest=(long_step(9000, "other", 77), long_step(2000), long_step(25)))
+    (found,) = findings(evidence)
+    assert found.text == "2 steps took more than 10 times the median: 11.0 s together."
+    assert "step 77 at 00:01:00, 9.00 s, of which other 8.10 s; median 20.0 ms" in found.ground
+    assert "checkpoint" in found.advice
+    every = replace(evidence, longest=tuple(long_step(9000, step=n) for n in range(64)))
+    assert findings(every)[0].text.startswith("At least 64 steps")
+
+
+@pytest.mark.parametrize(
+    ("ns", "text"),
+    [
+        (412_000, "412 µs"), (1_236_000, "1.24 ms"), (12_340_000, "12.3 ms"), (999_600_000, "1.00 s"),
+        (99_940_000_000, "99.9 s"), (99_960_000_000, "1 min 40 s"), (7_500_000_000_000, "2 h 05 min"), (None, "–"),
+    ],
+)  # fmt: skip
+def test_durations_have_three_digits(ns: float | None, text: str) -> None:
+    assert took(ns) == text

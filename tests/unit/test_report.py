@@ -1,0 +1,272 @@
+"""Reports of runs that never were: what they say, that it is true of the record, and that it harms nobody."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from kept import keep
+from synthetic import SECOND, Training, device_event, host_event
+
+from dpmon.model.evidence import WARM_UP_STEPS
+from dpmon.model.state import NOT_RUN, PHASES
+from dpmon.records import pack_call, pack_definition, pack_event, pack_step
+from dpmon.report import collect, report_text
+from dpmon.report.asjson import as_object
+from dpmon.report.compared import Settled
+from dpmon.report.plots import plots
+from dpmon.report.series import BINS, Series
+from dpmon.report.story import PARTS
+
+HOSTILE = '<script>alert(1)</script>\x1b]52;c;eA==\x07\x1b[31m\u202e<b onload="x">'
+
+
+def toggled(steps: int = 60, **how: object) -> list[bytes]:
+    training = Training(**how)
+    out = [*training.begin(), *training.run(steps), *training.switch("single"), *training.run(steps)]
+    return [*out, *training.switch("dp"), *training.run(steps)]
+
+
+@pytest.fixture
+def both(state: Path) -> Path:
+    memory = {"process": 0, "rank": None, "t_s": 2.5, "step": 9, "absent": {}, "devices": [
+        {"device": "cpu", "model_bytes": 4096, "gradients_bytes": 4096, "optimizer_bytes": 0,
+         "absent": {"rest_bytes": "torch keeps no statistics"}}]}  # fmt: skip
+    own = [host_event(float(t)) for t in range(30)]
+    return keep({0: [*toggled(), pack_event("memory", memory)], -1: own}, seconds=5.0)
+
+
+def section(lines: list[str], title: str) -> list[str]:
+    """The lines below one heading."""
+    begin = next(number for number, line in enumerate(lines) if line.startswith(title))
+    end = next((number for number in range(begin + 1, len(lines)) if not lines[number]), len(lines))
+    return lines[begin + 1 : end]
+
+
+# ------------------------------------------------------------------------------------------------ what it says
+
+
+def test_a_report_tells_what_ran_and_where_the_time_went(both: Path) -> None:
+    lines = report_text(both, 80)
+    assert re.fullmatch(r"linear\.py \(linear-[0-9a-f]{4}\): finished in 5\.00 s", lines[0])
+    head = " ".join(lines[1:8])
+    assert "180 steps, 180 calls; dp on virtual replicas cpu:0 cpu:1 (no GPU on this" in re.sub(r"\s+", " ", head)
+    steps = section(lines, "STEPS")
+    assert steps[1].split()[:3] == ["dp", "(virtual)", "120"]
+    assert steps[2].split()[:2] == ["single", "60"]
+    phases = section(lines, "PHASES of a step, dp (virtual)")
+    assert [line.split()[0] for line in phases[1:]] == [
+        "data", "forward", "scatter", "replicate", "parallel_apply", "gather", "backward", "optimizer", "other",
+    ]  # fmt: skip
+    replicas = section(lines, "REPLICAS")
+    assert "Model 1" in replicas[2]
+    assert "[15, 5] -> [15, 2]" in replicas[2]
+    assert "no GPU: NVML library not found" in section(lines, "DEVICES")[0]
+    assert section(lines, "MODE CHANGES")[0].endswith("to single")
+    assert "4.00 KiB" in section(lines, "MEMORY")[1]
+
+
+def test_the_figures_are_those_of_the_record(both: Path) -> None:
+    said = as_object(collect(both))
+    dp, single = said["modes"]
+    assert (dp["mode"], dp["virtual"], dp["steps"], single["steps"], single["virtual"]) == ("dp", True, 120, 60, False)
+    assert dp["phases"]["replicate"]["share"] == pytest.approx(0.31, abs=0.03), "as the training was made"
+    assert "replicate" not in single["phases"]
+    assert sum(dp["phases"][name]["share"] for name in ("data", "forward", "backward", "optimizer", "other")) == (
+        pytest.approx(1.0)
+    )
+    replicas = {(one["mode"], one["replica"]): one for one in said["replicas"]}
+    assert (replicas["dp", 1]["rows"], replicas["dp", 1]["calls"], replicas["single", 0]["rows"]) == (15, 120, 30)
+    assert sum(one["steps"] for one in said["time"]["stretches"]) == 180
+    for one in said["time"]["stretches"]:
+        assert sum(one["parts_ms"].values()) <= one["mean_ms"] * one["steps"] * 1.0001
+    assert [finding["kind"] for finding in said["findings"]] == ["replicate"]
+    assert json.loads(json.dumps(said)) == said
+
+
+def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -> None:
+    lines = report_text(keep({}, status=None, command_pid=None), 80)
+    assert lines[0].endswith("not started yet")
+    assert "nothing was traced: the command was not started" in "\n".join(lines)
+    lines = report_text(keep({0: Training().run(3)}, status=None, drained=False), 80)
+    assert lines[0].endswith("how it ended is not known")
+    assert section(lines, "FINDINGS") == ["  too few steps to say anything (30 in one mode are needed)"]
+    lines = report_text(keep({}), 80)
+    assert "no Python process of it imported torch" in "\n".join(lines)
+
+
+def test_a_run_that_failed_shows_the_end_of_its_output(state: Path) -> None:
+    directory = keep({0: Training().run(3)}, status=1)
+    (directory / "stderr.log").write_bytes(b"10 %\r20 %\r\nTraceback:\n  boom \x1b[31m\n\n")
+    lines = report_text(directory, 80)
+    assert lines[0].endswith("exit status 1 after 1 min 00 s")
+    assert section(lines, "LAST OUTPUT") == ["  20 %", "  Traceback:", "    boom \N{REPLACEMENT CHARACTER}[31m"]
+
+
+def test_devices_are_told_with_their_highest_and_their_middle(state: Path) -> None:
+    own = [device_event(float(t), index, mem_run_bytes=(60 + t) << 30) for t in range(40) for index in (0, 1)]
+    own += [device_event(40.0, 0, util_pct=None, mem_run_bytes=None, throttle=["power limit"])]
+    own += [device_event(41.0 + t, 1, throttle=["power limit"] if t % 2 else [], ordinals=[{"device": "cuda:0"}])
+            for t in range(20)]  # fmt: skip
+    directory = keep({0: Training(devices=("cuda:0", "cuda:1"), virtual=False).run(40), -1: own})
+    story = collect(directory)
+    first, second = story.evidence.devices
+    assert (first.util_median, first.util_samples, first.samples) == (97, 40, 41)
+    assert first.mem_run_max == 99 << 30
+    assert (second.throttled, second.throttle_samples, second.called) == ({"power limit": 10}, 20, "cuda:0")
+    assert "throttled" in {finding.kind for finding in story.findings}
+    assert "GPU 1 (cuda:0) NVIDIA H200" in "\n".join(report_text(directory, 80))
+    assert {plot.name for plot in plots(story)} >= {"use", "memory", "replicas"}
+
+
+def test_ranks_stand_beside_each_other(state: Path) -> None:
+    made = {}
+    for number in range(2):
+        how = {"process": number, "rank": number, "devices": ("cpu",), "via": "DistributedDataParallel"}
+        training = Training(**how, mode="single", virtual=False)
+        made[number] = [*training.begin(), *training.run(40)]
+    lines = report_text(keep(made), 100)
+    assert "2 training processes, 80 steps, 80 calls in all" in lines[2]
+    ranks = section(lines, "RANKS")
+    assert [line.split()[:2] for line in ranks[1:]] == [["rank", "0"], ["rank", "1"]]
+
+
+def test_a_batch_that_leaves_devices_idle_is_found(state: Path) -> None:
+    training = Training(devices=tuple(f"cpu:{n}" for n in range(8)), batch=9)
+    story = collect(keep({0: training.run(60)}))
+    found = {finding.kind: finding for finding in story.findings}
+    assert "3 of 8 devices receive no rows of Model" in found["idle"].text
+    assert found["idle"].ground == "60 calls of 60, 8 devices"
+    training = Training(devices=tuple(f"cpu:{n}" for n in range(4)), batch=2)
+    assert "small batch" in {finding.kind for finding in collect(keep({0: training.run(60)})).findings}
+
+
+def test_a_stall_is_placed_and_the_first_steps_are_none(state: Path) -> None:
+    def steps(slow: int) -> list[bytes]:
+        at, out = 0, []
+        for number in range(1, 101):
+            wall = 8 * SECOND if number == slow else 10_000_000
+            out.append(pack_step(2, number, at, wall, 4, (wall - 3_000_000, 1_000_000, 1_000_000, -1)))
+            at += wall
+        return out
+
+    (found,) = (finding for finding in collect(keep({0: steps(70)})).findings if finding.kind == "stall")
+    assert "step 70 at 00:00:00, 8.00 s, of which data 8.00 s" in found.ground
+    kinds = {finding.kind for finding in collect(keep({0: steps(WARM_UP_STEPS)})).findings}
+    assert "stall" not in kinds
+    assert "data" in kinds
+
+
+# ------------------------------------------------------------------------------------------------ how it looks
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120, 200])
+def test_no_line_is_wider_than_the_terminal(both: Path, width: int) -> None:
+    lines = report_text(both, width)
+    assert max(map(len, lines)) <= max(width, 40)
+    assert all(line == line.rstrip() or line.startswith("  ") for line in lines)
+
+
+def test_nothing_from_outside_steers_the_terminal_or_the_page(state: Path) -> None:
+    pytest.importorskip("plotly", reason="the extra `report` is not installed")
+    from dpmon.report.page import page
+
+    layout = {"root": HOSTILE, "via": "DataParallel", "virtual": True, "devices": ["cpu:0", HOSTILE], "absent": {}}
+    sizes = [[HOSTILE, [4, 5], HOSTILE, 80]]
+    out = [pack_definition(1, layout), pack_definition(2, sizes)]
+    for number in range(1, 60):
+        shares = (2, 2, 0, 5) * 2
+        out.append(pack_call(1, 1, 1, number, number, number * SECOND, 50, 2, 2, (0, 1, 2, 3, 4, 5, 6, 7), shares))
+        out.append(pack_step(1, number, number * SECOND, 900, 4, (1, 2, -1, -1)))
+    mode = {"process": 0, "mode": "dp", "root": HOSTILE, "devices": [HOSTILE], "reason": HOSTILE, "t_s": 1.0}
+    out += [pack_event("mode", {**mode, "requested_by": who, "refused": why, "virtual": True})
+            for who, why in (("start", None), ("user", HOSTILE))]  # fmt: skip
+    out += [pack_event("warning", {"process": 0, "t_s": 1.0, "text": HOSTILE})]
+    out += [pack_event("process", {"process": 0, "python": HOSTILE, "torch": HOSTILE})]
+    out += [pack_event("memory", {"process": 0, "devices": [{"device": HOSTILE, "absent": {"rest_bytes": HOSTILE}}]})]
+    own = [device_event(float(t), 0, name=HOSTILE, uuid=HOSTILE, throttle=[HOSTILE], ordinals=[{"device": HOSTILE}])
+           for t in range(30)]  # fmt: skip
+    directory = keep({0: out, -1: own}, status=1, name="evil", script=f"{HOSTILE}.py", cwd=HOSTILE)
+    (directory / "stderr.log").write_text(HOSTILE)
+    text = "\n".join(report_text(directory, 120))
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
+    assert "alert(1)" in text, "what is harmless is shown"
+    made = page(collect(directory))
+    for hole in ("<script>alert", "<b onload", "\x1b", "\u202e"):
+        assert hole not in re.sub(r"<script>/\*\*.*?</script>", "", made, flags=re.DOTALL), hole
+    assert made.count("</script>") == 3, "the data, the library, what draws"
+
+
+def test_records_that_make_no_sense_are_survived(state: Path) -> None:
+    nonsense = [
+        pack_event("device", {"index": 0, "t_s": float("nan"), "util_pct": float("inf"), "throttle": [1], "name": 5}),
+        pack_event("device", {"index": "x"}),
+        pack_event("host", {"t_s": 1e300, "gpu_absent": 7}),
+        pack_event("mode", {"process": 0, "mode": 5, "devices": "x", "t_s": None}),
+        pack_event("memory", {"process": 0, "devices": 7}),
+        pack_step(1, 1, -5, -7, -1, (1, 2, 3, 4)),
+        pack_call(1, 0, 99, 1, 1, -5, -7, 98, 97, (0, 1, 2, 3, 4, 5, 6, 7), (96, 95, 0, -5)),
+        b"\x02",
+        b"",
+    ]
+    directory = keep({0: nonsense}, drained=False)
+    story = collect(directory)
+    assert report_text(directory, 80)
+    assert json.dumps(as_object(story), allow_nan=False)
+    assert plots(story) == []
+
+
+# ------------------------------------------------------------------------------------------------ over time
+
+
+def test_stretches_stay_few_and_lose_nothing() -> None:
+    series = Series()
+    for number in range(50_000):
+        series.step("dp" if number % 7 else "single", number * 50_000_000, 40_000_000, 4, (1, 2, 3, None, 4))
+        series.call("dp", number * 50_000_000, (0, 1, -1, 9, 1, 1, 2, 0))
+    width, bins = series.result()
+    assert len(bins) <= BINS
+    assert sum(one.steps for one in bins) == 50_000
+    assert sum(one.samples or 0 for one in bins) == 200_000
+    assert {one.start_ns % width for one in bins} == {0}
+    assert sum(sum(one.parts) for one in bins) == pytest.approx(50_000 * 10, abs=50_000)
+    assert sum(one.parts[PARTS.index("scatter")] for one in bins) == 50_000
+
+
+# ------------------------------------------------------------------------------------------------ dp against single
+
+
+def test_the_steps_that_are_compared_leave_out_those_after_a_change() -> None:
+    settled = Settled()
+    for number in range(1, 61):
+        mode = "dp" if number <= 20 or number > 40 else "single"
+        if mode == "dp":
+            settled.call(0, number, (0, 10, 1, 20, 2, 30, 3, 5))
+        settled.step(0, number, mode, number * 1000, 500, 4, (50, 100, 200, None, 150))
+        settled.step(1, number, mode, number * 1000, 500, 4, (50, 100, 200, None, 150))
+    assert settled.seen == {"dp": 40, "single": 20}, "of the first process only"
+    assert [step.step for step in settled.steps["single"]] == list(range(21 + WARM_UP_STEPS, 41))
+    assert len(settled.steps["dp"]) == 40 - 2 * WARM_UP_STEPS
+    step = settled.steps["dp"][0]
+    assert dict(zip(PHASES, step.phases, strict=True)) == {
+        "data": 50, "scatter": 10, "replicate": 20, "apply": 30, "gather": 5, "forward": 35, "backward": 200,
+        "optimizer": NOT_RUN, "other": 150,
+    }  # fmt: skip
+    assert step.end_ns == step.step * 1000 + 500
+
+
+def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None:
+    pytest.importorskip("dpmon.model.compare", reason="the comparison is not there yet")
+    found = collect(both).compared
+    assert found is not None
+    assert found.speedup is not None
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low < found.speedup < found.high
+    assert dict(found.steps).keys() == {"dp", "single"}
+    lines = section(report_text(both, 80), "DP AGAINST SINGLE")
+    assert lines[0].startswith("  DataParallel over 2 virtual replicas")
+    assert f"speed-up {found.speedup:.2f}" in " ".join(lines)
+    assert as_object(collect(both))["compared"]["outcome"] in ("faster", "slower", "even")

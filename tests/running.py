@@ -89,13 +89,15 @@ class Dpmon:
         stderr: int | IO[bytes] | None = subprocess.PIPE,
         env: Mapping[str, str] | None = None,
         before: str = "",
+        argv: list[str] | None = None,
         **more: Any,
     ) -> subprocess.Popen[bytes]:
         """Start it; in a session of its own, so that signals to the test's group do not reach it.
 
-        `before`: what a shell (bash) does before it becomes dpmon, such as a trap or a limit.
+        `before`: what a shell (bash) does before it becomes dpmon, such as a trap or a limit. `argv`: something else
+        in its place.
         """
-        argv = self.words(*words)
+        argv = argv or self.words(*words)
         process = subprocess.Popen(
             ["bash", "-c", f'{before}\nexec "$@"', "bash", *argv] if before else argv,
             stdin=stdin,

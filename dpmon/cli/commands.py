@@ -1,19 +1,25 @@
-"""The commands that look at runs which are there already: attach, ls, stop, export."""
+"""The commands for runs which are there already: attach, ls, stop, export, keep, rm."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
-from dpmon.run.ending import outcome
+from dpmon.run import retention
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import RunError, RunInfo, find_run, list_runs, load_exit, short_name
+from dpmon.run.retention import is_kept
+from dpmon.run.rundir import RunError, RunInfo, find_run, list_runs, load_exit, load_info, short_name
+from dpmon.run.start import look_after
+from dpmon.run.state import run_state
 from dpmon.ui.text import clean
 
-__all__ = ["attach", "export", "ls", "stop"]
+__all__ = ["attach", "export", "keep", "ls", "rm", "stop"]
 
 _LAST_OUTPUT = 4096
 
@@ -21,6 +27,7 @@ _LAST_OUTPUT = 4096
 def attach(options: argparse.Namespace) -> int:
     """Show a run again: on a screen, or, without a terminal, its output from now on and its summary."""
     directory = find_run(options.run)
+    look_after(directory)
     if options.headless or options.json is not None or not has_screen():
         from dpmon.cli.headless import Follower
 
@@ -47,8 +54,10 @@ def stop(options: argparse.Namespace) -> int:
     line = ""
     for line in stop_run(directory):
         if line == NOTHING_RUNS and how is not None:
-            line = f"{directory.name} is over (exit status {how.status})"
+            status = "not known" if how.status is None else how.status
+            line = f"{directory.name} is over (exit status {status})"
         print(line, flush=True)
+    look_after(directory)
     return 1 if "cannot be stopped" in line else 0
 
 
@@ -67,10 +76,15 @@ def export(options: argparse.Namespace) -> int:
 # ------------------------------------------------------------------------------------------------ ls
 
 
-def ls(_: argparse.Namespace) -> int:
+def ls(options: argparse.Namespace) -> int:
     """List the runs, the newest last: name, state, age, steps, exit status, what was run."""
+    runs = [_describe(directory, info) for directory, info in list_runs()]
+    if options.json:
+        for run in runs:
+            print(json.dumps(run))
+        return 0
     rows: list[tuple[str, ...]] = [("NAME", "STATE", "AGE", "STEPS", "EXIT", "COMMAND")]
-    rows += [_row(directory, info) for directory, info in list_runs()]
+    rows += [_row(run) for run in runs]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
@@ -78,22 +92,49 @@ def ls(_: argparse.Namespace) -> int:
     return 0
 
 
-def _row(directory: Path, info: RunInfo) -> tuple[str, ...]:
-    how = load_exit(directory)
-    if how is not None:
-        state, status = outcome(how), how.signal or str(how.status)
-    else:
-        alive = RunReader(directory).command_alive()
-        state, status = {True: "running", False: "lost", None: "starting"}[alive], "-"
-    steps = _steps(directory)
+def _describe(directory: Path, info: RunInfo) -> dict[str, Any]:
+    """One run, as `ls --json` gives it."""
+    state, how = run_state(directory, info)
+    return {
+        "id": info.id,
+        "name": short_name(info),
+        "state": state,
+        "kept": is_kept(directory),
+        "started_unix": info.started_unix,
+        "steps": _steps(directory),
+        "status": None if how is None else how.status,
+        "signal": None if how is None else how.signal,
+        "unknown": None if how is None else how.unknown,
+        "command": [info.script, *_arguments(info)],
+        "directory": str(directory),
+    }
+
+
+def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
     return (
-        clean(short_name(info)),
-        state,
-        _age(time.time() - info.started_unix),
-        "-" if steps is None else f"{steps}",
-        status,
-        clean(" ".join([info.script, *_arguments(info)]))[:60],
+        clean(run["name"]),
+        run["state"] + (", kept" if run["kept"] else ""),
+        _age(time.time() - run["started_unix"]),
+        "-" if run["steps"] is None else f"{run['steps']}",
+        "-" if run["status"] is None else run["signal"] or str(run["status"]),
+        clean(" ".join(run["command"]))[:60],
     )
+
+
+def keep(options: argparse.Namespace) -> int:
+    """Mark a run as one that is not deleted when there are too many."""
+    directory = find_run(options.run)
+    retention.keep(directory, options.kept)
+    print(f"{directory.name} is {'kept until you delete it' if options.kept else 'kept no longer than others'}")
+    return 0
+
+
+def rm(options: argparse.Namespace) -> int:
+    """Delete runs that are over; kept ones too, since they were named."""
+    for directory in [find_run(run) for run in options.runs]:
+        retention.remove(directory, load_info(directory))
+        print(f"{directory.name} is deleted")
+    return 0
 
 
 def _arguments(info: RunInfo) -> tuple[str, ...]:
@@ -103,7 +144,9 @@ def _arguments(info: RunInfo) -> tuple[str, ...]:
 
 
 def _steps(directory: Path) -> int | None:
-    """Steps that the history has counted, over all processes; None if there is no history."""
+    """Steps that the history has counted; None if there is none. Of several processes, which take theirs together,
+    those of the one that took the most.
+    """
     from dpmon.run.history import HistoryError, Kept
 
     try:

@@ -142,15 +142,17 @@ class Follower:
         """How the run ended, and whether it is over."""
         guard = self._guard
         if guard is None:
+            # Asked in this order: what was written before the supervisor left is seen.
+            gone = self._reader.command_alive() is False and not self._reader.supervised()
             how = self._reader.exit()
-            return how, how is not None or self._reader.command_alive() is False
+            return how, how is not None or gone
         for _ in range(len(self._owed)):  # a signal may come, and add one, at any moment
             self._forward(self._owed.popleft())
         guard.look()
         how = guard.exit()
-        if not guard.supervised and not self._told and (how is None or how.by == "foreground"):
+        if not guard.supervised and not self._told and (guard.killed or how is None or how.by == "foreground"):
             self._told = True
-            self.say("the supervisor was killed; the training does not need it, but the record ends in its rings")
+            self.say("the supervisor was killed; the training does not need it, another one takes over")
         if guard.lost and not how:
             self.say(guard.lost)
         return how, how is not None or guard.lost is not None

@@ -46,6 +46,8 @@ def main(words: Sequence[str]) -> int:
             "ls": commands.ls,
             "stop": commands.stop,
             "export": commands.export,
+            "keep": commands.keep,
+            "rm": commands.rm,
         }[command](options)
     except (CommandError, ConfigError, RunError) as error:
         from dpmon.ui.text import clean

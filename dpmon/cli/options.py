@@ -11,7 +11,7 @@ import dpmon
 
 __all__ = ["COMMANDS", "UsageError", "parse"]
 
-COMMANDS = ("run", "attach", "ls", "stop", "report", "export", "doctor")
+COMMANDS = ("run", "attach", "ls", "stop", "report", "export", "doctor", "keep", "rm")
 MAX_REPLICAS = 4096
 KINDS = ("call", "step", "device", "host", "memory", "mode", "process", "warning", "dropped", "exit")
 
@@ -24,7 +24,9 @@ dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon stop RUN                          stop a run: SIGINT, SIGTERM, SIGKILL
        dpmon report [RUN] [--json | --html]    what happened in a run
        dpmon export [RUN] [--format FORMAT]    the records: jsonl, csv, perfetto
-       dpmon doctor                            what works here, and what to do about the rest"""
+       dpmon doctor                            what works here, and what to do about the rest
+       dpmon keep [RUN]                        never delete this run by itself
+       dpmon rm RUN [RUN ...]                  delete runs"""
 _EPILOG = """\
 Everything after the script's name belongs to the script. RUN is an id, the unique start of an id, a name, or
 `last`. The exit status is the script's own, 128+N for a signal; 2 for a wrong command line.
@@ -116,7 +118,11 @@ def _command_parser(command: str) -> _Parser:
     if command == "doctor":
         parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
         parser.add_argument("--python", metavar="PYTHON", help="the Python that would run the script")
-    elif command != "ls":
+    elif command == "rm":
+        parser.add_argument("runs", metavar="RUN", nargs="+", help="an id, its unique start, or a name")
+    elif command == "ls":
+        parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    else:
         optional = {"nargs": None} if command == "stop" else {"nargs": "?", "default": "last"}
         parser.add_argument("run", metavar="RUN", help="an id, its unique start, a name, or `last`", **optional)
     if command == "attach":
@@ -130,6 +136,8 @@ def _command_parser(command: str) -> _Parser:
         parser.add_argument(
             "-o", "--output", metavar="FILE", help="where to (standard output; for --html the run's name in this place)"
         )
+    if command == "keep":
+        parser.add_argument("--not", dest="kept", action="store_false", help="take that back")
     if command == "export":
         parser.add_argument(
             "--format",

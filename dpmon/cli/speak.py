@@ -24,7 +24,7 @@ def closing(directory: Path, how: ExitInfo | None, say: Callable[[str], None] | 
     """Say what the run did and how it ended (`say` None: nothing); dpmon's status: the command's own, 2 if unknown."""
     if say is not None:
         _sum_up(directory, how, say)
-    return UNKNOWN_STATUS if how is None else how.status
+    return UNKNOWN_STATUS if how is None or how.status is None else how.status
 
 
 def _sum_up(directory: Path, how: ExitInfo | None, say: Callable[[str], None]) -> None:

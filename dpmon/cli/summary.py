@@ -61,8 +61,10 @@ def _outcome(info: RunInfo, how: ExitInfo | None) -> str:
     took = duration(how.seconds)
     if how.stopped:
         return f"{name}: stopped by you after {took}"
+    if how.status is None:
+        return f"{name}: ended after {took}, status unknown: {how.unknown or 'nobody recorded it'}"
     if how.signal is not None:
-        return f"{name}: killed by {how.signal} after {took}"
+        return f"{name}: killed by {how.signal} after {took}" + (f" ({how.cause})" if how.cause else "")
     return f"{name}: finished in {took}" if how.status == 0 else f"{name}: exit status {how.status} after {took}"
 
 
@@ -100,7 +102,7 @@ def _mode_lines(name: str, mode: ModeTotals, totals: Totals) -> list[str]:
         name = "ddp"  # one device a rank: neither dp nor single
     title = (name or "mode unknown") + (" (virtual replicas)" if name == "dp" and totals.virtual else "")
     speed = mode.samples_per_s()
-    head = f"{title}: {len(mode.walls):,} steps, {mode.calls:,} calls"
+    head = f"{title}: {max(mode.steps.values(), default=0):,} steps, {mode.calls:,} calls"
     if speed is not None:
         head += f", {rate(speed)} samples/s"
     if totals.processes > 1:

@@ -33,6 +33,7 @@ from dpmon.records import CALL_PHASES, MODES, Call, Event, Record, Step
 __all__ = ["fold"]
 
 _SECOND = 1_000_000_000
+_GAP_NS = 5 * _SECOND
 _DATA, _FORWARD, _BACKWARD, _OPTIMIZER, _OTHER = (
     PHASES.index(name) for name in ("data", "forward", "backward", "optimizer", "other")
 )
@@ -378,8 +379,14 @@ def _host_event(state: State, event: Event) -> None:
 
 
 def _sample(track: DeviceTrack, data: Mapping[str, Any], key: str) -> None:
-    track.data = data
+    before, track.data = track.t_ns, data
     track.t_ns = _time(data)
+    if before is not None and track.t_ns is not None and track.t_ns - before > _GAP_NS:
+        # Nobody sampled for a while (the supervisor was killed): the charts have a gap there, a second a sample.
+        missing = [None] * min((track.t_ns - before) // _SECOND - 1, kept.HISTORY_KEPT)
+        for history in (track.util, track.mem, track.power):
+            history.extend(missing)
+        track.count += len(missing)
     track.count += 1
     track.util.append(_number(data, key))
     used, total = _number(data, "mem_used_bytes"), _number(data, "mem_total_bytes")

@@ -11,6 +11,7 @@ from pathlib import Path
 from dpmon.records import RecordError, pack_event
 from dpmon.ring import RingError, RingReader
 from dpmon.run.history import LIMIT_BYTES, Batch, History, HistoryError, RingRow
+from dpmon.run.proc import alive
 from dpmon.run.rows import Sorter
 from dpmon.run.rundir import RunInfo, ring_paths
 
@@ -21,6 +22,8 @@ COMMIT_BYTES = 1 << 19
 """Written at the latest when this much has gathered: an eighth of a ring, so a kill in between loses nothing."""
 HOLD_BYTES = 8 << 20
 """Held at most while the history cannot be written; the rings keep what is newer, what they lose is counted."""
+_ROLLUP_BYTES = 1024
+"""What one of those that gather takes in memory, roughly."""
 RETRY_S = 5.0
 _MEMORY = pack_event("memory", {})[:-1]
 """How such a record begins."""
@@ -95,11 +98,34 @@ class Drain:
             if not self.drain(now):
                 break
         for source in self._sources.values() if over else ():
+            if source.row.process >= 0 and alive(source.ring.pid, None):
+                continue  # a process that outlives the command still has what it holds
             source.over = True
             with suppress(RingError, OSError):
                 self._add(source, source.ring.last_words())
         if self._history is not None:
             self._write(now)
+
+    def drop_samples(self, current: str) -> None:
+        """Delete the rings of samples of killed supervisors, once all of it is in the history; `current` stays."""
+        for name, source in self._sources.items():
+            kept = self._kept.get(name)
+            if (
+                source.row.process < 0
+                and name != current
+                and kept is not None
+                and kept.position == source.ring.position
+            ):
+                with suppress(OSError):
+                    (self._directory / name).unlink()
+
+    def warnings_kept(self) -> list[str]:
+        """The texts of the supervisor's warnings that are in the history."""
+        return [] if self._history is None else self._history.warnings()
+
+    def last_sample_ns(self) -> int | None:
+        """When devices were last sampled (ns since the run's start), as far as the history goes; None: never."""
+        return None if self._history is None else self._history.last_sample_ns()
 
     def close(self) -> None:
         """Close history and rings; `flush` first."""
@@ -117,7 +143,10 @@ class Drain:
                 continue
             kept = self._kept.get(path.name)
             try:
-                self._sources[path.name] = _Source(path, kept and replace(kept), self._info.start_ns)
+                source = self._sources[path.name] = _Source(path, kept and replace(kept), self._info.start_ns)
+                if kept is not None and self._history is not None:
+                    for number, value in self._history.definitions(kept.process):
+                        source.sorter.learn(number, value)
             except (RingError, OSError) as error:
                 # It may be half made: its header is complete a moment later.
                 if time.time() - _modified(path) > RETRY_S:
@@ -135,6 +164,7 @@ class Drain:
         return bool(source.ring.position - before >= source.ring.capacity // 8)
 
     def _add(self, source: _Source, payloads: list[bytes]) -> None:
+        before = len(self._batch.rollups)
         for payload in payloads:
             try:
                 if source.sorter.add(self._batch, self._next_id, payload):
@@ -144,6 +174,7 @@ class Drain:
             except RecordError:
                 source.unreadable += 1
             self._bytes += len(payload)
+        self._bytes += _ROLLUP_BYTES * (len(self._batch.rollups) - before)
 
     # ------------------------------------------------------------------------------------------ history
 

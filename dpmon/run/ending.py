@@ -7,10 +7,10 @@ import time
 
 from dpmon.run.rundir import ExitInfo, RunInfo
 
-__all__ = ["exit_info", "outcome"]
+__all__ = ["exit_info", "outcome", "unknown_exit"]
 
 
-def exit_info(info: RunInfo, returncode: int, by: str, error: str | None = None) -> ExitInfo:
+def exit_info(info: RunInfo, returncode: int, by: str, error: str | None = None, *, drained: bool = True) -> ExitInfo:
     """How the run ended just now, from a return code as subprocess gives it (negative: the signal's number)."""
     name = None
     if returncode < 0:
@@ -27,13 +27,33 @@ def exit_info(info: RunInfo, returncode: int, by: str, error: str | None = None)
         seconds=(end - info.start_ns) / 1e9,
         by=by,
         error=error,
+        drained=drained,
+    )
+
+
+def unknown_exit(info: RunInfo, by: str, why: str, end_ns: int, *, ended_unix: float | None = None) -> ExitInfo:
+    """A run that has ended nobody knows how, at `end_ns` (monotonic, as near as can be told)."""
+    seconds = max(end_ns - info.start_ns, 0) / 1e9
+    return ExitInfo(
+        status=None,
+        signal=None,
+        ended_unix=info.started_unix + seconds if ended_unix is None else ended_unix,
+        end_ns=end_ns,
+        seconds=seconds,
+        by=by,
+        unknown=why,
     )
 
 
 def outcome(how: ExitInfo) -> str:
-    """One word for an end: finished, stopped (by the user), interrupted (SIGINT), killed (another signal), failed."""
+    """One word for an end: finished, stopped (by the user), interrupted (SIGINT), killed (another signal), failed.
+
+    Or ended, where nobody knows the status.
+    """
     if how.stopped:
         return "stopped"
+    if how.status is None:
+        return "ended"
     if how.signal is not None:
         return "interrupted" if how.signal == "SIGINT" else "killed"
     return "finished" if how.status == 0 else "failed"

@@ -137,7 +137,12 @@ def history(directory: Path) -> Iterator[Record]:
         yield Event("dropped", _dropped(snapshot))
         how = load_exit(directory)
         if how is not None:
-            yield Event("exit", {"status": how.status, "signal": how.signal, "t_s": how.seconds, "by": how.by})
+            data: dict[str, Any] = {"status": how.status, "signal": how.signal, "t_s": how.seconds, "by": how.by}
+            if how.unknown is not None:
+                data["absent"] = {"status": how.unknown}
+            if how.cause is not None:
+                data["cause"] = how.cause
+            yield Event("exit", data)
     finally:
         snapshot.close()
 

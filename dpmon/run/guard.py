@@ -15,11 +15,14 @@ from pathlib import Path
 
 from dpmon.run import proc
 from dpmon.run.ending import exit_info
+from dpmon.run.lock import needs_supervisor
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, save
+from dpmon.run.start import take_over
 
 __all__ = ["Guard"]
 
+SUCCESSORS = 3
 STALLED_S = 5.0
 """A supervisor that has not noticed the command's end for so long is stopped or stuck: the exit is read from /proc."""
 
@@ -35,6 +38,8 @@ class Guard:
         self.outcome: ExitInfo | None = None
         """How the run ended, where this process had to find out itself."""
         self._dead_since: float | None = None
+        self._successor: subprocess.Popen[bytes] | None = None
+        self._successors = 0
         self.lost: str | None = None
         """Why nothing will ever be known of how the run ended, once that is certain."""
 
@@ -51,6 +56,11 @@ class Guard:
     def supervised(self) -> bool:
         """Whether the supervisor lives."""
         return self._supervisor.poll() is None
+
+    @property
+    def killed(self) -> bool:
+        """Whether a signal has ended the supervisor."""
+        return (self._supervisor.poll() or 0) < 0
 
     def command_pid(self) -> int | None:
         """The command's process, from run.json or, where that could not be written, by looking for it."""
@@ -92,6 +102,8 @@ class Guard:
             self._look_for_stall()
             return
         pid = self.command_pid()
+        if pid is not None:
+            self._replace()
         if pid is None:
             self._record(
                 exit_info(self._reader.info, 2, "foreground", "the supervisor ended before it started the command")
@@ -101,16 +113,30 @@ class Guard:
             found, status = os.waitpid(pid, os.WNOHANG)
         except ChildProcessError:
             if not proc.alive(pid, self._reader.info.command_started):
-                self.lost = "the supervisor was killed, and the command's exit status with it"
+                self._give_up()
             return
         if found:
-            self._record(exit_info(self._reader.info, os.waitstatus_to_exitcode(status), "foreground"))
+            self._record(exit_info(self._reader.info, os.waitstatus_to_exitcode(status), "foreground", drained=False))
         self._reap_orphans()
 
     def _record(self, how: ExitInfo) -> None:
         self.outcome = how
+        if self._reader.exit() is None:  # a new supervisor may have been quicker
+            with contextlib.suppress(OSError):
+                save(self._directory, how)
+        self._replace()  # what the rings hold goes into the history, even if it ended a moment ago
+
+    def _replace(self) -> None:
+        """Start another supervisor in the place of one that was killed; a few times, in case something kills them."""
+        if self._successors >= SUCCESSORS or self.supervised:
+            return
+        if self._successor is not None and self._successor.poll() is None:
+            return
+        if not needs_supervisor(self._reader.refresh(), load_exit(self._directory)):
+            return
+        self._successors += 1
         with contextlib.suppress(OSError):
-            save(self._directory, how)
+            self._successor = take_over(self._directory)
 
     def _look_for_stall(self) -> None:
         """Read the status of a command that has ended from the process table if the supervisor does not reap it."""
@@ -124,7 +150,12 @@ class Guard:
         elif self._dead_since is None:
             self._dead_since = now
         elif now - self._dead_since > STALLED_S:
-            self._record(exit_info(info, os.waitstatus_to_exitcode(status), "foreground"))
+            self._record(exit_info(info, os.waitstatus_to_exitcode(status), "foreground", drained=False))
+
+    def _give_up(self) -> None:
+        """The command has gone and is not to be reaped here: the new supervisor may know more, else nobody will."""
+        if self._successor is None or self._successor.poll() is not None:
+            self.lost = "the supervisor was killed, and the command's exit status with it"
 
     def _reap_orphans(self) -> None:
         """Reap what the command left behind; not children of this process's own doing, which share its session."""

@@ -6,6 +6,13 @@
     calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.records)
     steps        id, process, step, mode, start_ns, wall_ns, samples, data_ns ... other_ns (NULL: did not run)
     events       id, process (NULL: the supervisor), kind, t_ns, json
+    rollups      width (1 or 60 s), start_s, process, mode, steps, calls, samples, unknown (steps without samples),
+                 last_step, low_ns, high_ns (of a step), step_ns, data_ns ... gather_ns (sums; NULL: did not run),
+                 histogram (dpmon.run.rollup); what ended in that second or minute
+    device_rollups  start_s (of a minute), device (index; -1: the host), name, count, total, low, high
+
+What is older than there is room for is deleted: calls, steps and events first, but for a run's processes, modes,
+warnings and exit; rollups are kept for ever, those of a second until they take a third of the room.
 
 Times are ns since the run's start. Ids are drawn from one counter, so they give the order across the three
 tables. A ring's position is written in the transaction that writes its records: whoever reads on from there misses
@@ -17,20 +24,28 @@ from __future__ import annotations
 import heapq
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from dpmon.run.rollup import SERIES, WIDTHS, Gathered, Rollup
+
 __all__ = ["HISTORY_FILE", "Batch", "History", "HistoryError", "Kept", "RingRow"]
 
 HISTORY_FILE = "history.sqlite"
 LIMIT_BYTES = 256 << 20
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _PRUNE_PART = 16
-_LASTING = ("process", "mode", "exit")
+_LASTING = ("process", "mode", "exit", "warning", "pause")
 """Kinds of events that are never deleted: few, and what they say holds for all that follows."""
+_PASSING = f"kind NOT IN ({','.join('?' * len(_LASTING))})"
+_WARNINGS_KEPT = 10_000
+_ROLLUPS_PART = 3
+_ROW_BYTES = 150
+"""What a row of rollups takes beside its histogram, roughly."""
+_CACHED = 512
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -48,7 +63,19 @@ CREATE TABLE IF NOT EXISTS steps (
     other_ns INTEGER);
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, process INTEGER, kind TEXT, t_ns INTEGER, json TEXT);
-"""
+CREATE TABLE IF NOT EXISTS rollups (
+    width INTEGER, start_s INTEGER, process INTEGER, mode TEXT, steps INTEGER, calls INTEGER, samples INTEGER,
+    unknown INTEGER, last_step INTEGER, low_ns INTEGER, high_ns INTEGER,
+    {sums}, histogram BLOB,
+    PRIMARY KEY (width, start_s, process, mode)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS device_rollups (
+    start_s INTEGER, device INTEGER, name TEXT, count INTEGER, total REAL, low REAL, high REAL,
+    PRIMARY KEY (start_s, device, name)) WITHOUT ROWID;
+""".format(sums=", ".join(f"{name}_ns INTEGER" for name in SERIES))
+_ADD_DEVICE = """\
+INSERT INTO device_rollups VALUES (?,?,?,?,?,?,?) ON CONFLICT (start_s, device, name) DO UPDATE SET
+    count = count + excluded.count, total = total + excluded.total, low = min(low, excluded.low),
+    high = max(high, excluded.high)"""
 
 
 class HistoryError(Exception):
@@ -83,6 +110,30 @@ class Batch:
     steps: list[tuple[Any, ...]] = field(default_factory=list)
     events: list[tuple[Any, ...]] = field(default_factory=list)
     rings: list[RingRow] = field(default_factory=list)
+    rollups: dict[tuple[int, int, str], Gathered] = field(default_factory=dict)
+    """By second, process and mode; only what this batch adds."""
+    devices: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
+    """Count, total, lowest and highest by minute (its first second), device and name."""
+
+    def rollup(self, end_ns: int, process: int, mode: str) -> Gathered:
+        """Where to add what ended at `end_ns`."""
+        key = end_ns // 1_000_000_000, process, mode
+        found = self.rollups.get(key)
+        if found is None:
+            found = self.rollups[key] = Gathered()
+        return found
+
+    def device(self, t_ns: int, device: int, name: str, value: float) -> None:
+        """Add one value of a sample."""
+        key = t_ns // 60_000_000_000 * 60, device, name
+        found = self.devices.get(key)
+        if found is None:
+            self.devices[key] = [1, value, value, value]
+        else:
+            found[0] += 1
+            found[1] += value
+            found[2] = min(found[2], value)
+            found[3] = max(found[3], value)
 
 
 class History:
@@ -91,6 +142,8 @@ class History:
     def __init__(self, directory: Path, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES) -> None:
         """Open or make the history of the run in `directory`; raises HistoryError."""
         self._limit = limit_bytes
+        self._cache: dict[tuple[int, int, int, str], Rollup] = {}
+        """The rollups written last, as they stand in the database."""
         try:
             self._db = sqlite3.connect(
                 directory / HISTORY_FILE, isolation_level=None, timeout=1.0, check_same_thread=False
@@ -121,6 +174,29 @@ class History:
         """How far each ring was taken over by whoever wrote this history before."""
         return _rings(self._db)
 
+    def definitions(self, process: int) -> list[tuple[int, Any]]:
+        """Number and value of every definition of one process."""
+        return list(_definitions(self._db, process))
+
+    def warnings(self) -> list[str]:
+        """The texts of the supervisor's own warnings."""
+        try:
+            rows = self._db.execute("SELECT json FROM events WHERE kind = 'warning' AND process IS NULL").fetchall()
+        except sqlite3.Error:
+            return []
+        found = []
+        for (text,) in rows:
+            with suppress(ValueError, TypeError, AttributeError):
+                found.append(str(json.loads(text).get("text")))
+        return found
+
+    def last_sample_ns(self) -> int | None:
+        """The time of the newest sample of host or devices; None if there is none."""
+        with suppress(sqlite3.Error):
+            found = self._db.execute("SELECT max(t_ns) FROM events WHERE kind IN ('host', 'device')").fetchone()[0]
+            return found if isinstance(found, int) else None
+        return None
+
     def write(self, batch: Batch) -> None:
         """Write all of `batch` or nothing; raises HistoryError, and the same batch may be tried again."""
         many = self._db.executemany
@@ -131,13 +207,44 @@ class History:
             many("INSERT INTO steps VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", batch.steps)
             many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
             many("INSERT OR REPLACE INTO rings VALUES (?,?,?,?,?,?,?,?,?,?,?)", map(astuple, batch.rings))
+            many(_ADD_DEVICE, [(*key, *values) for key, values in batch.devices.items()])
+            self._add_rollups(batch)
             if self._used_bytes() > self._limit:
                 self._prune()
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
+            self._cache.clear()
             with suppress(sqlite3.Error):  # some errors have rolled back already
                 self._db.execute("ROLLBACK")
             raise HistoryError(str(error)) from None
+
+    def _add_rollups(self, batch: Batch) -> None:
+        rows: dict[tuple[int, int, int, str], Rollup] = {}
+        for (second, process, mode), gathered in batch.rollups.items():
+            added = Rollup(second, process, mode)
+            added.add(gathered)
+            for width in WIDTHS:
+                key = width, second // width * width, process, mode
+                row = rows.get(key)
+                if row is None:
+                    row = rows[key] = self._cache.get(key) or self._rollup(key)
+                row.merge(added)
+        marks = ",".join("?" * (12 + len(SERIES)))
+        self._db.executemany(
+            f"INSERT OR REPLACE INTO rollups VALUES ({marks})", [row.row(key[0]) for key, row in rows.items()]
+        )
+        self._cache.update(rows)
+        if len(self._cache) > _CACHED:
+            self._cache = rows
+
+    def _rollup(self, key: tuple[int, int, int, str]) -> Rollup:
+        """A row as it was written before (by another supervisor, or long ago), or an empty one."""
+        query = "SELECT * FROM rollups WHERE width = ? AND start_s = ? AND process = ? AND mode = ?"
+        found = self._db.execute(query, key).fetchone()
+        with suppress(ValueError):
+            if found is not None:
+                return Rollup.of_row(found)
+        return Rollup(*key[1:])
 
     def _used_bytes(self) -> int:
         pages: int = self._db.execute("PRAGMA page_count").fetchone()[0]
@@ -146,11 +253,12 @@ class History:
 
     def _prune(self) -> None:
         """Delete the oldest sixteenth of what is there; the pages are used again, the file does not grow."""
+        self._prune_rollups()
         firsts = [
             row[0]
             for row in self._db.execute(
                 "SELECT min(id) FROM calls UNION ALL SELECT min(id) FROM steps"
-                " UNION ALL SELECT min(id) FROM events WHERE kind NOT IN (?,?,?)",
+                f" UNION ALL SELECT min(id) FROM events WHERE {_PASSING}",
                 _LASTING,
             )
             if row[0] is not None
@@ -160,10 +268,26 @@ class History:
         before = min(firsts) + max(1, (max(_last_ids(self._db)) - min(firsts)) // _PRUNE_PART)
         gone = self._db.execute("DELETE FROM calls WHERE id < ?", (before,)).rowcount
         gone += self._db.execute("DELETE FROM steps WHERE id < ?", (before,)).rowcount
-        gone += self._db.execute(
-            "DELETE FROM events WHERE id < ? AND kind NOT IN (?,?,?)", (before, *_LASTING)
-        ).rowcount
+        gone += self._db.execute(f"DELETE FROM events WHERE id < ? AND {_PASSING}", (before, *_LASTING)).rowcount
         self._db.execute("UPDATE meta SET value = value + ? WHERE key = 'pruned'", (gone,))
+
+    def _prune_rollups(self) -> None:
+        """Keep them, and the warnings, from taking all the room in runs of many days or processes."""
+        run = self._db.execute
+        for width in WIDTHS:
+            query = "SELECT count(*), total(length(histogram)), min(start_s), max(start_s) FROM rollups WHERE width = ?"
+            count, data, first, last = run(query, (width,)).fetchone()
+            if count * _ROW_BYTES + data > self._limit / _ROLLUPS_PART:
+                before = first + max((last - first) // 8, 1)
+                run("DELETE FROM rollups WHERE width = ? AND start_s < ?", (width, before))
+        count, first, last = run("SELECT count(*), min(start_s), max(start_s) FROM device_rollups").fetchone()
+        if count * _ROW_BYTES > self._limit / _ROLLUPS_PART:
+            run("DELETE FROM device_rollups WHERE start_s < ?", (first + max((last - first) // 8, 1),))
+        run(
+            "DELETE FROM events WHERE kind = 'warning' AND id <"
+            " (SELECT id FROM events WHERE kind = 'warning' ORDER BY id DESC LIMIT 1 OFFSET ?)",
+            (_WARNINGS_KEPT,),
+        )
 
     def close(self) -> None:
         """Close it, leaving one self-contained file if nobody else reads it now."""
@@ -222,7 +346,75 @@ class Kept:
             return int(found or 0)
         return 0
 
-    def _all(self, query: str, parameters: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    def newest_ns(self) -> int:
+        """When the last thing in the record was over."""
+        found = 0
+        for query in (
+            "SELECT max(start_ns + wall_ns) FROM (SELECT * FROM steps ORDER BY id DESC LIMIT 1000)",
+            "SELECT max(start_ns + wall_ns) FROM (SELECT * FROM calls ORDER BY id DESC LIMIT 1000)",
+            "SELECT max(t_ns) FROM (SELECT * FROM events ORDER BY id DESC LIMIT 1000)",
+        ):
+            for (newest,) in self._all(query, ()):
+                found = max(found, newest if isinstance(newest, int) else 0)
+        return found
+
+    def id_at(self, t_ns: int) -> int:
+        """About the id of what was over at `t_ns`: found by halving, since ids are drawn as time goes."""
+        low, high = 0, self.last_id + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            at = self._time_from(middle)
+            if at is None or at > t_ns:
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def _time_from(self, first: int) -> int | None:
+        """When the first thing with this id or a higher one, whose time is known, was over; None if there is none."""
+        found: list[tuple[int, int]] = []
+        for query in (
+            "SELECT id, start_ns + wall_ns FROM steps WHERE id >= ? ORDER BY id LIMIT 1",
+            "SELECT id, start_ns + wall_ns FROM calls WHERE id >= ? ORDER BY id LIMIT 1",
+            "SELECT id, t_ns FROM events WHERE id >= ? AND t_ns IS NOT NULL ORDER BY id LIMIT 1",
+        ):
+            found += [(number, at) for number, at in self._all(query, (first,)) if isinstance(at, int)]
+        return min(found)[1] if found else None
+
+    def step_end(self, near: int, t_ns: int, *, forward: bool) -> int | None:
+        """The end of the first step after `t_ns` (or of the last one before it), looked for around the id `near`."""
+        reach = 4096
+        if forward:
+            query = "SELECT min(start_ns + wall_ns) FROM (SELECT * FROM steps WHERE id >= ? ORDER BY id LIMIT ?)"
+            query += " WHERE start_ns + wall_ns > ?"
+            parameters = max(near - reach // 8, 0), reach, t_ns
+        else:
+            query = "SELECT max(start_ns + wall_ns) FROM (SELECT * FROM steps WHERE id <= ? ORDER BY id DESC LIMIT ?)"
+            query += " WHERE start_ns + wall_ns < ?"
+            parameters = near + reach // 8, reach, t_ns
+        for (found,) in self._all(query, parameters):
+            return found if isinstance(found, int) else None
+        return None
+
+    def rollups(self, width: int, since_s: int = 0) -> Iterator[Rollup]:
+        """Those of seconds (width 1) or minutes (60) that start at `since_s` or later, in that order."""
+        if not self._has("rollups"):
+            return
+        query = "SELECT * FROM rollups WHERE width = ? AND start_s >= ? ORDER BY start_s, process, mode"
+        for row in self._all(query, (width, since_s)):
+            with suppress(ValueError):
+                yield Rollup.of_row(row)
+
+    def device_rollups(self) -> Iterator[tuple[Any, ...]]:
+        """Rows of (start_s of a minute, device or -1 for the host, name, count, total, low, high), in that order."""
+        if self._has("device_rollups"):
+            yield from self._all("SELECT * FROM device_rollups ORDER BY start_s, device, name", ())
+
+    def _has(self, table: str) -> bool:
+        """Whether the table is there: a history of an earlier version may lack it."""
+        return any(self._all("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (table,)))
+
+    def _all(self, query: str, parameters: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
         try:
             for row in self._db.execute(query, parameters):  # noqa: UP028 `yield from` would close the cursor
                 yield row
@@ -232,6 +424,12 @@ class Kept:
     def close(self) -> None:
         """Let go of the snapshot."""
         self._db.close()
+
+
+def _definitions(db: sqlite3.Connection, process: int) -> Iterator[tuple[int, Any]]:
+    for number, value in db.execute("SELECT number, value FROM definitions WHERE process = ?", (process,)):
+        with suppress(ValueError, TypeError):
+            yield number, json.loads(value)
 
 
 def _last_ids(db: sqlite3.Connection) -> list[int]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from dpmon.records import Decoder, Event, Record, RecordError, kind_of, mode_number
 from dpmon.ring import Activity, RingError, RingReader
 from dpmon.run import proc
+from dpmon.run.lock import supervised
 from dpmon.run.rundir import INFO_FILE, ExitInfo, RunError, RunInfo, load_exit, load_info, ring_paths
 
 __all__ = ["Pause", "RunReader"]
@@ -236,17 +237,24 @@ class RunReader:
         """The exit as the ring has it, for a disk that had no room for exit.json."""
         data = {} if self._exit_event is None else self._exit_event.data
         status, seconds = data.get("status"), data.get("t_s")
-        if not isinstance(status, int) or not isinstance(seconds, (int, float)):
+        signal, unknown = data.get("signal"), data.get("unknown")
+        if not isinstance(status, int) and not isinstance(unknown, str):
             return None
-        signal = data.get("signal")
+        if not isinstance(seconds, (int, float)):
+            return None
         return ExitInfo(
-            status=status,
+            status=status if isinstance(status, int) else None,
             signal=signal if isinstance(signal, str) else None,
+            unknown=unknown if isinstance(unknown, str) else None,
             ended_unix=self.info.started_unix + seconds,
             end_ns=self.info.start_ns + int(seconds * 1e9),
             seconds=float(seconds),
             by="supervisor",
         )
+
+    def supervised(self) -> bool:
+        """Whether the run's supervisor lives (as far as run.json names it)."""
+        return supervised(self.refresh())
 
     def command_alive(self) -> bool | None:
         """Whether the command runs; None: it was not started yet."""

@@ -50,11 +50,11 @@ class Sorter:
         kind = kind_of(payload)
         try:
             if kind == "call":
-                batch.calls.append(self._call(number, payload))
+                batch.calls.append(self._call(batch, number, payload))
             elif kind == "step":
-                batch.steps.append(self._step(number, payload))
+                batch.steps.append(self._step(batch, number, payload))
             elif kind == "event":
-                batch.events.append(self._event(number, payload))
+                batch.events.append(self._event(batch, number, payload))
             elif kind == "definition":
                 which, value = definition(payload)
                 self.learn(which, value)
@@ -66,10 +66,12 @@ class Sorter:
             raise RecordError(f"unreadable record: {type(error).__name__}") from None
         return True
 
-    def _call(self, number: int, payload: bytes) -> tuple[Any, ...]:
-        mode, _, _, _, step, call, start, wall, inputs, *_ = call_head(payload)
+    def _call(self, batch: Batch, number: int, payload: bytes) -> tuple[Any, ...]:
+        mode, _, _, _, step, call, start, wall, inputs, _, *phases = call_head(payload)
         if step > _MAX_INT or call > _MAX_INT:
             raise RecordError("numbers beyond reason")
+        end = start - self._start_ns + wall
+        batch.rollup(end, self.row.process, MODES[mode]).calls.append(phases)
         row = (
             number, self.row.process, call, step, MODES[mode], start - self._start_ns, wall,
             self._rows.get(inputs), payload,
@@ -77,27 +79,40 @@ class Sorter:
         self.row.calls += 1
         return row
 
-    def _step(self, number: int, payload: bytes) -> tuple[Any, ...]:
+    def _step(self, batch: Batch, number: int, payload: bytes) -> tuple[Any, ...]:
         mode, _, _, step, start, wall, samples, *phases = step_fields(payload)
         if step > _MAX_INT:
             raise RecordError("numbers beyond reason")
-        known = [took if took >= 0 else None for took in phases]
+        known: list[int | None] = [took if took >= 0 else None for took in phases]
         other = max(0, wall - sum(took for took in phases if took >= 0))
-        row = (
-            number, self.row.process, step, MODES[mode], start - self._start_ns, wall,
-            samples if samples >= 0 else None, *known, other,
-        )  # fmt: skip
+        known.append(other)
+        count = samples if samples >= 0 else None
+        began = start - self._start_ns
+        row = (number, self.row.process, step, MODES[mode], began, wall, count, *known)
+        batch.rollup(began + wall, self.row.process, MODES[mode]).steps.append(row)
         self.row.steps += 1
         self.row.last_step = step
         return row
 
-    def _event(self, number: int, payload: bytes) -> tuple[Any, ...]:
+    def _event(self, batch: Batch, number: int, payload: bytes) -> tuple[Any, ...]:
         text = payload[1:].decode()
         data = json.loads(text)
         seconds = data.get("t_s")
         t_ns = int(seconds * 1e9) if isinstance(seconds, (int, float)) and abs(seconds) < 1e9 else None
         process = self.row.process if self.row.process >= 0 else None
-        return (number, process, str(data["kind"]), t_ns, text)
+        kind = str(data["kind"])
+        if process is None and t_ns is not None and kind in ("device", "host"):
+            _add_sample(batch, t_ns, kind, data)
+        return (number, process, kind, t_ns, text)
+
+
+def _add_sample(batch: Batch, t_ns: int, kind: str, data: Mapping[str, Any]) -> None:
+    index = data.get("index") if kind == "device" else -1
+    if type(index) is not int or not -1 <= index <= 0xFFFF:
+        return
+    for name, value in data.items():
+        if type(value) in (int, float) and name not in ("t_s", "index") and abs(value) < 1e18:
+            batch.device(t_ns, index, name[:64], float(value))
 
 
 def decoders_of(kept: Kept, origin_ns: int) -> dict[int, Decoder]:

@@ -8,6 +8,7 @@ import os
 import re
 import stat
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -36,8 +37,10 @@ EXIT_FILE = "exit.json"
 STOP_FILE = "stop-asked"
 """Its time says when the user last asked the run to stop."""
 _STOP_HOLDS_S = 300.0
+ROOM_BYTES = 24 << 20
+"""What a run needs at least: its rings, and some for the rest."""
 _MAX_JSON_BYTES = 1 << 22
-_RING_NAME = re.compile(r"(?:process-(\d{1,6})|gpu)\.ring")
+_RING_NAME = re.compile(r"(?:process-(\d{1,6})|gpu(?:-\d{1,4})?)\.ring")
 _ID = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9._-]{1,64}-[0-9a-f]{4}")
 
 
@@ -70,9 +73,9 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class ExitInfo:
-    """How a run ended: status 0..255 (128+N for a signal), the signal's name, when, and who saw it."""
+    """How a run ended: status 0..255 (128+N for a signal; None: not known), the signal's name, when, and who saw it."""
 
-    status: int
+    status: int | None
     signal: str | None
     ended_unix: float
     end_ns: int
@@ -80,6 +83,12 @@ class ExitInfo:
     by: str
     error: str | None = None
     """Why the command could not be started at all; the status is dpmon's own then."""
+    unknown: str | None = None
+    """Why the status is not known, where it is not."""
+    cause: str | None = None
+    """What else is known of why it ended, such as that the kernel ran out of memory."""
+    drained: bool = True
+    """Whether everything that the rings held then is in the history."""
     stopped: bool = False
     """Whether the user had asked for it shortly before; known to whoever loads it, whoever wrote it."""
 
@@ -198,26 +207,66 @@ def runs_directory() -> Path:
     return Path(platformdirs.user_state_dir()) / "dpmon" / "runs"
 
 
-def _prepared() -> Path:
-    """The directory of all runs, made if need be and closed to others; RunError if that is not possible."""
-    runs = runs_directory()
+def _elsewhere() -> list[Path]:
+    """Where runs go that cannot be kept in `runs_directory`: temporary directories, then memory.
+
+    Named after the place that they stand in for, so that runs of different state directories do not mix.
+    """
+    mark = f"{zlib.crc32(os.fsencode(runs_directory())):08x}"
+    places = dict.fromkeys([os.environ.get("TMPDIR") or "/tmp", "/dev/shm"])
+    return [Path(place) / f"dpmon-{os.getuid()}-{mark}" / "runs" for place in places]
+
+
+def _prepared(runs: Path) -> None:
+    """Make a directory of runs if need be and close it to others; RunError if that is not possible."""
     try:
         runs.parent.parent.mkdir(parents=True, exist_ok=True)
         for directory in (runs.parent, runs):
             directory.mkdir(mode=0o700, exist_ok=True)
-            info = os.stat(directory)
-            if info.st_uid != os.getuid():
+            info = os.stat(directory) if runs == runs_directory() else os.lstat(directory)
+            if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):
                 raise RunError(f"{directory} belongs to another user; set XDG_STATE_HOME to a place of yours")
             if info.st_mode & 0o077:
                 os.chmod(directory, 0o700)
     except OSError as error:
         raise RunError(f"no run can be kept in {runs}: {error.strerror}; set XDG_STATE_HOME") from None
-    return runs
+
+
+def _free_bytes(runs: Path) -> int:
+    disk = os.statvfs(runs)
+    return disk.f_bavail * disk.f_frsize
 
 
 def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
-    """Make a new directory for the run `draft` (its id is filled in), with run.json; RunError if that fails."""
-    runs = _prepared()
+    """Make a new directory for the run `draft` (its id is filled in), with run.json; RunError if that fails.
+
+    Where the usual place cannot take it (read-only, full, not the user's), another one does: `options["elsewhere"]`
+    says so in a sentence.
+    """
+    usual = runs_directory()
+    try:
+        _prepared(usual)
+        free = _free_bytes(usual)
+        if free >= ROOM_BYTES:
+            return _make(usual, draft)
+        problem = RunError(f"{usual} has only {free >> 20} MiB left")
+    except RunError as error:
+        problem = error
+    for runs in _elsewhere():
+        try:
+            _prepared(runs)
+            if _free_bytes(runs) < ROOM_BYTES:
+                continue
+            text = f"{str(problem).partition(';')[0]}: this run is kept in {runs}"
+            return _make(runs, replace(draft, options={**draft.options, "elsewhere": text}))
+        except RunError:
+            continue
+    # Nowhere is more room: what little there is in the usual place, or the reason why there is none.
+    _prepared(usual)
+    return _make(usual, replace(draft, options={**draft.options, "elsewhere": str(problem)}))
+
+
+def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(draft.started_unix))
     for _ in range(1000):
         run_id = f"{stamp}-{draft.name}-{os.urandom(2).hex()}"
@@ -231,8 +280,12 @@ def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
         info = replace(draft, id=run_id)
         try:
             save(directory, info)
-        except OSError as error:
-            raise RunError(f"{directory} cannot be written: {error.strerror}") from None
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # interrupted, too, it leaves no empty run behind
+                directory.rmdir()
+            if isinstance(error, OSError):
+                raise RunError(f"{directory} cannot be written: {error.strerror}") from None
+            raise
         return directory, info
     raise RunError(f"no free name for a run in {runs}")
 
@@ -252,19 +305,19 @@ def ring_paths(directory: Path) -> list[tuple[int, Path]]:
 
 
 def list_runs() -> list[tuple[Path, RunInfo]]:
-    """All runs of this user that can be read, oldest first."""
-    try:
-        names = os.listdir(runs_directory())
-    except OSError:
-        return []
+    """All runs of this user that can be read, oldest first; those too that are kept elsewhere."""
     found = []
-    for name in names:
-        if _ID.fullmatch(name):
-            try:
-                directory = runs_directory() / name
-                found.append((directory, load_info(directory)))
-            except RunError:
-                continue
+    for runs in (runs_directory(), *_elsewhere()):
+        try:
+            if runs != runs_directory():
+                check_directory(runs.parent)
+            names = os.listdir(runs)
+        except (OSError, RunError):
+            continue
+        for name in names:
+            if _ID.fullmatch(name):
+                with contextlib.suppress(RunError):
+                    found.append((runs / name, load_info(runs / name)))
     return sorted(found, key=lambda run: (run[1].started_unix, run[0].name))
 
 

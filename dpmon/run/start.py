@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import dpmon
+from dpmon.run import proc
+from dpmon.run.lock import needs_supervisor, take_lock
+from dpmon.run.rundir import load_exit, load_info
 
-__all__ = ["start_supervisor"]
+__all__ = ["TAKE_OVER", "look_after", "start_supervisor", "take_over"]
+
+FINISH_S = 10.0
+"""How long to wait for the record of a run to be completed; a few milliseconds a megabyte are usual."""
 
 # The interpreter is isolated (-I): neither the current directory nor PYTHON* may put a user's random.py before the
 # standard library's. dpmon's own place comes right after the standard library, the caller's other places last.
 _BOOT = """\
 import sys
-directory, home, *places = sys.argv[1:]
+directory, how, home, *places = sys.argv[1:]
 at = next((i for i, p in enumerate(sys.path) if p.endswith("-packages")), len(sys.path))
 sys.path.insert(at, home)
 sys.path += [p for p in places if p not in sys.path]
 from dpmon.run.supervisor import main
-main(directory)
+main(directory, how)
 """
+TAKE_OVER = "take over"
 
 
 def start_supervisor(directory: Path, *, stdin: bool) -> subprocess.Popen[bytes]:
@@ -29,6 +37,50 @@ def start_supervisor(directory: Path, *, stdin: bool) -> subprocess.Popen[bytes]
 
     OSError if it cannot be started.
     """
+    # Held from before there is a process, so that nobody takes the run for one whose supervisor was killed.
+    lock = take_lock(directory)
+    try:
+        if lock is not None and lock >= 0:
+            os.set_inheritable(lock, True)
+        return _start(directory, "" if lock is None else str(lock), stdin=stdin)
+    finally:
+        if lock is not None and lock >= 0:
+            os.close(lock)
+
+
+def take_over(directory: Path) -> subprocess.Popen[bytes]:
+    """Start a supervisor for a run that has none any more; it leaves at once if another one is there first.
+
+    OSError if it cannot be started.
+    """
+    return _start(directory, TAKE_OVER, stdin=False)
+
+
+def look_after(directory: Path) -> None:
+    """See to it that somebody keeps the record of a run: start a supervisor if the run has none.
+
+    Of a run that is over nothing is left to do but to take over what its rings hold: that is waited for, for a while.
+    """
+    info = load_info(directory)
+    if not needs_supervisor(info, load_exit(directory)):
+        return
+    try:
+        helper = take_over(directory)
+    except OSError:  # a full or read-only disk: the rings are read as they are
+        return
+    pid = info.command_pid
+    if pid is None or info.boot_id != proc.boot_id() or not proc.alive(pid, info.command_started):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            helper.wait(FINISH_S)
+    else:
+        _helpers.append(helper)
+
+
+_helpers: list[subprocess.Popen[bytes]] = []
+"""Those that are to outlive this process: kept, so that nothing is said of them when they are forgotten."""
+
+
+def _start(directory: Path, how: str, *, stdin: bool) -> subprocess.Popen[bytes]:
     home = str(Path(dpmon.__file__).resolve().parent.parent)
     here = os.path.realpath(os.curdir)
     places = [place for place in sys.path if place and os.path.realpath(place) != here]
@@ -37,7 +89,7 @@ def start_supervisor(directory: Path, *, stdin: bool) -> subprocess.Popen[bytes]
     log = os.open(directory / "supervisor.log", flags, 0o600)
     try:
         return subprocess.Popen(
-            [sys.executable, "-I", *bytecode, "-c", _BOOT, str(directory), home, *places],
+            [sys.executable, "-I", *bytecode, "-c", _BOOT, str(directory), how, home, *places],
             stdin=None if stdin else subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log,

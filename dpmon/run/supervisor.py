@@ -10,19 +10,24 @@ import contextlib
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dpmon.run import proc
-from dpmon.run.ending import exit_info
+from dpmon.run.adopt import Adopted, Child, Command, find_command, last_sign
+from dpmon.run.ending import exit_info, unknown_exit
 from dpmon.run.launch import start_command
-from dpmon.run.rundir import load_info, save
-from dpmon.run.terminal import Terminal
+from dpmon.run.lock import needs_supervisor, take_lock
+from dpmon.run.oom import OomWatch
+from dpmon.run.room import OutputRoom
+from dpmon.run.rundir import load_exit, load_info, save
+from dpmon.run.start import TAKE_OVER
+from dpmon.run.terminal import INPUT_FIFO, Terminal
 
 if TYPE_CHECKING:
     from dpmon.run.metrics import Metrics
@@ -30,6 +35,14 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 LEAVE_S = 2.0
+YOUNG_S = 60.0
+"""A run that is no older may be about to start its command, however slow the machine."""
+TAKEOVERS = 1000
+SCREEN_OUTPUT, HEADLESS_OUTPUT = 1 << 20, 64 << 20
+"""Bytes of the script's newest output that are kept whatever happens on a full disk."""
+SPARE_FILE, SPARE_BYTES = "spare", 1 << 16
+LITTLE_HISTORY = 32 << 20
+"""Where the record could not go to its own place: what takes it instead may be memory."""
 DRAIN_S = 0.2
 """A ring of 4 MiB is filled in 0.4 s by 100,000 records a second; that is as long as it may stay unread."""
 
@@ -69,6 +82,8 @@ class _WarningsLog:
     def __init__(self, directory: Path) -> None:
         self._path = directory / "warnings.log"
         self._at = 0
+        self.told: Counter[str] = Counter()
+        """Texts that another supervisor has passed on already, and how often."""
 
     def new(self) -> list[str]:
         """The texts of the lines that were added since the last time."""
@@ -83,37 +98,82 @@ class _WarningsLog:
             return []
         self._at += len(whole) + 1
         lines = whole.decode("utf-8", "replace").split("\n")
-        return [fields[2] for line in lines if len(fields := line.split(" ", 2)) == 3]
+        texts = [fields[2] for line in lines if len(fields := line.split(" ", 2)) == 3]
+        return [text for text in texts if not self._known(text)]
+
+    def _known(self, text: str) -> bool:
+        if self.told[text] <= 0:
+            return False
+        self.told[text] -= 1
+        return True
 
 
 class Supervisor:
-    """One run from the start of its command to its end."""
+    """One run from the start of its command to its end, or from where another supervisor was killed."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._info = load_info(directory)
         self._terminal: Terminal | None = None
         self._leave_at: float | None = None
-        self._command: subprocess.Popen[bytes] | None = None
+        self._oom = OomWatch()
+        self._samples = ""
+        """The ring that this supervisor's samples are in."""
+        self._warnings = _WarningsLog(directory)
 
-    def run(self) -> int:
+    def run(self, lock: int | None) -> int:
         """Start the command and stay until it has ended; 0, or 2 if it could not be started."""
         inherited = _descriptors()
+        if lock is not None:
+            os.set_inheritable(lock, False)
+            inherited.remove(lock)
+        else:
+            take_lock(self._directory)
         self._handle_signals()
         try:
             if self._info.options.get("stdin") != "inherit":
                 self._terminal = Terminal(self._directory, *self._window())
-            command = start_command(self._info, self._directory, self._terminal, os.environ)
+            command = Child(start_command(self._info, self._directory, self._terminal, os.environ))
         except OSError as error:
             text = f"{self._info.command[0]} cannot be started: {error.strerror or error}"
             _log(text)
             save(self._directory, exit_info(self._info, 2, "supervisor", text))
             return 2
-        self._command = command
         self._let_go(inherited)
-        self._announce(command.pid)
+        self._announce(command.pid, proc.started(command.pid))
         self._watch(command)
         return 0
+
+    def take_over(self) -> int:
+        """Go on with a run whose supervisor was killed, up to its end; 0, also if there is nothing to do."""
+        if take_lock(self._directory) is None:
+            return 0
+        self._info = load_info(self._directory)
+        if not needs_supervisor(self._info, load_exit(self._directory)):
+            return 0
+        self._handle_signals()
+        self._let_go([])
+        pid, started = self._info.command_pid, self._info.command_started
+        if pid is None:
+            found = find_command(self._directory)
+            if found is not None:
+                pid, started = found.pid, found.started
+            elif time.time() - self._info.started_unix < YOUNG_S:
+                return 0  # it is about to be started
+        # Whoever typed into the terminal of the killed supervisor typed into nothing.
+        (self._directory / INPUT_FIFO).unlink(missing_ok=True)
+        self._announce(pid, started)
+        if pid is None:
+            self._finish_unstarted()
+        else:
+            self._watch(Adopted(self._directory, self._info), late=True)
+        return 0
+
+    def _finish_unstarted(self) -> None:
+        end = last_sign(self._directory, self._info).end_ns
+        why = "the supervisor was killed before it had said what it started"
+        with contextlib.suppress(OSError):
+            save(self._directory, unknown_exit(self._info, "supervisor", why, end))
 
     # ------------------------------------------------------------------------------------------ start
 
@@ -150,13 +210,13 @@ class Supervisor:
         with contextlib.suppress(OSError):  # where processors are short, the training comes first
             os.nice(5)
 
-    def _announce(self, pid: int) -> None:
+    def _announce(self, pid: int | None, started: float | None) -> None:
         self._info = replace(
             self._info,
             supervisor_pid=os.getpid(),
             supervisor_started=proc.started(os.getpid()),
             command_pid=pid,
-            command_started=proc.started(pid),
+            command_started=started,
         )
         try:
             save(self._directory, self._info)
@@ -168,43 +228,95 @@ class Supervisor:
     def _sampler(self, pid: int) -> _Sampler:
         from dpmon.gpu.sampler import DeviceSampler
 
-        try:
-            return DeviceSampler(self._directory / "gpu.ring", self._info.start_ns, lambda: pid)
-        except OSError as error:
-            _log(f"no device samples: {error}")
-            return _Silent()
+        for number in range(TAKEOVERS):
+            name = f"gpu-{number}.ring" if number else "gpu.ring"
+            try:
+                self._samples = name
+                return DeviceSampler(self._directory / name, self._info.start_ns, lambda: pid)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                _log(f"no device samples: {error}")
+                break
+        return _Silent()
 
-    def _watch(self, command: subprocess.Popen[bytes]) -> None:
+    def _watch(self, command: Command, *, late: bool = False) -> None:
         from dpmon.run.drain import Drain  # sqlite is loaded while the command loads torch, not before
+        from dpmon.run.history import LIMIT_BYTES
 
         sampler = self._sampler(command.pid)
-        sampler.start()
         drain = Drain(
-            self._directory, self._info, lambda text: sampler.emit("warning", {"process": None, "text": text})
+            self._directory,
+            self._info,
+            lambda text: sampler.emit("warning", {"process": None, "text": text}),
+            LITTLE_HISTORY if "elsewhere" in self._info.options else LIMIT_BYTES,
         )
-        warnings = _WarningsLog(self._directory)
         metrics = self._metrics(sampler)
+        room = self._room(sampler)
+        self._set_aside()
+        if late:
+            self._catch_up(command, drain, sampler)
+        else:
+            sampler.start()
+            elsewhere = self._info.options.get("elsewhere")
+            if isinstance(elsewhere, str):
+                sampler.emit("warning", {"process": None, "text": elsewhere})
         poller = self._poller(command.pid)
         drain.heard = sampler.heard
         while self._leave_at is None or time.monotonic() < self._leave_at:
-            ended = command.poll() is not None
-            for text in warnings.new():
+            ended = command.over()
+            for text in self._warnings.new():
                 sampler.emit("warning", {"process": None, "text": text})
-            busy = drain.drain(time.monotonic())
+            now = time.monotonic()
+            busy = drain.drain(now)
+            room.look(now)
             if metrics is not None:
-                metrics.tick(time.monotonic())
+                metrics.tick(now)
             if ended:
                 break
             if self._terminal is not None:
                 self._terminal.register(poller)
             if poller.poll(0 if busy else DRAIN_S * 1000) and self._terminal is not None:
                 self._terminal.serve()
-        if command.returncode is not None:
-            self._finish(command.returncode, drain, sampler, metrics)
+        room.close(nobody_writes=command.over() and not proc.tree(command.pid))
+        if command.over():
+            self._finish(command, drain, sampler, metrics)
         else:
             drain.flush()
             drain.close()
             sampler.stop()
+
+    def _set_aside(self) -> None:
+        """Hold what exit.json will need, so that how the run ended is known on a full disk too."""
+        with contextlib.suppress(OSError):
+            fd = os.open(self._directory / SPARE_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, SPARE_BYTES)
+            finally:
+                os.close(fd)
+
+    def _room(self, sampler: _Sampler) -> OutputRoom:
+        names = ("stdout.log", "stderr.log") if self._info.headless else ("output.log",)
+        return OutputRoom(
+            [self._directory / name for name in names],
+            lambda text: sampler.emit("warning", {"process": None, "text": text}),
+            # Of a headless run the foreground may have some to pass on yet.
+            HEADLESS_OUTPUT if self._info.headless else SCREEN_OUTPUT,
+        )
+
+    def _catch_up(self, command: Command, drain: Any, sampler: _Sampler) -> None:
+        """Take what the rings still hold from where the killed supervisor had come to, and say what is missing."""
+        drain.flush()
+        self._warnings.told.update(drain.warnings_kept())
+        last_ns = drain.last_sample_ns()
+        drain.drop_samples(self._samples)
+        if command.over():
+            return
+        since = "" if last_ns is None else f" after {last_ns / 1e9:.0f} s"
+        now = (time.monotonic_ns() - self._info.start_ns) / 1e9
+        text = f"the supervisor was killed{since}; another one goes on from {now:.0f} s: no device samples between"
+        sampler.emit("warning", {"process": None, "text": text})
+        sampler.start()
 
     def _poller(self, pid: int) -> select.poll:
         """What ends the wait between two drains: the command's end, and what is typed for it."""
@@ -226,20 +338,30 @@ class Supervisor:
             lambda text: sampler.emit("warning", {"process": None, "text": text}),
         )
 
-    def _finish(self, returncode: int, drain: Any, sampler: _Sampler, metrics: Metrics | None) -> None:
-        how = exit_info(self._info, returncode, "supervisor")
+    def _finish(self, command: Command, drain: Any, sampler: _Sampler, metrics: Metrics | None) -> None:
         drain.flush(over=True)
-        seconds = (how.end_ns - self._info.start_ns) / 1e9
-        sampler.emit("exit", {"status": how.status, "signal": how.signal, "t_s": seconds})
+        how = command.ending(self._info)
+        if how.cause is None:
+            how = replace(how, cause=self._oom.cause(how.signal))
+        data = {"status": how.status, "signal": how.signal, "t_s": how.seconds}
+        data |= {name: text for name in ("unknown", "cause") if (text := getattr(how, name)) is not None}
+        sampler.emit("exit", data)
         drain.flush()
         drain.close()
+        with contextlib.suppress(OSError):
+            (self._directory / SPARE_FILE).unlink()
         try:
-            save(self._directory, how)
+            save(self._directory, replace(how, drained=True))
         except OSError as error:
             _log(f"exit.json cannot be written: {error}")
         if metrics is not None:
             metrics.end(how)
         sampler.stop()
+        # Now that nothing runs that could be held up by it.
+        from dpmon.run.retention import limits, prune_runs
+
+        for gone in prune_runs(limits(os.environ), self._directory):
+            _log(f"deleted {gone.name}: older than what is kept")
 
 
 def _descriptors() -> list[int]:
@@ -256,10 +378,11 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-def main(directory: str) -> None:
-    """Run the supervisor of the run in `directory` and end the process."""
+def main(directory: str, how: str) -> None:
+    """Supervise the run in `directory` and end the process. `how`: TAKE_OVER, or the descriptor that holds its lock."""
     try:
-        sys.exit(Supervisor(Path(directory)).run())
+        supervisor = Supervisor(Path(directory))
+        sys.exit(supervisor.take_over() if how == TAKE_OVER else supervisor.run(int(how) if how.isdecimal() else None))
     except Exception as error:  # the trace goes to supervisor.log, the training goes on
         _log(f"{type(error).__name__}: {error}")
         raise

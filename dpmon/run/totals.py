@@ -44,6 +44,8 @@ class ModeTotals:
     """Samples by process."""
     step_ns: Counter[int] = field(default_factory=Counter)
     """Time of the steps by process."""
+    steps: Counter[int] = field(default_factory=Counter)
+    """Steps by process; processes that train together take theirs together, so the most is the run's."""
     unknown_samples: int = 0
     """Steps that did not know their samples."""
     calls: int = 0
@@ -167,6 +169,7 @@ class Adder:
         found = self._mode(mode)
         found.walls.append(wall)
         found.step_ns[process] += wall
+        found.steps[process] += 1
         if samples is None:
             found.unknown_samples += 1
         else:

@@ -25,6 +25,7 @@ import torch
 from dpmon.records import FAILED, GRAD, STEP_TAG, STEP_WORDS, TRAINING
 from dpmon.ring import HEADER_BYTES, Activity, Frame, Ring
 from dpmon.tracer.frames import drop_frames, named_like
+from dpmon.tracer.inject import note
 from dpmon.tracer.session import Session
 
 __all__ = ["Steps"]
@@ -706,6 +707,9 @@ class Steps:
             if self.session.ring is not None:
                 self.session.ring.flush()
                 self.session.ring.activity(Activity.ENDED, monotonic_ns())
+                uncaught = getattr(sys, "last_type", None)
+                if uncaught is not None:  # so that the status is known where nobody is left to reap this process
+                    note(uncaught.__name__, "endings.log")
         except Exception as error:  # noqa: BLE001 - the interpreter is ending
             self.session.fault("exit", error)
 

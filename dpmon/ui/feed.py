@@ -175,7 +175,9 @@ class Feed:
         for tail in self.output.tails:
             tail.refresh()
         last = None
-        if ended.status and not ended.stopped:
+        if ended.status is None and ended.unknown:
+            last = clean(ended.unknown, 500)
+        elif ended.status and not ended.stopped:
             lines = [line for tail in reversed(self.output.tails) if (line := last_line_of_traceback(tail))]
             last = clean(ended.error, 500) if ended.error else clean(lines[0], 500) if lines else None
         self._ended = Ended(ended.status, ended.signal, int(ended.seconds * 1e9), last, ended.stopped)

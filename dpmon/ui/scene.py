@@ -46,9 +46,9 @@ class Facts(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How the run ended: status 0 to 255 (128+N for a signal), the signal's name, when (ns since the start)."""
+    """How the run ended: status 0 to 255 (128+N for a signal), None if unknown; the signal's name; when (ns)."""
 
-    status: int
+    status: int | None
     signal: str | None
     end_ns: int | None
     last_line: str | None = None
@@ -197,6 +197,8 @@ def _outcome(ended: Ended) -> Life:
         return Life("stopped", "wait", "by you")
     if ended.signal == "SIGINT":
         return Life("interrupted", "wait", "SIGINT")
+    if ended.status is None:
+        return Life("ended", "bad", "status unknown")
     if ended.signal is not None:
         perhaps = "perhaps out of memory" if ended.signal == "SIGKILL" else ""
         return Life(f"killed by {clean(ended.signal, 12)}", "bad", perhaps)

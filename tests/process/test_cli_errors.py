@@ -133,16 +133,6 @@ def test_a_python_that_cannot_answer_says_why(dpmon: Dpmon, tmp_path: Path) -> N
     refused(dpmon, "--python", str(python), "script.py", says=f"{python} (it ends with status 77)")
 
 
-def test_no_place_for_the_record(dpmon: Dpmon) -> None:
-    dpmon.script("pass")
-    dpmon.state.write_text("a file where the directory should be")
-    result = dpmon.run("script.py")
-    assert result.status == 2
-    assert "no run can be kept" in result.errors
-    assert len(result.errors.splitlines()) == 1
-    dpmon.state.unlink()
-
-
 def test_a_gpu_that_is_not_there(dpmon: Dpmon) -> None:
     """No machine has a thousand of them; one whose driver does not start for odd reasons is not this test's."""
     dpmon.script("print('it ran')")

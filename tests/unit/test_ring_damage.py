@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from sizes import size
 
 import dpmon.ring
 from dpmon.records import Decoder, RecordError, pack_call, pack_definition, pack_event, pack_step
@@ -191,7 +192,7 @@ def test_files_mutated_at_random(tmp_path: Path) -> None:
     image = Path(path).read_bytes()
     chance = random.Random(7)
     outcomes = {"read": 0, "refused": 0, "record refused": 0}
-    for number in range(2000):
+    for number in range(size(2000, 200_000)):  # a hundred frames each, roughly
         fd = os.open(path, os.O_WRONLY)
         os.pwrite(fd, mutations(chance, image), 0)
         os.close(fd)

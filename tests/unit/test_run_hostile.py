@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from sizes import size
 
 from dpmon.cli.summary import summary_lines
 from dpmon.records import as_json, pack_call, pack_definition, pack_event, pack_step
@@ -69,7 +70,7 @@ def changed(data: bytes, chance: random.Random) -> bytes:
     return bytes(what)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(size(12, 1200)))
 def test_changed_at_random(whole: Path, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     names = ("run.json", "exit.json", "history.sqlite", "process-0.ring", "stages.log")

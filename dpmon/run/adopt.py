@@ -1,0 +1,167 @@
+"""The command as its supervisor sees it: a child of its own, or a process that another supervisor had started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from dpmon.ring import Activity, RingError, RingReader
+from dpmon.run import proc
+from dpmon.run.ending import exit_info, unknown_exit
+from dpmon.run.pidfd import open_pidfd, wait_status
+from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, ring_paths
+
+__all__ = ["Adopted", "Child", "Command", "find_command", "last_sign"]
+
+PATIENCE_S = 2.0
+"""How long to wait for somebody who may know more: the foreground that reaps the command, or the kernel."""
+_LOST = "the supervisor that had started it was killed before it ended"
+
+
+class Command(Protocol):
+    """What a supervisor watches."""
+
+    pid: int
+
+    def over(self) -> bool:
+        """Whether it has ended."""
+
+    def ending(self, info: RunInfo) -> ExitInfo:
+        """How it ended, once it is over."""
+
+
+class Child:
+    """A command that this process has started."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def over(self) -> bool:
+        """Reaps it, if it has ended."""
+        return self._process.poll() is not None
+
+    def ending(self, info: RunInfo) -> ExitInfo:
+        """By the status that the kernel gave its parent."""
+        return exit_info(info, self._process.returncode, "supervisor")
+
+
+class Adopted:
+    """A command whose supervisor was killed: no child of ours, so its status has to be learned in other ways."""
+
+    def __init__(self, directory: Path, info: RunInfo) -> None:
+        assert info.command_pid is not None
+        self._directory = directory
+        self.pid = info.command_pid
+        self._started = info.command_started
+        same_boot = info.boot_id == proc.boot_id()
+        self._pidfd = open_pidfd(self.pid) if same_boot and proc.alive(self.pid, self._started) else None
+        self._seen_alive = self._pidfd is not None or (same_boot and proc.alive(self.pid, self._started))
+        self._same_boot = same_boot
+        # Looked at before anything of ours touches those files again.
+        self._last_ns = last_sign(directory, info).end_ns
+
+    def over(self) -> bool:
+        """Whether this very process has gone; one that nobody has reaped yet has."""
+        return not self._same_boot or not proc.alive(self.pid, self._started)
+
+    def ending(self, info: RunInfo) -> ExitInfo:
+        """From the kernel, the foreground that reaped it, or its own last record; else unknown, with the reason."""
+        now = time.monotonic_ns()
+        until = time.monotonic() + PATIENCE_S
+        while self._same_boot:
+            found = load_exit(self._directory)
+            if found is not None:
+                return found
+            status = self._status()
+            if status is not None:
+                return exit_info(info, os.waitstatus_to_exitcode(status), "supervisor")
+            if not self._seen_alive or time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        return self._from_record(info, now)
+
+    def _status(self) -> int | None:
+        status = wait_status(self._pidfd) if self._pidfd is not None else None
+        return proc.status_of_dead(self.pid, self._started) if status is None else status
+
+    def _from_record(self, info: RunInfo, now: int) -> ExitInfo:
+        """What the training process itself has left: whether Python came to its end, and by which exception."""
+        if not self._same_boot:
+            return unknown_exit(info, "supervisor", "the machine was restarted", self._last_ns)
+        sign = last_sign(self._directory, info)
+        end = now if self._seen_alive else self._last_ns
+        if sign.exception is not None:
+            status = -signal.SIGINT if sign.exception == "KeyboardInterrupt" else 1
+            return replace(exit_info(info, status, "tracer"), end_ns=end, seconds=(end - info.start_ns) / 1e9)
+        if sign.ended is None:
+            return unknown_exit(info, "supervisor", _LOST, end)
+        if sign.ended:
+            return unknown_exit(info, "supervisor", f"{_LOST}; its Python came to its end in order", end)
+        return unknown_exit(info, "supervisor", f"{_LOST}; its Python was killed or left by os._exit", end)
+
+
+class Sign(NamedTuple):
+    """The last that a run's own files tell of its training."""
+
+    end_ns: int
+    ended: bool | None
+    """Whether the command's Python came to its end in order; None if it has no record."""
+    exception: str | None
+    """The exception that nobody caught, by the name of its class."""
+
+
+def last_sign(directory: Path, info: RunInfo) -> Sign:
+    """Read it; `end_ns` monotonic, of the same boot."""
+    ended: bool | None = None
+    end = info.start_ns + int(_last_output(directory, info) * 1e9)
+    for process, path in ring_paths(directory):
+        if process < 0:
+            continue
+        with contextlib.suppress(RingError, OSError):
+            ring = RingReader(str(path))
+            what, since = ring.activity()
+            if ring.pid == info.command_pid:
+                ended = what == Activity.ENDED
+            ring.close()
+            end = max(end, since)
+    return Sign(end, ended, _uncaught(directory, info))
+
+
+def _uncaught(directory: Path, info: RunInfo) -> str | None:
+    """What the tracer has left in endings.log about the exception that ended the command's own Python."""
+    try:
+        with open(directory / "endings.log", "rb") as file:
+            lines = file.read(1 << 16).decode("utf-8", "replace").split("\n")
+    except OSError:
+        return None
+    words = [line.split(" ") for line in lines]
+    return next((line[2] for line in words if len(line) == 3 and line[0] == str(info.command_pid)), None)
+
+
+def _last_output(directory: Path, info: RunInfo) -> float:
+    """Seconds after the run's start at which its output was last written to; 0 if that cannot be told."""
+    found = 0.0
+    for name in ("output.log", "stdout.log", "stderr.log"):
+        with contextlib.suppress(OSError):
+            found = max(found, (directory / name).stat().st_mtime - info.started_unix)
+    return found
+
+
+def find_command(directory: Path) -> proc.Process | None:
+    """The command of a run whose supervisor was killed before it could say which process it had started."""
+    needle = b"DPMON_RUN=" + os.fsencode(directory)
+    found = []
+    for pid, process in proc.every_process().items():
+        if process.session != pid or process.dead:
+            continue
+        with contextlib.suppress(OSError):
+            if needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(process)
+    return min(found, key=lambda process: process.started, default=None)

@@ -1,0 +1,45 @@
+"""Who supervises a run: one process at a time, held by a lock that dies with its holder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+from dpmon.run import proc
+from dpmon.run.rundir import ExitInfo, RunInfo
+
+__all__ = ["needs_supervisor", "supervised", "take_lock"]
+
+_LOCK_FILE = "supervisor.lock"
+UNSUPPORTED = -1
+
+
+def take_lock(directory: Path) -> int | None:
+    """A descriptor that holds the lock until its last copy is closed; None if somebody else holds it.
+
+    UNSUPPORTED where the file system has no locks or takes no file: then nobody is kept out.
+    """
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(directory / _LOCK_FILE, flags, 0o600)
+    except OSError:
+        return UNSUPPORTED
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        return None if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else UNSUPPORTED
+    return fd
+
+
+def supervised(info: RunInfo) -> bool:
+    """Whether the supervisor that run.json names lives (a stopped one does)."""
+    pid = info.supervisor_pid
+    return pid is not None and info.boot_id == proc.boot_id() and proc.alive(pid, info.supervisor_started)
+
+
+def needs_supervisor(info: RunInfo, how: ExitInfo | None) -> bool:
+    """Whether a run goes on, or has ended, with nobody to finish its record; the lock has the last word."""
+    return (how is None or not how.drained) and not supervised(info)

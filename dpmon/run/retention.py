@@ -1,0 +1,125 @@
+"""Which old runs are deleted: never one that goes on, never one that is kept, the oldest first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from dpmon.run.lock import supervised, take_lock
+from dpmon.run.rundir import RunError, RunInfo, list_runs
+from dpmon.run.state import command_alive
+
+__all__ = ["Limits", "is_kept", "keep", "limits", "prune_runs", "remove"]
+
+_KEEP_FILE = "keep"
+_GONE = ".gone-"
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+class Limits(NamedTuple):
+    """How many runs, and how many bytes of them, are kept; kept and running ones count, but are not deleted."""
+
+    runs: int = 200
+    bytes: int = 10 << 30
+
+
+def limits(environ: Mapping[str, str]) -> Limits:
+    """DPMON_KEEP_RUNS and DPMON_KEEP_BYTES (a number, or one with K, M, G, T); what is no such number is ignored.
+
+    The one place that knows where these come from.
+    """
+    runs, size = Limits()
+    text = environ.get("DPMON_KEEP_RUNS", "")
+    if re.fullmatch(r"[0-9]{1,9}", text):
+        runs = int(text)
+    found = re.fullmatch(r"([0-9]{1,15})\s*([kmgt]?)(i?b)?", environ.get("DPMON_KEEP_BYTES", "").strip().lower())
+    if found:
+        size = int(found[1]) * _UNITS[found[2]]
+    return Limits(runs, size)
+
+
+def keep(directory: Path, kept: bool = True) -> None:
+    """Mark a run as one that is never deleted by itself, or take the mark away; RunError if that cannot be written."""
+    path = directory / _KEEP_FILE
+    try:
+        if kept:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def is_kept(directory: Path) -> bool:
+    """Whether the run carries the mark."""
+    return os.path.lexists(directory / _KEEP_FILE)
+
+
+def remove(directory: Path, info: RunInfo) -> None:
+    """Delete a run; RunError if it goes on or cannot be deleted."""
+    problem = _delete(directory, info)
+    if problem is not None:
+        raise RunError(problem)
+
+
+def prune_runs(limit: Limits, current: Path) -> list[Path]:
+    """Delete the oldest runs beside `current` until the rest is within `limit`; what was deleted.
+
+    Only runs of the directory that `current` is in are looked at.
+    """
+    _sweep(current.parent)
+    runs = [(directory, info) for directory, info in list_runs() if directory.parent == current.parent]
+    sizes = {directory: _size(directory) for directory, _ in runs}
+    count, total = len(runs), sum(sizes.values())
+    gone = []
+    for directory, info in runs:
+        if count <= limit.runs and total <= limit.bytes:
+            break
+        if directory == current or is_kept(directory) or _delete(directory, info) is not None:
+            continue
+        count, total = count - 1, total - sizes[directory]
+        gone.append(directory)
+    return gone
+
+
+def _delete(directory: Path, info: RunInfo) -> str | None:
+    """None once it is deleted, else why not."""
+    if command_alive(info) or supervised(info):
+        return f"{directory.name} is running; dpmon stop {info.id} ends it"
+    lock = take_lock(directory)
+    if lock is None:  # it is being started, or taken over, at this moment
+        return f"{directory.name} is in use"
+    try:
+        # First out of everybody's sight, so that nobody meets half a run.
+        hidden = directory.with_name(_GONE + directory.name)
+        os.rename(directory, hidden)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        return f"{directory} cannot be deleted: {error.strerror}"
+    finally:
+        if lock >= 0:
+            os.close(lock)
+    return None
+
+
+def _sweep(runs: Path) -> None:
+    """Delete what a killed process of ours has left half deleted."""
+    with contextlib.suppress(OSError):
+        for entry in runs.glob(_GONE + "*"):
+            if not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def _size(directory: Path) -> int:
+    """Bytes on the disk."""
+    total = 0
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                total += entry.stat(follow_symlinks=False).st_blocks * 512
+    return total

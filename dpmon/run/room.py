@@ -1,0 +1,115 @@
+"""Room for what the script prints: a full disk must not make its print() fail.
+
+The script writes its output straight into a file of the run. Some room beyond that file's end is allocated ahead, so
+that somebody else's data cannot take it; when the disk is full, the oldest output is given up for the newest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+__all__ = ["OutputRoom"]
+
+AHEAD = 16 << 20
+AHEAD_LITTLE = 2 << 20
+PLENTY = 1 << 30
+"""On a disk with less free than this, less is allocated ahead."""
+LOOK_S = 1.0
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+_PAGE = 4096
+
+
+class OutputRoom:
+    """Watches over the output files of a run; from the supervisor's loop, never blocking for long."""
+
+    def __init__(self, paths: Sequence[Path], warn: Callable[[str], None], keep_last: int = 1 << 20) -> None:
+        """`keep_last`: bytes of the newest output that are never given up."""
+        self._paths = paths
+        self._warn = warn
+        self._keep_last = keep_last
+        self._files: dict[Path, int] = {}
+        self._until: dict[Path, int] = {}
+        """How far room is allocated, as an offset in the file."""
+        self._given_up: dict[Path, int] = {}
+        self._look_at = 0.0
+        self._told = False
+        self._allocate = _fallocate()
+
+    def look(self, now: float) -> None:
+        """Allocate what is due; once a second at most. `now`: monotonic s."""
+        if self._allocate is None or now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        for path in self._paths:
+            try:
+                fd = self._files.get(path)
+                if fd is None:
+                    fd = self._files[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                self._look_at_file(path, fd)
+            except OSError:  # not there yet, or a file system that cannot allocate
+                continue
+
+    def _look_at_file(self, path: Path, fd: int) -> None:
+        size = os.fstat(fd).st_size
+        disk = os.fstatvfs(fd)
+        ahead = AHEAD if disk.f_bavail * disk.f_frsize > PLENTY else AHEAD_LITTLE
+        if self._until.get(path, 0) >= size + ahead // 2:
+            return
+        if self._reserve(fd, size, ahead):
+            self._until[path] = size + ahead
+            return
+        self._give_up(path, fd, size)
+        for part in (ahead, ahead // 4, ahead // 16):
+            if self._reserve(fd, size, part):
+                # Looked at again at the next turn, since this is not as much as there should be.
+                break
+        if not self._told:
+            self._told = True
+            self._warn("the disk is full: the script's oldest output is deleted to make room for the newest")
+
+    def _give_up(self, path: Path, fd: int, size: int) -> None:
+        begin = self._given_up.get(path, 0)
+        end = (size - self._keep_last) // _PAGE * _PAGE
+        if end > begin and self._call(fd, _KEEP_SIZE | _PUNCH_HOLE, begin, end - begin) == 0:
+            self._given_up[path] = end
+
+    def _reserve(self, fd: int, size: int, ahead: int) -> bool:
+        """False if the disk has no room for it; OSError for any other reason."""
+        problem = self._call(fd, _KEEP_SIZE, size, ahead)
+        if problem not in (0, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(problem, os.strerror(problem))
+        return problem == 0
+
+    def _call(self, fd: int, mode: int, offset: int, length: int) -> int:
+        assert self._allocate is not None
+        while self._allocate(fd, mode, offset, length) != 0:
+            number = ctypes.get_errno()
+            if number != errno.EINTR:
+                return number
+        return 0
+
+    def close(self, *, nobody_writes: bool) -> None:
+        """Give back the files and, if `nobody_writes`, the room that was not needed."""
+        for fd in self._files.values():
+            with contextlib.suppress(OSError):
+                if nobody_writes:
+                    os.ftruncate(fd, os.fstat(fd).st_size)
+                os.close(fd)
+        self._files.clear()
+
+
+def _fallocate() -> Callable[[int, int, int, int], int] | None:
+    """The C library's fallocate; None where it has none."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).fallocate
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    call.restype = ctypes.c_int
+    found: Callable[[int, int, int, int], int] = call
+    return found

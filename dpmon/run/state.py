@@ -1,0 +1,41 @@
+"""What has become of a run, in a word that is true."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from dpmon.run import proc
+from dpmon.run.ending import outcome
+from dpmon.run.lock import supervised
+from dpmon.run.rundir import ExitInfo, RunInfo, load_exit
+
+__all__ = ["command_alive", "run_state"]
+
+YOUNG_S = 60.0
+"""A run that is no older may be about to start its command, however slow the machine."""
+
+
+def command_alive(info: RunInfo) -> bool | None:
+    """Whether the command runs; None: nobody has said yet that it was started."""
+    if info.command_pid is None:
+        return None
+    return info.boot_id == proc.boot_id() and proc.alive(info.command_pid, info.command_started)
+
+
+def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
+    """The state in a word, and how the run ended if it has.
+
+    starting; running; unsupervised (it runs, its supervisor was killed: `dpmon attach` starts another one); ending;
+    lost (it has gone, and nobody has recorded how); or, with the exit, what `dpmon.run.ending.outcome` calls it.
+    """
+    # Asked in this order: what is written down before a process goes is there when it has gone.
+    alive, watched = command_alive(info), supervised(info)
+    how = load_exit(directory)
+    if how is not None:
+        return outcome(how), how
+    if alive:
+        return "running" if watched else "unsupervised", None
+    if alive is None and (watched or time.time() - info.started_unix < YOUNG_S):
+        return "starting", None
+    return "ending" if watched else "lost", None

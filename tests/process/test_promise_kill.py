@@ -1,0 +1,202 @@
+"""P1, P2, P17: whatever is stopped or killed on dpmon's side, the training computes what it computes alone.
+
+`DPMON_LONG=1 pytest -s -k promise` tries the full figures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from running import Dpmon, Terminal, wait_for
+from sizes import reached, size
+from test_run_takeover import new_supervisor
+
+from dpmon.run import proc
+
+TRAINING = """
+import hashlib, pathlib, sys, time, torch
+torch.set_num_threads(1)
+torch.manual_seed(3)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.Adam(model.parameters(), 0.01)
+data = torch.utils.data.DataLoader(torch.randn(400, 8), batch_size=20, shuffle=True)
+for epoch in range(4):
+    for rows in data:
+        optimizer.zero_grad()
+        model(rows).pow(2).mean().backward()
+        optimizer.step()
+    if epoch == 1:
+        pathlib.Path("began").touch()
+        until = time.monotonic() + 100
+        while not pathlib.Path("go").exists() and time.monotonic() < until:
+            time.sleep(0.005)
+whole = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+pathlib.Path("weights").write_text(hashlib.sha256(whole).hexdigest())
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def kill_screen(dpmon: Dpmon, foreground: subprocess.Popen[bytes], number: int) -> None:
+    foreground.send_signal(number)
+    foreground.wait(60)
+
+
+def kill_supervisor(dpmon: Dpmon, foreground: subprocess.Popen[bytes], number: int) -> None:
+    info = dpmon.info()
+    os.kill(info["supervisor_pid"], number)
+    if number == signal.SIGKILL:
+        wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]))
+
+
+def kill_both(dpmon: Dpmon, foreground: subprocess.Popen[bytes], number: int) -> None:
+    # The screen first: it would start another supervisor.
+    kill_screen(dpmon, foreground, number)
+    kill_supervisor(dpmon, foreground, number)
+
+
+KINDS = {
+    "screen": (kill_screen, signal.SIGKILL),
+    "supervisor": (kill_supervisor, signal.SIGKILL),
+    "both": (kill_both, signal.SIGKILL),
+    "hang-up": (kill_both, signal.SIGHUP),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights that the training ends with when it runs alone."""
+    place = tmp_path_factory.mktemp("alone")
+    (place / "go").touch()
+    runner = Dpmon(place / "state", place)
+    runner.script(TRAINING)
+    done = subprocess.run([runner.python, "script.py", "7"], cwd=place, env=runner.environment(), timeout=100)
+    assert done.returncode == 7
+    return (place / "weights").read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_promise_2_the_training_outlives_us(dpmon: Dpmon, alone: str, kind: str) -> None:
+    kill, number = KINDS[kind]
+    dpmon.script(TRAINING)
+    times = size(1, 100)
+    for _ in range(times):
+        for name in ("began", "go", "weights"):
+            (dpmon.cwd / name).unlink(missing_ok=True)
+        foreground = dpmon.start("--mode", "script", "script.py", 7)
+        wait_for((dpmon.cwd / "began").exists)
+        info = dpmon.info()
+        kill(dpmon, foreground, number)
+        assert proc.alive(info["command_pid"], info["command_started"])
+        (dpmon.cwd / "go").touch()
+        wait_for((dpmon.cwd / "weights").exists)
+        assert (dpmon.cwd / "weights").read_text() == alone
+        if kind != "supervisor":
+            wait_for(lambda info=info: not proc.alive(info["command_pid"], info["command_started"]))  # type: ignore[misc]
+            dpmon.run("attach")
+        else:
+            assert foreground.wait(60) == 7
+        how = dpmon.exit()
+        assert how["status"] == 7 or (kind == "both" and how["status"] is None and how["unknown"])
+        steps = [r["step"] for r in dpmon.records() if r["kind"] == "step"]
+        assert steps == list(range(1, 81))
+    reached("P2", f"{kind} killed {times} times: status and weights as alone")
+
+
+def steps_of(dpmon: Dpmon) -> int:
+    """Steps the training says it has done."""
+    with contextlib.suppress(OSError):
+        return int((dpmon.cwd / "count").read_text())
+    return 0
+
+
+BUSY = """
+import pathlib, time, torch
+torch.set_num_threads(1)
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+line = "x" * 99
+count = pathlib.Path("count")
+step = 0
+while not pathlib.Path("go").exists():
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(torch.ones(8, 64)).pow(2).mean().backward()
+        optimizer.step()
+        step += 1
+    new = count.with_name("count.new")
+    new.write_text(str(step))
+    new.replace(count)
+    if pathlib.Path("print").exists():
+        print(*[line] * 1000, sep="\\n")
+print("the end", flush=True)
+"""
+
+
+def test_promise_1_the_training_never_waits(dpmon: Dpmon) -> None:
+    """Screen and supervisor stopped: it trains and prints on; afterwards all of it is there."""
+    seconds, megabytes = size(1, 60), size(2, 50)
+    dpmon.script(BUSY)
+    terminal = Terminal(dpmon, "script.py")
+    info = dpmon.info()
+    wait_for(lambda: steps_of(dpmon) > 100)
+
+    def rate() -> float:
+        before, began = steps_of(dpmon), time.monotonic()
+        wait_for(lambda: time.monotonic() - began > seconds, limit=seconds + 30)
+        return (steps_of(dpmon) - before) / (time.monotonic() - began)
+
+    free = rate()
+    for pid in (terminal.process.pid, info["supervisor_pid"]):
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        stopped = rate()
+        (dpmon.cwd / "print").touch()
+        log = dpmon.last() / "output.log"
+        wait_for(lambda: log.stat().st_size > megabytes * 1_000_000, limit=200, what="its output")
+        before = steps_of(dpmon)
+        wait_for(lambda: steps_of(dpmon) > before + 50)
+    finally:
+        for pid in (terminal.process.pid, info["supervisor_pid"]):
+            os.kill(pid, signal.SIGCONT)
+    again = rate()
+    (dpmon.cwd / "go").touch()
+    assert dpmon.exit()["status"] == 0
+    terminal.shows("finished")
+    records = dpmon.records()
+    seen = len([r for r in records if r["kind"] == "step"])
+    dropped = next(r for r in records if r["kind"] == "dropped")
+    assert seen * 2 + dropped["count"] + dropped["pruned"] >= steps_of(dpmon) * 2
+    assert seen > 0
+    assert (dpmon.last() / "output.log").read_bytes().endswith(b"the end\n")
+    reached(
+        "P1",
+        f"screen and supervisor stopped for {seconds} s, {megabytes} MB printed: {stopped:.0f} steps/s,"
+        f" {free:.0f} before, {again:.0f} after (printing)",
+    )
+    assert stopped > free / 20  # a stall would be none at all; the machine may have other things to do
+
+
+def test_promise_17_no_process_of_ours_has_a_socket(dpmon: Dpmon) -> None:
+    dpmon.script("import pathlib, time\npathlib.Path('began').touch()\ntime.sleep(100)\n")
+    terminal = Terminal(dpmon, "script.py")
+    terminal.shows("script.py")
+    wait_for((dpmon.cwd / "began").exists)
+    info = dpmon.info()
+    for pid in (terminal.process.pid, info["supervisor_pid"], info["command_pid"]):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = os.readlink(fd)
+                if target.startswith("socket:"):  # asyncio wakes itself through a pair that has no name
+                    assert target[8:-1] in local_sockets(), (pid, target)
+    assert new_supervisor(dpmon, info) is None
+
+
+def local_sockets() -> set[str]:
+    """Inodes of the sockets that do not leave the machine."""
+    return {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}

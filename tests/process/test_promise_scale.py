@@ -1,0 +1,169 @@
+"""P5, P6, P8, P16: floods, kills at any instant, many attaches, long runs; `DPMON_LONG=1` for the full figures."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from running import Dpmon, wait_for
+from sizes import reached, size
+from test_run_records import WRITER, expected, of_training, tailed
+
+from dpmon.records import pack_event, pack_step
+from dpmon.ring import Ring
+from dpmon.run import ending, proc
+from dpmon.run.drain import Drain
+from dpmon.run.history import Kept
+from dpmon.run.reader import RunReader
+from dpmon.run.rundir import RunInfo
+
+MIB = 1 << 20
+SECOND = 1_000_000_000
+LINES = """\
+import sys, threading
+sys.path.insert(0, {tests!r})
+import writer
+def chat():
+    for start in range(0, {lines}, 1000):
+        print(*(f"line {{n}} of the script's own output" for n in range(start, start + 1000)), sep="\\n")
+thread = threading.Thread(target=chat)
+thread.start()
+writer.main({records}, {rate}, 2)
+thread.join()
+"""
+
+
+def resident(pid: int, what: str = "VmHWM") -> int:
+    """Bytes that a process has resident (VmRSS), or had at most (VmHWM)."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(what):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def test_promise_5_floods(dpmon: Dpmon) -> None:
+    records, lines = size(40_000, 6_000_000), size(20_000, 6_000_000)
+    dpmon.script(LINES.format(tests=str(WRITER.parent), records=records, rate=size(0, 100_000), lines=lines))
+    dpmon.run("--detach", "script.py")
+    info, peak = dpmon.info(), 0
+    while proc.alive(info["supervisor_pid"], info["supervisor_started"]):
+        with contextlib.suppress(OSError):
+            peak = max(peak, resident(info["supervisor_pid"]))
+        time.sleep(0.05)
+    assert dpmon.exit()["status"] == 0
+    output = (dpmon.last() / "output.log").read_text()
+    assert output.count("of the script's own output") == lines
+    # Two threads print: what one of them says may stand within a line of the other's.
+    ((sent, lost),) = (map(int, pair) for pair in re.findall(r"([0-9]+) ([0-9]+)", output))
+    reader = Kept(dpmon.last())
+    (row,) = (ring for ring in reader.rings.values() if ring.process == 0)
+    rolled = sum(rollup.steps for rollup in reader.rollups(60)), sum(rollup.calls for rollup in reader.rollups(60))
+    reader.close()
+    assert (row.sequence, row.lost) == (sent, lost)
+    assert rolled == (row.steps, row.calls)
+    assert 0 < sent - row.missed - row.steps - row.calls <= sent - records
+    assert peak < 90 * MIB
+    seen = row.steps + row.calls
+    reached("P5", f"{sent:,} records sent, {seen:,} calls and steps seen, {row.missed:,} dropped; {peak >> 20} MiB")
+
+
+def test_promise_6_killed_at_any_instant(dpmon: Dpmon) -> None:
+    chance, times = random.Random(6), size(3, 200)
+    for _ in range(times):
+        process = dpmon.start(WRITER, 1_000_000, 20_000)
+        info = dpmon.info()
+        count = chance.randrange(1, 3000)
+        wait_for(lambda count=count: tailed(dpmon, count))  # type: ignore[misc]
+        os.kill(info["command_pid"], signal.SIGKILL)
+        assert process.wait(100) == 137
+        records = dpmon.records()
+        found = of_training(records)
+        assert found == expected(len(found))
+        assert next(r["count"] for r in records if r["kind"] == "dropped") == 0
+        dpmon.run("rm", "last")
+    reached("P6", f"killed at {times} random instants: every finished record read, none twice")
+
+
+def test_promise_8_attach_and_leave(dpmon: Dpmon) -> None:
+    """Many times, several at once: each sees all of it, and neither descriptors nor memory grow."""
+    cycles = size(20, 1000)
+    dpmon.run("--detach", WRITER, 12_000, 6000, 2)
+    wait_for(lambda: tailed(dpmon, 5000))
+    directory = dpmon.last()
+    at_once = [RunReader(directory) for _ in range(10)]
+    seen = [sum(getattr(record, "step", None) is not None for record in reader.poll()) for reader in at_once]
+    assert min(seen) >= 3000
+    for reader in at_once:
+        reader.close()
+    assert dpmon.exit()["status"] == 0
+    fds, slowest, memory = 0, 0.0, 0
+    for cycle in range(cycles):
+        began = time.monotonic()
+        reader = RunReader(directory)
+        records = []
+        while more := reader.poll():
+            records += more
+        assert reader.exit() is not None
+        reader.close()
+        slowest = max(slowest, time.monotonic() - began)
+        assert max(record.step for record in records if hasattr(record, "step")) == 6000
+        if cycle == cycles // 3:
+            fds, memory = len(os.listdir("/proc/self/fd")), resident(os.getpid(), "VmRSS")
+    grown = resident(os.getpid(), "VmRSS") - memory
+    assert len(os.listdir("/proc/self/fd")) <= fds
+    assert grown < 16 * MIB
+    screens = [dpmon.start("attach") for _ in range(3)]
+    assert [screen.wait(100) for screen in screens] == [0, 0, 0]
+    reached("P8", f"{cycles} times: complete after {slowest:.2f} s at most, memory {grown / MIB:+.1f} MiB")
+
+
+def test_promise_16_a_long_run_stays_small(tmp_path: Path) -> None:
+    """A simulated day of a step and eight devices' samples a second, drained as it goes."""
+    seconds, limit = size(2400, 86_400), size(1, 48) * MIB
+    ring = Ring(str(tmp_path / "process-0.ring"), process=0, start_ns=0, capacity=1 << 17)
+    gpu = Ring(str(tmp_path / "gpu.ring"), process=-1, start_ns=0, capacity=1 << 17)
+    info = RunInfo("id", "n", ("c",), "s", "/", None, 0.0, 0, "", False)
+    drain = Drain(tmp_path, info, pytest.fail, limit)
+    memory = 0
+    for second in range(1, seconds + 1):
+        ring.write(pack_step(1, second, second * SECOND, SECOND // 2 + second, 8, (1000, 50_000, 40_000, 5000)))
+        for index in range(8):
+            sample = {
+                "t_s": float(second),
+                "index": index,
+                "util_pct": second % 100,
+                "power_w": 300.5,
+                "uuid": "u" * 40,
+            }
+            gpu.write(pack_event("device", sample))
+        if second % 20 == 0:
+            drain.flush()
+        if second == seconds // 3:
+            memory = resident(os.getpid(), "VmRSS")
+    drain.flush()
+    drain.close()
+    grown = resident(os.getpid(), "VmRSS") - memory
+    kept = Kept(tmp_path)
+    assert sum(rollup.steps for rollup in kept.rollups(60)) == seconds
+    minutes = [row for row in kept.device_rollups() if row[1:3] == (7, "util_pct")]
+    assert sum(row[3] for row in minutes) == seconds
+    assert kept.pruned > 0
+    kept.close()
+    on_disk = (tmp_path / "history.sqlite").stat().st_size
+    assert on_disk < 1.6 * limit
+    assert grown < 16 * MIB
+    reached("P16", f"{seconds:,} s: {on_disk / MIB:.1f} MiB on the disk, memory {grown / MIB:+.1f} MiB")
+
+
+def test_promise_16_a_clock_that_is_set_changes_no_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = RunInfo("id", "n", ("c",), "s", "/", None, time.time(), time.monotonic_ns(), "", False)
+    real = time.time()
+    for hours in (-1, 1):
+        monkeypatch.setattr(ending.time, "time", lambda hours=hours: real + hours * 3600)
+        assert 0 <= ending.exit_info(info, 0, "x").seconds < 600

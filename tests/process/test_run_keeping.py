@@ -1,0 +1,42 @@
+"""dpmon keep, rm and ls --json, and old runs that go by themselves when a run has ended."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from running import Dpmon, wait_for
+
+
+def listed(dpmon: Dpmon) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in dpmon.run("ls", "--json").text.splitlines()]
+
+
+def test_old_runs_go_but_for_the_kept_and_the_running(dpmon: Dpmon) -> None:
+    few = {"DPMON_KEEP_RUNS": "3"}
+    dpmon.script("pass")
+    sleeper = dpmon.start("--name", "running", "sleep", 600)
+    dpmon.info()
+    for name in ("kept", "a", "b"):
+        assert dpmon.run("--name", name, "script.py").status == 0
+        if name == "kept":
+            assert "is kept" in dpmon.run("keep", "kept").text
+    assert dpmon.run("--name", "c", "script.py", env=few).status == 0
+    wait_for(lambda: len(dpmon.runs()) == 3, what="old runs to go")
+    assert [run["name"].rpartition("-")[0] for run in listed(dpmon)] == ["running", "kept", "c"]
+    assert [(run["state"], run["kept"], run["status"]) for run in listed(dpmon)] == [
+        ("running", False, None),
+        ("finished", True, 0),
+        ("finished", False, 0),
+    ]
+    assert "finished, kept" in dpmon.run("ls").text
+
+    refused = dpmon.run("rm", "running")
+    assert refused.status == 2
+    assert "is running" in refused.errors
+    assert dpmon.run("rm", "kept", "c").status == 0
+    assert [run["state"] for run in listed(dpmon)] == ["running"]
+    assert dpmon.run("stop", "running").status == 0
+    sleeper.wait(60)
+    assert dpmon.run("keep", "--not").status == 0
+    assert dpmon.run("rm", "nothing").status == 2

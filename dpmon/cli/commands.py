@@ -36,10 +36,12 @@ def attach(options: argparse.Namespace) -> int:
         how = follower.follow()
         return closing(directory, how, None if lines == "stderr" else follower.say)
     info = RunReader(directory).info
+    from dpmon.run.playback import can_be_played
     from dpmon.ui.app import run_screen
 
     refresh = options.refresh or options.settings.refresh or info.refresh
-    if run_screen(directory, refresh=refresh, theme=options.settings.theme) == "left":
+    playback = load_exit(directory) is not None and can_be_played(directory)
+    if run_screen(directory, refresh=refresh, theme=options.settings.theme, playback=playback) == "left":
         speak(f"the training goes on; back to it: dpmon attach {short_name(info)}")
         return 0
     return closing(directory, load_exit(directory), speak)

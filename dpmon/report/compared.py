@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
+from dpmon.model.compare import compare, sentence
 from dpmon.model.evidence import WARM_UP_STEPS
 from dpmon.model.state import NOT_RUN, PHASES, StepSample
 from dpmon.records import CALL_PHASES, STEP_PHASES
@@ -20,7 +18,6 @@ OPEN_STEPS_KEPT = 64
 _CALL_AT = PHASES.index("scatter")
 _FORWARD = PHASES.index("forward")
 _SLOTS = tuple(PHASES.index(name) for name in STEP_PHASES)
-_COMPARE = "dpmon.model.compare"
 
 
 class Settled:
@@ -81,15 +78,14 @@ class Settled:
 
 def compared(settled: Settled, virtual: bool, changes: Sequence[ModeChange]) -> Compared | None:
     """The verdict; None where not both modes were seen."""
-    if not {"dp", "single"} <= settled.seen.keys() or importlib.util.find_spec(_COMPARE) is None:
+    if not {"dp", "single"} <= settled.seen.keys():
         return None
-    module: Any = importlib.import_module(_COMPARE)
     devices = next((change.devices for change in changes if change.mode == "dp" and change.refused is None), ())
     steps = {mode: list(found) for mode, found in settled.steps.items()}
-    found = module.compare(steps, seen=settled.seen, devices=devices, virtual=virtual)
+    found = compare(steps, seen=settled.seen, devices=devices, virtual=virtual)
     speedup = found.speedup
     return Compared(
-        sentence=module.sentence(found),
+        sentence=sentence(found),
         missing=found.missing,
         speedup=None if speedup is None else speedup.value,
         low=None if speedup is None else speedup.low,

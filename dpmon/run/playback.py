@@ -18,7 +18,7 @@ from dpmon.run.reader import RECENT_NS, RECENT_RECORDS, Pause
 from dpmon.run.rows import decoders_of, record_of
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info
 
-__all__ = ["SPEEDS", "PlaybackReader"]
+__all__ = ["SPEEDS", "PlaybackReader", "can_be_played"]
 
 SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0)
 POLL_RECORDS = 4000
@@ -26,6 +26,15 @@ POLL_RECORDS = 4000
 AHEAD_ROWS = 16_000
 """Rows that are read ahead and put in order of time."""
 _SECOND = 1_000_000_000
+
+
+def can_be_played(directory: Path) -> bool:
+    """Whether the run has a history to be played; without one its rings show how it ended."""
+    try:
+        PlaybackReader(directory).close()
+    except RunError:
+        return False
+    return True
 
 
 class PlaybackReader:

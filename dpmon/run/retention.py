@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from dpmon.config import ConfigError, load
 from dpmon.run.lock import supervised, take_lock
 from dpmon.run.rundir import RunError, RunInfo, list_runs
 from dpmon.run.state import command_alive
@@ -18,7 +18,6 @@ __all__ = ["Limits", "is_kept", "keep", "limits", "prune_runs", "remove"]
 
 _KEEP_FILE = "keep"
 _GONE = ".gone-"
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class Limits(NamedTuple):
@@ -29,18 +28,19 @@ class Limits(NamedTuple):
 
 
 def limits(environ: Mapping[str, str]) -> Limits:
-    """DPMON_KEEP_RUNS and DPMON_KEEP_BYTES (a number, or one with K, M, G, T); what is no such number is ignored.
+    """What was set in the environment or the configuration, else what is usual; a mistake in them keeps the usual.
 
     The one place that knows where these come from.
     """
-    runs, size = Limits()
-    text = environ.get("DPMON_KEEP_RUNS", "")
-    if re.fullmatch(r"[0-9]{1,9}", text):
-        runs = int(text)
-    found = re.fullmatch(r"([0-9]{1,15})\s*([kmgt]?)(i?b)?", environ.get("DPMON_KEEP_BYTES", "").strip().lower())
-    if found:
-        size = int(found[1]) * _UNITS[found[2]]
-    return Limits(runs, size)
+    try:
+        settings = load(environ)
+    except ConfigError:  # said to whoever starts a run or looks at one
+        return Limits()
+    usual = Limits()
+    return Limits(
+        usual.runs if settings.keep_runs is None else settings.keep_runs,
+        usual.bytes if settings.keep_bytes is None else settings.keep_bytes,
+    )
 
 
 def keep(directory: Path, kept: bool = True) -> None:

@@ -33,8 +33,10 @@ def prepare(environ: MutableMapping[str, str]) -> None:
             environ.pop("LINES", None)
 
 
-def run_screen(directory: Path, *, refresh: float = 1.0, theme: str | None = None) -> str:
+def run_screen(directory: Path, *, refresh: float = 1.0, theme: str | None = None, playback: bool = False) -> str:
     """Show the run in `directory` until the user has seen enough; `theme` as `dpmon.config` knows them.
+
+    With `playback`, a run that is over can be played back.
 
     "left": the training goes on; "ended": the run is over; "stopped": the user stopped it and it has ended. Raises
     ScreenClosed, a SystemExit with the status, when the screen went without being asked by its user, and RunError when
@@ -44,9 +46,10 @@ def run_screen(directory: Path, *, refresh: float = 1.0, theme: str | None = Non
     prepare(os.environ)
     from dpmon.ui.look import choose
     from dpmon.ui.monitor import Monitor
+    from dpmon.ui.playback import Playback
 
     look = choose(told, getattr(sys.__stderr__, "encoding", None), theme)
-    monitor = Monitor(directory, look, refresh=refresh)
+    monitor = (Playback if playback else Monitor)(directory, look, refresh=refresh)
     monitor.leaving.begin()
     try:
         result = monitor.run()

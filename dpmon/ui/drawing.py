@@ -25,7 +25,7 @@ from dpmon.ui.view import PanelView
 
 __all__ = ["Drawing"]
 
-_PLACES = ("status", *PANELS, "footer", "small")
+_PLACES = ("status", *PANELS, "footer", "timeline", "small")
 _REPAINT_S = 60.0
 _SIP_S = 0.2
 _SCROLL_MOST = 4096

@@ -74,7 +74,11 @@ def _pause(scene: Scene) -> str | None:
 def _freeze(scene: Scene) -> str | None:
     if scene.view.frozen:
         return "go on"
-    return None if scene.over else "freeze"
+    return None if scene.over or scene.playing is not None else "freeze"
+
+
+def _stoppable(scene: Scene) -> bool:
+    return not scene.over and scene.stopping is None and scene.playing is None
 
 
 def _several_roots(scene: Scene) -> bool:
@@ -122,7 +126,7 @@ DEEDS: tuple[Deed, ...] = (
     Deed("s", "s", "picture", _always("picture"), "save a picture of the screen (SVG)"),
     Deed("e", "e", "export", _always("export"), "export all records: JSON, CSV, Perfetto; in the background"),
     Deed("r", "r", "report", _always("report"), "the report: what happened in the run so far"),
-    Deed("x", "x", "stop", _when(lambda s: not s.over and s.stopping is None, "stop"), "stop the training; asks first"),
+    Deed("x", "x", "stop", _when(_stoppable, "stop"), "stop the training; asks first"),
     Deed("t", "t", "theme", _always("theme"), "the next theme: dark, light, colour-blind, mono, ASCII"),
     Deed("+ -", "", "", _always("refresh"), "a picture more or less often"),
     Deed(
@@ -138,7 +142,7 @@ DEEDS: tuple[Deed, ...] = (
         "q",
         "q",
         "leave",
-        lambda scene: "close" if scene.over else "leave",
+        lambda scene: "close" if scene.over or scene.playing is not None else "leave",
         "leave the training running, stop it, or stay; ctrl+c too",
     ),
 )

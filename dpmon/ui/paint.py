@@ -14,6 +14,7 @@ from dpmon.ui.panel_output import Output
 from dpmon.ui.panel_status import status
 from dpmon.ui.rows import Row, box, fit
 from dpmon.ui.scene import PANELS, Scene
+from dpmon.ui.timeline import timeline
 
 __all__ = ["paint", "places", "scroll_room", "whole"]
 
@@ -23,14 +24,18 @@ _PINNED = {"replicas": 1}
 
 def places(scene: Scene, width: int, height: int) -> dict[str, Slot]:
     """Where everything stands just now."""
-    return arrange(
+    line = 1 if scene.playing is not None and height > MIN_HEIGHT else 0
+    slots = arrange(
         width,
-        height,
+        height - line,
         devices=panel_devices.wanted_rows(scene),
         replicas=_second(scene).wanted_rows(scene),
         batch=panel_batch.wanted_rows(scene),
         zoom=scene.view.zoom,
     )
+    if line:
+        slots["timeline"] = Slot("timeline", 0, height - 1, width, 1)
+    return slots
 
 
 def _second(scene: Scene) -> ModuleType:
@@ -55,6 +60,8 @@ def _one(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -> li
         return [*status(scene, slot.width, 3, look)[: slot.height - 1], [(f"needs {MIN_WIDTH}x{MIN_HEIGHT}", "wait")]]
     if panel == "status":
         return status(scene, slot.width, slot.height, look)
+    if panel == "timeline" and scene.playing is not None:
+        return timeline(scene.playing, slot.width, look)
     if panel == "footer":
         return footer(scene, slot.width, look)
     title, corner, rows = _content(panel, scene, output, slot, look)

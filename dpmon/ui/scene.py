@@ -18,6 +18,7 @@ __all__ = [
     "Facts",
     "Life",
     "Pausing",
+    "Playing",
     "Scene",
     "Toggle",
     "View",
@@ -55,6 +56,15 @@ class Ended(NamedTuple):
     """The last line of the script's traceback, clean; None if it printed none."""
     stopped: bool = False
     """Whether the user asked for it."""
+
+
+class Playing(NamedTuple):
+    """Where a playback is, of how much (ns), whether it plays, and how fast (1: as it was)."""
+
+    position_ns: int
+    length_ns: int
+    playing: bool
+    speed: float
 
 
 class Toggle(NamedTuple):
@@ -121,6 +131,8 @@ class Scene:
     stopping: str | None = None
     ending: bool = False
     """The command is gone, and how it ended is not yet recorded."""
+    playing: Playing | None = None
+    """Where the playback is; None for a run that is watched."""
 
     @property
     def process(self) -> Process | None:

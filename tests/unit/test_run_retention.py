@@ -98,7 +98,7 @@ def test_a_link_in_a_run_leads_nowhere(tmp_path: Path) -> None:
     ("environ", "expected"),
     [
         ({}, Limits()),
-        ({"DPMON_KEEP_RUNS": "7", "DPMON_KEEP_BYTES": "500M"}, Limits(7, 500 << 20)),
+        ({"DPMON_KEEP_RUNS": "7", "DPMON_KEEP_BYTES": "500 MiB"}, Limits(7, 500 << 20)),
         ({"DPMON_KEEP_BYTES": "2 GiB"}, Limits(bytes=2 << 30)),
         ({"DPMON_KEEP_RUNS": "-1", "DPMON_KEEP_BYTES": "much"}, Limits()),
         ({"DPMON_KEEP_RUNS": "0", "DPMON_KEEP_BYTES": "0"}, Limits(0, 0)),

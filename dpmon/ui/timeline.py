@@ -1,0 +1,49 @@
+"""The time line of a run that is played back, and its keys: one row."""
+
+from __future__ import annotations
+
+from dpmon.ui.format import clock
+from dpmon.ui.look import Look
+from dpmon.ui.rows import Row, fit, span_width, width_of
+from dpmon.ui.scene import Playing
+
+__all__ = ["position_at", "timeline"]
+
+_KEYS = (("space", "play"), (", .", "step"), ("b f", "10 s"), ("< >", "speed"), ("g G", "ends"))
+_DONE, _REST = "━", "─"
+_LEAST = 10
+"""Cells that the line itself has at least; keys give way to it."""
+
+
+def timeline(playing: Playing, width: int, look: Look) -> list[Row]:
+    """One row of `width` cells: whether it plays and how fast, where it is, and what can be done."""
+    speed = f"{playing.speed:g}{look.glyphs.times}"
+    word = "playing" if playing.playing else "stopped"
+    head: Row = [(f" {word} ", "good" if playing.playing else "wait"), (f"{speed:>5} ", "bold")]
+    here, whole = clock(playing.position_ns), clock(playing.length_ns)
+    head.append((f"{here} ", "bold"))
+    end: Row = [(f" {whole}", "dim")]
+    keys: Row = []
+    for key, says in _KEYS:
+        text = "stop" if says == "play" and playing.playing else says
+        piece: Row = [("  ", ""), (key, "key"), (" " + text, "dim")]
+        if width_of(head) + width_of(end) + width_of(keys) + width_of(piece) + 2 * _LEAST <= width:
+            keys += piece
+    room = max(width - width_of(head) - width_of(end) - width_of(keys) - 1, 1)
+    done = round((room - 1) * min(max(playing.position_ns / max(playing.length_ns, 1), 0.0), 1.0))
+    line: Row = [(_DONE * done, "good"), (look.glyphs.dot, "title"), (_REST * (room - 1 - done), "dim")]
+    return [fit([*head, *line, *end, *keys], width, look.glyphs.more)]
+
+
+def position_at(row: Row, x: int) -> float | None:
+    """Which part of the whole, 0 to 1, column `x` of the time line stands for; None beside it."""
+    column, here, done, rest = 0, None, 0, 0
+    for text, style in row:
+        if style == "title":
+            here = column
+        elif text and not text.strip(_DONE + _REST):
+            done, rest = (len(text), rest) if here is None else (done, len(text))
+        column += span_width(text)
+    if here is None or not here - done <= x <= here + rest:
+        return None
+    return (x - here + done) / max(done + rest, 1)

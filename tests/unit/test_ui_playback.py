@@ -1,0 +1,106 @@
+"""The screen of a run that is over: the time line, and what its keys do to the picture."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from test_run_playback import SECOND, Clock, a_run
+from textual.pilot import Pilot
+
+from dpmon.run.playback import PlaybackReader
+from dpmon.ui.look import COLOUR, UNICODE, Look
+from dpmon.ui.playback import Playback
+from dpmon.ui.rows import plain, width_of
+from dpmon.ui.scene import Playing
+from dpmon.ui.timeline import position_at, timeline
+
+LOOK = Look(UNICODE, COLOUR, True)
+
+
+@asynccontextmanager
+async def shown(
+    directory: Path, clock: Clock, size: tuple[int, int] = (120, 40)
+) -> AsyncIterator[tuple[Playback, Pilot[str]]]:
+    app = Playback(directory, LOOK, open_player=lambda: PlaybackReader(directory, clock), refresh=600)
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        yield app, pilot
+        app.feed.close()
+
+
+def said(app: Playback, text: str) -> bool:
+    return any(text in row for row in app.text())
+
+
+async def test_keys_play_stop_step_and_set_the_clock(state: Path) -> None:
+    clock = Clock()
+    async with shown(a_run(), clock) as (app, pilot):
+        assert said(app, "finished")
+        assert "stopped" in app.text()[-1]
+        assert app.text()[-1].count("00:05:01") == 2
+        await pilot.press("g")
+        assert "00:00:00 ●" in app.text()[-1]
+        assert not said(app, "finished")
+        await pilot.press("space", "greater_than_sign")
+        assert "playing" in app.text()[-1]
+        assert "2×" in app.text()[-1]
+        clock.pass_s(5)
+        app._moved()
+        assert "00:00:10" in app.text()[-1]
+        assert app.feed.state.newest_ns == 10 * SECOND
+        await pilot.press("space")
+        clock.pass_s(50)
+        await pilot.press("full_stop")
+        assert app.feed.state.newest_ns == 21 * SECOND // 2
+        await pilot.press("comma", "comma")
+        assert app.feed.state.newest_ns == 19 * SECOND // 2
+        await pilot.press("F", "f", "b", "b")
+        assert "00:00:59" in app.text()[-1]
+        await pilot.press("G")
+        assert said(app, "finished")
+
+
+async def test_nothing_is_asked_of_what_has_been(state: Path) -> None:
+    async with shown(a_run(), Clock()) as (app, pilot):
+        await pilot.press("g", "f", "d", "p", "x", "i")
+        assert len(app.screen_stack) == 1
+        assert not app.view.frozen
+        footer = app.text()[-2]
+        assert "q close" in footer
+        assert not any(word in footer for word in ("stop", "freeze", "pause", "input"))
+        await pilot.press("q")
+    assert app.return_value == "ended"
+
+
+async def test_a_click_on_the_line(state: Path) -> None:
+    async with shown(a_run(), Clock()) as (app, pilot):
+        row = app.text()[-1]
+        await pilot.click(offset=(row.index("━"), 39))
+        await pilot.pause()
+        assert "00:00:00 ●" in app.text()[-1]
+        await pilot.click(offset=(3, 39))
+        await pilot.pause()
+        assert "00:00:00 ●" in app.text()[-1]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+@pytest.mark.parametrize("part", [0.0, 0.3, 1.0])
+def test_the_line_has_its_width_and_tells_where_it_is(width: int, part: float) -> None:
+    length = 3600 * SECOND
+    (row,) = timeline(Playing(int(length * part), length, True, 0.25), width, LOOK)
+    assert width_of(row) == width
+    text = plain(row)
+    assert text.startswith(" playing 0.25× ")
+    assert text.index("●") >= 0
+    found = position_at(row, text.index("●"))
+    assert found == pytest.approx(part, abs=0.12 if width < 80 else 0.06)
+    assert position_at(row, 0) is None
+    assert position_at(row, width - 1) is None or width == 40
+
+
+async def test_on_the_smallest_screen_the_line_gives_way(state: Path) -> None:
+    async with shown(a_run(), Clock(), size=(40, 10)) as (app, _):
+        assert len(app.text()) == 10

@@ -132,7 +132,7 @@ class Guard:
             return
         if self._successor is not None and self._successor.poll() is None:
             return
-        if not needs_supervisor(self._reader.refresh(), load_exit(self._directory)):
+        if not needs_supervisor(self._directory, self._reader.refresh(), load_exit(self._directory)):
             return
         self._successors += 1
         with contextlib.suppress(OSError):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from dpmon.run import proc
 from dpmon.run.rundir import ExitInfo, RunInfo
 
-__all__ = ["needs_supervisor", "supervised", "take_lock"]
+__all__ = ["goes_on_elsewhere", "needs_supervisor", "supervised", "take_lock"]
 
 _LOCK_FILE = "supervisor.lock"
 UNSUPPORTED = -1
+SILENT_S = 86400.0
+"""A supervisor writes every second; a run of another machine that has not been written to for so long is over."""
 
 
 def take_lock(directory: Path) -> int | None:
@@ -40,6 +43,23 @@ def supervised(info: RunInfo) -> bool:
     return pid is not None and info.boot_id == proc.boot_id() and proc.alive(pid, info.supervisor_started)
 
 
-def needs_supervisor(info: RunInfo, how: ExitInfo | None) -> bool:
+def goes_on_elsewhere(directory: Path, info: RunInfo, how: ExitInfo | None) -> bool:
+    """Whether another machine that shares the directory has the run, and may still be at it.
+
+    Its processes are not to be seen from here, and its locks may not be either.
+    """
+    if (how is not None and how.drained) or info.host in ("", proc.host()) or info.boot_id == proc.boot_id():
+        return False
+    newest = 0.0
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                newest = max(newest, entry.stat(follow_symlinks=False).st_mtime)
+    except OSError:
+        return True
+    return time.time() - newest < SILENT_S
+
+
+def needs_supervisor(directory: Path, info: RunInfo, how: ExitInfo | None) -> bool:
     """Whether a run goes on, or has ended, with nobody to finish its record; the lock has the last word."""
-    return (how is None or not how.drained) and not supervised(info)
+    return (how is None or not how.drained) and not supervised(info) and not goes_on_elsewhere(directory, info, how)

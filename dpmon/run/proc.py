@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Process", "alive", "boot_id", "every_process", "started", "status_of_dead", "tree"]
+__all__ = ["Process", "alive", "boot_id", "every_process", "host", "started", "status_of_dead", "tree"]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -100,3 +100,8 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+def host() -> str:
+    """What this machine calls itself."""
+    return os.uname().nodename

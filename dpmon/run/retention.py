@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from dpmon.config import ConfigError, load
 from dpmon.run.lock import supervised, take_lock
-from dpmon.run.rundir import RunError, RunInfo, list_runs
-from dpmon.run.state import command_alive
+from dpmon.run.rundir import RunError, RunInfo, list_runs, load_info
+from dpmon.run.state import command_alive, run_state
 
 __all__ = ["Limits", "is_kept", "keep", "limits", "prune_runs", "remove"]
 
@@ -80,17 +80,28 @@ def prune_runs(limit: Limits, current: Path) -> list[Path]:
     for directory, info in runs:
         if count <= limit.runs and total <= limit.bytes:
             break
-        if directory == current or is_kept(directory) or _delete(directory, info) is not None:
+        if directory == current or is_kept(directory):
             continue
+        if _delete(directory, info) is None:
+            gone.append(directory)
+        elif os.path.lexists(directory):
+            continue
+        # Or another supervisor that has just ended was quicker: one less all the same.
         count, total = count - 1, total - sizes[directory]
-        gone.append(directory)
     return gone
 
 
 def _delete(directory: Path, info: RunInfo) -> str | None:
     """None once it is deleted, else why not."""
+    with contextlib.suppress(RunError):
+        info = load_info(directory)  # the sizes of many runs were looked at since
     if command_alive(info) or supervised(info):
         return f"{directory.name} is running; dpmon stop {info.id} ends it"
+    state, _ = run_state(directory, info)
+    if state == "elsewhere":
+        return f"{directory.name} is on another machine, which may be at it"
+    if state == "starting":
+        return f"{directory.name} is being started"
     lock = take_lock(directory)
     if lock is None:  # it is being started, or taken over, at this moment
         return f"{directory.name} is in use"
@@ -98,7 +109,8 @@ def _delete(directory: Path, info: RunInfo) -> str | None:
         # First out of everybody's sight, so that nobody meets half a run.
         hidden = directory.with_name(_GONE + directory.name)
         os.rename(directory, hidden)
-        shutil.rmtree(hidden)
+        with contextlib.suppress(FileNotFoundError):  # somebody else sweeps
+            shutil.rmtree(hidden)
     except OSError as error:
         return f"{directory} cannot be deleted: {error.strerror}"
     finally:

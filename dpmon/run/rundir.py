@@ -16,6 +16,8 @@ from typing import Any
 
 import platformdirs
 
+from dpmon.run import proc
+
 __all__ = [
     "ExitInfo",
     "RunError",
@@ -69,6 +71,8 @@ class RunInfo:
     supervisor_started: float | None = None
     command_pid: int | None = None
     command_started: float | None = None
+    host: str = ""
+    """The machine that the run was made on, which others may share the directory with."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +281,7 @@ def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
             continue
         except OSError as error:
             raise RunError(f"{directory} cannot be made: {error.strerror}") from None
-        info = replace(draft, id=run_id)
+        info = replace(draft, id=run_id, host=proc.host())
         try:
             save(directory, info)
         except BaseException as error:

@@ -62,7 +62,7 @@ def look_after(directory: Path) -> None:
     Of a run that is over nothing is left to do but to take over what its rings hold: that is waited for, for a while.
     """
     info = load_info(directory)
-    if not needs_supervisor(info, load_exit(directory)):
+    if not needs_supervisor(directory, info, load_exit(directory)):
         return
     try:
         helper = take_over(directory)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from dpmon.run import proc
 from dpmon.run.ending import outcome
-from dpmon.run.lock import supervised
+from dpmon.run.lock import goes_on_elsewhere, supervised
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit
 
-__all__ = ["command_alive", "run_state"]
+__all__ = ["YOUNG_S", "command_alive", "run_state"]
 
 YOUNG_S = 60.0
 """A run that is no older may be about to start its command, however slow the machine."""
@@ -27,13 +27,16 @@ def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
     """The state in a word, and how the run ended if it has.
 
     starting; running; unsupervised (it runs, its supervisor was killed: `dpmon attach` starts another one); ending;
-    lost (it has gone, and nobody has recorded how); or, with the exit, what `dpmon.run.ending.outcome` calls it.
+    elsewhere (on another machine that shares the directory, so that it cannot be seen from here whether it runs); lost
+    (it has gone, and nobody has recorded how); or, with the exit, what `dpmon.run.ending.outcome` calls it.
     """
     # Asked in this order: what is written down before a process goes is there when it has gone.
     alive, watched = command_alive(info), supervised(info)
     how = load_exit(directory)
     if how is not None:
         return outcome(how), how
+    if goes_on_elsewhere(directory, info, how):
+        return "elsewhere", None
     if alive:
         return "running" if watched else "unsupervised", None
     if alive is None and (watched or time.time() - info.started_unix < YOUNG_S):

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpmon.run import proc
-from dpmon.run.rundir import load_info, mark_stop
+from dpmon.run.lock import goes_on_elsewhere
+from dpmon.run.rundir import RunError, load_exit, load_info, mark_stop
 
 __all__ = ["GRACE_S", "NOTHING_RUNS", "stop_run"]
 
@@ -23,9 +24,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 def stop_run(directory: Path, grace_s: float = GRACE_S) -> Iterator[str]:
     """Send SIGINT, SIGTERM, SIGKILL in turn until no process of the run is left, `grace_s` seconds after each.
 
-    Yields a line for each signal sent; the last line says how it went. RunError if the directory is no run.
+    Yields a line for each signal sent; the last line says how it went. RunError if the directory is no run, or
+    one of another machine.
     """
     info = load_info(directory)
+    if goes_on_elsewhere(directory, info, load_exit(directory)):
+        raise RunError(f"{directory.name} is on another machine; stop it there")
     root = info.command_pid
     if root is None or info.boot_id != proc.boot_id():
         yield NOTHING_RUNS

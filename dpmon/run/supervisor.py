@@ -27,6 +27,7 @@ from dpmon.run.oom import OomWatch
 from dpmon.run.room import OutputRoom
 from dpmon.run.rundir import load_exit, load_info, save
 from dpmon.run.start import TAKE_OVER
+from dpmon.run.state import YOUNG_S
 from dpmon.run.terminal import INPUT_FIFO, Terminal
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 LEAVE_S = 2.0
-YOUNG_S = 60.0
-"""A run that is no older may be about to start its command, however slow the machine."""
 TAKEOVERS = 1000
 SCREEN_OUTPUT, HEADLESS_OUTPUT = 1 << 20, 64 << 20
 """Bytes of the script's newest output that are kept whatever happens on a full disk."""
@@ -149,7 +148,7 @@ class Supervisor:
         if take_lock(self._directory) is None:
             return 0
         self._info = load_info(self._directory)
-        if not needs_supervisor(self._info, load_exit(self._directory)):
+        if not needs_supervisor(self._directory, self._info, load_exit(self._directory)):
             return 0
         self._handle_signals()
         self._let_go([])

@@ -19,6 +19,7 @@ from test_run_records import WRITER, expected, of_training, tailed
 
 from dpmon.run import proc
 from dpmon.run.reader import RunReader
+from dpmon.run.start import look_after
 
 PR_SET_CHILD_SUBREAPER = 36
 TRAINING = """
@@ -270,6 +271,24 @@ def test_a_machine_that_was_restarted(dpmon: Dpmon) -> None:
     assert state_of(dpmon) == "lost"
     dpmon.run("attach")
     assert "restarted" in dpmon.exit()["unknown"]
+
+
+def test_a_run_of_another_machine_is_left_to_it(dpmon: Dpmon) -> None:
+    """Two nodes share a home directory, and their file system knows no locks between them."""
+    dpmon.script("pass\n")
+    dpmon.run("script.py")
+    old = dpmon.info()
+    wait_for(lambda: not proc.alive(old["supervisor_pid"], old["supervisor_started"]))
+    (dpmon.last() / "exit.json").unlink()
+    info = old | {"host": "another-node", "boot_id": "another-boot", "command_pid": 1, "supervisor_pid": 1}
+    (dpmon.last() / "run.json").write_text(json.dumps(info))
+    assert state_of(dpmon) == "elsewhere"
+    stopped = dpmon.run("stop", "last")
+    assert stopped.status == 2
+    assert "another machine" in stopped.errors
+    look_after(dpmon.last())
+    assert not (dpmon.last() / "exit.json").exists()
+    assert json.loads((dpmon.last() / "run.json").read_text()) == info
 
 
 def test_the_chart_of_devices_has_a_gap(dpmon: Dpmon, state: Path) -> None:

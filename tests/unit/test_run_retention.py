@@ -5,23 +5,27 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dpmon.run import proc
-from dpmon.run.lock import take_lock
+from dpmon.run.ending import exit_info
+from dpmon.run.lock import SILENT_S, take_lock
 from dpmon.run.retention import Limits, is_kept, keep, limits, prune_runs, remove
-from dpmon.run.rundir import RunError, RunInfo, create_run, list_runs, load_info
+from dpmon.run.rundir import RunError, RunInfo, create_run, list_runs, load_info, save
 
 
-def a_run(number: int, size: int = 0, pid: int | None = None) -> Path:
-    info = RunInfo("", f"n{number}", ("c",), "s", "/", None, 1000.0 + number, 0, proc.boot_id(), False)
+def a_run(number: int, size: int = 0, pid: int | None = None, started: float | None = None) -> Path:
+    when = 1000.0 + number if started is None else started
+    info = RunInfo("", f"n{number}", ("c",), "s", "/", None, when, 0, proc.boot_id(), False)
     info = RunInfo(**{**info.__dict__, "command_pid": pid, "command_started": pid and proc.started(pid)})
     directory, _ = create_run(info)
     (directory / "output.log").write_bytes(b"x" * size)
-    (directory / "exit.json").write_text("{}")
+    save(directory, exit_info(info, 0, "supervisor"))
     return directory
 
 
@@ -66,6 +70,51 @@ def test_running_kept_and_current_ones_stay(sleeper: int) -> None:
     keep(kept, False)
     assert prune_runs(Limits(0, 0), current) == [kept, started]
     assert names() == ["n0", "n1"]
+
+
+@pytest.mark.usefixtures("state")
+def test_one_that_is_about_to_start_stays() -> None:
+    current, young = a_run(0), a_run(1, started=time.time())
+    (young / "exit.json").unlink()  # made a moment ago: no supervisor yet, and no lock
+    assert prune_runs(Limits(0, 0), current) == []
+    with pytest.raises(RunError, match="is being started"):
+        remove(young, load_info(young))
+
+
+@pytest.mark.usefixtures("state")
+def test_one_that_another_machine_is_at_stays() -> None:
+    current, other = a_run(0), a_run(1)
+    ended = (other / "exit.json").read_text()
+    (other / "exit.json").unlink()
+    save(other, replace(load_info(other), host="elsewhere", boot_id="another", command_pid=1, supervisor_pid=1))
+    assert prune_runs(Limits(0, 0), current) == []
+    with pytest.raises(RunError, match="on another machine"):
+        remove(other, load_info(other))
+    (other / "exit.json").write_text(ended)
+    assert prune_runs(Limits(0, 0), current) == [other]
+
+
+@pytest.mark.usefixtures("state")
+def test_one_that_another_machine_has_left_alone_for_days_goes() -> None:
+    current, other = a_run(0), a_run(1)
+    (other / "exit.json").unlink()
+    save(other, replace(load_info(other), host="elsewhere", boot_id="another", command_pid=1, supervisor_pid=1))
+    long_ago = time.time() - 2 * SILENT_S
+    for path in other.iterdir():
+        os.utime(path, (long_ago, long_ago))
+    assert prune_runs(Limits(0, 0), current) == [other]
+
+
+@pytest.mark.usefixtures("state")
+def test_two_that_delete_at_once_delete_no_more_than_one_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [a_run(number) for number in range(6)]
+    listed = list_runs()
+    prune_runs(Limits(4, 1 << 40), runs[-1])
+    monkeypatch.setattr("dpmon.run.retention.list_runs", lambda: listed)  # as the other has seen it before
+    assert prune_runs(Limits(4, 1 << 40), runs[-2]) == []
+    monkeypatch.undo()
+    assert [info.name for _, info in listed[2:]] == ["n2", "n3", "n4", "n5"]
+    assert all(directory.exists() for directory, _ in listed[2:])
 
 
 @pytest.mark.usefixtures("state")

@@ -217,7 +217,9 @@ def _elsewhere() -> list[Path]:
     Named after the place that they stand in for, so that runs of different state directories do not mix.
     """
     mark = f"{zlib.crc32(os.fsencode(runs_directory())):08x}"
-    places = dict.fromkeys([os.environ.get("TMPDIR") or "/tmp", "/dev/shm"])
+    temporary = os.environ.get("TMPDIR", "")
+    # A relative one means another place to everybody who stands elsewhere, the supervisor for one.
+    places = dict.fromkeys([temporary if os.path.isabs(temporary) else "/tmp", "/dev/shm"])
     return [Path(place) / f"dpmon-{os.getuid()}-{mark}" / "runs" for place in places]
 
 

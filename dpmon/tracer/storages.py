@@ -21,6 +21,7 @@ AT_ONCE = 256
 """Tensors, or entries of an optimizer's state, between two looks at the clock."""
 MAX_DEPTH = 4
 MODEL, GRADIENTS, STATES = range(3)
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 class Walk:
@@ -83,7 +84,7 @@ class Walk:
                 if key not in self._seen:
                     self._seen[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                     self.held.setdefault(device, [0, 0, 0])[kind] += storage.nbytes()
-        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError):
             self.unsized += 1  # a tensor without data of its own, a parameter that is not made yet
 
 
@@ -105,5 +106,15 @@ def _tensors(values: Iterable[Any], depth: int) -> Iterator[Any]:
 
 
 def _parts(tensor: Any) -> tuple[Any, ...]:
-    """What holds a tensor's data: two for a sparse one."""
+    """What holds a tensor's data: two for a sparse one, any number for a wrapper (a DTensor, a quantized weight).
+
+    A wrapper's own storage says the size that it stands for, and holds nothing. Raises NotImplementedError for one
+    that does not tell what it holds (as `torch.utils._python_dispatch` asks for it).
+    """
+    if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is None:
+            raise NotImplementedError
+        inner = [getattr(tensor, name) for name in flatten()[0]]
+        return tuple(part for one in inner for part in _parts(one))
     return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)

@@ -115,6 +115,46 @@ def test_what_is_gone_is_not_waited_for() -> None:
     assert walk.held["cpu"][0] < 4 * (AT_ONCE + 2)
 
 
+class Wrapper(torch.Tensor):
+    """A tensor that stands for a million numbers and holds ten, as a shard or a quantized weight does."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, (1000, 1000), dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
+        raise AssertionError("a look runs no operation")
+
+
+class Open(Wrapper):
+    """One that tells what it holds."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+
+def test_of_a_wrapper_what_it_holds_is_counted_not_what_it_stands_for() -> None:
+    model = torch.nn.Module()
+    model._buffers["open"] = Open(torch.ones(10))
+    walk = Walk([model], [])
+    in_slices(walk)
+    assert (walk.held, walk.unsized) == ({"cpu": [40, 0, 0]}, 0)
+
+
+def test_of_one_that_does_not_tell_nothing_is_counted() -> None:
+    model = torch.nn.Module()
+    model._buffers["closed"] = Wrapper(torch.ones(10))
+    walk = Walk([model], [])
+    in_slices(walk)
+    assert (walk.held, walk.unsized) == ({}, 1)
+
+
 @pytest.mark.parametrize("more", [0, 1])
 def test_too_many_tensors(more: int) -> None:
     model = Own(MAX_TENSORS + more)

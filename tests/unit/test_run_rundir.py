@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,22 @@ def test_the_directory_is_below_the_state_home_and_closed(state: Path) -> None:
     for path in (directory, directory.parent, directory.parent.parent):
         assert path.stat().st_mode & 0o777 == 0o700, path
     assert (directory / "run.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_temporary_directory_that_depends_on_where_one_stands_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("TMPDIR", "here")
+    monkeypatch.chdir(tmp_path)
+    directory, info = create_run(draft())
+    try:
+        assert directory.is_absolute()
+        assert "elsewhere" in info.options
+        assert not (tmp_path / "here").exists()
+    finally:
+        shutil.rmtree(directory.parent.parent)
 
 
 def test_an_open_directory_is_closed(state: Path) -> None:

@@ -34,6 +34,8 @@ class Pause:
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self._asked = 0
+        """The last request that was seen."""
 
     def wait(self, step: int) -> None:
         """Take up what was asked for after `step`, and wait while it is a pause.
@@ -45,7 +47,7 @@ class Pause:
         if ring is None:
             return
         words = ring.words
-        asked = words[Ring.PAUSE]
+        self._asked = asked = words[Ring.PAUSE]
         try:
             if asked & 1:
                 refused = _ranks(session) or _nobody(session)
@@ -54,7 +56,7 @@ class Pause:
                 else:
                     session.event("pause", paused=False, step=step, paused_s=0.0, reason=None, refused=refused)
         finally:
-            words[Ring.PAUSE_ANSWERED] = words[Ring.PAUSE] if words[Ring.PAUSE] & 1 == 0 else asked
+            words[Ring.PAUSE_ANSWERED] = words[Ring.PAUSE] if words[Ring.PAUSE] & 1 == 0 else self._asked
 
     def _wait(self, ring: Ring, step: int) -> None:
         session, words = self.session, ring.words
@@ -63,7 +65,7 @@ class Pause:
         try:
             session.event("pause", paused=True, step=step, paused_s=None, reason=None, refused=None)
             while True:
-                asked = words[Ring.PAUSE]
+                self._asked = asked = words[Ring.PAUSE]
                 if not asked & 1:
                     reason = None
                     break
@@ -78,6 +80,9 @@ class Pause:
                         session.warn(f"the training was paused and goes on by itself: {reason}")
                         break
                     reason = "interrupted"
+        except BaseException:
+            self._asked = words[Ring.PAUSE]
+            raise
         finally:
             now = monotonic_ns()
             ring.activity(Activity.OTHER, now)

@@ -18,6 +18,8 @@ from dpmon.records import Step
 from dpmon.ring import Activity, RingReader
 from dpmon.run import proc
 from dpmon.run.reader import RunReader
+from dpmon.tracer.pause import Pause
+from dpmon.tracer.session import Config, Session
 
 LOOPS = ("with_calls_only", "with_an_optimizer", "with_a_loader")
 LOOP = """\
@@ -272,3 +274,29 @@ def test_paused_for_whoever_comes_late_and_resumed_by_them(dpmon: Dpmon) -> None
     assert process.returncode == 0, err
     for one in (reader, late):
         one.close()
+
+
+def test_an_interrupt_ends_a_pause_that_was_asked_for_anew_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paused, on, paused again while the training slept: it is one pause, and an interrupt is the end of it."""
+    about = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    session = Session(Config(str(tmp_path), 0, "script", None, ()))
+    assert session.ready()
+    reader = RingReader(str(tmp_path / "process-0.ring"))
+    slept = []
+
+    def sleep(_: float) -> None:
+        if slept:
+            reader.request_pause(True)
+            raise KeyboardInterrupt
+        slept.append(reader.request_pause(False))
+        reader.request_pause(True)
+
+    monkeypatch.setattr("dpmon.tracer.pause.sleep", sleep)
+    reader.request_pause(True)
+    with pytest.raises(KeyboardInterrupt):
+        Pause(session).wait(1)
+    assert answered(reader)
+    reader.close()

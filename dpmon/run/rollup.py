@@ -129,7 +129,7 @@ class Rollup:
             self.high_ns = other.high_ns if self.high_ns is None else max(self.high_ns, other.high_ns)
         for index, value in enumerate(other.sums):
             if value is not None:
-                self.sums[index] = min((self.sums[index] or 0) + value, _MAX_INT)
+                self.sums[index] = max(min((self.sums[index] or 0) + value, _MAX_INT), -_MAX_INT)
         for key, count in other.counts.items():
             self.counts[key] = self.counts.get(key, 0) + count
 

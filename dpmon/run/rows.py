@@ -40,7 +40,8 @@ class Sorter:
         """Remember how many rows a batch has whose inputs are this definition (None: not to be known)."""
         if isinstance(value, list):
             shapes = (size[1] for size in value if size[1])
-            self._rows[number] = next((int(shape[0]) for shape in shapes), None)
+            rows = next((shape[0] for shape in shapes), None)
+            self._rows[number] = rows if type(rows) is int and 0 <= rows <= _MAX_INT else None
 
     def add(self, batch: Batch, number: int, payload: bytes) -> bool:
         """Put `payload` into `batch` under the id `number`; False if it was a definition, which takes no id.
@@ -57,6 +58,7 @@ class Sorter:
                 batch.events.append(self._event(batch, number, payload))
             elif kind == "definition":
                 which, value = definition(payload)
+                _check(which)
                 self.learn(which, value)
                 batch.definitions.append((self.row.process, which, json.dumps(value, separators=(",", ":"))))
                 return False
@@ -68,12 +70,11 @@ class Sorter:
 
     def _call(self, batch: Batch, number: int, payload: bytes) -> tuple[Any, ...]:
         mode, _, _, _, step, call, start, wall, inputs, _, *phases = call_head(payload)
-        if step > _MAX_INT or call > _MAX_INT:
-            raise RecordError("numbers beyond reason")
-        end = start - self._start_ns + wall
-        batch.rollup(end, self.row.process, MODES[mode]).calls.append(phases)
+        began = start - self._start_ns
+        _check(step, call, began, wall, began + wall)
+        batch.rollup(began + wall, self.row.process, MODES[mode]).calls.append(phases)
         row = (
-            number, self.row.process, call, step, MODES[mode], start - self._start_ns, wall,
+            number, self.row.process, call, step, MODES[mode], began, wall,
             self._rows.get(inputs), payload,
         )  # fmt: skip
         self.row.calls += 1
@@ -81,13 +82,12 @@ class Sorter:
 
     def _step(self, batch: Batch, number: int, payload: bytes) -> tuple[Any, ...]:
         mode, _, _, step, start, wall, samples, *phases = step_fields(payload)
-        if step > _MAX_INT:
-            raise RecordError("numbers beyond reason")
+        began = start - self._start_ns
+        _check(step, began, wall, began + wall)
         known: list[int | None] = [took if took >= 0 else None for took in phases]
         other = max(0, wall - sum(took for took in phases if took >= 0))
         known.append(other)
         count = samples if samples >= 0 else None
-        began = start - self._start_ns
         row = (number, self.row.process, step, MODES[mode], began, wall, count, *known)
         batch.rollup(began + wall, self.row.process, MODES[mode]).steps.append(row)
         self.row.steps += 1
@@ -101,6 +101,7 @@ class Sorter:
         t_ns = int(seconds * 1e9) if isinstance(seconds, (int, float)) and abs(seconds) < 1e9 else None
         process = self.row.process if self.row.process >= 0 else None
         kind = str(data["kind"])
+        kind.encode()  # ValueError: half a character, which the database does not take
         if process is None and t_ns is not None and kind in ("device", "host"):
             _add_sample(batch, t_ns, kind, data)
         return (number, process, kind, t_ns, text)
@@ -112,7 +113,14 @@ def _add_sample(batch: Batch, t_ns: int, kind: str, data: Mapping[str, Any]) -> 
         return
     for name, value in data.items():
         if type(value) in (int, float) and name not in ("t_s", "index") and abs(value) < 1e18:
+            name.encode()
             batch.device(t_ns, index, name[:64], float(value))
+
+
+def _check(*numbers: int) -> None:
+    """RecordError for what the database has no room for: a damaged record."""
+    if not all(-_MAX_INT <= number <= _MAX_INT for number in numbers):
+        raise RecordError("numbers beyond reason")
 
 
 def decoders_of(kept: Kept, origin_ns: int) -> dict[int, Decoder]:

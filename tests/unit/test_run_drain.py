@@ -185,7 +185,9 @@ def test_a_foreign_ring_is_one_warning(setting: Setting) -> None:
 @pytest.mark.parametrize(
     "payload",
     [b"", b"\x00", b"\x09abc", b"\x02short", b"\x03short", b"\x01\0\0\0\1\0\0\0{", b"\x04{", b"\x04[]", b"\x04{}",
-     b"\x04\xff\xfe", b"\x04" + b"[" * 20_000, b"\x01\0\0\0\1\0\0\0" + b"[[1]]"],
+     b"\x04\xff\xfe", b"\x04" + b"[" * 20_000, b"\x01\0\0\0\1\0\0\0" + b"[[1]]",
+     b'\x04{"kind":"\\ud800"}', pack_step(1, 1, -(1 << 63), 9, 1, (-1, -1, -1, -1)),
+     pack_call(1, 0, 1, 1, 1, -(1 << 63), 5, 2, 0, (-1, 0) * 4, (2, 0, 0, 5))],
 )  # fmt: skip
 def test_payloads_that_are_no_records_are_counted(setting: Setting, payload: bytes) -> None:
     setting.ring.write(payload)
@@ -195,6 +197,22 @@ def test_payloads_that_are_no_records_are_counted(setting: Setting, payload: byt
     records = list(history(setting.directory))
     assert [r.data["count"] for r in records if getattr(r, "kind", "") == "dropped"] == [1]
     assert len(records) == 5
+
+
+@pytest.mark.parametrize("rows", ["1e400", str(1 << 70), "-1", "true", '"4"'])
+def test_rows_that_no_batch_has_are_not_known(setting: Setting, rows: str) -> None:
+    """A flipped bit in a definition: the supervisor goes on, and a number nobody knows is none."""
+    setting.ring.write(pack_definition(3, ["rows"]).replace(b'"rows"', b'["x",[%s],"float32",4]' % rows.encode()))
+    setting.ring.write(pack_call(1, 0, 1, 1, 1, START, 5, 3, 0, (-1, 0) * 4, (3, 0, 0, 5)))
+    setting.turn()
+    assert setting.rows("SELECT rows FROM calls") == [(None,)]
+
+
+def test_sums_beyond_reason_are_cut(setting: Setting) -> None:
+    for _ in range(3):
+        setting.ring.write(pack_call(1, 0, 1, 1, 1, START, 5, 2, 0, (0, -(1 << 63)) * 4, (2, 0, 0, 5)))
+        setting.turn()
+    assert setting.rows("SELECT count(*) FROM calls") == [(3,)]
 
 
 def test_calls_whose_definition_was_lost_are_kept_and_counted_as_unreadable(setting: Setting) -> None:

@@ -62,7 +62,8 @@ class DeviceSampler:
         self._pids: frozenset[int] = frozenset()
         self._same_pids = pids_are_shared()
         self._decoder = Decoder(-1)
-        self._uses: dict[int, tuple[TorchUse, ...]] = {}
+        self._uses: dict[int, tuple[int, tuple[TorchUse, ...]]] = {}
+        """By process of the run: its process id, and what it has said last."""
         self._visible: tuple[tuple[str, ...], dict[str, bool]] = ((), {})
         self._said: dict[str, float] = {}
         self._said_lock = threading.Lock()
@@ -91,8 +92,8 @@ class DeviceSampler:
             data = {"t_s": (time.monotonic_ns() - self._start_ns) / 1e9, **data}
         self._ring.write(pack_event(kind, data))
 
-    def heard(self, payload: bytes) -> None:
-        """Take a `memory` record of a training process, which says what GPUs torch uses in it."""
+    def heard(self, payload: bytes, pid: int) -> None:
+        """Take a `memory` record of the training process `pid`: what GPUs torch uses there for as long as it lives."""
         try:
             record = self._decoder.decode(payload)
         except RecordError:
@@ -100,7 +101,7 @@ class DeviceSampler:
         data = record.data if isinstance(record, Event) else {}
         process, devices = data.get("process"), data.get("devices")
         if isinstance(process, int) and (process in self._uses or len(self._uses) < MAX_USES):
-            self._uses = {**self._uses, process: uses_of(process, devices)}
+            self._uses = {**self._uses, process: (pid, uses_of(process, devices))}
 
     def warn(self, text: str) -> None:
         """Say what goes wrong, once a minute at most for each text."""
@@ -160,7 +161,8 @@ class DeviceSampler:
             self.warn(f"GPU {card.index} could not be told of: {type(error).__name__}: {error}")
 
     def _run(self) -> Run:
-        uses = tuple(use for of_process in self._uses.values() for use in of_process)
+        # What a process that has ended held was given back.
+        uses = tuple(use for pid, of_process in self._uses.values() if psutil.pid_exists(pid) for use in of_process)
         return Run(self._pids, self._same_pids, uses, self._seen_by_cuda())
 
     def _seen_by_cuda(self) -> dict[str, bool]:

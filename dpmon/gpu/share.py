@@ -12,7 +12,7 @@ MAX_PROCESSES = 16
 MAX_USES = 256
 NO_PIDS_IN_CONTAINER = "inside a container the driver's process ids cannot be matched to ours"
 NOT_BY_PROCESS = "the driver does not tell memory by process"
-NOT_SAID = "no training process has said so far which GPUs torch uses"
+NOT_SAID = "no training process that runs has said which GPUs torch uses"
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,8 +71,8 @@ class Drain:
         self._commit_at = 0.0
         self._retry_at = 0.0
         self._failing = False
-        self.heard: Callable[[bytes], None] = lambda payload: None
-        """Called with every `memory` record of a training process: it says which GPUs that uses."""
+        self.heard: Callable[[bytes, int], None] = lambda payload, pid: None
+        """Called with every `memory` record of a training process, and its id: it says which GPUs that uses."""
 
     def drain(self, now: float) -> bool:
         """Take what is new, write what is due; True if there is more to take at once. `now`: monotonic s."""
@@ -170,7 +170,7 @@ class Drain:
                 if source.sorter.add(self._batch, self._next_id, payload):
                     self._next_id += 1
                 if payload.startswith(_MEMORY):
-                    self.heard(payload)
+                    self.heard(payload, source.ring.pid)
             except RecordError:
                 source.unreadable += 1
             self._bytes += len(payload)

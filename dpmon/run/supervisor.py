@@ -50,7 +50,7 @@ class _Sampler(Protocol):
     def start(self) -> None: ...
     def stop(self) -> None: ...
     def emit(self, kind: str, data: Mapping[str, Any]) -> None: ...
-    def heard(self, payload: bytes) -> None: ...
+    def heard(self, payload: bytes, pid: int) -> None: ...
 
 
 class _Silent:
@@ -65,7 +65,7 @@ class _Silent:
     def emit(self, kind: str, data: Mapping[str, Any]) -> None:
         _log(f"{kind}: {dict(data)}")
 
-    def heard(self, payload: bytes) -> None:
+    def heard(self, payload: bytes, pid: int) -> None:
         pass
 
 

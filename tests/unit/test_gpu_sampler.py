@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -266,7 +268,7 @@ def test_what_torch_says_in_a_training_process_is_believed(make: Any) -> None:
     sampler, watch = make(nvml)
 
     def say(process: Any, devices: Any) -> None:
-        sampler.heard(pack_event("memory", {"process": process, "devices": devices}))
+        sampler.heard(pack_event("memory", {"process": process, "devices": devices}), os.getpid())
 
     say(3, [{"device": "cuda:0", "uuid": "1", "reserved_bytes": 500}, {"device": "cpu"}, "junk"])
     watch.until(lambda e: [d for d in of_kind(e, "device") if d["index"] == 1 and d["of_run"]], "the GPU of the run")
@@ -276,7 +278,23 @@ def test_what_torch_says_in_a_training_process_is_believed(make: Any) -> None:
     for junk in (None, {}, [{"uuid": 5}], [{"uuid": "x", "reserved_bytes": True}]):
         say(4, junk)
     say("x", [])
-    sampler.heard(b"\x04{")
+    sampler.heard(b"\x04{", os.getpid())
+
+
+def test_what_a_process_held_that_has_ended_is_held_no_more(make: Any) -> None:
+    sampler, watch = make(FakeNvml())
+    ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    for process, pid in ((0, os.getpid()), (1, ended.pid)):
+        devices = [{"device": "cuda:0", "uuid": "1", "reserved_bytes": 500 + process}]
+        sampler.heard(pack_event("memory", {"process": process, "devices": devices}), pid)
+
+    def last(events: Any) -> Any:
+        return next((e.data for e in reversed(events) if e.kind == "device" and e.data["index"] == 1), {})
+
+    watch.until(lambda e: last(e).get("mem_torch_bytes") == 1001, "what both hold")
+    ended.communicate(b"\n")
+    device = last(watch.until(lambda e: last(e).get("mem_torch_bytes") == 500, "what the other holds"))
+    assert device["ordinals"] == [{"process": 0, "device": "cuda:0"}]
 
 
 def test_what_keeps_going_wrong_is_said_once_a_minute(make: Any) -> None:

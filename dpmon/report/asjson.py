@@ -1,7 +1,7 @@
 """A report as one JSON object, for programs. Times in ms, starts in s since the run's start, bytes; null is unknown.
 
 run           id, name, script, command, cwd, python, started_unix, versions, directory
-end           state (running, starting, lost, finished, failed, stopped, killed), status, signal, error, seconds
+end           state (as `ls` calls it), status, signal, error, seconds
 processes     process, rank, world, pid, python, torch
 steps, calls  how many are in the record; dropped, pruned: records that are not
 nothing       why there is no step and no call, or null

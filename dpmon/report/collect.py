@@ -27,7 +27,8 @@ from dpmon.report.figures import mode_facts
 from dpmon.report.series import Series
 from dpmon.report.story import Compared, ModeChange, ProcessFacts, Story
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, load_info
+from dpmon.run.rundir import ExitInfo, RunInfo, load_info
+from dpmon.run.state import run_state
 from dpmon.run.totals import Adder, Totals, add_up
 
 __all__ = ["collect"]
@@ -45,7 +46,7 @@ def collect(directory: Path) -> Story:
     info = load_info(directory)
     collector = _Collector(info)
     totals = add_up(directory, collector)
-    how = load_exit(directory)
+    state, how = run_state(directory, info)
     reader = RunReader(directory)
     verdict = compared(collector.settled, totals.virtual, collector.changes)
     evidence = collector.evidence(totals, how, verdict)
@@ -56,7 +57,7 @@ def collect(directory: Path) -> Story:
         directory=str(directory),
         info=info,
         exit=how,
-        state=_state(how, reader),
+        state=state,
         evidence=evidence,
         findings=tuple(findings(evidence)),
         steps=steps,
@@ -276,18 +277,6 @@ def _change(data: Mapping[str, Any]) -> ModeChange:
         _text(data, "reason"),
         _text(data, "refused"),
     )
-
-
-def _state(how: ExitInfo | None, reader: RunReader) -> str:
-    if how is None:
-        return {True: "running", False: "lost", None: "starting"}[reader.command_alive()]
-    if getattr(how, "stopped", False):
-        return "stopped"
-    if how.status is None:
-        return "lost"
-    if how.signal is not None:
-        return "killed"
-    return "finished" if how.status == 0 else "failed"
 
 
 def _nothing(totals: Totals, reader: RunReader) -> str:

@@ -42,7 +42,7 @@ h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; border-bottom: 1px solid #d0d7de; 
 h3 { font-size: 1rem; margin: 1.2rem 0 0; }
 p { margin: .2rem 0; overflow-wrap: anywhere; }
 .outcome { font-size: 1.1rem; }
-.finished { color: #116329; } .failed, .killed, .lost { color: #a40e26; }
+.finished { color: #116329; } .failed, .killed, .interrupted, .ended, .lost { color: #a40e26; }
 .soft { color: #57606a; }
 ol { padding-left: 1.4rem; } li { margin: 0 0 .8rem; } li b { font-weight: 600; }
 .scroll { overflow-x: auto; }

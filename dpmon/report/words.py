@@ -38,11 +38,20 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+_NOT_OVER = {
+    "running": "still running",
+    "unsupervised": "still running, without a supervisor",
+    "starting": "not started yet",
+    "ending": "ending",
+    "elsewhere": "on another machine, so that it cannot be told from here whether it still runs",
+}
+
+
 def ended(story: Story) -> str:
     """How the run ended, or that it goes on."""
     how = story.exit
     if how is None:
-        return {"running": "still running", "starting": "not started yet"}.get(story.state, "how it ended is not known")
+        return _NOT_OVER.get(story.state, "how it ended is not known")
     if how.error is not None:
         return how.error
     took = duration(how.seconds)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kept import keep
@@ -19,6 +22,8 @@ from dpmon.report.compared import Settled
 from dpmon.report.plots import plots
 from dpmon.report.series import BINS, Series
 from dpmon.report.story import PARTS
+from dpmon.run.rundir import ExitInfo, load_info, save
+from dpmon.run.state import run_state
 
 HOSTILE = '<script>alert(1)</script>\x1b]52;c;eA==\x07\x1b[31m\u202e<b onload="x">'
 
@@ -87,7 +92,7 @@ def test_the_figures_are_those_of_the_record(both: Path) -> None:
 
 
 def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -> None:
-    lines = report_text(keep({}, status=None, command_pid=None), 80)
+    lines = report_text(keep({}, status=None, command_pid=None, started_unix=time.time()), 80)
     assert lines[0].endswith("not started yet")
     assert "nothing was traced: the command was not started" in "\n".join(lines)
     lines = report_text(keep({0: Training().run(3)}, status=None, drained=False), 80)
@@ -95,6 +100,16 @@ def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -
     assert section(lines, "FINDINGS") == ["  too few steps to say anything (30 in one mode are needed)"]
     lines = report_text(keep({}), 80)
     assert "no Python process of it imported torch" in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("end", "state_word"),
+    [({"status": 130, "signal": "SIGINT"}, "interrupted"), ({"status": None, "unknown": "nobody saw it"}, "ended")],
+)
+def test_a_report_calls_an_end_what_ls_calls_it(state: Path, end: dict[str, Any], state_word: str) -> None:
+    directory = keep({})
+    save(directory, replace(ExitInfo(0, None, 1.7e9, 10**9, 1.0, "supervisor"), **end))
+    assert as_object(collect(directory))["end"]["state"] == run_state(directory, load_info(directory))[0] == state_word
 
 
 def test_a_run_that_failed_shows_the_end_of_its_output(state: Path) -> None:

@@ -215,6 +215,7 @@ def lane_way(calls: Calls, lanes: dict[int, Lane]) -> tuple[Callable[[Any], Lane
                     calls.check_meaning(result, rows, lane.count)
         except BaseException as error:
             steps.free = 0
+            session.local.depth = 0  # a lone replica runs on this thread, and one that raises does not count down
             trace = calls.taken_over(lane, module, inputs, rows)
             if not isinstance(error, Exception):
                 if trace is not None:

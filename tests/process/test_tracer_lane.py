@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from tracing import Script, Traced, text_of
+from tracing import Script, Traced, text_of, traced
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Traced]:
     place = tmp_path_factory.mktemp("lanes")
     scripts = {
-        (form, traced): Script(place, text_of("lanes"), form, run=traced, **({"replicas": 3} if traced else {}))
+        (form, run): Script(place, text_of("lanes"), form, run=run, **({"replicas": 3} if run else {}))
         for form in ("wrapped", "bare")
-        for traced in (True, False)
+        for run in (True, False)
     }
     return {key: script.end() for key, script in scripts.items()}
 
@@ -80,3 +82,34 @@ def test_a_call_that_is_interrupted_is_a_failed_one(runs: dict[tuple[str, bool],
 def test_what_changes_its_meaning_runs_on_one_device(runs: dict[tuple[str, bool], Traced]) -> None:
     modes = [call.mode for call in runs["bare", True].calls("Changing")]
     assert modes == ["dp"] * 3 + ["single"] * 3
+
+
+LONE = """\
+import sys, torch
+class Lone(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = torch.nn.Linear(4, 2)
+    def forward(self, x):
+        if raising:
+            raise raising.pop()
+        return self.part(x)
+raising = []
+model = Lone()
+model = torch.nn.DataParallel(model) if sys.argv[1] == "wrapped" else model
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number, x in enumerate(torch.utils.data.DataLoader(torch.randn(20, 4), batch_size=1)):
+    raising = [KeyboardInterrupt()] if number == 10 else []
+    try:
+        model(x).sum().backward()
+    except KeyboardInterrupt:
+        continue
+    optimizer.step()
+"""
+
+
+def test_after_a_lone_replica_was_interrupted_every_call_is_recorded(tmp_path: Path, form: str) -> None:
+    """A batch of one row has one replica, which runs on the training thread itself."""
+    run = traced(tmp_path, LONE, form, replicas=2)
+    assert [call.step for call in run.calls("Lone")] == list(range(1, 21))
+    assert [call.step for call in run.calls("Lone") if call.failed] == [11]

@@ -12,6 +12,7 @@ from typing import Any
 from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
 from dpmon.run import retention
+from dpmon.run.lock import goes_on_elsewhere
 from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
 from dpmon.run.rundir import RunError, RunInfo, find_run, list_runs, load_exit, load_info, short_name
@@ -27,6 +28,9 @@ _LAST_OUTPUT = 4096
 def attach(options: argparse.Namespace) -> int:
     """Show a run again: on a screen, or, without a terminal, its output from now on and its summary."""
     directory = find_run(options.run)
+    if goes_on_elsewhere(directory, load_info(directory), load_exit(directory)):
+        # Its processes and its clock are not to be seen from here: it would look as if it were over.
+        raise RunError(f"{directory.name} is on another machine; attach to it there (dpmon report works here, too)")
     look_after(directory)
     if options.headless or options.json is not None or not has_screen():
         from dpmon.cli.headless import Follower

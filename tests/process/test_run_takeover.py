@@ -286,6 +286,10 @@ def test_a_run_of_another_machine_is_left_to_it(dpmon: Dpmon) -> None:
     stopped = dpmon.run("stop", "last")
     assert stopped.status == 2
     assert "another machine" in stopped.errors
+    attached = dpmon.run("attach")
+    assert attached.status == 2
+    assert "another machine" in attached.errors
+    assert "on another machine" in dpmon.run("report").text.splitlines()[0]
     look_after(dpmon.last())
     assert not (dpmon.last() / "exit.json").exists()
     assert json.loads((dpmon.last() / "run.json").read_text()) == info

@@ -21,6 +21,7 @@ from dpmon.run.foreground import FORWARDED
 from dpmon.run.guard import Guard
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, mark_stop
+from dpmon.run.state import run_state
 from dpmon.run.terminal import send_input
 
 __all__ = ["Follower", "Stream"]
@@ -143,7 +144,7 @@ class Follower:
         guard = self._guard
         if guard is None:
             # Asked in this order: what was written before the supervisor left is seen.
-            gone = self._reader.command_alive() is False and not self._reader.supervised()
+            gone = run_state(self._reader.directory, self._reader.refresh())[0] == "lost"
             how = self._reader.exit()
             return how, how is not None or gone
         for _ in range(len(self._owed)):  # a signal may come, and add one, at any moment

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,17 @@ def test_interrupting_attach_leaves_the_training(dpmon: Dpmon) -> None:
     assert process.wait(100) == 130
     (dpmon.cwd / "go").touch()
     assert dpmon.exit()["status"] == 0
+
+
+def test_attach_does_not_wait_for_a_command_that_nobody_will_start(dpmon: Dpmon) -> None:
+    """Its supervisor was killed before it came to that."""
+    dpmon.script("pass")
+    dpmon.run("script.py")
+    for name in ("exit.json", "gpu.ring", "history.sqlite"):
+        (dpmon.last() / name).unlink()
+    nobody = dict.fromkeys(("supervisor_pid", "supervisor_started", "command_pid", "command_started"))
+    (dpmon.last() / "run.json").write_text(json.dumps({**dpmon.info(), **nobody, "started_unix": time.time() - 58}))
+    assert dpmon.run("attach").status != 0
 
 
 def test_export_to_a_file(dpmon: Dpmon, tmp_path: Path) -> None:

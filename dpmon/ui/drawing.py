@@ -11,6 +11,7 @@ from pathlib import Path
 
 from textual import events
 from textual.app import App, ComposeResult
+from textual.driver import Driver as TextualDriver
 from textual.geometry import Size
 from textual.timer import Timer
 
@@ -72,6 +73,22 @@ class Drawing(App[str]):
         self._stopping: str | None = None
         self._ticking: Timer | None = None
         self._panels = {name: PanelView(name, look) for name in _PLACES}
+
+    def get_driver_class(self) -> type[TextualDriver]:
+        """Textual's own, mended, where it would take the one for a terminal."""
+        from textual.drivers.linux_driver import LinuxDriver
+
+        from dpmon.ui.driver import Driver
+
+        found = super().get_driver_class()
+        return Driver if found is LinuxDriver else found
+
+    def exit(self, result: str | None = None, return_code: int = 0, message: object = None) -> None:
+        """Go, in any case; the status for a terminal that keeps everything waiting is as of a way out without it."""
+        ended = self.feed.ended
+        over = ended.status if ended is not None and ended.status is not None else 1
+        self.leaving.wished(return_code or {"left": 0, "ended": over, "stopped": over}.get(result or "", 1))
+        super().exit(result, return_code, message)  # type: ignore[arg-type]
 
     def compose(self) -> ComposeResult:
         """One widget a place; the sizes come with the first picture."""

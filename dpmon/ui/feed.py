@@ -129,6 +129,11 @@ class Feed:
             python=clean(info.python, 200) if info.python else "",
         )
 
+    @property
+    def ended(self) -> Ended | None:
+        """How the run ended; None while it goes on, and until that was seen."""
+        return self._ended
+
     def now_ns(self) -> int:
         """Time since the run's start."""
         return max(self._clock() - self._facts.start_ns, 0) if self._facts.start_ns else 0

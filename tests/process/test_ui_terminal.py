@@ -277,6 +277,49 @@ def test_stopped_and_continued_it_draws_everything_again(run: Run, terminal: Sta
     seen.until(lambda: seen.text().splitlines()[2:6] == before, "the whole picture")
 
 
+def test_stopped_unasked_it_goes_on_with_one_reader_of_the_keys(run: Run, terminal: Start) -> None:
+    """SIGSTOP is heard by nobody: what was set up before it is still there, and must not be set up twice."""
+    run.train(50)
+    seen = terminal()
+    seen.shows("● running")
+    threads = Path(f"/proc/{seen.pid}/task")
+    before = len(list(threads.iterdir()))
+    for _ in range(2):
+        os.kill(seen.pid, signal.SIGSTOP)
+        seen.until(lambda: getattr(proc.read(seen.pid), "state", "") == "T", "the process to stop")
+        while select.select([seen.fd], [], [], 0.1)[0]:
+            seen.pump()
+        mark = len(seen.raw)
+        # As a shell that has the terminal meanwhile would leave it.
+        termios.tcsetattr(seen.fd, termios.TCSANOW, seen.modes)
+        seen.screen.reset()
+        os.kill(seen.pid, signal.SIGCONT)
+        seen.until(lambda at=mark: b"\x1b[?1049h" in seen.raw[at:], "the screen to come back")
+        seen.shows("● running")
+        seen.shows("? help")
+    assert len(list(threads.iterdir())) == before
+    assert not termios.tcgetattr(seen.fd)[3] & (termios.ICANON | termios.ECHO)
+    seen.press("q")
+    seen.shows("leave it running")
+    seen.press("l")
+    assert seen.ended() == 0
+    seen.sane()
+
+
+def test_leaving_does_not_wait_for_ever_for_a_terminal_that_takes_nothing(run: Run, terminal: Start) -> None:
+    run.train(50)
+    seen = terminal()
+    seen.shows("● running")
+    seen.press("q")
+    seen.shows("leave it running")
+    slave = os.open(os.readlink(f"/proc/{seen.pid}/fd/0"), os.O_RDWR | os.O_NOCTTY)
+    termios.tcflow(slave, termios.TCOOFF)
+    seen.press("l")
+    assert seen.ended() == 0
+    assert termios.tcgetattr(slave)[:4] == seen.modes[:4]
+    os.close(slave)
+
+
 def test_a_vanished_terminal_ends_the_screen(run: Run, terminal: Start) -> None:
     run.train(50)
     seen = terminal("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + _SHOW)

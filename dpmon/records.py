@@ -13,7 +13,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = [
     "CALL_PHASES",
@@ -102,8 +102,7 @@ class Size:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(NamedTuple):
     """A phase of a call: start after the call's own start and duration, in ns; device time in ms or None."""
 
     offset_ns: int
@@ -111,8 +110,7 @@ class Phase:
     device_ms: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Replica:
+class Replica(NamedTuple):
     """One share of a call. Sizes are None where they could not be seen; offset_ns counts from the call's start."""
 
     replica: int
@@ -370,11 +368,12 @@ class Decoder:
         return None if number == 0 else self._sizes[number]
 
     def _call(self, payload: bytes) -> Call:
-        mode, flags, _, layout_number, step, call, start, wall, inputs, outputs, *phases = call_head(payload)
+        mode, flags, staged, layout_number, step, call, start, wall, inputs, outputs, *phases = call_head(payload)
         shares = call_replicas(payload)
         if len(shares) > MAX_REPLICAS:
             raise RecordError("more replicas than any machine has devices")
-        layout = self._layouts[layout_number]
+        layout, sizes = self._layouts[layout_number], self._sizes
+        devices = layout.devices
         return Call(
             process=self.process,
             rank=self.rank,
@@ -389,20 +388,22 @@ class Decoder:
             failed=bool(flags & FAILED),
             start_ns=start - self.origin_ns,
             wall_ns=wall,
-            devices=layout.devices,
+            devices=devices,
             phases={
-                name: Phase(phases[2 * i], phases[2 * i + 1])
-                for i, name in enumerate(CALL_PHASES)
-                if phases[2 * i] >= 0
+                name: Phase(offset, took)
+                for name, offset, took in zip(CALL_PHASES, phases[::2], phases[1::2], strict=True)
+                if offset >= 0
             },
             replicas=tuple(
-                Replica(i, layout.devices[i], offset, took, self._known(got), self._known(gave))
-                for i, (got, gave, offset, took) in enumerate(shares)
+                [
+                    Replica(i, devices[i], offset, took, sizes[got] if got else None, sizes[gave] if gave else None)
+                    for i, (got, gave, offset, took) in enumerate(shares)
+                ]
             ),
             inputs=self._known(inputs),
             outputs=self._known(outputs),
             absent=layout.absent,
-            stages=tuple(self._stage(i, *stage) for i, stage in enumerate(call_stages(payload))),
+            stages=tuple(self._stage(i, *stage) for i, stage in enumerate(call_stages(payload))) if staged else (),
         )
 
     def _stage(self, index: int, number: int, got: int, gave: int, offset: int, took: int) -> Stage:

@@ -48,9 +48,9 @@ class FakeReader:
     def refresh(self) -> Any:
         return self.info
 
-    def poll(self) -> list[Record]:
+    def poll(self, most: int | None = None) -> list[Record]:
         self.polls += 1
-        found, self.new = self.new, []
+        found, self.new = self.new[:most], self.new[most:] if most is not None else []
         return found
 
     def stage(self) -> tuple[str, int] | None:

@@ -114,8 +114,11 @@ class PlaybackReader:
 
     # ------------------------------------------------------------------------------------------ records
 
-    def poll(self) -> list[Record]:
-        """What happened between the last time and now; after the clock was set, what a late reader would be given."""
+    def poll(self, most: int | None = None) -> list[Record]:
+        """What happened between the last time and now; after the clock was set, what a late reader would be given.
+
+        All of it, whatever `most` is: the clock's next reading would be another.
+        """
         position = self.position_ns
         if not self._set:
             found = self._take(position, POLL_RECORDS + 1)

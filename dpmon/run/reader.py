@@ -6,7 +6,10 @@ goes on in the rings exactly where the history ends.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +49,15 @@ class _Tail:
         self.decoder = decoder
         self.asked = 0
         self.unreadable = missed_before
+        self._waiting: deque[bytes] = deque()
+
+    def take(self, most: int | None) -> Iterator[bytes]:
+        """Payloads that were not taken yet, oldest first: `most`, or all that one read of the ring gives."""
+        if not self._waiting:
+            with contextlib.suppress(RingError, OSError):
+                self._waiting.extend(self.ring.read(POLL_BYTES))
+        for _ in range(len(self._waiting) if most is None else min(most, len(self._waiting))):
+            yield self._waiting.popleft()
 
     @property
     def missed(self) -> int:
@@ -129,22 +141,27 @@ class RunReader:
 
     # ------------------------------------------------------------------------------------------ records
 
-    def poll(self) -> list[Record]:
-        """What is new in all rings since the last poll, oldest first for each; about 1 MiB a ring at most."""
+    def poll(self, most: int | None = None) -> list[Record]:
+        """What is new in all rings since the last poll, oldest first for each; about 1 MiB a ring at most.
+
+        With `most`, about so many records at most, and none only where there are none just now.
+        """
         found: list[Record] = []
         if not self._looked_back:
             self._looked_back = True
             found += self._look_back()
         self._open_new()
-        for tail in self._tails.values():
-            try:
-                payloads = tail.ring.read(POLL_BYTES)
-            except (RingError, OSError):
-                continue
-            for payload in payloads:
-                record = self._decode(tail, payload)
-                if record is not None:
-                    found.append(record)
+        share = None if most is None else most // max(len(self._tails), 1) + 1
+        taken = True
+        while taken:
+            taken = False
+            for tail in self._tails.values():
+                for payload in tail.take(share):
+                    taken = True
+                    record = self._decode(tail, payload)
+                    if record is not None:
+                        found.append(record)
+            taken = taken and not found and most is not None  # only definitions: that was not all
         return found
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import sys
@@ -28,7 +29,11 @@ __all__ = ["Drawing"]
 
 _PLACES = ("status", *PANELS, "footer", "timeline", "small")
 _REPAINT_S = 60.0
-_SIP_S = 0.2
+_SLICE_S = 0.004
+"""So long records are taken in at a time: longer would be felt at the keys."""
+_REST_S = 0.002
+_KEY_REST_S = 0.03
+"""Between two slices: for whatever else is due, and after a key, whose answer comes first."""
 _SCROLL_MOST = 4096
 _QUEUED_WRITES = 2
 """With more writes than these waiting for the terminal, a frame is left out."""
@@ -72,6 +77,8 @@ class Drawing(App[str]):
         self._still: Scene | None = None
         self._stopping: str | None = None
         self._ticking: Timer | None = None
+        self._sipping: asyncio.TimerHandle | None = None
+        self._key_came = False
         self._panels = {name: PanelView(name, look) for name in _PLACES}
 
     def get_driver_class(self) -> type[TextualDriver]:
@@ -110,7 +117,6 @@ class Drawing(App[str]):
             return
         self._tick()
         self._ticking = self.set_interval(self.period, self._tick)
-        self.set_interval(_SIP_S, self.feed.sip)
         self.set_interval(_REPAINT_S, self._repaint)
 
     def on_resize(self) -> None:
@@ -129,12 +135,35 @@ class Drawing(App[str]):
             self.leaving.go(129)
             return
         self._look_at_size()
-        self.feed.tick()
+        self.feed.tick(None if self.is_headless else _SLICE_S)
+        self._sip_soon()
         if self._still is None:
             self.feed.output.refresh()
         if self._queued() <= _QUEUED_WRITES:
             self.draw()
         self.after_tick()
+
+    def _sip_soon(self) -> None:
+        """Take in the rest of the records in slices: on the loop itself, so that no key queues up behind them."""
+        if self._sipping is None and not self.is_headless:
+            self._sipping = asyncio.get_running_loop().call_later(_REST_S, self._sip)
+
+    def _sip(self) -> None:
+        self._sipping = None
+        if self._key_came:  # what it leads to takes several turns of the loop
+            self._key_came = False
+            self._sipping = asyncio.get_running_loop().call_later(_KEY_REST_S, self._sip)
+            return
+        try:
+            if self.feed.sip(_SLICE_S):
+                self._sip_soon()
+        except Exception as error:  # noqa: BLE001  the loop would only log it: it ends the screen, as in a tick
+            self._handle_exception(error)
+
+    async def on_event(self, event: events.Event) -> None:
+        """Keys and clicks are answered before more records are taken in."""
+        self._key_came = self._key_came or isinstance(event, (events.Key, events.MouseDown))
+        await super().on_event(event)
 
     def _look_at_size(self) -> None:
         """Take up the terminal's size where no signal told of it (or it came while nobody could hear it)."""

@@ -24,8 +24,8 @@ __all__ = ["Feed", "Reader"]
 INPUT = "input.fifo"
 _GRACE_NS = 3_000_000_000
 """How long a vanished command may be without a recorded exit before the screen says so."""
-_BUSY_RECORDS = 500
-"""When a poll brings so many records, the next one comes before the next picture, so that keys need not wait long."""
+_SIP_RECORDS = 50
+"""So many records are read and folded between two looks at the clock."""
 
 
 class Reader(Protocol):
@@ -38,8 +38,8 @@ class Reader(Protocol):
     def refresh(self) -> Any:
         """Read run.json again."""
 
-    def poll(self) -> list[Record]:
-        """New records."""
+    def poll(self, most: int | None = None) -> list[Record]:
+        """New records: about `most` at most, and none only where there are none just now."""
 
     @property
     def missed(self) -> int:
@@ -97,6 +97,7 @@ class Feed:
         self._reader: Reader | None = None
         self._facts = Facts(script=clean(directory.name, 100))
         self._ended: Ended | None = None
+        self._exit: Any = None
         self._alive: bool | None = None
         self._gone_ns: int | None = None
         self._ending = False
@@ -140,31 +141,45 @@ class Feed:
 
     # ------------------------------------------------------------------------------------------ reading
 
-    def tick(self) -> None:
-        """Take in what is new. The end is asked for first, so that all that was written before it is seen."""
+    def tick(self, budget_s: float | None = None) -> None:
+        """Take in what is new; all of it, or what can be done in `budget_s`. Then `sip` until that gives False.
+
+        The end is asked for first, so that all that was written before it is seen.
+        """
         reader = self._reader
         if reader is None:
             return
         reader.refresh()
-        ended = reader.exit() if self._ended is None else None
+        if self._ended is None and self._exit is None:
+            self._exit = reader.exit()
         self._look_alive(reader)
-        self._take_in(reader)
-        if ended is not None:
-            while self._busy:
-                self._take_in(reader)
-            self._end(ended)
-        self._answer(reader)
+        self._take_in(reader, budget_s)
+        self._settle(reader)
 
-    def sip(self) -> None:
-        """Between two pictures: take in records, if there are many of them."""
+    def sip(self, budget_s: float | None = None) -> bool:
+        """Between two pictures: take in records, if some are left; whether more are left then."""
         if self._busy and self._reader is not None:
-            self._take_in(self._reader)
+            self._take_in(self._reader, budget_s)
+            self._settle(self._reader)
+        return self._busy
 
-    def _take_in(self, reader: Reader) -> None:
-        records = reader.poll()
-        for record in records:
-            self.state = fold(self.state, record)
-        self._busy = len(records) >= _BUSY_RECORDS
+    def _take_in(self, reader: Reader, budget_s: float | None) -> None:
+        until = None if budget_s is None else time.perf_counter() + budget_s
+        while records := reader.poll(_SIP_RECORDS):
+            for record in records:
+                self.state = fold(self.state, record)
+            if until is not None and time.perf_counter() > until:
+                self._busy = True
+                return
+        self._busy = False
+
+    def _settle(self, reader: Reader) -> None:
+        """What is only true once everything was taken in."""
+        if self._busy:
+            return
+        if self._exit is not None and self._ended is None:
+            self._end(self._exit)
+        self._answer(reader)
 
     def _look_alive(self, reader: Reader) -> None:
         alive = reader.command_alive()

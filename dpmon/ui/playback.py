@@ -38,14 +38,14 @@ class _PlaybackFeed(Feed):
     def _clocked(self) -> int:
         return 0 if self.player is None else self.player.now_ns()
 
-    def tick(self) -> None:
+    def tick(self, budget_s: float | None = None) -> None:
         """As of a run that goes on; before its end it has not ended."""
         player = self.player
         if player is not None and player.position_ns < player.length_ns:
-            self._ended = self._gone_ns = None
-        super().tick()
+            self._ended = self._exit = self._gone_ns = None
+        super().tick(budget_s)
 
-    def _take_in(self, reader: Reader) -> None:
+    def _take_in(self, reader: Reader, budget_s: float | None) -> None:
         player = self.player
         if player is None:
             return

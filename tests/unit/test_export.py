@@ -117,7 +117,7 @@ def test_idle_devices_and_missing_sizes_are_told() -> None:
     (call,) = (record for record in decoded(training.step()) if isinstance(record, Call))
     cells = dict(zip(COLUMNS["call"], row(call)[0], strict=False))
     assert (cells["replicas"], cells["idle_devices"]) == ("2", "cpu:2")
-    unseen = replace(call, replicas=tuple(replace(share, inputs=None) for share in call.replicas))
+    unseen = replace(call, replicas=tuple(share._replace(inputs=None) for share in call.replicas))
     cells = dict(zip(COLUMNS["call"], row(unseen)[0], strict=False))
     assert (cells["replica_rows"], cells["replica_inputs"]) == ("- -", " | ")
     assert "not seen" in cells["absent"]
@@ -220,7 +220,7 @@ def test_calls_at_the_same_time_do_not_tear_each_other(state: Path) -> None:
 
 def test_a_damaged_phase_is_left_out_of_the_trace(state: Path) -> None:
     (one,) = (record for record in decoded(Training().step()) if isinstance(record, Call))
-    phases = {name: replace(phase, host_ns=10 * SECOND) for name, phase in one.phases.items() if name == "gather"}
+    phases = {name: phase._replace(host_ns=10 * SECOND) for name, phase in one.phases.items() if name == "gather"}
     bad = [replace(one, phases=phases), replace(one, start_ns=-5), replace(one, wall_ns=-5)]
     bad += [Step(0, None, 1, "dp", 5, -1, None, {}), Event("host", {"t_s": float("nan"), "cpu_pct": float("inf")})]
     bad += [Event("warning", {"process": 0, "text": None, "x": [float("nan")]}), Event("memory", {"devices": 5})]

@@ -95,6 +95,26 @@ def test_each_record_is_seen_once(run: tuple[Path, RunInfo], reader: RunReader) 
     assert first[1].start_ns == 1000
 
 
+def test_a_few_at_a_time_are_all_of_them_in_the_same_order(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    one, two = Writer(run[0], 0), Writer(run[0], 12)
+    one.steps(700)
+    two.steps(3)
+    whole = RunReader(run[0])
+    expected = whole.poll()
+    whole.close()
+    found: list[Record] = []
+    while records := reader.poll(50):
+        assert len(records) <= 52
+        found += records
+        one.steps(1) if len(found) < 200 else None
+    more = numbers([r for r in found if getattr(r, "process", None) == 0])
+    assert more == turns(1, len(more) // 2)
+    assert len(more) > 1400
+    assert numbers([r for r in found if getattr(r, "process", None) == 12]) == turns(1, 3)
+    assert len(found) - len(expected) == len(more) - 1400
+    assert reader.missed == 0
+
+
 def test_several_processes_each_in_its_order(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     one, two = Writer(run[0], 0), Writer(run[0], 12)
     one.steps(2)

@@ -301,7 +301,7 @@ def test_a_replica_whose_sizes_were_not_seen_has_dashes() -> None:
     process = scene.process
     assert process is not None
     (track,) = process.calls.values()
-    blind = tuple(replace(r, inputs=None, outputs=None) for r in track.last.replicas)
+    blind = tuple(r._replace(inputs=None, outputs=None) for r in track.last.replicas)
     track.last = replace(track.last, replicas=blind, absent={"sizes": "not seen by a forward hook"})
     rows = rows_text(panel_replicas.replicas(scene, 70, 9, LOOK))
     assert rows[1].split()[:5] == ["0", "cpu:0", "–", "–", "–"]
@@ -314,7 +314,7 @@ def test_several_inputs_are_counted_and_listed_when_zoomed() -> None:
     assert process is not None
     (track,) = process.calls.values()
     sizes = (Size("0", (8, 5), "float32", 160), Size("1.mask", (8,), "bool", 8), Size("labels", (8,), "int64", 64))
-    track.last = replace(track.last, replicas=tuple(replace(r, inputs=sizes) for r in track.last.replicas))
+    track.last = replace(track.last, replicas=tuple(r._replace(inputs=sizes) for r in track.last.replicas))
     assert any("[8, 5] +2" in row for row in rows_text(panel_replicas.replicas(scene, 70, 9, LOOK)))
     zoomed = rows_text(panel_replicas.zoomed(scene, 100, 40, LOOK))
     assert "   in   1.mask [8] bool 8 B" in zoomed

@@ -16,6 +16,8 @@ __all__ = ["device_name", "facts", "label", "mine", "number", "reasons"]
 
 Data = Mapping[str, Any]
 
+_NO_XID = "no XID error since the run's start"
+"""The sampler's word where nothing is missing: there was none. Any other reason means that it is not known."""
 _WORDS = {
     "util_pct": "utilisation",
     "mem_used_bytes": "memory",
@@ -87,7 +89,7 @@ def reasons(samples: Sequence[Data], only: Sequence[str] | None = None) -> str:
         absent = data.get("absent")
         if isinstance(absent, Mapping):
             for key, reason in list(absent.items())[:80]:
-                if only is not None and key not in only:
+                if (only is not None and key not in only) or (key == "xid" and reason == _NO_XID):
                     continue
                 what = by_reason.setdefault(clean(reason, 200), [])
                 name = _WORDS.get(key, clean(key, 40).replace("_", " "))
@@ -188,7 +190,7 @@ def _all(data: Data) -> dict[str, list[tuple[str, str, str]]]:
     energy = number(data, "energy_j")
     throttle = data.get("throttle")
     down = ", ".join(clean(word, 30) for word in throttle[:8]) if isinstance(throttle, list) else UNKNOWN
-    no_xid = data.get("xid") is None and "xid" not in _absent(data)
+    no_xid = data.get("xid") is None and _absent(data).get("xid", _NO_XID) == _NO_XID
     return {
         "activity": [
             ("SM", of("sm_active_pct", "%"), ""),

@@ -33,7 +33,9 @@ _SLICE_S = 0.004
 """So long records are taken in at a time: longer would be felt at the keys."""
 _REST_S = 0.002
 _KEY_REST_S = 0.03
-"""Between two slices: for whatever else is due, and after a key, whose answer comes first."""
+_LATE_S = 0.2
+"""Between two slices: for whatever else is due, and after a key, whose answer comes first. A picture waits so long for
+the rest of the records."""
 _SCROLL_MOST = 4096
 _QUEUED_WRITES = 2
 """With more writes than these waiting for the terminal, a frame is left out."""
@@ -79,6 +81,8 @@ class Drawing(App[str]):
         self._ticking: Timer | None = None
         self._sipping: asyncio.TimerHandle | None = None
         self._key_came = False
+        self._draw_by: float | None = None
+        """When to draw although not everything was taken in; None after it was drawn."""
         self._panels = {name: PanelView(name, look) for name in _PLACES}
 
     def get_driver_class(self) -> type[TextualDriver]:
@@ -135,30 +139,46 @@ class Drawing(App[str]):
             self.leaving.go(129)
             return
         self._look_at_size()
+        self._draw_by = self._clock() + min(self.period, _LATE_S)
         self.feed.tick(None if self.is_headless else _SLICE_S)
-        self._sip_soon()
+        self._after_slice()
+
+    @staticmethod
+    def _clock() -> float:
+        return asyncio.get_running_loop().time()
+
+    def _after_slice(self) -> None:
+        """Draw once everything was taken in, or when it is time to; the rest comes on the loop, between its keys."""
+        busy = self.feed.busy
+        if self._draw_by is not None and (not busy or self._clock() >= self._draw_by):
+            self._draw_by = None
+            self._picture()
+        if busy and self._sipping is None:
+            self._sip_in(_REST_S)
+
+    def _sip_in(self, seconds: float) -> None:
+        self._sipping = asyncio.get_running_loop().call_later(seconds, self._sip)
+
+    def _sip(self) -> None:
+        self._sipping = None
+        if self._exit or not self.is_running:
+            return
+        if self._key_came:  # what it leads to takes several turns of the loop
+            self._key_came = False
+            self._sip_in(_KEY_REST_S)
+            return
+        try:
+            self.feed.sip(_SLICE_S)
+            self._after_slice()
+        except Exception as error:  # noqa: BLE001  the loop would only log it: it ends the screen, as in a tick
+            self._handle_exception(error)
+
+    def _picture(self) -> None:
         if self._still is None:
             self.feed.output.refresh()
         if self._queued() <= _QUEUED_WRITES:
             self.draw()
         self.after_tick()
-
-    def _sip_soon(self) -> None:
-        """Take in the rest of the records in slices: on the loop itself, so that no key queues up behind them."""
-        if self._sipping is None and not self.is_headless:
-            self._sipping = asyncio.get_running_loop().call_later(_REST_S, self._sip)
-
-    def _sip(self) -> None:
-        self._sipping = None
-        if self._key_came:  # what it leads to takes several turns of the loop
-            self._key_came = False
-            self._sipping = asyncio.get_running_loop().call_later(_KEY_REST_S, self._sip)
-            return
-        try:
-            if self.feed.sip(_SLICE_S):
-                self._sip_soon()
-        except Exception as error:  # noqa: BLE001  the loop would only log it: it ends the screen, as in a tick
-            self._handle_exception(error)
 
     async def on_event(self, event: events.Event) -> None:
         """Keys and clicks are answered before more records are taken in."""

@@ -156,6 +156,11 @@ class Feed:
         self._take_in(reader, budget_s)
         self._settle(reader)
 
+    @property
+    def busy(self) -> bool:
+        """Whether records are left to be taken in."""
+        return self._busy
+
     def sip(self, budget_s: float | None = None) -> bool:
         """Between two pictures: take in records, if some are left; whether more are left then."""
         if self._busy and self._reader is not None:

@@ -221,6 +221,8 @@ def _answer(scene: Scene, look: Look) -> Row:
         note = "the training answers at its next batch"
         if scene.process is None or scene.process.seen_ns < 0:
             note = "the training answers at its first batch"
+        elif scene.pausing.since_ns is not None:
+            note = "the training answers once it goes on (p)"
         return [
             (f"{look.glyphs.arrow} ", ""),
             (toggle.mode, style),

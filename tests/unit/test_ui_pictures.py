@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -22,7 +23,7 @@ from dpmon.ui.paint import places, scroll_room, whole
 from dpmon.ui.panel_output import Output
 from dpmon.ui.panel_status import status
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scene import Ended, Facts, Scene, Toggle, View, devices_in_short, life
+from dpmon.ui.scene import Ended, Facts, Pausing, Scene, Toggle, View, devices_in_short, life
 from dpmon.ui.tail import Tail
 
 LOOK = Look(UNICODE, COLOUR, True)
@@ -226,6 +227,8 @@ def test_a_toggle_is_pending_then_done_or_refused() -> None:
     scene = scene_of(Training())
     pending = replace(scene, toggle=Toggle("single", "pending", scene.now_ns - 2 * SECOND))
     assert "→ single pending 2 s: the training answers at its next batch" in text_of(pending, 80, 24)
+    paused = replace(pending, pausing=Pausing(possible=True, wanted=True, since_ns=scene.now_ns - SECOND))
+    assert "→ single pending 2 s: the training answers once it goes on (p)" in text_of(paused, 80, 24)
     done = replace(scene, toggle=Toggle("single", "done", scene.now_ns, step=12_340))
     assert "single done since step 12 340" in text_of(done, 80, 24)
     refused = replace(scene, toggle=Toggle("single", "refused", scene.now_ns, reason="it is DDP"))
@@ -572,6 +575,24 @@ def test_zoomed_a_gpu_tells_everything_and_every_dash_its_reason() -> None:
     assert "⣿" in text, "histories in braille"
     bare = gpu_scene(1, **dict.fromkeys(("processes", "mig", "xid", "throttle"), 3))
     assert panel_devices.zoomed(bare, 76, 20, MONO_ASCII), "values of the wrong type are no values"
+
+
+@pytest.mark.parametrize(
+    ("absent", "shown"),
+    [
+        ({}, "none"),
+        ({"xid": "no XID error since the run's start"}, "none"),
+        ({"xid": "not supported"}, "–"),
+    ],
+)
+def test_no_xid_is_none_and_an_unknown_one_a_dash(absent: dict[str, str], shown: str) -> None:
+    scene = gpu_scene(1, xid=None, absent=absent)
+    text = "\n".join(rows_text(panel_devices.zoomed(scene, 116, 35, LOOK)))
+    found = re.search(r"newest XID +(none|–)", text)
+    assert found is not None
+    assert found.group(1) == shown
+    assert "since the run's start" not in text
+    assert ("xid: not supported" in text) == (absent == {"xid": "not supported"})
 
 
 def test_an_unknown_utilisation_is_a_dash() -> None:

@@ -63,7 +63,10 @@ def add_step(process: Process, sample: StepSample, mode: str) -> None:
     column.phases = [total + took if took > 0 else total for total, took in zip(column.phases, phases, strict=True)]
     column.ran = [count + (took >= 0) for count, took in zip(column.ran, phases, strict=True)]
     if len(column.sampled) < SAMPLED:
+        # In no order: whoever takes the first few must not get those that ended first, of which more are long ones.
+        at = _chance(process, len(column.sampled) + 1)
         column.sampled.append(sample)
+        column.sampled[at], column.sampled[-1] = sample, column.sampled[at]
     else:
         at = _chance(process, column.count)
         if at < SAMPLED:
@@ -239,5 +242,6 @@ def _drawn(columns: Sequence[Column]) -> list[StepSample]:
 
 
 def _span(columns: Sequence[Column], drawn: Sequence[StepSample]) -> int:
-    first, last = columns[0].sampled[0], columns[-1].sampled[-1]
+    first = min(columns[0].sampled, key=lambda step: step.end_ns)
+    last = max(columns[-1].sampled, key=lambda step: step.end_ns)
     return max(last.end_ns - (first.end_ns - first.wall_ns), max(step.wall_ns for step in drawn))

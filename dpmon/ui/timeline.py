@@ -27,8 +27,10 @@ def timeline(playing: Playing, width: int, look: Look) -> list[Row]:
     for key, says in _KEYS:
         text = "stop" if says == "play" and playing.playing else says
         piece: Row = [("  ", ""), (key, "key"), (" " + text, "dim")]
-        if width_of(head) + width_of(end) + width_of(keys) + width_of(piece) + 2 * _LEAST <= width:
-            keys += piece
+        if width_of(head) + width_of(end) + width_of(keys) + width_of(piece) + 2 * _LEAST > width:
+            keys.append((f" {look.glyphs.more}", "dim"))
+            break
+        keys += piece
     room = max(width - width_of(head) - width_of(end) - width_of(keys) - 1, 1)
     done = round((room - 1) * min(max(playing.position_ns / max(playing.length_ns, 1), 0.0), 1.0))
     line: Row = [(_DONE * done, "good"), (look.glyphs.dot, "title"), (_REST * (room - 1 - done), "dim")]

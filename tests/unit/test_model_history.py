@@ -13,6 +13,7 @@ from dpmon.model import State, fold
 from dpmon.model.history import add_step, columns_of, figures, pictured
 from dpmon.model.state import COLUMNS_KEPT, LONG_KEPT, NOT_RUN, PHASES, SAMPLED, Process, StepSample
 from dpmon.model.stats import recent, summary
+from dpmon.records import Step
 
 
 def sample(number: int, end_ns: int, wall_ns: int = 1000, samples: int | None = 4) -> StepSample:
@@ -140,3 +141,26 @@ def test_a_copy_stays_as_it_is_and_shares_the_samples() -> None:
         add_step(process, sample(number, (11 + number) * SECOND), "dp")
     assert figures(still, "dp", 0) == before
     assert still.columns[0].sampled[0] is not None
+
+
+def test_a_few_steps_of_each_second_are_not_those_that_ended_first() -> None:
+    """Of the steps that lie over a second's begin more are long ones: whoever draws them first shows too much."""
+    state, number = State(), 0
+
+    def steps(at: int, walls: list[int]) -> int:
+        nonlocal state, number
+        for wall in walls:
+            number += 1
+            state = fold(state, Step(0, None, number, "single", at, wall, 30, {"other": wall}))
+            at += wall
+        return at
+
+    at = 0
+    for _ in range(100):
+        at = steps(at, [519_000_000, *[60_000_000] * 8])
+    steps(at, [2_000_000] * 500)
+    process = state.focus()
+    assert process is not None
+    found = figures(process, "single", 120)
+    assert found.steps == 1400
+    assert found.median_ns == 60_000_000

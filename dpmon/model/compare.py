@@ -12,10 +12,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import exp, log, sqrt
+from math import ceil, exp, log, sqrt
 from typing import NamedTuple
 
-from dpmon.model.state import MODES_COMPARED, PHASES, SAMPLED, SETTLED_AT_ONCE, SETTLED_MANY, Peak, Process, StepSample
+from dpmon.model.state import (
+    MODES_COMPARED,
+    PHASES,
+    SETTLED_AT_ONCE,
+    SETTLED_KEPT,
+    SETTLED_MANY,
+    ModeTrack,
+    Peak,
+    Process,
+    StepSample,
+)
 from dpmon.model.stats import PhaseFigures, median, percentile, summary
 
 __all__ = [
@@ -61,6 +71,7 @@ class Side(NamedTuple):
     median_ns: float | None
     p95_ns: float | None
     samples_per_s: float | None
+    """Of a process: over all steps of the mode, whatever is compared."""
     phases: tuple[PhaseFigures, ...]
     memory: Mapping[str, Peak]
     """By device, the most that was allocated while in this mode."""
@@ -177,8 +188,11 @@ def compare(
     base = Comparison(sides=sides, devices=tuple(devices), virtual=virtual)
     lacking = {mode: MIN_STEPS - found[kind] for mode, found in kinds.items() if kind and found[kind] < MIN_STEPS}
     if len(there) < 2 or lacking:
-        thinned = {mode: counts[mode] - len(steps.get(mode, ())) >= few for mode, few in lacking.items()}
-        return replace(base, missing=_lacking(there, lacking, thinned), lacking=lacking)
+        drawn_of = {
+            mode: counts[mode] / len(found) if len(found := steps.get(mode, ())) >= SETTLED_KEPT else 1
+            for mode in lacking
+        }
+        return replace(base, missing=_lacking(there, lacking, drawn_of), lacking=lacking)
     if kind is None:
         return replace(base, missing=_unlike(kinds), lacking={})
     left_out = sum(sum(each.values()) - each[kind] for each in kinds.values())
@@ -196,15 +210,15 @@ def _common(kinds: Mapping[str, Counter[_Kind]]) -> _Kind | None:
     return next(iter((one or other).most_common(1)), ((None, True), 0))[0]
 
 
-def _lacking(there: Sequence[str], lacking: Mapping[str, int], thinned: Mapping[str, bool]) -> str:
-    """What is missing, in steps; in seconds where more steps were seen than are drawn in a second."""
+def _lacking(there: Sequence[str], lacking: Mapping[str, int], drawn_of: Mapping[str, float]) -> str:
+    """What is missing, in steps; of so many steps (`drawn_of`, by mode) one is drawn."""
     unseen = [mode for mode in MODES_COMPARED if mode not in there]
     if unseen:
         return f"{' and '.join(unseen)} not seen yet"
     parts = []
     for mode, steps in lacking.items():
-        count, unit = (-(-steps // SAMPLED), "second") if thinned[mode] else (steps, "step")
-        parts.append(f"{count} more {unit}{'' if count == 1 else 's'} in {mode}")
+        count = ceil(steps * drawn_of[mode])
+        parts.append(f"{count} more step{'' if count == 1 else 's'} in {mode}")
     return f"no verdict yet: it needs {' and '.join(parts)}"
 
 
@@ -291,8 +305,16 @@ def compared(process: Process) -> Comparison:
         steps = {mode: process.settled_of(mode) for mode in tracks}
         found = compare(steps, seen=seen, devices=devices, virtual=virtual)
         process.memo["compared"] = (key, found) if many else None
-    sides = {mode: side._replace(seen=seen[mode], memory=memory[mode]) for mode, side in found.sides.items()}
+    sides = {
+        mode: side._replace(seen=seen[mode], samples_per_s=_speed(tracks[mode]), memory=memory[mode])
+        for mode, side in found.sides.items()
+    }
     return replace(found, sides=sides)
+
+
+def _speed(track: ModeTrack) -> float | None:
+    """Samples a second of step time, over every step of the mode; None when one did not know its samples."""
+    return track.samples / track.wall_ns * 1e9 if track.wall_ns and not track.unknown else None
 
 
 # ------------------------------------------------------------------------------------------------ words

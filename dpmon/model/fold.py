@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpmon.model import state as kept
-from dpmon.model.history import add_step
+from dpmon.model.history import add_settled, add_step
 from dpmon.model.state import (
     NOT_RUN,
     PHASES,
@@ -189,12 +189,16 @@ def _step(state: State, step: Step) -> None:
         track = process.modes[mode] = ModeTrack(mode)
     track.steps.append(sample)
     track.count += 1
+    track.wall_ns += sample.wall_ns
+    track.samples += sample.samples or 0
+    track.unknown += sample.samples is None
     if process.marks_mode != mode:
         process.marks.clear()
         process.marks_mode = mode
         process.visit = step.step
     _mark(process, sample)
     process.turn = step
+    add_settled(process, track, sample)
     add_step(process, sample, mode)
 
 

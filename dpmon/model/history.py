@@ -17,14 +17,16 @@ from dpmon.model.state import (
     PHASES,
     SAMPLED,
     SAMPLED_LATER,
+    SETTLED_KEPT,
     WARM_STEPS,
     Column,
+    ModeTrack,
     Process,
     StepSample,
 )
-from dpmon.model.stats import Summary, middle, phase_figures, rank, summary
+from dpmon.model.stats import Summary, summary, weighed_middle, weighed_phase, weighed_rank
 
-__all__ = ["Picture", "add_step", "columns_of", "figures", "pictured"]
+__all__ = ["Picture", "add_settled", "add_step", "columns_of", "figures", "pictured"]
 
 _SECOND = 1_000_000_000
 _FIGURED = 500
@@ -43,12 +45,7 @@ def add_step(process: Process, sample: StepSample, mode: str) -> None:
     if column is None or column.mode != mode or second > column.second:
         if column is not None:
             _remember_long(process, column)
-            track = process.modes.get(column.mode)
-            if track is not None:
-                settled = column.settled()
-                track.settled.extend(settled)
-                track.settled_count += len(settled)
-        column = Column(process.columns_made, second, mode, warm=process.visit + WARM_STEPS - 1)
+        column = Column(process.columns_made, second, mode)
         process.columns_made += 1
         columns.append(column)
         if len(columns) > FULL_COLUMNS:
@@ -62,15 +59,31 @@ def add_step(process: Process, sample: StepSample, mode: str) -> None:
     phases = sample.phases
     column.phases = [total + took if took > 0 else total for total, took in zip(column.phases, phases, strict=True)]
     column.ran = [count + (took >= 0) for count, took in zip(column.ran, phases, strict=True)]
-    if len(column.sampled) < SAMPLED:
-        # In no order: whoever takes the first few must not get those that ended first, of which more are long ones.
-        at = _chance(process, len(column.sampled) + 1)
-        column.sampled.append(sample)
-        column.sampled[at], column.sampled[-1] = sample, column.sampled[at]
+    sampled = column.sampled
+    if len(sampled) < SAMPLED:
+        # At a place by chance: what is drawn of a column later are its first places.
+        sampled.append(sample)
+        at = _chance(process, len(sampled))
+        sampled[-1], sampled[at] = sampled[at], sampled[-1]
     else:
         at = _chance(process, column.count)
         if at < SAMPLED:
-            column.sampled[at] = sample
+            sampled[at] = sample
+
+
+def add_settled(process: Process, track: ModeTrack, sample: StepSample) -> None:
+    """Let a step of `track` take its chance of being compared; those after a change of mode have none."""
+    if sample.step < process.visit + WARM_STEPS:
+        return
+    track.settled_of += 1
+    if len(track.settled) < SETTLED_KEPT:
+        track.settled.append(sample)
+    else:
+        at = _chance(process, track.settled_of)
+        if at >= SETTLED_KEPT:
+            return
+        track.settled[at] = sample
+    track.settled_count += 1
 
 
 def _chance(process: Process, below: int) -> int:
@@ -105,13 +118,16 @@ def _remember_long(process: Process, done: Column) -> None:
 
 
 def _merge(process: Process, into: Column, other: Column) -> None:
-    """Add `other` to `into`; of the steps drawn from both, each side keeps its share."""
-    own, its = list(into.sampled), list(other.sampled)
-    while len(own) + len(its) > SAMPLED:
-        kept = len(own) + len(its)
-        side = own if len(own) * (into.count + other.count) > into.count * kept else its
-        del side[_chance(process, len(side))]
-    into.sampled = own + its
+    """Add `other` to `into`; of the steps drawn from both, each step is as likely to stay as any other."""
+    sides = [into.sampled[:], other.sampled[:]]
+    left = [into.count, other.count]
+    kept: list[StepSample] = []
+    while len(kept) < SAMPLED and any(sides):
+        # A side without drawn steps is past, whatever it counts; else by how many steps of it were not yet chosen.
+        which = 1 if not sides[0] else 0 if not sides[1] else int(_chance(process, max(sum(left), 1)) >= left[0])
+        kept.append(sides[which].pop(_chance(process, len(sides[which]))))
+        left[which] = max(left[which] - 1, 0)
+    into.sampled = kept
     _sum(into, other)
 
 
@@ -198,7 +214,8 @@ def _joined(columns: Sequence[Column], places: Sequence[int]) -> list[Column]:
 def figures(process: Process, mode: str, span_s: int) -> Summary:
     """Median and p95 of the steps of `mode` within the last `span_s` seconds of steps (0: the whole run), and shares.
 
-    Counts, shares and speeds are of every step; medians and tails of `Summary.sampled` of them, evenly drawn.
+    Counts, shares and speeds are of every step; medians and tails of `Summary.sampled` of them, each of which weighs as
+    much as the steps of its column that it stands for.
     """
     columns = [column for column in columns_of(process, span_s) if column.mode == mode]
     count = sum(column.count for column in columns)
@@ -207,41 +224,43 @@ def figures(process: Process, mode: str, span_s: int) -> Summary:
     drawn = _drawn(columns)
     total = sum(column.wall_ns for column in columns)
     known = sum(column.samples for column in columns)
-    walls = sorted(step.wall_ns for step in drawn)
+    walls = sorted((step.wall_ns, weight) for step, weight in drawn)
     ran = [sum(each) for each in zip(*(column.ran for column in columns), strict=True)]
     sums = [sum(each) for each in zip(*(column.phases for column in columns), strict=True)]
-    times = zip(*(step.phases for step in drawn), strict=True)
+    weights = [weight for _, weight in drawn]
+    times = zip(*(step.phases for step, _ in drawn), strict=True)
     phases = [
-        phase_figures(name, count, took, spent / total if count and total else None)
+        weighed_phase(name, count, zip(took, weights, strict=True), spent / total if count and total else None)
         for name, count, spent, took in zip(PHASES, ran, sums, times, strict=True)
     ]
     return Summary(
         steps=count,
         span_ns=_span(columns, drawn),
-        median_ns=middle(walls),
-        p95_ns=rank(walls, 0.95),
+        median_ns=weighed_middle(walls),
+        p95_ns=weighed_rank(walls, 0.95),
         samples_per_s=known / total * 1e9 if total and not any(column.unknown for column in columns) else None,
         phases=tuple(phases),
         sampled=len(drawn),
     )
 
 
-def _drawn(columns: Sequence[Column]) -> list[StepSample]:
-    """Steps of all columns, of each as many as its share of the steps."""
-    most = max(column.count for column in columns)
-    kept = SAMPLED if len(columns) <= FULL_COLUMNS else SAMPLED_LATER
-    quota = min(kept, most, max(_FIGURED // len(columns), 1))
-    found: list[StepSample] = []
+def _drawn(columns: Sequence[Column]) -> list[tuple[StepSample, float]]:
+    """Steps of all columns, about _FIGURED of them, of each more where it has more; and how many each stands for."""
+    all_of_them = sum(column.count for column in columns)
+    found: list[tuple[StepSample, float]] = []
     owed = 0.0
     for column in columns:
-        owed += column.count * quota / most
-        take = min(int(owed + 1e-9), len(column.sampled))
-        owed -= take
-        found += column.sampled[:take]
-    return found or columns[-1].sampled[-1:]
+        owed += column.count
+        wanted = round(max(_FIGURED, len(columns)) * column.count / all_of_them)
+        sampled = column.sampled[: max(wanted, 1)] if all_of_them > _FIGURED else column.sampled
+        if sampled:
+            found += [(step, owed / len(sampled)) for step in sampled]
+            owed = 0.0
+    return found
 
 
-def _span(columns: Sequence[Column], drawn: Sequence[StepSample]) -> int:
-    first = min(columns[0].sampled, key=lambda step: step.end_ns)
-    last = max(columns[-1].sampled, key=lambda step: step.end_ns)
-    return max(last.end_ns - (first.end_ns - first.wall_ns), max(step.wall_ns for step in drawn))
+def _span(columns: Sequence[Column], drawn: Sequence[tuple[StepSample, float]]) -> int:
+    first = min(step.end_ns - step.wall_ns for step, _ in drawn)
+    first = min([first, *(step.end_ns - step.wall_ns for step in columns[0].sampled)])
+    last = max([step.end_ns for step, _ in drawn] + [step.end_ns for step in columns[-1].sampled])
+    return max(last - first, max(step.wall_ns for step, _ in drawn))

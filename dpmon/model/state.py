@@ -113,9 +113,7 @@ class Column:
     ran: list[int] = field(default_factory=lambda: [0] * len(PHASES))
     """Steps in which each phase ran."""
     sampled: list[StepSample] = field(default_factory=list)
-    """At most SAMPLED of its steps, drawn evenly."""
-    warm: int = -1
-    """Steps up to this number follow a change of mode."""
+    """At most SAMPLED of its steps, drawn evenly; each stands for `count` divided by how many there are."""
 
     def __deepcopy__(self, memo: object) -> Column:
         """By hand, since there are hundreds and a picture is to freeze at once."""
@@ -125,12 +123,8 @@ class Column:
         """A column like this one, under a number of its own."""
         return Column(
             number, self.second, self.mode, self.count, self.wall_ns, self.samples, self.unknown,
-            self.phases[:], self.ran[:], self.sampled[:], self.warm,
+            self.phases[:], self.ran[:], self.sampled[:],
         )  # fmt: skip
-
-    def settled(self) -> list[StepSample]:
-        """The steps drawn from it that do not follow a change of mode, in their order."""
-        return sorted(step for step in self.sampled if step.step > self.warm)
 
 
 @dataclass(slots=True)
@@ -140,8 +134,16 @@ class ModeTrack:
     mode: str
     steps: deque[StepSample] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     count: int = 0
-    settled: deque[StepSample] = field(default_factory=lambda: deque(maxlen=SETTLED_KEPT))
-    """Steps drawn evenly from those that did not follow a change of mode, up to the newest column; oldest first."""
+    wall_ns: int = 0
+    """Of all its steps."""
+    samples: int = 0
+    """Of all its steps that knew them."""
+    unknown: int = 0
+    """Steps that did not know their samples."""
+    settled: list[StepSample] = field(default_factory=list)
+    """At most SETTLED_KEPT steps, every one that did not follow a change of mode as likely as any other; unordered."""
+    settled_of: int = 0
+    """Of how many they were drawn."""
     settled_count: int = 0
     """How many were ever put there."""
     devices: tuple[str, ...] = ()
@@ -251,17 +253,9 @@ class Process:
     """Phases of the calls of steps that have not ended: ns in the order of CALL_PHASES."""
 
     def settled_of(self, mode: str) -> list[StepSample]:
-        """Steps of `mode`, drawn evenly from those that did not follow a change of mode; oldest first.
-
-        When there are many they change only every SETTLED_AT_ONCE steps, so that what is worked out of them can stay.
-        """
+        """Steps of `mode`, drawn evenly from those that did not follow a change of mode; oldest first."""
         track = self.modes.get(mode)
-        if track is None:
-            return []
-        if track.settled_count >= SETTLED_MANY:
-            return list(track.settled)[: len(track.settled) - track.settled_count % SETTLED_AT_ONCE]
-        newest = self.columns[-1] if self.columns else None
-        return [*track.settled, *(newest.settled() if newest is not None and newest.mode == mode else ())]
+        return sorted(track.settled) if track is not None else []
 
 
 @dataclass(slots=True)

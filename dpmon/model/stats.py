@@ -19,10 +19,14 @@ __all__ = [
     "recent",
     "speed",
     "summary",
+    "weighed_middle",
+    "weighed_phase",
+    "weighed_rank",
 ]
 
 WINDOW_NS = 120_000_000_000
 SPEED_WINDOW_NS = 10_000_000_000
+_ROUNDING = 1e-6
 
 
 class PhaseFigures(NamedTuple):
@@ -83,6 +87,34 @@ def rank(ordered: Sequence[float], fraction: float) -> float | None:
 def percentile(values: Iterable[float], fraction: float) -> float | None:
     """The smallest value that at least `fraction` of all do not exceed (nearest rank), None of nothing."""
     return rank(sorted(values), fraction)
+
+
+def weighed_rank(ordered: Sequence[tuple[float, float]], fraction: float) -> float | None:
+    """As `rank`, of (value, how many it stands for) in order of the values."""
+    left = fraction * sum(weight for _, weight in ordered)
+    for value, weight in ordered:
+        left -= weight
+        if left <= _ROUNDING:
+            return value
+    return ordered[-1][0] if ordered else None
+
+
+def weighed_middle(ordered: Sequence[tuple[float, float]]) -> float | None:
+    """As `middle`, of (value, how many it stands for) in order of the values."""
+    left = sum(weight for _, weight in ordered) / 2
+    for index, (value, weight) in enumerate(ordered):
+        left -= weight
+        if abs(left) <= _ROUNDING and index + 1 < len(ordered):
+            return (value + ordered[index + 1][0]) / 2
+        if left < 0:
+            return value
+    return ordered[-1][0] if ordered else None
+
+
+def weighed_phase(name: str, ran: int, times: Iterable[tuple[int, float]], share: float | None) -> PhaseFigures:
+    """As `phase_figures`, of (time, how many it stands for)."""
+    ordered = sorted(pair for pair in times if pair[0] >= 0)
+    return PhaseFigures(name, ran, weighed_middle(ordered), weighed_rank(ordered, 0.95), share)
 
 
 def recent(track: ModeTrack) -> list[StepSample]:

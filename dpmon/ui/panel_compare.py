@@ -33,14 +33,15 @@ def figures(scene: Scene) -> Comparison:
 def title(found: Comparison, look: Look, folded: bool) -> tuple[Row, Row]:
     """The panel's title, and the numbers that count."""
     corner: Row = []
-    if found.speedup is not None:
-        style = {"faster": "good", "slower": "bad"}.get(found.outcome or "", "bold")
+    said = found.speedup is not None and found.outcome != "even"
+    if found.speedup is not None and said:
+        style = "good" if found.outcome == "faster" else "bad"
         corner = [(right(_times(found.speedup.value, look), 6), style), (" one device", "dim")]
     else:
         for mode, side in ((mode, found.sides[mode]) for mode in _MODES if mode in found.sides):
             corner += [("  " if corner else "", ""), (mode, f"mode.{mode}"), (right(ms(side.median_ns), 8), "")]
     # Folded there is room for the figures or for the name, and the figures name the modes.
-    named = "4 dp" if folded and found.speedup is not None else "4 Step" if folded and corner else "4 dp against single"
+    named = "4 dp" if folded and said else "4 Step" if folded and corner else "4 dp against single"
     return [(named, "title")], corner
 
 
@@ -104,20 +105,23 @@ class _Table:
         ]
 
     def step(self) -> Row:
-        found = self.found
+        found, look = self.found, self.look
+        steps = {mode: ms(side.median_ns) for mode, side in found.sides.items()}
         note: Row = []
         if found.speedup is not None:
-            value = _times(found.speedup.value, self.look)
-            low, high = (_times(each, self.look)[:-1] for each in found.speedup[1:])
+            value = _times(found.speedup.value, look)
+            low, high = (_times(each, look)[:-1] for each in found.speedup[1:])
+            if found.outcome == "even":  # no ratio without a verdict: between what it lies is all that is known
+                return self.line("step", steps, "bold", [(f"{low} to {high}{look.glyphs.times}", "dim")])
             note = [(value, "bold"), (f" ({low} to {high})", "dim")]
             if width_of(note) > self.rest:
                 note = [(value, "bold")]
-        return self.line("step", {m: ms(s.median_ns) for m, s in found.sides.items()}, "bold", note)
+        return self.line("step", steps, "bold", note)
 
     def samples(self) -> Row:
         found = self.found
         note: Row = []
-        if found.efficiency is not None:
+        if found.efficiency is not None and found.outcome != "even":
             note = [(percent(found.efficiency), "bold"), (" efficiency", "dim")]
         return self.line("samples/s", {m: compact(s.samples_per_s) for m, s in found.sides.items()}, "bold", note)
 
@@ -227,6 +231,7 @@ def _left_out(found: Comparison, what: str = "") -> str:
 def _of(found: Comparison) -> str:
     """What is compared and what is left out."""
     parts = [f"medians of at most {SETTLED_KEPT} steps drawn evenly, without the {WARM_STEPS} after each switch"]
+    parts.append("samples/s of all steps")
     if found.left_out:
         parts = [_left_out(found, " (batch size, or no backward)"), *parts]
     if any(not peak.exact for side in found.sides.values() for peak in side.memory.values()):

@@ -10,8 +10,9 @@ from synthetic import Training, decoded, host_event
 
 from dpmon.model import State, fold
 from dpmon.model.compare import MIN_STEPS, Interval, compare, compared, median_interval, ratio, sentence
+from dpmon.model.history import figures
 from dpmon.model.state import HOST, NOT_RUN, PHASES, WARM_STEPS, Peak, Process, StepSample
-from dpmon.records import Event, Record
+from dpmon.records import Event, Record, Step
 
 MS = 1_000_000
 TWO = ("cuda:0", "cuda:1")
@@ -134,8 +135,11 @@ def test_a_mode_that_was_not_seen_is_no_zero() -> None:
     warm = compare({"single": [], "dp": steps(100)}, seen={"single": 3, "dp": 105})
     assert warm.lacking == {"single": MIN_STEPS}
     assert warm.missing == "no verdict yet: it needs 20 more steps in single"
-    thinned = compare({"single": steps(8), "dp": steps(100)}, seen={"single": 300, "dp": 105})
-    assert thinned.missing == "no verdict yet: it needs 2 more seconds in single"
+    rare = [step(number, samples=32 if number % 51 == 0 else 7) for number in range(512)]
+    thinned = compare({"single": rare, "dp": steps(100)}, seen={"single": 5120, "dp": 105})
+    assert thinned.missing == "no verdict yet: it needs 90 more steps in single", (
+        "one of ten is drawn, nine are missing"
+    )
     assert warm.sides["single"].median_ns is None
     assert warm.sides["single"].seen == 3
 
@@ -219,6 +223,47 @@ def test_a_mode_of_long_ago_keeps_its_steps() -> None:
     assert len(process.settled_of("dp")) > 200
     assert compared(process).speedup is not None
     assert len(process.settled_of("single")) <= 512 + 8
+
+
+def test_figures_of_alternating_fast_and_slow_seconds_are_those_of_all_steps() -> None:
+    """A slow second has few steps: each weighs as much as one of the many in a fast second, and no more."""
+    chance, now, number = random.Random(8), 0, 0
+    state, every = State(), dict[str, list[Step]]()
+    for mode, seconds in (("single", 300), ("dp", 500)):
+        slow, fast = (300 * MS, 10 * MS) if mode == "single" else (450 * MS, 30 * MS)
+        for second in range(seconds):
+            until = now + 1000 * MS
+            while now < until:
+                number += 1
+                wall = int((slow if second % 3 == 0 else fast) * chance.lognormvariate(0, 0.2))
+                phases = {"data": wall // 4, "forward": wall // 4, "backward": wall // 2, "other": 0}
+                one = Step(0, None, number, mode, now, wall, 32, phases)
+                every.setdefault(mode, []).append(one)
+                state = fold(state, one)
+                now += wall
+    process = state.processes[0]
+    found = compared(process)
+    for mode, all_steps in every.items():
+        walls = sorted(one.wall_ns for one in all_steps)
+        side = found.sides[mode]
+        assert side.seen == len(walls)
+        assert side.samples_per_s == pytest.approx(32e9 * len(walls) / sum(walls))
+        assert side.median_ns == pytest.approx(walls[len(walls) // 2], rel=0.05)
+        slow_share = sum(one.wall_ns > 100 * MS for one in process.settled_of(mode)) / 512
+        assert slow_share == pytest.approx(sum(wall > 100 * MS for wall in walls) / len(walls), abs=0.025)
+    last = max(one.start_ns + one.wall_ns for one in every["dp"]) // 10**9
+    for span in (30, 120, 600, 0):
+        since = last - span if span else -1
+        there = [one for one in every["dp"] if (one.start_ns + one.wall_ns) // 10**9 > since]
+        walls = sorted(one.wall_ns for one in there)
+        numbers = figures(process, "dp", span)
+        assert numbers.steps == len(walls)
+        assert numbers.samples_per_s == pytest.approx(32e9 * len(walls) / sum(walls))
+        assert numbers.median_ns == pytest.approx(walls[len(walls) // 2], rel=0.08)
+        assert numbers.phases[0].median_ns == pytest.approx(walls[len(walls) // 2] / 4, rel=0.08)
+        assert numbers.p95_ns is not None
+        within = sum(wall <= numbers.p95_ns for wall in walls) / len(walls)
+        assert within == pytest.approx(0.95, abs=0.025), "of all steps, so many are no longer than it"
 
 
 def memory(step: int, **peaks: tuple[int, int]) -> Event:

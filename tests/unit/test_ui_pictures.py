@@ -12,6 +12,7 @@ import pytest
 from synthetic import SECOND, Training, decoded, device_event, host_event, whole_device_event
 
 from dpmon.model import State, fold
+from dpmon.model.compare import Interval
 from dpmon.model.history import pictured
 from dpmon.records import Call, Event, Size
 from dpmon.ui import panel_batch, panel_compare, panel_devices, panel_replicas
@@ -485,9 +486,33 @@ def test_a_comparison_says_what_it_lacks() -> None:
     assert only[-1] == "single was not seen yet: d switches the running job"
     over = replace(one, ended=Ended(0, None, 9), can_toggle=False)
     assert compare_text(over, 60, 12)[-1] == "single was not seen"
-    few = compare_text(situations()["both modes"], 60, 12)
-    assert any(line.startswith("no verdict yet: it needs 2 more seconds in") for line in few)
+    training = Training()
+    payloads = [*training.begin(), *training.run(60), *training.switch("single"), *training.run(15)]
+    few = compare_text(Scene(state_of(payloads), training.now, FACTS, alive=True), 60, 12)
+    assert any(line.startswith("no verdict yet: it needs 10 more steps in single") for line in few)
     assert not any("×" in line for line in few[1:])
+
+
+def test_no_ratio_is_shown_without_a_verdict() -> None:
+    """What the title says of the modes is what the sentence below says."""
+    training = Training(devices=("cuda:0", "cuda:1"), virtual=False, step_ns=10_000_000)
+    payloads = [*training.begin(), *training.run(60)]
+    payloads += [*training.switch("single"), *training.run(60)]
+    scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
+    found = panel_compare.figures(scene)
+    assert found.speedup is not None
+    found = replace(found, outcome="even", speedup=Interval(0.34, 0.2, 1.2), ground=None, cost=None)
+    rows = rows_text(panel_compare.compare(scene, 60, 12, found, LOOK))
+    title, corner = panel_compare.title(found, LOOK, folded=False)
+    assert plain(title) == "4 dp against single"
+    assert "one device" not in plain(corner)
+    assert plain(corner).split()[::3] == ["single", "dp"]
+    assert plain(panel_compare.title(found, LOOK, folded=True)[0]) == "4 Step"
+    text = " ".join(rows)
+    assert "0.34" not in text
+    assert "efficiency" not in text
+    assert rows[1].endswith("0.20 to 1.20×")
+    assert "makes no difference that shows (0.20× to 1.20× one device)" in text
 
 
 def test_virtual_replicas_are_no_measure_of_speed() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from synthetic import SECOND, Training, decoded, host_event
 from textual.pilot import Pilot
 
+from dpmon.past import Drawn, Past
 from dpmon.records import Record
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.monitor import Monitor
@@ -47,6 +48,9 @@ class FakeReader:
 
     def refresh(self) -> Any:
         return self.info
+
+    def past(self) -> Iterator[Past | Drawn]:
+        return iter(())
 
     def poll(self, most: int | None = None) -> list[Record]:
         self.polls += 1

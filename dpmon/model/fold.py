@@ -30,7 +30,7 @@ from dpmon.model.state import (
 )
 from dpmon.records import CALL_PHASES, MODES, Call, Event, Record, Step
 
-__all__ = ["fold"]
+__all__ = ["fold", "process_of", "refined"]
 
 _SECOND = 1_000_000_000
 _GAP_NS = 5 * _SECOND
@@ -55,7 +55,8 @@ def fold(state: State, record: Record) -> State:
     return state
 
 
-def _process(state: State, number: int, rank: int | None) -> Process | None:
+def process_of(state: State, number: int, rank: int | None) -> Process | None:
+    """The process of this number, made if it is new; None when there are too many."""
     process = state.processes.get(number)
     if process is None:
         if len(state.processes) >= kept.PROCESSES_KEPT:
@@ -79,7 +80,7 @@ def _call(state: State, call: Call) -> None:
     if call.wall_ns < 0 or call.start_ns < 0:
         state.ignored += 1
         return
-    process = _process(state, call.process, call.rank)
+    process = process_of(state, call.process, call.rank)
     if process is None:
         return
     _saw(state, process, call.start_ns + call.wall_ns)
@@ -170,7 +171,7 @@ def _step(state: State, step: Step) -> None:
     if step.wall_ns < 0 or step.start_ns < 0:
         state.ignored += 1
         return
-    process = _process(state, step.process, step.rank)
+    process = process_of(state, step.process, step.rank)
     if process is None:
         return
     end = step.start_ns + step.wall_ns
@@ -178,7 +179,7 @@ def _step(state: State, step: Step) -> None:
     if process.paused_since_ns is not None and step.start_ns >= process.paused_since_ns:
         process.paused_since_ns = None  # it goes on, though the record that says so was missed
         process.marks.clear()
-    phases = _refined(step, process.open_steps.pop(step.step, None))
+    phases = refined(step, process.open_steps.pop(step.step, None))
     sample = StepSample(step.step, end, step.wall_ns, step.samples, phases)
     process.step_count += 1
     process.last_step = sample
@@ -202,7 +203,7 @@ def _step(state: State, step: Step) -> None:
     add_step(process, sample, mode)
 
 
-def _refined(step: Step, of_calls: list[int] | None) -> tuple[int, ...]:
+def refined(step: Step, of_calls: list[int] | None) -> tuple[int, ...]:
     """The step's phases with the calls' phases taken out of its forward, in the order of PHASES."""
     slots = [NOT_RUN] * len(PHASES)
     for name, slot in _STEP_SLOTS:
@@ -265,7 +266,7 @@ def _process_event(state: State, event: Event) -> None:
     if number is None:
         state.ignored += 1
         return
-    process = _process(state, number, _whole(event.data, "rank"))
+    process = process_of(state, number, _whole(event.data, "rank"))
     if process is not None:
         process.info = event.data
 
@@ -276,7 +277,7 @@ def _mode_event(state: State, event: Event) -> None:
     if number is None or mode not in MODES:
         state.ignored += 1
         return
-    process = _process(state, number, _whole(data, "rank"))
+    process = process_of(state, number, _whole(data, "rank"))
     if process is None:
         return
     listed = data.get("devices")
@@ -306,7 +307,7 @@ def _pause_event(state: State, event: Event) -> None:
     if number is None or not isinstance(paused, bool):
         state.ignored += 1
         return
-    process = _process(state, number, _whole(data, "rank"))
+    process = process_of(state, number, _whole(data, "rank"))
     if process is None:
         return
     at, seconds = _time(data), _number(data, "paused_s")
@@ -323,7 +324,7 @@ def _pause_event(state: State, event: Event) -> None:
 
 def _memory_event(state: State, event: Event) -> None:
     number = _whole(event.data, "process")
-    process = _process(state, number, _whole(event.data, "rank")) if number is not None else None
+    process = process_of(state, number, _whole(event.data, "rank")) if number is not None else None
     if process is None or not isinstance(event.data.get("devices"), list):
         state.ignored += process is not None or number is None
         return

@@ -26,7 +26,7 @@ from dpmon.model.state import (
 )
 from dpmon.model.stats import Summary, summary, weighed_middle, weighed_phase, weighed_rank
 
-__all__ = ["Picture", "add_settled", "add_step", "columns_of", "figures", "pictured"]
+__all__ = ["Picture", "add_column", "add_settled", "add_step", "columns_of", "figures", "pictured"]
 
 _SECOND = 1_000_000_000
 _FIGURED = 500
@@ -69,6 +69,22 @@ def add_step(process: Process, sample: StepSample, mode: str) -> None:
         at = _chance(process, column.count)
         if at < SAMPLED:
             sampled[at] = sample
+
+
+def add_column(process: Process, column: Column, *, fine: bool) -> None:
+    """Add a finished column, of one second (`fine`) or of a minute, later than all before it."""
+    if fine:
+        if process.columns:
+            _remember_long(process, process.columns[-1])
+        column.number = process.columns_made
+        process.columns_made += 1
+        process.columns.append(column)
+        if len(process.columns) > FULL_COLUMNS:
+            del process.columns[-FULL_COLUMNS - 1].sampled[SAMPLED_LATER:]
+    else:
+        process.long_only = True
+        process.long_s = max(process.long_s, 60)
+        _remember_long(process, column)
 
 
 def add_settled(process: Process, track: ModeTrack, sample: StepSample) -> None:
@@ -150,7 +166,7 @@ def columns_of(process: Process, span_s: int) -> list[Column]:
     if not columns:
         return []
     if not span_s:
-        if process.columns_made <= COLUMNS_KEPT:
+        if process.columns_made <= COLUMNS_KEPT and not process.long_only:
             return list(columns)
         return [*process.long, columns[-1]]
     since = columns[-1].second - span_s
@@ -188,7 +204,7 @@ def pictured(process: Process, span_s: int, width: int) -> Picture:
 
 def _whole(process: Process, width: int) -> Picture:
     found = columns_of(process, 0)
-    seconds = process.long_s if process.columns_made > COLUMNS_KEPT else 1
+    seconds = process.long_s if process.columns_made > COLUMNS_KEPT or process.long_only else 1
     each = -(-len(found) // width)
     while len(joined := _joined(found, [i // each for i in range(len(found))])) > width and each < len(found):
         each += each // 2 or 1  # columns of two modes that share a place
@@ -228,7 +244,7 @@ def figures(process: Process, mode: str, span_s: int) -> Summary:
     ran = [sum(each) for each in zip(*(column.ran for column in columns), strict=True)]
     sums = [sum(each) for each in zip(*(column.phases for column in columns), strict=True)]
     weights = [weight for _, weight in drawn]
-    times = zip(*(step.phases for step, _ in drawn), strict=True)
+    times = zip(*(step.phases for step, _ in drawn), strict=True) if drawn else [()] * len(PHASES)
     phases = [
         weighed_phase(name, count, zip(took, weights, strict=True), spent / total if count and total else None)
         for name, count, spent, took in zip(PHASES, ran, sums, times, strict=True)
@@ -260,6 +276,8 @@ def _drawn(columns: Sequence[Column]) -> list[tuple[StepSample, float]]:
 
 
 def _span(columns: Sequence[Column], drawn: Sequence[tuple[StepSample, float]]) -> int:
+    if not drawn:
+        return 0
     first = min(step.end_ns - step.wall_ns for step, _ in drawn)
     first = min([first, *(step.end_ns - step.wall_ns for step in columns[0].sampled)])
     last = max([step.end_ns for step, _ in drawn] + [step.end_ns for step in columns[-1].sampled])

@@ -230,6 +230,8 @@ class Process:
     long: list[Column] = field(default_factory=list)
     """The whole run but the newest column, in columns of `long_s` seconds."""
     long_s: int = 1
+    long_only: bool = False
+    """The beginning of the run is in `long` only: it was read from what a record keeps of every minute."""
     chance: int = 1
     """Where the even draw of steps stands."""
     calls_kept: deque[Call] = field(default_factory=lambda: deque(maxlen=CALLS_KEPT))

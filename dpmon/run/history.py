@@ -405,6 +405,39 @@ class Kept:
             with suppress(ValueError):
                 yield Rollup.of_row(row)
 
+    def first_second(self) -> int:
+        """The first second of which there still is a rollup of its own; 0 if there is none."""
+        if self._has("rollups"):
+            for (found,) in self._all("SELECT min(start_s) FROM rollups WHERE width = 1", ()):
+                return int(found or 0)
+        return 0
+
+    def has_steps(self, until: int) -> bool:
+        """Whether steps were recorded up to the id `until`, though they may have been deleted since."""
+        return self.pruned > 0 or any(self._all("SELECT 1 FROM steps WHERE id <= ? LIMIT 1", (until,)))
+
+    def modes(self) -> Iterator[tuple[Any, ...]]:
+        """Process and JSON of every event of a mode."""
+        return self._all("SELECT process, json FROM events WHERE kind = 'mode' AND process IS NOT NULL", ())
+
+    def steps_by_mode(self, until: int) -> list[tuple[int, str, int]]:
+        """Process, mode and how many steps of it there are up to the id `until`."""
+        query = "SELECT process, mode, count(*) FROM steps WHERE id <= ? GROUP BY process, mode ORDER BY process, mode"
+        return [(process, mode, count) for process, mode, count in self._all(query, (until,))]
+
+    def drawn_steps(self, after: int, until: int, process: int, mode: str, most: int) -> Iterator[tuple[Any, ...]]:
+        """Steps of a mode with ids above `after` up to `until`, as in `rows`; `most`, by a hash of their ids."""
+        query = (
+            "SELECT id, 'steps', * FROM steps WHERE id > ? AND id <= ? AND process = ? AND mode = ?"
+            " ORDER BY id * 2654435761 & 4294967295 LIMIT ?"
+        )
+        return self._all(query, (after, until, process, mode, most))
+
+    def calls_of(self, before: int, process: int, step: int) -> Iterator[bytes]:
+        """Payloads of the calls of a step that has the id `before`: they lie shortly before it."""
+        query = "SELECT payload FROM calls WHERE id BETWEEN ? AND ? AND process = ? AND step = ?"
+        return (payload for (payload,) in self._all(query, (before - 64, before, process, step)))
+
     def device_rollups(self) -> Iterator[tuple[Any, ...]]:
         """Rows of (start_s of a minute, device or -1 for the host, name, count, total, low, high), in that order."""
         if self._has("device_rollups"):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dpmon.past import Drawn, Past
 from dpmon.records import Event, Record, RecordError
 from dpmon.run.history import HistoryError, Kept
 from dpmon.run.reader import RECENT_NS, RECENT_RECORDS, Pause
@@ -113,6 +114,10 @@ class PlaybackReader:
         self.speed = SPEEDS[min(max(at + by, 0), len(SPEEDS) - 1)]
 
     # ------------------------------------------------------------------------------------------ records
+
+    def past(self) -> Iterator[Past | Drawn]:
+        """Nothing: what was before a position is read anew with each position."""
+        return iter(())
 
     def poll(self, most: int | None = None) -> list[Record]:
         """What happened between the last time and now; after the clock was set, what a late reader would be given.

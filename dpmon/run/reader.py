@@ -11,13 +11,17 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpmon.records import Decoder, Event, Record, RecordError, kind_of, mode_number
 from dpmon.ring import Activity, RingError, RingReader
 from dpmon.run import proc
 from dpmon.run.lock import supervised
 from dpmon.run.rundir import INFO_FILE, ExitInfo, RunError, RunInfo, load_exit, load_info, ring_paths
+
+if TYPE_CHECKING:
+    from dpmon.past import Drawn, Past
+    from dpmon.run.history import Kept
 
 __all__ = ["Pause", "RunReader"]
 
@@ -121,6 +125,7 @@ class RunReader:
         self._starts: dict[str, tuple[int, int, int, Decoder]] = {}
         self._exit: ExitInfo | None = None
         self._exit_event: Event | None = None
+        self._kept: Kept | None = None
 
     def refresh(self) -> RunInfo:
         """Read run.json again if it was replaced; the old one holds while it cannot be read."""
@@ -138,6 +143,9 @@ class RunReader:
         for tail in self._tails.values():
             tail.ring.close()
         self._tails.clear()
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
 
     # ------------------------------------------------------------------------------------------ records
 
@@ -163,6 +171,19 @@ class RunReader:
                         found.append(record)
             taken = taken and not found and most is not None  # only definitions: that was not all
         return found
+
+    def past(self) -> Iterator[Past | Drawn]:
+        """What the history says of the time before the records that the first `poll` gives; to be used up before it."""
+        if self._looked_back or not (self.directory / _HISTORY).exists():
+            return
+        from dpmon.run.history import HistoryError, Kept
+        from dpmon.run.past import past_of
+
+        try:
+            self._kept = Kept(self.directory)
+            yield from past_of(self._kept, self._kept.last_id - RECENT_RECORDS)
+        except (HistoryError, OSError, ValueError):
+            return  # damaged: what could be read is better than nothing
 
     @property
     def missed(self) -> int:
@@ -205,7 +226,7 @@ class RunReader:
         from dpmon.run.rows import decoders_of, record_of
 
         try:
-            kept = Kept(self.directory)
+            kept, self._kept = self._kept or Kept(self.directory), None
         except (HistoryError, OSError):
             return []
         found: list[Record] = []

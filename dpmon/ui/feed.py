@@ -7,12 +7,14 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from dpmon.model import State, fold
+from dpmon.model.past import fold_past
 from dpmon.model.ranks import toggle_refusal
+from dpmon.past import Drawn, Past
 from dpmon.records import Record
 from dpmon.ui.panel_output import Output
 from dpmon.ui.scene import Ended, Facts, Pausing, Scene, Toggle, View
@@ -37,6 +39,9 @@ class Reader(Protocol):
 
     def refresh(self) -> Any:
         """Read run.json again."""
+
+    def past(self) -> Iterator[Past | Drawn]:
+        """What was before the records that `poll` gives; to be used up before it."""
 
     def poll(self, most: int | None = None) -> list[Record]:
         """New records: about `most` at most, and none only where there are none just now."""
@@ -95,6 +100,7 @@ class Feed:
         self._open_reader = open_reader
         self._clock = clock
         self._reader: Reader | None = None
+        self._past: Iterator[Past | Drawn] = iter(())
         self._facts = Facts(script=clean(directory.name, 100))
         self._ended: Ended | None = None
         self._exit: Any = None
@@ -109,6 +115,7 @@ class Feed:
         """Open the run. Raises what the reader raises when the directory is no run."""
         reader = self._reader = self._open_reader()
         self._facts = self._facts_of(reader)
+        self._past = reader.past()
         self.output.tails = [Tail(path) for path in reader.output_paths]
 
     def close(self) -> None:
@@ -170,6 +177,11 @@ class Feed:
 
     def _take_in(self, reader: Reader, budget_s: float | None) -> None:
         until = None if budget_s is None else time.perf_counter() + budget_s
+        for past in self._past:
+            self.state = fold_past(self.state, past)
+            if until is not None and time.perf_counter() > until:
+                self._busy = True
+                return
         while records := reader.poll(_SIP_RECORDS):
             for record in records:
                 self.state = fold(self.state, record)

@@ -1,0 +1,97 @@
+"""Folds what a record keeps of the time before the records that a late reader was given. Pure.
+
+To be folded before those records. Sums are exact; medians are of steps drawn from those that the record has in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dpmon.model.fold import process_of, refined
+from dpmon.model.history import add_column
+from dpmon.model.state import (
+    NOT_RUN,
+    PHASES,
+    SAMPLED,
+    SETTLED_KEPT,
+    WARM_STEPS,
+    Column,
+    ModeTrack,
+    State,
+    StepSample,
+)
+from dpmon.past import Drawn, Kept, Past
+from dpmon.records import CALL_PHASES
+
+__all__ = ["fold_past"]
+
+_SECOND = 1_000_000_000
+_SLOTS = tuple((name, PHASES.index(name)) for name in ("data", "forward", "backward", "optimizer", "other"))
+_CALL_AT = PHASES.index("scatter")
+_FORWARD = PHASES.index("forward")
+
+
+def fold_past(state: State, past: Past | Drawn) -> State:
+    """The state with `past` in it; the state that is given is used up."""
+    process = process_of(state, past.process, past.rank)
+    if process is None:
+        return state
+    track = process.modes.get(past.mode)
+    if track is None:
+        track = process.modes[past.mode] = ModeTrack(past.mode)
+    if isinstance(past, Drawn):
+        _settle(track, past)
+        return state
+    first = (past.last_step or past.steps) - past.steps + 1
+    if process.marks_mode != past.mode:
+        process.marks_mode, process.visit = past.mode, max(first, 0)
+        process.marks.clear()
+    process.mode = process.mode or past.mode
+    process.step_count += past.steps
+    process.call_count += past.calls
+    track.count += past.steps
+    track.wall_ns += past.sums.get("step", 0)
+    track.samples += past.samples
+    track.unknown += past.unknown
+    process.seen_ns = max(process.seen_ns, past.start_s * _SECOND)
+    state.newest_ns = max(state.newest_ns, process.seen_ns)
+    add_column(process, _column(past), fine=past.width_s == 1)
+    return state
+
+
+def _column(past: Past) -> Column:
+    column = Column(0, past.start_s, past.mode, past.steps, past.sums.get("step", 0), past.samples, past.unknown)
+    sums, ran = _slots(past.sums), _slots(past.ran)
+    inside = [past.sums.get(name, 0) for name in CALL_PHASES]
+    sums[_CALL_AT : _CALL_AT + len(CALL_PHASES)] = inside
+    sums[_FORWARD] -= sum(inside)
+    ran[_CALL_AT : _CALL_AT + len(CALL_PHASES)] = [past.ran.get(name, 0) for name in CALL_PHASES]
+    column.phases = [max(took, 0) for took in sums]
+    column.ran = [max(count, 0) for count in ran]
+    column.sampled = _samples(past.drawn)[:SAMPLED]
+    return column
+
+
+def _samples(steps: Sequence[Kept]) -> list[StepSample]:
+    return [
+        StepSample(
+            step.step, step.start_ns + step.wall_ns, step.wall_ns, step.samples,
+            refined(step, None if inside is None else list(inside)),
+        )
+        for step, inside in steps
+        if step.wall_ns >= 0 and step.start_ns >= 0
+    ]  # fmt: skip
+
+
+def _slots(values: Mapping[str, float]) -> list[int]:
+    slots = [NOT_RUN] * len(PHASES)
+    for name, slot in _SLOTS:
+        slots[slot] = int(values.get(name, NOT_RUN))
+    return slots
+
+
+def _settle(track: ModeTrack, drawn: Drawn) -> None:
+    warm = {first + index for first in drawn.switches for index in range(WARM_STEPS)}
+    track.settled = [sample for sample in _samples(drawn.steps) if sample.step not in warm][:SETTLED_KEPT]
+    track.settled_of = max(drawn.of if drawn.of > SETTLED_KEPT else 0, len(track.settled))
+    track.settled_count = len(track.settled)

@@ -24,7 +24,7 @@ from dpmon.ui.paint import places, scroll_room, whole
 from dpmon.ui.panel_output import Output
 from dpmon.ui.panel_status import status
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scene import Ended, Facts, Pausing, Scene, Toggle, View, devices_in_short, life
+from dpmon.ui.scene import Ended, Facts, Pausing, Playing, Scene, Toggle, View, devices_in_short, life
 from dpmon.ui.tail import Tail
 
 LOOK = Look(UNICODE, COLOUR, True)
@@ -486,6 +486,8 @@ def test_a_comparison_says_what_it_lacks() -> None:
     assert only[-1] == "single was not seen yet: d switches the running job"
     over = replace(one, ended=Ended(0, None, 9), can_toggle=False)
     assert compare_text(over, 60, 12)[-1] == "single was not seen"
+    played = replace(over, playing=Playing(5, 9, False, 1.0))
+    assert compare_text(played, 62, 12)[-1] == "no step of single was loaded here; all of them: dpmon report"
     training = Training()
     payloads = [*training.begin(), *training.run(60), *training.switch("single"), *training.run(15)]
     few = compare_text(Scene(state_of(payloads), training.now, FACTS, alive=True), 60, 12)

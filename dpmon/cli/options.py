@@ -25,7 +25,7 @@ dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon report [RUN] [--json | --html]    what happened in a run
        dpmon export [RUN] [--format FORMAT]    the records: jsonl, csv, perfetto
        dpmon doctor                            what works here, and what to do about the rest
-       dpmon keep [RUN]                        never delete this run by itself
+       dpmon keep [--not] [RUN]                never delete this run by itself; --not: take that back
        dpmon rm RUN [RUN ...]                  delete runs"""
 _EPILOG = """\
 Everything after the script's name belongs to the script. RUN is an id, the unique start of an id, a name, or
@@ -119,7 +119,7 @@ def _command_parser(command: str) -> _Parser:
         parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
         parser.add_argument("--python", metavar="PYTHON", help="the Python that would run the script")
     elif command == "rm":
-        parser.add_argument("runs", metavar="RUN", nargs="+", help="an id, its unique start, or a name")
+        parser.add_argument("runs", metavar="RUN", nargs="+", help="an id, its unique start, or a name of one run")
     elif command == "ls":
         parser.add_argument("--json", action="store_true", help="one JSON object a line")
     else:

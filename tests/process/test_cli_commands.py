@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,8 +61,9 @@ def test_detach_returns_at_once_and_everything_finds_the_run(dpmon: Dpmon) -> No
     dpmon.script(WAIT + "import sys; print('out'); print('err', file=sys.stderr); sys.exit(4)")
     result = dpmon.run("--detach", "--name", "mine", "script.py", "--lr", "3")
     assert result.status == 0
-    name = result.text.splitlines()[0]
-    assert name.startswith("mine-")
+    name = result.text.removesuffix("\n")  # nothing else: `$(dpmon --detach ...)` is a run
+    assert re.fullmatch("mine-[0-9a-f]{4}", name)
+    assert result.errors.startswith(f"dpmon: back to it: dpmon attach {name} ")
     info = dpmon.info()
     wait_for((dpmon.cwd / "began").exists)
     row = dpmon.run("ls").text.splitlines()[1].split()

@@ -25,13 +25,21 @@ while not pathlib.Path("go").exists():
 
 
 def test_help_and_version(dpmon: Dpmon) -> None:
-    alone = dpmon.run()
-    assert alone.status == 0
-    assert "SCRIPT.py" in alone.text
-    assert dpmon.run("--help").text == alone.text
+    asked = dpmon.run("--help")
+    assert (asked.status, asked.err) == (0, b"")
+    assert "SCRIPT.py" in asked.text
+    alone = dpmon.run()  # nothing was asked for: a wrong command line
+    assert (alone.status, alone.out, alone.err) == (2, b"", asked.out)
     assert dpmon.run("--version").text.startswith("dpmon 0.")
     for command in ("attach", "ls", "stop", "export"):
         assert f"dpmon {command}" in dpmon.run(command, "--help").text
+
+
+@pytest.mark.parametrize(("word", "hint"), [("attch", " (did you mean attach?)"), ("frobnicate", "")])
+def test_a_mistyped_command_is_told_which_was_meant(dpmon: Dpmon, word: str, hint: str) -> None:
+    result = dpmon.run(word)
+    assert (result.status, result.out, result.errors) == (2, b"", f"dpmon: command not found: {word}{hint}\n")
+    assert dpmon.runs() == []
 
 
 @pytest.mark.parametrize(("words", "absent"), [

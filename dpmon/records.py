@@ -575,6 +575,7 @@ def _step_json(step: Step) -> dict[str, Any]:
         "process": step.process,
         "rank": step.rank,
         "step": step.step,
+        "mode": step.mode or None,
         "start_s": step.start_ns / 1e9,
         "wall_ms": _ms(step.wall_ns),
         "samples": step.samples,

@@ -9,6 +9,7 @@ so the loss goes on falling for minutes. Nothing here knows of dpmon:
 
 import argparse
 import math
+import time
 from collections import deque
 from statistics import fmean as mean
 
@@ -21,6 +22,8 @@ OUTPUT_SIZE = 2
 DATA_SIZE = 20_000  # not a multiple of the batch: the last batch of an epoch is a short one, as in real life
 WAVES = 24
 NOISE = 0.02
+PRINT_SECONDS = 2
+MEAN_OF = 1000  # steps, for the loss that is printed
 
 
 class Model(nn.Module):
@@ -52,12 +55,18 @@ def waves(size):
     return TensorDataset(points, values + NOISE * torch.randn(size, OUTPUT_SIZE))
 
 
+def is_due(step, said, every):
+    """Whether to print now: after every so many steps; with 0, by the clock, however fast the machine is."""
+    return step % every == 0 if every else time.monotonic() - said >= PRINT_SECONDS
+
+
 def train(model, loader, device, options):
     """Batch after batch, epoch after epoch, for `options.steps` steps; the mean loss of the last ones."""
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     distance = nn.MSELoss()
-    recent = deque(maxlen=options.print_every)
+    recent = deque(maxlen=options.print_every or MEAN_OF)
     step = 0
+    said = time.monotonic()
     while True:
         for points, values in loader:
             points, values = points.to(device), values.to(device)
@@ -68,8 +77,9 @@ def train(model, loader, device, options):
 
             step += 1
             recent.append(loss.item())
-            if step % options.print_every == 0:
-                print(f"step {step:7d}  loss {mean(recent):.5f}")
+            if is_due(step, said, options.print_every):
+                said = time.monotonic()
+                print(f"step {step:7d}  loss {mean(recent):.5f}", flush=True)
             if step == options.steps:
                 return mean(recent)
 
@@ -81,13 +91,14 @@ def parse_arguments():
     parser.add_argument("--hidden", type=int, default=128, help="width of the hidden layers")
     parser.add_argument("--lr", type=float, default=0.003, help="learning rate")
     parser.add_argument("--seed", type=int, default=0, help="of data, weights and order")
-    parser.add_argument("--print-every", type=int, default=1000, metavar="STEPS")
+    parser.add_argument("--print-every", type=int, default=0, metavar="STEPS", help="0: about every two seconds")
     return parser.parse_args()
 
 
 def main():
     options = parse_arguments()
     torch.manual_seed(options.seed)
+    torch.set_num_threads(1)  # the matrices are so small that handing parts to other threads takes longer than the sums
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
     loader = DataLoader(waves(DATA_SIZE), batch_size=options.batch_size, shuffle=True)

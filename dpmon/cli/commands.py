@@ -12,6 +12,7 @@ from typing import Any
 from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
 from dpmon.run import retention
+from dpmon.run.guard import looked_after
 from dpmon.run.lock import goes_on_elsewhere
 from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
@@ -32,6 +33,11 @@ def attach(options: argparse.Namespace) -> int:
         # Its processes and its clock are not to be seen from here: it would look as if it were over.
         raise RunError(f"{directory.name} is on another machine; attach to it there (dpmon report works here, too)")
     look_after(directory)
+    with looked_after(directory):
+        return _follow(directory, options)
+
+
+def _follow(directory: Path, options: argparse.Namespace) -> int:
     if options.headless or options.json is not None or not has_screen():
         from dpmon.cli.headless import Follower
 
@@ -136,8 +142,12 @@ def keep(options: argparse.Namespace) -> int:
 
 
 def rm(options: argparse.Namespace) -> int:
-    """Delete runs that are over; kept ones too, since they were named."""
-    for directory in [find_run(run) for run in options.runs]:
+    """Delete runs that are over; nothing at all if a word may mean several runs, or means one that is kept."""
+    found = dict.fromkeys(find_run(run, only=True) for run in options.runs)
+    for directory in found:
+        if is_kept(directory):
+            raise RunError(f"{directory.name} is kept: say `dpmon keep --not {directory.name}` first")
+    for directory in found:
         retention.remove(directory, load_info(directory))
         print(f"{directory.name} is deleted")
     return 0

@@ -131,7 +131,8 @@ def _detached(directory: Path, info: RunInfo, supervisor: subprocess.Popen[bytes
             break
         time.sleep(0.01)
     name = short_name(info)
-    print(f"{name}\nback to it: dpmon attach {name}   stop it: dpmon stop {name}   its output: {directory}/output.log")
+    print(name, flush=True)  # alone, for `run=$(dpmon --detach ...)`
+    speak(f"back to it: dpmon attach {name}   stop it: dpmon stop {name}   its output: {directory}/output.log")
     return 0
 
 

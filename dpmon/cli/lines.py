@@ -1,8 +1,11 @@
 """`--json`: what a run does, as a line of JSON a second, for a pipeline.
 
     status  run, t_s (s since the run's start), state, step, steps_per_s, samples_per_s, mode, virtual, processes,
-            step_ms and phases (median_ms, p95_ms, share) over the newest steps of the first process, ranks where
-            several train, devices and host as in the record, warnings, dropped, absent: why something is null
+            step_ms, phases and call_phases (median_ms, p95_ms, share of the steps' time) over the newest steps in the
+            mode in force of the first process, ranks where several train, devices and host as in the record,
+            warnings, dropped, absent: why something is null. phases are those of a step and together are the whole
+            of it; call_phases are those of its calls (scatter, replicate, parallel_apply, gather), which lie within
+            the step's forward. A phase that did not run is not there
     message text: what dpmon would have said in words
     exit    run, t_s, status, signal: the last line
 
@@ -22,15 +25,19 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.model import State, fold
-from dpmon.model.ranks import training
-from dpmon.model.state import PHASES, Process
-from dpmon.model.stats import Summary, recent, speed, summary
+from dpmon.model.ranks import forward_of, training
+from dpmon.model.state import Process, StepSample
+from dpmon.model.stats import PhaseFigures, phase_figures, recent, speed, summary
+from dpmon.records import STEP_PHASES
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError
 
 __all__ = ["EVERY_S", "LineFile", "Lines"]
 
 EVERY_S = 1.0
+_STEP_PHASES = {name: name for name in STEP_PHASES}
+_CALL_PHASES = {"scatter": "scatter", "replicate": "replicate", "apply": "parallel_apply", "gather": "gather"}
+"""What the screen calls the phases of a call, and what the record does."""
 _POLLS = 16
 _MAX_RANKS = 64
 
@@ -74,7 +81,7 @@ class Lines:
     """Watches one run and gives its lines to `write`, which says whether it took them."""
 
     def __init__(self, directory: Path, write: Callable[[bytes], bool]) -> None:
-        self._reader = RunReader(directory, calls=False)
+        self._reader = RunReader(directory)
         self._write = write
         self._state = State()
         self._due = 0.0
@@ -145,7 +152,7 @@ class Lines:
 def _progress(focus: Process | None, now_ns: int | None, absent: dict[str, str]) -> dict[str, Any]:
     """Step, speeds and times of the process that stands for the run."""
     if focus is None or focus.last_step is None:
-        names = ("step", "steps_per_s", "samples_per_s", "mode", "virtual", "step_ms", "phases")
+        names = ("step", "steps_per_s", "samples_per_s", "mode", "virtual", "step_ms", "phases", "call_phases")
         absent.update(dict.fromkeys(names, "no step has ended yet"))
         return dict.fromkeys(names)
     fast = speed(focus, now_ns)
@@ -154,17 +161,20 @@ def _progress(focus: Process | None, now_ns: int | None, absent: dict[str, str])
     elif fast.samples_per_s is None:
         absent["samples_per_s"] = "the steps do not know their samples"
     track = focus.modes.get(focus.mode)
-    figures = summary(recent(track)) if track is not None else summary([])
-    if not figures.steps:
-        absent["step_ms"] = absent["phases"] = "no step in this mode yet"
+    steps = recent(track) if track is not None else []
+    figures = summary(steps)
+    if not steps:
+        absent.update(dict.fromkeys(("step_ms", "phases", "call_phases"), "no step in this mode yet"))
+    named = {phase.name: phase for phase in figures.phases}
     return {
         "step": focus.last_step.step,
         "steps_per_s": fast.steps_per_s,
         "samples_per_s": fast.samples_per_s,
         "mode": focus.mode or None,
         "virtual": focus.virtual,
-        "step_ms": _ms(figures.median_ns, figures.p95_ns) if figures.steps else None,
-        "phases": _phases(figures) if figures.steps else None,
+        "step_ms": _ms(figures.median_ns, figures.p95_ns) if steps else None,
+        "phases": _phases({**named, "forward": _forward(steps)}, _STEP_PHASES) if steps else None,
+        "call_phases": _phases(named, _CALL_PHASES) if steps else None,
     }
 
 
@@ -175,11 +185,19 @@ def _ms(median_ns: float | None, p95_ns: float | None) -> dict[str, float | None
     }
 
 
-def _phases(figures: Summary) -> dict[str, Any]:
+def _forward(steps: list[StepSample]) -> PhaseFigures:
+    """The whole forward of the steps: the model has the phases of the calls apart from it."""
+    times = [forward_of(step) for step in steps]
+    ran = [took for took in times if took >= 0]
+    total = sum(step.wall_ns for step in steps)
+    return phase_figures("forward", len(ran), times, sum(ran) / total if ran and total else None)
+
+
+def _phases(figures: Mapping[str, PhaseFigures], names: Mapping[str, str]) -> dict[str, Any]:
+    """Of the phases in `names` (ours, the record's) those that ran."""
+    found = {said: figures[name] for name, said in names.items() if name in figures}
     return {
-        phase.name: {**_ms(phase.median_ns, phase.p95_ns), "share": phase.share}
-        for phase in figures.phases
-        if phase.ran and phase.name in PHASES
+        said: {**_ms(phase.median_ns, phase.p95_ns), "share": phase.share} for said, phase in found.items() if phase.ran
     }
 
 

@@ -11,7 +11,7 @@ __all__ = ["entry", "main"]
 
 def main(words: Sequence[str]) -> int:
     """Do what the command line says; the exit status. 2 with one sentence on stderr for what cannot be done."""
-    from dpmon.cli.options import UsageError, parse
+    from dpmon.cli.options import UsageError, meant, parse
 
     try:
         command, options = parse(words)
@@ -19,9 +19,9 @@ def main(words: Sequence[str]) -> int:
         print(f"dpmon: {error}; dpmon --help lists what there is", file=sys.stderr)
         return 2
     if command == "help":
-        return 0
+        return 2
     from dpmon.config import ConfigError, Settings, load
-    from dpmon.run.command import CommandError
+    from dpmon.run.command import CommandError, NotFoundError
     from dpmon.run.rundir import RunError
 
     try:
@@ -52,7 +52,9 @@ def main(words: Sequence[str]) -> int:
     except (CommandError, ConfigError, RunError) as error:
         from dpmon.ui.text import clean
 
-        print(f"dpmon: {clean(str(error))}", file=sys.stderr)
+        near = meant(error.word) if isinstance(error, NotFoundError) else None
+        hint = "" if near is None else f" (did you mean {near}?)"
+        print(f"dpmon: {clean(str(error))}{hint}", file=sys.stderr)
         return 2
 
 

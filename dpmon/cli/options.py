@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 import dpmon
 
-__all__ = ["COMMANDS", "UsageError", "parse"]
+__all__ = ["COMMANDS", "UsageError", "meant", "parse"]
 
 COMMANDS = ("run", "attach", "ls", "stop", "report", "export", "doctor", "keep", "rm")
 MAX_REPLICAS = 4096
@@ -25,7 +26,7 @@ dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon report [RUN] [--json | --html]    what happened in a run
        dpmon export [RUN] [--format FORMAT]    the records: jsonl, csv, perfetto
        dpmon doctor                            what works here, and what to do about the rest
-       dpmon keep [RUN]                        never delete this run by itself
+       dpmon keep [--not] [RUN]                never delete this run by itself; --not: take that back
        dpmon rm RUN [RUN ...]                  delete runs"""
 _EPILOG = """\
 Everything after the script's name belongs to the script. RUN is an id, the unique start of an id, a name, or
@@ -119,7 +120,7 @@ def _command_parser(command: str) -> _Parser:
         parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
         parser.add_argument("--python", metavar="PYTHON", help="the Python that would run the script")
     elif command == "rm":
-        parser.add_argument("runs", metavar="RUN", nargs="+", help="an id, its unique start, or a name")
+        parser.add_argument("runs", metavar="RUN", nargs="+", help="an id, its unique start, or a name of one run")
     elif command == "ls":
         parser.add_argument("--json", action="store_true", help="one JSON object a line")
     else:
@@ -175,6 +176,13 @@ def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[
     return own, list(words[at:]), False
 
 
+def meant(word: str) -> str | None:
+    """Which of COMMANDS was probably meant by `word`; None if it is like none of them."""
+    import difflib
+
+    return next(iter(difflib.get_close_matches(word, COMMANDS, 1, 0.7)), None)
+
+
 def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
     """The command (one of COMMANDS, or "help") and its options; for run, `words` holds the command to be run.
 
@@ -199,7 +207,7 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
     if options.module is None and not rest:
         if words:
             raise UsageError("no script to run")
-        parser.print_help()
+        parser.print_help(sys.stderr)
         return "help", options
     _check(options)
     return command, options

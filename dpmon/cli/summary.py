@@ -6,6 +6,7 @@ from array import array
 from pathlib import Path
 
 from dpmon.cli.progress import rate
+from dpmon.model.finding import many
 from dpmon.model.memory import held
 from dpmon.model.stats import median, percentile
 from dpmon.records import CALL_PHASES, STEP_PHASES
@@ -102,7 +103,7 @@ def _mode_lines(name: str, mode: ModeTotals, totals: Totals) -> list[str]:
         name = "ddp"  # one device a rank: neither dp nor single
     title = (name or "mode unknown") + (" (virtual replicas)" if name == "dp" and totals.virtual else "")
     speed = mode.samples_per_s()
-    head = f"{title}: {max(mode.steps.values(), default=0):,} steps, {mode.calls:,} calls"
+    head = f"{title}: {many(max(mode.steps.values(), default=0), 'step')}, {many(mode.calls, 'call')}"
     if speed is not None:
         head += f", {rate(speed)} samples/s"
     if totals.processes > 1:
@@ -140,7 +141,7 @@ def _stage_lines(totals: Totals) -> list[str]:
     for line in shown[:_MAX_REPLICA_LINES]:
         names = ", ".join(line.parts[:4]) + (f" and {len(line.parts) - 4} more" if len(line.parts) > 4 else "")
         text = f"  {line.root} stage {line.stage} {line.device}  {names}  {line.inputs or 'sizes not seen'} -> "
-        text += f"{line.outputs or 'not finished'}  {line.calls:,} call{'s' if line.calls != 1 else ''}"
+        text += f"{line.outputs or 'not finished'}  {many(line.calls, 'call')}"
         middle = median(line.walls)
         lines.append(text if middle is None else f"{text}, host time median {_ms(middle)} ms")
     more = len(totals.stages) - len(lines)
@@ -154,7 +155,7 @@ def _rank_lines(totals: Totals) -> list[str]:
     for line in totals.ranks[:_MAX_REPLICA_LINES]:
         who = f"process {line.process}" if line.rank is None else f"rank {line.rank} of {line.world or '?'}"
         text = f"  {who} {line.device}  {line.inputs or 'sizes not seen'} -> {line.outputs or 'sizes not seen'}"
-        text += f"  {line.calls:,} calls, {line.steps:,} steps"
+        text += f"  {many(line.calls, 'call')}, {many(line.steps, 'step')}"
         middle = median(line.walls)
         if middle is not None:
             text += f", step median {_ms(middle)} ms"
@@ -172,7 +173,7 @@ def _replica_lines(totals: Totals) -> list[str]:
     lines = []
     for line in totals.replicas[:_MAX_REPLICA_LINES]:
         sizes = f"{line.inputs or 'sizes not seen'} -> {line.outputs or 'sizes not seen'}"
-        times = f"{line.calls:,} call{'s' if line.calls != 1 else ''}"
+        times = many(line.calls, "call")
         lines.append(f"  {line.mode or '?'} replica {line.replica} {line.device}  {sizes}  {times}")
     more = len(totals.replicas) - len(lines)
     if more > 0:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dpmon.model.state import PHASES, CallTrack, Process, State, StepSample
 from dpmon.model.stats import median
 
-__all__ = ["RankRow", "distributed", "rank_rows", "toggle_refusal", "training", "world"]
+__all__ = ["RankRow", "distributed", "forward_of", "rank_rows", "toggle_refusal", "training", "world"]
 
 DDP = "DistributedDataParallel"
 
@@ -91,12 +91,12 @@ def _row(process: Process, key: tuple[str, str | None] | None) -> RankRow:
         track,
         last.step if last is not None else None,
         median(step.wall_ns for step in steps),
-        median(took for step in steps if (took := _forward(step)) >= 0),
+        median(took for step in steps if (took := forward_of(step)) >= 0),
         median(step.phases[_BACKWARD] for step in steps if step.phases[_BACKWARD] >= 0),
     )
 
 
-def _forward(step: StepSample) -> int:
-    """The whole forward of a step, -1 if none ran."""
+def forward_of(step: StepSample) -> int:
+    """The whole forward of a step in ns, the phases of its calls within; -1 if none ran."""
     parts = [step.phases[i] for i in _FORWARD if step.phases[i] >= 0]
     return sum(parts) if parts else -1

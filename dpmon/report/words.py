@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from dpmon.model.evidence import ModeFacts
+from dpmon.model.finding import many
 from dpmon.model.stats import median
 from dpmon.report.story import ModeChange, Story
 
@@ -70,7 +71,7 @@ def ended(story: Story) -> str:
 def what_ran(story: Story) -> str:
     """Processes and the mode they began in, with its reason."""
     count = story.evidence.processes
-    counted = f"{story.steps:,} steps, {story.calls:,} calls{' in all' if count > 1 else ''}"
+    counted = f"{many(story.steps, 'step')}, {many(story.calls, 'call')}{' in all' if count > 1 else ''}"
     who = f"{count} training processes" if count > 1 else "one training process" if count else "no training process"
     groups: dict[str, list[str]] = {}
     for change in story.changes:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Command", "CommandError", "resolve"]
+__all__ = ["Command", "CommandError", "NotFoundError", "resolve"]
 
 PROBE_S = 20.0
 """How long a Python may take to say whether it has torch (a cold network file system is slow)."""
@@ -23,6 +23,14 @@ _PROBE = (
 
 class CommandError(Exception):
     """The command cannot be run as it was given; the text is one sentence for a person."""
+
+
+class NotFoundError(CommandError):
+    """No command is called `word`."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__(f"command not found: {word}")
+        self.word = word
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ def _check_command(word: str, environ: Mapping[str, str]) -> None:
         raise CommandError(f"{word} is neither a Python script (*.py) nor an executable on PATH")
     if os.sep in word:
         raise CommandError(f"no such file: {word}")
-    raise CommandError(f"command not found: {word}")
+    raise NotFoundError(word)
 
 
 # ------------------------------------------------------------------------------------------------ which Python

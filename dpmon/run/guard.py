@@ -1,5 +1,7 @@
 """What the foreground does for the run: passes signals on, and takes over the exit if the supervisor was killed.
 
+Who only looks at a run (`attach`) sees to it that it has a supervisor, too: `looked_after`.
+
 The foreground is a subreaper, so that the command becomes its child when the supervisor dies: then it can still learn
 how the command ended, and write exit.json itself.
 """
@@ -10,21 +12,88 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from dpmon.run import proc
 from dpmon.run.ending import exit_info
 from dpmon.run.lock import needs_supervisor
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, save
+from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, load_info, save
 from dpmon.run.start import take_over
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "Successors", "looked_after"]
 
 SUCCESSORS = 3
+BETWEEN_S = 1.0
+"""Between two tries: time for a new supervisor, whoever started it, to say in run.json that it is there."""
+LOOK_S = 0.4
 STALLED_S = 5.0
 """A supervisor that has not noticed the command's end for so long is stopped or stuck: the exit is read from /proc."""
+
+
+class Successors:
+    """Starts supervisors in the place of killed ones: a few, in case something kills them. One holds the lock."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._tries = 0
+        self._not_before = 0.0
+        self.newest: subprocess.Popen[bytes] | None = None
+        """The one that was started last, whether it still runs or not."""
+
+    @property
+    def at_work(self) -> bool:
+        """Whether one that was started here lives."""
+        return self.newest is not None and self.newest.poll() is None
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no more are started."""
+        return self._tries >= SUCCESSORS
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether one lives, or another one may be started soon."""
+        return self.at_work or (not self.exhausted and time.monotonic() < self._not_before)
+
+    def start_if_needed(self, info: RunInfo, how: ExitInfo | None) -> None:
+        """Start one if the run has no supervisor; `info` and `how` as they are now."""
+        now = time.monotonic()
+        if self.exhausted or self.at_work or now < self._not_before:
+            return
+        if not needs_supervisor(self._directory, info, how):
+            return
+        self._tries += 1
+        self._not_before = now + BETWEEN_S
+        with contextlib.suppress(OSError):
+            self.newest = take_over(self._directory)
+
+
+@contextlib.contextmanager
+def looked_after(directory: Path) -> Iterator[None]:
+    """Meanwhile, on a thread of its own, start another supervisor where the run's is killed, until the run is over."""
+    done = threading.Event()
+    watch = threading.Thread(target=_look_after, args=(directory, done), name="dpmon guard", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _look_after(directory: Path, done: threading.Event) -> None:
+    successors = Successors(directory)
+    while not successors.exhausted:
+        with contextlib.suppress(Exception):  # whatever it is, the screen goes on
+            how = load_exit(directory)
+            if how is not None and how.drained:
+                return
+            successors.start_if_needed(load_info(directory), how)
+        if done.wait(LOOK_S):
+            return
 
 
 class Guard:
@@ -38,8 +107,7 @@ class Guard:
         self.outcome: ExitInfo | None = None
         """How the run ended, where this process had to find out itself."""
         self._dead_since: float | None = None
-        self._successor: subprocess.Popen[bytes] | None = None
-        self._successors = 0
+        self._successors = Successors(directory)
         self.lost: str | None = None
         """Why nothing will ever be known of how the run ended, once that is certain."""
 
@@ -127,16 +195,9 @@ class Guard:
         self._replace()  # what the rings hold goes into the history, even if it ended a moment ago
 
     def _replace(self) -> None:
-        """Start another supervisor in the place of one that was killed; a few times, in case something kills them."""
-        if self._successors >= SUCCESSORS or self.supervised:
-            return
-        if self._successor is not None and self._successor.poll() is None:
-            return
-        if not needs_supervisor(self._directory, self._reader.refresh(), load_exit(self._directory)):
-            return
-        self._successors += 1
-        with contextlib.suppress(OSError):
-            self._successor = take_over(self._directory)
+        """Start another supervisor in the place of one that was killed."""
+        if not self.supervised:
+            self._successors.start_if_needed(self._reader.refresh(), load_exit(self._directory))
 
     def _look_for_stall(self) -> None:
         """Read the status of a command that has ended from the process table if the supervisor does not reap it."""
@@ -154,7 +215,7 @@ class Guard:
 
     def _give_up(self) -> None:
         """The command has gone and is not to be reaped here: the new supervisor may know more, else nobody will."""
-        if self._successor is None or self._successor.poll() is not None:
+        if not self._successors.hopeful:
             self.lost = "the supervisor was killed, and the command's exit status with it"
 
     def _reap_orphans(self) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpmon.records import STEP_PHASES, Event, Record, Step
+from dpmon.records import CALL_PHASES, STEP_PHASES, Call, Event, Record, Step
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, short_name
 
@@ -74,11 +74,13 @@ class Metrics:
 
     def __init__(self, path: Path, directory: Path, warn: Callable[[str], None]) -> None:
         self._path = path
-        self._reader = RunReader(directory, calls=False)
+        self._reader = RunReader(directory)
         self._warn = warn
         self._failing = self._over = False
         self._due = 0.0
         self._steps: dict[tuple[int, int | None, str], _Steps] = {}
+        self._calls: dict[tuple[int, int | None, str], dict[str, int]] = {}
+        """Host time (ns) of the phases of the calls, by process, rank and mode."""
         self._last: dict[int, tuple[int, float]] = {}
         """By process: number of its newest step, and when it ended (s since 1970)."""
         self._devices: dict[int, Mapping[str, Any]] = {}
@@ -114,6 +116,8 @@ class Metrics:
     def _add(self, record: Record) -> None:
         if isinstance(record, Step):
             self._step(record)
+        elif isinstance(record, Call):
+            self._call(record)
         elif isinstance(record, Event):
             index = record.data.get("index")
             if record.kind == "host":
@@ -139,6 +143,15 @@ class Metrics:
             found.phases[name] = found.phases.get(name, 0) + took
         ended = self._reader.info.started_unix + (step.start_ns + step.wall_ns) / 1e9
         self._last[step.process] = (step.step, ended)
+
+    def _call(self, call: Call) -> None:
+        key = (call.process, call.rank, call.mode)
+        if not call.phases or (key not in self._calls and len(self._calls) >= 2 * MAX_PROCESSES):
+            return
+        found = self._calls.setdefault(key, {})
+        for name, phase in call.phases.items():
+            if phase.host_ns >= 0:
+                found[name] = found.get(name, 0) + phase.host_ns
 
     # ------------------------------------------------------------------------------------------ writing
 
@@ -198,6 +211,11 @@ class Metrics:
             "step_phase_seconds_total", "counter", "Time of the steps by phase.",
             [({**labels, "phase": name}, found.phases[name] / 1e9)
              for labels, found in series for name in STEP_PHASES if name in found.phases],
+        )  # fmt: skip
+        lines += _metric(
+            "call_phase_seconds_total", "counter", "Time of the calls by phase; it lies within the steps' forward.",
+            [({**run, **_process_labels(process, rank), "mode": mode or "unknown", "phase": name}, found[name] / 1e9)
+             for (process, rank, mode), found in self._calls.items() for name in CALL_PHASES if name in found],
         )  # fmt: skip
         lines += _metric(
             "samples_total", "counter", "Samples of the steps that knew them.",

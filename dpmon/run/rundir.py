@@ -42,6 +42,7 @@ _STOP_HOLDS_S = 300.0
 ROOM_BYTES = 24 << 20
 """What a run needs at least: its rings, and some for the rest."""
 _MAX_JSON_BYTES = 1 << 22
+_IDS_NAMED = 8
 _RING_NAME = re.compile(r"(?:process-(\d{1,6})|gpu(?:-\d{1,4})?)\.ring")
 _ID = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9._-]{1,64}-[0-9a-f]{4}")
 
@@ -332,20 +333,31 @@ def short_name(info: RunInfo) -> str:
     return f"{info.name}-{info.id[-4:]}"
 
 
-def find_run(what: str = "last") -> Path:
-    """The run that `what` means: `last`, an id, a short name, a name (its latest run), a unique start of an id."""
+def find_run(what: str = "last", *, only: bool = False) -> Path:
+    """The run that `what` means: `last`, an id, a short name, a name (its latest run), a unique start of an id.
+
+    RunError if there is none, or several begin so; with `only`, also if several have that name.
+    """
     runs = list_runs()
     if not runs:
         raise RunError(f"there is no run yet in {runs_directory()}")
     if what == "last":
         return runs[-1][0]
     for meaning in (lambda run: run.id, short_name, lambda run: run.name):
-        same = [directory for directory, info in runs if meaning(info) == what]
+        same = [(directory, info) for directory, info in runs if meaning(info) == what]
+        if only and len(same) > 1:
+            raise RunError(f"{what!r} could be any of {len(same)} runs: {_listed([info.id for _, info in same])}")
         if same:
-            return same[-1]
-    starts = [directory for directory, info in runs if what and info.id.startswith(what)]
+            return same[-1][0]
+    starts = [(directory, info) for directory, info in runs if what and info.id.startswith(what)]
     if len(starts) > 1:
         raise RunError(f"{what!r} could be any of {len(starts)} runs; `dpmon ls` lists them")
     if not starts:
         raise RunError(f"there is no run {what!r}; `dpmon ls` lists them")
-    return starts[0]
+    return starts[0][0]
+
+
+def _listed(ids: list[str]) -> str:
+    """The newest ids, the newest first."""
+    shown = ", ".join(ids[: -_IDS_NAMED - 1 : -1])
+    return shown if len(ids) <= _IDS_NAMED else f"{shown} and {len(ids) - _IDS_NAMED} more (dpmon ls lists them)"

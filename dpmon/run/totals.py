@@ -51,8 +51,10 @@ class ModeTotals:
     calls: int = 0
 
     def samples_per_s(self) -> float | None:
-        """Samples per second of step time, added over the processes; None if a step did not know its samples."""
-        if self.unknown_samples or not all(self.step_ns.values()):
+        """Samples per second of step time, added over the processes; None if a step did not know its samples,
+        and where there was no step.
+        """
+        if self.unknown_samples or not self.step_ns or not all(self.step_ns.values()):
             return None
         return sum(self.samples[process] * 1e9 / ns for process, ns in self.step_ns.items())
 

@@ -223,19 +223,15 @@ class Feed:
 
     def can_toggle(self) -> bool:
         """Whether a request for a mode would reach anybody, and could be granted."""
-        return (
-            self._reader is not None
-            and toggle_refusal(self.state) is None
-            and self._facts.mode_option != "script"
-            and self._ended is None
-            and self._alive is not False
-            and not self._never_dp()
-        )
+        return self.toggle_refusal() is None
 
-    def _never_dp(self) -> bool:
-        """Whether the training is known to refuse: every rank of DistributedDataParallel has its own device."""
-        process = self.state.focus()
-        return process is not None and process.newest is not None and process.newest[1] == "DistributedDataParallel"
+    def toggle_refusal(self) -> str | None:
+        """Why no other mode can be asked for; None if one can."""
+        if self._reader is None or self._ended is not None or self._alive is False:
+            return "nothing runs that could be asked"
+        if self._facts.mode_option == "script":
+            return "--mode script leaves the computation as written"
+        return toggle_refusal(self.state)
 
     def toggle(self) -> None:
         """Ask for the other mode; pending from this moment on."""
@@ -277,6 +273,14 @@ class Feed:
         since = None if now.since_ns is None else max(now.since_ns - self._facts.start_ns, 0)
         possible = now.wanted or reader.pause_refusal() is None
         return Pausing(possible, now.wanted, now.pending, since)
+
+    def pause_refusal(self) -> str | None:
+        """Why the training can neither be paused nor go on; None if it can."""
+        if self.pausing().possible:
+            return None
+        if self._reader is None or self._ended is not None or self._alive is False:
+            return "nothing runs that could be asked"
+        return self._reader.pause_refusal() or "no training process is known yet"
 
     def pause(self) -> None:
         """Ask for a pause, or for the end of the one that was asked for."""

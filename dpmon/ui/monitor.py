@@ -143,18 +143,24 @@ class Monitor(Drawing):
             self.action_freeze()
 
     def action_toggle_mode(self) -> None:
-        """Ask the training for the other mode."""
-        if self.feed.can_toggle():
-            self._let_go()
-            self.feed.toggle()
-            self.draw()
+        """Ask the training for the other mode, or say why that cannot be."""
+        refusal = self.feed.toggle_refusal()
+        if refusal is not None:
+            self._say(f"the mode cannot be switched: {refusal}")
+            return
+        self._let_go()
+        self.feed.toggle()
+        self._say(None)  # nothing older stands before the answer
 
     def action_pause(self) -> None:
-        """Have the training pause between two steps, or go on."""
-        if self.feed.pausing().possible:
-            self._let_go()
-            self.feed.pause()
-            self.draw()
+        """Have the training pause between two steps, or go on; or say why that cannot be."""
+        refusal = self.feed.pause_refusal()
+        if refusal is not None:
+            self._say(f"no pause: {refusal}")
+            return
+        self._let_go()
+        self.feed.pause()
+        self._say(None)
 
     def action_next(self, by: int) -> None:
         """The next hit of a search in the output; else the next root or call, after the last one the newest again."""
@@ -233,7 +239,10 @@ class Monitor(Drawing):
 
     def action_warnings(self) -> None:
         """All warnings that are kept."""
-        if self._dialog_open or not self.feed.state.warnings:
+        if self._dialog_open:
+            return
+        if not self.feed.state.warnings:
+            self._say("there are no warnings")
             return
 
         def rows(width: int) -> list[Row]:

@@ -57,9 +57,13 @@ class _PlaybackFeed(Feed):
             self.state = fold(self.state, record)
         self._busy = False  # a poll gives all that is due
 
-    def can_toggle(self) -> bool:
+    def toggle_refusal(self) -> str | None:
         """Nobody is there to be asked."""
-        return False
+        return "this is a playback"
+
+    def pause_refusal(self) -> str | None:
+        """Nobody is there to be asked."""
+        return "this is a playback"
 
     def can_type(self) -> bool:
         """Nobody is there to read it."""

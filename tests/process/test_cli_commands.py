@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,13 +25,21 @@ while not pathlib.Path("go").exists():
 
 
 def test_help_and_version(dpmon: Dpmon) -> None:
-    alone = dpmon.run()
-    assert alone.status == 0
-    assert "SCRIPT.py" in alone.text
-    assert dpmon.run("--help").text == alone.text
+    asked = dpmon.run("--help")
+    assert (asked.status, asked.err) == (0, b"")
+    assert "SCRIPT.py" in asked.text
+    alone = dpmon.run()  # nothing was asked for: a wrong command line
+    assert (alone.status, alone.out, alone.err) == (2, b"", asked.out)
     assert dpmon.run("--version").text.startswith("dpmon 0.")
     for command in ("attach", "ls", "stop", "export"):
         assert f"dpmon {command}" in dpmon.run(command, "--help").text
+
+
+@pytest.mark.parametrize(("word", "hint"), [("attch", " (did you mean attach?)"), ("frobnicate", "")])
+def test_a_mistyped_command_is_told_which_was_meant(dpmon: Dpmon, word: str, hint: str) -> None:
+    result = dpmon.run(word)
+    assert (result.status, result.out, result.errors) == (2, b"", f"dpmon: command not found: {word}{hint}\n")
+    assert dpmon.runs() == []
 
 
 @pytest.mark.parametrize(("words", "absent"), [
@@ -60,8 +69,9 @@ def test_detach_returns_at_once_and_everything_finds_the_run(dpmon: Dpmon) -> No
     dpmon.script(WAIT + "import sys; print('out'); print('err', file=sys.stderr); sys.exit(4)")
     result = dpmon.run("--detach", "--name", "mine", "script.py", "--lr", "3")
     assert result.status == 0
-    name = result.text.splitlines()[0]
-    assert name.startswith("mine-")
+    name = result.text.removesuffix("\n")  # nothing else: `$(dpmon --detach ...)` is a run
+    assert re.fullmatch("mine-[0-9a-f]{4}", name)
+    assert result.errors.startswith(f"dpmon: back to it: dpmon attach {name} ")
     info = dpmon.info()
     wait_for((dpmon.cwd / "began").exists)
     row = dpmon.run("ls").text.splitlines()[1].split()

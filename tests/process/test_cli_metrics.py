@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running import Dpmon, wait_for
 
@@ -56,6 +57,10 @@ def test_lines_of_json_on_stderr_leave_stdout_to_the_script(dpmon: Dpmon, tmp_pa
     assert (known[0]["mode"], known[0]["virtual"], known[0]["state"]) == ("dp", True, "running")
     assert known[0]["step_ms"]["median_ms"] > 0
     assert set(known[0]["phases"]) == {"forward", "backward", "optimizer", "other"}
+    assert sum(phase["share"] for phase in known[0]["phases"].values()) == pytest.approx(1, abs=0.01)
+    assert set(known[0]["call_phases"]) == {"scatter", "replicate", "parallel_apply", "gather"}
+    within = sum(phase["share"] for phase in known[0]["call_phases"].values())
+    assert 0 < within <= known[0]["phases"]["forward"]["share"]
     assert known[0]["host"]["mem_total_bytes"] > 0
     times = [line["t_s"] for line in lines if line["kind"] == "status"]
     assert all(after > before for before, after in pairwise(times))

@@ -34,9 +34,27 @@ def test_old_runs_go_but_for_the_kept_and_the_running(dpmon: Dpmon) -> None:
     refused = dpmon.run("rm", "running")
     assert refused.status == 2
     assert "is running" in refused.errors
+    refused = dpmon.run("rm", "c", "kept")
+    assert (refused.status, refused.out) == (2, b"")
+    kept = listed(dpmon)[1]["id"]
+    assert refused.errors == f"dpmon: {kept} is kept: say `dpmon keep --not {kept}` first\n"
+    assert len(listed(dpmon)) == 3
+    assert dpmon.run("keep", "--not", kept).status == 0
     assert dpmon.run("rm", "kept", "c").status == 0
     assert [run["state"] for run in listed(dpmon)] == ["running"]
     assert dpmon.run("stop", "running").status == 0
     sleeper.wait(60)
     assert dpmon.run("keep", "--not").status == 0
     assert dpmon.run("rm", "nothing").status == 2
+
+
+def test_a_name_that_several_runs_have_deletes_none(dpmon: Dpmon) -> None:
+    dpmon.script("pass")
+    for _ in range(2):
+        assert dpmon.run("--name", "same", "script.py").status == 0
+    ids = [run["id"] for run in listed(dpmon)]
+    refused = dpmon.run("rm", "same")
+    assert (refused.status, refused.out) == (2, b"")
+    assert refused.errors == f"dpmon: 'same' could be any of 2 runs: {ids[1]}, {ids[0]}\n"
+    assert dpmon.run("rm", ids[0], ids[0]).text == f"{ids[0]} is deleted\n"
+    assert dpmon.run("rm", "same").text == f"{ids[1]} is deleted\n"

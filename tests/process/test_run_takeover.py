@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Dpmon, wait_for
+from running import Dpmon, Terminal, wait_for
 from test_run_faults import SLOW, begun, finish
 from test_run_records import WRITER, expected, of_training, tailed
 
@@ -102,6 +102,35 @@ def test_attach_brings_another_one_and_no_record_is_lost_or_doubled(dpmon: Dpmon
         assert db.execute("SELECT count(*), count(DISTINCT step) FROM steps").fetchone() == (4500, 4500)
         assert db.execute("SELECT rows FROM calls GROUP BY rows").fetchall() == [(64,)]
     db.close()
+
+
+@pytest.mark.parametrize("where", ["screen", "headless"])
+def test_who_is_attached_brings_another_one_each_time(dpmon: Dpmon, where: str) -> None:
+    dpmon.script(SLOW.format(status=3))
+    dpmon.run("--detach", "script.py")
+    begun(dpmon)
+    if where == "screen":
+        terminal = Terminal(dpmon, "attach")
+        terminal.shows("5 Output")
+    else:
+        watching = dpmon.start("attach", stdin=None)
+        wait_for(lambda: b"dpmon" in (Path(f"/proc/{watching.pid}/cmdline").read_bytes()))
+    old = kill_supervisor(dpmon)
+    for _ in range(2):
+        new = wait_for(lambda old=old: new_supervisor(dpmon, old), what="a new supervisor")  # type: ignore[misc]
+        wait_for(lambda: state_of(dpmon) == "running")
+        assert (new["command_pid"], new["command_started"]) == (old["command_pid"], old["command_started"])
+        old = kill_supervisor(dpmon)
+    wait_for(lambda: new_supervisor(dpmon, old), what="a third one")
+    finish(dpmon)
+    how = dpmon.exit()
+    assert how["status"] == 3 or how["unknown"]
+    if where == "screen":
+        terminal.shows("close")  # what `q` does once the end was seen
+        terminal.type("q")
+        assert terminal.wait() == (2 if how["status"] is None else 3)
+    else:
+        watching.communicate(timeout=100)
 
 
 @pytest.mark.parametrize("end", ["sys.exit(5)", "os.kill(os.getpid(), 9)"])

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from kept import keep
 from prometheus_client.parser import text_string_to_metric_families
-from synthetic import Training, device_event, host_event
+from synthetic import Training, decoded, device_event, host_event
 
-from dpmon.records import pack_event, pack_step
+from dpmon.records import CALL_PHASES, Call, pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run.metrics import BOUNDS_S, EVERY_S, Metrics, metrics_path
 from dpmon.run.rundir import ExitInfo, load_info
@@ -49,7 +49,8 @@ def test_what_the_record_says_stands_in_the_file(state: Path, tmp_path: Path) ->
     training = Training()
     own = [host_event(1.0, cpu=50.0), device_event(1.0, 0), device_event(2.0, 0, util_pct=40, power_w=None)]
     own.append(pack_event("warning", {"process": None, "t_s": 1.0, "text": "x"}))
-    directory = keep({0: [*training.begin(), *training.run(40)], -1: own}, status=None)
+    payloads = [*training.begin(), *training.run(40)]
+    directory = keep({0: payloads, -1: own}, status=None)
     found = written(directory, tmp_path / "it.prom")
     who = (("mode", "dp"), ("process", "0"), ("rank", ""))
     assert found["step_duration_seconds_count", who] == 40
@@ -58,6 +59,13 @@ def test_what_the_record_says_stands_in_the_file(state: Path, tmp_path: Path) ->
     total = sum(found["step_phase_seconds_total", tuple(sorted((*who, ("phase", phase))))]
                 for phase in ("data", "forward", "backward", "optimizer", "other"))  # fmt: skip
     assert found["step_duration_seconds_sum", who] == pytest.approx(total)
+    took = dict.fromkeys(CALL_PHASES, 0)
+    for record in decoded(payloads):
+        if isinstance(record, Call):
+            took = {name: took[name] + record.phases[name].host_ns for name in CALL_PHASES}
+    for phase, ns in took.items():
+        assert found["call_phase_seconds_total", tuple(sorted((*who, ("phase", phase))))] == pytest.approx(ns / 1e9)
+        assert ns > 0
     gpu = (("index", "0"), ("name", "NVIDIA H200"), ("uuid", "GPU-0000"))
     assert found["device_utilization_ratio", gpu] == 0.4, "the newest"
     assert ("device_power_watts", gpu) not in found, "what is not known is not there"

@@ -253,7 +253,7 @@ CALL_KEYS = [
     "devices", "phases", "replicas", "inputs", "outputs",
 ]  # fmt: skip
 """What PRODUCT.md shows, to which how long it took and what is absent are added."""
-STEP_KEYS = ["kind", "process", "rank", "step", "start_s", "wall_ms", "samples", "phases"]
+STEP_KEYS = ["kind", "process", "rank", "step", "mode", "start_s", "wall_ms", "samples", "phases"]
 
 
 def test_the_json_of_a_call() -> None:
@@ -305,7 +305,7 @@ def test_the_json_of_a_step() -> None:
     found = as_json(read(pack_step(DP, 12, ORIGIN + 2_000_000, 1_000_000, 30, (1000, 2000, -1, -1))))
     assert set(found) == {*STEP_KEYS, "absent"}
     assert (found["kind"], found["process"], found["rank"], found["step"]) == ("step", 7, 2, 12)
-    assert (found["start_s"], found["wall_ms"], found["samples"]) == (0.002, 1.0, 30)
+    assert (found["mode"], found["start_s"], found["wall_ms"], found["samples"]) == ("dp", 0.002, 1.0, 30)
     assert found["phases"] == {"data": 0.001, "forward": 0.002, "other": 0.997}
     assert found["absent"] == {}
 

@@ -13,16 +13,17 @@ import pytest
 from kept import keep
 from synthetic import SECOND, Training, device_event, host_event
 
+from dpmon.cli.summary import summary_lines
 from dpmon.model.evidence import WARM_UP_STEPS
 from dpmon.model.state import NOT_RUN, PHASES
-from dpmon.records import pack_call, pack_definition, pack_event, pack_step
+from dpmon.records import kind_of, pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.compared import Settled
 from dpmon.report.plots import plots
 from dpmon.report.series import BINS, Series
 from dpmon.report.story import PARTS
-from dpmon.run.rundir import ExitInfo, load_info, save
+from dpmon.run.rundir import ExitInfo, load_exit, load_info, save
 from dpmon.run.state import run_state
 
 HOSTILE = '<script>alert(1)</script>\x1b]52;c;eA==\x07\x1b[31m\u202e<b onload="x">'
@@ -285,3 +286,12 @@ def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None
     assert lines[0].startswith("  DataParallel over 2 virtual replicas")
     assert f"speed-up {found.speedup:.2f}" in " ".join(lines)
     assert as_object(collect(both))["compared"]["outcome"] in ("faster", "slower", "even")
+
+
+def test_a_first_forward_that_failed_has_no_speed(state: Path) -> None:
+    training = Training(mode="single", devices=("cpu:0",), virtual=False, via=None)
+    only_the_call = [payload for payload in training.step(failed=True) if kind_of(payload) != "step"]
+    directory = keep({0: [*training.begin(), *only_the_call]}, status=1)
+    lines = summary_lines(directory, load_exit(directory))
+    assert "single: 0 steps, 1 call" in lines
+    assert not any("samples/s" in line for line in lines)

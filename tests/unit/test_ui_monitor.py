@@ -83,8 +83,38 @@ async def test_no_toggle_where_nothing_may_be_changed(tmp_path: Path) -> None:
     async with stage(tmp_path, mode_option="script") as on:
         await on.shows("● running")
         await on.press("d")
+        await on.shows("the mode cannot be switched: --mode script leaves the computation as written")
         assert on.reader.asked == []
         assert "d single" not in on.text()
+
+
+async def test_what_the_ranks_do_not_allow_is_told(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.shows("● running")
+        on.training.defined.clear()
+        on.training.via = "DistributedDataParallel"
+        on.reader.new = decoded([*on.training.switch("single"), *on.training.run(2)], origin_ns=SECOND)
+        await on.until(lambda: not on.app.feed.can_toggle(), "the ranks")
+        await on.press("d")
+        await on.shows("the mode cannot be switched: the ranks train by DistributedDataParallel: a process")
+        on.reader.no_pause = "the ranks wait for each other"
+        await on.press("p")
+        await on.shows("no pause: the ranks wait for each other")
+        assert on.reader.asked == []
+        assert not on.reader.pause.wanted
+        on.reader.no_pause = None
+        await on.shows("p pause")
+        await on.press("p")
+        await on.shows("pause pending")
+        assert "no pause" not in on.text()
+
+
+async def test_that_there_are_no_warnings_is_told(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.shows("● running")
+        assert "w warnings" not in on.text()
+        await on.press("w")
+        await on.shows("there are no warnings")
 
 
 async def test_leaving_asks_and_leaves_the_training_alone(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dpmon.model.stats import median, percentile
 from dpmon.records import CALL_PHASES, STEP_PHASES
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, short_name
-from dpmon.run.totals import ModeTotals, Totals, add_up
+from dpmon.run.totals import ModeTotals, Totals, add_up, why_nothing
 from dpmon.ui.format import memory
 from dpmon.ui.text import clean
 
@@ -34,7 +34,8 @@ def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
     totals = add_up(directory)
     lines = [_outcome(info, how)]
     if not any(mode.walls or mode.calls for mode in totals.modes.values()):
-        lines.append(_nothing(totals, reader))
+        why = why_nothing(totals, reader)
+        lines.append(f"nothing was traced: {why}" if why else "nothing was traced")
     for name, mode in sorted(totals.modes.items()):
         lines += _mode_lines(name, mode, totals)
     lines += _rank_lines(totals)
@@ -82,20 +83,6 @@ def duration(seconds: float) -> str:
 def _ms(ns: float) -> str:
     ms = ns / 1e6
     return f"{ms:.3f}" if ms < 10 else f"{ms:.1f}" if ms < 1000 else f"{ms:.0f}"
-
-
-def _nothing(totals: Totals, reader: RunReader) -> str:
-    """Nothing was traced: say so, and why if anything tells."""
-    if totals.warnings:
-        return f"nothing was traced: {totals.warnings[0]}"
-    stage = reader.stage()
-    if reader.info.command_pid is None:
-        return "nothing was traced"
-    if stage is None:
-        return "nothing was traced: no Python process of it imported torch"
-    if stage[0] == "importing torch":
-        return "nothing was traced: it ended while torch was being imported"
-    return "nothing was traced: torch was imported, but no model was called"
 
 
 def _mode_lines(name: str, mode: ModeTotals, totals: Totals) -> list[str]:

@@ -13,9 +13,9 @@ from typing import Any
 
 from dpmon.model import state as kept
 from dpmon.model.history import add_settled, add_step
+from dpmon.model.phases import add_call, with_calls
 from dpmon.model.state import (
     NOT_RUN,
-    PHASES,
     CallTrack,
     DeviceTrack,
     Mark,
@@ -28,16 +28,12 @@ from dpmon.model.state import (
     StepSample,
     WarningText,
 )
-from dpmon.records import CALL_PHASES, MODES, Call, Event, Record, Step
+from dpmon.records import CALL_PHASES, MODES, STEP_PHASES, Call, Event, Record, Step
 
 __all__ = ["fold", "process_of", "refined"]
 
 _SECOND = 1_000_000_000
 _GAP_NS = 5 * _SECOND
-_DATA, _FORWARD, _BACKWARD, _OPTIMIZER, _OTHER = (
-    PHASES.index(name) for name in ("data", "forward", "backward", "optimizer", "other")
-)
-_STEP_SLOTS = (("data", _DATA), ("forward", _FORWARD), ("backward", _BACKWARD), ("optimizer", _OPTIMIZER))
 
 
 def fold(state: State, record: Record) -> State:
@@ -106,7 +102,8 @@ def _call(state: State, call: Call) -> None:
         if used is not None and used.devices is not call.devices:
             used.devices, used.virtual = call.devices, call.virtual
     if call.phases:
-        _remember_phases(process, call)
+        found = map(call.phases.get, CALL_PHASES)
+        add_call(process.open_steps, call.step, [NOT_RUN if phase is None else phase.host_ns for phase in found])
 
 
 def _part(process: Process, track: CallTrack, key: tuple[str, str | None], call: Call) -> None:
@@ -152,18 +149,6 @@ def _time_stages(track: CallTrack, call: Call) -> None:
             track.stage_ns[key].append(took)
 
 
-def _remember_phases(process: Process, call: Call) -> None:
-    sums = process.open_steps.get(call.step)
-    if sums is None:
-        if len(process.open_steps) >= kept.OPEN_STEPS_KEPT:
-            del process.open_steps[next(iter(process.open_steps))]
-        sums = process.open_steps[call.step] = [NOT_RUN] * len(CALL_PHASES)
-    for index, name in enumerate(CALL_PHASES):
-        phase = call.phases.get(name)
-        if phase is not None and phase.host_ns >= 0:
-            sums[index] = max(sums[index], 0) + phase.host_ns
-
-
 # ------------------------------------------------------------------------------------------------ steps
 
 
@@ -205,18 +190,7 @@ def _step(state: State, step: Step) -> None:
 
 def refined(step: Step, of_calls: list[int] | None) -> tuple[int, ...]:
     """The step's phases with the calls' phases taken out of its forward, in the order of PHASES."""
-    slots = [NOT_RUN] * len(PHASES)
-    for name, slot in _STEP_SLOTS:
-        slots[slot] = step.phases.get(name, NOT_RUN)
-    slots[_OTHER] = step.phases.get("other", NOT_RUN)
-    forward = slots[_FORWARD]
-    if of_calls is not None and forward >= 0:
-        inside = sum(took for took in of_calls if took > 0)
-        # More than the whole means that calls ran elsewhere too (recomputed in backward): they cannot be told apart.
-        if inside <= forward:
-            slots[1:5] = of_calls
-            slots[_FORWARD] = forward - inside
-    return tuple(slots)
+    return with_calls([step.phases.get(name, NOT_RUN) for name in STEP_PHASES], of_calls)
 
 
 def _mark(process: Process, sample: StepSample) -> None:

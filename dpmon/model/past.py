@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from dpmon.model.fold import process_of, refined
 from dpmon.model.history import add_column
+from dpmon.model.phases import CALLS_AT, FORWARD, STEP_SLOTS
 from dpmon.model.state import (
     NOT_RUN,
     PHASES,
@@ -21,14 +22,11 @@ from dpmon.model.state import (
     StepSample,
 )
 from dpmon.past import Drawn, Kept, Past
-from dpmon.records import CALL_PHASES
+from dpmon.records import CALL_PHASES, STEP_PHASES
 
 __all__ = ["fold_past"]
 
 _SECOND = 1_000_000_000
-_SLOTS = tuple((name, PHASES.index(name)) for name in ("data", "forward", "backward", "optimizer", "other"))
-_CALL_AT = PHASES.index("scatter")
-_FORWARD = PHASES.index("forward")
 
 
 def fold_past(state: State, past: Past | Drawn) -> State:
@@ -63,9 +61,9 @@ def _column(past: Past) -> Column:
     column = Column(0, past.start_s, past.mode, past.steps, past.sums.get("step", 0), past.samples, past.unknown)
     sums, ran = _slots(past.sums), _slots(past.ran)
     inside = [past.sums.get(name, 0) for name in CALL_PHASES]
-    sums[_CALL_AT : _CALL_AT + len(CALL_PHASES)] = inside
-    sums[_FORWARD] -= sum(inside)
-    ran[_CALL_AT : _CALL_AT + len(CALL_PHASES)] = [past.ran.get(name, 0) for name in CALL_PHASES]
+    sums[CALLS_AT] = inside
+    sums[FORWARD] -= sum(inside)
+    ran[CALLS_AT] = [past.ran.get(name, 0) for name in CALL_PHASES]
     column.phases = [max(took, 0) for took in sums]
     column.ran = [max(count, 0) for count in ran]
     column.sampled = _samples(past.drawn)[:SAMPLED]
@@ -85,7 +83,7 @@ def _samples(steps: Sequence[Kept]) -> list[StepSample]:
 
 def _slots(values: Mapping[str, float]) -> list[int]:
     slots = [NOT_RUN] * len(PHASES)
-    for name, slot in _SLOTS:
+    for name, slot in zip(STEP_PHASES, STEP_SLOTS, strict=True):
         slots[slot] = int(values.get(name, NOT_RUN))
     return slots
 

@@ -29,7 +29,7 @@ from dpmon.report.story import Compared, ModeChange, ProcessFacts, Story
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.state import run_state
-from dpmon.run.totals import Adder, Totals, add_up
+from dpmon.run.totals import Adder, Totals, add_up, why_nothing
 
 __all__ = ["collect"]
 
@@ -77,7 +77,7 @@ def collect(directory: Path) -> Story:
         dropped=totals.dropped,
         pruned=totals.pruned,
         compared=verdict,
-        nothing=None if steps or calls else _nothing(totals, reader),
+        nothing=None if steps or calls else why_nothing(totals, reader) or "the command was not started",
     )
 
 
@@ -277,20 +277,6 @@ def _change(data: Mapping[str, Any]) -> ModeChange:
         _text(data, "reason"),
         _text(data, "refused"),
     )
-
-
-def _nothing(totals: Totals, reader: RunReader) -> str:
-    """Why there is nothing to tell of."""
-    if totals.warnings:
-        return totals.warnings[0]
-    stage = reader.stage()
-    if reader.info.command_pid is None:
-        return "the command was not started"
-    if stage is None:
-        return "no Python process of it imported torch"
-    if stage[0] == "importing torch":
-        return "it ended while torch was being imported"
-    return "torch was imported, but no model was called"
 
 
 def _last_output(reader: RunReader) -> tuple[str, ...]:

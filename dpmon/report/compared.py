@@ -7,17 +7,13 @@ from collections.abc import Sequence
 
 from dpmon.model.compare import compare, sentence
 from dpmon.model.evidence import WARM_UP_STEPS
-from dpmon.model.state import NOT_RUN, PHASES, StepSample
-from dpmon.records import CALL_PHASES, STEP_PHASES
+from dpmon.model.phases import add_call, with_calls
+from dpmon.model.state import NOT_RUN, StepSample
 from dpmon.report.story import Compared, ModeChange
 
 __all__ = ["Settled", "compared"]
 
 KEPT = 4096
-OPEN_STEPS_KEPT = 64
-_CALL_AT = PHASES.index("scatter")
-_FORWARD = PHASES.index("forward")
-_SLOTS = tuple(PHASES.index(name) for name in STEP_PHASES)
 
 
 class Settled:
@@ -35,14 +31,8 @@ class Settled:
         """A call; `phases`: offset (-1: did not run) and duration for each of CALL_PHASES."""
         if self._process not in (None, process) or max(phases[::2]) < 0:
             return
-        sums = self._open.get(step)
-        if sums is None:
-            if len(self._open) >= OPEN_STEPS_KEPT:
-                del self._open[next(iter(self._open))]
-            sums = self._open[step] = [NOT_RUN] * len(CALL_PHASES)
-        for index in range(len(CALL_PHASES)):
-            if phases[2 * index] >= 0 and phases[2 * index + 1] >= 0:
-                sums[index] = max(sums[index], 0) + phases[2 * index + 1]
+        pairs = zip(phases[::2], phases[1::2], strict=True)
+        add_call(self._open, step, [took if offset >= 0 else NOT_RUN for offset, took in pairs])
 
     def step(
         self,
@@ -65,15 +55,9 @@ class Settled:
         self.seen[mode] = self.seen.get(mode, 0) + 1
         if self._since < WARM_UP_STEPS:
             return
-        slots = [NOT_RUN] * len(PHASES)
-        for slot, took in zip(_SLOTS, phases, strict=True):
-            slots[slot] = NOT_RUN if took is None else took
-        # As in dpmon.model.fold: the phases of the calls take their part out of forward, where they fit into it.
-        if inside is not None and sum(took for took in inside if took > 0) <= slots[_FORWARD]:
-            slots[_CALL_AT : _CALL_AT + len(CALL_PHASES)] = inside
-            slots[_FORWARD] -= sum(took for took in inside if took > 0)
+        slots = with_calls((NOT_RUN if took is None else took for took in phases), inside)
         kept = self.steps.setdefault(mode, deque(maxlen=KEPT))
-        kept.append(StepSample(number, start + wall, wall, samples, tuple(slots)))
+        kept.append(StepSample(number, start + wall, wall, samples, slots))
 
 
 def compared(settled: Settled, virtual: bool, changes: Sequence[ModeChange]) -> Compared | None:

@@ -19,14 +19,13 @@ from dpmon.report.story import Story
 from dpmon.report.text import (
     MAX_ROWS,
     comparison,
-    device_name,
     facts,
     findings_note,
     phase_rows,
 )
-from dpmon.report.words import Row, ended, mode_title, rank_rows, replica_rows, stage_rows
+from dpmon.report.words import Row, device_cells, ended, mode_title, rank_rows, replica_rows, stage_rows
 from dpmon.run.rundir import short_name
-from dpmon.ui.format import UNKNOWN, clock, compact, memory, memory_of, ms, percent
+from dpmon.ui.format import UNKNOWN, clock, compact, memory, ms, percent
 from dpmon.ui.text import clean
 
 __all__ = ["PageError", "page"]
@@ -223,19 +222,7 @@ def _devices(story: Story) -> Iterable[str]:
         yield f"<p>{_text(f'no GPU: {story.gpu_absent}' if story.gpu_absent else 'no GPU was seen')}</p>\n"
     else:
         head = ("", "use (median)", "memory at most", "this run", "°C at most", "W at most", "")
-        rows = [
-            (
-                device_name(device),
-                percent(None if device.util_median is None else device.util_median / 100),
-                memory_of(device.mem_used_max, device.mem_total),
-                memory(device.mem_run_max),
-                UNKNOWN if device.temperature_max is None else f"{device.temperature_max:.0f}",
-                UNKNOWN if device.power_max is None else f"{device.power_max:.0f}",
-                "not of this run" if device.of_run is False else "",
-            )
-            for device in story.evidence.devices
-        ]
-        yield from _table(head, rows)
+        yield from _table(head, [device_cells(device) for device in story.evidence.devices])
 
 
 def _memory(story: Story) -> Iterable[str]:

@@ -94,7 +94,7 @@ class Story:
     info: RunInfo
     exit: ExitInfo | None
     state: str
-    """running, lost (how it ended is not known), starting, finished, failed, stopped (by its user) or killed."""
+    """As `dpmon.run.state.run_state` says."""
     evidence: Evidence
     findings: tuple[Finding, ...]
     steps: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from dpmon.model.evidence import DeviceFacts, ModeFacts
+from dpmon.model.evidence import ModeFacts
 from dpmon.model.findings import MIN_STEPS
 from dpmon.model.stats import PhaseFigures
 from dpmon.records import CALL_PHASES
@@ -13,6 +13,7 @@ from dpmon.report.collect import collect
 from dpmon.report.layout import cut, more, sized_table, table, wrap, wrapped
 from dpmon.report.story import Compared, Story
 from dpmon.report.words import (
+    device_cells,
     ended,
     machine,
     mode_title,
@@ -227,27 +228,10 @@ def _devices(story: Story, width: int) -> list[str]:
         reason = story.gpu_absent
         return ["DEVICES", *wrap(f"no GPU: {reason}" if reason else "no GPU was seen", width), *_host(story, width)]
     rows: list[tuple[str, ...]] = [("", "use", "memory at most", "this run", "°C", "W", "")]
-    for device in devices:
-        rows.append(
-            (
-                device_name(device),
-                percent(None if device.util_median is None else device.util_median / 100),
-                memory_of(device.mem_used_max, device.mem_total),
-                memory(device.mem_run_max),
-                UNKNOWN if device.temperature_max is None else f"{device.temperature_max:.0f}",
-                UNKNOWN if device.power_max is None else f"{device.power_max:.0f}",
-                "" if device.of_run is not False else "not of this run",
-            )
-        )
+    rows += map(device_cells, devices)
     lines = ["DEVICES", *table(rows, width)]
     lines += wrap("use: median of the samples, any kernel ran; memory, °C and W: the highest", width)
     return [*lines, *_host(story, width)]
-
-
-def device_name(device: DeviceFacts) -> str:
-    """What a GPU is called: as the run's processes call it, and its model."""
-    number = f"GPU {device.index}" + (f" ({device.called})" if device.called else "")
-    return f"{number} {device.name}" if device.name else number
 
 
 def _host(story: Story, width: int) -> list[str]:

@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from dpmon.model.evidence import ModeFacts
+from dpmon.model.evidence import DeviceFacts, ModeFacts
 from dpmon.model.finding import many
 from dpmon.model.stats import median
 from dpmon.report.story import ModeChange, Story
+from dpmon.ui.format import UNKNOWN, memory, memory_of, percent
 
-__all__ = ["Row", "duration", "ended", "machine", "mode_title", "rank_rows", "replica_rows", "stage_rows", "what_ran"]
+__all__ = [
+    "Row",
+    "device_cells",
+    "duration",
+    "ended",
+    "machine",
+    "mode_title",
+    "rank_rows",
+    "replica_rows",
+    "stage_rows",
+    "what_ran",
+]
 
 _NOT_SEEN = "sizes not seen"
 _PARTS_NAMED = 4
@@ -164,3 +176,17 @@ def stage_rows(story: Story) -> list[Row]:
         flow = f"{parts}: {line.inputs or _NOT_SEEN} -> {line.outputs or 'not finished'}"
         rows.append(Row(f"{line.root} {line.stage}", line.device, line.calls, 0, median(line.walls), None, None, flow))
     return rows
+
+
+def device_cells(device: DeviceFacts) -> tuple[str, ...]:
+    """A GPU in the table of devices: name, use, memory at most, this run's, temperature, power, whether another's."""
+    number = f"GPU {device.index}" + (f" ({device.called})" if device.called else "")  # as the run's processes call it
+    return (
+        f"{number} {device.name}" if device.name else number,
+        percent(None if device.util_median is None else device.util_median / 100),
+        memory_of(device.mem_used_max, device.mem_total),
+        memory(device.mem_run_max),
+        UNKNOWN if device.temperature_max is None else f"{device.temperature_max:.0f}",
+        UNKNOWN if device.power_max is None else f"{device.power_max:.0f}",
+        "not of this run" if device.of_run is False else "",
+    )

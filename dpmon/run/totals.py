@@ -26,9 +26,10 @@ from dpmon.records import (
 )
 from dpmon.run.export import Snapshot
 from dpmon.run.history import HistoryError
+from dpmon.run.reader import RunReader
 from dpmon.run.rows import record_of, step_columns
 
-__all__ = ["Adder", "ModeTotals", "RankLine", "ReplicaLine", "StageLine", "Totals", "add_up"]
+__all__ = ["Adder", "ModeTotals", "RankLine", "ReplicaLine", "StageLine", "Totals", "add_up", "why_nothing"]
 
 DDP = "DistributedDataParallel"
 
@@ -324,6 +325,20 @@ def add_up(directory: Path, adder: Adder | None = None) -> Totals:
         return totals
     finally:
         snapshot.close()
+
+
+def why_nothing(totals: Totals, reader: RunReader) -> str | None:
+    """Why a run without steps and calls has none; None for one whose command was not started."""
+    if totals.warnings:
+        return totals.warnings[0]
+    stage = reader.stage()
+    if reader.info.command_pid is None:
+        return None
+    if stage is None:
+        return "no Python process of it imported torch"
+    if stage[0] == "importing torch":
+        return "it ended while torch was being imported"
+    return "torch was imported, but no model was called"
 
 
 def _payloads(snapshot: Snapshot) -> Iterator[tuple[int, bytes]]:

@@ -20,7 +20,7 @@ from dpmon.ui.feed import Feed, Reader
 from dpmon.ui.layout import Slot
 from dpmon.ui.leaving import Leaving, terminal_gone
 from dpmon.ui.look import Look
-from dpmon.ui.paint import paint, places
+from dpmon.ui.paint import paint, places, scroll_room
 from dpmon.ui.rows import Row, plain
 from dpmon.ui.scene import PANELS, Scene, View
 from dpmon.ui.view import PanelView
@@ -36,7 +36,6 @@ _KEY_REST_S = 0.03
 _LATE_S = 0.2
 """Between two slices: for whatever else is due, and after a key, whose answer comes first. A picture waits so long for
 the rest of the records."""
-_SCROLL_MOST = 4096
 _QUEUED_WRITES = 2
 """With more writes than these waiting for the terminal, a frame is left out."""
 
@@ -283,17 +282,7 @@ class Drawing(App[str]):
         slot = self.slots.get(panel)
         if slot is None:
             return 0
-        scene = self.scene()
-
-        def picture(first: int) -> list[Row]:
-            view = replace(self.view, scrolled={**self.view.scrolled, panel: first})
-            return paint(replace(scene, view=view), self.feed.output, {panel: slot}, self.look)[panel]
-
-        goal, low, high = picture(wanted), 0, min(wanted, _SCROLL_MOST)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if picture(middle) == goal else (middle + 1, high)
-        return low
+        return min(wanted, scroll_room(panel, self.scene(), slot, self.look))
 
     def from_thread(self, then: Callable[..., object], *arguments: object) -> None:
         """Have something done on the screen's own thread; nothing, if the screen has gone meanwhile."""

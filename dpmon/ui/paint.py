@@ -80,9 +80,10 @@ def _one(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -> li
 
 def scroll_room(panel: str, scene: Scene, slot: Slot, look: Look) -> int:
     """How far a panel other than the output can be scrolled where it stands, in rows."""
-    if slot.folded or panel not in PANELS or panel == "output":
+    inside = slot.height - 2
+    if slot.folded or panel not in PANELS or panel == "output" or inside <= _PINNED.get(panel, 0):
         return 0
-    return max(len(_content(panel, scene, Output(), slot, look)[2]) - max(slot.height - 2, 0), 0)
+    return max(len(_content(panel, scene, Output(), slot, look)[2]) - inside, 0)
 
 
 def _content(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -> tuple[Row, Row, list[Row]]:

@@ -605,7 +605,7 @@ class Calls:
         while len(site.replicas) < len(ids):
             site.replicas.append((Memo(), Memo()))
         lane = Lane(self.session, site)
-        verbs = {name: lane.verb(index, virtual.verbs[index]) for index, name in enumerate(VERBS)}
+        verbs = {name: lane.verb(name, verb) for name, verb in zip(VERBS, virtual.verbs, strict=False)}
         if site.via is None:
             functional = with_globals(virtual.functional(self.originals.data_parallel), **verbs)
             lane.run = lambda _, module, args, kwargs: functional(module, args, ids, None, 0, kwargs)
@@ -636,7 +636,7 @@ class Calls:
             trace.inputs, trace.rows = inputs, rows
             trace.outer = 0
             trace.free = steps.thread
-            trace.phases = list(lane.phases)
+            trace.phases = lane.phases
             trace.watch = lane.watch()
             return trace
         except Exception as error:  # noqa: BLE001 - then there is no record of this call

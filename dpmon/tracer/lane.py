@@ -24,15 +24,14 @@ from dpmon.tracer.replicas import KEY, Probe, Watch
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sizes import gathers
 from dpmon.tracer.steps import LEARNS, PLAIN
+from dpmon.tracer.virtual import VERBS
 
 if TYPE_CHECKING:
     from dpmon.tracer.calls import Calls, Site
 
 __all__ = ["ODD", "Lane", "Unsuited", "frame_of", "lane_way"]
 
-REPLICATE, GATHER = 1, 3
 ODD = "the module returns a scalar, or more than tensors: DataParallel would change it"
-_NONE = (-1, 0, -1, 0, -1, 0, -1, 0)
 _frames: list[Frame] = []
 
 
@@ -50,7 +49,7 @@ class Unsuited(Exception):
 class Lane:
     """What the calls of one module leave behind while they run, one call at a time. Times are monotonic ns."""
 
-    __slots__ = ("_tables", "count", "odd", "phases", "replicas", "run", "session", "site", "start")
+    __slots__ = ("_tables", "blank", "count", "marks", "odd", "replicas", "run", "session", "site", "start")
 
     def __init__(self, session: Session, site: Site) -> None:
         """`run` is to be set: (torch's own call, module, args, kwargs), which runs torch's code with `verbs`."""
@@ -58,47 +57,60 @@ class Lane:
         self.site = site
         self.run: Callable[..., Any]
         self.start = 0
-        self.phases = list(_NONE)
-        """Of each verb: start after the call's own, -1 if it did not run, and duration."""
+        self.marks: list[int] = []
+        """When each verb began and ended. torch's code runs each once, in their order, or raises on the way."""
         self.count = 0
         """Replicas in this call."""
         self.replicas = [0] * (4 * len(site.replicas))
         """Four numbers each, as dpmon.records.pack_call takes them."""
+        self.blank = tuple(self.replicas)
         self.odd: bool | None = False if site.via is None else None
         """As `Watch.odd`."""
         self._tables = [self._hooks(4 * index, *memos) for index, memos in enumerate(site.replicas)]
 
-    def begin(self, now: int) -> None:
-        """A call begins."""
-        self.start = now
-        self.phases[:] = _NONE
-        self.count = 0
-        self.replicas[:] = bytes(len(self.replicas))  # as many zeros
+    @property
+    def phases(self) -> list[int]:
+        """As dpmon.records.pack_call takes them: of each verb its start after the call's own, -1 if it was not run to
+        its end, and its duration."""
+        phases = [-1, 0] * len(VERBS)
+        for at in range(0, len(self.marks) & ~1, 2):
+            began, ended = self.marks[at : at + 2]
+            phases[at : at + 2] = began - self.start, ended - began
+        return phases
 
-    def verb(self, index: int, verb: Callable[..., Any]) -> Callable[..., Any]:
+    def verb(self, name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
         """One of the four verbs of DataParallel, timed."""
-        at = 2 * index
-        phases = self.phases
-        clock = monotonic_ns
+        mark, clock = self.marks.append, monotonic_ns
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             try:
-                if index == GATHER and self.odd:
-                    raise Unsuited(ODD)
-                began = clock()
+                mark(clock())
                 result = verb(*args, **kwargs)
-                ended = clock()
+                mark(clock())
             except BaseException as error:
                 drop_frames(error)
                 raise
-            if phases[at] < 0:
-                phases[at] = began - self.start
-            phases[at + 1] += ended - began
-            if index == REPLICATE:
-                self._watch(result)
             return result
 
-        return timed
+        def replicate(*args: Any, **kwargs: Any) -> Any:
+            try:
+                mark(clock())
+                result = verb(*args, **kwargs)
+                mark(clock())
+            except BaseException as error:
+                drop_frames(error)
+                raise
+            self._watch(result)
+            return result
+
+        def gather(*args: Any, **kwargs: Any) -> Any:
+            if self.odd:
+                raise Unsuited(ODD)
+            return timed(*args, **kwargs)
+
+        if name == "replicate":
+            return replicate
+        return gather if name == "gather" and self.odd is not None else timed
 
     def _watch(self, replicas: Any) -> None:
         """Give these replicas tables of hooks that none but theirs ever has."""
@@ -256,7 +268,10 @@ def lane_way(calls: Calls, lanes: dict[int, Lane]) -> tuple[Callable[[Any], Lane
             steps.since_optimizer += 1
             steps.inner = 0
             steps.map[activity] = forward
-            lane.begin(now)
+            lane.start = now
+            lane.marks.clear()
+            lane.replicas[:] = lane.blank  # one that does not run must not show what it did in the last call
+            lane.count = 0
         except Exception as error:  # noqa: BLE001 - ours must not reach the script
             session.fault("begin", error)
         return inputs, rows
@@ -287,6 +302,7 @@ def lane_way(calls: Calls, lanes: dict[int, Lane]) -> tuple[Callable[[Any], Lane
             ring = session.ring
             if ring is None:
                 return
+            scatter, scattered, replicate, replicated, apply, applied, gather, gathered = lane.marks
             if ring.held or ring.staged is not None:
                 ring.flush()
             ring.put(
@@ -303,7 +319,14 @@ def lane_way(calls: Calls, lanes: dict[int, Lane]) -> tuple[Callable[[Any], Lane
                     wall,
                     inputs,
                     outputs,
-                    *lane.phases,
+                    scatter - began,
+                    scattered - scatter,
+                    replicate - began,
+                    replicated - replicate,
+                    apply - began,
+                    applied - apply,
+                    gather - began,
+                    gathered - gather,
                     *(lane.replicas[: 4 * count]),
                 ),
             )

@@ -1,0 +1,241 @@
+"""What the tracer costs a step, within one process: blocks of steps with its patches in and out, in random order.
+
+    python tests/benchmarks/bench_inside.py [--cases usual calls deep dp2 dp8] [--blocks 400] [--steps 32]
+
+bench_tracer.py compares processes, which differ by more than the tracer costs: where memory happens to lie, what the
+machine does meanwhile. Here the same loop over the same tensors runs with and without, block by block, so that a cost
+of some microseconds is told apart from nothing within a minute, on a busy machine too: it is processor time of the
+training thread that is compared (replicas run in threads, which wait for each other and for the processor). A/A is the
+same comparison between two halves of the blocks without. What it does not see is what stays when the patches are out:
+the import, and memory.
+
+The budget is a figure for one machine. The yardstick tells how this one compares: the bare step of the first case,
+which took YARDSTICK_US there, is measured beside every case; the cost is printed as measured, and divided by that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+YARDSTICK_US = 178.0
+"""The bare step of the case "usual" on the machine that the budget is for."""
+WARM_STEPS, SETTLE_STEPS = 600, 16
+CASES = {
+    "usual": (0, 1, 1),
+    "calls": (0, 1, 3),
+    "deep": (0, 25, 1),
+    "dp2": (2, 1, 1),
+    "dp8": (8, 1, 1),
+    "dp2x3": (2, 1, 3),
+}
+"""Virtual replicas (0: the bare module), pairs of layers inside the network, calls a step."""
+
+
+class Patches:
+    """Everything that the tracer has put into torch, to be taken out and put back."""
+
+    def __init__(self, kinds: tuple[type, ...]) -> None:
+        import torch
+
+        names = ("torch.autograd", "torch.autograd.graph", "torch.optim.optimizer")
+        places = ("", ".data_parallel", ".replicate", ".parallel_apply", ".scatter_gather")
+        modules = [importlib.import_module(name) for name in (*names, *(f"torch.nn.parallel{p}" for p in places))]
+        loader: Any = importlib.import_module("torch.utils.data.dataloader")
+        optimizer: Any = importlib.import_module("torch.optim.optimizer")
+        functions: Any = importlib.import_module("torch.nn.parallel._functions")
+        self._owners = [*modules, *kinds, torch.nn.Module, torch.nn.DataParallel, loader._BaseDataLoaderIter]
+        self._owners += [optimizer.Optimizer, functions.Scatter, functions.Broadcast, functions.Gather]
+        self._hooks = [optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks]
+        self._without = [dict(vars(owner)) for owner in self._owners]
+        self._with: list[tuple[Any, str, Any]] = []
+        self._with_hooks: list[dict[Any, Any]] = []
+
+    def taken_out(self) -> int:
+        """Take them out; how many there were."""
+        self._with_hooks = [dict(hooks) for hooks in self._hooks]
+        for hooks in self._hooks:
+            hooks.clear()
+        self._with = []
+        for owner, without in zip(self._owners, self._without, strict=True):
+            for name, value in list(vars(owner).items()):
+                if name.startswith("__") and name not in ("__call__", "__init__"):
+                    continue
+                if name not in without or without[name] is not value:
+                    self._with.append((owner, name, value))
+                    if name in without:
+                        setattr(owner, name, without[name])
+                    else:
+                        delattr(owner, name)
+        return len(self._with)
+
+    def put_back(self) -> None:
+        """As it was before they were taken out."""
+        for owner, name, value in self._with:
+            setattr(owner, name, value)
+        for hooks, kept in zip(self._hooks, self._with_hooks, strict=True):
+            hooks.update(kept)
+
+
+class Loop:
+    """A training loop over one small network."""
+
+    def __init__(self, depth: int, calls: int) -> None:
+        """`depth`: pairs of layers inside the network. `calls`: of it, with a backward pass each, in a step."""
+        import torch
+        from torch import nn
+
+        torch.manual_seed(0)
+        layers = [layer for _ in range(depth) for layer in (nn.Linear(32, 32), nn.ReLU())]
+        self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), *layers, nn.Linear(32, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.batches = [torch.randn(64, 16) for _ in range(50)]
+        self.calls = calls
+
+    def run(self, forward: Any, steps: int) -> float:
+        """The median step, in microseconds of this thread's processor time."""
+        from torch.utils.data import DataLoader
+
+        processor = time.thread_time_ns
+        spent: list[int] = []
+        while True:
+            before = processor()
+            for batch in DataLoader(self.batches, batch_size=None):
+                self.optimizer.zero_grad()
+                for _ in range(self.calls):
+                    loss = forward(batch).pow(2).mean()
+                    loss.backward()
+                self.optimizer.step()
+                spent.append(processor() - before)
+                if len(spent) == steps:
+                    return statistics.median(spent) / 1e3
+                before = processor()
+
+
+def child(case: str, blocks: int, steps: int) -> dict[str, list[float]]:
+    """Run one case in this process; the medians of its blocks, and of those of the yardstick."""
+    import torch
+    from torch import nn
+
+    patches = Patches((nn.Sequential,))
+    from dpmon.tracer import patch
+
+    patch.install()
+    replicas, depth, calls = CASES[case]
+    torch.set_num_threads(1)
+    loop, bare = Loop(depth, calls), Loop(1, 1)
+    alone = untraced(loop.model, replicas) if replicas else loop.model
+    loop.run(loop.model, WARM_STEPS)
+    if patches.taken_out() < 10:
+        raise SystemExit("the tracer has not put itself in: this would measure nothing")
+    loop.run(alone, WARM_STEPS)
+    bare.run(bare.model, WARM_STEPS)
+    gc.collect()
+    found: dict[str, list[float]] = {"without": [], "with": [], "yardstick": []}
+
+    def with_patches() -> None:
+        patches.put_back()
+        loop.run(loop.model, SETTLE_STEPS)  # what a change of patches costs the first steps is not the tracer's
+        found["with"].append(loop.run(loop.model, steps))
+        patches.taken_out()
+
+    def without() -> None:
+        loop.run(alone, SETTLE_STEPS)
+        found["without"].append(loop.run(alone, steps))
+
+    def yardstick() -> None:
+        bare.run(bare.model, SETTLE_STEPS)
+        found["yardstick"].append(bare.run(bare.model, steps))
+
+    for _ in range(blocks):
+        for one in random.sample((with_patches, without, yardstick), 3):
+            one()
+    patches.put_back()
+    return found
+
+
+def untraced(model: Any, replicas: int) -> Any:
+    """torch's data_parallel over virtual replicas, with nothing of the tracer's recording around it."""
+    import torch
+
+    from dpmon.tracer.virtual import Originals, VirtualDevices, with_globals
+
+    # The tracer is in: torch's own functions are those that it has kept.
+    originals = next(kept for kept in gc.get_objects() if type(kept) is Originals)
+    virtual = VirtualDevices(replicas, torch.device("cpu"), originals)
+    names = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
+    function = with_globals(
+        virtual.functional(originals.data_parallel), **dict(zip(names, virtual.verbs, strict=False))
+    )
+    ids = list(range(replicas))
+    return lambda batch: function(model, (batch,), ids)
+
+
+def middle(values: list[float]) -> tuple[float, float]:
+    """The median and its standard error, from the quartiles."""
+    values = sorted(values)
+    count = len(values)
+    return statistics.median(values), 1.25 * (values[3 * count // 4] - values[count // 4]) / 1.35 / count**0.5
+
+
+def measure(case: str, blocks: int, steps: int) -> None:
+    """One case in a process of its own; prints its line."""
+    replicas, _, calls = CASES[case]
+    with tempfile.TemporaryDirectory() as run:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("DPMON_")}
+        environment |= {"OMP_NUM_THREADS": "1", "DPMON_RUN": run, "DPMON_START_NS": "0", "DPMON_MODE": "auto"}
+        environment["PYTHONPATH"] = str(REPOSITORY)
+        if replicas:
+            environment["DPMON_REPLICAS"] = str(replicas)
+        command = [sys.executable, __file__, "--child", case, "--blocks", str(blocks), "--steps", str(steps)]
+        found = json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
+        if not list(Path(run).glob("process-*.ring")):
+            raise SystemExit("the tracer recorded nothing: this would measure nothing")
+    without = found["without"]
+    base = statistics.median(without)
+    # The machine's speed changes while this runs: blocks beside each other are compared, as ratios.
+    cost, error = (base * x for x in middle([a / b - 1 for a, b in zip(found["with"], without, strict=True)]))
+    noise, noise_error = (
+        base * x for x in middle([a / b - 1 for a, b in zip(without[::2], without[1::2], strict=False)])
+    )
+    slower = statistics.median(found["yardstick"]) / YARDSTICK_US
+    budget = 15 + 5 * max(replicas, 1) * calls
+    print(
+        f"{case:>6}  step {base:7.0f} us   tracer {cost:+6.1f} ±{error:4.1f} us ({cost / base:+.1%})   "
+        f"A/A {noise:+5.1f} ±{noise_error:4.1f} us   this machine: {slower:.1f} times the yardstick, "
+        f"so {cost / slower:+5.1f} ±{error / slower:4.1f} us of {budget}",
+        flush=True,
+    )
+
+
+def main() -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--blocks", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--child", choices=CASES)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(child(options.child, options.blocks, options.steps)))
+        return 0
+    print(f"{options.blocks} blocks of {options.steps} steps each way, processor time of the training thread")
+    for case in options.cases:
+        measure(case, options.blocks, options.steps)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

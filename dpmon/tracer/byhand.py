@@ -19,16 +19,17 @@ import torch
 
 from dpmon.records import FAILED, GRAD, TRAINING
 from dpmon.ring import Ring
+from dpmon.tracer.frames import OF_CALLS, outwards
 from dpmon.tracer.modes import DP
 from dpmon.tracer.replicas import Watch
 from dpmon.tracer.sizes import leaves
+from dpmon.tracer.virtual import GATHER, PARALLEL_APPLY, REPLICATE, SCATTER
 
 if TYPE_CHECKING:
     from dpmon.tracer.calls import Calls, Site, Trace
 
 __all__ = ["ByHand"]
 
-SCATTER, REPLICATE, PARALLEL_APPLY, GATHER = range(4)
 MAX_SITES = 256
 PATIENCE = 2
 """Calls without a gather after which none is waited for."""
@@ -136,13 +137,10 @@ class ByHand:
 
     def _left_over(self) -> bool:
         """Whether an interrupt has left behind that this thread is in a call; then it is in none any more."""
-        from dpmon.tracer.calls import OF_CALLS
-
-        frame = sys._getframe(2).f_back  # of whoever called the traced primitive
-        while frame is not None:
-            if frame.f_code.co_filename in OF_CALLS or frame.f_code.co_filename == __file__:
-                return False
-            frame = frame.f_back
+        of_ours = OF_CALLS | {__file__}
+        around = outwards(sys._getframe(2).f_back)  # of whoever called the traced primitive
+        if any(frame.f_code.co_filename in of_ours for frame in around):
+            return False
         self.session.local.clear()
         return True
 
@@ -151,11 +149,8 @@ class ByHand:
 
         If not, an interrupt has left behind that one does, and none does any more.
         """
-        frame = sys._getframe(1).f_back
-        while frame is not None:
-            if frame.f_code is ByHand.verb.__code__:
-                return True
-            frame = frame.f_back
+        if any(frame.f_code is ByHand.verb.__code__ for frame in outwards(sys._getframe(1))):
+            return True
         self.session.local.verb = False
         return False
 

@@ -20,7 +20,7 @@ import torch
 from dpmon.records import CALL_PHASES, CALL_TAG, FAILED, GRAD, TRAINING, VIRTUAL, pack_call
 from dpmon.ring import Ring
 from dpmon.tracer.byhand import ByHand
-from dpmon.tracer.frames import drop_frames, named_like
+from dpmon.tracer.frames import OF_CALLS, drop_frames, named_like, outwards
 from dpmon.tracer.lane import ODD, Lane, Unsuited, frame_of, lane_way
 from dpmon.tracer.modes import DP, SINGLE, Modes, Plan, overrides
 from dpmon.tracer.replicas import Watch
@@ -29,17 +29,14 @@ from dpmon.tracer.sizes import tensors_in
 from dpmon.tracer.stages import Stages, stages_of
 from dpmon.tracer.steps import Steps
 from dpmon.tracer.tables import buffers_of, modules_of
-from dpmon.tracer.virtual import VERBS, Originals, with_globals
+from dpmon.tracer.virtual import GATHER, PARALLEL_APPLY, REPLICATE, SCATTER, VERBS, Originals, with_globals
 
-__all__ = ["OF_CALLS", "Calls", "Site"]
+__all__ = ["Calls", "Site"]
 
-SCATTER, REPLICATE, PARALLEL_APPLY, GATHER = range(4)
 VERB_OF = (SCATTER, REPLICATE, PARALLEL_APPLY, GATHER, SCATTER, SCATTER, REPLICATE, GATHER)
 """Which phase each of `Originals.all` is."""
 MAX_SITES = 1024
 _NO_MODULE = torch.nn.Identity()
-OF_CALLS = frozenset(__file__.replace("calls.py", name) for name in ("calls.py", "lane.py", "plain.py", "roots.py"))
-"""Files whose functions are on the stack while a call is traced."""
 
 
 class Site:
@@ -200,11 +197,8 @@ class Calls:
 
         For when batches come and no call is seen; on the training thread.
         """
-        frame = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_filename in OF_CALLS:
-                return
-            frame = frame.f_back  # type: ignore[assignment]  # typeshed has it as never None
+        if any(frame.f_code.co_filename in OF_CALLS for frame in outwards(sys._getframe(1))):
+            return
         self.session.local.clear()
         self.steps.free = 0
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
-__all__ = ["drop_frames", "hide_from_dynamo", "named_like"]
+__all__ = ["OF_CALLS", "drop_frames", "hide_from_dynamo", "named_like", "outwards"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+OF_CALLS = frozenset(f"{_HERE}{name}.py" for name in ("calls", "lane", "plain", "roots"))
+"""Files whose functions are on the stack while a call is traced."""
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame, and those around it, from the inside."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def drop_frames(error: BaseException) -> None:

@@ -34,7 +34,7 @@ from dpmon.tracer.pause import Pause
 from dpmon.tracer.roots import Roots
 from dpmon.tracer.session import Config, Session
 from dpmon.tracer.steps import Steps
-from dpmon.tracer.virtual import Originals
+from dpmon.tracer.virtual import VERBS, Originals
 
 __all__ = ["install"]
 
@@ -68,7 +68,7 @@ def install() -> None:
     steps.on_pause = Pause(session).wait
     steps.on_unseen = roots.unseen
 
-    for number, name in enumerate(("scatter_kwargs", "replicate", "parallel_apply", "gather", "scatter")):
+    for number, name in enumerate((*VERBS, "scatter")):
         _everywhere(originals.all[number], name, calls.verb(number))
     for number, name in enumerate(("Scatter", "Broadcast", "Gather"), 5):
         getattr(originals.functions, name).apply = calls.verb(number)

@@ -21,10 +21,20 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-__all__ = ["VERBS", "Originals", "VirtualDevices", "with_globals"]
+__all__ = [
+    "GATHER",
+    "PARALLEL_APPLY",
+    "REPLICATE",
+    "SCATTER",
+    "VERBS",
+    "Originals",
+    "VirtualDevices",
+    "with_globals",
+]
 
 VERBS = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
 """What DataParallel's phases are called in the module that its code looks them up in."""
+SCATTER, REPLICATE, PARALLEL_APPLY, GATHER = range(len(VERBS))
 
 _NOWHERE = nullcontext()
 

@@ -170,14 +170,13 @@ def untraced(model: Any, replicas: int) -> Any:
     """torch's data_parallel over virtual replicas, with nothing of the tracer's recording around it."""
     import torch
 
-    from dpmon.tracer.virtual import Originals, VirtualDevices, with_globals
+    from dpmon.tracer.virtual import VERBS, Originals, VirtualDevices, with_globals
 
     # The tracer is in: torch's own functions are those that it has kept.
     originals = next(kept for kept in gc.get_objects() if type(kept) is Originals)
     virtual = VirtualDevices(replicas, torch.device("cpu"), originals)
-    names = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
     function = with_globals(
-        virtual.functional(originals.data_parallel), **dict(zip(names, virtual.verbs, strict=False))
+        virtual.functional(originals.data_parallel), **dict(zip(VERBS, virtual.verbs, strict=False))
     )
     ids = list(range(replicas))
     return lambda batch: function(model, (batch,), ids)

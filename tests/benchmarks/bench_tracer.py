@@ -72,14 +72,13 @@ def untraced_data_parallel(model, replicas: int):  # type: ignore[no-untyped-def
 
     import torch
 
-    from dpmon.tracer.virtual import Originals, VirtualDevices, with_globals
+    from dpmon.tracer.virtual import VERBS, Originals, VirtualDevices, with_globals
 
     module = importlib.import_module("torch.nn.parallel.data_parallel")
     originals = Originals(module, importlib.import_module("torch.nn.parallel.scatter_gather"))
     virtual = VirtualDevices(replicas, torch.device("cpu"), originals)
-    names = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
     function = with_globals(
-        virtual.functional(originals.data_parallel), **dict(zip(names, virtual.verbs, strict=False))
+        virtual.functional(originals.data_parallel), **dict(zip(VERBS, virtual.verbs, strict=False))
     )
     ids = list(range(replicas))
     return lambda batch: function(model, (batch,), ids)

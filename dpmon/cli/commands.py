@@ -163,7 +163,8 @@ def _steps(directory: Path) -> int | None:
     """Steps that the history has counted; None if there is none. Of several processes, which take theirs together,
     those of the one that took the most.
     """
-    from dpmon.run.history import HistoryError, Kept
+    from dpmon.run.kept import Kept
+    from dpmon.run.tables import HistoryError
 
     try:
         kept = Kept(directory)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dpmon.past import Drawn, Past
 from dpmon.past import Kept as Drew
 from dpmon.records import CALL_PHASES, STEP_PHASES, RecordError, Step, call_head
-from dpmon.run.history import Kept
+from dpmon.run.kept import Kept
 from dpmon.run.rollup import SERIES, Gathered, Rollup
 from dpmon.run.rows import step_columns
 

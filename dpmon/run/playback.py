@@ -14,10 +14,11 @@ from typing import Any
 
 from dpmon.past import Drawn, Past
 from dpmon.records import Event, Record, RecordError
-from dpmon.run.history import HistoryError, Kept
+from dpmon.run.kept import Kept
 from dpmon.run.reader import RECENT_NS, RECENT_RECORDS, Pause
 from dpmon.run.rows import decoders_of, record_of
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info
+from dpmon.run.tables import HistoryError
 
 __all__ = ["SPEEDS", "PlaybackReader", "can_be_played"]
 

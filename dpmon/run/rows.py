@@ -21,7 +21,9 @@ from dpmon.records import (
     pack_definition,
     step_fields,
 )
-from dpmon.run.history import Batch, Kept, RingRow
+from dpmon.run.history import Batch
+from dpmon.run.kept import Kept
+from dpmon.run.tables import RingRow
 
 __all__ = ["Sorter", "decoders_of", "record_of", "step_columns"]
 

@@ -25,9 +25,9 @@ from dpmon.records import (
     step_fields,
 )
 from dpmon.run.export import Snapshot
-from dpmon.run.history import HistoryError
 from dpmon.run.reader import RunReader
 from dpmon.run.rows import record_of, step_columns
+from dpmon.run.tables import HistoryError
 
 __all__ = ["Adder", "ModeTotals", "RankLine", "ReplicaLine", "StageLine", "Totals", "add_up", "why_nothing"]
 

@@ -13,7 +13,7 @@ from dpmon.model.compare import compared
 from dpmon.model.history import columns_of, figures
 from dpmon.model.past import fold_past
 from dpmon.records import Call, Decoder, Step
-from dpmon.run.history import Kept
+from dpmon.run.kept import Kept
 from dpmon.run.reader import RECENT_RECORDS, RunReader
 from dpmon.run.rows import decoders_of, record_of, step_columns
 from dpmon.ui.feed import Feed

@@ -15,6 +15,9 @@ from dpmon.run.tables import HISTORY_FILE, HistoryError, last_ids, rings_in
 
 __all__ = ["Kept"]
 
+_BY_CHANCE = "ORDER BY id * 2654435761 & 4294967295 LIMIT ?"
+"""So a part of what is drawn is drawn evenly too: all that have ids below some place."""
+
 
 class Kept:
     """A snapshot of a history: what it holds at one instant, whatever is written meanwhile."""
@@ -66,15 +69,15 @@ class Kept:
             return int(found or 0)
         return 0
 
-    def newest_ns(self) -> int:
-        """When the last thing in the record was over."""
-        found = 0
+    def newest_ns(self, until: int | None = None) -> int:
+        """When the last thing in the record was over; the last up to the id `until`."""
+        found, most = 0, self.last_id if until is None else until
         for query in (
-            "SELECT max(start_ns + wall_ns) FROM (SELECT * FROM steps ORDER BY id DESC LIMIT 1000)",
-            "SELECT max(start_ns + wall_ns) FROM (SELECT * FROM calls ORDER BY id DESC LIMIT 1000)",
-            "SELECT max(t_ns) FROM (SELECT * FROM events ORDER BY id DESC LIMIT 1000)",
+            "SELECT max(start_ns + wall_ns) FROM (SELECT * FROM steps WHERE id <= ? ORDER BY id DESC LIMIT 1000)",
+            "SELECT max(start_ns + wall_ns) FROM (SELECT * FROM calls WHERE id <= ? ORDER BY id DESC LIMIT 1000)",
+            "SELECT max(t_ns) FROM (SELECT * FROM events WHERE id <= ? ORDER BY id DESC LIMIT 1000)",
         ):
-            for (newest,) in self._all(query, ()):
+            for (newest,) in self._all(query, (most,)):
                 found = max(found, newest if isinstance(newest, int) else 0)
         return found
 
@@ -83,21 +86,25 @@ class Kept:
         low, high = 0, self.last_id + 1
         while high - low > 1:
             middle = (low + high) // 2
-            at = self._time_from(middle)
+            at = self.time_from(middle)
             if at is None or at > t_ns:
                 high = middle
             else:
                 low = middle
         return low
 
-    def _time_from(self, first: int) -> int | None:
-        """When the first thing with this id or a higher one, whose time is known, was over; None if there is none."""
+    def time_from(self, first: int, *, events: bool = True) -> int | None:
+        """When the first thing with this id or a higher one, whose time is known, was over; None if there is none.
+
+        Without `events` of calls and steps only.
+        """
         found: list[tuple[int, int]] = []
-        for query in (
+        queries = (
             "SELECT id, start_ns + wall_ns FROM steps WHERE id >= ? ORDER BY id LIMIT 1",
             "SELECT id, start_ns + wall_ns FROM calls WHERE id >= ? ORDER BY id LIMIT 1",
             "SELECT id, t_ns FROM events WHERE id >= ? AND t_ns IS NOT NULL ORDER BY id LIMIT 1",
-        ):
+        )
+        for query in queries if events else queries[:2]:
             found += [(number, at) for number, at in self._all(query, (first,)) if isinstance(at, int)]
         return min(found)[1] if found else None
 
@@ -125,12 +132,15 @@ class Kept:
             with suppress(ValueError):
                 yield Rollup.of_row(row)
 
-    def first_second(self) -> int:
-        """The first second of which there still is a rollup of its own; 0 if there is none."""
-        if self._has("rollups"):
-            for (found,) in self._all("SELECT min(start_s) FROM rollups WHERE width = 1", ()):
-                return int(found or 0)
-        return 0
+    def seconds_from(self) -> int:
+        """The beginning of the first minute of which all seconds still have rollups of their own; 0 if none has."""
+        if not self._has("rollups"):
+            return 0
+        query = "SELECT min(start_s) FROM rollups WHERE width = ?"
+        (second,), (minute,) = (next(self._all(query, (width,))) for width in (1, 60))
+        if type(second) is not int or type(minute) is not int:
+            return 0
+        return second // 60 * 60 if second // 60 * 60 <= minute else -(-second // 60) * 60
 
     def has_steps(self, until: int) -> bool:
         """Whether steps were recorded up to the id `until`, though they may have been deleted since."""
@@ -140,18 +150,47 @@ class Kept:
         """Process and JSON of every event of a mode."""
         return self._all("SELECT process, json FROM events WHERE kind = 'mode' AND process IS NOT NULL", ())
 
-    def steps_by_mode(self, until: int) -> list[tuple[int, str, int]]:
-        """Process, mode and how many steps of it there are up to the id `until`."""
-        query = "SELECT process, mode, count(*) FROM steps WHERE id <= ? GROUP BY process, mode ORDER BY process, mode"
-        return [(process, mode, count) for process, mode, count in self._all(query, (until,))]
+    def holds(self, until: int) -> bool:
+        """Whether it still has a step or a call up to the id `until`."""
+        tables = "SELECT id FROM steps UNION ALL SELECT id FROM calls"
+        return any(self._all(f"SELECT 1 FROM ({tables}) WHERE id <= ? LIMIT 1", (until,)))
+
+    def steps_by_mode(self, after: int, until: int) -> list[tuple[int, str, int]]:
+        """Process, mode and how many steps of it have ids above `after` up to `until`."""
+        query = (
+            "SELECT process, mode, count(*) FROM steps WHERE id > ? AND id <= ?"
+            " GROUP BY process, mode ORDER BY process, mode"
+        )
+        return [(process, mode, count) for process, mode, count in self._all(query, (after, until))]
+
+    def steps_by_block(self, width: int) -> Iterator[tuple[int, int, str, int]]:
+        """Number of the block of `width` ids, process, mode and how many steps of it lie there; blocks in order."""
+        query = "SELECT id / ? AS block, process, mode, count(*) FROM steps GROUP BY 1, 2, 3 ORDER BY 1"
+        return (
+            (block, process, mode, count)
+            for block, process, mode, count in self._all(query, (width,))
+            if type(process) is int and isinstance(mode, str)
+        )
+
+    def rows_over(self, after: int, until: int, end_ns: int) -> Iterator[tuple[Any, ...]]:
+        """Calls and steps with ids above `after` up to `until` that were over before `end_ns`; as `rows`, no order."""
+        for table in ("calls", "steps"):
+            query = f"SELECT id, '{table}', * FROM {table} WHERE id > ? AND id <= ? AND start_ns + wall_ns < ?"
+            yield from self._all(f"{query} ORDER BY id", (after, until, end_ns))
 
     def drawn_steps(self, after: int, until: int, process: int, mode: str, most: int) -> Iterator[tuple[Any, ...]]:
         """Steps of a mode with ids above `after` up to `until`, as in `rows`; `most`, by a hash of their ids."""
-        query = (
-            "SELECT id, 'steps', * FROM steps WHERE id > ? AND id <= ? AND process = ? AND mode = ?"
-            " ORDER BY id * 2654435761 & 4294967295 LIMIT ?"
-        )
+        query = f"SELECT id, 'steps', * FROM steps WHERE id > ? AND id <= ? AND process = ? AND mode = ? {_BY_CHANCE}"
         return self._all(query, (after, until, process, mode, most))
+
+    def drawn_ids(self, until: int, process: int, mode: str, most: int) -> list[int]:
+        """The ids of what `drawn_steps` gives of all up to `until`, in its order."""
+        query = f"SELECT id FROM steps WHERE id <= ? AND process = ? AND mode = ? {_BY_CHANCE}"
+        return [number for (number,) in self._all(query, (until, process, mode, most))]
+
+    def steps_at(self, number: int) -> Iterator[tuple[Any, ...]]:
+        """The step with this id, as in `rows`, if there is one."""
+        return self._all("SELECT id, 'steps', * FROM steps WHERE id = ?", (number,))
 
     def calls_of(self, before: int, process: int, step: int) -> Iterator[bytes]:
         """Payloads of the calls of a step that has the id `before`: they lie shortly before it."""

@@ -3,9 +3,12 @@
 run           id, name, script, command, cwd, python, started_unix, versions, directory
 end           state (as `ls` calls it), status, signal, error, seconds
 processes     process, rank, world, pid, python, torch
-steps, calls  how many are in the record; dropped, pruned: records that are not
+steps, calls  how many there were, deleted ones too; dropped, pruned: records that are there no more
 nothing       why there is no step and no call, or null
-modes         mode, virtual, steps, median_ms, p95_ms, samples_per_s, phases: {name: share, median_ms, p95_ms, count}
+modes         mode, virtual, steps, median_ms, p95_ms, samples_per_s, phases: {name: share, median_ms, p95_ms, count}:
+              of all that is in the record, without
+evaluations   the same of steps without backward and optimizer, of modes whose other steps have them
+deleted       the same of steps of which only sums are left (medians and p95 within 3 %), and start_s, end_s, calls
 findings      kind, text, ground, advice, weight; the heaviest first
 replicas      mode, root, replica, device, calls, rows, median_ms, p95_ms, virtual
 sizes         mode, root, replica, device, inputs, outputs, calls: every size that a replica met
@@ -19,7 +22,7 @@ compared      dp against single: speedup, low, high (its 95 % interval), efficie
               replicas), outcome (faster, slower, even), sentence, missing, steps; null where not both were seen
 mode_changes  process, root, t_s, step, mode, requested_by, devices, virtual, reason, refused
 warnings      texts
-time          width_s; stretches: start_s, mode, steps, mean_ms, longest_ms, samples, parts_ms: {name: sum}
+time          width_s; stretches: start_s, mode, evaluation, steps, mean_ms, longest_ms, samples, parts_ms: {name: sum}
 """
 
 from __future__ import annotations
@@ -57,6 +60,11 @@ def as_object(story: Story) -> dict[str, Any]:
         "pruned": story.pruned,
         "nothing": story.nothing,
         "modes": [_mode(mode) for mode in story.evidence.modes],
+        "evaluations": [_mode(mode) for mode in story.evaluations],
+        "deleted": [
+            {**_mode(one.facts), "start_s": one.first_s, "end_s": one.last_s, "calls": one.calls}
+            for one in story.deleted
+        ],
         "findings": [finding._asdict() for finding in story.findings],
         "replicas": _replicas(story),
         "sizes": [line._asdict() for line in story.replicas],
@@ -175,6 +183,7 @@ def _bin(one: Bin) -> dict[str, Any]:
     return {
         "start_s": one.start_ns / 1e9,
         "mode": one.mode or None,
+        "evaluation": one.evaluation,
         "steps": one.steps,
         "mean_ms": one.wall_ns / one.steps / 1e6,
         "longest_ms": one.longest_ns / 1e6,

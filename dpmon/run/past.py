@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import takewhile
+from typing import NamedTuple
 
 from dpmon.past import Drawn, Past
 from dpmon.past import Kept as Drew
@@ -17,7 +18,7 @@ from dpmon.run.kept import Kept
 from dpmon.run.rollup import SERIES, Gathered, Rollup
 from dpmon.run.rows import step_columns
 
-__all__ = ["Before", "past_of"]
+__all__ = ["Before", "deleted", "past_of"]
 
 _SECOND = 1_000_000_000
 _FINE_S = 660
@@ -31,6 +32,30 @@ _MINUTES_KEPT = 20_000
 def past_of(kept: Kept, first: int) -> Iterator[Past | Drawn]:
     """All that was over before the records with an id above `first`, oldest first; then the drawn steps."""
     return Before(kept).of(first)
+
+
+def deleted(kept: Kept) -> Iterator[tuple[int, Rollup]]:
+    """What is left of the steps and calls that were deleted to bound the history: sums of so many seconds each."""
+    if kept.pruned:
+        yield from Before(kept).rollups(0)
+
+
+class _Edge(NamedTuple):
+    """Where what is told by sums ends, and what is given in full begins."""
+
+    end_s: int
+    """The last second in which something was before it."""
+    fine: int
+    """From this second on there are sums of seconds, before it of minutes."""
+    coarse: int | None
+    """The minute that the edge cuts in two, where the sums of its seconds were deleted."""
+    given: bool
+    """Whether anything is given in full."""
+
+    @property
+    def minutes_until(self) -> int:
+        """Minutes that begin before this second are told whole."""
+        return self.fine if self.coarse is None else self.coarse
 
 
 class Before:
@@ -52,50 +77,64 @@ class Before:
         kept, first = self._kept, max(first, 0)
         if not kept.has_steps(first):
             return
-        oldest, end_s = self._border(first, until_ns)
-        fine = max((oldest - _FINE_S) // 60 * 60, kept.seconds_from())
-        coarse = end_s // 60 * 60 if fine > end_s else None  # seconds were deleted: the last minute is cut in two
-        loaded = _loaded(kept, first, end_s + 1 if coarse is None else coarse + 60)
+        edge = self._edge(first, until_ns)
         drawn: list[Drawn] = []
         placed: dict[tuple[int, int, int, str], list[Drew]] = defaultdict(list)
         if self._switches is None:
             self._switches = _switches(kept)
-        for process, mode, count, steps, near in self._draws.until(first, kept.id_at(fine * _SECOND)):
+        for process, mode, count, steps, near in self._draws.until(first, kept.id_at(edge.fine * _SECOND)):
             switches = tuple(self._switches.get(process, ()))
             drawn.append(Drawn(process, self._ranks.get(process), mode, count, switches, tuple(steps)))
             for width, found in ((60, steps), (1, near)):
                 for step, inside in found:
                     second = (step.start_ns + step.wall_ns) // _SECOND
                     placed[width, second // width * width, process, mode].append((step, inside))
-        for past in self._minutes_until(fine if coarse is None else coarse):
-            yield past._replace(drawn=tuple(placed[60, past.start_s, past.process, past.mode]))
-        inside_of = _Inside()
-        if coarse is not None and oldest <= end_s:
-            for rollup in sorted_in_time(kept.rollups(60, coarse)):
-                if rollup.start_s > coarse:
-                    break
-                _take_out(rollup, loaded, 60)
-                past = self._past(rollup, 60, inside_of)
-                if past.steps > 0:
-                    yield past._replace(drawn=tuple(placed[60, past.start_s, past.process, past.mode]))
-        for rollup in sorted_in_time(kept.rollups(1, fine)):
-            if rollup.start_s > end_s:
-                break
-            _take_out(rollup, loaded, 1)
-            past = self._past(rollup, 1, inside_of)
-            if past.steps > 0:
-                yield past._replace(drawn=tuple(placed[1, past.start_s, past.process, past.mode]))
+        for past in self._pasts(first, edge):
+            yield past._replace(drawn=tuple(placed[past.width_s, past.start_s, past.process, past.mode]))
         yield from drawn
 
-    def _border(self, first: int, until_ns: int | None) -> tuple[int, int]:
-        """The second of the oldest call or step above `first`, and the last one in which something was before it."""
-        after = self._kept.time_from(first + 1, events=False)
-        if until_ns is not None and (after is None or after > until_ns):  # nothing of it is given in full
+    def rollups(self, first: int) -> Iterator[tuple[int, Rollup]]:
+        """Width and sums of all steps and calls that came before the ids above `first`, in order of time."""
+        edge = self._edge(first, None)
+        whole = takewhile(lambda rollup: rollup.start_s < edge.minutes_until, self._kept.rollups(60))
+        for rollup in sorted_in_time(whole):
+            yield 60, rollup
+        yield from self._cut(first, edge)
+
+    def _pasts(self, first: int, edge: _Edge) -> Iterator[Past]:
+        yield from self._minutes_until(edge.minutes_until)
+        inside_of = _Inside()
+        for width, rollup in self._cut(first, edge):
+            past = self._past(rollup, width, inside_of)
+            if past.steps > 0:
+                yield past
+
+    def _cut(self, first: int, edge: _Edge) -> Iterator[tuple[int, Rollup]]:
+        """What follows the whole minutes, without what is given in full."""
+        loaded = _loaded(self._kept, first, edge.end_s + 1 if edge.coarse is None else edge.coarse + 60)
+        if edge.coarse is not None and edge.given:
+            minute = self._kept.rollups(60, edge.coarse)
+            for rollup in sorted_in_time(takewhile(lambda rollup: rollup.start_s == edge.coarse, minute)):
+                _take_out(rollup, loaded, 60)
+                yield 60, rollup
+        seconds = self._kept.rollups(1, edge.fine)
+        for rollup in sorted_in_time(takewhile(lambda rollup: rollup.start_s <= edge.end_s, seconds)):
+            _take_out(rollup, loaded, 1)
+            yield 1, rollup
+
+    def _edge(self, first: int, until_ns: int | None) -> _Edge:
+        kept = self._kept
+        after = kept.time_from(first + 1, events=False)
+        given = after is not None and (until_ns is None or after <= until_ns)
+        if given or until_ns is None:
+            oldest = (after or 0) // _SECOND if given else kept.newest_ns() // _SECOND + 1
+            end_s = kept.newest_ns(first) // _SECOND if kept.holds(first) else oldest
+            end_s = end_s if until_ns is None else min(end_s, until_ns // _SECOND)
+        else:
             oldest = until_ns // _SECOND
-            return oldest, oldest - 1
-        oldest = (after or 0) // _SECOND
-        newest = self._kept.newest_ns(first) // _SECOND if self._kept.holds(first) else oldest
-        return oldest, newest if until_ns is None else min(newest, until_ns // _SECOND)
+            end_s = oldest - 1
+        fine = max((oldest - _FINE_S) // 60 * 60, kept.seconds_from())
+        return _Edge(end_s, fine, end_s // 60 * 60 if fine > end_s else None, given)
 
     def _minutes_until(self, end_s: int) -> Iterator[Past]:
         """Those that begin before `end_s`."""

@@ -59,18 +59,17 @@ class Settled:
         self.seen[mode] = self.seen.get(mode, 0) + 1
         if self._since < WARM_UP_STEPS:
             return
-        slots = with_calls((NOT_RUN if took is None else took for took in phases), inside)
         kept = self.steps.setdefault(mode, [])
-        sample = StepSample(number, start + wall, wall, samples, slots)
         count = self._settled[mode] = self._settled.get(mode, 0) + 1
-        if count <= KEPT:
-            kept.append(sample)
-            return
-        # The same record gives the same draw.
-        self._chance = (self._chance * 6364136223846793005 + 1442695040888963407) & (1 << 64) - 1
-        at = (self._chance >> 33) % count
-        if at < KEPT:
-            kept[at] = sample
+        at = len(kept)
+        if count > KEPT:
+            # The same record gives the same draw.
+            self._chance = (self._chance * 6364136223846793005 + 1442695040888963407) & (1 << 64) - 1
+            at = (self._chance >> 33) % count
+            if at >= KEPT:
+                return
+        slots = with_calls((NOT_RUN if took is None else took for took in phases), inside)
+        kept[at : at + 1] = [StepSample(number, start + wall, wall, samples, slots)]
 
 
 def compared(

@@ -21,7 +21,7 @@ from dpmon.ui.format import memory
 __all__ = ["limits", "logout", "state_directory"]
 
 LITTLE_SPACE = 300 << 20
-"""Below this the history of one run (256 MB at most) may not fit."""
+"""Below this the history of one run (256 MiB at most) may not fit."""
 SOME_SPACE = 2 << 30
 FEW_FILES, FEW_PROCESSES = 1024, 512
 LITTLE_SHM = 1 << 30
@@ -64,7 +64,7 @@ def _space(place: Path, elsewhere: str) -> Check:
     if free < LITTLE_SPACE:
         return problem("disk", f"{memory(free)} free: a run's record may not fit", f"make room, or {elsewhere}")
     if free < SOME_SPACE:
-        return warning("disk", f"{memory(free)} free: room for a few runs (256 MB each at most)", "make room")
+        return warning("disk", f"{memory(free)} free: room for a few runs (256 MiB each at most)", "make room")
     return ok("disk", f"{memory(free)} free")
 
 

@@ -16,7 +16,8 @@ ranks         process, rank, world, device, calls, steps, median_ms, samples_per
 stages        root, stage, device, parts, calls, median_ms, inputs, outputs
 devices       index, name, uuid, called, of_run, samples, util_median_pct, mem_used_max_bytes, mem_run_max_bytes,
               mem_total_bytes, temperature_max_c, power_max_w, throttled: {reason: samples}; gpu_absent: why none
-host          samples, cpu_median_pct, mem_used_max_bytes, mem_total_bytes
+host          samples, cpu_median_pct, mem_used_max_bytes, mem_total_bytes; medians of cpus (how many processors),
+              others_cpus, run_cpus (in use by others, by the run), load; null where not recorded
 memory        device, model_bytes, gradients_bytes, optimizer_bytes, rest_bytes, peak_bytes, absent
 compared      dp against single: speedup, low, high (its 95 % interval), efficiency (a device; null for virtual
               replicas), outcome (faster, slower, even), sentence, missing, steps; null where not both were seen
@@ -29,7 +30,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpmon.model.evidence import DeviceFacts, ModeFacts
+from dpmon.model.evidence import DeviceFacts, HostFacts, ModeFacts
 from dpmon.model.stats import median
 from dpmon.report.story import PARTS, Bin, Story
 
@@ -72,7 +73,7 @@ def as_object(story: Story) -> dict[str, Any]:
         "stages": _stages(story),
         "devices": [_device(device) for device in story.evidence.devices],
         "gpu_absent": story.gpu_absent,
-        "host": _host(story.host),
+        "host": _host(story.host, story.evidence.host),
         "memory": _memory(story),
         "compared": _compared(story),
         "mode_changes": _changes(story),
@@ -145,7 +146,7 @@ def _device(device: DeviceFacts) -> dict[str, Any]:
     }
 
 
-def _host(host: DeviceFacts | None) -> dict[str, Any] | None:
+def _host(host: DeviceFacts | None, processors: HostFacts | None) -> dict[str, Any] | None:
     if host is None:
         return None
     return {
@@ -153,6 +154,10 @@ def _host(host: DeviceFacts | None) -> dict[str, Any] | None:
         "cpu_median_pct": host.util_median,
         "mem_used_max_bytes": host.mem_used_max,
         "mem_total_bytes": host.mem_total,
+        "cpus": None if processors is None else processors.cpus,
+        "others_cpus": None if processors is None else processors.others,
+        "run_cpus": None if processors is None else processors.own,
+        "load": None if processors is None else processors.load,
     }
 
 

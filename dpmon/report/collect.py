@@ -190,6 +190,7 @@ class _Collector(Adder):
             batches=tuple(self._batch_facts()),
             replicas=tuple(self._replica_facts()),
             devices=self.devices.facts(),
+            host=self.devices.processors(),
             memory=tuple(held(totals.memory.values())),
             longest=self._longest_steps(totals),
             worth=_worth(verdict),

@@ -12,6 +12,7 @@ import base64
 import hashlib
 import html
 import json
+import sys
 from collections.abc import Iterable, Sequence
 
 from dpmon.report.plots import Plot, plots
@@ -31,7 +32,7 @@ from dpmon.ui.text import clean
 
 __all__ = ["PageError", "page"]
 
-_NEEDED = "the plots of --html need plotly: pip install 'dpmon[report]' (the text and --json do without)"
+_NEEDED = "the plots of --html need plotly: {python} -m pip install plotly (the text and --json do without)"
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -103,7 +104,7 @@ def _library() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise PageError(_NEEDED) from None
+        raise PageError(_NEEDED.format(python=sys.executable)) from None
     text: str = get_plotlyjs()
     return text
 

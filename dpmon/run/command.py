@@ -118,8 +118,8 @@ def choose_python(asked: str | None, environ: Mapping[str, str]) -> str:
             return candidate
         looked_at.append(f"{candidate} ({reason})" if reason else candidate)
     raise CommandError(
-        f"torch was not found in {' or '.join(looked_at)}: install it there (pip install torch),"
-        " or run pip install 'dpmon[torch]', or name another Python with --python"
+        f"torch was not found in {' or '.join(looked_at)}: install it in one of them (the path,"
+        " then -m pip install torch), or name another Python with --python"
     )
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -202,7 +203,7 @@ def test_what_is_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "_version", lambda package: {"textual": "9.0.0"}.get(package))
     found = by_name(installed.installed())
     assert (found["textual"].state, found["plotly"].state) == ("warning", "ok")
-    assert "dpmon[report]" in found["plotly"].found
+    assert f"{sys.executable} -m pip install plotly" in found["plotly"].found
 
 
 def test_lines_are_narrow_and_harmless(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,6 +137,14 @@ def test_devices_are_told_with_their_highest_and_their_middle(state: Path) -> No
     assert {plot.name for plot in plots(story)} >= {"use", "memory", "replicas"}
 
 
+def test_a_machine_that_is_busy_with_others_is_told(state: Path) -> None:
+    own = [host_event(float(t), cpu=95.0, cpus=4, run_cpu_pct=120.0, load_1m=7.5) for t in range(30)]
+    story = collect(keep({0: toggled(), -1: own}))
+    (found,) = (finding for finding in story.findings if finding.kind == "busy")
+    assert "2.6 of its 4 processors" in found.text
+    assert as_object(story)["host"]["others_cpus"] == pytest.approx(2.6)
+
+
 def test_ranks_stand_beside_each_other(state: Path) -> None:
     made = {}
     for number in range(2):

@@ -9,7 +9,7 @@ import re
 import stat
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -333,10 +333,11 @@ def short_name(info: RunInfo) -> str:
     return f"{info.name}-{info.id[-4:]}"
 
 
-def find_run(what: str = "last", *, only: bool = False) -> Path:
+def find_run(what: str = "last", *, only: bool = False, goes_on: Callable[[RunInfo], bool] | None = None) -> Path:
     """The run that `what` means: `last`, an id, a short name, a name (its latest run), a unique start of an id.
 
-    RunError if there is none, or several begin so; with `only`, also if several have that name.
+    RunError if there is none, or several begin so; with `only`, also if several have that name. With `goes_on`, of
+    several with a name it is the one that does; RunError if several do.
     """
     runs = list_runs()
     if not runs:
@@ -347,8 +348,11 @@ def find_run(what: str = "last", *, only: bool = False) -> Path:
         same = [(directory, info) for directory, info in runs if meaning(info) == what]
         if only and len(same) > 1:
             raise RunError(f"{what!r} could be any of {len(same)} runs: {_listed([info.id for _, info in same])}")
+        going = [run for run in same if goes_on is not None and goes_on(run[1])] if len(same) > 1 else []
+        if len(going) > 1:
+            raise RunError(f"{what!r} are {len(going)} runs that go on: {_listed([info.id for _, info in going])}")
         if same:
-            return same[-1][0]
+            return (going or same)[-1][0]
     starts = [(directory, info) for directory, info in runs if what and info.id.startswith(what)]
     if len(starts) > 1:
         raise RunError(f"{what!r} could be any of {len(starts)} runs; `dpmon ls` lists them")

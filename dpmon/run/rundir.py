@@ -32,6 +32,7 @@ __all__ = [
     "runs_directory",
     "save",
     "short_name",
+    "stand_ins",
 ]
 
 INFO_FILE = "run.json"
@@ -212,7 +213,7 @@ def runs_directory() -> Path:
     return Path(platformdirs.user_state_dir()) / "dpmon" / "runs"
 
 
-def _elsewhere() -> list[Path]:
+def stand_ins() -> list[Path]:
     """Where runs go that cannot be kept in `runs_directory`: temporary directories, then memory.
 
     Named after the place that they stand in for, so that runs of different state directories do not mix.
@@ -259,7 +260,7 @@ def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
         problem = RunError(f"{usual} has only {free >> 20} MiB left")
     except RunError as error:
         problem = error
-    for runs in _elsewhere():
+    for runs in stand_ins():
         try:
             _prepared(runs)
             if _free_bytes(runs) < ROOM_BYTES:
@@ -314,7 +315,7 @@ def ring_paths(directory: Path) -> list[tuple[int, Path]]:
 def list_runs() -> list[tuple[Path, RunInfo]]:
     """All runs of this user that can be read, oldest first; those too that are kept elsewhere."""
     found = []
-    for runs in (runs_directory(), *_elsewhere()):
+    for runs in (runs_directory(), *stand_ins()):
         try:
             if runs != runs_directory():
                 check_directory(runs.parent)

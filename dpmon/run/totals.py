@@ -445,8 +445,10 @@ def add_up(directory: Path, adder: Adder | None = None) -> Totals:
 
 def why_nothing(totals: Totals, reader: RunReader) -> str | None:
     """Why a run without steps and calls has none; None for one whose command was not started."""
-    if totals.warnings:
-        return totals.warnings[0]
+    # Where the record is kept is told as a warning too, but is no reason.
+    warnings = [text for text in totals.warnings if text != reader.info.options.get("elsewhere")]
+    if warnings:
+        return warnings[0]
     stage = reader.stage()
     if reader.info.command_pid is None:
         return None

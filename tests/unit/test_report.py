@@ -103,6 +103,15 @@ def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -
     assert "no Python process of it imported torch" in "\n".join(lines)
 
 
+def test_where_a_run_is_kept_is_no_reason_for_it_to_have_traced_nothing(state: Path) -> None:
+    where = "no run can be kept in /x: this run is kept in /tmp/x"
+    warning = pack_event("warning", {"process": None, "t_s": 0.0, "text": where})
+    directory = keep({-1: [warning]}, options={"elsewhere": where})
+    text = "\n".join(report_text(directory, 200))
+    assert "nothing was traced: no Python process of it imported torch" in text
+    assert where in text
+
+
 @pytest.mark.parametrize(
     ("end", "state_word"),
     [({"status": 130, "signal": "SIGINT"}, "interrupted"), ({"status": None, "unknown": "nobody saw it"}, "ended")],

@@ -141,7 +141,7 @@ def test_a_linked_run_json_is_refused(state: Path, tmp_path: Path) -> None:
 def test_a_foreign_owner_is_refused(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, _ = create_run(draft())
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    monkeypatch.setattr(rundir, "_elsewhere", list)  # what is made there would be left behind
+    monkeypatch.setattr(rundir, "stand_ins", list)  # what is made there would be left behind
     with pytest.raises(RunError, match="another user"):
         load_info(directory)
     with pytest.raises(RunError, match="another user"):

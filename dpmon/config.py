@@ -5,7 +5,8 @@ The file is `$XDG_CONFIG_HOME/dpmon/config.toml` (`~/.config` where that is not 
     theme = "light"         # DPMON_THEME: dark, light, colour-blind, mono, ascii
     refresh = 0.5           # DPMON_REFRESH: seconds between pictures
     keep_runs = 200         # DPMON_KEEP_RUNS: ended runs that are kept
-    keep_bytes = "5 GiB"    # DPMON_KEEP_BYTES: what they may take together
+    keep_bytes = "5 GiB"    # DPMON_KEEP_BYTES: what they may take together (those within their share, keep_bytes by
+                            # keep_runs, and the newest five are not deleted for it)
 
 Options of the command line come before both.
 """

@@ -29,7 +29,11 @@ def dpmon(state: Path, tmp_path: Path) -> Iterator[Dpmon]:
 
 
 def pytest_configure() -> None:
-    """A shell that runs the tests in the background has them, and all that they start, ignore interrupts and quits."""
+    """A shell that runs the tests in the background has them, and all that they start, ignore interrupts and quits;
+    nohup has them ignore hang-ups.
+    """
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:

@@ -8,6 +8,7 @@ from typing import Any
 
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
+from dpmon.run.history import LIMIT_BYTES
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
 
 __all__ = ["keep"]
@@ -19,11 +20,13 @@ def keep(
     status: int | None = 0,
     seconds: float = 60.0,
     drained: bool = True,
+    limit_bytes: int = LIMIT_BYTES,
     **about: Any,
 ) -> Path:
     """A run with the payloads of each process in its ring (-1: the supervisor's), whose clock began at 0.
 
-    `status` None: it has not ended; `drained` False: there is no history, all is in the rings; `about`: of RunInfo.
+    `status` None: it has not ended; `drained` False: there is no history, all is in the rings; `limit_bytes`: of the
+    history, which is written in sixty-four parts then; `about`: of RunInfo.
     The state directory must have been set (the fixture `state`).
     """
     facts = {
@@ -32,13 +35,17 @@ def keep(
         "versions": {"dpmon": "0", "python": "3.11"}, "command_pid": 4_000_000,
     }  # fmt: skip
     directory, info = create_run(RunInfo(**{**facts, **about}))
+    drain = Drain(directory, info, print, limit_bytes) if drained else None
     for process, payloads in processes.items():
         name = "gpu.ring" if process < 0 else f"process-{process}.ring"
         ring = Ring(str(directory / name), process=process, start_ns=0, capacity=1 << 22)
-        for payload in payloads:
+        all_of_them = list(payloads)
+        part = len(all_of_them) // 64 + 1 if limit_bytes != LIMIT_BYTES else len(all_of_them) + 1
+        for number, payload in enumerate(all_of_them, start=1):
             ring.write(payload)
-    if drained:
-        drain = Drain(directory, info, print)
+            if drain is not None and number % part == 0:
+                drain.flush()
+    if drain is not None:
         drain.flush(over=True)
         drain.close()
     if status is not None:

@@ -13,12 +13,12 @@ from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
 from dpmon.run import retention
 from dpmon.run.guard import looked_after
-from dpmon.run.lock import goes_on_elsewhere
+from dpmon.run.lock import goes_on_elsewhere, supervised
 from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
 from dpmon.run.rundir import RunError, RunInfo, find_run, list_runs, load_exit, load_info, short_name
 from dpmon.run.start import look_after
-from dpmon.run.state import run_state
+from dpmon.run.state import command_alive, run_state
 from dpmon.ui.text import clean
 
 __all__ = ["attach", "export", "keep", "ls", "rm", "stop"]
@@ -61,13 +61,15 @@ def stop(options: argparse.Namespace) -> int:
     """Stop a run; 0 when it is over, 1 if it could not be stopped."""
     from dpmon.run.stop import NOTHING_RUNS, stop_run
 
-    directory = find_run(options.run)
+    directory = find_run(options.run, goes_on=lambda info: command_alive(info) or supervised(info))
     how = load_exit(directory)
     line = ""
     for line in stop_run(directory):
         if line == NOTHING_RUNS and how is not None:
             status = "not known" if how.status is None else how.status
             line = f"{directory.name} is over (exit status {status})"
+        elif line.startswith("stopped"):
+            line = f"{line}: {clean(short_name(load_info(directory)))}"
         print(line, flush=True)
     look_after(directory)
     return 1 if "cannot be stopped" in line else 0
@@ -163,7 +165,8 @@ def _steps(directory: Path) -> int | None:
     """Steps that the history has counted; None if there is none. Of several processes, which take theirs together,
     those of the one that took the most.
     """
-    from dpmon.run.history import HistoryError, Kept
+    from dpmon.run.kept import Kept
+    from dpmon.run.tables import HistoryError
 
     try:
         kept = Kept(directory)

@@ -37,7 +37,9 @@ def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
         why = why_nothing(totals, reader)
         lines.append(f"nothing was traced: {why}" if why else "nothing was traced")
     for name, mode in sorted(totals.modes.items()):
-        lines += _mode_lines(name, mode, totals)
+        lines += _mode_lines(name, "", mode, totals)
+        if name in totals.evaluations:
+            lines += _mode_lines(name, ", evaluation", totals.evaluations[name], totals)
     lines += _rank_lines(totals)
     lines += _stage_lines(totals)
     lines += _replica_lines(totals)
@@ -85,10 +87,10 @@ def _ms(ns: float) -> str:
     return f"{ms:.3f}" if ms < 10 else f"{ms:.1f}" if ms < 1000 else f"{ms:.0f}"
 
 
-def _mode_lines(name: str, mode: ModeTotals, totals: Totals) -> list[str]:
+def _mode_lines(name: str, kind: str, mode: ModeTotals, totals: Totals) -> list[str]:
     if name == "single" and totals.distributed:
         name = "ddp"  # one device a rank: neither dp nor single
-    title = (name or "mode unknown") + (" (virtual replicas)" if name == "dp" and totals.virtual else "")
+    title = (name or "mode unknown") + (" (virtual replicas)" if name == "dp" and totals.virtual else "") + kind
     speed = mode.samples_per_s()
     head = f"{title}: {many(max(mode.steps.values(), default=0), 'step')}, {many(mode.calls, 'call')}"
     if speed is not None:

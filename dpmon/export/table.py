@@ -45,7 +45,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     ),
     "host": (
         *("t_s", "cpu_pct", "mem_used_bytes", "mem_total_bytes", "run_cpu_pct", "run_mem_bytes"),
-        *("gpu_absent", "absent"),
+        *("cpus", "load_1m", "gpu_absent", "absent"),
     ),
     # One row a device of the record.
     "memory": (*_WHO, "t_s", "step", "device", *_MEMORY, "absent"),

@@ -9,7 +9,17 @@ from typing import NamedTuple
 from dpmon.model.memory import Held
 from dpmon.model.stats import PhaseFigures
 
-__all__ = ["WARM_UP_STEPS", "BatchFacts", "DeviceFacts", "Evidence", "LongStep", "ModeFacts", "ReplicaFacts", "Worth"]
+__all__ = [
+    "WARM_UP_STEPS",
+    "BatchFacts",
+    "DeviceFacts",
+    "Evidence",
+    "HostFacts",
+    "LongStep",
+    "ModeFacts",
+    "ReplicaFacts",
+    "Worth",
+]
 
 WARM_UP_STEPS = 5
 """First steps of a process in a mode that are never long steps: kernels are chosen and caches filled in them."""
@@ -90,6 +100,21 @@ class DeviceFacts:
     """Samples that knew whether they were."""
 
 
+class HostFacts(NamedTuple):
+    """The machine's processors over the run: medians of so many samples; None where it was never known."""
+
+    samples: int
+    cpus: int
+    cpu_pct: float
+    """Of all processors."""
+    others: float
+    """Processors that processes beside this run's kept busy."""
+    own: float
+    """Processors that the run's did."""
+    load: float | None
+    """Threads that ran or wanted to."""
+
+
 class LongStep(NamedTuple):
     """A step among the longest of the run, and the phase that took most of it."""
 
@@ -119,6 +144,7 @@ class Evidence:
     batches: tuple[BatchFacts, ...] = ()
     replicas: tuple[ReplicaFacts, ...] = ()
     devices: tuple[DeviceFacts, ...] = ()
+    host: HostFacts | None = None
     memory: tuple[Held, ...] = ()
     longest: tuple[LongStep, ...] = ()
     """The longest steps, the longest first; not all that were long, where there are many."""

@@ -3,9 +3,12 @@
 run           id, name, script, command, cwd, python, started_unix, versions, directory
 end           state (as `ls` calls it), status, signal, error, seconds
 processes     process, rank, world, pid, python, torch
-steps, calls  how many are in the record; dropped, pruned: records that are not
+steps, calls  how many there were, deleted ones too; dropped, pruned: records that are there no more
 nothing       why there is no step and no call, or null
-modes         mode, virtual, steps, median_ms, p95_ms, samples_per_s, phases: {name: share, median_ms, p95_ms, count}
+modes         mode, virtual, steps, median_ms, p95_ms, samples_per_s, phases: {name: share, median_ms, p95_ms, count}:
+              of all that is in the record, without
+evaluations   the same of steps without backward and optimizer, of modes whose other steps have them
+deleted       the same of steps of which only sums are left (medians and p95 within 3 %), and start_s, end_s, calls
 findings      kind, text, ground, advice, weight; the heaviest first
 replicas      mode, root, replica, device, calls, rows, median_ms, p95_ms, virtual
 sizes         mode, root, replica, device, inputs, outputs, calls: every size that a replica met
@@ -13,20 +16,21 @@ ranks         process, rank, world, device, calls, steps, median_ms, samples_per
 stages        root, stage, device, parts, calls, median_ms, inputs, outputs
 devices       index, name, uuid, called, of_run, samples, util_median_pct, mem_used_max_bytes, mem_run_max_bytes,
               mem_total_bytes, temperature_max_c, power_max_w, throttled: {reason: samples}; gpu_absent: why none
-host          samples, cpu_median_pct, mem_used_max_bytes, mem_total_bytes
+host          samples, cpu_median_pct, mem_used_max_bytes, mem_total_bytes; medians of cpus (how many processors),
+              others_cpus, run_cpus (in use by others, by the run), load; null where not recorded
 memory        device, model_bytes, gradients_bytes, optimizer_bytes, rest_bytes, peak_bytes, absent
 compared      dp against single: speedup, low, high (its 95 % interval), efficiency (a device; null for virtual
               replicas), outcome (faster, slower, even), sentence, missing, steps; null where not both were seen
 mode_changes  process, root, t_s, step, mode, requested_by, devices, virtual, reason, refused
 warnings      texts
-time          width_s; stretches: start_s, mode, steps, mean_ms, longest_ms, samples, parts_ms: {name: sum}
+time          width_s; stretches: start_s, mode, evaluation, steps, mean_ms, longest_ms, samples, parts_ms: {name: sum}
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from dpmon.model.evidence import DeviceFacts, ModeFacts
+from dpmon.model.evidence import DeviceFacts, HostFacts, ModeFacts
 from dpmon.model.stats import median
 from dpmon.report.story import PARTS, Bin, Story
 
@@ -57,6 +61,11 @@ def as_object(story: Story) -> dict[str, Any]:
         "pruned": story.pruned,
         "nothing": story.nothing,
         "modes": [_mode(mode) for mode in story.evidence.modes],
+        "evaluations": [_mode(mode) for mode in story.evaluations],
+        "deleted": [
+            {**_mode(one.facts), "start_s": one.first_s, "end_s": one.last_s, "calls": one.calls}
+            for one in story.deleted
+        ],
         "findings": [finding._asdict() for finding in story.findings],
         "replicas": _replicas(story),
         "sizes": [line._asdict() for line in story.replicas],
@@ -64,7 +73,7 @@ def as_object(story: Story) -> dict[str, Any]:
         "stages": _stages(story),
         "devices": [_device(device) for device in story.evidence.devices],
         "gpu_absent": story.gpu_absent,
-        "host": _host(story.host),
+        "host": _host(story.host, story.evidence.host),
         "memory": _memory(story),
         "compared": _compared(story),
         "mode_changes": _changes(story),
@@ -137,7 +146,7 @@ def _device(device: DeviceFacts) -> dict[str, Any]:
     }
 
 
-def _host(host: DeviceFacts | None) -> dict[str, Any] | None:
+def _host(host: DeviceFacts | None, processors: HostFacts | None) -> dict[str, Any] | None:
     if host is None:
         return None
     return {
@@ -145,6 +154,10 @@ def _host(host: DeviceFacts | None) -> dict[str, Any] | None:
         "cpu_median_pct": host.util_median,
         "mem_used_max_bytes": host.mem_used_max,
         "mem_total_bytes": host.mem_total,
+        "cpus": None if processors is None else processors.cpus,
+        "others_cpus": None if processors is None else processors.others,
+        "run_cpus": None if processors is None else processors.own,
+        "load": None if processors is None else processors.load,
     }
 
 
@@ -175,6 +188,7 @@ def _bin(one: Bin) -> dict[str, Any]:
     return {
         "start_s": one.start_ns / 1e9,
         "mode": one.mode or None,
+        "evaluation": one.evaluation,
         "steps": one.steps,
         "mean_ms": one.wall_ns / one.steps / 1e6,
         "longest_ms": one.longest_ns / 1e6,

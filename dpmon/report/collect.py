@@ -20,16 +20,17 @@ from dpmon.model.evidence import (
 from dpmon.model.findings import findings
 from dpmon.model.memory import held
 from dpmon.model.stats import median, percentile
-from dpmon.records import MODES, STEP_PHASES
+from dpmon.records import GRAD, MODES, STEP_PHASES, TRAINING
 from dpmon.report.compared import Settled, compared
 from dpmon.report.devices import Devices
-from dpmon.report.figures import mode_facts
+from dpmon.report.figures import deleted_facts, mode_facts
 from dpmon.report.series import Series
-from dpmon.report.story import Compared, ModeChange, ProcessFacts, Story
+from dpmon.report.story import Compared, Deleted, ModeChange, ProcessFacts, Story
 from dpmon.run.reader import RunReader
+from dpmon.run.rollup import Rollup
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.state import run_state
-from dpmon.run.totals import Adder, Totals, add_up, why_nothing
+from dpmon.run.totals import Adder, Totals, add_up, is_evaluation, why_nothing
 
 __all__ = ["collect"]
 
@@ -39,6 +40,7 @@ CHANGES_KEPT = 1000
 _TAIL_BYTES = 16384
 _DDP = "DistributedDataParallel"
 _VIRTUAL = 1
+_Share = tuple[int, int, int, int, bool]
 
 
 def collect(directory: Path) -> Story:
@@ -48,11 +50,17 @@ def collect(directory: Path) -> Story:
     totals = add_up(directory, collector)
     state, how = run_state(directory, info)
     reader = RunReader(directory)
-    verdict = compared(collector.settled, totals.virtual, collector.changes)
+    gone = tuple(
+        Deleted(deleted_facts(name, one, totals.virtual), one.sums.calls, one.first_s, one.last_s)
+        for name, one in sorted(totals.deleted.items())
+        if one.sums.steps
+    )
+    verdict = compared(collector.settled, totals.virtual, collector.changes, gone)
     evidence = collector.evidence(totals, how, verdict)
     bin_ns, bins = collector.series.result()
-    steps = sum(len(mode.walls) for mode in totals.modes.values())
-    calls = sum(mode.calls for mode in totals.modes.values())
+    there = [*totals.modes.values(), *totals.evaluations.values()]
+    steps = sum(len(mode.walls) for mode in there) + sum(one.facts.steps for one in gone)
+    calls = sum(mode.calls for mode in there) + sum(one.calls for one in gone)
     return Story(
         directory=str(directory),
         info=info,
@@ -60,6 +68,10 @@ def collect(directory: Path) -> Story:
         state=state,
         evidence=evidence,
         findings=tuple(findings(evidence)),
+        evaluations=tuple(
+            mode_facts(name, mode, totals.virtual) for name, mode in sorted(totals.evaluations.items()) if mode.walls
+        ),
+        deleted=gone,
         steps=steps,
         calls=calls,
         bin_ns=bin_ns,
@@ -91,13 +103,14 @@ class _Collector(Adder):
         self.devices = Devices()
         self.processes: dict[int, ProcessFacts] = {}
         self.changes: list[ModeChange] = []
-        self._longest: list[tuple[int, int, LongStep]] = []
+        self._longest: dict[tuple[str, bool], list[tuple[int, int, LongStep]]] = {}
+        """By mode, and whether it is an evaluation."""
         self._seen: Counter[tuple[int, str]] = Counter()
         self._number = 0
         self._last_ns: int | None = None
-        self._shares: dict[tuple[int, int, int, int], tuple[list[array[int]], Counter[tuple[int, ...]]]] = {}
-        """By process, layout, number of the mode and of replicas: durations of each replica, and how often the batch
-        and they were of these sizes (definitions)."""
+        self._shares: dict[_Share, tuple[list[array[int]], Counter[tuple[int, ...]]]] = {}
+        """By process, layout, number of the mode and of replicas, whether it evaluates: durations of each replica, and
+        how often the batch and they were of these sizes (definitions)."""
         self.settled = Settled()
         self._virtual: set[tuple[int, int]] = set()
 
@@ -117,13 +130,14 @@ class _Collector(Adder):
         if wall < 0 or start < 0:
             return
         super().step(process, number, mode, start, wall, samples, phases)
-        self.series.step(mode, start, wall, samples, phases)
+        evaluation = is_evaluation(phases)
+        self.series.step(mode, evaluation, start, wall, samples, phases)
         self.settled.step(process, number, mode, start, wall, samples, phases)
         self._last_ns = max(self._last_ns or 0, start + wall)
         self._seen[process, mode] += 1
         if self._seen[process, mode] <= WARM_UP_STEPS:
             return
-        longest = self._longest
+        longest = self._longest.setdefault((mode, evaluation), [])
         if len(longest) < LONGEST_KEPT or wall > longest[0][0]:
             took, name = max((took or 0, name) for took, name in zip(phases, STEP_PHASES, strict=True))
             self._number += 1
@@ -135,12 +149,11 @@ class _Collector(Adder):
 
     def called(self, process: int, head: Sequence[int], shares: Sequence[tuple[int, int, int, int]]) -> None:
         """A call, as it lies in the record."""
-        mode, flags, _, layout, step, _, start, _, inputs, _, *phases = head
-        self.series.call(MODES[mode], start - self._origin, phases)
+        mode, flags, _, layout, step, _, _, _, inputs, _, *phases = head
         self.settled.call(process, step, phases)
         if flags & _VIRTUAL:
             self._virtual.add((process, layout))
-        key = (process, layout, mode, len(shares))
+        key = (process, layout, mode, len(shares), flags & (TRAINING | GRAD) == 0)
         found = self._shares.get(key)
         if found is None:
             found = self._shares[key] = ([array("q") for _ in shares], Counter())
@@ -148,6 +161,15 @@ class _Collector(Adder):
         found[1][sizes] += 1
         for times, (_, _, _, took) in zip(found[0], shares, strict=True):
             times.append(took)
+
+    def placed(self, mode: str, evaluation: bool, start: int, phases: Sequence[int]) -> None:
+        """A call whose step is over."""
+        self.series.call(mode, evaluation, start - self._origin, phases)
+
+    def delete(self, width_s: int, rollup: Rollup) -> None:
+        """What is left of the steps of some seconds that were deleted."""
+        super().delete(width_s, rollup)
+        self.series.rollup(width_s, rollup)
 
     def event(self, kind: str, data: Any) -> None:
         """An event."""
@@ -168,13 +190,24 @@ class _Collector(Adder):
             batches=tuple(self._batch_facts()),
             replicas=tuple(self._replica_facts()),
             devices=self.devices.facts(),
+            host=self.devices.processors(),
             memory=tuple(held(totals.memory.values())),
-            longest=tuple(step for _, _, step in sorted(self._longest, reverse=True)),
+            longest=self._longest_steps(totals),
             worth=_worth(verdict),
             processes=totals.processes,
             last_step_ns=self._last_ns,
             end_ns=None if how is None or how.by != "supervisor" else int(how.seconds * 1e9),
         )
+
+    def _longest_steps(self, totals: Totals) -> tuple[LongStep, ...]:
+        """Of those that the modes' figures are of, too."""
+        found = [
+            entry
+            for (mode, evaluation), entries in self._longest.items()
+            if not evaluation or mode not in totals.evaluations
+            for entry in entries
+        ]
+        return tuple(step for _, _, step in sorted(found, reverse=True)[:LONGEST_KEPT])
 
     def _layout(self, process: int, layout: int) -> tuple[str, list[str]] | None:
         """Root and devices of a layout; None for one that is unknown or DDP's, whose ranks are no replicas."""
@@ -193,7 +226,7 @@ class _Collector(Adder):
 
     def _batch_facts(self) -> list[BatchFacts]:
         found: dict[tuple[str, int], list[tuple[int, int | None, int]]] = {}
-        for (process, layout, mode, replicas), (_, sizes) in self._shares.items():
+        for (process, layout, mode, replicas, _), (_, sizes) in self._shares.items():
             about = self._layout(process, layout)
             if about is None or len(about[1]) < 2 or MODES[mode] != "dp":
                 continue
@@ -217,9 +250,10 @@ class _Collector(Adder):
         times: dict[tuple[str, str, int, str], array[int]] = {}
         rows: dict[tuple[str, str, int, str], Counter[int | None]] = {}
         virtual: set[tuple[str, str, int, str]] = set()
-        for (process, layout, mode, _), (arrays, sizes) in self._shares.items():
+        trained = {key[:3] for key in self._shares if not key[4]}
+        for (process, layout, mode, _, evaluation), (arrays, sizes) in self._shares.items():
             about = self._layout(process, layout)
-            if about is None:
+            if about is None or (evaluation and (process, layout, mode) in trained):
                 continue
             for index, took in enumerate(arrays[: len(about[1])]):
                 key = (MODES[mode], about[0], index, about[1][index])

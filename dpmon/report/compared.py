@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 from dpmon.model.compare import compare, sentence
 from dpmon.model.evidence import WARM_UP_STEPS
+from dpmon.model.finding import took
 from dpmon.model.phases import add_call, with_calls
 from dpmon.model.state import NOT_RUN, StepSample
-from dpmon.report.story import Compared, ModeChange
+from dpmon.report.story import Compared, Deleted, ModeChange
 
 __all__ = ["Settled", "compared"]
 
@@ -17,10 +17,14 @@ KEPT = 4096
 
 
 class Settled:
-    """The newest steps of each mode of one process (the first that trains), without those after a change of mode."""
+    """Steps of each mode of one process (the first that trains), without those after a change of mode: all of them, or
+    KEPT that are drawn evenly from the whole record.
+    """
 
     def __init__(self) -> None:
-        self.steps: dict[str, deque[StepSample]] = {}
+        self.steps: dict[str, list[StepSample]] = {}
+        self._settled: dict[str, int] = {}
+        self._chance = 1
         self.seen: dict[str, int] = {}
         self._process: int | None = None
         self._mode: str | None = None
@@ -55,17 +59,33 @@ class Settled:
         self.seen[mode] = self.seen.get(mode, 0) + 1
         if self._since < WARM_UP_STEPS:
             return
+        kept = self.steps.setdefault(mode, [])
+        count = self._settled[mode] = self._settled.get(mode, 0) + 1
+        at = len(kept)
+        if count > KEPT:
+            # The same record gives the same draw.
+            self._chance = (self._chance * 6364136223846793005 + 1442695040888963407) & (1 << 64) - 1
+            at = (self._chance >> 33) % count
+            if at >= KEPT:
+                return
         slots = with_calls((NOT_RUN if took is None else took for took in phases), inside)
-        kept = self.steps.setdefault(mode, deque(maxlen=KEPT))
-        kept.append(StepSample(number, start + wall, wall, samples, slots))
+        kept[at : at + 1] = [StepSample(number, start + wall, wall, samples, slots)]
 
 
-def compared(settled: Settled, virtual: bool, changes: Sequence[ModeChange]) -> Compared | None:
-    """The verdict; None where not both modes were seen."""
-    if not {"dp", "single"} <= settled.seen.keys():
+def compared(
+    settled: Settled, virtual: bool, changes: Sequence[ModeChange], deleted: Sequence[Deleted] = ()
+) -> Compared | None:
+    """The verdict; None where not both modes were seen. Steps that were deleted have no part in it."""
+    gone = {one.facts.mode: one.facts for one in deleted}
+    if not {"dp", "single"} <= settled.seen.keys() | gone.keys():
         return None
+    lost = [mode for mode in ("dp", "single") if mode not in settled.seen]
+    if lost:
+        medians = " and ".join(f"{took(gone[mode].median_ns)} in {mode}" for mode in lost)
+        missing = f"no verdict: the steps in {' and '.join(lost)} were deleted; their sums say a median of {medians}"
+        return Compared(None, missing, None, None, None, None, None, tuple(settled.seen.items()))
     devices = next((change.devices for change in changes if change.mode == "dp" and change.refused is None), ())
-    steps = {mode: list(found) for mode, found in settled.steps.items()}
+    steps = {mode: sorted(found, key=lambda each: each.end_ns) for mode, found in settled.steps.items()}
     found = compare(steps, seen=settled.seen, devices=devices, virtual=virtual)
     speedup = found.speedup
     return Compared(

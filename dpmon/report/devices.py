@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpmon.model.evidence import DeviceFacts
+from dpmon.model.evidence import DeviceFacts, HostFacts
 from dpmon.model.stats import median
 from dpmon.report.story import DevicePoint
 
@@ -44,6 +44,8 @@ class Devices:
     def __init__(self) -> None:
         self._tracks: dict[int, _Track] = {}
         self.gpu_absent: str | None = None
+        self._cpus = 0
+        self._processors: dict[str, array[float]] = {name: array("d") for name in ("cpu_pct", "others", "own", "load")}
 
     def sample(self, kind: str, data: Mapping[str, Any]) -> None:
         """A `device` or `host` record; what is not of its type is not known."""
@@ -65,6 +67,8 @@ class Devices:
                 track.highest[key] = max(track.highest.get(key, value), value)
         if kind == "device":
             _identify(track, data)
+        else:
+            self._take_processors(data)
         if seconds is not None and 0 <= seconds < 1e9:
             _place(track, seconds, util, used)
 
@@ -75,6 +79,26 @@ class Devices:
     def host(self) -> DeviceFacts | None:
         """The host in the same terms."""
         return self._facts(HOST) if HOST in self._tracks else None
+
+    def _take_processors(self, data: Mapping[str, Any]) -> None:
+        """How busy they are, and with what."""
+        cpus, use, own, load = (_number(data.get(key)) for key in ("cpus", "cpu_pct", "run_cpu_pct", "load_1m"))
+        if cpus is None or not 0 < cpus < 1e6 or use is None or own is None:
+            return
+        self._cpus = int(cpus)
+        known = self._processors
+        known["cpu_pct"].append(use)
+        known["own"].append(own / 100)
+        known["others"].append(max(use * cpus / 100 - own / 100, 0.0))
+        if load is not None:
+            known["load"].append(load)
+
+    def processors(self) -> HostFacts | None:
+        """Those of the machine; None where nothing is known."""
+        use, others, own, load = (median(self._processors[name]) for name in ("cpu_pct", "others", "own", "load"))
+        if use is None or others is None or own is None:
+            return None
+        return HostFacts(len(self._processors["cpu_pct"]), self._cpus, use, others, own, load)
 
     def _facts(self, index: int) -> DeviceFacts:
         track = self._tracks[index]

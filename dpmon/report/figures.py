@@ -1,4 +1,4 @@
-"""The figures of one mode, from every step of it that is in the record."""
+"""The figures of one mode, from every step of it that is in the record, or from the sums of those that were deleted."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from array import array
 from dpmon.model.evidence import WARM_UP_STEPS, ModeFacts
 from dpmon.model.stats import PhaseFigures, median, percentile
 from dpmon.records import CALL_PHASES, STEP_PHASES
-from dpmon.run.totals import ModeTotals
+from dpmon.run.rollup import SERIES
+from dpmon.run.totals import Deleted, ModeTotals
 
-__all__ = ["mode_facts"]
+__all__ = ["deleted_facts", "mode_facts"]
 
 
 def mode_facts(name: str, mode: ModeTotals, virtual: bool) -> ModeFacts:
@@ -43,6 +44,30 @@ def mode_facts(name: str, mode: ModeTotals, virtual: bool) -> ModeFacts:
         late=late,
         early_p75_ns=early_p75,
         late_p25_ns=late_p25,
+    )
+
+
+def deleted_facts(name: str, deleted: Deleted, virtual: bool) -> ModeFacts:
+    """The same of what was deleted: shares are exact, medians and tails within 3 %."""
+    sums = deleted.sums
+    total = sums.sums[0]
+    phases = []
+    for series, spent in zip(SERIES[1:], sums.sums[1:], strict=True):
+        ran = sums.ran(series)
+        if spent is not None and ran > 0:
+            share = spent / total if total else None
+            middle, tail = sums.quantile(series, 0.5), sums.quantile(series, 0.95)
+            phases.append(PhaseFigures(series, ran, middle, tail, share))
+    return ModeFacts(
+        mode=name,
+        virtual=virtual and name == "dp",
+        steps=sums.steps,
+        median_ns=sums.quantile("step", 0.5),
+        p95_ns=sums.quantile("step", 0.95),
+        samples_per_s=deleted.samples_per_s(),
+        phases=tuple(phases),
+        early={},
+        late={},
     )
 
 

@@ -12,6 +12,7 @@ import base64
 import hashlib
 import html
 import json
+import sys
 from collections.abc import Iterable, Sequence
 
 from dpmon.report.plots import Plot, plots
@@ -22,15 +23,16 @@ from dpmon.report.text import (
     facts,
     findings_note,
     phase_rows,
+    step_rows,
 )
-from dpmon.report.words import Row, device_cells, ended, mode_title, rank_rows, replica_rows, stage_rows
+from dpmon.report.words import Row, device_cells, ended, rank_rows, replica_rows, stage_rows
 from dpmon.run.rundir import short_name
 from dpmon.ui.format import UNKNOWN, clock, compact, memory, ms, percent
 from dpmon.ui.text import clean
 
 __all__ = ["PageError", "page"]
 
-_NEEDED = "the plots of --html need plotly: pip install 'dpmon[report]' (the text and --json do without)"
+_NEEDED = "the plots of --html need plotly: {python} -m pip install plotly (the text and --json do without)"
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -102,7 +104,7 @@ def _library() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise PageError(_NEEDED) from None
+        raise PageError(_NEEDED.format(python=sys.executable)) from None
     text: str = get_plotlyjs()
     return text
 
@@ -129,11 +131,10 @@ def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
     by_name = {plot.name: plot for plot in figures}
     for name in ("step-time", "speed", "phases", "modes"):
         yield from _plot(by_name.get(name))
-    for mode in story.evidence.modes:
-        if mode.steps:
-            yield f"<h2>Phases of a step, {_text(mode_title(mode))}</h2>\n"
-            rows = [(label, percent(one.share), ms(one.median_ns), ms(one.p95_ns)) for label, one in phase_rows(mode)]
-            yield from _table(("phase", "share", "median", "p95"), rows)
+    for title, mode in step_rows(story):
+        yield f"<h2>Phases of a step, {_text(title)}</h2>\n"
+        rows = [(label, percent(one.share), ms(one.median_ns), ms(one.p95_ns)) for label, one in phase_rows(mode)]
+        yield from _table(("phase", "share", "median", "p95"), rows)
     if story.compared is not None:
         yield "<h2>dp against single</h2>\n"
         yield "".join(f"<p>{_text(line)}</p>\n" for line in comparison(story.compared))
@@ -187,13 +188,13 @@ def _findings(story: Story) -> Iterable[str]:
 
 
 def _steps(story: Story) -> Iterable[str]:
-    modes = [mode for mode in story.evidence.modes if mode.steps]
-    if not modes:
+    kinds = step_rows(story)
+    if not kinds:
         return
     yield "<h2>Steps</h2>\n"
     rows = [
-        (mode_title(mode), f"{mode.steps:,}", ms(mode.median_ns), ms(mode.p95_ns), compact(mode.samples_per_s))
-        for mode in modes
+        (title, f"{mode.steps:,}", ms(mode.median_ns), ms(mode.p95_ns), compact(mode.samples_per_s))
+        for title, mode in kinds
     ]
     yield from _table(("mode", "steps", "median", "p95", "samples/s"), rows)
 

@@ -65,8 +65,15 @@ def _seconds(one: Bin) -> float:
 def _modes(story: Story) -> list[tuple[str, str, list[Bin]]]:
     """Mode, title, and its stretches."""
     titles = {mode.mode: mode_title(mode) for mode in story.evidence.modes}
-    names = sorted({one.mode for one in story.bins})
-    return [(name, titles.get(name, name), [one for one in story.bins if one.mode == name]) for name in names]
+    kinds = sorted({(one.evaluation, one.mode) for one in story.bins})
+    return [
+        (
+            name,
+            titles.get(name, name) + (", evaluation" if evaluation else ""),
+            [one for one in story.bins if (one.evaluation, one.mode) == (evaluation, name)],
+        )
+        for evaluation, name in kinds
+    ]
 
 
 def _with_gaps(story: Story, bins: Sequence[Bin], values: Sequence[float | None]) -> tuple[list[Any], list[Any]]:
@@ -137,7 +144,7 @@ def _colour(name: str, names: Sequence[str]) -> str:
 
 
 def _parts_over_time(story: Story) -> Plot | None:
-    bins = story.bins
+    bins = [one for one in story.bins if not one.evaluation]
     if len(bins) < 2:
         return None
     names = _ran(bins)

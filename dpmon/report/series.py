@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from dpmon.records import CALL_PHASES, STEP_PHASES
 from dpmon.report.story import PARTS, Bin
+from dpmon.run.rollup import Rollup
 
 __all__ = ["BINS", "Series"]
 
@@ -40,11 +41,13 @@ class Series:
 
     def __init__(self) -> None:
         self._width = _FIRST_NS
-        self._sums: dict[tuple[int, str], _Sum] = {}
+        self._sums: dict[tuple[int, str, bool], _Sum] = {}
 
-    def step(self, mode: str, start: int, wall: int, samples: int | None, phases: Sequence[int | None]) -> None:
+    def step(
+        self, mode: str, evaluation: bool, start: int, wall: int, samples: int | None, phases: Sequence[int | None]
+    ) -> None:
         """A step; `phases` as in STEP_PHASES."""
-        found = self._sum(mode, start)
+        found = self._sum(mode, evaluation, start)
         found.steps += 1
         found.wall_ns += wall
         found.longest_ns = max(found.longest_ns, wall)
@@ -57,35 +60,54 @@ class Series:
             if took is not None and took > 0:
                 parts[slot] += took
 
-    def call(self, mode: str, start: int, phases: Sequence[int]) -> None:
+    def call(self, mode: str, evaluation: bool, start: int, phases: Sequence[int]) -> None:
         """A call; `phases`: offset (-1: did not run) and duration for each of CALL_PHASES."""
         if start < 0 or max(phases[::2]) < 0:
             return
-        parts = self._sum(mode, start).parts
+        parts = self._sum(mode, evaluation, start).parts
         for index, slot in enumerate(_CALL_SLOTS):
             if phases[2 * index] >= 0 and phases[2 * index + 1] > 0:
                 parts[slot] += phases[2 * index + 1]
 
-    def _sum(self, mode: str, start: int) -> _Sum:
-        key = (start // self._width, mode)
+    def rollup(self, width_s: int, rollup: Rollup) -> None:
+        """The sums of some seconds, which were deleted otherwise; no stretch is shorter then."""
+        if rollup.steps <= 0 or rollup.start_s < 0:
+            return
+        while self._width < width_s * 1_000_000_000:
+            self._halve()
+        found = self._sum(rollup.mode, False, rollup.start_s * 1_000_000_000)
+        found.steps += rollup.steps
+        found.wall_ns += max(rollup.sums[0] or 0, 0)
+        found.longest_ns = max(found.longest_ns, rollup.high_ns or 0)
+        found.samples += rollup.samples
+        found.unknown += rollup.unknown
+        for slot, took in zip((*_STEP_SLOTS, *_CALL_SLOTS), rollup.sums[1:], strict=True):
+            found.parts[slot] += max(took or 0, 0)
+
+    def _sum(self, mode: str, evaluation: bool, start: int) -> _Sum:
+        key = (start // self._width, mode, evaluation)
         found = self._sums.get(key)
         if found is None:
             found = self._sums[key] = _Sum()
             while len(self._sums) > BINS:
                 self._halve()
-                found = self._sums[start // self._width, mode]
+                found = self._sums[start // self._width, mode, evaluation]
         return found
 
     def _halve(self) -> None:
         before, self._sums = self._sums, {}
         self._width *= 2
-        for (index, mode), part in before.items():
-            self._sums.setdefault((index // 2, mode), _Sum()).add(part)
+        for (index, mode, evaluation), part in before.items():
+            self._sums.setdefault((index // 2, mode, evaluation), _Sum()).add(part)
 
     def result(self) -> tuple[int, tuple[Bin, ...]]:
-        """The width in ns and the stretches in which steps began, in order."""
+        """The width in ns and the stretches in which steps began, in order.
+
+        In a mode in which no step trains, none is an evaluation.
+        """
         found = []
-        for (index, mode), part in sorted(self._sums.items()):
+        trained = {mode for (_, mode, evaluation), part in self._sums.items() if part.steps and not evaluation}
+        for (index, mode, evaluation), part in sorted(self._sums.items()):
             if not part.steps:
                 continue
             parts = list(part.parts)
@@ -93,7 +115,6 @@ class Series:
             # Calls within a backward pass, or of a step that began before: more than the forward cannot be in it.
             parts[_FORWARD] = max(0, parts[_FORWARD] - inside)
             samples = None if part.unknown else part.samples
-            found.append(
-                Bin(index * self._width, mode, part.steps, part.wall_ns, part.longest_ns, samples, tuple(parts))
-            )
+            counted = part.steps, part.wall_ns, part.longest_ns, samples, tuple(parts)
+            found.append(Bin(index * self._width, mode, *counted, evaluation and mode in trained))
         return self._width, tuple(found)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dpmon.model.evidence import DeviceFacts, Evidence
+from dpmon.model.evidence import DeviceFacts, Evidence, ModeFacts
 from dpmon.model.findings import Finding
 from dpmon.records import CALL_PHASES, STEP_PHASES
 from dpmon.run.rundir import ExitInfo, RunInfo
 from dpmon.run.totals import RankLine, ReplicaLine, StageLine
 
-__all__ = ["PARTS", "Bin", "Compared", "DevicePoint", "ModeChange", "ProcessFacts", "Story"]
+__all__ = ["PARTS", "Bin", "Compared", "Deleted", "DevicePoint", "ModeChange", "ProcessFacts", "Story"]
 
 PARTS = (*(name for name in STEP_PHASES if name != "forward"), *CALL_PHASES, "forward")
 """What a step's time is stacked from: here `forward` is what is left of it beside the phases of its calls."""
@@ -29,6 +29,8 @@ class Bin(NamedTuple):
     """None where a step did not know its samples."""
     parts: tuple[int, ...]
     """Time in each of PARTS, ns."""
+    evaluation: bool = False
+    """They had no backward pass and no optimizer, which others of their mode have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,17 @@ class DevicePoint:
     index: int
     util_pct: float | None
     mem_bytes: float | None
+
+
+class Deleted(NamedTuple):
+    """The steps of a mode that were deleted to bound the history, by the sums that are left of them: medians and tails
+    within 3 %, with whatever evaluations were among them. They ended between two seconds.
+    """
+
+    facts: ModeFacts
+    calls: int
+    first_s: int
+    last_s: int
 
 
 class ModeChange(NamedTuple):
@@ -97,8 +110,12 @@ class Story:
     """As `dpmon.run.state.run_state` says."""
     evidence: Evidence
     findings: tuple[Finding, ...]
+    evaluations: tuple[ModeFacts, ...] = ()
+    """Of modes whose other steps train: steps without a backward pass and an optimizer; not in the evidence."""
+    deleted: tuple[Deleted, ...] = ()
     steps: int = 0
     calls: int = 0
+    """Those that were deleted too."""
     bin_ns: int = 0
     bins: tuple[Bin, ...] = ()
     points: tuple[DevicePoint, ...] = ()

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from dpmon.model.evidence import ModeFacts
+from dpmon.model.finding import many
 from dpmon.model.findings import MIN_STEPS
 from dpmon.model.stats import PhaseFigures
 from dpmon.records import CALL_PHASES
@@ -50,7 +51,7 @@ def text_lines(story: Story, width: int = 80) -> list[str]:
         _head(story, width),
         _findings(story, width),
         _steps(story, width),
-        *(_phases(mode, width) for mode in story.evidence.modes if mode.steps),
+        *(_phases(title, mode, width) for title, mode in step_rows(story)),
         _compared(story, width),
         _replicas(story, width),
         _ranks(story, width),
@@ -78,10 +79,30 @@ def facts(story: Story) -> list[str]:
     if story.nothing is not None:
         found.append(f"nothing was traced: {story.nothing}")
     if story.pruned:
-        found.append(f"{story.pruned:,} older records were deleted to bound the history: the figures are of the rest")
+        found.append(pruned(story))
     if story.dropped:
         found.append(f"{story.dropped:,} records were dropped: the figures are of the rest")
     return found
+
+
+def pruned(story: Story) -> str:
+    """What was deleted, what is left of it, and where."""
+    text = f"{story.pruned:,} older records were deleted to bound the history"
+    steps = sum(one.facts.steps for one in story.deleted)
+    if not steps:
+        return f"{text}: the figures are of the rest"
+    first, last = min(one.first_s for one in story.deleted), max(one.last_s for one in story.deleted)
+    return (
+        f"{text}: of {many(steps, 'step')} ({clock(first * 10**9)} to {clock(last * 10**9)}) sums are left, in the rows"
+        " that say deleted (medians and p95 within 3 %) and in the course of time; all else is of the rest"
+    )
+
+
+def step_rows(story: Story) -> list[tuple[str, ModeFacts]]:
+    """What steps there were, with what they are called: of each mode those that train, evaluations, deleted ones."""
+    rows = [(mode_title(mode), mode) for mode in story.evidence.modes if mode.steps]
+    rows += [(f"{mode_title(mode)}, evaluation", mode) for mode in story.evaluations]
+    return [*rows, *((f"{mode_title(one.facts)}, deleted", one.facts) for one in story.deleted)]
 
 
 def _head(story: Story, width: int) -> list[str]:
@@ -107,20 +128,20 @@ def _findings(story: Story, width: int) -> list[str]:
 
 
 def _steps(story: Story, width: int) -> list[str]:
-    modes = [mode for mode in story.evidence.modes if mode.steps]
-    if not modes:
+    kinds = step_rows(story)
+    if not kinds:
         return []
     rows = [("mode", "steps", "median", "p95", "samples/s")]
-    for mode in modes:
-        rows.append(
-            (mode_title(mode), f"{mode.steps:,}", ms(mode.median_ns), ms(mode.p95_ns), compact(mode.samples_per_s))
-        )
+    rows += [
+        (title, f"{mode.steps:,}", ms(mode.median_ns), ms(mode.p95_ns), compact(mode.samples_per_s))
+        for title, mode in kinds
+    ]
     return ["STEPS", *table(rows, width), *_over_time(story, width)]
 
 
 def _over_time(story: Story, width: int) -> list[str]:
     """The mean time of a step over the run, as bars; nothing where there is hardly a course of time."""
-    bins = story.bins
+    bins = [one for one in story.bins if not one.evaluation]
     if len(bins) < 2:
         return []
     first, last = bins[0].start_ns, bins[-1].start_ns + story.bin_ns
@@ -138,11 +159,11 @@ def _over_time(story: Story, width: int) -> list[str]:
     return [*wrap(said, width), "  " + bars, "  " + ends]
 
 
-def _phases(mode: ModeFacts, width: int) -> list[str]:
+def _phases(title: str, mode: ModeFacts, width: int) -> list[str]:
     rows = [("phase", "share", "median", "p95")]
     for label, figures in phase_rows(mode):
         rows.append((label, percent(figures.share), ms(figures.median_ns), ms(figures.p95_ns)))
-    return [f"PHASES of a step, {mode_title(mode)}", *table(rows, width)]
+    return [f"PHASES of a step, {title}", *table(rows, width)]
 
 
 def phase_rows(mode: ModeFacts) -> list[tuple[str, PhaseFigures]]:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from dpmon.records import RecordError, pack_event
 from dpmon.ring import RingError, RingReader
-from dpmon.run.history import LIMIT_BYTES, Batch, History, HistoryError, RingRow
+from dpmon.run.history import LIMIT_BYTES, Batch, History
 from dpmon.run.proc import alive
 from dpmon.run.rows import Sorter
 from dpmon.run.rundir import RunInfo, ring_paths
+from dpmon.run.tables import HistoryError, RingRow
 
 __all__ = ["Drain"]
 

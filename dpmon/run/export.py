@@ -13,10 +13,11 @@ from typing import IO, Any
 
 from dpmon.records import Call, Decoder, Event, Record, RecordError, Step, as_json
 from dpmon.ring import RingError, RingReader
-from dpmon.run.history import HistoryError, Kept, RingRow
+from dpmon.run.kept import Kept
 from dpmon.run.proc import alive
 from dpmon.run.rows import decoders_of, record_of
 from dpmon.run.rundir import RunInfo, load_exit, load_info, ring_paths
+from dpmon.run.tables import HistoryError, RingRow
 
 __all__ = ["Snapshot", "history", "kind", "write_jsonl"]
 

@@ -30,6 +30,8 @@ SUCCESSORS = 3
 BETWEEN_S = 1.0
 """Between two tries: time for a new supervisor, whoever started it, to say in run.json that it is there."""
 LOOK_S = 0.4
+UNSTARTED_S = 2.0
+"""A supervisor that was killed may just have forked: the command is known by its session, which it makes itself."""
 STALLED_S = 5.0
 """A supervisor that has not noticed the command's end for so long is stopped or stuck: the exit is read from /proc."""
 
@@ -107,6 +109,7 @@ class Guard:
         self.outcome: ExitInfo | None = None
         """How the run ended, where this process had to find out itself."""
         self._dead_since: float | None = None
+        self._unstarted_since: float | None = None
         self._successors = Successors(directory)
         self.lost: str | None = None
         """Why nothing will ever be known of how the run ended, once that is certain."""
@@ -173,9 +176,7 @@ class Guard:
         if pid is not None:
             self._replace()
         if pid is None:
-            self._record(
-                exit_info(self._reader.info, 2, "foreground", "the supervisor ended before it started the command")
-            )
+            self._look_for_start()
             return
         try:
             found, status = os.waitpid(pid, os.WNOHANG)
@@ -186,6 +187,14 @@ class Guard:
         if found:
             self._record(exit_info(self._reader.info, os.waitstatus_to_exitcode(status), "foreground", drained=False))
         self._reap_orphans()
+
+    def _look_for_start(self) -> None:
+        """Say that the command was not started, once it is certain that it is not about to be seen."""
+        now = time.monotonic()
+        self._unstarted_since = self._unstarted_since or now
+        if now - self._unstarted_since >= UNSTARTED_S:
+            why = "the supervisor ended before it started the command"
+            self._record(exit_info(self._reader.info, 2, "foreground", why))
 
     def _record(self, how: ExitInfo) -> None:
         self.outcome = how

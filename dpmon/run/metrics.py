@@ -46,6 +46,8 @@ _HOST = (
     ("cpu_pct", "host_cpu_ratio", 0.01, "Share of the host's processors in use."),
     ("mem_used_bytes", "host_memory_used_bytes", 1, "Memory in use on the host."),
     ("mem_total_bytes", "host_memory_total_bytes", 1, "Memory of the host."),
+    ("cpus", "host_cpus", 1, "Processors of the host."),
+    ("load_1m", "host_load", 1, "Threads that run or want to run on the host, mean of a minute."),
     ("run_cpu_pct", "run_cpu_cores", 0.01, "Processors that the run's processes use."),
     ("run_mem_bytes", "run_memory_bytes", 1, "Resident memory of the run's processes, shared pages in each."),
 )

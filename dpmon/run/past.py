@@ -7,59 +7,159 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import takewhile
+from typing import NamedTuple
 
 from dpmon.past import Drawn, Past
 from dpmon.past import Kept as Drew
-from dpmon.records import CALL_PHASES, STEP_PHASES, RecordError, Step, call_head
-from dpmon.run.history import Kept
+from dpmon.records import CALL_PHASES, RecordError, call_head
+from dpmon.run.draws import Draws
+from dpmon.run.kept import Kept
 from dpmon.run.rollup import SERIES, Gathered, Rollup
 from dpmon.run.rows import step_columns
 
-__all__ = ["past_of"]
+__all__ = ["Before", "deleted", "past_of"]
 
 _SECOND = 1_000_000_000
 _FINE_S = 660
 """So long before the loaded records seconds are given, before that minutes."""
-_DRAWN = 512
-"""Steps drawn of each mode: as many as are compared."""
-_PAIRS = 16
-"""Of so many processes and modes at most."""
+_DISORDER = 16_000
+"""Rings are taken over in turn, so that rows do not lie in strict order of time: by so many ids at most."""
+_MINUTES_KEPT = 20_000
+"""Of a history that is asked again and again so many minutes are remembered, of a longer one none."""
 
 
 def past_of(kept: Kept, first: int) -> Iterator[Past | Drawn]:
     """All that was over before the records with an id above `first`, oldest first; then the drawn steps."""
-    if first <= 0 or not kept.has_steps(first):
-        return
-    ranks = {ring.process: ring.rank for ring in kept.rings.values()}
-    loaded = _loaded(kept, first)
-    oldest = min((second for second, _, _ in loaded), default=kept.newest_ns() // _SECOND)
-    fine = max((oldest - _FINE_S) // 60 * 60, -(-kept.first_second() // 60) * 60)
-    near = kept.id_at(fine * _SECOND)
-    drawn: list[Drawn] = []
-    placed: dict[tuple[int, int, int, str], list[Drew]] = defaultdict(list)
-    switches = _switches(kept)
-    for process, mode, count in kept.steps_by_mode(first)[:_PAIRS]:
-        rank = ranks.get(process)
-        steps = _steps(kept, (0, first), process, mode, rank)
-        drawn.append(Drawn(process, rank, mode, count, tuple(switches[process]), tuple(steps)))
-        for width, found in ((60, steps), (1, _steps(kept, (near, first), process, mode, rank))):
-            for step, inside in found:
-                second = (step.start_ns + step.wall_ns) // _SECOND
-                placed[width, second // width * width, process, mode].append((step, inside))
-    inside_of = _Inside()
-    for width in (60, 1):
-        for rollup in sorted_in_time(kept.rollups(width, fine if width == 1 else 0)):
-            if width == 60 and rollup.start_s >= fine:
-                break
-            _take_out(rollup, loaded, width)
-            sums, ran = inside_of.of(rollup)
-            if rollup.steps > 0:
-                yield Past(
-                    rollup.process, ranks.get(rollup.process), rollup.mode, rollup.start_s, width, rollup.steps,
-                    rollup.calls, rollup.samples, rollup.unknown, rollup.last_step, sums, ran,
-                    tuple(placed[width, rollup.start_s, rollup.process, rollup.mode]),
-                )  # fmt: skip
-    yield from drawn
+    return Before(kept).of(first)
+
+
+def deleted(kept: Kept) -> Iterator[tuple[int, Rollup]]:
+    """What is left of the steps and calls that were deleted to bound the history: sums of so many seconds each."""
+    if kept.pruned:
+        yield from Before(kept).rollups(0)
+
+
+class _Edge(NamedTuple):
+    """Where what is told by sums ends, and what is given in full begins."""
+
+    end_s: int
+    """The last second in which something was before it."""
+    fine: int
+    """From this second on there are sums of seconds, before it of minutes."""
+    coarse: int | None
+    """The minute that the edge cuts in two, where the sums of its seconds were deleted."""
+    given: bool
+    """Whether anything is given in full."""
+
+    @property
+    def minutes_until(self) -> int:
+        """Minutes that begin before this second are told whole."""
+        return self.fine if self.coarse is None else self.coarse
+
+
+class Before:
+    """What was before any place in one history. With `again`, it is asked often and remembers what is dear."""
+
+    def __init__(self, kept: Kept, *, again: bool = False) -> None:
+        self._kept = kept
+        self._again = again
+        self._ranks = {ring.process: ring.rank for ring in kept.rings.values()}
+        self._draws = Draws(kept, self._ranks, again=again)
+        self._minutes: list[Past] | None = None
+        self._switches: dict[int, list[int]] | None = None
+
+    def of(self, first: int, until_ns: int | None = None) -> Iterator[Past | Drawn]:
+        """All that was over before the records with an id above `first`, oldest first; then the drawn steps.
+
+        `until_ns`: the records above `first` are given up to this time (None: all); nothing is told of what came later.
+        """
+        kept, first = self._kept, max(first, 0)
+        if not kept.has_steps(first):
+            return
+        edge = self._edge(first, until_ns)
+        drawn: list[Drawn] = []
+        placed: dict[tuple[int, int, int, str], list[Drew]] = defaultdict(list)
+        if self._switches is None:
+            self._switches = _switches(kept)
+        for process, mode, count, steps, near in self._draws.until(first, kept.id_at(edge.fine * _SECOND)):
+            switches = tuple(self._switches.get(process, ()))
+            drawn.append(Drawn(process, self._ranks.get(process), mode, count, switches, tuple(steps)))
+            for width, found in ((60, steps), (1, near)):
+                for step, inside in found:
+                    second = (step.start_ns + step.wall_ns) // _SECOND
+                    placed[width, second // width * width, process, mode].append((step, inside))
+        for past in self._pasts(first, edge):
+            yield past._replace(drawn=tuple(placed[past.width_s, past.start_s, past.process, past.mode]))
+        yield from drawn
+
+    def rollups(self, first: int) -> Iterator[tuple[int, Rollup]]:
+        """Width and sums of all steps and calls that came before the ids above `first`, in order of time."""
+        edge = self._edge(first, None)
+        whole = takewhile(lambda rollup: rollup.start_s < edge.minutes_until, self._kept.rollups(60))
+        for rollup in sorted_in_time(whole):
+            yield 60, rollup
+        yield from self._cut(first, edge)
+
+    def _pasts(self, first: int, edge: _Edge) -> Iterator[Past]:
+        yield from self._minutes_until(edge.minutes_until)
+        inside_of = _Inside()
+        for width, rollup in self._cut(first, edge):
+            past = self._past(rollup, width, inside_of)
+            if past.steps > 0:
+                yield past
+
+    def _cut(self, first: int, edge: _Edge) -> Iterator[tuple[int, Rollup]]:
+        """What follows the whole minutes, without what is given in full."""
+        loaded = _loaded(self._kept, first, edge.end_s + 1 if edge.coarse is None else edge.coarse + 60)
+        if edge.coarse is not None and edge.given:
+            minute = self._kept.rollups(60, edge.coarse)
+            for rollup in sorted_in_time(takewhile(lambda rollup: rollup.start_s == edge.coarse, minute)):
+                _take_out(rollup, loaded, 60)
+                yield 60, rollup
+        seconds = self._kept.rollups(1, edge.fine)
+        for rollup in sorted_in_time(takewhile(lambda rollup: rollup.start_s <= edge.end_s, seconds)):
+            _take_out(rollup, loaded, 1)
+            yield 1, rollup
+
+    def _edge(self, first: int, until_ns: int | None) -> _Edge:
+        kept = self._kept
+        after = kept.time_from(first + 1, events=False)
+        given = after is not None and (until_ns is None or after <= until_ns)
+        if given or until_ns is None:
+            oldest = (after or 0) // _SECOND if given else kept.newest_ns() // _SECOND + 1
+            end_s = kept.newest_ns(first) // _SECOND if kept.holds(first) else oldest
+            end_s = end_s if until_ns is None else min(end_s, until_ns // _SECOND)
+        else:
+            oldest = until_ns // _SECOND
+            end_s = oldest - 1
+        fine = max((oldest - _FINE_S) // 60 * 60, kept.seconds_from())
+        return _Edge(end_s, fine, end_s // 60 * 60 if fine > end_s else None, given)
+
+    def _minutes_until(self, end_s: int) -> Iterator[Past]:
+        """Those that begin before `end_s`."""
+        if self._minutes is not None:
+            yield from takewhile(lambda past: past.start_s < end_s, self._minutes)
+            return
+        inside_of = _Inside()
+        found: list[Past] = []
+        for rollup in sorted_in_time(self._kept.rollups(60)):
+            past = self._past(rollup, 60, inside_of)
+            if rollup.start_s >= end_s and not (self._again and len(found) < _MINUTES_KEPT):
+                return
+            if rollup.start_s < end_s:
+                yield past
+            if self._again:
+                found.append(past)
+        if self._again and len(found) < _MINUTES_KEPT:
+            self._minutes = found
+
+    def _past(self, rollup: Rollup, width: int, inside_of: _Inside) -> Past:
+        sums, ran = inside_of.of(rollup)
+        return Past(
+            rollup.process, self._ranks.get(rollup.process), rollup.mode, rollup.start_s, width, rollup.steps,
+            rollup.calls, rollup.samples, rollup.unknown, rollup.last_step, sums, ran, (),
+        )  # fmt: skip
 
 
 def sorted_in_time(rollups: Iterator[Rollup]) -> Iterator[Rollup]:
@@ -73,15 +173,18 @@ def sorted_in_time(rollups: Iterator[Rollup]) -> Iterator[Rollup]:
     yield from sorted(same, key=lambda each: (each.process, each.last_step or 0))
 
 
-def _loaded(kept: Kept, first: int) -> dict[tuple[int, int, str], Gathered]:
-    """What is handed over in full, by second, process and mode: it is in the rollups too."""
+def _loaded(kept: Kept, first: int, end_s: int) -> dict[tuple[int, int, str], Gathered]:
+    """What is handed over in full and was over before the second `end_s`, by second, process and mode: it is in the
+    rollups too.
+    """
     found: dict[tuple[int, int, str], Gathered] = defaultdict(Gathered)
-    for row in kept.rows(first):
+    last = kept.id_at(end_s * _SECOND) + _DISORDER
+    for row in kept.rows_over(first, last, end_s * _SECOND):
         with suppress(RecordError, ValueError, TypeError, struct.error, IndexError):
             if row[1] == "steps":
                 process, _, mode, start, wall, _, _ = step_columns(row)
                 found[(start + wall) // _SECOND, process, mode].steps.append(row[2:])
-            elif row[1] == "calls":
+            else:
                 _, _, _, process, _, _, mode, start, wall, _, payload = row
                 found[(start + wall) // _SECOND, process, mode].calls.append(call_head(payload)[10:])
     return found
@@ -138,18 +241,6 @@ class _Inside:
         return sums, {name: count for name, count in ran.items() if count > 0}
 
 
-def _steps(kept: Kept, ids: tuple[int, int], process: int, mode: str, rank: int | None) -> list[Drew]:
-    """Steps of a mode drawn evenly from those whose ids are above the first and up to the second."""
-    found: list[Drew] = []
-    for row in kept.drawn_steps(*ids, process, mode, _DRAWN):
-        with suppress(RecordError):
-            _, number, _, start, wall, samples, phases = step_columns(row)
-            known = {name: took for name, took in zip(STEP_PHASES, phases, strict=True) if took is not None}
-            step = Step(process, rank, number, mode, start, wall, samples, known)
-            found.append((step, _inside(kept.calls_of(row[0], process, number))))
-    return found
-
-
 def _switches(kept: Kept) -> dict[int, list[int]]:
     found: dict[int, list[int]] = defaultdict(list)
     for process, text in kept.modes():
@@ -158,15 +249,3 @@ def _switches(kept: Kept) -> dict[int, list[int]]:
             if data.get("refused") is None and type(data.get("step")) is int:
                 found[process].append(data["step"])
     return found
-
-
-def _inside(payloads: Iterator[bytes]) -> tuple[int, ...] | None:
-    """What the phases of a step's calls took together; None if none of them ran, or nothing is known."""
-    sums = [-1] * len(CALL_PHASES)
-    for payload in payloads:
-        with suppress(struct.error, IndexError, TypeError):
-            phases = call_head(payload)[10:]
-            for index in range(len(CALL_PHASES)):
-                if phases[2 * index] >= 0 and phases[2 * index + 1] >= 0:
-                    sums[index] = max(sums[index], 0) + phases[2 * index + 1]
-    return tuple(sums) if max(sums) >= 0 else None

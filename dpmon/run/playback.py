@@ -1,7 +1,7 @@
 """Plays a finished run back: the reader that a screen knows, with a clock that can be stopped, set and sped up.
 
-What is read is bounded wherever the clock is set: what lasts (processes, modes, warnings), and of calls, steps and
-samples as much as a reader is given that comes late to a live run. Nothing is written.
+What is read is bounded wherever the clock is set: what lasts (processes, modes, warnings), of calls, steps and
+samples as much as a reader is given that comes late to a live run, and sums of all that was before. Nothing is written.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 
 from dpmon.past import Drawn, Past
 from dpmon.records import Event, Record, RecordError
-from dpmon.run.history import HistoryError, Kept
+from dpmon.run.kept import Kept
+from dpmon.run.past import Before
 from dpmon.run.reader import RECENT_NS, RECENT_RECORDS, Pause
 from dpmon.run.rows import decoders_of, record_of
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info
+from dpmon.run.tables import HistoryError
 
 __all__ = ["SPEEDS", "PlaybackReader", "can_be_played"]
 
@@ -63,6 +65,8 @@ class PlaybackReader:
         self._rows: Iterator[tuple[Any, ...]] = iter(())
         self._read_ns = -1
         self._set = True
+        self._first = 0
+        self._before = Before(self._kept, again=True)
 
     def _find_length(self) -> int:
         seconds = self._end.seconds if self._end is not None else 0.0
@@ -116,8 +120,11 @@ class PlaybackReader:
     # ------------------------------------------------------------------------------------------ records
 
     def past(self) -> Iterator[Past | Drawn]:
-        """Nothing: what was before a position is read anew with each position."""
-        return iter(())
+        """What was before the records that `poll` gave when the clock was set last; to be folded before these."""
+        try:
+            yield from self._before.of(self._first, self._position)
+        except (HistoryError, ValueError):
+            return  # damaged: what could be read is better than nothing
 
     def poll(self, most: int | None = None) -> list[Record]:
         """What happened between the last time and now; after the clock was set, what a late reader would be given.
@@ -165,6 +172,7 @@ class PlaybackReader:
         self.generation += 1
         here = self._kept.id_at(position)
         first = max(here - 2 * RECENT_RECORDS, 0)
+        self._first = first
         found = []
         for row in self._kept.lasting(first, position - RECENT_NS):
             at = _time_of(row)

@@ -21,7 +21,7 @@ from dpmon.run.rundir import INFO_FILE, ExitInfo, RunError, RunInfo, load_exit, 
 
 if TYPE_CHECKING:
     from dpmon.past import Drawn, Past
-    from dpmon.run.history import Kept
+    from dpmon.run.kept import Kept
 
 __all__ = ["Pause", "RunReader"]
 
@@ -176,8 +176,9 @@ class RunReader:
         """What the history says of the time before the records that the first `poll` gives; to be used up before it."""
         if self._looked_back or not (self.directory / _HISTORY).exists():
             return
-        from dpmon.run.history import HistoryError, Kept
+        from dpmon.run.kept import Kept
         from dpmon.run.past import past_of
+        from dpmon.run.tables import HistoryError
 
         try:
             self._kept = Kept(self.directory)
@@ -222,8 +223,9 @@ class RunReader:
         """What the history kept: lasting events, recent calls, steps, samples; the rings go on from there."""
         if not (self.directory / _HISTORY).exists():
             return []
-        from dpmon.run.history import HistoryError, Kept
+        from dpmon.run.kept import Kept
         from dpmon.run.rows import decoders_of, record_of
+        from dpmon.run.tables import HistoryError
 
         try:
             kept, self._kept = self._kept or Kept(self.directory), None

@@ -1,4 +1,8 @@
-"""Which old runs are deleted: never one that goes on, never one that is kept, the oldest first."""
+"""Which old runs are deleted: never one that goes on, never one that is kept, the oldest first.
+
+One large run must not cost a person all the others. So for their size only those are deleted that take more than their
+share (the bytes by the runs that may be there: as long as all keep to it they fit), and never the newest few.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,8 @@ __all__ = ["Limits", "is_kept", "keep", "limits", "prune_runs", "remove"]
 
 _KEEP_FILE = "keep"
 _GONE = ".gone-"
+NEWEST = 5
+"""So many runs are not deleted for their size, whatever it is: what one has just done is what one looks at."""
 
 
 class Limits(NamedTuple):
@@ -25,6 +31,11 @@ class Limits(NamedTuple):
 
     runs: int = 200
     bytes: int = 10 << 30
+
+    @property
+    def share(self) -> int:
+        """A run that takes no more bytes is not deleted for its size."""
+        return self.bytes // max(self.runs, 1)
 
 
 def limits(environ: Mapping[str, str]) -> Limits:
@@ -68,7 +79,7 @@ def remove(directory: Path, info: RunInfo) -> None:
 
 
 def prune_runs(limit: Limits, current: Path) -> list[Path]:
-    """Delete the oldest runs beside `current` until the rest is within `limit`; what was deleted.
+    """Delete the oldest runs beside `current` until the rest is within `limit`, as far as can be; what was deleted.
 
     Only runs of the directory that `current` is in are looked at.
     """
@@ -76,11 +87,14 @@ def prune_runs(limit: Limits, current: Path) -> list[Path]:
     runs = [(directory, info) for directory, info in list_runs() if directory.parent == current.parent]
     sizes = {directory: _size(directory) for directory, _ in runs}
     count, total = len(runs), sum(sizes.values())
+    newest = {directory for directory, _ in runs[-NEWEST:]}
     gone = []
     for directory, info in runs:
         if count <= limit.runs and total <= limit.bytes:
             break
         if directory == current or is_kept(directory):
+            continue
+        if count <= limit.runs and (directory in newest or sizes[directory] <= limit.share):
             continue
         if _delete(directory, info) is None:
             gone.append(directory)

@@ -21,7 +21,9 @@ from dpmon.records import (
     pack_definition,
     step_fields,
 )
-from dpmon.run.history import Batch, Kept, RingRow
+from dpmon.run.history import Batch
+from dpmon.run.kept import Kept
+from dpmon.run.tables import RingRow
 
 __all__ = ["Sorter", "decoders_of", "record_of", "step_columns"]
 
@@ -119,7 +121,7 @@ def _add_sample(batch: Batch, t_ns: int, kind: str, data: Mapping[str, Any]) -> 
 
 def _check(*numbers: int) -> None:
     """RecordError for what the database has no room for: a damaged record."""
-    if not all(-_MAX_INT <= number <= _MAX_INT for number in numbers):
+    if min(numbers) < -_MAX_INT or max(numbers) > _MAX_INT:
         raise RecordError("numbers beyond reason")
 
 

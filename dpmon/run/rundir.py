@@ -9,7 +9,7 @@ import re
 import stat
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ __all__ = [
     "runs_directory",
     "save",
     "short_name",
+    "stand_ins",
 ]
 
 INFO_FILE = "run.json"
@@ -212,7 +213,7 @@ def runs_directory() -> Path:
     return Path(platformdirs.user_state_dir()) / "dpmon" / "runs"
 
 
-def _elsewhere() -> list[Path]:
+def stand_ins() -> list[Path]:
     """Where runs go that cannot be kept in `runs_directory`: temporary directories, then memory.
 
     Named after the place that they stand in for, so that runs of different state directories do not mix.
@@ -259,7 +260,7 @@ def create_run(draft: RunInfo) -> tuple[Path, RunInfo]:
         problem = RunError(f"{usual} has only {free >> 20} MiB left")
     except RunError as error:
         problem = error
-    for runs in _elsewhere():
+    for runs in stand_ins():
         try:
             _prepared(runs)
             if _free_bytes(runs) < ROOM_BYTES:
@@ -314,7 +315,7 @@ def ring_paths(directory: Path) -> list[tuple[int, Path]]:
 def list_runs() -> list[tuple[Path, RunInfo]]:
     """All runs of this user that can be read, oldest first; those too that are kept elsewhere."""
     found = []
-    for runs in (runs_directory(), *_elsewhere()):
+    for runs in (runs_directory(), *stand_ins()):
         try:
             if runs != runs_directory():
                 check_directory(runs.parent)
@@ -333,10 +334,11 @@ def short_name(info: RunInfo) -> str:
     return f"{info.name}-{info.id[-4:]}"
 
 
-def find_run(what: str = "last", *, only: bool = False) -> Path:
+def find_run(what: str = "last", *, only: bool = False, goes_on: Callable[[RunInfo], bool] | None = None) -> Path:
     """The run that `what` means: `last`, an id, a short name, a name (its latest run), a unique start of an id.
 
-    RunError if there is none, or several begin so; with `only`, also if several have that name.
+    RunError if there is none, or several begin so; with `only`, also if several have that name. With `goes_on`, of
+    several with a name it is the one that does; RunError if several do.
     """
     runs = list_runs()
     if not runs:
@@ -347,8 +349,11 @@ def find_run(what: str = "last", *, only: bool = False) -> Path:
         same = [(directory, info) for directory, info in runs if meaning(info) == what]
         if only and len(same) > 1:
             raise RunError(f"{what!r} could be any of {len(same)} runs: {_listed([info.id for _, info in same])}")
+        going = [run for run in same if goes_on is not None and goes_on(run[1])] if len(same) > 1 else []
+        if len(going) > 1:
+            raise RunError(f"{what!r} are {len(going)} runs that go on: {_listed([info.id for _, info in going])}")
         if same:
-            return same[-1][0]
+            return (going or same)[-1][0]
     starts = [(directory, info) for directory, info in runs if what and info.id.startswith(what)]
     if len(starts) > 1:
         raise RunError(f"{what!r} could be any of {len(starts)} runs; `dpmon ls` lists them")

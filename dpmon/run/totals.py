@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 from dpmon.records import (
     CALL_PHASES,
+    GRAD,
     MODES,
     STEP_PHASES,
+    TRAINING,
     Event,
     RecordError,
     call_head,
@@ -25,13 +27,37 @@ from dpmon.records import (
     step_fields,
 )
 from dpmon.run.export import Snapshot
-from dpmon.run.history import HistoryError
+from dpmon.run.past import deleted
 from dpmon.run.reader import RunReader
+from dpmon.run.rollup import Rollup
 from dpmon.run.rows import record_of, step_columns
+from dpmon.run.tables import HistoryError
 
-__all__ = ["Adder", "ModeTotals", "RankLine", "ReplicaLine", "StageLine", "Totals", "add_up", "why_nothing"]
+__all__ = [
+    "Adder",
+    "Deleted",
+    "ModeTotals",
+    "RankLine",
+    "ReplicaLine",
+    "StageLine",
+    "Totals",
+    "add_up",
+    "is_evaluation",
+    "why_nothing",
+]
 
 DDP = "DistributedDataParallel"
+_BACKWARD, _OPTIMIZER = STEP_PHASES.index("backward"), STEP_PHASES.index("optimizer")
+_WAITING = 4096
+
+_Waiting = tuple[int, str, bool, int, Sequence[int]]
+"""Step, mode, whether it was called as in an evaluation, start, phases."""
+
+
+def _speed(samples: Counter[int], step_ns: Counter[int]) -> float | None:
+    if not step_ns or not all(ns > 0 for ns in step_ns.values()):
+        return None
+    return sum(samples[process] * 1e9 / ns for process, ns in step_ns.items())
 
 
 @dataclass
@@ -51,13 +77,40 @@ class ModeTotals:
     """Steps that did not know their samples."""
     calls: int = 0
 
+    def add(self, other: ModeTotals) -> None:
+        """Add all of `other`."""
+        self.walls.extend(other.walls)
+        for ours, theirs in ((self.step_phases, other.step_phases), (self.call_phases, other.call_phases)):
+            for name, times in theirs.items():
+                ours.setdefault(name, array("q")).extend(times)
+        for mine, its in ((self.samples, other.samples), (self.step_ns, other.step_ns), (self.steps, other.steps)):
+            mine.update(its)
+        self.unknown_samples += other.unknown_samples
+        self.calls += other.calls
+
     def samples_per_s(self) -> float | None:
         """Samples per second of step time, added over the processes; None if a step did not know its samples,
         and where there was no step.
         """
-        if self.unknown_samples or not self.step_ns or not all(self.step_ns.values()):
-            return None
-        return sum(self.samples[process] * 1e9 / ns for process, ns in self.step_ns.items())
+        return None if self.unknown_samples else _speed(self.samples, self.step_ns)
+
+
+@dataclass
+class Deleted:
+    """Sums of the steps of one mode that are in the record no more; evaluations among them cannot be told apart."""
+
+    sums: Rollup
+    """Of the whole time: its start and its process mean nothing."""
+    first_s: int
+    last_s: int
+    """They ended from the one second to the other."""
+    samples: Counter[int] = field(default_factory=Counter)
+    """By process."""
+    step_ns: Counter[int] = field(default_factory=Counter)
+
+    def samples_per_s(self) -> float | None:
+        """As of `ModeTotals`."""
+        return None if self.sums.unknown else _speed(self.samples, self.step_ns)
 
 
 class ReplicaLine(NamedTuple):
@@ -105,6 +158,10 @@ class Totals:
     """One run, added up."""
 
     modes: dict[str, ModeTotals] = field(default_factory=dict)
+    evaluations: dict[str, ModeTotals] = field(default_factory=dict)
+    """Steps without a backward pass and an optimizer, of modes in which others have them: these are not in `modes`."""
+    deleted: dict[str, Deleted] = field(default_factory=dict)
+    """What is left, by mode, of the steps that were deleted to bound the history: they are in neither."""
     replicas: list[ReplicaLine] = field(default_factory=list)
     ranks: list[RankLine] = field(default_factory=list)
     """A line a process, if several have trained."""
@@ -126,6 +183,11 @@ class Totals:
     pruned: int = 0
 
 
+def is_evaluation(phases: Sequence[int | None]) -> bool:
+    """Whether a step with these (in the order of STEP_PHASES) is one of an evaluation, if others of its mode train."""
+    return phases[_BACKWARD] is None and phases[_OPTIMIZER] is None
+
+
 class Adder:
     """Takes everything that a run has recorded, in the order in which it came; `result` is what it adds up to."""
 
@@ -139,6 +201,10 @@ class Adder:
         self._pauses: Counter[int] = Counter()
         self._paused_s: dict[int, float] = {}
         self._walls: dict[int, array[int]] = {}
+        self._modes: dict[tuple[str, bool], ModeTotals] = {}
+        """By mode, and whether it is an evaluation."""
+        self._calls: dict[int, list[_Waiting]] = {}
+        """Of each process those whose step is not over: then it is known what they are part of."""
         self._stages: dict[tuple[int, ...], list[Any]] = {}
         """By process, layout, number of the stage, its definition and sizes: calls, durations."""
 
@@ -150,11 +216,23 @@ class Adder:
         """A definition's value; None if it was not seen."""
         return self._definitions.get((process, number))
 
-    def _mode(self, mode: str) -> ModeTotals:
-        found = self.totals.modes.get(mode)
+    def _mode(self, mode: str, evaluation: bool) -> ModeTotals:
+        found = self._modes.get((mode, evaluation))
         if found is None:
-            found = self.totals.modes[mode] = ModeTotals()
+            found = self._modes[mode, evaluation] = ModeTotals()
         return found
+
+    def delete(self, width_s: int, rollup: Rollup) -> None:
+        """What is left of the steps of some seconds that were deleted."""
+        found = self.totals.deleted.get(rollup.mode)
+        if found is None:
+            whole = Rollup(rollup.start_s, -1, rollup.mode)
+            found = self.totals.deleted[rollup.mode] = Deleted(whole, rollup.start_s, rollup.start_s)
+        found.sums.merge(rollup)
+        found.samples[rollup.process] += rollup.samples
+        if rollup.steps:
+            found.step_ns[rollup.process] += rollup.sums[0] or 0
+        found.last_s = max(found.last_s, rollup.start_s + width_s)
 
     def step(
         self,
@@ -169,7 +247,9 @@ class Adder:
         """`start` in ns since the run's start; `phases` as in STEP_PHASES."""
         self._processes.add(process)
         self._walls.setdefault(process, array("q")).append(wall)
-        found = self._mode(mode)
+        evaluation = is_evaluation(phases)
+        self._settle(process, number, evaluation)
+        found = self._mode(mode, evaluation)
         found.walls.append(wall)
         found.step_ns[process] += wall
         found.steps[process] += 1
@@ -186,14 +266,13 @@ class Adder:
         head = call_head(payload)
         shares = call_replicas(payload)
         self.called(process, head, shares)
-        mode_number, flags, _, layout, _, _, _, _, _, _, *phases = head
+        mode_number, flags, _, layout, step, _, start, _, _, _, *phases = head
         mode = MODES[mode_number]
-        found = self._mode(mode)
         self._processes.add(process)
-        found.calls += 1
-        for index, name in enumerate(CALL_PHASES):
-            if phases[2 * index] >= 0:
-                found.call_phases.setdefault(name, array("q")).append(phases[2 * index + 1])
+        waiting = self._calls.setdefault(process, [])
+        waiting.append((step, mode, flags & (TRAINING | GRAD) == 0, start, phases))
+        if len(waiting) > _WAITING:  # a process whose calls are in no step
+            self._count_call(*waiting.pop(0)[1:])
         sizes = tuple((got, gave) for got, gave, _, _ in shares)
         self._groups[process, mode, flags & 1, layout, sizes] += 1
         for index, (number, got, gave, _, took) in enumerate(call_stages(payload)):
@@ -201,6 +280,29 @@ class Adder:
             entry[0] += 1
             if took >= 0:
                 entry[1].append(took)
+
+    def _settle(self, process: int, step: int, evaluation: bool) -> None:
+        """A step is over: its calls are what it is."""
+        waiting = self._calls.get(process)
+        if not waiting:
+            return
+        self._calls[process] = []
+        for call in waiting:
+            if call[0] <= step:
+                self._count_call(call[1], evaluation, *call[3:])
+            else:
+                self._calls[process].append(call)
+
+    def _count_call(self, mode: str, evaluation: bool, start: int, phases: Sequence[int]) -> None:
+        found = self._mode(mode, evaluation)
+        found.calls += 1
+        for index, name in enumerate(CALL_PHASES):
+            if phases[2 * index] >= 0:
+                found.call_phases.setdefault(name, array("q")).append(phases[2 * index + 1])
+        self.placed(mode, evaluation, start, phases)
+
+    def placed(self, mode: str, evaluation: bool, start: int, phases: Sequence[int]) -> None:
+        """For those who want to know what a call was part of, too; `phases` as in `call_head`."""
 
     def called(self, process: int, head: Sequence[int], shares: Sequence[tuple[int, int, int, int]]) -> None:
         """For those who want more of a call than is added up here: as `call_head` and `call_replicas` give it."""
@@ -227,6 +329,18 @@ class Adder:
 
     def result(self) -> Totals:
         """What it all adds up to."""
+        for waiting in self._calls.values():
+            for call in waiting:
+                self._count_call(*call[1:])
+        self._calls.clear()
+        for (mode, evaluation), found in self._modes.items():
+            training = self._modes.get((mode, False))
+            if not evaluation:
+                self.totals.modes.setdefault(mode, ModeTotals()).add(found)
+            elif training is not None and training.walls:
+                self.totals.evaluations[mode] = found
+            else:  # nothing is trained in this mode: these are its steps
+                self.totals.modes.setdefault(mode, ModeTotals()).add(found)
         lines: Counter[tuple[Any, ...]] = Counter()
         several = len(self._processes) > 1
         for (process, mode, virtual, layout_number, sizes), count in self._groups.items():
@@ -281,8 +395,8 @@ class Adder:
                 got, gave = self._text(process, sizes[0][0]), self._text(process, sizes[0][1])
         walls = self._walls.get(process, array("q"))
         spent = sum(walls)
-        unknown = any(mode.unknown_samples for mode in self.totals.modes.values())
-        samples = sum(mode.samples[process] for mode in self.totals.modes.values())
+        unknown = any(mode.unknown_samples for mode in self._modes.values())
+        samples = sum(mode.samples[process] for mode in self._modes.values())
         speed = samples * 1e9 / spent if spent and not unknown else None
         rank, world = self._ranks.get(process, (None, None))
         return RankLine(process, rank, world, device, got, gave, calls, len(walls), walls, speed)
@@ -311,6 +425,8 @@ def add_up(directory: Path, adder: Adder | None = None) -> Totals:
     try:
         if snapshot.kept is not None:
             try:
+                for width, rollup in deleted(snapshot.kept):
+                    adder.delete(width, rollup)
                 _add_kept(adder, snapshot)
             except (HistoryError, ValueError) as error:
                 adder.totals.warnings.append(f"the history cannot be read to its end: {error}")
@@ -329,8 +445,10 @@ def add_up(directory: Path, adder: Adder | None = None) -> Totals:
 
 def why_nothing(totals: Totals, reader: RunReader) -> str | None:
     """Why a run without steps and calls has none; None for one whose command was not started."""
-    if totals.warnings:
-        return totals.warnings[0]
+    # Where the record is kept is told as a warning too, but is no reason.
+    warnings = [text for text in totals.warnings if text != reader.info.options.get("elsewhere")]
+    if warnings:
+        return warnings[0]
     stage = reader.stage()
     if reader.info.command_pid is None:
         return None

@@ -210,12 +210,7 @@ def _said(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
         rows.append(hint if width_of(hint) <= width else hint[:2])
     elif len(found.sides) == 1:
         (other,) = (mode for mode in _MODES if mode not in found.sides)
-        # A playback is given what came shortly before its place: what is older it cannot know.
-        text = (
-            f"no step of {other} was loaded here; all of them: dpmon report"
-            if scene.playing
-            else f"{other} was not seen"
-        )
+        text = f"{other} was not seen" + (" until then" if scene.playing else "")
         rows += [[(line, "dim")] for line in wrapped(text, width)]
     elif found.missing:
         rows += [[(line, "wait")] for line in wrapped(found.missing, width)]

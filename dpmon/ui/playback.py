@@ -10,6 +10,7 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from dpmon.model import State, fold
+from dpmon.model.past import fold_past
 from dpmon.run.playback import PlaybackReader
 from dpmon.ui.feed import Feed, Reader
 from dpmon.ui.look import Look
@@ -53,6 +54,8 @@ class _PlaybackFeed(Feed):
         records = player.poll()
         if player.generation != before:  # the clock was set: what was known is of another time
             self.state = State()
+            for past in player.past():
+                self.state = fold_past(self.state, past)
         for record in records:
             self.state = fold(self.state, record)
         self._busy = False  # a poll gives all that is due

@@ -37,7 +37,8 @@ for epoch in range(4):
         while not pathlib.Path("go").exists() and time.monotonic() < until:
             time.sleep(0.005)
 whole = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-pathlib.Path("weights").write_text(hashlib.sha256(whole).hexdigest())
+pathlib.Path("weights.new").write_text(hashlib.sha256(whole).hexdigest())
+pathlib.Path("weights.new").rename("weights")
 sys.exit(int(sys.argv[1]))
 """
 

@@ -19,7 +19,7 @@ from dpmon.records import pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run import ending, proc
 from dpmon.run.drain import Drain
-from dpmon.run.history import Kept
+from dpmon.run.kept import Kept
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunInfo
 

@@ -196,6 +196,7 @@ def test_stop_asks_then_insists_over_the_whole_tree(dpmon: Dpmon) -> None:
     assert result.status == 0, result.errors
     said = result.text.splitlines()
     assert [line.split()[0] for line in said] == ["SIGINT", "SIGTERM", "SIGKILL", "stopped"]
+    assert said[-1].startswith("stopped by SIGKILL: stubborn-")
     assert not proc.alive(child, None)
     assert process.wait(100) == 128 + signal.SIGTERM
     assert "is over" in dpmon.run("stop", "stubborn").text

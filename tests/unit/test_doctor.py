@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -88,8 +89,15 @@ def test_a_state_directory_open_to_others_is_a_warning(state: Path) -> None:
     assert os.listdir(runs) == []
 
 
-def test_a_state_directory_that_cannot_be_written_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_directory_that_cannot_be_written_is_a_problem_where_nothing_stands_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/self/nowhere")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    found = by_name(machine.state_directory())["state"]
+    assert (found.state, f"runs are kept in {tmp_path}/dpmon-" in found.found) == ("warning", True)
+    assert os.listdir(tmp_path) == [], "looking makes nothing"
+    monkeypatch.setattr(machine, "stand_ins", lambda: [Path("/proc/self/nowhere/runs")])
     found = by_name(machine.state_directory())["state"]
     assert found.state == "problem"
     assert "XDG_STATE_HOME" in str(found.remedy)
@@ -202,7 +210,7 @@ def test_what_is_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "_version", lambda package: {"textual": "9.0.0"}.get(package))
     found = by_name(installed.installed())
     assert (found["textual"].state, found["plotly"].state) == ("warning", "ok")
-    assert "dpmon[report]" in found["plotly"].found
+    assert f"{sys.executable} -m pip install plotly" in found["plotly"].found
 
 
 def test_lines_are_narrow_and_harmless(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

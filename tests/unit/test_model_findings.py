@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dpmon.model.evidence import BatchFacts, DeviceFacts, Evidence, LongStep, ModeFacts, ReplicaFacts, Worth
+from dpmon.model.evidence import BatchFacts, DeviceFacts, Evidence, HostFacts, LongStep, ModeFacts, ReplicaFacts, Worth
 from dpmon.model.finding import MIN_STEPS, took
 from dpmon.model.findings import findings
 from dpmon.model.memory import Held
@@ -72,6 +72,30 @@ HEALTHY = Evidence(
 
 def kinds(evidence: Evidence) -> list[str]:
     return [finding.kind for finding in findings(evidence)]
+
+
+def host(**more: object) -> HostFacts:
+    return HostFacts(60, 8, 97.0, 3.0, 4.9, 12.0)._replace(**more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("facts", "kinds"),
+    [
+        (host(), ["busy"]),
+        (host(others=1.0, load=30.0), ["crowded"]),
+        (host(others=1.0, load=9.0), []),
+        (host(others=1.0, load=None), []),
+        (host(cpu_pct=60.0), []),
+        (host(samples=5), []),
+        (None, []),
+    ],
+)
+def test_a_busy_machine(facts: HostFacts | None, kinds: list[str]) -> None:
+    found = findings(replace(HEALTHY, host=facts))
+    assert [finding.kind for finding in found] == kinds
+    if kinds == ["busy"]:
+        assert "3.0 of its 8 processors" in found[0].text
+        assert found[0].ground == "processors 97 % in use, 4.9 of 8 by this run, load 12.0 (medians of 60 samples)"
 
 
 def test_nothing_stands_out_in_a_healthy_run() -> None:

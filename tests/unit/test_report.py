@@ -19,7 +19,7 @@ from dpmon.model.state import NOT_RUN, PHASES
 from dpmon.records import kind_of, pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
-from dpmon.report.compared import Settled
+from dpmon.report.compared import KEPT, Settled
 from dpmon.report.plots import plots
 from dpmon.report.series import BINS, Series
 from dpmon.report.story import PARTS
@@ -103,6 +103,15 @@ def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -
     assert "no Python process of it imported torch" in "\n".join(lines)
 
 
+def test_where_a_run_is_kept_is_no_reason_for_it_to_have_traced_nothing(state: Path) -> None:
+    where = "no run can be kept in /x: this run is kept in /tmp/x"
+    warning = pack_event("warning", {"process": None, "t_s": 0.0, "text": where})
+    directory = keep({-1: [warning]}, options={"elsewhere": where})
+    text = "\n".join(report_text(directory, 200))
+    assert "nothing was traced: no Python process of it imported torch" in text
+    assert where in text
+
+
 @pytest.mark.parametrize(
     ("end", "state_word"),
     [({"status": 130, "signal": "SIGINT"}, "interrupted"), ({"status": None, "unknown": "nobody saw it"}, "ended")],
@@ -135,6 +144,14 @@ def test_devices_are_told_with_their_highest_and_their_middle(state: Path) -> No
     assert "throttled" in {finding.kind for finding in story.findings}
     assert "GPU 1 (cuda:0) NVIDIA H200" in "\n".join(report_text(directory, 80))
     assert {plot.name for plot in plots(story)} >= {"use", "memory", "replicas"}
+
+
+def test_a_machine_that_is_busy_with_others_is_told(state: Path) -> None:
+    own = [host_event(float(t), cpu=95.0, cpus=4, run_cpu_pct=120.0, load_1m=7.5) for t in range(30)]
+    story = collect(keep({0: toggled(), -1: own}))
+    (found,) = (finding for finding in story.findings if finding.kind == "busy")
+    assert "2.6 of its 4 processors" in found.text
+    assert as_object(story)["host"]["others_cpus"] == pytest.approx(2.6)
 
 
 def test_ranks_stand_beside_each_other(state: Path) -> None:
@@ -240,8 +257,8 @@ def test_records_that_make_no_sense_are_survived(state: Path) -> None:
 def test_stretches_stay_few_and_lose_nothing() -> None:
     series = Series()
     for number in range(50_000):
-        series.step("dp" if number % 7 else "single", number * 50_000_000, 40_000_000, 4, (1, 2, 3, None, 4))
-        series.call("dp", number * 50_000_000, (0, 1, -1, 9, 1, 1, 2, 0))
+        series.step("dp" if number % 7 else "single", False, number * 50_000_000, 40_000_000, 4, (1, 2, 3, None, 4))
+        series.call("dp", False, number * 50_000_000, (0, 1, -1, 9, 1, 1, 2, 0))
     width, bins = series.result()
     assert len(bins) <= BINS
     assert sum(one.steps for one in bins) == 50_000
@@ -249,6 +266,82 @@ def test_stretches_stay_few_and_lose_nothing() -> None:
     assert {one.start_ns % width for one in bins} == {0}
     assert sum(sum(one.parts) for one in bins) == pytest.approx(50_000 * 10, abs=50_000)
     assert sum(one.parts[PARTS.index("scatter")] for one in bins) == 50_000
+
+
+def evaluated(train: int, evaluate: int) -> list[bytes]:
+    """Steps of 10 ms that train, then some of 1 ms that wait for data only, each with a call."""
+    layout = {"root": "M", "via": None, "virtual": False, "devices": ["cpu"], "absent": {}}
+    out, at = [pack_definition(1, layout), pack_definition(2, [["0", [4, 5], "float32", 80]])], SECOND
+    for number in range(1, train + evaluate + 1):
+        trains = number <= train
+        wall, forward = (10_000_000, 4_000_000) if trains else (1_000_000, 50_000)
+        none = (-1, 0) * 4
+        out.append(pack_call(2, 6 if trains else 0, 1, number, number, at, forward, 2, 2, none, (2, 2, 0, forward)))
+        rest = (5_900_000, 50_000) if trains else (-1, -1)
+        out.append(pack_step(2, number, at, wall, 4, (10_000 if trains else 900_000, forward, *rest)))
+        at += wall
+    return out
+
+
+def test_evaluations_are_kept_apart_from_the_steps_that_train(state: Path) -> None:
+    directory = keep({0: evaluated(60, 200)})
+    said = as_object(collect(directory))
+    (mode,), (evaluation,) = said["modes"], said["evaluations"]
+    assert (mode["mode"], mode["steps"], mode["median_ms"]) == ("single", 60, 10.0)
+    assert (evaluation["mode"], evaluation["steps"], evaluation["median_ms"]) == ("single", 200, 1.0)
+    assert evaluation["phases"].keys() == {"data", "forward", "other"}
+    assert (said["steps"], said["calls"]) == (260, 260)
+    assert "data" not in {finding["kind"] for finding in said["findings"]}, "the training does not wait"
+    assert {(one["evaluation"], one["mode"]) for one in said["time"]["stretches"]} == {
+        (False, "single"), (True, "single"),
+    }  # fmt: skip
+    (replica,) = said["replicas"]
+    assert (replica["calls"], replica["median_ms"]) == (60, 4.0)
+    lines = report_text(directory, 80)
+    assert [line.split()[:3] for line in section(lines, "STEPS")[1:3]] == [
+        ["single", "60", "10.0"], ["single,", "evaluation", "200"],
+    ]  # fmt: skip
+    assert section(lines, "PHASES of a step, single, evaluation")
+    summary = summary_lines(directory, load_exit(directory))
+    assert any(line.startswith("single: 60 steps, 60 calls") for line in summary)
+    assert any(line.startswith("single, evaluation: 200 steps, 200 calls") for line in summary)
+
+
+def test_where_nothing_trains_there_is_no_evaluation(state: Path) -> None:
+    said = as_object(collect(keep({0: evaluated(0, 100)})))
+    assert (said["modes"][0]["steps"], said["evaluations"], said["calls"]) == (100, [], 100)
+    assert not any(one["evaluation"] for one in said["time"]["stretches"])
+    assert "data" in {finding["kind"] for finding in said["findings"]}
+
+
+def test_of_steps_that_were_deleted_the_sums_are_told(state: Path) -> None:
+    training = Training(mode="single", step_ns=50_000_000)
+    payloads = [*training.begin(), *training.run(1500), *training.switch("dp"), *training.run(4500)]
+    whole = as_object(collect(keep({0: payloads})))
+    directory = keep({0: payloads}, limit_bytes=1 << 20)
+    said = as_object(collect(directory))
+    assert said["pruned"] > 0
+    assert (said["steps"], said["calls"]) == (6000, 6000) == (whole["steps"], whole["calls"])
+    deleted, rest, all_of_it = (
+        {mode["mode"]: mode for mode in found} for found in (said["deleted"], said["modes"], whole["modes"])
+    )
+    assert deleted["single"]["steps"] == 1500
+    assert "single" not in rest
+    assert deleted["dp"]["steps"] + rest["dp"]["steps"] == 4500
+    for name in ("median_ms", "p95_ms", "samples_per_s"):
+        assert deleted["single"][name] == pytest.approx(all_of_it["single"][name], rel=0.03)
+    for name, phase in all_of_it["single"]["phases"].items():
+        assert deleted["single"]["phases"][name]["share"] == pytest.approx(phase["share"], abs=1e-6)
+        assert deleted["single"]["phases"][name]["median_ms"] == pytest.approx(phase["median_ms"], rel=0.03)
+    stretches = said["time"]["stretches"]
+    assert sum(one["steps"] for one in stretches) == 6000
+    assert sum(one["mean_ms"] * one["steps"] for one in stretches) == pytest.approx(
+        sum(one["mean_ms"] * one["steps"] for one in whole["time"]["stretches"])
+    )
+    text = " ".join(" ".join(report_text(directory, 100)).split())
+    assert "single, deleted 1,500" in text
+    assert "no verdict: the steps in single were deleted; their sums say a median of" in text
+    assert "PHASES of a step, dp (virtual), deleted" in text
 
 
 # ------------------------------------------------------------------------------------------------ dp against single
@@ -271,6 +364,17 @@ def test_the_steps_that_are_compared_leave_out_those_after_a_change() -> None:
         "optimizer": NOT_RUN, "other": 150,
     }  # fmt: skip
     assert step.end_ns == step.step * 1000 + 500
+
+
+def test_of_very_many_steps_those_that_are_compared_are_of_the_whole_run() -> None:
+    settled = Settled()
+    for number in range(1, 4 * KEPT + 1):
+        settled.step(0, number, "dp", number * 1000, 500, 4, (50, 100, 200, None, 150))
+    steps = [step.step for step in settled.steps["dp"]]
+    assert len(set(steps)) == KEPT
+    for quarter in range(4):
+        within = sum(quarter * KEPT < step <= (quarter + 1) * KEPT for step in steps)
+        assert within == pytest.approx(KEPT / 4, rel=0.15)
 
 
 def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None:

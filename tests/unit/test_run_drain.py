@@ -17,8 +17,8 @@ from dpmon.ring import Ring
 from dpmon.run import drain as drain_module
 from dpmon.run.drain import RETRY_S, Drain
 from dpmon.run.export import history, write_jsonl
-from dpmon.run.history import HistoryError
 from dpmon.run.rundir import RunInfo, create_run
+from dpmon.run.tables import HistoryError
 
 START = 1_000_000_000
 
@@ -272,7 +272,7 @@ def test_a_second_drain_over_a_locked_history_waits_its_turn(setting: Setting) -
 
 
 def test_nothing_of_sqlite_escapes(state: Path, tmp_path: Path) -> None:
-    from dpmon.run.history import Kept
+    from dpmon.run.kept import Kept
 
     with pytest.raises(FileNotFoundError):
         Kept(tmp_path)

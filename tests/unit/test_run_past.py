@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 from kept import keep
-from synthetic import Training
+from synthetic import SECOND, Training
 
 from dpmon.model import State, fold
 from dpmon.model.compare import compared
 from dpmon.model.history import columns_of, figures
 from dpmon.model.past import fold_past
+from dpmon.past import Drawn, Past
 from dpmon.records import Call, Decoder, Step
-from dpmon.run.history import Kept
+from dpmon.run.kept import Kept
+from dpmon.run.past import Before
+from dpmon.run.playback import PlaybackReader
 from dpmon.run.reader import RECENT_RECORDS, RunReader
 from dpmon.run.rows import decoders_of, record_of, step_columns
 from dpmon.ui.feed import Feed
@@ -21,8 +27,7 @@ from dpmon.ui.feed import Feed
 SINGLE, DP = 3000, 9000
 
 
-@pytest.fixture
-def long_run(state: Path) -> Path:
+def payloads_of_a_long_run() -> list[bytes]:
     """3,000 steps in single, 9,000 in dp, of two speeds by turns; 22 minutes."""
     training = Training(mode="single", step_ns=60_000_000)
     payloads = [*training.begin()]
@@ -31,7 +36,20 @@ def long_run(state: Path) -> Path:
             payloads += training.switch("dp")
         training.step_ns = 400_000_000 if number % 50 == 49 else 60_000_000 if number < SINGLE else 100_000_000
         payloads += training.step()
-    return keep({0: payloads}, seconds=2000.0)
+    return payloads
+
+
+@pytest.fixture(scope="module")
+def payloads() -> list[bytes]:
+    return payloads_of_a_long_run()
+
+
+@pytest.fixture(scope="module")
+def long_run(payloads: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All of it is there; nobody writes to it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        return keep({0: payloads}, seconds=2000.0)
 
 
 def every_step(directory: Path) -> dict[str, list[tuple[int, int | None]]]:
@@ -104,6 +122,121 @@ def test_a_late_reader_has_the_phases_of_one_that_was_there_all_the_time(long_ru
     ours, theirs = compared(process), compared(whole.processes[0])
     for one, other in zip(ours.sides["single"].phases, theirs.sides["single"].phases, strict=True):
         assert one.median_ns == (None if other.median_ns is None else pytest.approx(other.median_ns, rel=0.1))
+
+
+def played(player: PlaybackReader, at_ns: int) -> State:
+    """What is known when the playback's clock was set to a time."""
+    player.seek(0 if at_ns else player.length_ns)
+    player.poll()
+    player.seek(at_ns)
+    records, state = player.poll(), State()
+    for past in player.past():
+        state = fold_past(state, past)
+    for record in records:
+        state = fold(state, record)
+    return state
+
+
+def until(payloads: list[bytes], at_ns: int) -> State:
+    """What a reader knows that saw all from the beginning up to a time."""
+    whole, decoder = State(), Decoder(0, None, 0)
+    for payload in payloads:
+        record = decoder.decode(payload)
+        if isinstance(record, (Call, Step)) and record.start_ns + record.wall_ns <= at_ns:
+            whole = fold(whole, record)
+    return whole
+
+
+@pytest.mark.parametrize("part", [0.05, 0.3, 0.7, 0.97, 1.0])
+def test_a_playback_knows_the_whole_run_up_to_its_place_and_nothing_after_it(
+    long_run: Path, payloads: list[bytes], part: float
+) -> None:
+    player = PlaybackReader(long_run)
+    length = max(step.start_ns + step.wall_ns for step in steps_of(payloads))
+    at = int(length * part) // SECOND * SECOND
+    ours, theirs = played(player, at).processes[0], until(payloads, at).processes[0]
+    assert {mode: track.count for mode, track in ours.modes.items()} == {
+        mode: track.count for mode, track in theirs.modes.items()
+    }
+    assert (ours.step_count, ours.call_count) == (theirs.step_count, theirs.call_count)
+    assert max(column.second for column in columns_of(ours, 0)) < at // SECOND
+    for mode in theirs.modes:
+        ours_all, theirs_all = figures(ours, mode, 0), figures(theirs, mode, 0)
+        assert ours_all.steps == theirs_all.steps
+        assert ours_all.samples_per_s == pytest.approx(theirs_all.samples_per_s)
+        assert ours_all.median_ns == pytest.approx(theirs_all.median_ns, rel=0.08)
+        for one, other in zip(ours_all.phases, theirs_all.phases, strict=True):
+            assert one.share == (None if other.share is None else pytest.approx(other.share, rel=0.01))
+    found, truth = compared(ours), compared(theirs)
+    assert (found.speedup is None, found.missing) == (truth.speedup is None, truth.missing)
+    if found.speedup is not None and truth.speedup is not None:
+        assert found.speedup.value == pytest.approx(truth.speedup.value, rel=0.05)
+    again = played(player, at).processes[0]
+    assert [(column.second, column.count) for column in columns_of(again, 0)] == [
+        (column.second, column.count) for column in columns_of(ours, 0)
+    ]
+    player.close()
+
+
+def steps_of(payloads: list[bytes]) -> list[Step]:
+    decoder = Decoder(0, None, 0)
+    return [record for payload in payloads if isinstance(record := decoder.decode(payload), Step)]
+
+
+@pytest.mark.parametrize("part", [0.1, 0.4, 0.75, 0.95])
+def test_a_playback_knows_what_was_deleted_by_its_sums(state: Path, payloads: list[bytes], part: float) -> None:
+    directory = keep({0: payloads}, seconds=2000.0, limit_bytes=5 << 19)
+    kept = Kept(directory)
+    assert kept.pruned > 2 * SINGLE
+    assert kept.steps_by_mode(0, kept.last_id) != []
+    kept.close()
+    player = PlaybackReader(directory)
+    at = int(max(step.start_ns + step.wall_ns for step in steps_of(payloads)) * part) // 60 * 60
+    ours, theirs = played(player, at).processes[0], until(payloads, at).processes[0]
+    # Where nothing is left in full, the second that has begun is not counted.
+    assert ours.step_count == pytest.approx(theirs.step_count, abs=20)
+    assert list(ours.modes) == list(theirs.modes)
+    for mode in theirs.modes:
+        assert ours.modes[mode].count == pytest.approx(theirs.modes[mode].count, abs=20)
+        assert compared(ours).sides[mode].samples_per_s == pytest.approx(
+            compared(theirs).sides[mode].samples_per_s, rel=0.01
+        )
+    player.close()
+
+
+@pytest.mark.parametrize("at_s", [700, 719, 720, 1100])
+def test_a_playback_where_the_sums_of_seconds_were_deleted(
+    long_run: Path, payloads: list[bytes], tmp_path: Path, at_s: int
+) -> None:
+    directory = tmp_path / long_run.name
+    copytree(long_run, directory)
+    with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
+        db.execute("DELETE FROM rollups WHERE width = 1 AND start_s < 1000")
+    player = PlaybackReader(directory)
+    ours, theirs = (found.processes[0] for found in (played(player, at_s * SECOND), until(payloads, at_s * SECOND)))
+    assert {mode: track.count for mode, track in ours.modes.items()} == {
+        mode: track.count for mode, track in theirs.modes.items()
+    }
+    player.close()
+
+
+def test_what_is_remembered_is_what_would_be_read_anew(long_run: Path) -> None:
+    kept = Kept(long_run)
+    often, decoders = Before(kept, again=True), dict(decoders_of(kept, 0))
+    assert decoders
+    for first in (kept.last_id // 40, kept.last_id // 2, kept.last_id * 3 // 4, kept.last_id - 4000):
+        for _ in range(2):
+            remembered, anew = list(often.of(first)), list(Before(kept).of(first))
+            drawn, fresh = ([each for each in found if isinstance(each, Drawn)] for found in (remembered, anew))
+            assert drawn == fresh
+            assert drawn != []
+            assert sum(past.steps for past in remembered if isinstance(past, Past)) == sum(
+                count for _, _, count in kept.steps_by_mode(0, first)
+            )
+            assert [past._replace(drawn=()) for past in remembered if isinstance(past, Past)] == [
+                past._replace(drawn=()) for past in anew if isinstance(past, Past)
+            ]
+    kept.close()
 
 
 def test_the_screen_takes_it_in_by_sips(long_run: Path) -> None:

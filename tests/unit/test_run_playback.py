@@ -11,10 +11,10 @@ from dpmon.model import State, fold
 from dpmon.records import Event, Step, pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
-from dpmon.run.history import HISTORY_FILE
 from dpmon.run.playback import POLL_RECORDS, PlaybackReader
 from dpmon.run.reader import RECENT_NS, RECENT_RECORDS
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, save
+from dpmon.run.tables import HISTORY_FILE
 
 SECOND = 1_000_000_000
 START = 50 * SECOND

@@ -51,9 +51,27 @@ def test_the_oldest_go_when_there_are_too_many() -> None:
 
 @pytest.mark.usefixtures("state")
 def test_the_oldest_go_when_they_take_too_much() -> None:
-    runs = [a_run(number, size=100_000) for number in range(6)]
-    prune_runs(Limits(100, 350_000), runs[-1])
-    assert names() == ["n3", "n4", "n5"]
+    runs = [a_run(number, size=100_000) for number in range(12)]
+    prune_runs(Limits(100, 850_000), runs[-1])
+    assert names() == [f"n{number}" for number in range(5, 12)]
+
+
+@pytest.mark.usefixtures("state")
+def test_one_large_run_does_not_cost_all_the_others() -> None:
+    small = [a_run(number, size=5_000) for number in range(4)]
+    large = a_run(4, size=3_000_000)
+    small += [a_run(number, size=5_000) for number in range(5, 12)]
+    limit = Limits(100, 2_000_000)
+    assert limit.share == 20_000
+    assert prune_runs(limit, small[-1]) == [large]
+    larger = a_run(12, size=3_000_000)
+    assert prune_runs(limit, larger) == []
+    again = a_run(13, size=3_000_000)
+    assert prune_runs(limit, again) == [], "what was done just now stays"
+    for number in range(14, 19):
+        last = a_run(number)
+    assert prune_runs(limit, last) == [larger, again]
+    assert len(names()) == 16
 
 
 @pytest.mark.usefixtures("state")

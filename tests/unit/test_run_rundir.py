@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dpmon.run import rundir
 from dpmon.run.rundir import (
     ExitInfo,
     RunError,
@@ -101,6 +102,18 @@ def test_runs_are_found_by_all_their_names(state: Path) -> None:
             find_run(unknown)
 
 
+def test_of_several_with_a_name_the_one_that_goes_on_is_stopped(state: Path) -> None:
+    runs = [create_run(draft("a", 1000.0 + number)) for number in range(3)]
+    going = {runs[0][1].id}
+    assert find_run("a") == runs[2][0]
+    assert find_run("a", goes_on=lambda info: info.id in going) == runs[0][0]
+    assert find_run("a", goes_on=lambda _: False) == runs[2][0]
+    going.add(runs[1][1].id)
+    with pytest.raises(RunError, match=f"2 runs that go on: {runs[1][1].id}, {runs[0][1].id}"):
+        find_run("a", goes_on=lambda info: info.id in going)
+    assert find_run(runs[0][1].id, goes_on=lambda info: info.id in going) == runs[0][0]
+
+
 def test_of_two_in_one_second_the_later_is_the_last(state: Path) -> None:
     for round_ in range(20):
         create_run(draft("a", 5000.0 + round_ + 0.1))
@@ -128,6 +141,7 @@ def test_a_linked_run_json_is_refused(state: Path, tmp_path: Path) -> None:
 def test_a_foreign_owner_is_refused(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, _ = create_run(draft())
     monkeypatch.setattr(os, "getuid", lambda: 12345)
+    monkeypatch.setattr(rundir, "stand_ins", list)  # what is made there would be left behind
     with pytest.raises(RunError, match="another user"):
         load_info(directory)
     with pytest.raises(RunError, match="another user"):

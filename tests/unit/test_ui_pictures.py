@@ -487,7 +487,7 @@ def test_a_comparison_says_what_it_lacks() -> None:
     over = replace(one, ended=Ended(0, None, 9), can_toggle=False)
     assert compare_text(over, 60, 12)[-1] == "single was not seen"
     played = replace(over, playing=Playing(5, 9, False, 1.0))
-    assert compare_text(played, 62, 12)[-1] == "no step of single was loaded here; all of them: dpmon report"
+    assert compare_text(played, 62, 12)[-1] == "single was not seen until then"
     training = Training()
     payloads = [*training.begin(), *training.run(60), *training.switch("single"), *training.run(15)]
     few = compare_text(Scene(state_of(payloads), training.now, FACTS, alive=True), 60, 12)

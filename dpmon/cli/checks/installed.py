@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
@@ -11,6 +12,8 @@ from dpmon.cli.checks.check import Check, ok, problem, warning
 __all__ = ["installed"]
 
 _TESTED_TEXTUAL = "8.2."
+_PIP = f"{sys.executable} -m pip install"
+"""Into the Python that dpmon runs with, wherever it came from."""
 
 
 def installed() -> Iterator[Check]:
@@ -18,14 +21,14 @@ def installed() -> Iterator[Check]:
     yield ok("dpmon", dpmon.__version__)
     textual = _version("textual")
     if textual is None:
-        yield problem("textual", "not installed: there can be no screen", "pip install --force-reinstall dpmon")
+        yield problem("textual", "not installed: there can be no screen", f"{_PIP} 'textual=={_TESTED_TEXTUAL}*'")
     elif not textual.startswith(_TESTED_TEXTUAL):
-        remedy = f"pip install 'textual=={_TESTED_TEXTUAL}*'"
+        remedy = f"{_PIP} 'textual=={_TESTED_TEXTUAL}*'"
         yield warning("textual", f"{textual} is not what dpmon was tried with ({_TESTED_TEXTUAL}*)", remedy)
     else:
         yield ok("textual", textual)
     plotly = _version("plotly")
-    missing = "not installed: no plots for `dpmon report --html` (pip install 'dpmon[report]')"
+    missing = f"not installed: no plots for `dpmon report --html` ({_PIP} plotly)"
     yield ok("plotly", plotly or missing)
 
 

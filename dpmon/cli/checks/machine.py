@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dpmon.cli.checks.check import Check, ok, problem, warning
-from dpmon.run.rundir import runs_directory
+from dpmon.run.rundir import runs_directory, stand_ins
 from dpmon.ui.format import memory
 
 __all__ = ["limits", "logout", "state_directory"]
 
 LITTLE_SPACE = 300 << 20
-"""Below this the history of one run (256 MB at most) may not fit."""
+"""Below this the history of one run (256 MiB at most) may not fit."""
 SOME_SPACE = 2 << 30
 FEW_FILES, FEW_PROCESSES = 1024, 512
 LITTLE_SHM = 1 << 30
@@ -46,7 +46,12 @@ def state_directory() -> Iterator[Check]:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".dpmon-doctor-") as file:
             os.posix_fallocate(file.fileno(), 0, 1 << 16)
     except OSError as error:
-        yield problem("state", f"{place} cannot be written: {error.strerror or error}", elsewhere)
+        why = f"{place} cannot be written: {error.strerror or error}"
+        instead = next(filter(_takes_runs, stand_ins()), None)
+        if instead is None:
+            yield problem("state", why, elsewhere)
+        else:
+            yield warning("state", f"{why}; runs are kept in {instead}, which may not last", elsewhere)
         return
     if place == runs and info.st_mode & 0o077:
         found = f"{runs} is open to others ({stat.filemode(info.st_mode)})"
@@ -59,12 +64,20 @@ def state_directory() -> Iterator[Check]:
     yield _space(place, elsewhere)
 
 
+def _takes_runs(runs: Path) -> bool:
+    """Whether a place that stands in for the usual one can take a run."""
+    place = next(path for path in (runs, *runs.parents) if path.exists())
+    return os.access(place, os.W_OK | os.X_OK) and (
+        place not in (runs, runs.parent) or os.stat(place).st_uid == os.getuid()
+    )
+
+
 def _space(place: Path, elsewhere: str) -> Check:
     free = shutil.disk_usage(place).free
     if free < LITTLE_SPACE:
         return problem("disk", f"{memory(free)} free: a run's record may not fit", f"make room, or {elsewhere}")
     if free < SOME_SPACE:
-        return warning("disk", f"{memory(free)} free: room for a few runs (256 MB each at most)", "make room")
+        return warning("disk", f"{memory(free)} free: room for a few runs (256 MiB each at most)", "make room")
     return ok("disk", f"{memory(free)} free")
 
 

@@ -1,0 +1,218 @@
+"""Reads what a run keeps for good: history.sqlite, at one instant (`tables` has what lies in it)."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dpmon.run.rollup import Rollup
+from dpmon.run.tables import HISTORY_FILE, HistoryError, last_ids, rings_in
+
+__all__ = ["Kept"]
+
+_BY_CHANCE = "ORDER BY id * 2654435761 & 4294967295 LIMIT ?"
+"""So a part of what is drawn is drawn evenly too: all that have ids below some place."""
+
+
+class Kept:
+    """A snapshot of a history: what it holds at one instant, whatever is written meanwhile."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises HistoryError if there is none or it cannot be read, FileNotFoundError if there is none."""
+        path = directory / HISTORY_FILE
+        if not path.is_file() or path.is_symlink():
+            raise FileNotFoundError(path)
+        try:
+            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+        except sqlite3.Error as error:
+            raise HistoryError(str(error)) from None
+        try:
+            self._db.execute("BEGIN")
+            self.rings = rings_in(self._db)
+            self.last_id = max(last_ids(self._db))
+            row = self._db.execute("SELECT value FROM meta WHERE key = 'pruned'").fetchone()
+            self.pruned = int(row[0]) if row else 0
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            self._db.close()
+            raise HistoryError(str(error)) from None
+
+    def definitions(self, process: int) -> list[tuple[int, Any]]:
+        """Number and value of every definition of one process."""
+        query = "SELECT number, value FROM definitions WHERE process = ?"
+        return [(number, json.loads(value)) for number, value in self._all(query, (process,))]
+
+    def rows(self, after: int = 0) -> Iterator[tuple[Any, ...]]:
+        """Everything with an id above `after` in order: (id, table name, columns after the id ...)."""
+        return heapq.merge(
+            *(
+                self._all(f"SELECT id, '{table}', * FROM {table} WHERE id > ? ORDER BY id", (after,))
+                for table in ("calls", "steps", "events")
+            )
+        )
+
+    def lasting(self, before: int, since_ns: int) -> Iterator[tuple[Any, ...]]:
+        """Of the events up to the id `before`: those that still matter, and all after `since_ns`; as `rows`."""
+        query = (
+            "SELECT id, 'events', * FROM events WHERE id <= ?"
+            " AND (kind IN ('process', 'mode', 'pause', 'warning', 'exit') OR t_ns > ?) ORDER BY id"
+        )
+        return self._all(query, (before, since_ns))
+
+    def last_ns(self) -> int:
+        """The time of the newest event, 0 if there is none."""
+        for (found,) in self._all("SELECT max(t_ns) FROM events", ()):
+            return int(found or 0)
+        return 0
+
+    def newest_ns(self, until: int | None = None) -> int:
+        """When the last thing in the record was over; the last up to the id `until`."""
+        found, most = 0, self.last_id if until is None else until
+        for query in (
+            "SELECT max(start_ns + wall_ns) FROM (SELECT * FROM steps WHERE id <= ? ORDER BY id DESC LIMIT 1000)",
+            "SELECT max(start_ns + wall_ns) FROM (SELECT * FROM calls WHERE id <= ? ORDER BY id DESC LIMIT 1000)",
+            "SELECT max(t_ns) FROM (SELECT * FROM events WHERE id <= ? ORDER BY id DESC LIMIT 1000)",
+        ):
+            for (newest,) in self._all(query, (most,)):
+                found = max(found, newest if isinstance(newest, int) else 0)
+        return found
+
+    def id_at(self, t_ns: int) -> int:
+        """About the id of what was over at `t_ns`: found by halving, since ids are drawn as time goes."""
+        low, high = 0, self.last_id + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            at = self.time_from(middle)
+            if at is None or at > t_ns:
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def time_from(self, first: int, *, events: bool = True) -> int | None:
+        """When the first thing with this id or a higher one, whose time is known, was over; None if there is none.
+
+        Without `events` of calls and steps only.
+        """
+        found: list[tuple[int, int]] = []
+        queries = (
+            "SELECT id, start_ns + wall_ns FROM steps WHERE id >= ? ORDER BY id LIMIT 1",
+            "SELECT id, start_ns + wall_ns FROM calls WHERE id >= ? ORDER BY id LIMIT 1",
+            "SELECT id, t_ns FROM events WHERE id >= ? AND t_ns IS NOT NULL ORDER BY id LIMIT 1",
+        )
+        for query in queries if events else queries[:2]:
+            found += [(number, at) for number, at in self._all(query, (first,)) if isinstance(at, int)]
+        return min(found)[1] if found else None
+
+    def step_end(self, near: int, t_ns: int, *, forward: bool) -> int | None:
+        """The end of the first step after `t_ns` (or of the last one before it), looked for around the id `near`."""
+        reach = 4096
+        if forward:
+            query = "SELECT min(start_ns + wall_ns) FROM (SELECT * FROM steps WHERE id >= ? ORDER BY id LIMIT ?)"
+            query += " WHERE start_ns + wall_ns > ?"
+            parameters = max(near - reach // 8, 0), reach, t_ns
+        else:
+            query = "SELECT max(start_ns + wall_ns) FROM (SELECT * FROM steps WHERE id <= ? ORDER BY id DESC LIMIT ?)"
+            query += " WHERE start_ns + wall_ns < ?"
+            parameters = near + reach // 8, reach, t_ns
+        for (found,) in self._all(query, parameters):
+            return found if isinstance(found, int) else None
+        return None
+
+    def rollups(self, width: int, since_s: int = 0) -> Iterator[Rollup]:
+        """Those of seconds (width 1) or minutes (60) that start at `since_s` or later, in that order."""
+        if not self._has("rollups"):
+            return
+        query = "SELECT * FROM rollups WHERE width = ? AND start_s >= ? ORDER BY start_s, process, mode"
+        for row in self._all(query, (width, since_s)):
+            with suppress(ValueError):
+                yield Rollup.of_row(row)
+
+    def seconds_from(self) -> int:
+        """The beginning of the first minute of which all seconds still have rollups of their own; 0 if none has."""
+        if not self._has("rollups"):
+            return 0
+        query = "SELECT min(start_s) FROM rollups WHERE width = ?"
+        (second,), (minute,) = (next(self._all(query, (width,))) for width in (1, 60))
+        if type(second) is not int or type(minute) is not int:
+            return 0
+        return second // 60 * 60 if second // 60 * 60 <= minute else -(-second // 60) * 60
+
+    def has_steps(self, until: int) -> bool:
+        """Whether steps were recorded up to the id `until`, though they may have been deleted since."""
+        return self.pruned > 0 or any(self._all("SELECT 1 FROM steps WHERE id <= ? LIMIT 1", (until,)))
+
+    def modes(self) -> Iterator[tuple[Any, ...]]:
+        """Process and JSON of every event of a mode."""
+        return self._all("SELECT process, json FROM events WHERE kind = 'mode' AND process IS NOT NULL", ())
+
+    def holds(self, until: int) -> bool:
+        """Whether it still has a step or a call up to the id `until`."""
+        tables = "SELECT id FROM steps UNION ALL SELECT id FROM calls"
+        return any(self._all(f"SELECT 1 FROM ({tables}) WHERE id <= ? LIMIT 1", (until,)))
+
+    def steps_by_mode(self, after: int, until: int) -> list[tuple[int, str, int]]:
+        """Process, mode and how many steps of it have ids above `after` up to `until`."""
+        query = (
+            "SELECT process, mode, count(*) FROM steps WHERE id > ? AND id <= ?"
+            " GROUP BY process, mode ORDER BY process, mode"
+        )
+        return [(process, mode, count) for process, mode, count in self._all(query, (after, until))]
+
+    def steps_by_block(self, width: int) -> Iterator[tuple[int, int, str, int]]:
+        """Number of the block of `width` ids, process, mode and how many steps of it lie there; blocks in order."""
+        query = "SELECT id / ? AS block, process, mode, count(*) FROM steps GROUP BY 1, 2, 3 ORDER BY 1"
+        return (
+            (block, process, mode, count)
+            for block, process, mode, count in self._all(query, (width,))
+            if type(process) is int and isinstance(mode, str)
+        )
+
+    def rows_over(self, after: int, until: int, end_ns: int) -> Iterator[tuple[Any, ...]]:
+        """Calls and steps with ids above `after` up to `until` that were over before `end_ns`; as `rows`, no order."""
+        for table in ("calls", "steps"):
+            query = f"SELECT id, '{table}', * FROM {table} WHERE id > ? AND id <= ? AND start_ns + wall_ns < ?"
+            yield from self._all(f"{query} ORDER BY id", (after, until, end_ns))
+
+    def drawn_steps(self, after: int, until: int, process: int, mode: str, most: int) -> Iterator[tuple[Any, ...]]:
+        """Steps of a mode with ids above `after` up to `until`, as in `rows`; `most`, by a hash of their ids."""
+        query = f"SELECT id, 'steps', * FROM steps WHERE id > ? AND id <= ? AND process = ? AND mode = ? {_BY_CHANCE}"
+        return self._all(query, (after, until, process, mode, most))
+
+    def drawn_ids(self, until: int, process: int, mode: str, most: int) -> list[int]:
+        """The ids of what `drawn_steps` gives of all up to `until`, in its order."""
+        query = f"SELECT id FROM steps WHERE id <= ? AND process = ? AND mode = ? {_BY_CHANCE}"
+        return [number for (number,) in self._all(query, (until, process, mode, most))]
+
+    def steps_at(self, number: int) -> Iterator[tuple[Any, ...]]:
+        """The step with this id, as in `rows`, if there is one."""
+        return self._all("SELECT id, 'steps', * FROM steps WHERE id = ?", (number,))
+
+    def calls_of(self, before: int, process: int, step: int) -> Iterator[bytes]:
+        """Payloads of the calls of a step that has the id `before`: they lie shortly before it."""
+        query = "SELECT payload FROM calls WHERE id BETWEEN ? AND ? AND process = ? AND step = ?"
+        return (payload for (payload,) in self._all(query, (before - 64, before, process, step)))
+
+    def device_rollups(self) -> Iterator[tuple[Any, ...]]:
+        """Rows of (start_s of a minute, device or -1 for the host, name, count, total, low, high), in that order."""
+        if self._has("device_rollups"):
+            yield from self._all("SELECT * FROM device_rollups ORDER BY start_s, device, name", ())
+
+    def _has(self, table: str) -> bool:
+        """Whether the table is there: a history of an earlier version may lack it."""
+        return any(self._all("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (table,)))
+
+    def _all(self, query: str, parameters: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+        try:
+            for row in self._db.execute(query, parameters):  # noqa: UP028 `yield from` would close the cursor
+                yield row
+        except sqlite3.Error as error:
+            raise HistoryError(str(error)) from None
+
+    def close(self) -> None:
+        """Let go of the snapshot."""
+        self._db.close()

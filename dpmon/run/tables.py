@@ -1,0 +1,112 @@
+"""What a run keeps for good: history.sqlite. One writer (the supervisor), any number of readers.
+
+    meta         key, value: schema, run, start_ns, limit_bytes, pruned (rows deleted to stay below it)
+    rings        one row a ring: how far it was read (position, sequence), what was missed, what was counted
+    definitions  process, number, value (JSON): layouts and sizes that calls refer to
+    calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.records)
+    steps        id, process, step, mode, start_ns, wall_ns, samples, data_ns ... other_ns (NULL: did not run)
+    events       id, process (NULL: the supervisor), kind, t_ns, json
+    rollups      width (1 or 60 s), start_s, process, mode, steps, calls, samples, unknown (steps without samples),
+                 last_step, low_ns, high_ns (of a step), step_ns, data_ns ... gather_ns (sums; NULL: did not run),
+                 histogram (dpmon.run.rollup); what ended in that second or minute
+    device_rollups  start_s (of a minute), device (index; -1: the host), name, count, total, low, high
+
+What is older than there is room for is deleted: calls, steps and events first, but for a run's processes, modes,
+warnings and exit; rollups are kept for ever, those of a second until they take a third of the room.
+
+Times are ns since the run's start. Ids are drawn from one counter, so they give the order across the three
+tables. A ring's position is written in the transaction that writes its records: whoever reads on from there misses
+and repeats nothing. The only users of sqlite3 are this file, `history` (it writes) and `kept` (it reads).
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dpmon.run.rollup import SERIES
+
+__all__ = [
+    "HISTORY_FILE",
+    "SCHEMA",
+    "SCHEMA_VERSION",
+    "HistoryError",
+    "RingRow",
+    "definitions_in",
+    "last_ids",
+    "rings_in",
+]
+
+HISTORY_FILE = "history.sqlite"
+SCHEMA_VERSION = 2
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS rings (
+    name TEXT PRIMARY KEY, process INTEGER, rank INTEGER, pid INTEGER, position INTEGER, sequence INTEGER,
+    missed INTEGER, lost INTEGER, calls INTEGER, steps INTEGER, last_step INTEGER) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS definitions (
+    process INTEGER, number INTEGER, value TEXT, PRIMARY KEY (process, number)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS calls (
+    id INTEGER PRIMARY KEY, process INTEGER, call INTEGER, step INTEGER, mode TEXT, start_ns INTEGER,
+    wall_ns INTEGER, rows INTEGER, payload BLOB);
+CREATE TABLE IF NOT EXISTS steps (
+    id INTEGER PRIMARY KEY, process INTEGER, step INTEGER, mode TEXT, start_ns INTEGER, wall_ns INTEGER,
+    samples INTEGER, data_ns INTEGER, forward_ns INTEGER, backward_ns INTEGER, optimizer_ns INTEGER,
+    other_ns INTEGER);
+CREATE TABLE IF NOT EXISTS events (
+    id INTEGER PRIMARY KEY, process INTEGER, kind TEXT, t_ns INTEGER, json TEXT);
+CREATE TABLE IF NOT EXISTS rollups (
+    width INTEGER, start_s INTEGER, process INTEGER, mode TEXT, steps INTEGER, calls INTEGER, samples INTEGER,
+    unknown INTEGER, last_step INTEGER, low_ns INTEGER, high_ns INTEGER,
+    {sums}, histogram BLOB,
+    PRIMARY KEY (width, start_s, process, mode)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS device_rollups (
+    start_s INTEGER, device INTEGER, name TEXT, count INTEGER, total REAL, low REAL, high REAL,
+    PRIMARY KEY (start_s, device, name)) WITHOUT ROWID;
+""".format(sums=", ".join(f"{name}_ns INTEGER" for name in SERIES))
+
+
+class HistoryError(Exception):
+    """The history cannot be written or read: no room, damaged, not ours."""
+
+
+@dataclass
+class RingRow:
+    """How far one ring has been taken over, as in the table `rings`."""
+
+    name: str
+    process: int
+    rank: int | None
+    pid: int
+    position: int = 0
+    sequence: int = 0
+    missed: int = 0
+    """Records that were overwritten before they were read, were damaged or could not be kept."""
+    lost: int = 0
+    """Records that the writer could not write."""
+    calls: int = 0
+    steps: int = 0
+    last_step: int | None = None
+
+
+def definitions_in(db: sqlite3.Connection, process: int) -> Iterator[tuple[int, Any]]:
+    """Number and value of every definition of one process; damaged ones are left out."""
+    for number, value in db.execute("SELECT number, value FROM definitions WHERE process = ?", (process,)):
+        with suppress(ValueError, TypeError):
+            yield number, json.loads(value)
+
+
+def last_ids(db: sqlite3.Connection) -> list[int]:
+    """The highest id in each of the three tables that share them."""
+    query = " UNION ALL ".join(f"SELECT max(id) FROM {table}" for table in ("calls", "steps", "events"))
+    return [row[0] or 0 for row in db.execute(query)]
+
+
+def rings_in(db: sqlite3.Connection) -> dict[str, RingRow]:
+    """How far each ring was taken over, by its file's name."""
+    columns = ", ".join(member.name for member in fields(RingRow))
+    return {row[0]: RingRow(*row) for row in db.execute(f"SELECT {columns} FROM rings")}

@@ -1,0 +1,71 @@
+"""A supervisor that is killed between the start of the command and the moment in which it says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running import wait_for
+
+from dpmon.run import guard as guards
+from dpmon.run.guard import Guard, Successors
+from dpmon.run.rundir import RunInfo, create_run, load_exit
+
+COMMAND = """
+import os, pathlib, time
+def until(name):
+    while not pathlib.Path(name).exists():
+        time.sleep(0.005)
+until("session")
+os.setsid()
+pathlib.Path("made").touch()
+until("end")
+raise SystemExit(3)
+"""
+
+
+@pytest.fixture
+def run(state: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Guard, Path]]:
+    """A guard whose supervisor was killed before it wrote anything; no other one is started."""
+    monkeypatch.setattr(Successors, "start_if_needed", lambda *_: None)
+    info = RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True)
+    directory, _ = create_run(info)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
+        supervisor.kill()
+        supervisor.wait()
+        yield Guard(directory, supervisor), directory
+
+
+def test_a_command_that_was_only_forked_is_waited_for(run: tuple[Guard, Path], tmp_path: Path) -> None:
+    guard, directory = run
+    with subprocess.Popen([sys.executable, "-c", COMMAND], cwd=tmp_path) as command:
+        guard.look()
+        assert (guard.outcome, load_exit(directory)) == (None, None)
+        (tmp_path / "session").touch()
+        wait_for((tmp_path / "made").exists)
+        guard.look()
+        assert guard.command_pid() == command.pid
+        assert guard.outcome is None
+        (tmp_path / "end").touch()
+        wait_for(lambda: guard.look() or guard.outcome)
+        command.returncode = 3  # the guard has reaped it
+    assert guard.outcome is not None
+    assert (guard.outcome.status, guard.outcome.by) == (3, "foreground")
+
+
+def test_one_that_was_never_started_is_told_after_a_while(
+    run: tuple[Guard, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard, directory = run
+    guard.look()
+    assert guard.outcome is None
+    monkeypatch.setattr(guards, "UNSTARTED_S", 0.0)
+    guard.look()
+    how = load_exit(directory)
+    assert how is not None
+    assert (how.status, how.error) == (2, "the supervisor ended before it started the command")
+    assert os.listdir(directory)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dpmon.model.state import PHASES, ModeTrack, Process, StepSample
+from dpmon.model.uneven import Uneven
 
 __all__ = [
     "PhaseFigures",
@@ -52,6 +53,10 @@ class Summary(NamedTuple):
     phases: tuple[PhaseFigures, ...]
     sampled: int = 0
     """How many of the steps the medians and tails are of."""
+    mean_ns: float | None = None
+    """All their time by their number: what a speed in steps a second comes from."""
+    uneven: Uneven | None = None
+    """Where the median says little of the speed: why."""
 
 
 class Speed(NamedTuple):
@@ -139,6 +144,7 @@ def summary(steps: Sequence[StepSample]) -> Summary:
         samples_per_s=rate,
         phases=_phases([step.phases for step in steps], total),
         sampled=len(steps),
+        mean_ns=total / len(steps) if steps else None,
     )
 
 

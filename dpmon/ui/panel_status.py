@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dpmon.model.ranks import training, world
-from dpmon.model.stats import Speed, median, recent, speed
+from dpmon.model.stats import Speed, speed
 from dpmon.ui.format import clock, compact, group, ms
 from dpmon.ui.look import Look
+from dpmon.ui.panel_batch import figures
 from dpmon.ui.rows import Row, columns, cut, fit, right, span_width, width_of
 from dpmon.ui.scene import SECOND, Life, Scene, life, mode_words
 from dpmon.ui.text import clean
@@ -124,7 +125,6 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
         (clock_text, ""),
         *mode,
     ]
-    middle = median(_walls(scene))
     second: Row = [
         (" step", "dim"),
         (right(step, 10), "bold"),
@@ -133,20 +133,9 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
         (right(samples, 9), "bold"),
         (" samples/s", "dim"),
         ("   median", "dim"),
-        (right(ms(middle), 9), "bold"),
+        (right(ms(figures(scene).median_ns), 9), "bold"),
     ]
     return [first, second]
-
-
-def _walls(scene: Scene) -> list[int]:
-    """Recent steps (ns) in the mode in force, since it came into force: what was before a toggle is no part of it."""
-    process = scene.process
-    track = process.modes.get(process.mode) if process is not None else None
-    if process is None or track is None:
-        return []
-    changes = [c for c in scene.state.mode_changes if c.process == process.process and c.refused is None]
-    since = changes[-1].step if changes and changes[-1].step is not None else 0
-    return [step.wall_ns for step in recent(track) if step.step >= since]
 
 
 def _missed(scene: Scene) -> Row:

@@ -16,6 +16,7 @@ from dpmon.model.compare import Interval
 from dpmon.model.history import pictured
 from dpmon.records import Call, Event, Size
 from dpmon.ui import panel_batch, panel_compare, panel_devices, panel_replicas
+from dpmon.ui.batch_notes import missing
 from dpmon.ui.chart import stacked
 from dpmon.ui.footer import keys
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange
@@ -202,14 +203,48 @@ def test_the_end_stays_with_its_outcome(ended: Ended, said: str) -> None:
     assert "dpmon export 20261120-141502-linear-7f3a" in text
 
 
-def test_the_median_of_the_header_begins_at_the_last_toggle() -> None:
+def test_the_median_of_the_header_is_that_of_panel_3() -> None:
     training = Training(step_ns=2_000_000)
     payloads = [*training.begin(), *training.run(200), *training.switch("single"), *training.run(5)]
     training.step_ns = 40_000_000
     payloads += [*training.switch("dp"), *training.run(20)]
     scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
-    row = plain(status(scene, 80, 3, LOOK)[1])
-    assert 30 < float(row.split("median")[1].split()[0]) < 50, row
+    for span in (30, 0):
+        lines = text_of(replace(scene, view=View(span_s=span)), 80, 24).splitlines()
+        (panel,) = (line for line in lines if "3 Batch" in line)
+        assert lines[1].split("median")[1].split()[:2] == panel.split("median")[1].split()[:2], (lines[1], panel)
+
+
+def alternating(long_ns: int = 40_000_000, every: int = 4, steps: int = 400) -> Scene:
+    """A loader whose workers bring batches by the handful: one step waits, the others do not."""
+    training = Training(step_ns=1_000_000)
+    payloads = training.begin()
+    shares = training.shares["dp"]
+    for index in range(steps):
+        shares["data"] = long_ns // 10_000 if index % every == 0 else 3
+        payloads += training.step()
+    return Scene(state_of(payloads), training.now, FACTS, alive=True)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+def test_where_few_steps_take_the_time_the_mean_leads_and_the_median_has_a_word(size: tuple[int, int]) -> None:
+    scene = alternating()
+    lines = text_of(scene, *size).splitlines()
+    (panel,) = (line for line in lines if "3 Batch" in line)
+    mean, middle = (float(panel.split(word)[1].split()[0]) for word in ("mean ", "median"))
+    assert middle < 1.5
+    assert 9 < mean < 14
+    header = lines[0] if size[0] >= 110 else lines[1]
+    steps_per_s = float(header.split("steps/s")[0].split()[-1])
+    assert steps_per_s == pytest.approx(1000 / mean, rel=0.05), "what leads is what the speed in the header says"
+    (said,) = (line for line in lines if "uneven steps" in line)
+    assert re.search(r"uneven steps: about [23]\d % take 9\d % of the time, longer by data", said), said
+
+
+def test_even_steps_have_no_such_word() -> None:
+    assert "uneven" not in text_of(scene_of(Training()), 120, 40)
+    few = panel_batch.figures(alternating(every=50, long_ns=2_000_000))
+    assert few.uneven is None
 
 
 def test_a_failure_shows_the_last_line_of_the_traceback() -> None:
@@ -428,9 +463,51 @@ def test_phases_that_do_not_run_have_dashes_not_zeros() -> None:
     assert "0%" not in rows[1].replace(" %", "%").split()
 
 
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+def test_every_dash_of_panel_3_has_its_reason_on_the_last_line(size: tuple[int, int]) -> None:
+    scene = scene_of(Training(mode="single", devices=("cpu",), virtual=False), 100)
+    slot = places(scene, *size)["batch"]
+    lines = text_of(scene, *size).splitlines()[slot.y : slot.y + slot.height]
+    assert "–" in "".join(lines)
+    assert "no scatter to gather: one device" in lines[-2]
+    assert "uneven" not in lines[-2]
+
+
+def test_why_a_phase_has_a_dash_is_what_the_record_says() -> None:
+    scene = scene_of(Training(), 40)
+    process = scene.process
+    assert process is not None
+    numbers = panel_batch.figures(scene)
+    assert missing(process, numbers.phases) == []
+    none = [phase._replace(ran=0, share=None, median_ns=None) for phase in numbers.phases]
+
+    def said(**changes: Any) -> str:
+        assert process is not None
+        assert process.newest is not None
+        track = process.calls[process.newest]
+        before, track.last = track.last, replace(track.last, **changes)
+        text = " | ".join(missing(process, none))
+        track.last = before
+        return text
+
+    own = (
+        "no data: no DataLoader | no scatter to gather: {} | no forward: no model was called | no backward: no backward"
+    )
+    assert said(phases={}).startswith(own.format("it did not run"))
+    assert "no optimizer: no optimizer step | no other:" in said()
+    assert "it cannot be told apart from forward" in said()
+    assert "no scatter to gather: one device" in said(mode="single")
+    reason = "Own has its own gather and does not use torch's gather"
+    text = said(mode="single", absent={"gather": reason + "\x1b[2J"})
+    assert f"no scatter to apply: one device | no gather: {reason}" in text
+    assert "\x1b" not in text
+    rare = [numbers.phases[0]._replace(median_ns=None), *numbers.phases[1:]]
+    assert missing(process, rare) == ["no data: in none of the steps drawn for medians"]
+
+
 def test_host_times_are_called_host() -> None:
     text = text_of(scene_of(Training()), 120, 40)
-    assert "host times" in text
+    assert "host mean" in text
     assert "host time" in text
 
 

@@ -40,18 +40,18 @@ class _Piece(NamedTuple):
     rank: int
 
 
-def _rank(deed: Deed, word: str, over: bool) -> int:
+def _rank(deed: Deed, word: str, scene: Scene) -> int:
     if deed.key in _LAST:
         return -3
-    if word in _BACK:
+    if word in _BACK or (deed.key == "i" and scene.reads_since_ns is not None):
         return -2
-    if over and deed.key in _OVER:
+    if scene.over and deed.key in _OVER:
         return -1
     return _ORDER.index(deed.key) if deed.key in _ORDER else len(_ORDER)
 
 
 def _pieces(scene: Scene) -> list[_Piece]:
-    return [_Piece(deed.key, word, _rank(deed, word, scene.over)) for deed in DEEDS if (word := deed.word(scene))]
+    return [_Piece(deed.key, word, _rank(deed, word, scene)) for deed in DEEDS if (word := deed.word(scene))]
 
 
 def keys(scene: Scene) -> list[tuple[str, str]]:

@@ -27,6 +27,7 @@ from dpmon.ui.panel_status import status
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import Ended, Facts, Pausing, Playing, Scene, Toggle, View, devices_in_short, life
 from dpmon.ui.tail import Tail
+from dpmon.ui.toast import cropped
 
 LOOK = Look(UNICODE, COLOUR, True)
 MONO_ASCII = Look(ASCII, MONO, False)
@@ -171,6 +172,16 @@ def test_the_first_seconds_tell_what_happens() -> None:
     imported = replace(before, alive=True, stage=("torch imported", SECOND))
     assert life(imported) == ("waiting for the first batch", "wait", "1 s")
     assert "importing torch 1 s" in text_of(importing, 80, 24)
+
+
+def test_a_script_that_waits_for_a_line_is_said_to_and_how_to_give_it_one() -> None:
+    before = Scene(State(), 5 * SECOND, FACTS, alive=True, stage=("torch imported", SECOND), reads_since_ns=2 * SECOND)
+    assert life(before) == ("waiting for input", "wait", "3 s")
+    assert life(replace(before, can_type=True)).detail == "3 s: i types"
+    training = replace(scene_of(Training()), reads_since_ns=SECOND)
+    assert life(training).word == "waiting for input"
+    assert "i input" in text_of(training, 80, 24).splitlines()[-1]
+    assert life(replace(training, reads_since_ns=None)).word == "running"
 
 
 def test_waiting_for_data_is_said_after_a_second_only() -> None:
@@ -503,6 +514,61 @@ def test_why_a_phase_has_a_dash_is_what_the_record_says() -> None:
     assert "\x1b" not in text
     rare = [numbers.phases[0]._replace(median_ns=None), *numbers.phases[1:]]
     assert missing(process, rare) == ["no data: in none of the steps drawn for medians"]
+
+
+LONG = (
+    "the module's parts lie on several devices (cuda:0, cuda:1, 中文字 and the processor): dp would copy each of them "
+    "whole to every device, which is not what the script says; the toggle is for modules on one device"
+)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (160, 50), (81, 30)])
+@pytest.mark.parametrize("which", ["toggle", "pause", "message"])
+def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_below_it(which: str, size: tuple[int, int]) -> None:
+    scene = scene_of(Training())
+    plain_rows = whole(scene, Output(), *size, LOOK)
+    if which == "toggle":
+        scene = replace(scene, toggle=Toggle("single", "refused", scene.now_ns, None, LONG))
+    elif which == "pause":
+        fold(
+            scene.state, Event("pause", {"process": 0, "t_s": scene.now_ns / SECOND, "paused": False, "refused": LONG})
+        )
+    else:
+        scene = replace(scene, view=View(message=LONG, message_ns=scene.now_ns))
+    rows = whole(scene, Output(), *size, LOOK)
+    assert [width_of(row) for row in rows] == [size[0]] * size[1]
+    at = next(index for index, row in enumerate(rows) if "in full" in plain(row))
+    note = [plain(row).split("│")[1].strip() for row in rows[at + 1 : at + 10] if "│" in plain(row)]
+    assert LONG in " ".join(note)
+    assert plain(rows[-1]) == plain(plain_rows[-1])
+    later = replace(scene, now_ns=scene.now_ns + 20 * SECOND)
+    assert "in full" not in "".join(plain(row) for row in whole(later, Output(), *size, LOOK))
+
+
+def test_a_note_too_long_for_the_screen_says_so_and_a_short_answer_makes_none() -> None:
+    scene = scene_of(Training(), toggle=Toggle("single", "refused", 0, None, LONG), now_ns=SECOND)
+    text = text_of(scene, 40, 10)
+    assert "in full" in text
+    assert "…" in text.split("in full")[1]
+    short = replace(scene, toggle=Toggle("single", "refused", 0, None, "no"))
+    assert "in full" not in text_of(short, 80, 24)
+
+
+def test_a_warning_that_is_cut_says_where_all_of_it_is() -> None:
+    scene = scene_of(Training())
+    fold(scene.state, Event("warning", {"process": 0, "t_s": scene.now_ns / SECOND, "text": LONG}))
+    for size in ((80, 24), (120, 40)):
+        row = next(line for line in text_of(scene, *size).splitlines() if "warning:" in line)
+        assert row.rstrip().endswith("w: all of it")
+        assert "…" in row
+    assert "all of it" not in text_of(scene, 250, 70)
+
+
+def test_a_row_is_cropped_by_cells() -> None:
+    row = [("ab", "x"), ("中c", "y")]
+    assert cropped(row, 1, 4) == [("b", "x"), ("中", "y")]
+    assert cropped(row, 0, 3) == [("ab", "x"), (" ", "y")]
+    assert cropped(row, 3, 9) == [(" c", "y")]
 
 
 def test_host_times_are_called_host() -> None:

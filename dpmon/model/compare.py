@@ -308,7 +308,7 @@ def compared(process: Process) -> Comparison:
     devices, virtual = (dp.devices, dp.virtual) if dp is not None else ((), False)
     seen = {mode: track.count for mode, track in tracks.items()}
     memory = {mode: dict(track.peaks) for mode, track in tracks.items()}
-    many = len(tracks) == 2 and all(track.settled_count >= SETTLED_MANY for track in tracks.values())
+    many = all(track.settled_count >= SETTLED_MANY for track in tracks.values())
     key = (devices, virtual, *(track.settled_count // SETTLED_AT_ONCE for track in tracks.values()))
     known = process.memo.get("compared")
     if many and known is not None and known[0] == key:

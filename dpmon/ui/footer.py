@@ -60,7 +60,7 @@ def keys(scene: Scene) -> list[tuple[str, str]]:
 
 
 def footer(scene: Scene, width: int, look: Look) -> list[Row]:
-    """One row of `width` cells; where not everything has room words are short, and a sign says that there is more."""
+    """One row of `width` cells; a sign says that there is more; a narrow one has short words."""
     gap = 2 if width >= _ROOMY else 1
     everything = _pieces(scene)
     shown = everything
@@ -80,11 +80,12 @@ def _taken(pieces: Sequence[_Piece], gap: int) -> int:
 
 
 def _chosen(pieces: Sequence[_Piece], width: int, gap: int) -> list[_Piece]:
-    """Those that have room in short words, by their rank; then as many words in full as there is room for."""
+    """Those that have room, by their rank; near to each other in short words, then in full as far as there is room."""
     order = sorted(range(len(pieces)), key=lambda index: pieces[index].rank)
     shown: dict[int, _Piece] = {}
     for index in order:
-        more = {**shown, index: pieces[index]._replace(word=_SHORT.get(pieces[index].word, pieces[index].word))}
+        word = pieces[index].word
+        more = {**shown, index: pieces[index]._replace(word=_SHORT.get(word, word) if gap == 1 else word)}
         if pieces[index].key in _LAST or _taken(list(more.values()), gap) <= width:
             shown = more
     for index in order:

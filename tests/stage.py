@@ -60,6 +60,9 @@ class FakeReader:
     def stage(self) -> tuple[str, int] | None:
         return None
 
+    def waits_for_input(self) -> int | None:
+        return None
+
     def activities(self) -> dict[int, tuple[str, int]]:
         return self.doing
 

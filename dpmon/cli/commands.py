@@ -18,7 +18,7 @@ from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
 from dpmon.run.rundir import RunError, RunInfo, find_run, list_runs, load_exit, load_info, short_name
 from dpmon.run.start import look_after
-from dpmon.run.state import command_alive, run_state
+from dpmon.run.state import command_alive, is_paused, run_state
 from dpmon.ui.text import clean
 
 __all__ = ["attach", "export", "keep", "ls", "rm", "stop"]
@@ -109,6 +109,8 @@ def ls(options: argparse.Namespace) -> int:
 def _describe(directory: Path, info: RunInfo) -> dict[str, Any]:
     """One run, as `ls --json` gives it."""
     state, how = run_state(directory, info)
+    if state == "running" and is_paused(directory):
+        state = "paused"
     return {
         "id": info.id,
         "name": short_name(info),

@@ -47,6 +47,8 @@ _Z = 1.96
 """Of a normal distribution, for 95 %."""
 _WORTH = 0.05
 """Share of a step below which copying is not worth a word."""
+_APART = 1.1
+"""By so much the ratio of means may lie outside the interval without a word."""
 _BACKWARD = PHASES.index("backward")
 _COPIES = ("scatter", "replicate", "gather")
 """Phases that only dp has."""
@@ -104,6 +106,8 @@ class Comparison:
     """Speed-up a device; None for virtual replicas, which have no devices of their own."""
     outcome: str | None = None
     """faster, slower, or even: the interval holds 1."""
+    by_mean: float | None = None
+    """The ratio of the mean step times, where it is quite another than that of the medians."""
     ground: Ground | None = None
     cost: Ground | None = None
     """The copying that takes the largest share of the dp step."""
@@ -252,7 +256,15 @@ def _judged(base: Comparison, taken: Mapping[str, Sequence[StepSample]]) -> Comp
     each = found.value / len(base.devices) if base.devices and not base.virtual else None
     cost = _cost(base.sides["dp"])
     ground = _largest(base.sides, outcome)
-    return replace(base, speedup=found, efficiency=each, outcome=outcome, ground=ground, cost=cost)
+    means = _means(found, taken)
+    return replace(base, speedup=found, efficiency=each, outcome=outcome, ground=ground, cost=cost, by_mean=means)
+
+
+def _means(found: Interval, taken: Mapping[str, Sequence[StepSample]]) -> float | None:
+    """The ratio of the means, if it lies well outside the interval of the medians' ratio."""
+    single, dp = (sum(step.wall_ns for step in taken[mode]) / len(taken[mode]) for mode in MODES_COMPARED)
+    means = single / dp
+    return None if found.low / _APART <= means <= found.high * _APART else means
 
 
 def _cost(dp: Side) -> Ground | None:
@@ -296,7 +308,7 @@ def compared(process: Process) -> Comparison:
     devices, virtual = (dp.devices, dp.virtual) if dp is not None else ((), False)
     seen = {mode: track.count for mode, track in tracks.items()}
     memory = {mode: dict(track.peaks) for mode, track in tracks.items()}
-    many = len(tracks) == 2 and all(track.settled_count >= SETTLED_MANY for track in tracks.values())
+    many = all(track.settled_count >= SETTLED_MANY for track in tracks.values())
     key = (devices, virtual, *(track.settled_count // SETTLED_AT_ONCE for track in tracks.values()))
     known = process.memo.get("compared")
     if many and known is not None and known[0] == key:
@@ -331,7 +343,10 @@ def sentence(found: Comparison) -> str | None:
         low, high = (_times_text(each) for each in found.speedup[1:])
         head = f"DataParallel{over}{virtual} makes no difference that shows ({low} to {high} one device)"
     said = _ground(found)
-    return f"{head}: {said}." if said else f"{head}."
+    means = ""
+    if found.by_mean is not None:
+        means = f" By the mean step it is {_times_text(found.by_mean)}: a few long steps take much of the time."
+    return f"{head}: {said}.{means}" if said else f"{head}.{means}"
 
 
 def _times_text(value: float) -> str:

@@ -25,6 +25,7 @@ from dpmon.model.state import (
     StepSample,
 )
 from dpmon.model.stats import Summary, summary, weighed_middle, weighed_phase, weighed_rank
+from dpmon.model.uneven import uneven
 
 __all__ = ["Picture", "add_column", "add_settled", "add_step", "columns_of", "figures", "pictured"]
 
@@ -230,8 +231,8 @@ def _joined(columns: Sequence[Column], places: Sequence[int]) -> list[Column]:
 def figures(process: Process, mode: str, span_s: int) -> Summary:
     """Median and p95 of the steps of `mode` within the last `span_s` seconds of steps (0: the whole run), and shares.
 
-    Counts, shares and speeds are of every step; medians and tails of `Summary.sampled` of them, each of which weighs as
-    much as the steps of its column that it stands for.
+    Counts, shares, means and speeds are of every step; medians and tails of `Summary.sampled` of them, each of which
+    weighs as much as the steps of its column that it stands for.
     """
     columns = [column for column in columns_of(process, span_s) if column.mode == mode]
     count = sum(column.count for column in columns)
@@ -249,14 +250,17 @@ def figures(process: Process, mode: str, span_s: int) -> Summary:
         weighed_phase(name, count, zip(took, weights, strict=True), spent / total if count and total else None)
         for name, count, spent, took in zip(PHASES, ran, sums, times, strict=True)
     ]
+    middle = weighed_middle(walls)
     return Summary(
         steps=count,
         span_ns=_span(columns, drawn),
-        median_ns=weighed_middle(walls),
+        median_ns=middle,
         p95_ns=weighed_rank(walls, 0.95),
         samples_per_s=known / total * 1e9 if total and not any(column.unknown for column in columns) else None,
         phases=tuple(phases),
         sampled=len(drawn),
+        mean_ns=total / count,
+        uneven=uneven(drawn, total / count, middle),
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from dpmon.model.state import PHASES, ModeTrack, Process, StepSample
+from dpmon.model.uneven import Uneven
 
 __all__ = [
     "PhaseFigures",
@@ -52,6 +55,10 @@ class Summary(NamedTuple):
     phases: tuple[PhaseFigures, ...]
     sampled: int = 0
     """How many of the steps the medians and tails are of."""
+    mean_ns: float | None = None
+    """All their time by their number: what a speed in steps a second comes from."""
+    uneven: Uneven | None = None
+    """Where the median says little of the speed: why."""
 
 
 class Speed(NamedTuple):
@@ -91,30 +98,40 @@ def percentile(values: Iterable[float], fraction: float) -> float | None:
 
 def weighed_rank(ordered: Sequence[tuple[float, float]], fraction: float) -> float | None:
     """As `rank`, of (value, how many it stands for) in order of the values."""
-    left = fraction * sum(weight for _, weight in ordered)
-    for value, weight in ordered:
-        left -= weight
-        if left <= _ROUNDING:
-            return value
-    return ordered[-1][0] if ordered else None
+    return _ranked(ordered, _summed(ordered), fraction)
 
 
 def weighed_middle(ordered: Sequence[tuple[float, float]]) -> float | None:
     """As `middle`, of (value, how many it stands for) in order of the values."""
-    left = sum(weight for _, weight in ordered) / 2
-    for index, (value, weight) in enumerate(ordered):
-        left -= weight
-        if abs(left) <= _ROUNDING and index + 1 < len(ordered):
-            return (value + ordered[index + 1][0]) / 2
-        if left < 0:
-            return value
-    return ordered[-1][0] if ordered else None
+    return _middle(ordered, _summed(ordered))
 
 
 def weighed_phase(name: str, ran: int, times: Iterable[tuple[int, float]], share: float | None) -> PhaseFigures:
     """As `phase_figures`, of (time, how many it stands for)."""
     ordered = sorted(pair for pair in times if pair[0] >= 0)
-    return PhaseFigures(name, ran, weighed_middle(ordered), weighed_rank(ordered, 0.95), share)
+    sums = _summed(ordered)
+    return PhaseFigures(name, ran, _middle(ordered, sums), _ranked(ordered, sums, 0.95), share)
+
+
+def _summed(ordered: Sequence[tuple[float, float]]) -> list[float]:
+    """How many each value and those before it stand for."""
+    return list(accumulate(weight for _, weight in ordered))
+
+
+def _ranked(ordered: Sequence[tuple[float, float]], sums: Sequence[float], fraction: float) -> float | None:
+    if not ordered:
+        return None
+    return ordered[min(bisect_left(sums, fraction * sums[-1] - _ROUNDING), len(ordered) - 1)][0]
+
+
+def _middle(ordered: Sequence[tuple[float, float]], sums: Sequence[float]) -> float | None:
+    if not ordered:
+        return None
+    half = sums[-1] / 2
+    at = min(bisect_left(sums, half - _ROUNDING), len(ordered) - 1)
+    if sums[at] <= half + _ROUNDING and at + 1 < len(ordered):
+        return (ordered[at][0] + ordered[at + 1][0]) / 2
+    return ordered[at][0]
 
 
 def recent(track: ModeTrack) -> list[StepSample]:
@@ -139,6 +156,7 @@ def summary(steps: Sequence[StepSample]) -> Summary:
         samples_per_s=rate,
         phases=_phases([step.phases for step in steps], total),
         sampled=len(steps),
+        mean_ns=total / len(steps) if steps else None,
     )
 
 

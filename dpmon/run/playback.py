@@ -219,6 +219,10 @@ class PlaybackReader:
                 found = fields[2], int(fields[1])
         return found
 
+    def waits_for_input(self) -> int | None:
+        """Not in the record."""
+        return None
+
     def activities(self) -> dict[int, tuple[str, int]]:
         """Not in the record: what a process was in the middle of."""
         return {}

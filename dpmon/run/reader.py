@@ -18,6 +18,7 @@ from dpmon.ring import Activity, RingError, RingReader
 from dpmon.run import proc
 from dpmon.run.lock import supervised
 from dpmon.run.rundir import INFO_FILE, ExitInfo, RunError, RunInfo, load_exit, load_info, ring_paths
+from dpmon.run.waiting import waits_since
 
 if TYPE_CHECKING:
     from dpmon.past import Drawn, Past
@@ -262,6 +263,10 @@ class RunReader:
             if len(fields) == 3 and fields[1].isdecimal():
                 return fields[2], int(fields[1])
         return None
+
+    def waits_for_input(self) -> int | None:
+        """Since when (monotonic ns) the command waits for a line of input; None: not, as far as is known."""
+        return waits_since(self.directory)
 
     def activities(self) -> dict[int, tuple[str, int]]:
         """What each training process is in, and since when (monotonic ns)."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
+from dpmon.ring import Activity, RingError, RingReader
 from dpmon.run import proc
 from dpmon.run.ending import outcome
 from dpmon.run.lock import goes_on_elsewhere, supervised
-from dpmon.run.rundir import ExitInfo, RunInfo, load_exit
+from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, ring_paths
 
-__all__ = ["YOUNG_S", "command_alive", "run_state"]
+__all__ = ["YOUNG_S", "command_alive", "is_paused", "run_state"]
 
 YOUNG_S = 60.0
 """A run that is no older may be about to start its command, however slow the machine."""
@@ -42,3 +44,20 @@ def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
     if alive is None and (watched or time.time() - info.started_unix < YOUNG_S):
         return "starting", None
     return "ending" if watched else "lost", None
+
+
+def is_paused(directory: Path) -> bool:
+    """Whether every process that trains has paused, as the rings of a run of this machine say."""
+    doing = []
+    for process, path in ring_paths(directory):
+        if process < 0:
+            continue
+        with contextlib.suppress(RingError, OSError):
+            ring = RingReader(str(path))
+            try:
+                what, _ = ring.activity()
+                if what != Activity.ENDED and proc.alive(ring.pid, None):
+                    doing.append(what)
+            finally:
+                ring.close()
+    return bool(doing) and all(what == Activity.PAUSED for what in doing)

@@ -29,6 +29,7 @@ from dpmon.run.rundir import load_exit, load_info, save
 from dpmon.run.start import TAKE_OVER
 from dpmon.run.state import YOUNG_S
 from dpmon.run.terminal import INPUT_FIFO, Terminal
+from dpmon.run.waiting import InputWatch
 
 if TYPE_CHECKING:
     from dpmon.run.metrics import Metrics
@@ -261,6 +262,7 @@ class Supervisor:
             if isinstance(elsewhere, str):
                 sampler.emit("warning", {"process": None, "text": elsewhere})
         poller = self._poller(command.pid)
+        reads = InputWatch(self._directory, command.pid)
         drain.heard = sampler.heard
         while self._leave_at is None or time.monotonic() < self._leave_at:
             ended = command.over()
@@ -269,6 +271,7 @@ class Supervisor:
             now = time.monotonic()
             busy = drain.drain(now)
             room.look(now)
+            reads.look(now)
             if metrics is not None:
                 metrics.tick(now)
             if ended:
@@ -277,6 +280,7 @@ class Supervisor:
                 self._terminal.register(poller)
             if poller.poll(0 if busy else DRAIN_S * 1000) and self._terminal is not None:
                 self._terminal.serve()
+        reads.close()
         room.close(nobody_writes=command.over() and not proc.tree(command.pid))
         if command.over():
             self._finish(command, drain, sampler, metrics)

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from rich.cells import cell_len
 from rich.color import ColorSystem
 from rich.style import Style
 
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Span
+from dpmon.ui.rows import Span, span_width, wide_width, width_of
 
-__all__ = ["Cell", "cells_of", "patch"]
+__all__ = ["Cell", "cells_of", "patch", "patch_row"]
 
 Cell = tuple[str, str]
 """What stands in one cell and its style's name; the right half of a wide character is empty."""
@@ -32,7 +31,7 @@ def cells_of(row: Sequence[Span]) -> list[Cell]:
             cells += [(char, style) for char in text]
             continue
         for char in text:
-            size = cell_len(char)
+            size = wide_width(char)
             if size:
                 cells.append((char, style))
                 if size == 2:
@@ -85,6 +84,29 @@ def _codes(style: Style, system: str | None) -> tuple[str, str, str]:
     front = ";".join(style.color.downgrade(level).get_ansi_codes(True)) if style.color else ""
     back = ";".join(style.bgcolor.downgrade(level).get_ansi_codes(False)) if style.bgcolor else ""
     return attributes, front, back
+
+
+def patch_row(x: int, y: int, before: Sequence[Span], after: Sequence[Span], look: Look, system: str | None) -> str:
+    """As `patch`, of two rows of the same width; spans that both begin or end with are not looked at cell by cell."""
+    first, last = 0, 0
+    most = min(len(before), len(after))
+    while first < most and before[first] == after[first]:
+        first += 1
+    while last < most - first and before[-1 - last] == after[-1 - last]:
+        last += 1
+    # A mark without a width belongs to the cell before it, in another span.
+    while first and any(_begins_with_mark(row, first) for row in (before, after)):
+        first -= 1
+    while last and _begins_with_mark(after, len(after) - last):
+        last -= 1
+    one, other = before[first : len(before) - last], after[first : len(after) - last]
+    if width_of(one) != width_of(other):
+        one, other = before[first:], after[first:]
+    return patch(x + width_of(after[:first]), y, cells_of(one), cells_of(other), look, system)
+
+
+def _begins_with_mark(row: Sequence[Span], index: int) -> bool:
+    return any(not span_width(text[0]) for text, _ in row[index : index + 1] if text)
 
 
 def patch(x: int, y: int, before: Sequence[Cell], after: Sequence[Cell], look: Look, system: str | None) -> str:

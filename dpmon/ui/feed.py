@@ -53,6 +53,9 @@ class Reader(Protocol):
     def stage(self) -> tuple[str, int] | None:
         """Stage before the first batch, and since when."""
 
+    def waits_for_input(self) -> int | None:
+        """Since when the command waits for input; None: not, as far as is known."""
+
     def activities(self) -> Mapping[int, tuple[str, int]]:
         """What each process is in, and since when."""
 
@@ -314,12 +317,14 @@ class Feed:
             return Scene(self.state, 0, self._facts, view)
         start = self._facts.start_ns
         stage = reader.stage() if self._ended is None else None
+        reads = reader.waits_for_input() if self._ended is None else None
         return Scene(
             self.state,
             self.now_ns(),
             self._facts,
             view,
             stage=None if stage is None else (stage[0], max(stage[1] - start, 0)),
+            reads_since_ns=None if reads is None else max(reads - start, 0),
             activities={p: (what, since - start if since else 0) for p, (what, since) in reader.activities().items()},
             alive=self._alive,
             ended=self._ended,

@@ -15,6 +15,7 @@ from dpmon.ui.panel_status import status
 from dpmon.ui.rows import Row, box, fit
 from dpmon.ui.scene import PANELS, Scene
 from dpmon.ui.timeline import timeline
+from dpmon.ui.toast import laid_over, toast
 
 __all__ = ["paint", "places", "scroll_room", "whole"]
 
@@ -47,7 +48,12 @@ def _second(scene: Scene) -> ModuleType:
 
 def paint(scene: Scene, output: Output, slots: Mapping[str, Slot], look: Look) -> dict[str, list[Row]]:
     """For each place its rows, of exactly its size."""
-    return {panel: _fitted(_one(panel, scene, output, slot, look), slot, look) for panel, slot in slots.items()}
+    painted = {panel: _fitted(_one(panel, scene, output, slot, look), slot, look) for panel, slot in slots.items()}
+    head = slots.get("status")
+    if head is not None:
+        lowest = max(slot.y + slot.height for slot in slots.values())
+        laid_over(painted, slots, toast(scene, head.width, lowest, look), head.y + head.height)
+    return painted
 
 
 def _fitted(rows: list[Row], slot: Slot, look: Look) -> list[Row]:

@@ -10,6 +10,7 @@ from dpmon.model.ranks import distributed, training
 from dpmon.model.state import PHASES, Process
 from dpmon.model.stats import PhaseFigures, Summary, summary
 from dpmon.model.turn import Turn, last_turn
+from dpmon.ui.batch_notes import notes
 from dpmon.ui.chart import stacked, top_of
 from dpmon.ui.format import clock, group, ms, percent, short_ms, span_words
 from dpmon.ui.look import LETTERS, Look
@@ -20,6 +21,8 @@ from dpmon.ui.waterfall import SHORT_NAMES, waterfall
 __all__ = ["batch", "figures", "title", "wanted_rows"]
 
 _RANKS_DRAWN = 64
+_TALL = 9
+"""Rows from which on the table has its p95 and two rows are for notes."""
 
 
 def wanted_rows(scene: Scene) -> int:
@@ -32,34 +35,42 @@ def wanted_rows(scene: Scene) -> int:
 def figures(scene: Scene) -> Summary:
     """Figures over the steps of the mode in force, in the time range that is looked at."""
     process = scene.process
-    return figures_of(process, process.mode, scene.view.span_s) if process is not None else summary([])
+    if process is None:
+        return summary([])
+    key = (process.mode, scene.view.span_s, process.step_count, process.columns_made)
+    known = process.memo.get("figures")
+    if known is None or known[0] != key:  # the header asks too
+        known = process.memo["figures"] = (key, figures_of(process, process.mode, scene.view.span_s))
+    found: Summary = known[1]
+    return found
 
 
 def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
-    """The panel's title, and the one number that counts."""
+    """The panel's title, and the numbers that count: of the time range, which it names."""
     if not numbers.steps:
         return [("3 Batch", "title")], []
     span = span_words(scene.view.span_s)
     dot = f" {look.glyphs.middot} "
     mode = scene.process.mode if scene.process is not None else ""
     word = mode_words(scene.process, look.glyphs.times)[0]
-    return (
-        [("3 Batch", "title"), (dot, "dim"), (word, f"mode.{mode}"), (f"{dot}host times{dot}{span}", "dim")],
-        [
-            ("median", "dim"),
-            (right(ms(numbers.median_ns), 8), "bold"),
-            ("  p95", "dim"),
-            (right(ms(numbers.p95_ns), 8), ""),
-        ],
-    )
+    corner: Row = [("host" if numbers.steps else "", "dim")]
+    for name, value, style in (
+        ("mean", numbers.mean_ns, "bold"),
+        ("median", numbers.median_ns, "bold"),
+        ("p95", numbers.p95_ns, ""),
+    ):
+        corner += [(f" {name}", "dim"), (right(ms(value), 8), style)]
+    return [("3 Batch", "title"), (dot, "dim"), (word, f"mode.{mode}"), (dot + span, "dim")], corner
 
 
 def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -> list[Row]:
-    """The panel's rows, inside its frame."""
+    """The panel's rows, inside its frame: figures, history, the last step; at the end what has to be known of them."""
     process = scene.process
     if process is None or not numbers.steps:
         return [[("no step was traced" if scene.over else "no step has ended yet", "dim")]]
-    table = _table(numbers, width, look, with_median=height >= 4, with_tail=height >= 8)
+    said = notes(scene, process, numbers, width, 1 if height < _TALL else 2, look)
+    height -= len(said)
+    table = _table(numbers, width, look, with_median=height >= (5 if said else 4), with_tail=height >= _TALL - 1)
     if scene.view.zoom == "batch":
         table.append(_told(numbers, width, look))
     room = height - len(table)
@@ -70,7 +81,9 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
         wanted = min(1 + (len(others) or len(turn.lanes)), max(room // 2, room - 4 if scene.view.zoom is None else 0))
         below = waterfall(turn, width, wanted, look, numbers.p95_ns, others)
     above = room - len(below)
-    return [*table, *(_history(process, scene.view.span_s, width, above, look) if above >= 2 else []), *below]
+    history = _history(process, scene.view.span_s, width, above, look) if above >= 2 else []
+    blank: list[Row] = [[]] * (height - len(table) - len(history) - len(below)) if said else []
+    return [*table, *history, *below, *blank, *said]
 
 
 def _others(scene: Scene) -> list[tuple[str, Turn]]:

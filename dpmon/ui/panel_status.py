@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dpmon.model.ranks import training, world
-from dpmon.model.stats import Speed, median, recent, speed
+from dpmon.model.stats import Speed, speed
 from dpmon.ui.format import clock, compact, group, ms
 from dpmon.ui.look import Look
+from dpmon.ui.panel_batch import figures
 from dpmon.ui.rows import Row, columns, cut, fit, right, span_width, width_of
 from dpmon.ui.scene import SECOND, Life, Scene, life, mode_words
 from dpmon.ui.text import clean
 
-__all__ = ["status"]
+__all__ = ["answer", "cut_answer", "status"]
 
 DONE_SHOWN_NS = 15 * SECOND
 WARNING_SHOWN_NS = 60 * SECOND
@@ -22,6 +23,8 @@ def status(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     rows = _narrow(scene, alive, width, look) if height >= 3 else [_wide(scene, alive, width, look)]
     message: Row = [(" ", ""), *_message(scene, look)]
     corner = _missed(scene) or _next(scene, width - width_of(message))
+    if scene.state.warnings and message[1:] == _warning(scene) and width_of(message) > width - width_of(corner):
+        corner = [("  w: all of it ", "dim"), *corner]
     rows.append(columns(message, corner, width, look.glyphs.more))
     blank: Row = [(" " * width, "")]
     return [*(fit(row, width, look.glyphs.more) for row in rows), *[blank] * height][:height]
@@ -124,7 +127,6 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
         (clock_text, ""),
         *mode,
     ]
-    middle = median(_walls(scene))
     second: Row = [
         (" step", "dim"),
         (right(step, 10), "bold"),
@@ -133,20 +135,9 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
         (right(samples, 9), "bold"),
         (" samples/s", "dim"),
         ("   median", "dim"),
-        (right(ms(middle), 9), "bold"),
+        (right(ms(figures(scene).median_ns), 9), "bold"),
     ]
     return [first, second]
-
-
-def _walls(scene: Scene) -> list[int]:
-    """Recent steps (ns) in the mode in force, since it came into force: what was before a toggle is no part of it."""
-    process = scene.process
-    track = process.modes.get(process.mode) if process is not None else None
-    if process is None or track is None:
-        return []
-    changes = [c for c in scene.state.mode_changes if c.process == process.process and c.refused is None]
-    since = changes[-1].step if changes and changes[-1].step is not None else 0
-    return [step.wall_ns for step in recent(track) if step.step >= since]
 
 
 def _missed(scene: Scene) -> Row:
@@ -161,21 +152,40 @@ def _message(scene: Scene, look: Look) -> Row:
     """What matters most just now: an ending, an answer, a warning; or the plain facts."""
     if scene.stopping is not None:
         return [("stopping: ", "wait"), (clean(scene.stopping, 200), "")]
-    if scene.view.message is not None and scene.now_ns - scene.view.message_ns < DONE_SHOWN_NS:
-        return [(scene.view.message, "wait")]
+    said = answer(scene, look)
+    if said:
+        return said
     if scene.over:
         return _afterwards(scene)
-    row = _pausing(scene) or _answer(scene, look)
-    if row:
-        return row
+    warned = _warning(scene)
+    if warned:
+        return warned
     process = scene.process
-    warning = scene.state.warnings[-1] if scene.state.warnings else None
-    if warning is not None and scene.now_ns - (warning.t_ns or 0) < WARNING_SHOWN_NS:
-        return [("warning: ", "wait"), (clean(warning.text, 300), "")]
     rates = _speed(scene)
     if rates.reason is not None and process is not None and process.last_step is not None:
         return [(rates.reason, "dim")]
     return _facts(scene, look)
+
+
+def answer(scene: Scene, look: Look) -> Row:
+    """What the user is told of what was asked for: of a key, a pause, a mode; nothing a while later."""
+    if scene.view.message is not None and scene.now_ns - scene.view.message_ns < DONE_SHOWN_NS:
+        return [(scene.view.message, "wait")]
+    return [] if scene.over else _pausing(scene) or _answer(scene, look)
+
+
+def cut_answer(scene: Scene, width: int, look: Look) -> bool:
+    """Whether an answer has no room in its row."""
+    if scene.stopping is not None:
+        return False
+    return 1 + width_of(answer(scene, look)) > width - width_of(_missed(scene))
+
+
+def _warning(scene: Scene) -> Row:
+    warning = scene.state.warnings[-1] if scene.state.warnings else None
+    if warning is None or scene.now_ns - (warning.t_ns or 0) >= WARNING_SHOWN_NS:
+        return []
+    return [("warning: ", "wait"), (clean(warning.text, 300), "")]
 
 
 def _afterwards(scene: Scene) -> Row:

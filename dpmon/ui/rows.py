@@ -6,25 +6,46 @@ A row is a list of spans (text, style name); the style names are those of `dpmon
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from rich.cells import cell_len, set_cell_size
 
 from dpmon.ui.look import Glyphs
 
-__all__ = ["Row", "Span", "box", "columns", "cut", "fit", "plain", "right", "span_width", "width_of", "wrapped"]
+__all__ = [
+    "Row",
+    "Span",
+    "box",
+    "columns",
+    "cut",
+    "fit",
+    "plain",
+    "right",
+    "span_width",
+    "wide_width",
+    "width_of",
+    "wrapped",
+]
 
 Span = tuple[str, str]
 Row = list[Span]
 
 
+wide_width = lru_cache(maxsize=8192)(cell_len)
+"""Rich has a cache too, behind a function that takes longer than the answer."""
+
+
 def span_width(text: str) -> int:
     """Cells that `text` takes (wide characters take two)."""
-    return len(text) if text.isascii() else cell_len(text)
+    return len(text) if text.isascii() else wide_width(text)
 
 
 def width_of(row: Iterable[Span]) -> int:
     """Cells that a row takes."""
-    return sum(span_width(text) for text, _ in row)
+    total = 0
+    for text, _ in row:  # a screen asks this of thousands of spans: no call but for those that need one
+        total += len(text) if text.isascii() else wide_width(text)
+    return total
 
 
 def plain(row: Iterable[Span]) -> str:

@@ -118,6 +118,8 @@ class Scene:
     facts: Facts = field(default_factory=Facts)
     view: View = field(default_factory=View)
     stage: tuple[str, int] | None = None
+    reads_since_ns: int | None = None
+    """Since when the script waits for a line of input; None: not, as far as is known."""
     activities: Mapping[int, tuple[str, int]] = field(default_factory=dict)
     alive: bool | None = None
     ended: Ended | None = None
@@ -174,6 +176,9 @@ def life(scene: Scene) -> Life:
     spent = scene.now_ns - since if since > 0 else 0
     if scene.pausing.since_ns is not None:
         return Life("paused", "wait", f"{(scene.now_ns - scene.pausing.since_ns) / 1e9:.0f} s")
+    if scene.reads_since_ns is not None:
+        how = ": i types" if scene.can_type else ""
+        return Life("waiting for input", "wait", f"{max(scene.now_ns - scene.reads_since_ns, 0) / 1e9:.0f} s{how}")
     if process is None or process.seen_ns < 0:
         return _before_first_batch(scene, doing, spent)
     if doing == "data" and spent > WAIT_SHOWN_NS:

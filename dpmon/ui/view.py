@@ -12,9 +12,9 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from dpmon.ui.direct import cells_of, patch
+from dpmon.ui.direct import patch_row
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, plain, span_width
+from dpmon.ui.rows import Row, plain, span_width, width_of
 
 __all__ = ["PanelView", "in_ascii"]
 
@@ -45,7 +45,8 @@ class PanelView(Widget):
         self.panel = panel
         self.look = look
         self._rows: list[Row] = []
-        self._strips: list[Strip] = []
+        self._strips: dict[int, Strip] = {}
+        """Of the rows that Textual has drawn, as they are now."""
         self.drawn = 0
         """Rows drawn so far (for tests and measurements)."""
 
@@ -70,24 +71,23 @@ class PanelView(Widget):
         changed = [i for i, row in enumerate(fresh) if i >= len(before) or row != before[i]]
         if not changed and len(fresh) == len(before):
             return
-        self._strips = [
-            self._strips[i] if i < len(before) and row == before[i] else self._strip(row) for i, row in enumerate(fresh)
-        ]
+        for index in (*changed, *range(len(fresh), len(before))):
+            self._strips.pop(index, None)
         self._rows = fresh
         self.drawn += len(changed)
         if write is not None and len(fresh) == len(before):
             system = self.app.console.color_system
             x, y = self.region.offset
-            pieces = (patch(x, y + i, cells_of(before[i]), cells_of(fresh[i]), self.look, system) for i in changed)
+            pieces = (patch_row(x, y + i, before[i], fresh[i], self.look, system) for i in changed)
             write("".join(pieces))
             return
-        width = max(self.size.width, max((strip.cell_length for strip in self._strips), default=0))
+        width = max(self.size.width, max(map(width_of, fresh), default=0))
         self.refresh(*(Region(0, y, width, 1) for y in changed or range(len(fresh), len(before))))
 
     def relook(self, look: Look) -> None:
         """Draw everything anew, with another look, at the next `show`."""
         self.look = look
-        self._rows, self._strips = [], []
+        self._rows, self._strips = [], {}
 
     def text(self) -> list[str]:
         """The rows' text, for tests."""
@@ -103,7 +103,9 @@ class PanelView(Widget):
 
     def render_line(self, y: int) -> Strip:
         """One row of the picture; blank where there is none."""
-        if y < len(self._strips):
+        if y < len(self._rows):
+            if y not in self._strips:
+                self._strips[y] = self._strip(self._rows[y])
             return self._strips[y].adjust_cell_length(self.size.width, self._blank)
         return Strip.blank(self.size.width, self._blank)
 

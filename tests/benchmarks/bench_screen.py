@@ -4,9 +4,12 @@
 
 cost: 8 GPUs, 8 replicas, 100 steps a second: share of a core and bytes to the terminal, at 1, 2 and 4 pictures a second
 quiet: the same run after its end: bytes to the terminal when nothing changes
-keys: 5,000 records and 1,000 lines of output a second: from a key to its answer on the terminal
+keys: 5,000 records and 1,000 lines of output a second: from a key to its answer on the terminal; `esc` apart, since it
+may be the beginning of another key's sequence, which is waited for
 memory: a million steps and lines: resident memory along the way
 picture: from the command to the first panel on the terminal
+
+Figures are given as measured on this machine, and scaled to the reference by processor time (see yardstick.py).
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench_start import first_picture
 from running import Dpmon
 from synthetic import Training, device_event, host_event
+from yardstick import Yardstick
 
 from dpmon.ring import Activity, Ring
 from dpmon.run import proc
@@ -234,12 +238,19 @@ def screen(refresh: float, steps: float = 100, lines: float = 2) -> Iterator[tup
 
 def cost(seconds: float) -> None:
     """Processor and bytes at three rates."""
+    yardstick = Yardstick()
     for hertz in (1, 2, 4):
         with screen(1 / hertz) as (_, shown):
             used, written = shown.processor(), len(shown.seen)
             shown.pump(seconds)
             used, written = shown.processor() - used, len(shown.seen) - written
-        print(f"cost at {hertz} Hz: {used / seconds:6.2%} of a core, {written / seconds / 1000:5.2f} kB/s", flush=True)
+        slow = yardstick.since()
+        print(
+            f"cost at {hertz} Hz: {used / seconds:6.2%} of a core as measured, {used / seconds / slow:6.2%} scaled "
+            f"(1/{slow:.1f}), "
+            f"{written / seconds / 1000:5.2f} kB/s",
+            flush=True,
+        )
 
 
 def quiet(seconds: float) -> None:
@@ -256,17 +267,26 @@ def quiet(seconds: float) -> None:
 
 def keys(rounds: int) -> None:
     """From a key to its answer, under load."""
+    yardstick = Yardstick()
     with screen(1.0, steps=2500, lines=1000) as (_, shown):
-        took = []
+        took: list[float] = []
+        alone: list[float] = []
         for _ in range(rounds):
             for key, answer in ((b"?", b"Panels"), (b"\x1b", b"Devices"), (b" ", b"FROZEN"), (b" ", b"freeze")):
                 shown.pump(random.uniform(0.05, 0.4))
                 start = len(shown.seen)
                 shown.press(key)
-                took.append(shown.until(answer, start) * 1000)
-    took.sort()
-    tail = took[round(0.95 * (len(took) - 1))]
-    print(f"keys: median {statistics.median(took):.0f} ms, p95 {tail:.0f}, longest {took[-1]:.0f}", flush=True)
+                (alone if key == b"\x1b" else took).append(shown.until(answer, start) * 1000)
+    slow = yardstick.since()
+    for name, found in (("keys but esc", took), ("esc", alone)):
+        found.sort()
+        tail = found[round(0.95 * (len(found) - 1))]
+        print(
+            f"{name}: median {statistics.median(found):.0f} ms, p95 {tail:.0f}, longest {found[-1]:.0f} as measured; "
+            f"scaled (1/{slow:.1f}) p95 {tail / slow:.0f}"
+            + ("" if name != "esc" else " (of which the wait for a sequence is not)"),
+            flush=True,
+        )
 
 
 def memory() -> None:
@@ -280,6 +300,7 @@ def memory() -> None:
 
 def picture(rounds: int) -> None:
     """From the command to the first panel."""
+    yardstick = Yardstick()
     with tempfile.TemporaryDirectory() as place:
         dpmon = Dpmon(Path(place), Path(place))
         dpmon.script("import time; time.sleep(600)", "wait.py")
@@ -288,7 +309,11 @@ def picture(rounds: int) -> None:
         finally:
             dpmon.clean_up()
     tail = took[round(0.95 * (len(took) - 1))]
-    print(f"picture: median {statistics.median(took):.0f} ms, p95 {tail:.0f}")
+    slow = yardstick.since()
+    print(
+        f"picture: median {statistics.median(took):.0f} ms, p95 {tail:.0f} as measured; "
+        f"scaled (1/{slow:.1f}) {statistics.median(took) / slow:.0f} and {tail / slow:.0f}"
+    )
 
 
 def main() -> None:
@@ -299,6 +324,7 @@ def main() -> None:
     parser.add_argument("--only", default="cost,quiet,keys,memory,picture")
     options = parser.parse_args()
     print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
+    print(Yardstick().state(), flush=True)
     takes: dict[str, Callable[[], None]] = {
         "cost": lambda: cost(options.seconds),
         "quiet": lambda: quiet(options.seconds),

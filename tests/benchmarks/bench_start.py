@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_start.py [--rounds 15]
 
 The ways are taken in turn, in random order within a round; "alone" twice, so that their difference states the noise.
-Median and 95th percentile over the rounds, in ms.
+Median and 95th percentile over the rounds, in ms; as measured, and scaled to the reference (yardstick.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from running import Dpmon, Terminal
+from yardstick import Yardstick
 
 _SCRIPT = "import time; print(time.monotonic_ns(), flush=True)"
 
@@ -53,6 +54,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
+    yardstick = Yardstick()
+    print(yardstick.state())
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as place:
         dpmon = Dpmon(Path(place), Path(place))
@@ -88,9 +91,14 @@ def main() -> None:
                     way()
         finally:
             dpmon.clean_up()
+    slow = yardstick.since()
     for name, values in sorted(found.items()):
         tail = sorted(values)[min(len(values) - 1, round(0.95 * len(values)))]
-        print(f"{name:<32} median {statistics.median(values):7.1f}   p95 {tail:7.1f}")
+        middle = statistics.median(values)
+        print(
+            f"{name:<32} as measured: median {middle:7.1f}   p95 {tail:7.1f}"
+            f"   scaled (1/{slow:.1f}): median {middle / slow:7.1f}   p95 {tail / slow:7.1f}"
+        )
 
 
 if __name__ == "__main__":

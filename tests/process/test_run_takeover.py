@@ -122,6 +122,8 @@ def test_who_is_attached_brings_another_one_each_time(dpmon: Dpmon, where: str) 
         assert (new["command_pid"], new["command_started"]) == (old["command_pid"], old["command_started"])
         old = kill_supervisor(dpmon)
     wait_for(lambda: new_supervisor(dpmon, old), what="a third one")
+    if where == "screen":
+        terminal.shows("another one goes on")
     finish(dpmon)
     how = dpmon.exit()
     assert how["status"] == 3 or how["unknown"]

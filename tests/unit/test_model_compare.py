@@ -307,3 +307,21 @@ def test_damaged_memory_records_change_nothing() -> None:
     bad = Event("memory", {"process": 0, "devices": [1, {}, {"device": 3}, {"device": "x", "peak_bytes": True}]})
     _, process = folded([*decoded([*training.begin(), *training.run(10)]), bad])
     assert process.modes["dp"].peaks == {}
+
+
+def test_where_few_steps_take_the_time_the_verdict_says_what_the_means_say() -> None:
+    def fed(mode_forward: float, count: int = 400) -> list[StepSample]:
+        """Every fourth step waits for the loader until all four have taken 40 ms."""
+        wait = 40.0 - 4 * (mode_forward + 6.0)
+        found = steps(count, forward=mode_forward)
+        return [step(s.step, forward=mode_forward, data=wait) if s.step % 4 == 0 else s for s in found]
+
+    found = compare({"single": fed(3.0), "dp": fed(1.0)}, devices=TWO)
+    assert found.outcome == "faster"
+    assert found.by_mean == pytest.approx(1.0, abs=0.02)
+    said = sentence(found)
+    assert said is not None
+    assert said.endswith("By the mean step it is 1.00×: a few long steps take much of the time.")
+    even = compare({"single": steps(400), "dp": steps(400, forward=8.0, seed=2)}, devices=TWO)
+    assert even.by_mean is None
+    assert "mean" not in (sentence(even) or "")

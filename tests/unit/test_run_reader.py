@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dpmon.cli.main import main
 from dpmon.records import Call, Event, Record, Step, pack_call, pack_definition, pack_event, pack_step
 from dpmon.ring import Activity, Ring
 from dpmon.run import proc
@@ -317,3 +319,27 @@ def test_descriptors_are_given_back(run: tuple[Path, RunInfo]) -> None:
         assert reader.poll()
         reader.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_ls_says_paused_while_every_process_that_trains_is(
+    run: tuple[Path, RunInfo], capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, info = run
+    pid = os.getpid()
+    save(directory, replace(info, supervisor_pid=pid, supervisor_started=proc.started(pid)))
+
+    def state() -> str:
+        assert main(["ls", "--json"]) == 0
+        return str(json.loads(capsys.readouterr().out)["state"])
+
+    assert state() == "running"
+    one, two = Writer(directory, 0), Writer(directory, 12)
+    one.ring.activity(Activity.PAUSED, 5)
+    two.ring.activity(Activity.FORWARD, 5)
+    assert state() == "running"
+    two.ring.activity(Activity.PAUSED, 5)
+    assert state() == "paused"
+    one.ring.activity(Activity.ENDED, 5)
+    assert state() == "paused", "one that has ended does not train"
+    two.ring.activity(Activity.OTHER, 5)
+    assert state() == "running"

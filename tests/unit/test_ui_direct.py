@@ -7,7 +7,7 @@ import random
 import pyte
 import pytest
 
-from dpmon.ui.direct import cells_of, patch
+from dpmon.ui.direct import cells_of, patch, patch_row
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.rows import Row, fit, plain
 
@@ -57,6 +57,29 @@ def test_the_terminal_ends_up_with_the_new_row(system: str | None) -> None:
                 shown = cells_of(row)
             screens.append(cells_on(screen, 1, width + 4))
         assert screens[0] == screens[1], (plain(before), plain(after))
+
+
+def test_rows_that_share_spans_end_up_the_same() -> None:
+    chance = random.Random(5)
+    words = [*WORDS, "\u0301", "\u0301x"]
+    written = 0
+    for _ in range(600):
+        spans = [(chance.choice(words), chance.choice(STYLES)) for _ in range(8)]
+        changed = list(spans)
+        for _ in range(chance.randint(0, 2)):
+            changed[chance.randrange(8)] = (chance.choice(words), chance.choice(STYLES))
+        before, after = fit(spans, 30), fit(changed, 30)
+        screen, wanted = pyte.Screen(34, 3), pyte.Screen(34, 3)
+        stream = pyte.Stream(screen)
+        blank = [("\0", "")] * 30
+        stream.feed(patch(2, 1, blank, cells_of(before), LOOK, "truecolor"))
+        piece = patch_row(2, 1, before, after, LOOK, "truecolor")
+        stream.feed(piece)
+        pyte.Stream(wanted).feed(patch(2, 1, blank, cells_of(after), LOOK, "truecolor"))
+        assert cells_on(screen, 1, 34) == cells_on(wanted, 1, 34), (before, after)
+        assert (piece == "") == (cells_of(before) == cells_of(after))
+        written += bool(piece)
+    assert 100 < written < 600
 
 
 def test_nothing_is_written_when_nothing_changed() -> None:

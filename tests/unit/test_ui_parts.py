@@ -11,13 +11,13 @@ from synthetic import SECOND, Training, decoded
 from dpmon.model import State, fold
 from dpmon.model.turn import Piece
 from dpmon.ui.chart import area, bar, ceiling, parts_bar, range_bar, resampled, spark
-from dpmon.ui.footer import footer
+from dpmon.ui.footer import at, footer, keys
 from dpmon.ui.format import clock, compact, group, memory, memory_of, ms, percent, short_ms
 from dpmon.ui.help import help_rows
 from dpmon.ui.look import ASCII, COLOUR, LETTERS, MONO, UNICODE, Look, choose
 from dpmon.ui.panel_output import shifted
 from dpmon.ui.rows import box, cut, fit, plain, width_of, wrapped
-from dpmon.ui.scene import Ended, Facts, Scene
+from dpmon.ui.scene import Ended, Facts, Pausing, Scene, View
 from dpmon.ui.themes import PALETTES, Palette
 from dpmon.ui.waterfall import lane_row, main_row
 
@@ -40,9 +40,36 @@ def test_the_footer_offers_only_what_works() -> None:
     nothing = replace(scene, can_toggle=False, can_type=False, ended=Ended(0, None, 1))
     said = "1-5 panel enter zoom [ ] range s picture e export r report t theme + - refresh : more ? help q close"
     assert " ".join(plain(footer(nothing, 200, LOOK)[0]).split()) == said
-    narrow = plain(footer(scene, 40, LOOK)[0])
-    assert "…" in narrow
-    assert "? help  q leave" in narrow
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> None:
+    scene = replace(a_scene(), pausing=Pausing(possible=True))
+    if over:
+        scene = replace(a_scene(), can_toggle=False, can_type=False, ended=Ended(1, None, 1))
+    everything = {f"{key} {word}" for key, word in keys(scene)}
+    least = len(everything)
+    for width in range(200, 39, -1):
+        row = footer(scene, width, LOOK)[0]
+        text = plain(row)
+        assert "? help" in text
+        assert ": more" in text
+        assert text.rstrip().endswith("close" if over else "leave")
+        named = [span for span, style in row if style == "key"]
+        assert ("…" in text) == (len(named) < len(everything)), text
+        assert not text.rstrip().endswith("…"), "nothing is cut"
+        least = min(least, len(named))
+        for key in named:
+            assert at(row, text.index(f" {key} ") + 1) == key
+    assert least >= 4
+    wanted = "r report e export" if over else "d single p pause space freeze 1-5 panel enter zoom"
+    assert set(wanted.split()) <= set(plain(footer(scene, 80, LOOK)[0]).replace("…", "").split())
+
+
+def test_what_is_held_up_has_its_key_in_the_narrowest_footer() -> None:
+    scene = replace(a_scene(), pausing=Pausing(possible=True, wanted=True), view=View(frozen=True))
+    assert "p resume" in plain(footer(scene, 40, LOOK)[0])
+    assert "space go on" in plain(footer(replace(scene, pausing=Pausing()), 42, LOOK)[0])
 
 
 @pytest.mark.parametrize(

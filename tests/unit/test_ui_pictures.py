@@ -16,6 +16,7 @@ from dpmon.model.compare import Interval
 from dpmon.model.history import pictured
 from dpmon.records import Call, Event, Size
 from dpmon.ui import panel_batch, panel_compare, panel_devices, panel_replicas
+from dpmon.ui.batch_notes import missing
 from dpmon.ui.chart import stacked
 from dpmon.ui.footer import keys
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange
@@ -26,6 +27,7 @@ from dpmon.ui.panel_status import status
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import Ended, Facts, Pausing, Playing, Scene, Toggle, View, devices_in_short, life
 from dpmon.ui.tail import Tail
+from dpmon.ui.toast import cropped
 
 LOOK = Look(UNICODE, COLOUR, True)
 MONO_ASCII = Look(ASCII, MONO, False)
@@ -172,6 +174,16 @@ def test_the_first_seconds_tell_what_happens() -> None:
     assert "importing torch 1 s" in text_of(importing, 80, 24)
 
 
+def test_a_script_that_waits_for_a_line_is_said_to_and_how_to_give_it_one() -> None:
+    before = Scene(State(), 5 * SECOND, FACTS, alive=True, stage=("torch imported", SECOND), reads_since_ns=2 * SECOND)
+    assert life(before) == ("waiting for input", "wait", "3 s")
+    assert life(replace(before, can_type=True)).detail == "3 s: i types"
+    training = replace(scene_of(Training()), reads_since_ns=SECOND)
+    assert life(training).word == "waiting for input"
+    assert "i input" in text_of(training, 80, 24).splitlines()[-1]
+    assert life(replace(training, reads_since_ns=None)).word == "running"
+
+
 def test_waiting_for_data_is_said_after_a_second_only() -> None:
     scene = scene_of(Training())
     assert life(replace(scene, activities={0: ("data", scene.now_ns - SECOND // 2)})).word == "running"
@@ -202,14 +214,48 @@ def test_the_end_stays_with_its_outcome(ended: Ended, said: str) -> None:
     assert "dpmon export 20261120-141502-linear-7f3a" in text
 
 
-def test_the_median_of_the_header_begins_at_the_last_toggle() -> None:
+def test_the_median_of_the_header_is_that_of_panel_3() -> None:
     training = Training(step_ns=2_000_000)
     payloads = [*training.begin(), *training.run(200), *training.switch("single"), *training.run(5)]
     training.step_ns = 40_000_000
     payloads += [*training.switch("dp"), *training.run(20)]
     scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
-    row = plain(status(scene, 80, 3, LOOK)[1])
-    assert 30 < float(row.split("median")[1].split()[0]) < 50, row
+    for span in (30, 0):
+        lines = text_of(replace(scene, view=View(span_s=span)), 80, 24).splitlines()
+        (panel,) = (line for line in lines if "3 Batch" in line)
+        assert lines[1].split("median")[1].split()[:2] == panel.split("median")[1].split()[:2], (lines[1], panel)
+
+
+def alternating(long_ns: int = 40_000_000, every: int = 4, steps: int = 400) -> Scene:
+    """A loader whose workers bring batches by the handful: one step waits, the others do not."""
+    training = Training(step_ns=1_000_000)
+    payloads = training.begin()
+    shares = training.shares["dp"]
+    for index in range(steps):
+        shares["data"] = long_ns // 10_000 if index % every == 0 else 3
+        payloads += training.step()
+    return Scene(state_of(payloads), training.now, FACTS, alive=True)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+def test_where_few_steps_take_the_time_the_mean_leads_and_the_median_has_a_word(size: tuple[int, int]) -> None:
+    scene = alternating()
+    lines = text_of(scene, *size).splitlines()
+    (panel,) = (line for line in lines if "3 Batch" in line)
+    mean, middle = (float(panel.split(word)[1].split()[0]) for word in ("mean ", "median"))
+    assert middle < 1.5
+    assert 9 < mean < 14
+    header = lines[0] if size[0] >= 110 else lines[1]
+    steps_per_s = float(header.split("steps/s")[0].split()[-1])
+    assert steps_per_s == pytest.approx(1000 / mean, rel=0.05), "what leads is what the speed in the header says"
+    (said,) = (line for line in lines if "uneven steps" in line)
+    assert re.search(r"uneven steps: about [23]\d % take 9\d % of the time, longer by data", said), said
+
+
+def test_even_steps_have_no_such_word() -> None:
+    assert "uneven" not in text_of(scene_of(Training()), 120, 40)
+    few = panel_batch.figures(alternating(every=50, long_ns=2_000_000))
+    assert few.uneven is None
 
 
 def test_a_failure_shows_the_last_line_of_the_traceback() -> None:
@@ -428,9 +474,106 @@ def test_phases_that_do_not_run_have_dashes_not_zeros() -> None:
     assert "0%" not in rows[1].replace(" %", "%").split()
 
 
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+def test_every_dash_of_panel_3_has_its_reason_on_the_last_line(size: tuple[int, int]) -> None:
+    scene = scene_of(Training(mode="single", devices=("cpu",), virtual=False), 100)
+    slot = places(scene, *size)["batch"]
+    lines = text_of(scene, *size).splitlines()[slot.y : slot.y + slot.height]
+    assert "–" in "".join(lines)
+    assert "no scatter to gather: one device" in lines[-2]
+    assert "uneven" not in lines[-2]
+
+
+def test_why_a_phase_has_a_dash_is_what_the_record_says() -> None:
+    scene = scene_of(Training(), 40)
+    process = scene.process
+    assert process is not None
+    numbers = panel_batch.figures(scene)
+    assert missing(process, numbers.phases) == []
+    none = [phase._replace(ran=0, share=None, median_ns=None) for phase in numbers.phases]
+
+    def said(**changes: Any) -> str:
+        assert process is not None
+        assert process.newest is not None
+        track = process.calls[process.newest]
+        before, track.last = track.last, replace(track.last, **changes)
+        text = " | ".join(missing(process, none))
+        track.last = before
+        return text
+
+    own = (
+        "no data: no DataLoader | no scatter to gather: {} | no forward: no model was called | no backward: no backward"
+    )
+    assert said(phases={}).startswith(own.format("it did not run"))
+    assert "no optimizer: no optimizer step | no other:" in said()
+    assert "it cannot be told apart from forward" in said()
+    assert "no scatter to gather: one device" in said(mode="single")
+    reason = "Own has its own gather and does not use torch's gather"
+    text = said(mode="single", absent={"gather": reason + "\x1b[2J"})
+    assert f"no scatter to apply: one device | no gather: {reason}" in text
+    assert "\x1b" not in text
+    rare = [numbers.phases[0]._replace(median_ns=None), *numbers.phases[1:]]
+    assert missing(process, rare) == ["no data: in none of the steps drawn for medians"]
+
+
+LONG = (
+    "the module's parts lie on several devices (cuda:0, cuda:1, 中文字 and the processor): dp would copy each of them "
+    "whole to every device, which is not what the script says; the toggle is for modules on one device"
+)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (160, 50), (81, 30)])
+@pytest.mark.parametrize("which", ["toggle", "pause", "message"])
+def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_below_it(which: str, size: tuple[int, int]) -> None:
+    scene = scene_of(Training())
+    plain_rows = whole(scene, Output(), *size, LOOK)
+    if which == "toggle":
+        scene = replace(scene, toggle=Toggle("single", "refused", scene.now_ns, None, LONG))
+    elif which == "pause":
+        fold(
+            scene.state, Event("pause", {"process": 0, "t_s": scene.now_ns / SECOND, "paused": False, "refused": LONG})
+        )
+    else:
+        scene = replace(scene, view=View(message=LONG, message_ns=scene.now_ns))
+    rows = whole(scene, Output(), *size, LOOK)
+    assert [width_of(row) for row in rows] == [size[0]] * size[1]
+    at = next(index for index, row in enumerate(rows) if "in full" in plain(row))
+    note = [plain(row).split("│")[1].strip() for row in rows[at + 1 : at + 10] if "│" in plain(row)]
+    assert LONG in " ".join(note)
+    assert plain(rows[-1]) == plain(plain_rows[-1])
+    later = replace(scene, now_ns=scene.now_ns + 20 * SECOND)
+    assert "in full" not in "".join(plain(row) for row in whole(later, Output(), *size, LOOK))
+
+
+def test_a_note_too_long_for_the_screen_says_so_and_a_short_answer_makes_none() -> None:
+    scene = scene_of(Training(), toggle=Toggle("single", "refused", 0, None, LONG), now_ns=SECOND)
+    text = text_of(scene, 40, 10)
+    assert "in full" in text
+    assert "…" in text.split("in full")[1]
+    short = replace(scene, toggle=Toggle("single", "refused", 0, None, "no"))
+    assert "in full" not in text_of(short, 80, 24)
+
+
+def test_a_warning_that_is_cut_says_where_all_of_it_is() -> None:
+    scene = scene_of(Training())
+    fold(scene.state, Event("warning", {"process": 0, "t_s": scene.now_ns / SECOND, "text": LONG}))
+    for size in ((80, 24), (120, 40)):
+        row = next(line for line in text_of(scene, *size).splitlines() if "warning:" in line)
+        assert row.rstrip().endswith("w: all of it")
+        assert "…" in row
+    assert "all of it" not in text_of(scene, 250, 70)
+
+
+def test_a_row_is_cropped_by_cells() -> None:
+    row = [("ab", "x"), ("中c", "y")]
+    assert cropped(row, 1, 4) == [("b", "x"), ("中", "y")]
+    assert cropped(row, 0, 3) == [("ab", "x"), (" ", "y")]
+    assert cropped(row, 3, 9) == [(" c", "y")]
+
+
 def test_host_times_are_called_host() -> None:
     text = text_of(scene_of(Training()), 120, 40)
-    assert "host times" in text
+    assert "host mean" in text
     assert "host time" in text
 
 

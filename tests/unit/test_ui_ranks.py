@@ -147,4 +147,4 @@ def test_ranks_are_compared_where_they_stand_and_not_as_modes() -> None:
     text = " ".join(plain(row) for row in panel_compare.compare(scene, 60, 10, found, LOOK))
     assert text == "the ranks of DistributedDataParallel have no mode: they stand side by side in panels 2 and 3"
     title, _ = panel_batch.title(scene, LOOK, panel_batch.figures(scene))
-    assert plain(title).startswith("3 Batch · ddp ×2 · host times")
+    assert plain(title).startswith("3 Batch · ddp ×2 · last 2 min")

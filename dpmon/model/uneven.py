@@ -1,0 +1,45 @@
+"""Steps that are not alike: where a few of them take most of the time, a median says little of the speed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dpmon.model.state import PHASES, StepSample
+
+__all__ = ["Uneven", "uneven"]
+
+_APART = 1.25
+"""By so much, either way, mean and median may differ without a word."""
+
+
+class Uneven(NamedTuple):
+    """The steps longer than the mean: their share of all steps, of all time (0 to 1), and the phase they differ by."""
+
+    steps: float
+    time: float
+    phase: str | None
+
+
+def uneven(drawn: Sequence[tuple[StepSample, float]], mean_ns: float | None, median_ns: float | None) -> Uneven | None:
+    """How uneven steps are, of which `drawn` are some, each with how many it stands for; None where they are alike.
+
+    Alike are steps whose mean and median are near each other. The phase is the one of which the long steps have most
+    more than the others; None if the long ones have no phase more.
+    """
+    if not mean_ns or not median_ns or 1 / _APART <= mean_ns / median_ns <= _APART:
+        return None
+    long = [(step, weight) for step, weight in drawn if step.wall_ns > mean_ns]
+    rest = [(step, weight) for step, weight in drawn if step.wall_ns <= mean_ns]
+    if not long or not rest:
+        return None
+    many, few = (sum(weight for _, weight in part) for part in (rest, long))
+    spent, rest_spent = (sum(step.wall_ns * weight for step, weight in part) for part in (long, rest))
+    longer = [
+        sum(max(step.phases[index], 0) * weight for step, weight in long) / few
+        - sum(max(step.phases[index], 0) * weight for step, weight in rest) / many
+        for index in range(len(PHASES))
+    ]
+    most = max(longer)
+    phase = PHASES[longer.index(most)] if most > 0 else None
+    return Uneven(few / (few + many), spent / (spent + rest_spent), phase)

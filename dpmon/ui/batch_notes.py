@@ -1,0 +1,88 @@
+"""The last line of panel 3: why a value is missing, and why mean and median are not alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dpmon.model.ranks import distributed
+from dpmon.model.state import PHASES, Process
+from dpmon.model.stats import PhaseFigures, Summary
+from dpmon.records import CALL_PHASES, Call
+from dpmon.ui.format import percent
+from dpmon.ui.look import Look
+from dpmon.ui.rows import Row, cut, wrapped
+from dpmon.ui.scene import Scene
+from dpmon.ui.text import clean
+
+__all__ = ["missing", "notes", "unevenness"]
+
+_OF_CALLS = dict(zip(PHASES[1 : 1 + len(CALL_PHASES)], CALL_PHASES, strict=True))
+"""The phases of a call, by the names they have here."""
+_OWN = {
+    "data": "no DataLoader",
+    "forward": "no model was called",
+    "backward": "no backward pass",
+    "optimizer": "no optimizer step",
+    "other": "nothing is left of the step",
+}
+"""Why a phase of a step's own did not run."""
+_RARE = "in none of the steps drawn for medians"
+
+
+def notes(scene: Scene, process: Process, numbers: Summary, width: int, most: int, look: Look) -> list[Row]:
+    """At most `most` rows: what has to be said of the figures, or nothing."""
+    said = [*unevenness(numbers), *missing(process, numbers.phases)]
+    if not said:
+        return []
+    lines = wrapped(f" {look.glyphs.middot} ".join(said), width)
+    if len(lines) > most:
+        lines = [*lines[: most - 1], cut(" ".join(lines[most - 1 :]), width, look.glyphs.more)]
+    return [[(line, "dim")] for line in lines]
+
+
+def unevenness(numbers: Summary) -> list[str]:
+    """Where few steps take most of the time: that, and by what they are longer; else nothing."""
+    found = numbers.uneven
+    if found is None:
+        return []
+    by = f", longer by {found.phase}" if found.phase is not None else ""
+    return [f"uneven steps: about {percent(found.steps)} take {percent(found.time)} of the time{by}"]
+
+
+def missing(process: Process, phases: Sequence[PhaseFigures]) -> list[str]:
+    """Each reason why phases have a dash, after their names; several phases of one reason together."""
+    call = process.calls[process.newest].last if process.newest is not None else None
+    reasons: dict[str, list[str]] = {}
+    for phase in phases:
+        if not phase.ran:
+            reasons.setdefault(_why(process, call, phase.name), []).append(phase.name)
+        elif phase.median_ns is None:
+            reasons.setdefault(_RARE, []).append(phase.name)
+    return [f"no {_names(names)}: {reason}" for reason, names in reasons.items()]
+
+
+def _names(names: Sequence[str]) -> str:
+    """Such as "data, gather"; of more than two that follow each other the first and the last: "scatter to gather"."""
+    first = PHASES.index(names[0])
+    if len(names) > 2 and PHASES[first : first + len(names)] == tuple(names):
+        return f"{names[0]} to {names[-1]}"
+    return ", ".join(names)
+
+
+def _why(process: Process, call: Call | None, phase: str) -> str:
+    own = _OF_CALLS.get(phase)
+    if own is None:
+        return _OWN[phase]
+    if call is None:
+        return "no call was seen"
+    if own in call.absent:
+        return clean(call.absent[own], 200)
+    if distributed(process):
+        return "a rank has one device"
+    if call.stages:
+        return "the model is split into stages, not copied"
+    if call.mode != "dp" or len(call.devices) < 2:
+        return "one device"
+    if own in call.phases:
+        return "part of it ran in backward, too: it cannot be told apart from forward"
+    return "it did not run"

@@ -1,0 +1,60 @@
+"""What the first rows had to cut, in full: a framed note over the panels, for as long as they show its beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.cells import cell_len
+
+from dpmon.ui.layout import Slot
+from dpmon.ui.look import Look
+from dpmon.ui.panel_status import answer, cut_answer
+from dpmon.ui.rows import Row, box, cut, plain, wrapped
+from dpmon.ui.scene import Scene
+
+__all__ = ["cropped", "laid_over", "toast"]
+
+_WIDEST = 84
+_SHARE = 2
+"""At most one row in so many is the note's."""
+
+
+def toast(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+    """The note's rows for a screen of that size, all of one width; none where the first rows say everything."""
+    if not cut_answer(scene, width, look):
+        return []
+    across = min(width, _WIDEST)
+    lines = wrapped(plain(answer(scene, look)), across - 4)
+    room = max(height // _SHARE - 2, 1)
+    if len(lines) > room:
+        lines = [*lines[: room - 1], cut(" ".join(lines[room - 1 :]), across - 4, look.glyphs.more)]
+    rows: list[Row] = [[(line, "")] for line in lines]
+    return box([("in full", "wait")], [], rows, across, len(rows) + 2, look.glyphs, focused=True)
+
+
+def laid_over(painted: dict[str, list[Row]], slots: Mapping[str, Slot], rows: Sequence[Row], y: int) -> None:
+    """Put `rows` over what is painted, from row `y` of the screen on, at its left."""
+    for panel, slot in slots.items():
+        for index, row in enumerate(rows, y - slot.y):
+            if 0 <= index < len(painted[panel]):
+                covered = cropped(row, slot.x, slot.x + slot.width)
+                left = cropped(painted[panel][index], sum(cell_len(text) for text, _ in covered), slot.width)
+                painted[panel][index] = [*covered, *left]
+
+
+def cropped(row: Sequence[tuple[str, str]], start: int, end: int) -> Row:
+    """The cells of `row` from `start` up to `end`; of a wide character that is cut in two a blank is left."""
+    found: Row = []
+    at = 0
+    for text, style in row:
+        part = ""
+        for char in text:
+            size = cell_len(char)
+            if start <= at and at + size <= end:
+                part += char
+            elif at < end and at + size > start:
+                part += " " * (min(at + size, end) - max(at, start))
+            at += size
+        if part:
+            found.append((part, style))
+    return found

@@ -1,0 +1,72 @@
+"""A command that waits for a line of input is told from one that works: asked of real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running import wait_for
+
+from dpmon.run.waiting import FILE, InputWatch, reads_input, waits_since
+
+pytestmark = pytest.mark.skipif(
+    reads_input(os.getpid()) is None, reason="this kernel does not say in which system call a process is"
+)
+SCRIPT = "print(input(), flush=True); import time; time.sleep(60)"
+
+
+@pytest.fixture
+def asking() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that waits for a line, and then for a minute."""
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def answer(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"yes\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == b"yes\n"
+
+
+def test_a_read_of_standard_input_is_seen_and_its_end_too(asking: subprocess.Popen[bytes]) -> None:
+    wait_for(lambda: reads_input(asking.pid), what="the wait for a line")
+    answer(asking)
+    wait_for(lambda: reads_input(asking.pid) is False, what="the end of the wait")
+    asking.kill()
+    asking.wait()
+    assert not reads_input(asking.pid)
+
+
+def test_the_file_is_there_while_it_waits_and_asked_once_a_second(
+    asking: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    (tmp_path / FILE).write_text("12")
+    watch = InputWatch(tmp_path, asking.pid)
+    assert waits_since(tmp_path) is None, "what a supervisor that was killed has left"
+    wait_for(lambda: reads_input(asking.pid), what="the wait for a line")
+    before = time.monotonic_ns()
+    watch.look(100.0)
+    since = waits_since(tmp_path)
+    assert since is not None
+    assert before <= since <= time.monotonic_ns()
+    answer(asking)
+    wait_for(lambda: reads_input(asking.pid) is False, what="the end of the wait")
+    watch.look(100.5)
+    assert waits_since(tmp_path) == since, "not asked again within a second"
+    watch.look(101.5)
+    assert waits_since(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["", "-3", "1e5", "since yesterday"])
+def test_nonsense_in_the_file_is_no_wait(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_text(text)
+    assert waits_since(tmp_path) is None

@@ -10,9 +10,10 @@ from dpmon.model.finding import many
 from dpmon.model.memory import held
 from dpmon.model.stats import median, percentile
 from dpmon.records import CALL_PHASES, STEP_PHASES
+from dpmon.run.add_up import add_up, why_nothing
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, short_name
-from dpmon.run.totals import ModeTotals, Totals, add_up, why_nothing
+from dpmon.run.totals import ModeTotals, Totals
 from dpmon.ui.format import memory
 from dpmon.ui.text import clean
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,17 @@ from dpmon.model.stats import median, percentile
 from dpmon.records import GRAD, MODES, STEP_PHASES, TRAINING
 from dpmon.report.compared import Settled, compared
 from dpmon.report.devices import Devices
+from dpmon.report.events import mode_change, process_facts
 from dpmon.report.figures import deleted_facts, mode_facts
 from dpmon.report.series import Series
 from dpmon.report.story import Compared, Deleted, ModeChange, ProcessFacts, Story
+from dpmon.run.add_up import add_up, why_nothing
+from dpmon.run.adder import Adder, is_evaluation
 from dpmon.run.reader import RunReader
 from dpmon.run.rollup import Rollup
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.state import run_state
-from dpmon.run.totals import Adder, Totals, add_up, is_evaluation, why_nothing
+from dpmon.run.totals import Totals
 
 __all__ = ["collect"]
 
@@ -177,9 +180,9 @@ class _Collector(Adder):
         if kind in ("device", "host"):
             self.devices.sample(kind, data)
         elif kind == "process" and type(data.get("process")) is int:
-            self.processes[data["process"]] = _process(data)
+            self.processes[data["process"]] = process_facts(data)
         elif kind == "mode" and type(data.get("process")) is int and len(self.changes) < CHANGES_KEPT:
-            self.changes.append(_change(data))
+            self.changes.append(mode_change(data))
 
     # ------------------------------------------------------------------------------------------ giving
 
@@ -276,41 +279,6 @@ def _worth(found: Compared | None) -> Worth | None:
     if found is None or found.speedup is None or found.low is None or found.high is None or found.sentence is None:
         return None
     return Worth(found.speedup, found.low, found.high, found.sentence)
-
-
-# ------------------------------------------------------------------------------------------------ events, ends
-
-
-def _whole(data: Mapping[str, Any], key: str) -> int | None:
-    value = data.get(key)
-    return value if type(value) is int else None
-
-
-def _text(data: Mapping[str, Any], key: str) -> str | None:
-    value = data.get(key)
-    return value if isinstance(value, str) else None
-
-
-def _process(data: Mapping[str, Any]) -> ProcessFacts:
-    rank, world, pid = (_whole(data, key) for key in ("rank", "world", "pid"))
-    return ProcessFacts(data["process"], rank, world, pid, _text(data, "python"), _text(data, "torch"))
-
-
-def _change(data: Mapping[str, Any]) -> ModeChange:
-    seconds, devices = data.get("t_s"), data.get("devices")
-    at = int(seconds * 1e9) if isinstance(seconds, (int, float)) and abs(seconds) < 1e9 else None
-    return ModeChange(
-        data["process"],
-        _text(data, "root"),
-        at,
-        _whole(data, "step"),
-        _text(data, "mode"),
-        _text(data, "requested_by"),
-        tuple(map(str, devices[:4096])) if isinstance(devices, list) else (),
-        data.get("virtual") is True,
-        _text(data, "reason"),
-        _text(data, "refused"),
-    )
 
 
 def _last_output(reader: RunReader) -> tuple[str, ...]:

@@ -16,15 +16,9 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from dpmon.report.plots import Plot, plots
+from dpmon.report.said import comparison, facts, findings_note, phase_rows, step_rows
 from dpmon.report.story import Story
-from dpmon.report.text import (
-    MAX_ROWS,
-    comparison,
-    facts,
-    findings_note,
-    phase_rows,
-    step_rows,
-)
+from dpmon.report.text import MAX_ROWS
 from dpmon.report.words import Row, device_cells, ended, rank_rows, replica_rows, stage_rows
 from dpmon.run.rundir import short_name
 from dpmon.ui.format import UNKNOWN, clock, compact, memory, ms, percent

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from dpmon.model.evidence import ModeFacts
-from dpmon.model.finding import many
-from dpmon.model.findings import MIN_STEPS
-from dpmon.model.stats import PhaseFigures
-from dpmon.records import CALL_PHASES
 from dpmon.report.collect import collect
 from dpmon.report.layout import cut, more, sized_table, table, wrap, wrapped
-from dpmon.report.story import Compared, Story
+from dpmon.report.said import comparison, facts, findings_note, phase_rows, step_rows
+from dpmon.report.story import Story
 from dpmon.report.words import (
     device_cells,
     ended,
-    machine,
-    mode_title,
     rank_rows,
     replica_rows,
     stage_rows,
-    what_ran,
 )
 from dpmon.run.rundir import short_name
 from dpmon.ui.format import UNKNOWN, clock, compact, memory, memory_of, ms, percent
@@ -72,49 +65,9 @@ def text_lines(story: Story, width: int = 80) -> list[str]:
 # ------------------------------------------------------------------------------------------------ sections
 
 
-def facts(story: Story) -> list[str]:
-    """What is to be known before everything else: when and what ran, and what the record lacks."""
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(story.info.started_unix))
-    found = [f"began {began} in {story.info.cwd or 'a directory that is gone'}", what_ran(story), machine(story)]
-    if story.nothing is not None:
-        found.append(f"nothing was traced: {story.nothing}")
-    if story.pruned:
-        found.append(pruned(story))
-    if story.dropped:
-        found.append(f"{story.dropped:,} records were dropped: the figures are of the rest")
-    return found
-
-
-def pruned(story: Story) -> str:
-    """What was deleted, what is left of it, and where."""
-    text = f"{story.pruned:,} older records were deleted to bound the history"
-    steps = sum(one.facts.steps for one in story.deleted)
-    if not steps:
-        return f"{text}: the figures are of the rest"
-    first, last = min(one.first_s for one in story.deleted), max(one.last_s for one in story.deleted)
-    return (
-        f"{text}: of {many(steps, 'step')} ({clock(first * 10**9)} to {clock(last * 10**9)}) sums are left, in the rows"
-        " that say deleted (medians and p95 within 3 %) and in the course of time; all else is of the rest"
-    )
-
-
-def step_rows(story: Story) -> list[tuple[str, ModeFacts]]:
-    """What steps there were, with what they are called: of each mode those that train, evaluations, deleted ones."""
-    rows = [(mode_title(mode), mode) for mode in story.evidence.modes if mode.steps]
-    rows += [(f"{mode_title(mode)}, evaluation", mode) for mode in story.evaluations]
-    return [*rows, *((f"{mode_title(one.facts)}, deleted", one.facts) for one in story.deleted)]
-
-
 def _head(story: Story, width: int) -> list[str]:
     lines = wrap(f"{story.info.script} ({short_name(story.info)}): {ended(story)}", width, "", "  ")
     return [*lines, *wrapped(facts(story), width)]
-
-
-def findings_note(story: Story) -> str:
-    """What is said where there are no findings."""
-    if any(mode.steps >= MIN_STEPS for mode in story.evidence.modes):
-        return "nothing stands out"
-    return f"too few steps to say anything ({MIN_STEPS} in one mode are needed)"
 
 
 def _findings(story: Story, width: int) -> list[str]:
@@ -166,38 +119,10 @@ def _phases(title: str, mode: ModeFacts, width: int) -> list[str]:
     return [f"PHASES of a step, {title}", *table(rows, width)]
 
 
-def phase_rows(mode: ModeFacts) -> list[tuple[str, PhaseFigures]]:
-    """The phases with what they are called in a table: those of the calls stand below forward, further in."""
-    found = {figures.name: figures for figures in mode.phases}
-    rows: list[tuple[str, PhaseFigures]] = []
-    for name, figures in found.items():
-        if name in CALL_PHASES:
-            continue
-        rows.append((name, figures))
-        if name == "forward":
-            rows += [(f"  {part}", found[part]) for part in CALL_PHASES if part in found]
-    if "forward" not in found:
-        rows += [(part, found[part]) for part in CALL_PHASES if part in found]
-    return rows
-
-
 def _compared(story: Story, width: int) -> list[str]:
     if story.compared is None:
         return []
     return ["DP AGAINST SINGLE", *wrapped(comparison(story.compared), width)]
-
-
-def comparison(found: Compared) -> list[str]:
-    """dp against single in sentences."""
-    if found.speedup is None:
-        return [found.missing or "no verdict"]
-    text = f"speed-up {found.speedup:.2f}"
-    if found.low is not None and found.high is not None:
-        text += f" (95 %: {found.low:.2f} to {found.high:.2f})"
-    if found.efficiency is not None:
-        text += f", {percent(found.efficiency)} a device"
-    steps = " and ".join(f"{count:,} in {mode}" for mode, count in found.steps)
-    return [found.sentence or "", f"{text}; of {steps}, each mode's first after a change left out"]
 
 
 def _replicas(story: Story, width: int) -> list[str]:

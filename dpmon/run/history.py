@@ -13,6 +13,7 @@ from typing import Any
 from dpmon.run.rollup import SERIES, WIDTHS, Gathered, Rollup
 from dpmon.run.tables import (
     HISTORY_FILE,
+    LASTING,
     SCHEMA,
     SCHEMA_VERSION,
     HistoryError,
@@ -26,9 +27,6 @@ __all__ = ["LIMIT_BYTES", "Batch", "History"]
 
 LIMIT_BYTES = 256 << 20
 _PRUNE_PART = 16
-_LASTING = ("process", "mode", "exit", "warning", "pause")
-"""Kinds of events that are never deleted: few, and what they say holds for all that follows."""
-_PASSING = f"kind NOT IN ({','.join('?' * len(_LASTING))})"
 _WARNINGS_KEPT = 10_000
 _ROLLUPS_PART = 3
 _ROW_BYTES = 150
@@ -197,8 +195,7 @@ class History:
             row[0]
             for row in self._db.execute(
                 "SELECT min(id) FROM calls UNION ALL SELECT min(id) FROM steps"
-                f" UNION ALL SELECT min(id) FROM events WHERE {_PASSING}",
-                _LASTING,
+                f" UNION ALL SELECT min(id) FROM events WHERE NOT ({LASTING})",
             )
             if row[0] is not None
         ]
@@ -207,7 +204,7 @@ class History:
         before = min(firsts) + max(1, (max(last_ids(self._db)) - min(firsts)) // _PRUNE_PART)
         gone = self._db.execute("DELETE FROM calls WHERE id < ?", (before,)).rowcount
         gone += self._db.execute("DELETE FROM steps WHERE id < ?", (before,)).rowcount
-        gone += self._db.execute(f"DELETE FROM events WHERE id < ? AND {_PASSING}", (before, *_LASTING)).rowcount
+        gone += self._db.execute(f"DELETE FROM events WHERE id < ? AND NOT ({LASTING})", (before,)).rowcount
         self._db.execute("UPDATE meta SET value = value + ? WHERE key = 'pruned'", (gone,))
 
     def _prune_rollups(self) -> None:

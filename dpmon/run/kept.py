@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.run.rollup import Rollup
-from dpmon.run.tables import HISTORY_FILE, HistoryError, last_ids, rings_in
+from dpmon.run.tables import HISTORY_FILE, LASTING, HistoryError, last_ids, rings_in
 
-__all__ = ["Kept"]
+__all__ = ["DISORDER", "Kept"]
+
+DISORDER = 16_000
+"""Rings are taken over in turn, so that rows do not lie in strict order of time: by so many ids at most."""
 
 _BY_CHANCE = "ORDER BY id * 2654435761 & 4294967295 LIMIT ?"
 """So a part of what is drawn is drawn evenly too: all that have ids below some place."""
@@ -57,11 +60,11 @@ class Kept:
 
     def lasting(self, before: int, since_ns: int) -> Iterator[tuple[Any, ...]]:
         """Of the events up to the id `before`: those that still matter, and all after `since_ns`; as `rows`."""
-        query = (
-            "SELECT id, 'events', * FROM events WHERE id <= ?"
-            " AND (kind IN ('process', 'mode', 'pause', 'warning', 'exit') OR t_ns > ?) ORDER BY id"
-        )
-        return self._all(query, (before, since_ns))
+        query = "SELECT id, 'events', * FROM events WHERE id <= ?"
+        still = self._all(f"{query} AND {LASTING} ORDER BY id", (before,))
+        near = max(self.id_at(since_ns) - DISORDER, 0)
+        recent = f"{query} AND NOT ({LASTING}) AND id > ? AND t_ns > ? ORDER BY id"
+        return heapq.merge(still, self._all(recent, (before, near, since_ns)))
 
     def last_ns(self) -> int:
         """The time of the newest event, 0 if there is none."""

@@ -24,11 +24,13 @@ from dpmon.run.tables import HistoryError
 __all__ = ["SPEEDS", "PlaybackReader", "can_be_played"]
 
 SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0)
+_SECOND = 1_000_000_000
 POLL_RECORDS = 4000
 """More than these that are due at once are skipped, as by setting the clock: a picture has no use for them all."""
+AHEAD_NS = 120 * _SECOND
+"""No further ahead is played instead of skipped to."""
 AHEAD_ROWS = 16_000
 """Rows that are read ahead and put in order of time."""
-_SECOND = 1_000_000_000
 
 
 def can_be_played(directory: Path) -> bool:
@@ -101,7 +103,7 @@ class PlaybackReader:
         before, after = self.position_ns, min(max(position_ns, 0), self.length_ns)
         self._position = after
         # A little ahead is played, not skipped to.
-        self._set = self._set or after < before or after - before > RECENT_NS
+        self._set = self._set or after < before or after - before > AHEAD_NS
 
     def step(self, by: int) -> None:
         """To the end of the next step of the training (`by` 1), or of the one before (-1); stops."""

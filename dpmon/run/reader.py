@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,8 +30,8 @@ __all__ = ["Pause", "RunReader"]
 POLL_BYTES = 1 << 20
 RECENT_RECORDS = 4000
 """Calls and steps that a late reader is given from the history."""
-RECENT_NS = 120 * 10**9
-"""And this much of device samples, as far back as the charts go."""
+RECENT_NS = 640 * 10**9
+"""And this much of samples of devices and host, as far back as their charts go (dpmon.model.state.HISTORY_KEPT)."""
 _HISTORY = "history.sqlite"
 _RANKS = "the ranks of a distributed training wait for each other: pausing would let their collectives time out"
 
@@ -122,7 +123,8 @@ class RunReader:
         self.info: RunInfo = load_info(directory)
         self._calls = calls
         self._tails: dict[str, _Tail] = {}
-        self._looked_back = False
+        self._back: Iterator[Record] | None = None
+        """What is left of the history; None: it was not looked at yet."""
         self._starts: dict[str, tuple[int, int, int, Decoder]] = {}
         self._exit: ExitInfo | None = None
         self._exit_event: Event | None = None
@@ -155,10 +157,11 @@ class RunReader:
 
         With `most`, about so many records at most, and none only where there are none just now.
         """
-        found: list[Record] = []
-        if not self._looked_back:
-            self._looked_back = True
-            found += self._look_back()
+        if self._back is None:
+            self._back = self._look_back()
+        found = list(islice(self._back, most))
+        if most is not None and len(found) >= most:
+            return found
         self._open_new()
         share = None if most is None else most // max(len(self._tails), 1) + 1
         taken = True
@@ -175,7 +178,7 @@ class RunReader:
 
     def past(self) -> Iterator[Past | Drawn]:
         """What the history says of the time before the records that the first `poll` gives; to be used up before it."""
-        if self._looked_back or not (self.directory / _HISTORY).exists():
+        if self._back is not None or not (self.directory / _HISTORY).exists():
             return
         from dpmon.run.kept import Kept
         from dpmon.run.past import past_of
@@ -220,33 +223,40 @@ class RunReader:
             self._exit_event = record
         return record
 
-    def _look_back(self) -> list[Record]:
+    def _look_back(self) -> Iterator[Record]:
         """What the history kept: lasting events, recent calls, steps, samples; the rings go on from there."""
         if not (self.directory / _HISTORY).exists():
-            return []
+            return iter(())
         from dpmon.run.kept import Kept
         from dpmon.run.rows import decoders_of, record_of
         from dpmon.run.tables import HistoryError
 
         try:
-            kept, self._kept = self._kept or Kept(self.directory), None
+            kept = self._kept = self._kept or Kept(self.directory)
         except (HistoryError, OSError):
-            return []
-        found: list[Record] = []
+            return iter(())
         try:
             decoders = decoders_of(kept, self.info.start_ns)
-            for ring in kept.rings.values():
+        except (HistoryError, ValueError):
+            decoders = {}
+        for ring in kept.rings.values():
+            if ring.process in decoders:
                 self._starts[ring.name] = (ring.position, ring.sequence, ring.missed, decoders[ring.process])
+
+        def rows() -> Iterator[Record]:
             first = kept.last_id - RECENT_RECORDS
-            for rows in (kept.lasting(first, kept.last_ns() - RECENT_NS), kept.rows(first)):
-                for row in rows:
+            try:
+                for row in chain(kept.lasting(first, kept.last_ns() - RECENT_NS), kept.rows(first)):
                     if self._calls or row[1] != "calls":
-                        found.append(record_of(row, decoders))
-        except (HistoryError, RecordError, ValueError):
-            pass  # damaged: what could be read is better than nothing
-        finally:
-            kept.close()
-        return found
+                        with contextlib.suppress(RecordError):  # a damaged one does not hide those after it
+                            yield record_of(row, decoders)
+            except HistoryError:
+                pass  # damaged: what could be read is better than nothing
+            finally:
+                kept.close()
+                self._kept = None
+
+        return rows()
 
     # ------------------------------------------------------------------------------------------ state
 

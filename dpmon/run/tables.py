@@ -32,6 +32,7 @@ from dpmon.run.rollup import SERIES
 
 __all__ = [
     "HISTORY_FILE",
+    "LASTING",
     "SCHEMA",
     "SCHEMA_VERSION",
     "HistoryError",
@@ -43,6 +44,8 @@ __all__ = [
 
 HISTORY_FILE = "history.sqlite"
 SCHEMA_VERSION = 2
+LASTING = "kind IN ('process', 'mode', 'exit', 'warning', 'pause')"
+"""Events that are never deleted: few, and what they say holds for all that follows."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rings (
@@ -67,7 +70,8 @@ CREATE TABLE IF NOT EXISTS rollups (
 CREATE TABLE IF NOT EXISTS device_rollups (
     start_s INTEGER, device INTEGER, name TEXT, count INTEGER, total REAL, low REAL, high REAL,
     PRIMARY KEY (start_s, device, name)) WITHOUT ROWID;
-""".format(sums=", ".join(f"{name}_ns INTEGER" for name in SERIES))
+CREATE INDEX IF NOT EXISTS lasting ON events (id) WHERE {lasting};
+""".format(lasting=LASTING, sums=", ".join(f"{name}_ns INTEGER" for name in SERIES))
 
 
 class HistoryError(Exception):

@@ -9,7 +9,7 @@ from shutil import copytree
 
 import pytest
 from kept import keep
-from synthetic import SECOND, Training
+from synthetic import SECOND, Training, host_event
 
 from dpmon.model import State, fold
 from dpmon.model.compare import compared
@@ -250,6 +250,33 @@ def test_the_screen_takes_it_in_by_sips(long_run: Path) -> None:
     assert process.modes["single"].count == SINGLE
     assert process.modes["dp"].count == DP
     feed.close()
+
+
+def test_a_late_reader_has_samples_as_far_back_as_the_charts_go_and_a_sip_at_a_time(state: Path) -> None:
+    samples = [host_event(float(second), cpu=float(second % 100)) for second in range(1, 1501)]
+    training = Training(start_ns=1400 * SECOND)
+    directory = keep({-1: samples, 0: [*training.begin(), *training.run(2500)]}, seconds=1501.0)
+    state_now, sips, reader = State(), [], RunReader(directory)
+    while records := reader.poll(50):
+        sips.append(len(records))
+        for record in records:
+            state_now = fold(state_now, record)
+    reader.close()
+    assert max(sips) <= 60, "about so many; rings give what they have"
+    assert list(state_now.host.util)[-630:] == [float(second % 100) for second in range(871, 1501)]
+    whole = RunReader(directory)
+    assert len(whole.poll()) == sum(sips)
+    whole.close()
+
+
+def test_a_damaged_row_does_not_hide_those_after_it(state: Path) -> None:
+    training = Training()
+    directory = keep({0: [*training.begin(), *training.run(100)]})
+    with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
+        db.execute("UPDATE steps SET mode = 'neither' WHERE step = 7")
+    reader = RunReader(directory)
+    assert [each.step for each in reader.poll() if isinstance(each, Step)] == [*range(1, 7), *range(8, 101)]
+    reader.close()
 
 
 def test_a_short_run_is_given_in_full(state: Path) -> None:

@@ -1,0 +1,112 @@
+"""Adds up a whole run from its history and rings."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from dpmon.records import (
+    MODES,
+    Event,
+    RecordError,
+    definition,
+    kind_of,
+    step_fields,
+)
+from dpmon.run.adder import Adder
+from dpmon.run.export import Snapshot
+from dpmon.run.past import deleted
+from dpmon.run.reader import RunReader
+from dpmon.run.rows import record_of, step_columns
+from dpmon.run.tables import HistoryError
+from dpmon.run.totals import Totals
+
+__all__ = ["add_up", "why_nothing"]
+
+
+def add_up(directory: Path, adder: Adder | None = None) -> Totals:
+    """Everything the run in `directory` has recorded, added up; RunError if the directory is no run.
+
+    `adder`: one that wants to see everything too.
+    """
+    snapshot = Snapshot.take(directory)
+    adder = adder or Adder()
+    try:
+        if snapshot.kept is not None:
+            try:
+                for width, rollup in deleted(snapshot.kept):
+                    adder.delete(width, rollup)
+                _add_kept(adder, snapshot)
+            except (HistoryError, ValueError) as error:
+                adder.totals.warnings.append(f"the history cannot be read to its end: {error}")
+        for process, payload in _payloads(snapshot):
+            try:
+                _add_payload(adder, process, payload, snapshot.info.start_ns)
+            except (LookupError, ValueError, TypeError, struct.error):
+                snapshot.dropped += 1
+        totals = adder.result()
+        totals.dropped = snapshot.dropped
+        totals.pruned = snapshot.kept.pruned if snapshot.kept is not None else 0
+        return totals
+    finally:
+        snapshot.close()
+
+
+def why_nothing(totals: Totals, reader: RunReader) -> str | None:
+    """Why a run without steps and calls has none; None for one whose command was not started."""
+    # Where the record is kept is told as a warning too, but is no reason.
+    warnings = [text for text in totals.warnings if text != reader.info.options.get("elsewhere")]
+    if warnings:
+        return warnings[0]
+    stage = reader.stage()
+    if reader.info.command_pid is None:
+        return None
+    if stage is None:
+        return "no Python process of it imported torch"
+    if stage[0] == "importing torch":
+        return "it ended while torch was being imported"
+    return "torch was imported, but no model was called"
+
+
+def _payloads(snapshot: Snapshot) -> Iterator[tuple[int, bytes]]:
+    for rest in snapshot.rest:
+        for payload in rest.payloads:
+            yield rest.process, payload
+
+
+def _add_kept(adder: Adder, snapshot: Snapshot) -> None:
+    assert snapshot.kept is not None
+    for ring in snapshot.kept.rings.values():
+        for number, value in snapshot.kept.definitions(ring.process):
+            adder.define(ring.process, number, value)
+    for row in snapshot.kept.rows():
+        try:
+            if row[1] == "calls":
+                adder.call(row[3], row[-1])
+            elif row[1] == "steps":
+                adder.step(*step_columns(row))
+            else:
+                event = record_of(row, {})
+                if isinstance(event, Event):
+                    adder.event(event.kind, event.data)
+        except (RecordError, LookupError, ValueError, TypeError, OverflowError, struct.error):
+            snapshot.dropped += 1
+
+
+def _add_payload(adder: Adder, process: int, payload: bytes, origin: int) -> None:
+    kind = kind_of(payload)
+    if kind == "definition":
+        adder.define(process, *definition(payload))
+    elif kind == "call":
+        adder.call(process, payload)
+    elif kind == "step":
+        mode, _, _, number, start, wall, samples, *phases = step_fields(payload)
+        known: list[int | None] = [took if took >= 0 else None for took in phases]
+        other = max(0, wall - sum(took for took in phases if took >= 0))
+        known_samples = samples if samples >= 0 else None
+        adder.step(process, number, MODES[mode], start - origin, wall, known_samples, [*known, other])
+    elif kind == "event":
+        data = json.loads(payload[1:])
+        adder.event(str(data.pop("kind")), data)

@@ -1,0 +1,262 @@
+"""Adds up what a run has recorded, piece by piece, exactly and without decoding every record."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from dpmon.records import (
+    CALL_PHASES,
+    GRAD,
+    MODES,
+    STEP_PHASES,
+    TRAINING,
+    call_head,
+    call_replicas,
+    call_stages,
+)
+from dpmon.run.rollup import Rollup
+from dpmon.run.totals import Deleted, ModeTotals, RankLine, ReplicaLine, StageLine, Totals
+
+__all__ = ["Adder", "is_evaluation"]
+
+DDP = "DistributedDataParallel"
+_BACKWARD, _OPTIMIZER = STEP_PHASES.index("backward"), STEP_PHASES.index("optimizer")
+_WAITING = 4096
+
+_Waiting = tuple[int, str, bool, int, Sequence[int]]
+"""Step, mode, whether it was called as in an evaluation, start, phases."""
+
+
+def is_evaluation(phases: Sequence[int | None]) -> bool:
+    """Whether a step with these (in the order of STEP_PHASES) is one of an evaluation, if others of its mode train."""
+    return phases[_BACKWARD] is None and phases[_OPTIMIZER] is None
+
+
+class Adder:
+    """Takes everything that a run has recorded, in the order in which it came; `result` is what it adds up to."""
+
+    def __init__(self) -> None:
+        self.totals = Totals()
+        self._groups: Counter[tuple[Any, ...]] = Counter()
+        self._definitions: dict[tuple[int, int], Any] = {}
+        self._processes: set[int] = set()
+        self._ranks: dict[int, tuple[int | None, int | None]] = {}
+        """Rank and world of each process, as it said itself."""
+        self._pauses: Counter[int] = Counter()
+        self._paused_s: dict[int, float] = {}
+        self._walls: dict[int, array[int]] = {}
+        self._modes: dict[tuple[str, bool], ModeTotals] = {}
+        """By mode, and whether it is an evaluation."""
+        self._calls: dict[int, list[_Waiting]] = {}
+        """Of each process those whose step is not over: then it is known what they are part of."""
+        self._stages: dict[tuple[int, ...], list[Any]] = {}
+        """By process, layout, number of the stage, its definition and sizes: calls, durations."""
+
+    def define(self, process: int, number: int, value: Any) -> None:
+        """Remember a definition."""
+        self._definitions[process, number] = value
+
+    def definition(self, process: int, number: int) -> Any:
+        """A definition's value; None if it was not seen."""
+        return self._definitions.get((process, number))
+
+    def _mode(self, mode: str, evaluation: bool) -> ModeTotals:
+        found = self._modes.get((mode, evaluation))
+        if found is None:
+            found = self._modes[mode, evaluation] = ModeTotals()
+        return found
+
+    def delete(self, width_s: int, rollup: Rollup) -> None:
+        """What is left of the steps of some seconds that were deleted."""
+        found = self.totals.deleted.get(rollup.mode)
+        if found is None:
+            whole = Rollup(rollup.start_s, -1, rollup.mode)
+            found = self.totals.deleted[rollup.mode] = Deleted(whole, rollup.start_s, rollup.start_s)
+        found.sums.merge(rollup)
+        found.samples[rollup.process] += rollup.samples
+        if rollup.steps:
+            found.step_ns[rollup.process] += rollup.sums[0] or 0
+        found.last_s = max(found.last_s, rollup.start_s + width_s)
+
+    def step(
+        self,
+        process: int,
+        number: int,
+        mode: str,
+        start: int,
+        wall: int,
+        samples: int | None,
+        phases: Sequence[int | None],
+    ) -> None:
+        """`start` in ns since the run's start; `phases` as in STEP_PHASES."""
+        self._processes.add(process)
+        self._walls.setdefault(process, array("q")).append(wall)
+        evaluation = is_evaluation(phases)
+        self._settle(process, number, evaluation)
+        found = self._mode(mode, evaluation)
+        found.walls.append(wall)
+        found.step_ns[process] += wall
+        found.steps[process] += 1
+        if samples is None:
+            found.unknown_samples += 1
+        else:
+            found.samples[process] += samples
+        for name, took in zip(STEP_PHASES, phases, strict=True):
+            if took is not None:
+                found.step_phases.setdefault(name, array("q")).append(took)
+
+    def call(self, process: int, payload: bytes) -> None:
+        """`payload`: of a call, as in the ring."""
+        head = call_head(payload)
+        shares = call_replicas(payload)
+        self.called(process, head, shares)
+        mode_number, flags, _, layout, step, _, start, _, _, _, *phases = head
+        mode = MODES[mode_number]
+        self._processes.add(process)
+        waiting = self._calls.setdefault(process, [])
+        waiting.append((step, mode, flags & (TRAINING | GRAD) == 0, start, phases))
+        if len(waiting) > _WAITING:  # a process whose calls are in no step
+            self._count_call(*waiting.pop(0)[1:])
+        sizes = tuple((got, gave) for got, gave, _, _ in shares)
+        self._groups[process, mode, flags & 1, layout, sizes] += 1
+        for index, (number, got, gave, _, took) in enumerate(call_stages(payload)):
+            entry = self._stages.setdefault((process, layout, index, number, got, gave), [0, array("q")])
+            entry[0] += 1
+            if took >= 0:
+                entry[1].append(took)
+
+    def _settle(self, process: int, step: int, evaluation: bool) -> None:
+        """A step is over: its calls are what it is."""
+        waiting = self._calls.get(process)
+        if not waiting:
+            return
+        self._calls[process] = []
+        for call in waiting:
+            if call[0] <= step:
+                self._count_call(call[1], evaluation, *call[3:])
+            else:
+                self._calls[process].append(call)
+
+    def _count_call(self, mode: str, evaluation: bool, start: int, phases: Sequence[int]) -> None:
+        found = self._mode(mode, evaluation)
+        found.calls += 1
+        for index, name in enumerate(CALL_PHASES):
+            if phases[2 * index] >= 0:
+                found.call_phases.setdefault(name, array("q")).append(phases[2 * index + 1])
+        self.placed(mode, evaluation, start, phases)
+
+    def placed(self, mode: str, evaluation: bool, start: int, phases: Sequence[int]) -> None:
+        """For those who want to know what a call was part of, too; `phases` as in `call_head`."""
+
+    def called(self, process: int, head: Sequence[int], shares: Sequence[tuple[int, int, int, int]]) -> None:
+        """For those who want more of a call than is added up here: as `call_head` and `call_replicas` give it."""
+
+    def event(self, kind: str, data: Any) -> None:
+        """An event; `data` without its kind."""
+        if kind == "warning" and isinstance(data.get("text"), str):
+            self.totals.warnings.append(data["text"])
+        elif kind == "pause" and type(data.get("process")) is int:
+            self._pause(data["process"], data)
+        elif kind == "memory" and type(data.get("process")) is int:
+            self.totals.memory[data["process"]] = data
+        elif kind == "process" and type(data.get("process")) is int:
+            rank, world = (value if type(value := data.get(key)) is int else None for key in ("rank", "world"))
+            self._ranks[data["process"]] = rank, world
+        elif kind == "mode" and isinstance(data.get("reason"), str) and data["reason"] not in self.totals.reasons:
+            self.totals.reasons.append(data["reason"])
+
+    def _pause(self, process: int, data: Any) -> None:
+        self._pauses[process] += data.get("paused") is True
+        seconds = data.get("paused_s")
+        if isinstance(seconds, (int, float)) and 0 <= seconds < 1e9:
+            self._paused_s[process] = self._paused_s.get(process, 0.0) + seconds
+
+    def result(self) -> Totals:
+        """What it all adds up to."""
+        for waiting in self._calls.values():
+            for call in waiting:
+                self._count_call(*call[1:])
+        self._calls.clear()
+        for (mode, evaluation), found in self._modes.items():
+            training = self._modes.get((mode, False))
+            if not evaluation:
+                self.totals.modes.setdefault(mode, ModeTotals()).add(found)
+            elif training is not None and training.walls:
+                self.totals.evaluations[mode] = found
+            else:  # nothing is trained in this mode: these are its steps
+                self.totals.modes.setdefault(mode, ModeTotals()).add(found)
+        lines: Counter[tuple[Any, ...]] = Counter()
+        several = len(self._processes) > 1
+        for (process, mode, virtual, layout_number, sizes), count in self._groups.items():
+            layout = self._definitions.get((process, layout_number))
+            if not isinstance(layout, dict):
+                continue
+            self.totals.virtual |= bool(virtual)
+            self.totals.distributed |= layout.get("via") == DDP
+            if several and layout.get("via") == DDP:
+                continue  # its ranks have lines of their own
+            for replica, (got, gave) in enumerate(sizes):
+                devices = layout.get("devices") or []
+                device = str(devices[replica]) if replica < len(devices) else "?"
+                key = (mode, str(layout.get("root")), replica, device, self._text(process, got),
+                       self._text(process, gave))  # fmt: skip
+                lines[key] += count
+        self.totals.replicas = [ReplicaLine._make((*key, count)) for key, count in sorted(lines.items(), key=_order)]
+        self.totals.processes = len(self._processes)
+        self.totals.pauses = max(self._pauses.values(), default=0)
+        self.totals.paused_s = max(self._paused_s.values(), default=0.0)
+        self.totals.stages = self._stage_lines()
+        if several:
+            ranks = [self._rank_line(process) for process in self._processes]
+            self.totals.ranks = sorted(ranks, key=lambda line: (line.rank is None, line.rank or 0, line.process))
+        return self.totals
+
+    def _stage_lines(self) -> list[StageLine]:
+        lines: dict[tuple[Any, ...], StageLine] = {}
+        for (process, layout_number, index, number, got, gave), (calls, walls) in self._stages.items():
+            layout, stage = (self._definitions.get((process, which)) for which in (layout_number, number))
+            if not isinstance(layout, dict) or not isinstance(stage, dict):
+                continue
+            names = tuple(str(name) for name in stage.get("parts") or ())
+            key = (str(layout.get("root")), index, str(stage.get("device")), names, self._text(process, got),
+                   self._text(process, gave))  # fmt: skip
+            before = lines.get(key)
+            lines[key] = StageLine(
+                *key, calls + (before.calls if before else 0), walls + before.walls if before else walls
+            )
+        return sorted(lines.values(), key=lambda line: (line.root, line.stage, -line.calls))
+
+    def _rank_line(self, process: int) -> RankLine:
+        groups = [(count, key) for key, count in self._groups.items() if key[0] == process]
+        calls = sum(count for count, _ in groups)
+        device, got, gave = "?", None, None
+        if groups:
+            _, (_, _, _, layout_number, sizes) = max(groups, key=lambda group: group[0])
+            layout = self._definitions.get((process, layout_number))
+            devices = layout.get("devices") if isinstance(layout, dict) else None
+            device = " ".join(map(str, devices)) if devices else "?"
+            if len(sizes) == 1:
+                got, gave = self._text(process, sizes[0][0]), self._text(process, sizes[0][1])
+        walls = self._walls.get(process, array("q"))
+        spent = sum(walls)
+        unknown = any(mode.unknown_samples for mode in self._modes.values())
+        samples = sum(mode.samples[process] for mode in self._modes.values())
+        speed = samples * 1e9 / spent if spent and not unknown else None
+        rank, world = self._ranks.get(process, (None, None))
+        return RankLine(process, rank, world, device, got, gave, calls, len(walls), walls, speed)
+
+    def _text(self, process: int, number: int) -> str | None:
+        """Sizes as people write them, None if they were not seen: [30, 5] or x [30, 5], mask [30]."""
+        value = self._definitions.get((process, number)) if number else None
+        if not isinstance(value, list):
+            return None
+        texts = [f"{list(shape)}" if path in ("", "0") else f"{path} {list(shape)}" for path, shape, *_ in value]
+        return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
+
+
+def _order(item: tuple[tuple[Any, ...], int]) -> tuple[Any, ...]:
+    (mode, root, replica, device, got, gave), count = item
+    return (mode, root, replica, device, -count, got or "", gave or "")

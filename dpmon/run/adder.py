@@ -81,6 +81,11 @@ class Adder:
             found.step_ns[rollup.process] += rollup.sums[0] or 0
         found.last_s = max(found.last_s, rollup.start_s + width_s)
 
+    def delete_samples(
+        self, start_s: int, device: int, name: str, count: int, total: float, low: float, high: float
+    ) -> None:
+        """What is left of a minute's samples of a device (-1: the host) that were deleted, of one of its figures."""
+
     def step(
         self,
         process: int,

@@ -13,7 +13,7 @@ from dpmon.records import CALL_PHASES, STEP_PHASES
 from dpmon.run.add_up import add_up, why_nothing
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, short_name
-from dpmon.run.totals import ModeTotals, Totals
+from dpmon.run.totals import Deleted, ModeTotals, Totals
 from dpmon.ui.format import memory
 from dpmon.ui.text import clean
 
@@ -41,6 +41,7 @@ def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
         lines += _mode_lines(name, "", mode, totals)
         if name in totals.evaluations:
             lines += _mode_lines(name, ", evaluation", totals.evaluations[name], totals)
+    lines += [_deleted_line(name, gone) for name, gone in sorted(totals.deleted.items()) if gone.sums.steps]
     lines += _rank_lines(totals)
     lines += _stage_lines(totals)
     lines += _replica_lines(totals)
@@ -107,6 +108,15 @@ def _mode_lines(name: str, kind: str, mode: ModeTotals, totals: Totals) -> list[
             rows += [(f"    {part}", mode.call_phases[part]) for part in CALL_PHASES if part in mode.call_phases]
     lines += [_phase_line(label, values) for label, values in rows if values]
     return lines
+
+
+def _deleted_line(name: str, gone: Deleted) -> str:
+    """What is left of the steps of a mode that were deleted."""
+    middle, tail = (gone.sums.quantile("step", fraction) or 0 for fraction in (0.5, 0.95))
+    speed = gone.samples_per_s()
+    said = f", {rate(speed)} samples/s" if speed is not None else ""
+    head = f"{name or 'mode unknown'}, deleted: {many(gone.sums.steps, 'step')}{said}"
+    return f"{head}, median {_ms(middle)} ms, p95 {_ms(tail)} ms (within 3 %)"
 
 
 def _phase_line(label: str, values: array[int]) -> str:

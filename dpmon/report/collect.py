@@ -174,6 +174,12 @@ class _Collector(Adder):
         super().delete(width_s, rollup)
         self.series.rollup(width_s, rollup)
 
+    def delete_samples(
+        self, start_s: int, device: int, name: str, count: int, total: float, low: float, high: float
+    ) -> None:
+        """What is left of a minute's samples of a device that were deleted."""
+        self.devices.rollup(start_s, device, name, count, total, high)
+
     def event(self, kind: str, data: Any) -> None:
         """An event."""
         super().event(kind, data)

@@ -20,6 +20,8 @@ POINTS = 400
 """Stretches of time a device."""
 MAX_DEVICES = 256
 MAX_REASONS = 16
+_HIGHEST = ("mem_used_bytes", "mem_run_bytes", "mem_total_bytes", "temperature_c", "power_w")
+"""Figures of which the highest is told."""
 
 
 @dataclass(slots=True)
@@ -61,7 +63,7 @@ class Devices:
         used = _number(data.get("mem_used_bytes"))
         if util is not None:
             track.util.append(util)
-        for key in ("mem_used_bytes", "mem_run_bytes", "mem_total_bytes", "temperature_c", "power_w"):
+        for key in _HIGHEST:
             value = _number(data.get(key))
             if value is not None:
                 track.highest[key] = max(track.highest.get(key, value), value)
@@ -70,7 +72,22 @@ class Devices:
         else:
             self._take_processors(data)
         if seconds is not None and 0 <= seconds < 1e9:
-            _place(track, seconds, util, used)
+            _place(track, seconds, None if util is None else (util, 1), None if used is None else (used, 1))
+
+    def rollup(self, start_s: object, index: object, name: object, count: object, total: object, high: object) -> None:
+        """What is left of one figure of a minute, as `Kept.device_rollups` gives it: extremes and means are told."""
+        number, most = _number(total), _number(high)
+        if type(index) is not int or type(start_s) is not int or type(count) is not int or number is None:
+            return
+        if count <= 0 or not 0 <= start_s < 1e9 or (index not in self._tracks and len(self._tracks) > MAX_DEVICES):
+            return
+        track = self._tracks.setdefault(index, _Track())
+        if name in _HIGHEST and most is not None:
+            track.highest[str(name)] = max(track.highest.get(str(name), most), most)
+        if name == ("cpu_pct" if index == HOST else "util_pct"):
+            _place(track, start_s + 30.0, (number, count), None)
+        elif name == "mem_used_bytes":
+            _place(track, start_s + 30.0, None, (number, count))
 
     def facts(self) -> tuple[DeviceFacts, ...]:
         """Every GPU that was ever sampled; the host is none."""
@@ -145,14 +162,15 @@ def _identify(track: _Track, data: Mapping[str, Any]) -> None:
                 track.throttled[reason] += 1
 
 
-def _place(track: _Track, seconds: float, util: float | None, used: float | None) -> None:
+def _place(track: _Track, seconds: float, util: tuple[float, int] | None, used: tuple[float, int] | None) -> None:
+    """Add utilisation and memory, each the sum of so many samples, where they belong in time."""
     sums = track.sums.setdefault(int(seconds / track.width), [0.0, 0.0, 0.0, 0.0])
     if util is not None:
-        sums[0] += util
-        sums[1] += 1
+        sums[0] += util[0]
+        sums[1] += util[1]
     if used is not None:
-        sums[2] += used
-        sums[3] += 1
+        sums[2] += used[0]
+        sums[3] += used[1]
     while len(track.sums) > POINTS:
         before, track.sums = track.sums, {}
         track.width *= 2

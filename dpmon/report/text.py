@@ -176,7 +176,8 @@ def _devices(story: Story, width: int) -> list[str]:
     rows: list[tuple[str, ...]] = [("", "use", "memory at most", "this run", "°C", "W", "")]
     rows += map(device_cells, devices)
     lines = ["DEVICES", *table(rows, width)]
-    lines += wrap("use: median of the samples, any kernel ran; memory, °C and W: the highest", width)
+    left = " that are left" if story.pruned else ""
+    lines += wrap(f"use: median of the samples{left}, any kernel ran; memory, °C and W: the highest", width)
     return [*lines, *_host(story, width)]
 
 

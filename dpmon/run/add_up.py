@@ -38,6 +38,8 @@ def add_up(directory: Path, adder: Adder | None = None) -> Totals:
             try:
                 for width, rollup in deleted(snapshot.kept):
                     adder.delete(width, rollup)
+                for row in snapshot.kept.deleted_samples():
+                    adder.delete_samples(*row)
                 _add_kept(adder, snapshot)
             except (HistoryError, ValueError) as error:
                 adder.totals.warnings.append(f"the history cannot be read to its end: {error}")

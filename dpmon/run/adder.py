@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from dpmon.records import (
     CALL_PHASES,
@@ -26,6 +26,7 @@ DDP = "DistributedDataParallel"
 _BACKWARD, _OPTIMIZER = STEP_PHASES.index("backward"), STEP_PHASES.index("optimizer")
 _WAITING = 4096
 
+_Key = TypeVar("_Key", int, str)
 _Waiting = tuple[int, str, bool, int, Sequence[int]]
 """Step, mode, whether it was called as in an evaluation, start, phases."""
 
@@ -33,6 +34,14 @@ _Waiting = tuple[int, str, bool, int, Sequence[int]]
 def is_evaluation(phases: Sequence[int | None]) -> bool:
     """Whether a step with these (in the order of STEP_PHASES) is one of an evaluation, if others of its mode train."""
     return phases[_BACKWARD] is None and phases[_OPTIMIZER] is None
+
+
+def _times(of: dict[_Key, array[int]], key: _Key) -> array[int]:
+    """Those of `key`, made if there are none; `setdefault` would make an empty array every time."""
+    found = of.get(key)
+    if found is None:
+        found = of[key] = array("q")
+    return found
 
 
 class Adder:
@@ -81,6 +90,11 @@ class Adder:
             found.step_ns[rollup.process] += rollup.sums[0] or 0
         found.last_s = max(found.last_s, rollup.start_s + width_s)
 
+    def delete_samples(
+        self, start_s: int, device: int, name: str, count: int, total: float, low: float, high: float
+    ) -> None:
+        """What is left of a minute's samples of a device (-1: the host) that were deleted, of one of its figures."""
+
     def step(
         self,
         process: int,
@@ -93,7 +107,7 @@ class Adder:
     ) -> None:
         """`start` in ns since the run's start; `phases` as in STEP_PHASES."""
         self._processes.add(process)
-        self._walls.setdefault(process, array("q")).append(wall)
+        _times(self._walls, process).append(wall)
         evaluation = is_evaluation(phases)
         self._settle(process, number, evaluation)
         found = self._mode(mode, evaluation)
@@ -106,7 +120,7 @@ class Adder:
             found.samples[process] += samples
         for name, took in zip(STEP_PHASES, phases, strict=True):
             if took is not None:
-                found.step_phases.setdefault(name, array("q")).append(took)
+                _times(found.step_phases, name).append(took)
 
     def call(self, process: int, payload: bytes) -> None:
         """`payload`: of a call, as in the ring."""
@@ -145,7 +159,7 @@ class Adder:
         found.calls += 1
         for index, name in enumerate(CALL_PHASES):
             if phases[2 * index] >= 0:
-                found.call_phases.setdefault(name, array("q")).append(phases[2 * index + 1])
+                _times(found.call_phases, name).append(phases[2 * index + 1])
         self.placed(mode, evaluation, start, phases)
 
     def placed(self, mode: str, evaluation: bool, start: int, phases: Sequence[int]) -> None:

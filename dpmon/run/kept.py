@@ -203,7 +203,16 @@ class Kept:
     def device_rollups(self) -> Iterator[tuple[Any, ...]]:
         """Rows of (start_s of a minute, device or -1 for the host, name, count, total, low, high), in that order."""
         if self._has("device_rollups"):
-            yield from self._all("SELECT * FROM device_rollups ORDER BY start_s, device, name", ())
+            columns = "start_s, device, name, count, total, low, high"
+            yield from self._all(f"SELECT {columns} FROM device_rollups ORDER BY start_s, device, name", ())
+
+    def deleted_samples(self) -> Iterator[tuple[Any, ...]]:
+        """Those of `device_rollups` whose samples are there no more."""
+        query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
+        first = next((at for (at,) in self._all(query, ()) if isinstance(at, int)), None)
+        for row in self.device_rollups() if self.pruned else ():
+            if first is None or (isinstance(row[0], int) and (row[0] + 60) * 1_000_000_000 <= first):
+                yield row
 
     def _has(self, table: str) -> bool:
         """Whether the table is there: a history of an earlier version may lack it."""

@@ -28,6 +28,7 @@ from dpmon.run.tables import RingRow
 __all__ = ["Sorter", "decoders_of", "record_of", "step_columns"]
 
 _MAX_INT = (1 << 63) - 1
+_WHOLE, _WHOLE_OR_NONE = {int}, {int, type(None)}
 
 
 class Sorter:
@@ -162,9 +163,10 @@ def step_columns(row: tuple[Any, ...]) -> tuple[int, int, str, int, int, int | N
     # SQLite holds whatever was written into a column, of any type.
     if mode not in MODES or len(phases) != len(STEP_PHASES):
         raise RecordError("damaged row in steps")
-    if not all(type(value) is int for value in (process, step, start_ns, wall_ns)):
+    # By their types at once: this is done for every step of a report.
+    if {type(process), type(step), type(start_ns), type(wall_ns)} != _WHOLE:
         raise RecordError("damaged row in steps")
-    if not all(value is None or type(value) is int for value in (samples, *phases)):
+    if not {type(samples), *map(type, phases)} <= _WHOLE_OR_NONE:
         raise RecordError("damaged row in steps")
     return process, step, mode, start_ns, wall_ns, samples, phases
 

@@ -154,6 +154,21 @@ def test_a_machine_that_is_busy_with_others_is_told(state: Path) -> None:
     assert as_object(story)["host"]["others_cpus"] == pytest.approx(2.6)
 
 
+def test_of_samples_that_were_deleted_extremes_and_means_are_left(state: Path) -> None:
+    hot = [device_event(float(t), 0, temperature_c=80 if t == 100 else 60, util_pct=50) for t in range(1, 2401)]
+    payloads = {-1: hot, 0: Training(devices=("cuda:0",), virtual=False).run(40)}
+    whole, directory = collect(keep(payloads)), keep(payloads, limit_bytes=1 << 19)
+    story = collect(directory)
+    assert story.pruned > 0
+    (device,) = story.evidence.devices
+    assert device.samples < 2400
+    assert device.temperature_max == 80
+    assert {point.util_pct for point in story.points} == {50.0}
+    assert min(point.t_ns for point in story.points) < 120 * SECOND
+    assert max(point.t_ns for point in whole.points) - max(point.t_ns for point in story.points) < 60 * SECOND
+    assert "median of the samples that are left" in " ".join(report_text(directory, 200))
+
+
 def test_ranks_stand_beside_each_other(state: Path) -> None:
     made = {}
     for number in range(2):
@@ -338,6 +353,8 @@ def test_of_steps_that_were_deleted_the_sums_are_told(state: Path) -> None:
     assert sum(one["mean_ms"] * one["steps"] for one in stretches) == pytest.approx(
         sum(one["mean_ms"] * one["steps"] for one in whole["time"]["stretches"])
     )
+    (line,) = (line for line in summary_lines(directory, load_exit(directory)) if line.startswith("single, deleted"))
+    assert line.startswith("single, deleted: 1,500 steps, ")
     text = " ".join(" ".join(report_text(directory, 100)).split())
     assert "single, deleted 1,500" in text
     assert "no verdict: the steps in single were deleted; their sums say a median of" in text

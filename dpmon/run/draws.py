@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 from typing import Any, NamedTuple
 
 from dpmon.past import Kept as Drew
@@ -21,8 +20,8 @@ _DRAWN = 512
 """Steps drawn of each mode: as many as are compared."""
 _PAIRS = 16
 """Of so many processes and modes at most."""
-_REMEMBERED = 16 * _DRAWN
-"""Of each mode so many ids are remembered: a place beyond the first sixteenth needs no look at every row."""
+_REMEMBERED = 8 * _DRAWN
+"""Of each mode so many ids are remembered: a place beyond the first eighth needs no look at every row."""
 _ENOUGH = _DRAWN // 4
 """Fewer than these of the last minutes, and they are looked for anew."""
 _DECODED = 20_000
@@ -55,22 +54,35 @@ class Draws:
 
         What is drawn is the same at every time.
         """
-        kept = self._kept
-        if not self._again:
-            for process, mode, count in kept.steps_by_mode(0, first)[:_PAIRS]:
-                steps, last = (
-                    self._steps(kept.drawn_steps(after, first, process, mode, _DRAWN)) for after in (0, near)
-                )
-                yield process, mode, count, steps, last
-            return
+        counts, drawn = self._remembered(first) if self._again else self._looked_up(0, first)
+        close = {pair: [number for number in ids if near < number <= first] for pair, ids in drawn.items()}
+        if any(len(close[pair]) < _ENOUGH and len(drawn[pair]) < counts[pair] for pair in counts):
+            close = self._looked_up(near, first)[1]
+        for (process, mode), ids in drawn.items():
+            here = self._of(ids[:_DRAWN])
+            yield process, mode, counts[process, mode], here, self._of(close.get((process, mode), ())[:_DRAWN])
+
+    def _looked_up(self, after: int, until: int) -> tuple[dict[tuple[int, str], int], dict[tuple[int, str], list[int]]]:
+        """How many steps there are of each process and mode, and the ids of those that are drawn."""
+        counts = {(process, mode): count for process, mode, count in self._kept.steps_by_mode(after, until)[:_PAIRS]}
+        return counts, self._kept.drawn_ids(after, until, counts, _DRAWN)
+
+    def _remembered(self, first: int) -> tuple[dict[tuple[int, str], int], dict[tuple[int, str], list[int]]]:
+        """The same of all up to `first`, without looking at every row again; more ids than are wanted."""
         if self._modes is None:
             self._modes = self._remember()
-        in_block = {(process, mode): n for process, mode, n in kept.steps_by_mode(first // _BLOCK * _BLOCK - 1, first)}
-        for (process, mode), known in self._modes.items():
-            count = known.counts[bisect_right(known.blocks, first // _BLOCK - 1)] + in_block.get((process, mode), 0)
+        begun = self._kept.steps_by_mode(first // _BLOCK * _BLOCK - 1, first)
+        in_block = {(process, mode): count for process, mode, count in begun}
+        counts, drawn = {}, {}
+        for pair, known in self._modes.items():
+            count = known.counts[bisect_right(known.blocks, first // _BLOCK - 1)] + in_block.get(pair, 0)
             if count:
-                steps = self._of(known.ids, 0, first, process, mode, min(count, _DRAWN))
-                yield process, mode, count, steps, self._of(known.ids, near, first, process, mode, _ENOUGH)
+                counts[pair] = count
+                drawn[pair] = [number for number in known.ids if number <= first]
+        short = [pair for pair, ids in drawn.items() if len(ids) < min(counts[pair], _DRAWN)]
+        if short:
+            drawn.update(self._kept.drawn_ids(0, first, {pair: counts[pair] for pair in short}, _DRAWN))
+        return counts, drawn
 
     def _remember(self) -> dict[tuple[int, str], _Mode]:
         blocks: dict[tuple[int, str], tuple[list[int], list[int]]] = defaultdict(lambda: ([], [0]))
@@ -78,24 +90,22 @@ class Draws:
             places, counts = blocks[process, mode]
             places.append(block)
             counts.append(counts[-1] + count)
-        return {
-            (process, mode): _Mode(
-                self._kept.drawn_ids(self._kept.last_id, process, mode, _REMEMBERED), *blocks[process, mode]
-            )
-            for process, mode in sorted(blocks)[:_PAIRS]
-        }
+        pairs = sorted(blocks)[:_PAIRS]
+        counts_of = {pair: blocks[pair][1][-1] for pair in pairs}
+        drawn = self._kept.drawn_ids(0, self._kept.last_id, counts_of, _REMEMBERED)
+        return {pair: _Mode(drawn[pair], *blocks[pair]) for pair in pairs}
 
-    def _of(self, ids: Sequence[int], after: int, until: int, process: int, mode: str, least: int) -> list[Drew]:
-        chosen = list(islice((number for number in ids if after < number <= until), _DRAWN))
-        if len(chosen) < least and len(ids) >= _REMEMBERED:
-            return self._steps(self._kept.drawn_steps(after, until, process, mode, _DRAWN))
+    def _of(self, ids: Iterable[int]) -> list[Drew]:
         if len(self._decoded) > _DECODED:
             self._decoded.clear()
-        for number in chosen:
+        found = []
+        for number in ids:
             if number not in self._decoded:
-                for found in self._steps(self._kept.steps_at(number)):
-                    self._decoded[number] = found
-        return [self._decoded[number] for number in chosen if number in self._decoded]
+                for step in self._steps(self._kept.steps_at(number)):
+                    self._decoded[number] = step
+            if number in self._decoded:
+                found.append(self._decoded[number])
+        return found
 
     def _steps(self, rows: Iterable[tuple[Any, ...]]) -> list[Drew]:
         found: list[Drew] = []

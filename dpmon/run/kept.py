@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ __all__ = ["DISORDER", "Kept"]
 DISORDER = 16_000
 """Rings are taken over in turn, so that rows do not lie in strict order of time: by so many ids at most."""
 
-_BY_CHANCE = "ORDER BY id * 2654435761 & 4294967295 LIMIT ?"
-"""So a part of what is drawn is drawn evenly too: all that have ids below some place."""
+_CHANCE = "(id * 2654435761 & 4294967295)"
+"""What is drawn is what has the lowest; so a part of it is drawn evenly too: all that have ids below some place."""
+_CHANCES = 1 << 32
 
 
 class Kept:
@@ -181,15 +182,27 @@ class Kept:
             query = f"SELECT id, '{table}', * FROM {table} WHERE id > ? AND id <= ? AND start_ns + wall_ns < ?"
             yield from self._all(f"{query} ORDER BY id", (after, until, end_ns))
 
-    def drawn_steps(self, after: int, until: int, process: int, mode: str, most: int) -> Iterator[tuple[Any, ...]]:
-        """Steps of a mode with ids above `after` up to `until`, as in `rows`; `most`, by a hash of their ids."""
-        query = f"SELECT id, 'steps', * FROM steps WHERE id > ? AND id <= ? AND process = ? AND mode = ? {_BY_CHANCE}"
-        return self._all(query, (after, until, process, mode, most))
-
-    def drawn_ids(self, until: int, process: int, mode: str, most: int) -> list[int]:
-        """The ids of what `drawn_steps` gives of all up to `until`, in its order."""
-        query = f"SELECT id FROM steps WHERE id <= ? AND process = ? AND mode = ? {_BY_CHANCE}"
-        return [number for (number,) in self._all(query, (until, process, mode, most))]
+    def drawn_ids(
+        self, after: int, until: int, counts: Mapping[tuple[int, str], int], most: int
+    ) -> dict[tuple[int, str], list[int]]:
+        """Of each process and mode, of which there are so many, the ids of `most` steps, drawn evenly from those above
+        `after` up to `until`; or of all. In the order of the draw. However many there are, it looks at each row once.
+        """
+        found: dict[tuple[int, str], list[tuple[int, int]]] = {pair: [] for pair in counts}
+        whens, values = [], []
+        for (process, mode), count in counts.items():
+            whens.append("WHEN process = ? AND mode = ? THEN ?")
+            # Some more than are wanted, since how many lie below a limit is left to chance.
+            values += [process, mode, _CHANCES if count <= 2 * most else int(_CHANCES * 1.5 * most / count)]
+        if not whens:
+            return {}
+        query = (
+            f"SELECT {_CHANCE}, id, process, mode FROM steps WHERE id > ? AND id <= ?"
+            f" AND {_CHANCE} < CASE {' '.join(whens)} ELSE 0 END"
+        )
+        for chance, number, process, mode in self._all(query, (after, until, *values)):
+            found[process, mode].append((chance, number))
+        return {pair: [number for _, number in sorted(rows)[:most]] for pair, rows in found.items()}
 
     def steps_at(self, number: int) -> Iterator[tuple[Any, ...]]:
         """The step with this id, as in `rows`, if there is one."""

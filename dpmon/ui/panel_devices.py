@@ -318,6 +318,16 @@ def _below(tracks: Sequence[DeviceTrack], width: int, look: Look) -> list[Row]:
 # ------------------------------------------------------------------------------------------------ host
 
 
+def _of_run(own: float | None, resident: float | None) -> Row:
+    """What the run's processes take of the host."""
+    return [
+        ("this run ", "dim"),
+        (right(UNKNOWN if own is None else f"{own:.0f} % of a core", 16), ""),
+        (right(memory(resident), 12), ""),
+        (" resident", "dim"),
+    ]
+
+
 def _host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) -> list[Row]:
     host = scene.state.host
     data = host.data
@@ -350,14 +360,10 @@ def _host(scene: Scene, width: int, height: int, look: Look, tall: bool = False)
         rows.append([(" " * 9, ""), *parts_bar((ours / total, share - ours / total), graph, look.glyphs)])
     else:
         rows.append([(" " * 9, ""), *bar(share, graph, look.glyphs)])
-    rows.append(
-        [
-            ("this run ", "dim"),
-            (right(UNKNOWN if own is None else f"{own:.0f} % of a core", 16), ""),
-            (right(memory(resident), 12), ""),
-            (" resident", "dim"),
-        ]
-    )
+    if scene.over and own is None and resident is None:
+        rows.append([("this run ", "dim"), ("has ended", "")])
+    else:
+        rows.append(_of_run(own, resident))
     reason = data.get("gpu_absent")
     if isinstance(reason, str):
         text = reason if reason.lower().startswith("no gpu") else f"no GPU: {reason}"

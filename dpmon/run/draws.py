@@ -5,14 +5,14 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
 from dpmon.past import Kept as Drew
 from dpmon.records import CALL_PHASES, STEP_PHASES, RecordError, Step, call_head
-from dpmon.run.kept import Kept
+from dpmon.run.kept import Kept, chance
 from dpmon.run.rows import step_columns
 
 __all__ = ["Draws"]
@@ -27,6 +27,8 @@ _ENOUGH = _DRAWN // 4
 """Fewer than these of the last minutes, and they are looked for anew."""
 _DECODED = 20_000
 _BLOCK = 1 << 16
+_IDS, _AT_ONCE = 20_000, 50
+"""So many ids are looked through, so many steps taken in, between two turns of somebody else."""
 
 
 class _Mode(NamedTuple):
@@ -50,18 +52,14 @@ class Draws:
         self._modes: dict[tuple[int, str], _Mode] | None = None
         self._decoded: dict[int, Drew] = {}
 
-    def until(self, first: int, near: int) -> Iterator[tuple[int, str, int, list[Drew], list[Drew]]]:
+    def until(self, first: int, near: int) -> Iterator[tuple[int, str, int, list[Drew], list[Drew]] | None]:
         """Process, mode, how many steps have ids up to `first`, some of these, and some of those with ids above `near`.
 
-        What is drawn is the same at every time.
+        What is drawn is the same at every time. None in between: there is more to come, which takes a while.
         """
         kept = self._kept
         if not self._again:
-            for process, mode, count in kept.steps_by_mode(0, first)[:_PAIRS]:
-                steps, last = (
-                    self._steps(kept.drawn_steps(after, first, process, mode, _DRAWN)) for after in (0, near)
-                )
-                yield process, mode, count, steps, last
+            yield from self._once(first, near)
             return
         if self._modes is None:
             self._modes = self._remember()
@@ -71,6 +69,31 @@ class Draws:
             if count:
                 steps = self._of(known.ids, 0, first, process, mode, min(count, _DRAWN))
                 yield process, mode, count, steps, self._of(known.ids, near, first, process, mode, _ENOUGH)
+
+    def _once(self, first: int, near: int) -> Iterator[tuple[int, str, int, list[Drew], list[Drew]] | None]:
+        """Piece by piece, since nobody has looked at the rows before."""
+        counts: dict[tuple[int, str], int] = defaultdict(int)
+        for piece in _pieces(0, first):
+            for process, mode, count in self._kept.steps_by_mode(*piece):
+                counts[process, mode] += count
+            yield None
+        for process, mode in sorted(counts)[:_PAIRS]:
+            steps = yield from self._drawn(0, first, process, mode)
+            last = yield from self._drawn(near, first, process, mode)
+            yield process, mode, counts[process, mode], steps, last
+
+    def _drawn(self, after: int, until: int, process: int, mode: str) -> Generator[None, None, list[Drew]]:
+        lowest: list[tuple[Any, ...]] = []
+        for piece in _pieces(after, until):
+            below = chance(lowest[-1][0]) if len(lowest) == _DRAWN else 1 << 32
+            more = self._kept.drawn_steps(*piece, process, mode, _DRAWN, below)
+            lowest = sorted([*lowest, *more], key=lambda row: chance(row[0]))[:_DRAWN]
+            yield
+        found: list[Drew] = []
+        for at in range(0, len(lowest), _AT_ONCE):
+            found += self._steps(lowest[at : at + _AT_ONCE])
+            yield
+        return found
 
     def _remember(self) -> dict[tuple[int, str], _Mode]:
         blocks: dict[tuple[int, str], tuple[list[int], list[int]]] = defaultdict(lambda: ([], [0]))
@@ -106,6 +129,11 @@ class Draws:
                 step = Step(process, self._ranks.get(process), number, mode, start, wall, samples, known)
                 found.append((step, _inside(self._kept.calls_of(row[0], process, number))))
         return found
+
+
+def _pieces(after: int, until: int) -> Iterator[tuple[int, int]]:
+    """The ids above `after` up to `until`, in pieces that take a moment each."""
+    return ((low, min(low + _IDS, until)) for low in range(after, until, _IDS))
 
 
 def _inside(payloads: Iterator[bytes]) -> tuple[int, ...] | None:

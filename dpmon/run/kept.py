@@ -13,10 +13,16 @@ from typing import Any
 from dpmon.run.rollup import Rollup
 from dpmon.run.tables import HISTORY_FILE, HistoryError, last_ids, rings_in
 
-__all__ = ["Kept"]
+__all__ = ["Kept", "chance"]
 
-_BY_CHANCE = "ORDER BY id * 2654435761 & 4294967295 LIMIT ?"
+_CHANCE = "(id * 2654435761 & 4294967295)"
+_BY_CHANCE = f"ORDER BY {_CHANCE} LIMIT ?"
 """So a part of what is drawn is drawn evenly too: all that have ids below some place."""
+
+
+def chance(number: int) -> int:
+    """By what an id is drawn: the lowest are."""
+    return number * 2654435761 & 4294967295
 
 
 class Kept:
@@ -178,10 +184,17 @@ class Kept:
             query = f"SELECT id, '{table}', * FROM {table} WHERE id > ? AND id <= ? AND start_ns + wall_ns < ?"
             yield from self._all(f"{query} ORDER BY id", (after, until, end_ns))
 
-    def drawn_steps(self, after: int, until: int, process: int, mode: str, most: int) -> Iterator[tuple[Any, ...]]:
-        """Steps of a mode with ids above `after` up to `until`, as in `rows`; `most`, by a hash of their ids."""
-        query = f"SELECT id, 'steps', * FROM steps WHERE id > ? AND id <= ? AND process = ? AND mode = ? {_BY_CHANCE}"
-        return self._all(query, (after, until, process, mode, most))
+    def drawn_steps(
+        self, after: int, until: int, process: int, mode: str, most: int, below: int = 1 << 32
+    ) -> Iterator[tuple[Any, ...]]:
+        """Steps of a mode with ids above `after` up to `until`, as in `rows`; `most`, in the order of their
+        `chance`, which is below `below`.
+        """
+        query = (
+            "SELECT id, 'steps', * FROM steps WHERE id > ? AND id <= ? AND process = ? AND mode = ?"
+            f" AND {_CHANCE} < ? {_BY_CHANCE}"
+        )
+        return self._all(query, (after, until, process, mode, below, most))
 
     def drawn_ids(self, until: int, process: int, mode: str, most: int) -> list[int]:
         """The ids of what `drawn_steps` gives of all up to `until`, in its order."""
@@ -197,10 +210,18 @@ class Kept:
         query = "SELECT payload FROM calls WHERE id BETWEEN ? AND ? AND process = ? AND step = ?"
         return (payload for (payload,) in self._all(query, (before - 64, before, process, step)))
 
-    def device_rollups(self) -> Iterator[tuple[Any, ...]]:
+    def device_rollups(self, since_s: int = 0) -> Iterator[tuple[Any, ...]]:
         """Rows of (start_s of a minute, device or -1 for the host, name, count, total, low, high), in that order."""
         if self._has("device_rollups"):
-            yield from self._all("SELECT * FROM device_rollups ORDER BY start_s, device, name", ())
+            query = "SELECT * FROM device_rollups WHERE start_s >= ? ORDER BY start_s, device, name"
+            yield from self._all(query, (since_s,))
+
+    def first_sample(self, after: int, since_ns: int) -> int | None:
+        """When (ns) the first sample of a device or of the host was that has an id above `after` or came after that."""
+        query = "SELECT min(t_ns) FROM events WHERE kind IN ('device', 'host') AND (id > ? OR t_ns > ?)"
+        for (found,) in self._all(query, (after, since_ns)):
+            return found if isinstance(found, int) else None
+        return None
 
     def _has(self, table: str) -> bool:
         """Whether the table is there: a history of an earlier version may lack it."""

@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,7 +22,7 @@ from dpmon.run.rundir import INFO_FILE, ExitInfo, RunError, RunInfo, load_exit, 
 from dpmon.run.waiting import waits_since
 
 if TYPE_CHECKING:
-    from dpmon.past import Drawn, Past
+    from dpmon.past import DevicePast, Drawn, Past
     from dpmon.run.kept import Kept
 
 __all__ = ["Pause", "RunReader"]
@@ -127,6 +128,8 @@ class RunReader:
         self._exit: ExitInfo | None = None
         self._exit_event: Event | None = None
         self._kept: Kept | None = None
+        self._back: Iterator[Record] = iter(())
+        """What is left of the history's records."""
 
     def refresh(self) -> RunInfo:
         """Read run.json again if it was replaced; the old one holds while it cannot be read."""
@@ -144,6 +147,7 @@ class RunReader:
         for tail in self._tails.values():
             tail.ring.close()
         self._tails.clear()
+        self._back = iter(())
         if self._kept is not None:
             self._kept.close()
             self._kept = None
@@ -155,10 +159,12 @@ class RunReader:
 
         With `most`, about so many records at most, and none only where there are none just now.
         """
-        found: list[Record] = []
         if not self._looked_back:
             self._looked_back = True
-            found += self._look_back()
+            self._back = self._look_back()
+        found = list(islice(self._back, most))
+        if most is not None and len(found) >= most:
+            return found  # there may be more of what was before
         self._open_new()
         share = None if most is None else most // max(len(self._tails), 1) + 1
         taken = True
@@ -173,8 +179,11 @@ class RunReader:
             taken = taken and not found and most is not None  # only definitions: that was not all
         return found
 
-    def past(self) -> Iterator[Past | Drawn]:
-        """What the history says of the time before the records that the first `poll` gives; to be used up before it."""
+    def past(self) -> Iterator[Past | Drawn | DevicePast | None]:
+        """What the history says of the time before the records that the first `poll` gives; to be used up before it.
+
+        None in between: there is more to come, which takes a while.
+        """
         if self._looked_back or not (self.directory / _HISTORY).exists():
             return
         from dpmon.run.kept import Kept
@@ -220,10 +229,10 @@ class RunReader:
             self._exit_event = record
         return record
 
-    def _look_back(self) -> list[Record]:
+    def _look_back(self) -> Iterator[Record]:
         """What the history kept: lasting events, recent calls, steps, samples; the rings go on from there."""
         if not (self.directory / _HISTORY).exists():
-            return []
+            return
         from dpmon.run.kept import Kept
         from dpmon.run.rows import decoders_of, record_of
         from dpmon.run.tables import HistoryError
@@ -231,8 +240,7 @@ class RunReader:
         try:
             kept, self._kept = self._kept or Kept(self.directory), None
         except (HistoryError, OSError):
-            return []
-        found: list[Record] = []
+            return
         try:
             decoders = decoders_of(kept, self.info.start_ns)
             for ring in kept.rings.values():
@@ -241,12 +249,11 @@ class RunReader:
             for rows in (kept.lasting(first, kept.last_ns() - RECENT_NS), kept.rows(first)):
                 for row in rows:
                     if self._calls or row[1] != "calls":
-                        found.append(record_of(row, decoders))
+                        yield record_of(row, decoders)
         except (HistoryError, RecordError, ValueError):
             pass  # damaged: what could be read is better than nothing
         finally:
             kept.close()
-        return found
 
     # ------------------------------------------------------------------------------------------ state
 

@@ -13,8 +13,10 @@ from typing import Any
 from dpmon.run.rollup import Rollup
 from dpmon.run.tables import HISTORY_FILE, HistoryError, last_ids, rings_in
 
-__all__ = ["Kept", "chance"]
+__all__ = ["DISORDER", "Kept", "chance"]
 
+DISORDER = 16_000
+"""Rings are taken over in turn, so that rows do not lie in strict order of time: by so many ids at most."""
 _CHANCE = "(id * 2654435761 & 4294967295)"
 _BY_CHANCE = f"ORDER BY {_CHANCE} LIMIT ?"
 """So a part of what is drawn is drawn evenly too: all that have ids below some place."""
@@ -71,7 +73,8 @@ class Kept:
 
     def last_ns(self) -> int:
         """The time of the newest event, 0 if there is none."""
-        for (found,) in self._all("SELECT max(t_ns) FROM events", ()):
+        # Not of all: there may be hundreds of thousands.
+        for (found,) in self._all("SELECT max(t_ns) FROM (SELECT t_ns FROM events ORDER BY id DESC LIMIT 1000)", ()):
             return int(found or 0)
         return 0
 
@@ -218,8 +221,9 @@ class Kept:
 
     def first_sample(self, after: int, since_ns: int) -> int | None:
         """When (ns) the first sample of a device or of the host was that has an id above `after` or came after that."""
-        query = "SELECT min(t_ns) FROM events WHERE kind IN ('device', 'host') AND (id > ? OR t_ns > ?)"
-        for (found,) in self._all(query, (after, since_ns)):
+        query = "SELECT min(t_ns) FROM events WHERE id > ? AND kind IN ('device', 'host') AND (id > ? OR t_ns > ?)"
+        near = max(min(after, self.id_at(since_ns) - DISORDER), 0)
+        for (found,) in self._all(query, (near, after, since_ns)):
             return found if isinstance(found, int) else None
         return None
 

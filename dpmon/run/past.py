@@ -14,7 +14,7 @@ from dpmon.past import DevicePast, Drawn, Past
 from dpmon.past import Kept as Drew
 from dpmon.records import CALL_PHASES, RecordError, call_head
 from dpmon.run.draws import Draws
-from dpmon.run.kept import Kept
+from dpmon.run.kept import DISORDER, Kept
 from dpmon.run.reader import RECENT_NS
 from dpmon.run.rollup import SERIES, Gathered, Rollup
 from dpmon.run.rows import step_columns
@@ -26,8 +26,6 @@ _FINE_S = 660
 """So long before the loaded records seconds are given, before that minutes."""
 _ROWS = 50
 """So many rows are taken in between two turns of somebody else."""
-_DISORDER = 16_000
-"""Rings are taken over in turn, so that rows do not lie in strict order of time: by so many ids at most."""
 _MINUTES_KEPT = 20_000
 """Of a history that is asked again and again so many minutes are remembered, of a longer one none."""
 
@@ -216,7 +214,7 @@ def _loaded(kept: Kept, first: int, end_s: int) -> Generator[None, None, dict[tu
     rollups too.
     """
     found: dict[tuple[int, int, str], Gathered] = defaultdict(Gathered)
-    last = kept.id_at(end_s * _SECOND) + _DISORDER
+    last = kept.id_at(end_s * _SECOND) + DISORDER
     for number, row in enumerate(kept.rows_over(first, last, end_s * _SECOND)):
         if number % _ROWS == 0:
             yield

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from dpmon.records import Step
 
-__all__ = ["Drawn", "Past"]
+__all__ = ["DevicePast", "Drawn", "Past"]
 
 
 Kept = tuple[Step, tuple[int, ...] | None]
@@ -49,3 +49,15 @@ class Drawn(NamedTuple):
     switches: tuple[int, ...]
     """Steps with which a mode began."""
     steps: tuple[Kept, ...]
+
+
+class DevicePast(NamedTuple):
+    """The samples of one device in one minute, or the first part of it, of which only their mean is known."""
+
+    device: int
+    """-1: the host."""
+    start_s: int
+    samples: int
+    """How many there were, a second each."""
+    means: Mapping[str, float]
+    """By the names of the samples' fields; those that were never known are missing."""

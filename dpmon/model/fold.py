@@ -8,21 +8,19 @@ second.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
 
 from dpmon.model import state as kept
+from dpmon.model.devices import device_event, host_event, keep_peaks
 from dpmon.model.history import add_settled, add_step
+from dpmon.model.members import SECOND, number_in, text_in, time_of, whole_in
 from dpmon.model.phases import add_call, with_calls
 from dpmon.model.state import (
     NOT_RUN,
     CallTrack,
-    DeviceTrack,
     Mark,
     ModeChange,
     ModeTrack,
     PauseChange,
-    Peak,
     Process,
     State,
     StepSample,
@@ -31,9 +29,6 @@ from dpmon.model.state import (
 from dpmon.records import CALL_PHASES, MODES, STEP_PHASES, Call, Event, Record, Step
 
 __all__ = ["fold", "process_of", "refined"]
-
-_SECOND = 1_000_000_000
-_GAP_NS = 5 * _SECOND
 
 
 def fold(state: State, record: Record) -> State:
@@ -205,7 +200,7 @@ def _mark(process: Process, sample: StepSample) -> None:
         last.samples + (sample.samples or 0),
         last.knowing + knows,
     )
-    if len(marks) > 1 and sample.end_ns - marks[-2].end_ns < _SECOND:
+    if len(marks) > 1 and sample.end_ns - marks[-2].end_ns < SECOND:
         marks[-1] = mark
     else:
         marks.append(mark)
@@ -214,58 +209,37 @@ def _mark(process: Process, sample: StepSample) -> None:
 # ------------------------------------------------------------------------------------------------ events
 
 
-def _number(data: Mapping[str, Any], key: str) -> float | None:
-    value = data.get(key)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _whole(data: Mapping[str, Any], key: str) -> int | None:
-    value = data.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _text(data: Mapping[str, Any], key: str) -> str | None:
-    value = data.get(key)
-    return value if isinstance(value, str) else None
-
-
-def _time(data: Mapping[str, Any]) -> int | None:
-    seconds = _number(data, "t_s")
-    # NaN and infinity are JSON to Python.
-    return int(seconds * _SECOND) if seconds is not None and abs(seconds) < 1e9 else None
-
-
 def _process_event(state: State, event: Event) -> None:
-    number = _whole(event.data, "process")
+    number = whole_in(event.data, "process")
     if number is None:
         state.ignored += 1
         return
-    process = process_of(state, number, _whole(event.data, "rank"))
+    process = process_of(state, number, whole_in(event.data, "rank"))
     if process is not None:
         process.info = event.data
 
 
 def _mode_event(state: State, event: Event) -> None:
     data = event.data
-    number, mode = _whole(data, "process"), _text(data, "mode")
+    number, mode = whole_in(data, "process"), text_in(data, "mode")
     if number is None or mode not in MODES:
         state.ignored += 1
         return
-    process = process_of(state, number, _whole(data, "rank"))
+    process = process_of(state, number, whole_in(data, "rank"))
     if process is None:
         return
     listed = data.get("devices")
     devices = tuple(str(name) for name in listed[:4096]) if isinstance(listed, list) else ()
     change = ModeChange(
         number,
-        _time(data),
-        _whole(data, "step"),
+        time_of(data),
+        whole_in(data, "step"),
         mode,
-        _text(data, "requested_by") or "",
+        text_in(data, "requested_by") or "",
         devices,
         data.get("virtual") is True,
-        _text(data, "reason"),
-        _text(data, "refused"),
+        text_in(data, "reason"),
+        text_in(data, "refused"),
     )
     state.mode_changes.append(change)
     state.mode_change_count += 1
@@ -277,16 +251,16 @@ def _mode_event(state: State, event: Event) -> None:
 
 def _pause_event(state: State, event: Event) -> None:
     data = event.data
-    number, paused, refused = _whole(data, "process"), data.get("paused"), _text(data, "refused")
+    number, paused, refused = whole_in(data, "process"), data.get("paused"), text_in(data, "refused")
     if number is None or not isinstance(paused, bool):
         state.ignored += 1
         return
-    process = process_of(state, number, _whole(data, "rank"))
+    process = process_of(state, number, whole_in(data, "rank"))
     if process is None:
         return
-    at, seconds = _time(data), _number(data, "paused_s")
-    took = int(seconds * _SECOND) if seconds is not None and 0 <= seconds < 1e9 else None
-    state.pauses.append(PauseChange(number, at, _whole(data, "step"), paused, took, _text(data, "reason"), refused))
+    at, seconds = time_of(data), number_in(data, "paused_s")
+    took = int(seconds * SECOND) if seconds is not None and 0 <= seconds < 1e9 else None
+    state.pauses.append(PauseChange(number, at, whole_in(data, "step"), paused, took, text_in(data, "reason"), refused))
     state.pause_count += 1
     if refused is not None:
         return
@@ -297,84 +271,26 @@ def _pause_event(state: State, event: Event) -> None:
 
 
 def _memory_event(state: State, event: Event) -> None:
-    number = _whole(event.data, "process")
-    process = process_of(state, number, _whole(event.data, "rank")) if number is not None else None
+    number = whole_in(event.data, "process")
+    process = process_of(state, number, whole_in(event.data, "rank")) if number is not None else None
     if process is None or not isinstance(event.data.get("devices"), list):
         state.ignored += process is not None or number is None
         return
     process.memory = event.data
-    _peaks(process, event.data["devices"])
-
-
-def _peaks(process: Process, devices: list[Any]) -> None:
-    """What the allocator's peak says of the mode in force: it never falls, so it may be another mode's."""
-    track = process.modes.get(process.marks_mode)
-    if track is None:
-        return
-    for one in devices[: kept.DEVICES_KEPT]:
-        if not isinstance(one, Mapping):
-            continue
-        name, peak, after = _text(one, "device"), _whole(one, "peak_bytes"), _whole(one, "peak_after_step")
-        if name is None or peak is None or peak < 0 or len(track.peaks) >= kept.DEVICES_KEPT:
-            continue
-        before = track.peaks.get(name)
-        if len(process.modes) == 1 or (after is not None and after >= process.visit):
-            most = max(peak, before.bytes if before is not None and before.exact else 0)
-            track.peaks[name] = Peak(most, True)
-        elif before is None or not before.exact:
-            track.peaks[name] = Peak(peak, False)
+    keep_peaks(process, event.data["devices"])
 
 
 def _warning_event(state: State, event: Event) -> None:
-    text = _text(event.data, "text")
+    text = text_in(event.data, "text")
     if text is None:
         state.ignored += 1
         return
-    state.warnings.append(WarningText(_whole(event.data, "process"), _time(event.data), text))
+    state.warnings.append(WarningText(whole_in(event.data, "process"), time_of(event.data), text))
     state.warning_count += 1
 
 
-def _device_event(state: State, event: Event) -> None:
-    index = _whole(event.data, "index")
-    if index is None or (index not in state.devices and len(state.devices) >= kept.DEVICES_KEPT):
-        state.ignored += 1
-        return
-    track = state.devices.setdefault(index, DeviceTrack())
-    _sample(track, event.data, "util_pct")
-
-
-def _host_event(state: State, event: Event) -> None:
-    _sample(state.host, event.data, "cpu_pct")
-    process = state.focus()
-    used = _whole(event.data, "run_mem_bytes")
-    track = process.modes.get(process.marks_mode) if process is not None else None
-    if process is not None and track is not None and used is not None and used >= 0:
-        before = track.peaks.get(kept.HOST)
-        others = [m.peaks[kept.HOST].bytes for m in process.modes.values() if m is not track and kept.HOST in m.peaks]
-        # What was resident in another mode often stays so: only what goes beyond it is this mode's own.
-        exact = used > max(others, default=-1) or (before is not None and before.exact and used <= before.bytes)
-        most = max(used, before.bytes if before is not None and (before.exact or not exact) else 0)
-        track.peaks[kept.HOST] = Peak(most, exact)
-
-
-def _sample(track: DeviceTrack, data: Mapping[str, Any], key: str) -> None:
-    before, track.data = track.t_ns, data
-    track.t_ns = _time(data)
-    if before is not None and track.t_ns is not None and track.t_ns - before > _GAP_NS:
-        # Nobody sampled for a while (the supervisor was killed): the charts have a gap there, a second a sample.
-        missing = [None] * min((track.t_ns - before) // _SECOND - 1, kept.HISTORY_KEPT)
-        for history in (track.util, track.mem, track.power):
-            history.extend(missing)
-        track.count += len(missing)
-    track.count += 1
-    track.util.append(_number(data, key))
-    used, total = _number(data, "mem_used_bytes"), _number(data, "mem_total_bytes")
-    track.mem.append(used / total * 100 if used is not None and total else None)
-    track.power.append(_number(data, "power_w"))
-
-
 def _dropped_event(state: State, event: Event) -> None:
-    state.dropped = max(state.dropped, _whole(event.data, "count") or 0)
+    state.dropped = max(state.dropped, whole_in(event.data, "count") or 0)
 
 
 def _exit_event(state: State, event: Event) -> None:
@@ -386,9 +302,9 @@ _EVENTS = {
     "mode": _mode_event,
     "pause": _pause_event,
     "warning": _warning_event,
-    "device": _device_event,
+    "device": device_event,
     "memory": _memory_event,
-    "host": _host_event,
+    "host": host_event,
     "dropped": _dropped_event,
     "exit": _exit_event,
 }

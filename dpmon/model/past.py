@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from dpmon.model.devices import add_mean
 from dpmon.model.fold import process_of, refined
 from dpmon.model.history import add_column
 from dpmon.model.phases import CALLS_AT, FORWARD, STEP_SLOTS
@@ -21,7 +22,7 @@ from dpmon.model.state import (
     State,
     StepSample,
 )
-from dpmon.past import Drawn, Kept, Past
+from dpmon.past import DevicePast, Drawn, Kept, Past
 from dpmon.records import CALL_PHASES, STEP_PHASES
 
 __all__ = ["fold_past"]
@@ -29,8 +30,11 @@ __all__ = ["fold_past"]
 _SECOND = 1_000_000_000
 
 
-def fold_past(state: State, past: Past | Drawn) -> State:
+def fold_past(state: State, past: Past | Drawn | DevicePast) -> State:
     """The state with `past` in it; the state that is given is used up."""
+    if isinstance(past, DevicePast):
+        add_mean(state, past)
+        return state
     process = process_of(state, past.process, past.rank)
     if process is None:
         return state

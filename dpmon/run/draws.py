@@ -5,13 +5,13 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from dpmon.past import Kept as Drew
 from dpmon.records import CALL_PHASES, STEP_PHASES, RecordError, Step, call_head
-from dpmon.run.kept import Kept
+from dpmon.run.kept import Kept, chance
 from dpmon.run.rows import step_columns
 
 __all__ = ["Draws"]
@@ -26,6 +26,12 @@ _ENOUGH = _DRAWN // 4
 """Fewer than these of the last minutes, and they are looked for anew."""
 _DECODED = 20_000
 _BLOCK = 1 << 16
+_IDS, _AT_ONCE = 20_000, 50
+"""So many ids are looked through, so many steps taken in, between two turns of somebody else."""
+
+
+_Drawn = tuple[dict[tuple[int, str], int], dict[tuple[int, str], list[int]]]
+"""How many steps there are of each process and mode, and the ids of those that are drawn, in the order of the draw."""
 
 
 class _Mode(NamedTuple):
@@ -49,25 +55,37 @@ class Draws:
         self._modes: dict[tuple[int, str], _Mode] | None = None
         self._decoded: dict[int, Drew] = {}
 
-    def until(self, first: int, near: int) -> Iterator[tuple[int, str, int, list[Drew], list[Drew]]]:
+    def until(self, first: int, near: int) -> Iterator[tuple[int, str, int, list[Drew], list[Drew]] | None]:
         """Process, mode, how many steps have ids up to `first`, some of these, and some of those with ids above `near`.
 
-        What is drawn is the same at every time.
+        What is drawn is the same at every time. None in between: there is more to come, which takes a while.
         """
-        counts, drawn = self._remembered(first) if self._again else self._looked_up(0, first)
+        counts, drawn = self._remembered(first) if self._again else (yield from self._looked_up(0, first))
         close = {pair: [number for number in ids if near < number <= first] for pair, ids in drawn.items()}
         if any(len(close[pair]) < _ENOUGH and len(drawn[pair]) < counts[pair] for pair in counts):
-            close = self._looked_up(near, first)[1]
+            _, close = yield from self._looked_up(near, first)
         for (process, mode), ids in drawn.items():
-            here = self._of(ids[:_DRAWN])
-            yield process, mode, counts[process, mode], here, self._of(close.get((process, mode), ())[:_DRAWN])
+            here = yield from self._of(ids[:_DRAWN])
+            last = yield from self._of(close.get((process, mode), ())[:_DRAWN])
+            yield process, mode, counts[process, mode], here, last
 
-    def _looked_up(self, after: int, until: int) -> tuple[dict[tuple[int, str], int], dict[tuple[int, str], list[int]]]:
-        """How many steps there are of each process and mode, and the ids of those that are drawn."""
-        counts = {(process, mode): count for process, mode, count in self._kept.steps_by_mode(after, until)[:_PAIRS]}
-        return counts, self._kept.drawn_ids(after, until, counts, _DRAWN)
+    def _looked_up(self, after: int, until: int) -> Generator[None, None, _Drawn]:
+        """Piece by piece, since nobody has looked at the rows before."""
+        sums: dict[tuple[int, str], int] = defaultdict(int)
+        for piece in _pieces(after, until):
+            for process, mode, count in self._kept.steps_by_mode(*piece):
+                sums[process, mode] += count
+            yield
+        counts = {pair: sums[pair] for pair in sorted(sums)[:_PAIRS]}
+        drawn: dict[tuple[int, str], list[int]] = {pair: [] for pair in counts}
+        for piece in _pieces(after, until):
+            for pair, ids in self._kept.drawn_ids(*piece, counts, _DRAWN).items():
+                if ids:
+                    drawn[pair] = sorted((*drawn[pair], *ids), key=chance)[:_DRAWN]
+            yield
+        return counts, drawn
 
-    def _remembered(self, first: int) -> tuple[dict[tuple[int, str], int], dict[tuple[int, str], list[int]]]:
+    def _remembered(self, first: int) -> _Drawn:
         """The same of all up to `first`, without looking at every row again; more ids than are wanted."""
         if self._modes is None:
             self._modes = self._remember()
@@ -95,16 +113,18 @@ class Draws:
         drawn = self._kept.drawn_ids(0, self._kept.last_id, counts_of, _REMEMBERED)
         return {pair: _Mode(drawn[pair], *blocks[pair]) for pair in pairs}
 
-    def _of(self, ids: Iterable[int]) -> list[Drew]:
+    def _of(self, ids: Sequence[int]) -> Generator[None, None, list[Drew]]:
         if len(self._decoded) > _DECODED:
             self._decoded.clear()
         found = []
-        for number in ids:
+        for place, number in enumerate(ids, 1):
             if number not in self._decoded:
                 for step in self._steps(self._kept.steps_at(number)):
                     self._decoded[number] = step
             if number in self._decoded:
                 found.append(self._decoded[number])
+            if place % _AT_ONCE == 0:
+                yield
         return found
 
     def _steps(self, rows: Iterable[tuple[Any, ...]]) -> list[Drew]:
@@ -116,6 +136,11 @@ class Draws:
                 step = Step(process, self._ranks.get(process), number, mode, start, wall, samples, known)
                 found.append((step, _inside(self._kept.calls_of(row[0], process, number))))
         return found
+
+
+def _pieces(after: int, until: int) -> Iterator[tuple[int, int]]:
+    """The ids above `after` up to `until`, in pieces that take a moment each."""
+    return ((low, min(low + _IDS, until)) for low in range(after, until, _IDS))
 
 
 def _inside(payloads: Iterator[bytes]) -> tuple[int, ...] | None:

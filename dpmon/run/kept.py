@@ -13,7 +13,7 @@ from typing import Any
 from dpmon.run.rollup import Rollup
 from dpmon.run.tables import HISTORY_FILE, LASTING, HistoryError, last_ids, rings_in
 
-__all__ = ["DISORDER", "Kept"]
+__all__ = ["DISORDER", "Kept", "chance"]
 
 DISORDER = 16_000
 """Rings are taken over in turn, so that rows do not lie in strict order of time: by so many ids at most."""
@@ -21,6 +21,11 @@ DISORDER = 16_000
 _CHANCE = "(id * 2654435761 & 4294967295)"
 """What is drawn is what has the lowest; so a part of it is drawn evenly too: all that have ids below some place."""
 _CHANCES = 1 << 32
+
+
+def chance(number: int) -> int:
+    """By what an id is drawn: the lowest are."""
+    return number * 2654435761 & 4294967295
 
 
 class Kept:
@@ -69,7 +74,8 @@ class Kept:
 
     def last_ns(self) -> int:
         """The time of the newest event, 0 if there is none."""
-        for (found,) in self._all("SELECT max(t_ns) FROM events", ()):
+        # Not of all: there may be hundreds of thousands.
+        for (found,) in self._all("SELECT max(t_ns) FROM (SELECT t_ns FROM events ORDER BY id DESC LIMIT 1000)", ()):
             return int(found or 0)
         return 0
 
@@ -213,11 +219,11 @@ class Kept:
         query = "SELECT payload FROM calls WHERE id BETWEEN ? AND ? AND process = ? AND step = ?"
         return (payload for (payload,) in self._all(query, (before - 64, before, process, step)))
 
-    def device_rollups(self) -> Iterator[tuple[Any, ...]]:
+    def device_rollups(self, since_s: int = 0) -> Iterator[tuple[Any, ...]]:
         """Rows of (start_s of a minute, device or -1 for the host, name, count, total, low, high), in that order."""
         if self._has("device_rollups"):
-            columns = "start_s, device, name, count, total, low, high"
-            yield from self._all(f"SELECT {columns} FROM device_rollups ORDER BY start_s, device, name", ())
+            query = "SELECT start_s, device, name, count, total, low, high FROM device_rollups WHERE start_s >= ?"
+            yield from self._all(f"{query} ORDER BY start_s, device, name", (since_s,))
 
     def deleted_samples(self) -> Iterator[tuple[Any, ...]]:
         """Those of `device_rollups` whose samples are there no more."""
@@ -226,6 +232,14 @@ class Kept:
         for row in self.device_rollups() if self.pruned else ():
             if first is None or (isinstance(row[0], int) and (row[0] + 60) * 1_000_000_000 <= first):
                 yield row
+
+    def first_sample(self, after: int, since_ns: int) -> int | None:
+        """When (ns) the first sample of a device or of the host was that has an id above `after` or came after that."""
+        query = "SELECT min(t_ns) FROM events WHERE id > ? AND kind IN ('device', 'host') AND (id > ? OR t_ns > ?)"
+        near = max(min(after, self.id_at(since_ns) - DISORDER), 0)
+        for (found,) in self._all(query, (near, after, since_ns)):
+            return found if isinstance(found, int) else None
+        return None
 
     def _has(self, table: str) -> bool:
         """Whether the table is there: a history of an earlier version may lack it."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import struct
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from itertools import takewhile
 from typing import NamedTuple
 
-from dpmon.past import Drawn, Past
+from dpmon.past import DevicePast, Drawn, Past
 from dpmon.past import Kept as Drew
 from dpmon.records import CALL_PHASES, RecordError, call_head
 from dpmon.run.draws import Draws
 from dpmon.run.kept import DISORDER, Kept
+from dpmon.run.reader import RECENT_NS
 from dpmon.run.rollup import SERIES, Gathered, Rollup
 from dpmon.run.rows import step_columns
 
@@ -23,13 +24,35 @@ __all__ = ["Before", "deleted", "past_of"]
 _SECOND = 1_000_000_000
 _FINE_S = 660
 """So long before the loaded records seconds are given, before that minutes."""
+_ROWS = 50
+"""So many rows are taken in between two turns of somebody else."""
 _MINUTES_KEPT = 20_000
 """Of a history that is asked again and again so many minutes are remembered, of a longer one none."""
 
 
-def past_of(kept: Kept, first: int) -> Iterator[Past | Drawn]:
-    """All that was over before the records with an id above `first`, oldest first; then the drawn steps."""
-    return Before(kept).of(first)
+def past_of(kept: Kept, first: int) -> Iterator[Past | Drawn | DevicePast | None]:
+    """All that was over before the records with an id above `first`, oldest first; then the drawn steps.
+
+    None in between: there is more to come, which takes a while.
+    """
+    yield from _devices(kept, first)
+    yield from Before(kept).pieces(first)
+
+
+def _devices(kept: Kept, first: int) -> Iterator[DevicePast]:
+    """What devices did before the samples that are handed over in full, as far back as the charts go."""
+    full = kept.first_sample(first, kept.last_ns() - RECENT_NS) if first > 0 else None
+    if full is None:
+        return
+    end = full // _SECOND
+    minutes: dict[tuple[int, int], tuple[int, dict[str, float]]] = {}
+    for start, device, name, count, total, _, _ in kept.device_rollups(end - _FINE_S):
+        if start < end and count > 0:
+            most, means = minutes.setdefault((start, device), (0, {}))
+            means[name] = total / count
+            minutes[start, device] = max(most, count), means
+    for (start, device), (count, means) in minutes.items():
+        yield DevicePast(device, start, min(count, end - start, 60), means)
 
 
 def deleted(kept: Kept) -> Iterator[tuple[int, Rollup]]:
@@ -72,6 +95,10 @@ class Before:
 
         `until_ns`: the records above `first` are given up to this time (None: all); nothing is told of what came later.
         """
+        return (piece for piece in self.pieces(first, until_ns) if piece is not None)
+
+    def pieces(self, first: int, until_ns: int | None = None) -> Iterator[Past | Drawn | None]:
+        """The same, with None in between: there is more to come, which takes a while."""
         kept, first = self._kept, max(first, 0)
         if not kept.has_steps(first):
             return
@@ -80,7 +107,11 @@ class Before:
         placed: dict[tuple[int, int, int, str], list[Drew]] = defaultdict(list)
         if self._switches is None:
             self._switches = _switches(kept)
-        for process, mode, count, steps, near in self._draws.until(first, kept.id_at(edge.fine * _SECOND)):
+        for drew in self._draws.until(first, kept.id_at(edge.fine * _SECOND)):
+            if drew is None:
+                yield None
+                continue
+            process, mode, count, steps, near = drew
             switches = tuple(self._switches.get(process, ()))
             drawn.append(Drawn(process, self._ranks.get(process), mode, count, switches, tuple(steps)))
             for width, found in ((60, steps), (1, near)):
@@ -88,6 +119,9 @@ class Before:
                     second = (step.start_ns + step.wall_ns) // _SECOND
                     placed[width, second // width * width, process, mode].append((step, inside))
         for past in self._pasts(first, edge):
+            if past is None:
+                yield None
+                continue
             yield past._replace(drawn=tuple(placed[past.width_s, past.start_s, past.process, past.mode]))
         yield from drawn
 
@@ -97,19 +131,23 @@ class Before:
         whole = takewhile(lambda rollup: rollup.start_s < edge.minutes_until, self._kept.rollups(60))
         for rollup in sorted_in_time(whole):
             yield 60, rollup
-        yield from self._cut(first, edge)
+        yield from (each for each in self._cut(first, edge) if each is not None)
 
-    def _pasts(self, first: int, edge: _Edge) -> Iterator[Past]:
+    def _pasts(self, first: int, edge: _Edge) -> Iterator[Past | None]:
         yield from self._minutes_until(edge.minutes_until)
         inside_of = _Inside()
-        for width, rollup in self._cut(first, edge):
+        for each in self._cut(first, edge):
+            if each is None:
+                yield None
+                continue
+            width, rollup = each
             past = self._past(rollup, width, inside_of)
             if past.steps > 0:
                 yield past
 
-    def _cut(self, first: int, edge: _Edge) -> Iterator[tuple[int, Rollup]]:
+    def _cut(self, first: int, edge: _Edge) -> Iterator[tuple[int, Rollup] | None]:
         """What follows the whole minutes, without what is given in full."""
-        loaded = _loaded(self._kept, first, edge.end_s + 1 if edge.coarse is None else edge.coarse + 60)
+        loaded = yield from _loaded(self._kept, first, edge.end_s + 1 if edge.coarse is None else edge.coarse + 60)
         if edge.coarse is not None and edge.given:
             minute = self._kept.rollups(60, edge.coarse)
             for rollup in sorted_in_time(takewhile(lambda rollup: rollup.start_s == edge.coarse, minute)):
@@ -171,13 +209,15 @@ def sorted_in_time(rollups: Iterator[Rollup]) -> Iterator[Rollup]:
     yield from sorted(same, key=lambda each: (each.process, each.last_step or 0))
 
 
-def _loaded(kept: Kept, first: int, end_s: int) -> dict[tuple[int, int, str], Gathered]:
+def _loaded(kept: Kept, first: int, end_s: int) -> Generator[None, None, dict[tuple[int, int, str], Gathered]]:
     """What is handed over in full and was over before the second `end_s`, by second, process and mode: it is in the
     rollups too.
     """
     found: dict[tuple[int, int, str], Gathered] = defaultdict(Gathered)
     last = kept.id_at(end_s * _SECOND) + DISORDER
-    for row in kept.rows_over(first, last, end_s * _SECOND):
+    for number, row in enumerate(kept.rows_over(first, last, end_s * _SECOND)):
+        if number % _ROWS == 0:
+            yield
         with suppress(RecordError, ValueError, TypeError, struct.error, IndexError):
             if row[1] == "steps":
                 process, _, mode, start, wall, _, _ = step_columns(row)

@@ -22,7 +22,7 @@ from dpmon.run.rundir import INFO_FILE, ExitInfo, RunError, RunInfo, load_exit, 
 from dpmon.run.waiting import waits_since
 
 if TYPE_CHECKING:
-    from dpmon.past import Drawn, Past
+    from dpmon.past import DevicePast, Drawn, Past
     from dpmon.run.kept import Kept
 
 __all__ = ["Pause", "RunReader"]
@@ -146,6 +146,7 @@ class RunReader:
         for tail in self._tails.values():
             tail.ring.close()
         self._tails.clear()
+        self._back = iter(())
         if self._kept is not None:
             self._kept.close()
             self._kept = None
@@ -176,8 +177,11 @@ class RunReader:
             taken = taken and not found and most is not None  # only definitions: that was not all
         return found
 
-    def past(self) -> Iterator[Past | Drawn]:
-        """What the history says of the time before the records that the first `poll` gives; to be used up before it."""
+    def past(self) -> Iterator[Past | Drawn | DevicePast | None]:
+        """What the history says of the time before the records that the first `poll` gives; to be used up before it.
+
+        None in between: there is more to come, which takes a while.
+        """
         if self._back is not None or not (self.directory / _HISTORY).exists():
             return
         from dpmon.run.kept import Kept

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from dpmon.model import State, fold
 from dpmon.model.past import fold_past
 from dpmon.model.ranks import toggle_refusal
-from dpmon.past import Drawn, Past
+from dpmon.past import DevicePast, Drawn, Past
 from dpmon.records import Record
 from dpmon.ui.panel_output import Output
 from dpmon.ui.scene import Ended, Facts, Pausing, Scene, Toggle, View
@@ -40,8 +40,8 @@ class Reader(Protocol):
     def refresh(self) -> Any:
         """Read run.json again."""
 
-    def past(self) -> Iterator[Past | Drawn]:
-        """What was before the records that `poll` gives; to be used up before it."""
+    def past(self) -> Iterator[Past | Drawn | DevicePast | None]:
+        """What was before the records that `poll` gives, to be used up before it; None: it takes a while."""
 
     def poll(self, most: int | None = None) -> list[Record]:
         """New records: about `most` at most, and none only where there are none just now."""
@@ -103,7 +103,7 @@ class Feed:
         self._open_reader = open_reader
         self._clock = clock
         self._reader: Reader | None = None
-        self._past: Iterator[Past | Drawn] = iter(())
+        self._past: Iterator[Past | Drawn | DevicePast | None] = iter(())
         self._facts = Facts(script=clean(directory.name, 100))
         self._ended: Ended | None = None
         self._exit: Any = None
@@ -181,7 +181,8 @@ class Feed:
     def _take_in(self, reader: Reader, budget_s: float | None) -> None:
         until = None if budget_s is None else time.perf_counter() + budget_s
         for past in self._past:
-            self.state = fold_past(self.state, past)
+            if past is not None:
+                self.state = fold_past(self.state, past)
             if until is not None and time.perf_counter() > until:
                 self._busy = True
                 return

@@ -32,15 +32,21 @@ def wanted_rows(scene: Scene) -> int:
     return 4 + 5 + (1 + min(max(len(turn.lanes), ranks), 8) if turn is not None else 3)
 
 
+def _mode(process: Process) -> str:
+    """The mode whose steps are shown: the one in force, or, before its first step, the one of the newest step."""
+    return process.mode if process.mode in process.modes else process.marks_mode
+
+
 def figures(scene: Scene) -> Summary:
-    """Figures over the steps of the mode in force, in the time range that is looked at."""
+    """Figures over the steps of the mode in force, or of the one before it while it has none, in the time range."""
     process = scene.process
     if process is None:
         return summary([])
-    key = (process.mode, scene.view.span_s, process.step_count, process.columns_made)
+    mode = _mode(process)
+    key = (mode, scene.view.span_s, process.step_count, process.columns_made)
     known = process.memo.get("figures")
     if known is None or known[0] != key:  # the header asks too
-        known = process.memo["figures"] = (key, figures_of(process, process.mode, scene.view.span_s))
+        known = process.memo["figures"] = (key, figures_of(process, mode, scene.view.span_s))
     found: Summary = known[1]
     return found
 
@@ -51,8 +57,10 @@ def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
         return [("3 Batch", "title")], []
     span = span_words(scene.view.span_s)
     dot = f" {look.glyphs.middot} "
-    mode = scene.process.mode if scene.process is not None else ""
+    mode = _mode(scene.process) if scene.process is not None else ""
     word = mode_words(scene.process, look.glyphs.times)[0]
+    if scene.process is not None and mode != scene.process.mode:
+        word = f"dp {look.glyphs.times}{len(scene.process.modes[mode].devices)}" if mode == "dp" else mode
     corner: Row = [("host" if numbers.steps else "", "dim")]
     for name, value, style in (
         ("mean", numbers.mean_ns, "bold"),

@@ -155,13 +155,15 @@ class _Table:
         """A row a phase, each with its median in both modes and the difference."""
         rows = []
         for index, name in enumerate(PHASES):
-            times = {m: s.phases[index].median_ns for m, s in self.found.sides.items()}
+            phases = {m: s.phases[index] for m, s in self.found.sides.items()}
+            times = {m: phase.median_ns for m, phase in phases.items()}
             single, dp = times.get("single"), times.get("dp")
             note: Row = []
             if len(times) == 2 and (single is not None or dp is not None):
                 change = (dp or 0.0) - (single or 0.0)
                 note = [(("+" if change >= 0 else "-") + ms(abs(change)), "dim")]
-            rows.append(self.line(" " + name, {m: ms(ns) for m, ns in times.items()}, "", note))
+            shown = {m: ms(times[m]) if phase.ran else "none" for m, phase in phases.items()}
+            rows.append(self.line(" " + name, shown, "", note))
         return rows
 
     def bars(self) -> list[Row]:

@@ -12,11 +12,12 @@ from typing import Any
 from dpmon.model.memory import Held, held
 from dpmon.model.ranks import training
 from dpmon.model.state import DeviceTrack
-from dpmon.ui.chart import area, bar, parts_bar, resampled, spark
+from dpmon.ui.chart import bar, parts_bar, resampled, spark
 from dpmon.ui.device_facts import device_name, facts, label, mine, number, reasons
 from dpmon.ui.format import UNKNOWN, memory, memory_of
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, cut, fit, right, span_width, width_of, wrapped
+from dpmon.ui.panel_host import host
+from dpmon.ui.rows import Row, cut, fit, right, span_width, width_of
 from dpmon.ui.scene import Scene
 from dpmon.ui.text import clean
 
@@ -81,7 +82,7 @@ def devices(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     tracks = _tracks(scene)
     if not tracks:
         more = _holds(scene, width)
-        return [*_host(scene, width, max(height - len(more), 3), look), *more]
+        return [*host(scene, width, max(height - len(more), 3), look), *more]
     said = _below([track for _, track in tracks], width, look)
     held_rows = _holds(scene, width)
     room = height - len(said)
@@ -107,7 +108,7 @@ def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     span = scene.view.span_s
     more = _holds(scene, width)
     if not tracks:
-        return [*_host(scene, width, max(height - len(more), 3), look, tall=True), *more]
+        return [*host(scene, width, max(height - len(more), 3), look, tall=True), *more]
     rows: list[Row] = [*more, []] if more else []
     tall = 3 if len(tracks) <= 2 and height >= 20 else 2 if len(tracks) <= 4 else 1
     for index, track in tracks:
@@ -313,64 +314,3 @@ def _below(tracks: Sequence[DeviceTrack], width: int, look: Look) -> list[Row]:
     if why:
         rows.append([(cut(why, width, look.glyphs.more), "dim")])
     return rows
-
-
-# ------------------------------------------------------------------------------------------------ host
-
-
-def _host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) -> list[Row]:
-    host = scene.state.host
-    data = host.data
-    if not data:
-        return [[("no sample yet", "dim")]]
-    cpu, used, total = (number(data, key) for key in ("cpu_pct", "mem_used_bytes", "mem_total_bytes"))
-    own, resident = number(data, "run_cpu_pct"), number(data, "run_mem_bytes")
-    span = scene.view.span_s or 600
-    figures = 23
-    graph = max(min(width - 9 - figures, 120 if tall else 60), 6)
-    rows: list[Row] = []
-
-    def line(word: str, values: Sequence[float | None], figure: str, style: str) -> None:
-        if not tall:
-            drawn = [spark(resampled(values, host.count, span, graph), graph, look.glyphs)]
-        else:
-            dots = graph * (2 if look.glyphs.braille else 1)
-            high = min(max((height - 6) // 2, 1), 8)
-            drawn = area(resampled(values, host.count, span, dots), graph, high, 100.0, look.glyphs)
-        for index, text in enumerate(drawn):
-            last = index == len(drawn) - 1
-            head: Row = [((word if last else "").ljust(9), "dim"), (text, "bar")]
-            rows.append([*head, (right(figure, figures), style)] if last else head)
-
-    line("host cpu", host.util, UNKNOWN if cpu is None else f"{cpu:.0f} %", "bold")
-    line("host mem", host.mem, memory_of(used, total), "")
-    share = used / total if used is not None and total else None
-    ours = min(resident, used) if resident is not None and used is not None else None
-    if share is not None and ours is not None and total:
-        rows.append([(" " * 9, ""), *parts_bar((ours / total, share - ours / total), graph, look.glyphs)])
-    else:
-        rows.append([(" " * 9, ""), *bar(share, graph, look.glyphs)])
-    rows.append(
-        [
-            ("this run ", "dim"),
-            (right(UNKNOWN if own is None else f"{own:.0f} % of a core", 16), ""),
-            (right(memory(resident), 12), ""),
-            (" resident", "dim"),
-        ]
-    )
-    reason = data.get("gpu_absent")
-    if isinstance(reason, str):
-        text = reason if reason.lower().startswith("no gpu") else f"no GPU: {reason}"
-        if len(rows) >= height:
-            del rows[2]  # the bar: the figure above it says the same
-        rows += _said(clean(text, 300), width, max(height - len(rows), 1), look)
-    rows += _said(reasons([data]), width, height - len(rows), look)
-    return rows
-
-
-def _said(text: str, width: int, room: int, look: Look) -> list[Row]:
-    """A reason in at most `room` rows; the last one is cut with a sign when there is more."""
-    lines = wrapped(text, width) if text and room > 0 else []
-    if len(lines) > room:
-        lines = [*lines[: room - 1], cut(" ".join(lines[room - 1 :]), width, look.glyphs.more)]
-    return [[(line, "dim")] for line in lines]

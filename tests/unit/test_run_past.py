@@ -9,14 +9,14 @@ from shutil import copytree
 
 import pytest
 from kept import keep
-from synthetic import SECOND, Training, host_event
+from synthetic import SECOND, Training, decoded, device_event, host_event
 
 from dpmon.model import State, fold
 from dpmon.model.compare import compared
 from dpmon.model.history import columns_of, figures
 from dpmon.model.past import fold_past
 from dpmon.past import Drawn, Past
-from dpmon.records import Call, Decoder, Step
+from dpmon.records import Call, Decoder, Step, pack_event
 from dpmon.run.kept import Kept
 from dpmon.run.past import Before
 from dpmon.run.playback import PlaybackReader
@@ -67,7 +67,8 @@ def every_step(directory: Path) -> dict[str, list[tuple[int, int | None]]]:
 def attached(directory: Path) -> State:
     state, reader = State(), RunReader(directory)
     for past in reader.past():
-        state = fold_past(state, past)
+        if past is not None:
+            state = fold_past(state, past)
     while records := reader.poll():
         for record in records:
             state = fold(state, record)
@@ -287,3 +288,56 @@ def test_a_short_run_is_given_in_full(state: Path) -> None:
     records = reader.poll()
     assert sum(isinstance(record, Step) for record in records) == 100 < RECENT_RECORDS
     reader.close()
+
+
+def test_the_past_comes_in_pieces_that_leave_room_for_others(long_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def everything() -> list[object]:
+        reader = RunReader(long_run)
+        found: list[object] = list(reader.past())
+        reader.close()
+        return found
+
+    whole = everything()
+    monkeypatch.setattr("dpmon.run.draws._IDS", 700)
+    pieces = everything()
+    assert [each for each in pieces if each is not None] == [each for each in whole if each is not None]
+    assert pieces.count(None) > whole.count(None) + 3 * (2 * (SINGLE + DP) - RECENT_RECORDS) // 700 - 3
+    assert whole.count(None) > 2 * 512 // 50, "the drawn steps are taken in by pieces, too"
+
+
+def test_the_newest_records_come_in_pieces_too(long_run: Path) -> None:
+    one, other = RunReader(long_run), RunReader(long_run)
+    found = []
+    while records := one.poll(50):
+        assert len(records) <= 50
+        found += records
+    assert found == other.poll()
+    one.close()
+    other.close()
+
+
+def test_device_charts_begin_before_the_samples_that_are_given_in_full(state: Path) -> None:
+    """Half an hour of samples: the last two minutes in full, eight before that by the mean of each minute."""
+    training = Training(step_ns=100_000_000)
+    samples = [pack_event("host", {"t_s": 0.5, "cpu_pct": 1.0, "mem_used_bytes": 5, "mem_total_bytes": 10})]
+    for second in range(1, 1800):
+        if not 1500 <= second < 1530:  # nobody sampled
+            level = 20.0 if second < 1620 else 80.0
+            samples.append(device_event(float(second), 0, util_pct=level, power_w=None))
+            host = {"t_s": float(second), "cpu_pct": second // 60, "mem_used_bytes": 5, "mem_total_bytes": 10}
+            samples.append(pack_event("host", host))
+    directory = keep({0: [*training.begin(), *training.run(6000)], -1: samples}, seconds=1800.0)
+    shown = attached(directory)
+    track, whole = shown.devices[0], State()
+    for record in decoded(samples, -1):
+        whole = fold(whole, record)
+    truth = whole.devices[0]
+    assert track.data == truth.data
+    got, wanted = list(track.util), list(truth.util)[-len(track.util) :]
+    assert len(got) > 600
+    assert got[-170:] == wanted[-170:], "in full, or of minutes that were even"
+    assert {value for value in got if value is not None} == {20.0, 80.0}
+    assert got.count(None) == pytest.approx(30, abs=2), "the gap is one still"
+    assert set(track.power) == {None}
+    assert next(iter(track.mem)) == pytest.approx(list(truth.mem)[-1])
+    assert list(shown.host.util)[-600:-320:60] == pytest.approx(list(whole.host.util)[-600:-320:60], abs=1)

@@ -237,6 +237,27 @@ def alternating(long_ns: int = 40_000_000, every: int = 4, steps: int = 400) -> 
     return Scene(state_of(payloads), training.now, FACTS, alive=True)
 
 
+def test_panel_3_keeps_its_steps_until_the_first_of_another_mode() -> None:
+    """As after a toggle, or when a call that cannot be split runs on one device and fails there too."""
+    training = Training()
+    payloads = [*training.begin(), *training.run(100), *training.switch("single")]
+    scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
+    for seen in (scene, replace(scene, ended=Ended(1, None, training.now, "RuntimeError: no"))):
+        text = text_of(seen, 120, 40)
+        assert "3 Batch · dp ×2 · last 2 min" in text
+        assert "no step" not in text
+    for record in decoded([*payloads, *training.run(3)]):
+        fold(scene.state, record)
+    assert "3 Batch · single · last 2 min" in text_of(scene, 120, 40)
+
+
+def test_of_a_run_that_is_over_the_host_panel_has_no_dashes() -> None:
+    scene = scene_of(Training())
+    fold(scene.state, Event("host", {"t_s": 31.0, "cpu_pct": 5.0, "run_cpu_pct": None, "run_mem_bytes": None}))
+    assert "has ended" not in text_of(scene, 120, 40)
+    assert "this run has ended" in text_of(replace(scene, ended=Ended(0, None, 5)), 120, 40)
+
+
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
 def test_where_few_steps_take_the_time_the_mean_leads_and_the_median_has_a_word(size: tuple[int, int]) -> None:
     scene = alternating()

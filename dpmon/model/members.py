@@ -1,0 +1,35 @@
+"""Members of an event's data, which anybody may have written: what is of another type is None."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["SECOND", "number_in", "text_in", "time_of", "whole_in"]
+
+SECOND = 1_000_000_000
+
+
+def number_in(data: Mapping[str, Any], key: str) -> float | None:
+    """A number that is no bool."""
+    value = data.get(key)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def whole_in(data: Mapping[str, Any], key: str) -> int | None:
+    """A whole number that is no bool."""
+    value = data.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def text_in(data: Mapping[str, Any], key: str) -> str | None:
+    """A text."""
+    value = data.get(key)
+    return value if isinstance(value, str) else None
+
+
+def time_of(data: Mapping[str, Any]) -> int | None:
+    """When it was, in ns since the run's start."""
+    seconds = number_in(data, "t_s")
+    # NaN and infinity are JSON to Python.
+    return int(seconds * SECOND) if seconds is not None and abs(seconds) < 1e9 else None

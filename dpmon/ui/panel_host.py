@@ -1,0 +1,80 @@
+"""Panel 1 where there is no GPU: what the host does, what the run takes of it, and why there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dpmon.ui.chart import area, bar, parts_bar, resampled, spark
+from dpmon.ui.device_facts import number, reasons
+from dpmon.ui.format import UNKNOWN, memory, memory_of
+from dpmon.ui.look import Look
+from dpmon.ui.rows import Row, cut, right, wrapped
+from dpmon.ui.scene import Scene
+from dpmon.ui.text import clean
+
+__all__ = ["host"]
+
+
+def _of_run(own: float | None, resident: float | None) -> Row:
+    """What the run's processes take of the host."""
+    return [
+        ("this run ", "dim"),
+        (right(UNKNOWN if own is None else f"{own:.0f} % of a core", 16), ""),
+        (right(memory(resident), 12), ""),
+        (" resident", "dim"),
+    ]
+
+
+def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) -> list[Row]:
+    """At most `height` rows: use and memory with histories (`tall`: of several rows), the run's part, the reason."""
+    track = scene.state.host
+    data = track.data
+    if not data:
+        return [[("no sample yet", "dim")]]
+    cpu, used, total = (number(data, key) for key in ("cpu_pct", "mem_used_bytes", "mem_total_bytes"))
+    own, resident = number(data, "run_cpu_pct"), number(data, "run_mem_bytes")
+    span = scene.view.span_s or 600
+    figures = 23
+    graph = max(min(width - 9 - figures, 120 if tall else 60), 6)
+    rows: list[Row] = []
+
+    def line(word: str, values: Sequence[float | None], figure: str, style: str) -> None:
+        if not tall:
+            drawn = [spark(resampled(values, track.count, span, graph), graph, look.glyphs)]
+        else:
+            dots = graph * (2 if look.glyphs.braille else 1)
+            high = min(max((height - 6) // 2, 1), 8)
+            drawn = area(resampled(values, track.count, span, dots), graph, high, 100.0, look.glyphs)
+        for index, text in enumerate(drawn):
+            last = index == len(drawn) - 1
+            head: Row = [((word if last else "").ljust(9), "dim"), (text, "bar")]
+            rows.append([*head, (right(figure, figures), style)] if last else head)
+
+    line("host cpu", track.util, UNKNOWN if cpu is None else f"{cpu:.0f} %", "bold")
+    line("host mem", track.mem, memory_of(used, total), "")
+    share = used / total if used is not None and total else None
+    ours = min(resident, used) if resident is not None and used is not None else None
+    if share is not None and ours is not None and total:
+        rows.append([(" " * 9, ""), *parts_bar((ours / total, share - ours / total), graph, look.glyphs)])
+    else:
+        rows.append([(" " * 9, ""), *bar(share, graph, look.glyphs)])
+    if scene.over and own is None and resident is None:
+        rows.append([("this run ", "dim"), ("has ended", "")])
+    else:
+        rows.append(_of_run(own, resident))
+    reason = data.get("gpu_absent")
+    if isinstance(reason, str):
+        text = reason if reason.lower().startswith("no gpu") else f"no GPU: {reason}"
+        if len(rows) >= height:
+            del rows[2]  # the bar: the figure above it says the same
+        rows += _said(clean(text, 300), width, max(height - len(rows), 1), look)
+    rows += _said(reasons([data]), width, height - len(rows), look)
+    return rows
+
+
+def _said(text: str, width: int, room: int, look: Look) -> list[Row]:
+    """A reason in at most `room` rows; the last one is cut with a sign when there is more."""
+    lines = wrapped(text, width) if text and room > 0 else []
+    if len(lines) > room:
+        lines = [*lines[: room - 1], cut(" ".join(lines[room - 1 :]), width, look.glyphs.more)]
+    return [[(line, "dim")] for line in lines]

@@ -26,6 +26,8 @@ HOLD_BYTES = 8 << 20
 _ROLLUP_BYTES = 1024
 """What one of those that gather takes in memory, roughly."""
 RETRY_S = 5.0
+WARN_AGAIN_S = 300.0
+"""A disk that is full gives a little room now and then: that it fails anew is said no more often."""
 _MEMORY = pack_event("memory", {})[:-1]
 """How such a record begins."""
 
@@ -72,6 +74,7 @@ class Drain:
         self._commit_at = 0.0
         self._retry_at = 0.0
         self._failing = False
+        self._silent_until = 0.0
         self.heard: Callable[[bytes, int], None] = lambda payload, pid: None
         """Called with every `memory` record of a training process, and its id: it says which GPUs that uses."""
 
@@ -214,11 +217,12 @@ class Drain:
         self._failing = False
 
     def _fail(self, now: float, error: Exception) -> None:
-        """Say once that the history cannot be written, and try again later: the run goes on without it."""
+        """Say that the history cannot be written, once, and try again later: the run goes on without it."""
         self._retry_at = now + RETRY_S
-        if not self._failing:
-            self._failing = True
+        if not self._failing and now >= self._silent_until:
+            self._silent_until = now + WARN_AGAIN_S
             self._warn(f"the history cannot be written ({error}); the run goes on, older records may be lost")
+        self._failing = True
 
 
 def _modified(path: Path) -> float:

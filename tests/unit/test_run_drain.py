@@ -132,6 +132,26 @@ def test_a_full_disk_is_one_warning_and_nothing_lost_when_there_is_room_again(se
     assert len(setting.warnings) == 1
 
 
+def test_a_disk_that_has_room_now_and_then_is_one_warning(setting: Setting) -> None:
+    setting.turn()
+    db = setting.drain._history._db
+    for _ in range(5):
+        (pages,) = db.execute("PRAGMA page_count").fetchone()
+        db.execute(f"PRAGMA max_page_count = {pages}")
+        setting.steps(400)
+        setting.turn(RETRY_S + 1)
+        db.execute("PRAGMA max_page_count = 100000")
+        setting.turn(RETRY_S + 1)
+    assert setting.rows("SELECT count(*) FROM steps") == [(2000,)]
+    assert len(setting.warnings) == 1
+    setting.now += drain_module.WARN_AGAIN_S
+    (pages,) = db.execute("PRAGMA page_count").fetchone()
+    db.execute(f"PRAGMA max_page_count = {pages}")
+    setting.steps(400)
+    setting.turn()
+    assert len(setting.warnings) == 2, "much later it is news again"
+
+
 def test_while_the_disk_is_full_memory_is_bounded(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain_module, "HOLD_BYTES", 100_000)
     setting.turn()

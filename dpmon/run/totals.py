@@ -25,6 +25,8 @@ class ModeTotals:
     walls: array[int] = field(default_factory=lambda: array("q"))
     step_phases: dict[str, array[int]] = field(default_factory=dict)
     call_phases: dict[str, array[int]] = field(default_factory=dict)
+    device_ms: dict[str, array[float]] = field(default_factory=dict)
+    """By phase of steps and calls: what the slowest device took, where that is known."""
     samples: Counter[int] = field(default_factory=Counter)
     """Samples by process."""
     step_ns: Counter[int] = field(default_factory=Counter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +46,9 @@ GUARDS = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
     """What most scripts use, and what is composed by hand, at once."""
     place = tmp_path_factory.mktemp("containment")
-    scripts = {words: Script(place, text_of("containment"), *words.split()) for words in ("", "by hand")}
+    env = {"PLAYS_CUDA": str(Path(__file__).parent / "scripts" / "plays_cuda.py")}
+    text = text_of("containment")
+    scripts = {words: Script(place, text, *words.split(), env=env) for words in ("", "by hand", "on devices")}
     return {words: script.end(280) for words, script in scripts.items()}
 
 
@@ -91,7 +94,7 @@ def function(name: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("words", ["", "by hand"])
+@pytest.mark.parametrize("words", ["", "by hand", "on devices"])
 def test_no_fault_of_ours_reaches_the_script(runs: dict[str, Traced], words: str) -> None:
     found = {name: why for name, why in leaks(runs[words]).items() if function(name) not in GUARDS}
     assert not found, "\n".join(f"{name}: {why}" for name, why in found.items())
@@ -112,3 +115,6 @@ def test_that_it_was_tried(runs: dict[str, Traced]) -> None:
     for module in ("byhand", "memory", "pause", "stages", "storages"):
         assert sum(name.startswith(f"tracer.{module}.") for name in by_hand_broken) >= 3
     assert broken | by_hand_broken >= GUARDS
+    on_devices_broken = {function(name) for name in runs["on devices"].said}
+    for module in ("timing", "late", "events"):
+        assert sum(name.startswith(f"tracer.{module}.") for name in on_devices_broken) >= 4

@@ -43,6 +43,8 @@ class ModeTotals:
         for ours, theirs in ((self.step_phases, other.step_phases), (self.call_phases, other.call_phases)):
             for name, times in theirs.items():
                 ours.setdefault(name, array("q")).extend(times)
+        for name, spent in other.device_ms.items():
+            self.device_ms.setdefault(name, array("d")).extend(spent)
         for mine, its in ((self.samples, other.samples), (self.step_ns, other.step_ns), (self.steps, other.steps)):
             mine.update(its)
         self.unknown_samples += other.unknown_samples

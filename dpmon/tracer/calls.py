@@ -729,8 +729,7 @@ class Calls:
             trace.rows = session.rows(inputs, site.dim)
             trace.start = now = monotonic_ns()
             outermost = local.depth == 0 and (steps.thread == 0 or steps.thread == get_ident())
-            if site.gpus or session.timing is not None:
-                self._time(trace, outermost)
+            self.time(trace, outermost)
             if outermost:
                 trace.start = steps.call_begins(id(module), site.plan.mode, now)
                 trace.step = steps.number
@@ -745,12 +744,12 @@ class Calls:
             session.fault("begin", error)
             return None
 
-    def _time(self, trace: Trace, outermost: bool) -> None:
+    def time(self, trace: Trace, outermost: bool) -> None:
         """A call that may run on GPUs is about to begin: it is timed on them, if the training thread makes it."""
         session, site, steps = self.session, trace.site, self.steps
-        if not outermost and steps.thread != get_ident():
-            return
         timing = session.timing
+        if not (site.gpus or timing is not None) or not (outermost or steps.thread == get_ident()):
+            return
         if timing is None:
             if session.ring is None or not usable():
                 return

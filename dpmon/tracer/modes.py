@@ -25,7 +25,7 @@ MAX_FAILURES = 3
 
 _HOST_ONLY = "the devices are CPUs: host time is all there is"
 _HOLDS = "it holds a"
-_NO_EVENTS = "only calls of the thread that trains are timed on their GPU, and those of primitives as a whole"
+_NO_EVENTS = "it was not timed: only calls of the thread that trains are"
 
 
 @dataclass(frozen=True)

@@ -232,6 +232,10 @@ class Timing:
         self.late.turn += 1
         self.read()
 
+    def ran_before(self, spans: Sequence[Span]) -> None:
+        """These belong to the forward of the step, too: parts of a call that is composed by hand."""
+        self._keep(_Stretch(FORWARD, -1, list(spans)))
+
     def no_step(self) -> None:
         """What has run since the last one belongs to none."""
         self._close_open()

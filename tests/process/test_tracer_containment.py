@@ -46,10 +46,15 @@ GUARDS = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
     """What most scripts use, and what is composed by hand, at once."""
     place = tmp_path_factory.mktemp("containment")
-    env = {"PLAYS_CUDA": str(Path(__file__).parent / "scripts" / "plays_cuda.py")}
-    text = text_of("containment")
-    scripts = {words: Script(place, text, *words.split(), env=env) for words in ("", "by hand", "on devices")}
+    scripts = {words: Script(place, text_of("containment"), *words.split()) for words in ("", "by hand")}
     return {words: script.end(280) for words, script in scripts.items()}
+
+
+@pytest.fixture(scope="module")
+def on_devices(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    """What there is only where GPUs are."""
+    env = {"PLAYS_CUDA": str(Path(__file__).parent / "scripts" / "plays_cuda.py")}
+    return Script(tmp_path_factory.mktemp("devices"), text_of("containment"), "on", "devices", env=env).end(280)
 
 
 def same(found: Any, expected: Any) -> bool:
@@ -94,7 +99,7 @@ def function(name: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("words", ["", "by hand", "on devices"])
+@pytest.mark.parametrize("words", ["", "by hand"])
 def test_no_fault_of_ours_reaches_the_script(runs: dict[str, Traced], words: str) -> None:
     found = {name: why for name, why in leaks(runs[words]).items() if function(name) not in GUARDS}
     assert not found, "\n".join(f"{name}: {why}" for name, why in found.items())
@@ -115,6 +120,13 @@ def test_that_it_was_tried(runs: dict[str, Traced]) -> None:
     for module in ("byhand", "memory", "pause", "stages", "storages"):
         assert sum(name.startswith(f"tracer.{module}.") for name in by_hand_broken) >= 3
     assert broken | by_hand_broken >= GUARDS
-    on_devices_broken = {function(name) for name in runs["on devices"].said}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_no_fault_of_what_times_devices_reaches_the_script(on_devices: Traced) -> None:
+    found = {name: why for name, why in leaks(on_devices).items() if function(name) not in GUARDS}
+    assert not found, "\n".join(f"{name}: {why}" for name, why in found.items())
+    broken = {function(name) for name in on_devices.said}
     for module in ("timing", "late", "events"):
-        assert sum(name.startswith(f"tracer.{module}.") for name in on_devices_broken) >= 4
+        assert sum(name.startswith(f"tracer.{module}.") for name in broken) >= 4

@@ -80,13 +80,17 @@ def say(text: str) -> None:
 
 
 def told(command: list[str], env: Mapping[str, str]) -> int:
-    """Run a command, say what it says, and return its status."""
+    """Run a command, say what it says as it says it, and return its status."""
+    heard = b""
     with subprocess.Popen(
-        command, cwd=ROOT, env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=ROOT, env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            say(line.rstrip("\n"))
+        while some := os.read(process.stdout.fileno(), 1 << 16):
+            heard += some
+            sys.stdout.buffer.write(some)
+            sys.stdout.flush()
+    _said.append(heard.decode("utf-8", "replace"))
     return process.returncode
 
 
@@ -118,7 +122,7 @@ def main() -> int:
         if options.rehearse:
             env["DPMON_CHECK_DEVICE"] = "cpu"
         # Warnings of a torch that these tests do not know are no failures of ours.
-        tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfEs", "-p", "no:cacheprovider", "-W", "default"]
+        tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-rfEs", "-p", "no:cacheprovider", "-W", "default"]
         tests += ["--durations=12", *(["-k", options.k] if options.k else [])]
         if importlib.util.find_spec("pytest_timeout") is not None:
             tests.append("--timeout=300")

@@ -29,16 +29,21 @@ def dpmon(state: Path, tmp_path: Path) -> Iterator[Dpmon]:
     runner.clean_up()
 
 
-MISSING = [name for name in ("textual", "pyte", "pytest_asyncio") if importlib.util.find_spec(name) is None]
+OF_PLUGINS = {
+    "pytest_asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"),
+    "pytest_timeout": ("timeout",),
+}
+"""What pyproject.toml sets for them."""
+MISSING = [name for name in ("textual", "pyte", *OF_PLUGINS) if importlib.util.find_spec(name) is None]
 """On a GPU box, where nothing was installed for the tests, what trains on a GPU can be tested all the same."""
 collect_ignore_glob = ["unit/*", "process/*"] if MISSING else []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let a pytest without the plugin pass over what pyproject.toml sets for it."""
-    if "pytest_asyncio" in MISSING:
-        for name in ("asyncio_mode", "asyncio_default_fixture_loop_scope"):
-            parser.addini(name, "of pytest-asyncio, which is not installed")
+    for plugin, names in OF_PLUGINS.items():
+        for name in names if plugin in MISSING else ():
+            parser.addini(name, f"of {plugin}, which is not installed")
 
 
 def pytest_report_header() -> list[str]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "STEP_PHASES",
     "STEP_TAG",
     "STEP_WORDS",
+    "UNTIMED",
     "Call",
     "Decoder",
     "Event",
@@ -37,6 +38,7 @@ __all__ = [
     "Size",
     "Stage",
     "Step",
+    "Untimed",
     "as_json",
     "call_flags",
     "call_format",
@@ -44,13 +46,18 @@ __all__ = [
     "call_replicas",
     "call_stages",
     "definition",
+    "is_timed",
+    "kept_step_times",
     "kind_of",
+    "known_times",
     "mode_number",
     "pack_call",
     "pack_definition",
     "pack_event",
     "pack_step",
+    "pack_timed",
     "step_fields",
+    "step_times",
 ]
 
 MODES = ("", "dp", "single")
@@ -58,9 +65,34 @@ MODES = ("", "dp", "single")
 CALL_PHASES = ("scatter", "replicate", "parallel_apply", "gather")
 STEP_PHASES = ("data", "forward", "backward", "optimizer", "other")
 
-_DEFINE, CALL_TAG, STEP_TAG, _EVENT, PLAIN_TAG = 1, 2, 3, 4, 5
+_DEFINE, CALL_TAG, STEP_TAG, _EVENT, PLAIN_TAG, _TIMED = 1, 2, 3, 4, 5, 6
 _KINDS = ("", "definition", "call", "step", "event", "call")
 VIRTUAL, TRAINING, GRAD, FAILED = 1, 2, 4, 8
+
+
+class Untimed:
+    """Why a device's own time is not known, as numbers in records: see UNTIMED."""
+
+    (NONE, LATE, CAPTURED, NO_EVENT, FAULT, ENDED, RAISED, ON_CPU, CROSSED, TOO_MANY) = range(10)
+
+
+UNTIMED = (
+    "",
+    "the device had not come to its end when 64 more steps were over",
+    "a CUDA graph was being captured: what is recorded then becomes a part of it",
+    "no event was free: the device is so far behind that all 256 of its events are under way",
+    "the device's events failed",
+    "the process ended before the device had come to its end",
+    "it raised an exception",
+    "the device is the CPU: host time is all there is",
+    "it began on one stream and ended on another, which was ahead",
+    "the step has more phases than are timed: 4096",
+)
+"""The reasons by their numbers."""
+_BEFORE = "it ran before the first call on a GPU, or on a thread that does not train"
+_TIMED_HEAD = struct.Struct("<BBHI")
+"""_TIMED, why one is missing, how many times, bytes of the call or step that follows; then times (ms, NaN: none)."""
+_MAX_TIMES = 1 << 13
 
 _DEFINE_HEAD = struct.Struct("<B3xI")
 PLAIN_FORMAT = "<BBBBIQQqqII"
@@ -80,6 +112,7 @@ STEP_WORDS = "<QQqqqqqqq"
 """The same bytes as fewer numbers: tag | mode << 8, then step and the others."""
 _STEP_BODY = struct.Struct(STEP_FORMAT)
 _call_structs: dict[int, struct.Struct] = {}
+_NAN = float("nan")
 
 MORE = "\u2026"
 """Path of a size that stands for tensors that are not listed; it has no shape, no dtype and no bytes."""
@@ -192,6 +225,10 @@ class Step:
     wall_ns: int
     samples: int | None
     phases: Mapping[str, int]
+    device_ms: Mapping[str, float | None] | None = None
+    """What its devices took for the phases that ran on them; None: no device's time was looked at."""
+    untimed: str | None = None
+    """Why one of those is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +321,15 @@ def pack_step(mode: int, step: int, start_ns: int, wall_ns: int, samples: int, p
     return _STEP_BODY.pack(STEP_TAG, mode, 0, 0, step, start_ns, wall_ns, samples, *phases)
 
 
+def pack_timed(record: bytes, times: Sequence[float | None], why: int) -> bytes:
+    """A packed call or step, with the times that its devices took, in ms; `why` one is None: a number of Untimed.
+
+    Of a call: each of CALL_PHASES, then each replica or stage. Of a step: the first four of STEP_PHASES.
+    """
+    known = [_NAN if time is None else time for time in times]
+    return _TIMED_HEAD.pack(_TIMED, why, len(known), len(record)) + record + struct.pack(f"<{len(known)}f", *known)
+
+
 # ------------------------------------------------------------------------------------------------ decoding
 
 
@@ -332,6 +378,11 @@ class Decoder:
                 return self._call(payload)
             if kind == STEP_TAG:
                 return self._step(payload)
+            if kind == _TIMED:
+                inner, times, why = _timed(payload)
+                if inner[0] == STEP_TAG:
+                    return _with_step_times(self._step(inner), times, why)
+                return _with_times(self._call(inner), times, why)
             if kind == _EVENT:
                 data = json.loads(payload[1:])
                 return Event(str(data.pop("kind")), data)
@@ -439,7 +490,87 @@ class Decoder:
 
 def kind_of(payload: bytes) -> str:
     """What a payload is, without decoding it: definition, call, step, event, or "" for none of ours."""
+    if payload[:1] == _TIMED_BYTE:
+        inner = payload[_TIMED_HEAD.size : _TIMED_HEAD.size + 1]
+        return _KINDS[inner[0]] if inner and inner[0] in (CALL_TAG, PLAIN_TAG, STEP_TAG) else ""
     return _KINDS[payload[0]] if payload and payload[0] < len(_KINDS) else ""
+
+
+_TIMED_BYTE = bytes((_TIMED,))
+
+
+def _timed(payload: bytes) -> tuple[bytes, tuple[float, ...], int]:
+    """The call or step in a timed record, its times (NaN: none) and why one is missing; struct.error if damaged."""
+    _, why, count, size = _TIMED_HEAD.unpack_from(payload)
+    start = _TIMED_HEAD.size
+    inner = payload[start : start + size]
+    if len(inner) != size or not inner or inner[0] not in (CALL_TAG, PLAIN_TAG, STEP_TAG) or count > _MAX_TIMES:
+        raise struct.error("a timed record is cut off")
+    return inner, struct.unpack_from(f"<{count}f", payload, start + size), why
+
+
+def is_timed(payload: bytes) -> bool:
+    """Whether the record of a call or step holds times of devices."""
+    return payload[0] == _TIMED
+
+
+def _bare(payload: bytes) -> bytes:
+    return payload if payload[0] != _TIMED else _timed(payload)[0]
+
+
+def _known_ms(time: float) -> float | None:
+    """A time as it stands in a record; what cannot be one is unknown. Rounded to what a float of 32 bits holds."""
+    return round(time, 6) if 0 <= time < 1e9 else None
+
+
+def _reason(times: Iterable[float | None], why: int) -> str | None:
+    if all(time is not None for time in times):
+        return None
+    return UNTIMED[why] if 0 < why < len(UNTIMED) else _BEFORE
+
+
+def _with_times(call: Call, times: Sequence[float], why: int) -> Call:
+    """The call with the times of its devices; what did not run has none and lacks none."""
+    known = [_known_ms(time) for time in times]
+    known += [None] * (len(CALL_PHASES) + max(len(call.replicas), len(call.stages)) - len(known))
+    of_phases = dict(zip(CALL_PHASES, known, strict=False))
+    rest = known[len(CALL_PHASES) :]
+    phases = {name: phase._replace(device_ms=of_phases[name]) for name, phase in call.phases.items()}
+    replicas = tuple(one._replace(device_ms=time) for one, time in zip(call.replicas, rest, strict=False))
+    stages = tuple(replace(one, device_ms=time) for one, time in zip(call.stages, rest, strict=False))
+    parts: tuple[Any, ...] = (*phases.values(), *replicas, *stages)
+    reason = _reason([part.device_ms for part in parts], why)
+    absent = {key: text for key, text in call.absent.items() if key != "device_ms"}
+    if reason is not None:
+        absent["device_ms"] = reason
+    return replace(call, phases=phases, replicas=replicas, stages=stages, absent=absent)
+
+
+def _with_step_times(step: Step, times: Sequence[float], why: int) -> Step:
+    """The step with the times of its devices, as `pack_timed` takes them."""
+    found = {name: _known_ms(time) for name, time in zip(STEP_PHASES, times, strict=False) if name in step.phases}
+    return replace(step, device_ms=found, untimed=_reason(found.values(), why))
+
+
+def step_times(payload: bytes) -> bytes | None:
+    """What a step's record has of its devices, to be kept beside its columns; None if it has none."""
+    return None if payload[0] != _TIMED else payload[: _TIMED_HEAD.size] + payload[_TIMED_HEAD.size + _STEP_BODY.size :]
+
+
+def known_times(payload: bytes) -> dict[str, float]:
+    """Of a timed call, or of what `step_times` gave of a step: the device's times (ms) that are known, by phase."""
+    _, _, count, _ = _TIMED_HEAD.unpack_from(payload)
+    names = STEP_PHASES if len(payload) == _TIMED_HEAD.size + 4 * count else CALL_PHASES
+    times = struct.unpack_from(f"<{min(count, len(names))}f", payload, len(payload) - 4 * count)
+    return {name: time for name, one in zip(names, times, strict=False) if (time := _known_ms(one)) is not None}
+
+
+def kept_step_times(step: Step, kept: bytes) -> Step:
+    """The step with what `step_times` gave of it; struct.error if that is damaged."""
+    _, why, count, _ = _TIMED_HEAD.unpack_from(kept)
+    if count > _MAX_TIMES:
+        raise struct.error("more times than a step has phases")
+    return _with_step_times(step, struct.unpack_from(f"<{count}f", kept, _TIMED_HEAD.size), why)
 
 
 def call_head(payload: bytes) -> tuple[int, ...]:
@@ -449,6 +580,7 @@ def call_head(payload: bytes) -> tuple[int, ...]:
     monotonic clock; layout, inputs and outputs by definition), then offset and duration for each of CALL_PHASES (offset
     -1: did not run).
     """
+    payload = _bare(payload)
     if payload[0] == PLAIN_TAG:
         return (*_PLAIN.unpack(payload)[1:], *_NO_PHASES)
     return _CALL_HEAD.unpack_from(payload)[1:]
@@ -456,6 +588,7 @@ def call_head(payload: bytes) -> tuple[int, ...]:
 
 def call_replicas(payload: bytes) -> list[tuple[int, int, int, int]]:
     """For each replica: inputs, outputs (definitions), offset_ns, host_ns; struct.error if cut off."""
+    payload = _bare(payload)
     if payload[0] == PLAIN_TAG:
         *_, wall, inputs, outputs = _PLAIN.unpack(payload)
         return [(inputs, outputs, 0, wall)]
@@ -464,6 +597,7 @@ def call_replicas(payload: bytes) -> list[tuple[int, int, int, int]]:
 
 def call_stages(payload: bytes) -> list[tuple[int, int, int, int, int]]:
     """For each stage: device and parts, inputs, outputs (definitions), offset_ns, host_ns; struct.error if cut off."""
+    payload = _bare(payload)
     if payload[0] == PLAIN_TAG or not payload[3]:
         return []
     return list(_CALL_STAGE.iter_unpack(memoryview(payload)[_stages_at(payload) :]))
@@ -482,7 +616,7 @@ def step_fields(payload: bytes) -> tuple[int, ...]:
 
     mode, 0, 0, step, start_ns (absolute), wall_ns, samples, the first four of STEP_PHASES; -1 for none.
     """
-    return _STEP_BODY.unpack(payload)[1:]
+    return _STEP_BODY.unpack(_bare(payload))[1:]
 
 
 def definition(payload: bytes) -> tuple[int, Any]:
@@ -570,7 +704,7 @@ def _stage_json(stage: Stage, call: Call) -> dict[str, Any]:
 
 def _step_json(step: Step) -> dict[str, Any]:
     absent = {} if step.samples is not None else {"samples": "no call of this step had a tensor with rows"}
-    return {
+    found: dict[str, Any] = {
         "kind": "step",
         "process": step.process,
         "rank": step.rank,
@@ -580,8 +714,16 @@ def _step_json(step: Step) -> dict[str, Any]:
         "wall_ms": _ms(step.wall_ns),
         "samples": step.samples,
         "phases": {name: _ms(step.phases[name]) for name in STEP_PHASES if name in step.phases},
-        "absent": absent,
     }
+    if step.device_ms is not None:
+        found["device_ms"] = dict(step.device_ms)
+        absent["copies"] = _COPIES
+        if step.untimed is not None:
+            absent["device_ms"] = step.untimed
+    return {**found, "absent": absent}
+
+
+_COPIES = "copies to the device are not told apart from what else the script does: they are in other"
 
 
 def as_json(record: Record) -> dict[str, Any]:

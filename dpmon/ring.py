@@ -300,8 +300,8 @@ class Ring:
         number = self._sequence + 1
         self._stage_into(self.map, _STAGE_AT, number, *values, number)
 
-    HELD = _HELD
-    """Index in `words` of the number of records that are held back."""
+    HELD, LOST = _HELD, _LOST
+    """Indices in `words` of the number of records that are held back, and of those that could not be written."""
 
     def flush(self) -> None:
         """Write what is held back, then the record that is staged, if there is one."""

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-import pyte
-
 __all__ = ["Dpmon", "Result", "Terminal", "wait_for"]
 
 Value = TypeVar("Value")
@@ -232,6 +230,8 @@ class Terminal:
         dpmon.started.append(self.process)
         self.seen = b""
         """Everything that was written to the terminal."""
+        import pyte  # here: what runs without a screen runs without it
+
         self._screen = pyte.Screen(size[1], size[0])
         self._stream = pyte.ByteStream(self._screen)
 

@@ -106,7 +106,7 @@ def _mode_lines(name: str, kind: str, mode: ModeTotals, totals: Totals) -> list[
             rows.append((f"  {phase}", mode.step_phases[phase]))
         if phase == "forward":
             rows += [(f"    {part}", mode.call_phases[part]) for part in CALL_PHASES if part in mode.call_phases]
-    lines += [_phase_line(label, values) for label, values in rows if values]
+    lines += [_phase_line(label, values, mode.device_ms.get(label.strip())) for label, values in rows if values]
     return lines
 
 
@@ -119,10 +119,12 @@ def _deleted_line(name: str, gone: Deleted) -> str:
     return f"{head}, median {_ms(middle)} ms, p95 {_ms(tail)} ms (within 3 %)"
 
 
-def _phase_line(label: str, values: array[int]) -> str:
+def _phase_line(label: str, values: array[int], device: array[float] | None) -> str:
     ordered = sorted(values)
     middle, tail = median(ordered) or 0, percentile(ordered, 0.95) or 0
-    return f"  {label:<18} median {_ms(middle):>8} ms   p95 {_ms(tail):>8} ms"
+    text = f"  {label:<18} median {_ms(middle):>8} ms   p95 {_ms(tail):>8} ms"
+    on_device = median(device or ())
+    return text if on_device is None else f"{text}   on device {_ms(on_device * 1e6):>8} ms"
 
 
 def _memory_lines(totals: Totals) -> list[str]:

@@ -151,10 +151,15 @@ class _Trace:
         process = self._training(step.process, step.rank)
         tid = self._track(process, ("steps",), "steps", 1)
         phases = {name: took / 1e6 for name, took in step.phases.items()}
-        args = {"mode": step.mode or None, "samples": step.samples, "phases_ms": phases}
+        args: dict[str, Any] = {"mode": step.mode or None, "samples": step.samples, "phases_ms": phases}
+        if step.device_ms is not None:
+            args["device_ms"] = dict(step.device_ms)
         self._slice(process, tid, f"step {step.step}", step.start_ns, step.wall_ns, args)
         if step.start_ns >= 0 and step.wall_ns >= 0:
-            self._counter(process, "step phases (ms)", (step.start_ns + step.wall_ns) / 1e3, phases)
+            at = (step.start_ns + step.wall_ns) / 1e3
+            self._counter(process, "step phases (ms)", at, phases)
+            on_device = {name: took for name, took in (step.device_ms or {}).items() if took is not None}
+            self._counter(process, "step phases on the device (ms)", at, on_device)
 
     def _call(self, call: Call) -> None:
         process = self._training(call.process, call.rank)
@@ -179,7 +184,8 @@ class _Trace:
         for stage in call.stages:
             key = ("stage", lane, stage.stage, stage.device)
             tid = self._track(process, key, f"stage {stage.stage} {stage.device}{more}", 100 + stage.stage)
-            args = {what: said["stages"][stage.stage][what] for what in ("parts", "inputs", "outputs", "crossed_bytes")}
+            told = ("parts", "device_ms", "inputs", "outputs", "crossed_bytes")
+            args = {what: said["stages"][stage.stage][what] for what in told}
             if stage.host_ns is not None:
                 self._part(process, tid, call, " ".join(stage.parts), stage.offset_ns, stage.host_ns, args)
 

@@ -30,9 +30,20 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         *(f"{phase}_{clock}_ms" for phase in CALL_PHASES for clock in ("host", "device")),
         *("inputs", "outputs", "replicas", "replica_devices", "replica_rows", "replica_host_ms", "replica_device_ms"),
         *("replica_inputs", "replica_outputs"),
-        *("stages", "stage_devices", "stage_parts", "stage_host_ms", "stage_crossed_bytes", "absent"),
+        *("stages", "stage_devices", "stage_parts", "stage_host_ms", "stage_device_ms", "stage_crossed_bytes"),
+        "absent",
     ),
-    "step": (*_WHO, "step", "mode", "start_s", "wall_ms", "samples", *(f"{phase}_ms" for phase in STEP_PHASES)),
+    "step": (
+        *_WHO,
+        "step",
+        "mode",
+        "start_s",
+        "wall_ms",
+        "samples",
+        *(f"{phase}_ms" for phase in STEP_PHASES),
+        *(f"{phase}_device_ms" for phase in STEP_PHASES[:4]),
+        "absent",
+    ),
     # Also what only newer supervisors sample: a table keeps its columns.
     "device": (
         *("t_s", "index", "uuid", "name", "of_run", "visible", "ordinals", "util_pct"),
@@ -91,7 +102,7 @@ def row(record: Record) -> list[list[str]]:
     if isinstance(record, Call):
         return [_cells("call", _call(record))]
     if isinstance(record, Step):
-        return [_cells("step", {**as_json(record), **_step(record)}, ignore=("kind", "phases", "absent"))]
+        return [_cells("step", {**as_json(record), **_step(record)}, ignore=("kind", "phases", "device_ms"))]
     if record.kind == "memory":
         return _memory(record.data)
     if record.kind not in COLUMNS:
@@ -123,7 +134,14 @@ def _text(value: Any) -> str:
 
 
 def _step(step: Step) -> dict[str, Any]:
-    return {"mode": step.mode or None, **{f"{name}_ms": took / 1e6 for name, took in step.phases.items()}}
+    on_device = {f"{name}_device_ms": took for name, took in (step.device_ms or {}).items()}
+    absent = as_json(step)["absent"] or None
+    return {
+        "mode": step.mode or None,
+        **{f"{name}_ms": took / 1e6 for name, took in step.phases.items()},
+        **on_device,
+        "absent": absent,
+    }
 
 
 def _call(call: Call) -> dict[str, Any]:
@@ -146,6 +164,8 @@ def _call(call: Call) -> dict[str, Any]:
         found["stage_devices"] = [stage.device for stage in call.stages]
         found["stage_parts"] = " | ".join(" ".join(stage.parts) for stage in call.stages)
         found["stage_host_ms"] = _many(None if s.host_ns is None else s.host_ns / 1e6 for s in call.stages)
+        if any(stage.device_ms is not None for stage in call.stages):
+            found["stage_device_ms"] = _many(stage.device_ms for stage in call.stages)
         found["stage_crossed_bytes"] = _many(stage.crossed for stage in call.stages)
         return found
     shares = call.replicas

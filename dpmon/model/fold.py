@@ -8,14 +8,16 @@ second.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from dpmon.model import state as kept
 from dpmon.model.devices import device_event, host_event, keep_peaks
 from dpmon.model.history import add_settled, add_step
 from dpmon.model.members import SECOND, number_in, text_in, time_of, whole_in
-from dpmon.model.phases import add_call, with_calls
+from dpmon.model.phases import CALLS_AT, add_call, with_calls
 from dpmon.model.state import (
     NOT_RUN,
+    PHASES,
     CallTrack,
     Mark,
     ModeChange,
@@ -99,6 +101,19 @@ def _call(state: State, call: Call) -> None:
     if call.phases:
         found = map(call.phases.get, CALL_PHASES)
         add_call(process.open_steps, call.step, [NOT_RUN if phase is None else phase.host_ns for phase in found])
+        _add_device_phases(process, call)
+
+
+def _add_device_phases(process: Process, call: Call) -> None:
+    """Add what the devices took for a call's phases to the other calls of its step."""
+    if process.open_device[0] != call.step:
+        process.open_device = call.step, {}
+    sums = process.open_device[1]
+    for name, shown in zip(CALL_PHASES, PHASES[CALLS_AT], strict=True):
+        phase = call.phases.get(name)
+        if phase is not None:
+            before = sums.get(shown, 0.0)
+            sums[shown] = None if before is None or phase.device_ms is None else before + phase.device_ms
 
 
 def _part(process: Process, track: CallTrack, key: tuple[str, str | None], call: Call) -> None:
@@ -125,6 +140,7 @@ def _time_replicas(track: CallTrack, call: Call) -> None:
     wanted = min(len(call.replicas), kept.REPLICAS_TIMED)
     if before.mode != call.mode or before.devices != call.devices or len(track.replica_ns) > wanted:
         track.replica_ns.clear()
+        track.device_ms.clear()
     while len(track.replica_ns) < wanted:
         track.replica_ns.append(deque(maxlen=kept.CALLS_TIMED))
     if call.failed:
@@ -132,6 +148,7 @@ def _time_replicas(track: CallTrack, call: Call) -> None:
     for times, replica in zip(track.replica_ns, call.replicas, strict=False):
         if replica.host_ns >= 0:
             times.append(replica.host_ns)
+    _time_devices(track, [replica.device_ms for replica in call.replicas])
 
 
 def _time_stages(track: CallTrack, call: Call) -> None:
@@ -142,6 +159,13 @@ def _time_stages(track: CallTrack, call: Call) -> None:
     for key, took in seen.items():
         if took is not None and took >= 0:
             track.stage_ns[key].append(took)
+    _time_devices(track, [stage.device_ms for stage in call.stages])
+
+
+def _time_devices(track: CallTrack, times: Sequence[float | None]) -> None:
+    for index, time in enumerate(times[: kept.REPLICAS_TIMED]):
+        if time is not None:
+            track.device_ms.setdefault(index, deque(maxlen=kept.CALLS_TIMED)).append(time)
 
 
 # ------------------------------------------------------------------------------------------------ steps
@@ -179,8 +203,24 @@ def _step(state: State, step: Step) -> None:
         process.visit = step.step
     _mark(process, sample)
     process.turn = step
+    if step.device_ms is not None:
+        _device_phases(process, track, step)
     add_settled(process, track, sample)
     add_step(process, sample, mode)
+
+
+def _device_phases(process: Process, track: ModeTrack, step: Step) -> None:
+    """What the devices took for each phase as it is shown: the phases of the calls are taken out of forward."""
+    found = dict(step.device_ms or {})
+    number, inside = process.open_device
+    if number == step.step and inside:
+        found.update(inside)
+        forward, known = found.get("forward"), [took for took in inside.values() if took is not None]
+        if forward is not None:
+            found["forward"] = max(0.0, forward - sum(known)) if len(known) == len(inside) else None
+    for name, took in found.items():
+        if took is not None:
+            track.device_ms.setdefault(name, deque(maxlen=kept.CALLS_TIMED)).append(took)
 
 
 def refined(step: Step, of_calls: list[int] | None) -> tuple[int, ...]:

@@ -150,6 +150,8 @@ class ModeTrack:
     virtual: bool = False
     peaks: dict[str, Peak] = field(default_factory=dict)
     """By device, how much memory was used while in this mode."""
+    device_ms: dict[str, deque[float]] = field(default_factory=dict)
+    """By phase (of PHASES): what the slowest device took, in the newest steps of which that is known."""
 
 
 @dataclass(slots=True)
@@ -162,6 +164,8 @@ class CallTrack:
     """A deque a replica, newest last; begun anew when mode, devices or the number of replicas change."""
     stage_ns: dict[tuple[int, str, tuple[str, ...]], deque[int]] = field(default_factory=dict)
     """The same for stages, by number, device and parts."""
+    device_ms: dict[int, deque[float]] = field(default_factory=dict)
+    """By replica or stage: what its device took, in those calls of which that is known."""
     parts: list[CallTrack] = field(default_factory=list)
     """Where a step calls this root several times: its first call in a step, its second, PARTS_KEPT at most."""
 
@@ -253,6 +257,8 @@ class Process:
     """The newest record of what the devices' memory holds."""
     open_steps: dict[int, list[int]] = field(default_factory=dict)
     """Phases of the calls of steps that have not ended: ns in the order of CALL_PHASES."""
+    open_device: tuple[int, dict[str, float | None]] = (-1, {})
+    """Of the newest call's step: what the devices took for the phases of its calls so far, ms; None: not known."""
 
     def settled_of(self, mode: str) -> list[StepSample]:
         """Steps of `mode`, drawn evenly from those that did not follow a change of mode; oldest first."""

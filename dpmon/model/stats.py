@@ -40,6 +40,8 @@ class PhaseFigures(NamedTuple):
     median_ns: float | None
     p95_ns: float | None
     share: float | None
+    device_ns: float | None = None
+    """Median of what the slowest device took, where that is known."""
 
 
 class Summary(NamedTuple):

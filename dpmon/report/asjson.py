@@ -5,7 +5,8 @@ end           state (as `ls` calls it), status, signal, error, seconds
 processes     process, rank, world, pid, python, torch
 steps, calls  how many there were, deleted ones too; dropped, pruned: records that are there no more
 nothing       why there is no step and no call, or null
-modes         mode, virtual, steps, median_ms, p95_ms, samples_per_s, phases: {name: share, median_ms, p95_ms, count}:
+modes         mode, virtual, steps, median_ms, p95_ms, samples_per_s, phases: {name: share, median_ms, p95_ms,
+              device_median_ms, count}:
               of all that is in the record, without
 evaluations   the same of steps without backward and optimizer, of modes whose other steps have them
 deleted       the same of steps of which only sums are left (medians and p95 within 3 %), and start_s, end_s, calls
@@ -99,6 +100,7 @@ def _mode(mode: ModeFacts) -> dict[str, Any]:
                 "share": phase.share,
                 "median_ms": _ms(phase.median_ns),
                 "p95_ms": _ms(phase.p95_ns),
+                "device_median_ms": _ms(phase.device_ns),
                 "count": phase.ran,
             }
             for phase in mode.phases

@@ -128,11 +128,12 @@ class _Collector(Adder):
         wall: int,
         samples: int | None,
         phases: Sequence[int | None],
+        times: bytes | None = None,
     ) -> None:
         """A step; one whose numbers make no sense is left out."""
         if wall < 0 or start < 0:
             return
-        super().step(process, number, mode, start, wall, samples, phases)
+        super().step(process, number, mode, start, wall, samples, phases, times)
         evaluation = is_evaluation(phases)
         self.series.step(mode, evaluation, start, wall, samples, phases)
         self.settled.step(process, number, mode, start, wall, samples, phases)

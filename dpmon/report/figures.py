@@ -39,7 +39,7 @@ def mode_facts(name: str, mode: ModeTotals, virtual: bool) -> ModeFacts:
         median_ns=median(ordered),
         p95_ns=percentile(ordered, 0.95),
         samples_per_s=mode.samples_per_s() if mode.walls else None,
-        phases=tuple(_figures(phase, times, total) for phase, times in phases.items()),
+        phases=tuple(_figures(phase, times, total, mode) for phase, times in phases.items()),
         early=early,
         late=late,
         early_p75_ns=early_p75,
@@ -71,7 +71,9 @@ def deleted_facts(name: str, deleted: Deleted, virtual: bool) -> ModeFacts:
     )
 
 
-def _figures(name: str, times: array[int], total: int) -> PhaseFigures:
+def _figures(name: str, times: array[int], total: int, mode: ModeTotals) -> PhaseFigures:
     ordered = sorted(times)
     share = sum(ordered) / total if total else None
-    return PhaseFigures(name, len(ordered), median(ordered), percentile(ordered, 0.95), share)
+    device = median(mode.device_ms.get(name) or ())
+    on_device = None if device is None else device * 1e6
+    return PhaseFigures(name, len(ordered), median(ordered), percentile(ordered, 0.95), share, on_device)

@@ -16,12 +16,12 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from dpmon.report.plots import Plot, plots
-from dpmon.report.said import comparison, facts, findings_note, phase_rows, step_rows
+from dpmon.report.said import comparison, facts, findings_note, phase_table, step_rows
 from dpmon.report.story import Story
 from dpmon.report.text import MAX_ROWS
 from dpmon.report.words import Row, device_cells, ended, rank_rows, replica_rows, stage_rows
 from dpmon.run.rundir import short_name
-from dpmon.ui.format import UNKNOWN, clock, compact, memory, ms, percent
+from dpmon.ui.format import UNKNOWN, clock, compact, memory, ms
 from dpmon.ui.text import clean
 
 __all__ = ["PageError", "page"]
@@ -127,8 +127,8 @@ def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
         yield from _plot(by_name.get(name))
     for title, mode in step_rows(story):
         yield f"<h2>Phases of a step, {_text(title)}</h2>\n"
-        rows = [(label, percent(one.share), ms(one.median_ns), ms(one.p95_ns)) for label, one in phase_rows(mode)]
-        yield from _table(("phase", "share", "median", "p95"), rows)
+        head, *rows = phase_table(mode)
+        yield from _table(head, rows)
     if story.compared is not None:
         yield "<h2>dp against single</h2>\n"
         yield "".join(f"<p>{_text(line)}</p>\n" for line in comparison(story.compared))

@@ -15,9 +15,9 @@ from dpmon.report.words import (
     mode_title,
     what_ran,
 )
-from dpmon.ui.format import clock, percent
+from dpmon.ui.format import clock, ms, percent
 
-__all__ = ["comparison", "facts", "findings_note", "phase_rows", "step_rows"]
+__all__ = ["comparison", "facts", "findings_note", "phase_rows", "phase_table", "step_rows"]
 
 
 def facts(story: Story) -> list[str]:
@@ -73,6 +73,17 @@ def phase_rows(mode: ModeFacts) -> list[tuple[str, PhaseFigures]]:
             rows += [(f"  {part}", found[part]) for part in CALL_PHASES if part in found]
     if "forward" not in found:
         rows += [(part, found[part]) for part in CALL_PHASES if part in found]
+    return rows
+
+
+def phase_table(mode: ModeFacts) -> list[tuple[str, ...]]:
+    """A row a phase with its host time, and that of the device where one is known; the first has the names."""
+    found = phase_rows(mode)
+    timed = any(figures.device_ns is not None for _, figures in found)
+    rows: list[tuple[str, ...]] = [("phase", "share", "median", "p95", *(("on device",) if timed else ()))]
+    for label, figures in found:
+        device = (ms(figures.device_ns),) if timed else ()
+        rows.append((label, percent(figures.share), ms(figures.median_ns), ms(figures.p95_ns), *device))
     return rows
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from dpmon.model.evidence import ModeFacts
 from dpmon.report.collect import collect
 from dpmon.report.layout import cut, more, sized_table, table, wrap, wrapped
-from dpmon.report.said import comparison, facts, findings_note, phase_rows, step_rows
+from dpmon.report.said import comparison, facts, findings_note, phase_table, step_rows
 from dpmon.report.story import Story
 from dpmon.report.words import (
     device_cells,
@@ -17,7 +17,7 @@ from dpmon.report.words import (
     stage_rows,
 )
 from dpmon.run.rundir import short_name
-from dpmon.ui.format import UNKNOWN, clock, compact, memory, memory_of, ms, percent
+from dpmon.ui.format import UNKNOWN, clock, compact, memory, memory_of, ms
 from dpmon.ui.text import clean
 
 __all__ = ["report_text", "text_lines"]
@@ -113,10 +113,7 @@ def _over_time(story: Story, width: int) -> list[str]:
 
 
 def _phases(title: str, mode: ModeFacts, width: int) -> list[str]:
-    rows = [("phase", "share", "median", "p95")]
-    for label, figures in phase_rows(mode):
-        rows.append((label, percent(figures.share), ms(figures.median_ns), ms(figures.p95_ns)))
-    return [f"PHASES of a step, {title}", *table(rows, width)]
+    return [f"PHASES of a step, {title}", *table(phase_table(mode), width)]
 
 
 def _compared(story: Story, width: int) -> list[str]:

@@ -14,12 +14,13 @@ from dpmon.records import (
     definition,
     kind_of,
     step_fields,
+    step_times,
 )
 from dpmon.run.adder import Adder
 from dpmon.run.export import Snapshot
 from dpmon.run.past import deleted
 from dpmon.run.reader import RunReader
-from dpmon.run.rows import record_of, step_columns
+from dpmon.run.rows import record_of, step_columns, step_device
 from dpmon.run.tables import HistoryError
 from dpmon.run.totals import Totals
 
@@ -88,7 +89,7 @@ def _add_kept(adder: Adder, snapshot: Snapshot) -> None:
             if row[1] == "calls":
                 adder.call(row[3], row[-1])
             elif row[1] == "steps":
-                adder.step(*step_columns(row))
+                adder.step(*step_columns(row), step_device(row))
             else:
                 event = record_of(row, {})
                 if isinstance(event, Event):
@@ -108,7 +109,8 @@ def _add_payload(adder: Adder, process: int, payload: bytes, origin: int) -> Non
         known: list[int | None] = [took if took >= 0 else None for took in phases]
         other = max(0, wall - sum(took for took in phases if took >= 0))
         known_samples = samples if samples >= 0 else None
-        adder.step(process, number, MODES[mode], start - origin, wall, known_samples, [*known, other])
+        began, times = start - origin, step_times(payload)
+        adder.step(process, number, MODES[mode], began, wall, known_samples, [*known, other], times)
     elif kind == "event":
         data = json.loads(payload[1:])
         adder.event(str(data.pop("kind")), data)

@@ -16,6 +16,8 @@ from dpmon.records import (
     call_head,
     call_replicas,
     call_stages,
+    is_timed,
+    known_times,
 )
 from dpmon.run.rollup import Rollup
 from dpmon.run.totals import Deleted, ModeTotals, RankLine, ReplicaLine, StageLine, Totals
@@ -27,13 +29,18 @@ _BACKWARD, _OPTIMIZER = STEP_PHASES.index("backward"), STEP_PHASES.index("optimi
 _WAITING = 4096
 
 _Key = TypeVar("_Key", int, str)
-_Waiting = tuple[int, str, bool, int, Sequence[int]]
-"""Step, mode, whether it was called as in an evaluation, start, phases."""
+_Waiting = tuple[int, str, bool, int, Sequence[int], bytes | None]
+"""Step, mode, whether it was called as in an evaluation, start, phases, its record if that has times of devices."""
 
 
 def is_evaluation(phases: Sequence[int | None]) -> bool:
     """Whether a step with these (in the order of STEP_PHASES) is one of an evaluation, if others of its mode train."""
     return phases[_BACKWARD] is None and phases[_OPTIMIZER] is None
+
+
+def _on_devices(mode: ModeTotals, times: bytes) -> None:
+    for name, took in known_times(times).items():
+        mode.device_ms.setdefault(name, array("d")).append(took)
 
 
 def _times(of: dict[_Key, array[int]], key: _Key) -> array[int]:
@@ -104,8 +111,9 @@ class Adder:
         wall: int,
         samples: int | None,
         phases: Sequence[int | None],
+        times: bytes | None = None,
     ) -> None:
-        """`start` in ns since the run's start; `phases` as in STEP_PHASES."""
+        """`start` in ns since the run's start; `phases` as in STEP_PHASES; `times` as records.step_times gives them."""
         self._processes.add(process)
         _times(self._walls, process).append(wall)
         evaluation = is_evaluation(phases)
@@ -118,6 +126,8 @@ class Adder:
             found.unknown_samples += 1
         else:
             found.samples[process] += samples
+        if times is not None:
+            _on_devices(found, times)
         for name, took in zip(STEP_PHASES, phases, strict=True):
             if took is not None:
                 _times(found.step_phases, name).append(took)
@@ -131,7 +141,8 @@ class Adder:
         mode = MODES[mode_number]
         self._processes.add(process)
         waiting = self._calls.setdefault(process, [])
-        waiting.append((step, mode, flags & (TRAINING | GRAD) == 0, start, phases))
+        times = payload if is_timed(payload) else None
+        waiting.append((step, mode, flags & (TRAINING | GRAD) == 0, start, phases, times))
         if len(waiting) > _WAITING:  # a process whose calls are in no step
             self._count_call(*waiting.pop(0)[1:])
         sizes = tuple((got, gave) for got, gave, _, _ in shares)
@@ -154,9 +165,11 @@ class Adder:
             else:
                 self._calls[process].append(call)
 
-    def _count_call(self, mode: str, evaluation: bool, start: int, phases: Sequence[int]) -> None:
+    def _count_call(self, mode: str, evaluation: bool, start: int, phases: Sequence[int], times: bytes | None) -> None:
         found = self._mode(mode, evaluation)
         found.calls += 1
+        if times is not None:
+            _on_devices(found, times)
         for index, name in enumerate(CALL_PHASES):
             if phases[2 * index] >= 0:
                 _times(found.call_phases, name).append(phases[2 * index + 1])

@@ -102,6 +102,8 @@ class History:
         run("PRAGMA journal_size_limit=4194304")
         run("PRAGMA cache_size=-2000")
         self._db.executescript(SCHEMA)
+        if "device" not in (row[1] for row in run("PRAGMA table_info(steps)")):  # begun by an earlier version
+            run("ALTER TABLE steps ADD COLUMN device BLOB")
         rows = {"schema": SCHEMA_VERSION, "limit_bytes": self._limit, "pruned": 0, **meta}
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", rows.items())
         self._page_bytes: int = run("PRAGMA page_size").fetchone()[0]
@@ -141,7 +143,7 @@ class History:
             self._db.execute("BEGIN IMMEDIATE")
             many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
             many("INSERT INTO calls VALUES (?,?,?,?,?,?,?,?,?)", batch.calls)
-            many("INSERT INTO steps VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", batch.steps)
+            many("INSERT INTO steps VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", batch.steps)
             many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
             many("INSERT OR REPLACE INTO rings VALUES (?,?,?,?,?,?,?,?,?,?,?)", map(astuple, batch.rings))
             many(_ADD_DEVICE, [(*key, *values) for key, values in batch.devices.items()])

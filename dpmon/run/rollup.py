@@ -92,7 +92,7 @@ class Rollup:
             self.low_ns = low if self.low_ns is None else min(self.low_ns, low)
             self.high_ns = high if self.high_ns is None else max(self.high_ns, high)
             self._count(0, walls)
-            for index, column in enumerate(phases, start=1):
+            for index, column in enumerate(phases[: len(STEP_PHASES)], start=1):
                 self._count(index, [took for took in column if took is not None])
         if calls:
             columns = list(zip(*calls, strict=True))

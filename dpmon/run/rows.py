@@ -17,15 +17,17 @@ from dpmon.records import (
     Step,
     call_head,
     definition,
+    kept_step_times,
     kind_of,
     pack_definition,
     step_fields,
+    step_times,
 )
 from dpmon.run.history import Batch
 from dpmon.run.kept import Kept
 from dpmon.run.tables import RingRow
 
-__all__ = ["Sorter", "decoders_of", "record_of", "step_columns"]
+__all__ = ["Sorter", "decoders_of", "record_of", "step_columns", "step_device"]
 
 _MAX_INT = (1 << 63) - 1
 _WHOLE, _WHOLE_OR_NONE = {int}, {int, type(None)}
@@ -91,7 +93,7 @@ class Sorter:
         other = max(0, wall - sum(took for took in phases if took >= 0))
         known.append(other)
         count = samples if samples >= 0 else None
-        row = (number, self.row.process, step, MODES[mode], began, wall, count, *known)
+        row = (number, self.row.process, step, MODES[mode], began, wall, count, *known, step_times(payload))
         batch.rollup(began + wall, self.row.process, MODES[mode]).steps.append(row)
         self.row.steps += 1
         self.row.last_step = step
@@ -150,7 +152,7 @@ def record_of(row: tuple[Any, ...], decoders: Mapping[int, Decoder]) -> Record:
         else:
             data = json.loads(row[-1])
             record = Event(str(data.pop("kind")), data)
-    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise RecordError(f"damaged row in {table}: {type(error).__name__}") from None
     if record is None:
         raise RecordError(f"damaged row in {table}")
@@ -159,7 +161,8 @@ def record_of(row: tuple[Any, ...], decoders: Mapping[int, Decoder]) -> Record:
 
 def step_columns(row: tuple[Any, ...]) -> tuple[int, int, str, int, int, int | None, list[int | None]]:
     """process, step, mode, start_ns, wall_ns, samples and the phases of a row of steps; RecordError if damaged."""
-    _, _, _, process, step, mode, start_ns, wall_ns, samples, *phases = row
+    _, _, _, process, step, mode, start_ns, wall_ns, samples = row[:9]
+    phases = list(row[9 : 9 + len(STEP_PHASES)])
     # SQLite holds whatever was written into a column, of any type.
     if mode not in MODES or len(phases) != len(STEP_PHASES):
         raise RecordError("damaged row in steps")
@@ -173,7 +176,7 @@ def step_columns(row: tuple[Any, ...]) -> tuple[int, int, str, int, int, int | N
 
 def _step_of(row: tuple[Any, ...], decoders: Mapping[int, Decoder]) -> Step:
     process, step, mode, start_ns, wall_ns, samples, phases = step_columns(row)
-    return Step(
+    found = Step(
         process=process,
         rank=decoders[process].rank,
         step=step,
@@ -183,3 +186,11 @@ def _step_of(row: tuple[Any, ...], decoders: Mapping[int, Decoder]) -> Step:
         samples=samples,
         phases={name: took for name, took in zip(STEP_PHASES, phases, strict=True) if took is not None},
     )
+    times = step_device(row)
+    return found if times is None else kept_step_times(found, times)
+
+
+def step_device(row: tuple[Any, ...]) -> bytes | None:
+    """What a row of steps has of its devices, as dpmon.records.step_times; an earlier version kept nothing."""
+    kept = row[9 + len(STEP_PHASES)] if len(row) > 9 + len(STEP_PHASES) else None
+    return kept if isinstance(kept, bytes) else None

@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from dpmon.run import proc
 
 __all__ = [
@@ -210,7 +208,12 @@ def check_directory(directory: Path) -> None:
 
 def runs_directory() -> Path:
     """Where runs are kept: under the user's state directory (XDG_STATE_HOME), whether it exists or not."""
-    return Path(platformdirs.user_state_dir()) / "dpmon" / "runs"
+    state = os.environ.get("XDG_STATE_HOME", "")
+    if not state.strip():
+        import platformdirs  # here: it takes some milliseconds
+
+        state = platformdirs.user_state_dir()
+    return Path(state) / "dpmon" / "runs"
 
 
 def stand_ins() -> list[Path]:

@@ -4,7 +4,8 @@
     rings        one row a ring: how far it was read (position, sequence), what was missed, what was counted
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
     calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.records)
-    steps        id, process, step, mode, start_ns, wall_ns, samples, data_ns ... other_ns (NULL: did not run)
+    steps        id, process, step, mode, start_ns, wall_ns, samples, data_ns ... other_ns (NULL: did not run),
+                 device (NULL, or what its devices took: dpmon.records.step_times)
     events       id, process (NULL: the supervisor), kind, t_ns, json
     rollups      width (1 or 60 s), start_s, process, mode, steps, calls, samples, unknown (steps without samples),
                  last_step, low_ns, high_ns (of a step), step_ns, data_ns ... gather_ns (sums; NULL: did not run),
@@ -59,7 +60,7 @@ CREATE TABLE IF NOT EXISTS calls (
 CREATE TABLE IF NOT EXISTS steps (
     id INTEGER PRIMARY KEY, process INTEGER, step INTEGER, mode TEXT, start_ns INTEGER, wall_ns INTEGER,
     samples INTEGER, data_ns INTEGER, forward_ns INTEGER, backward_ns INTEGER, optimizer_ns INTEGER,
-    other_ns INTEGER);
+    other_ns INTEGER, device BLOB);
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, process INTEGER, kind TEXT, t_ns INTEGER, json TEXT);
 CREATE TABLE IF NOT EXISTS rollups (

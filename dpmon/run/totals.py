@@ -25,6 +25,8 @@ class ModeTotals:
     walls: array[int] = field(default_factory=lambda: array("q"))
     step_phases: dict[str, array[int]] = field(default_factory=dict)
     call_phases: dict[str, array[int]] = field(default_factory=dict)
+    device_ms: dict[str, array[float]] = field(default_factory=dict)
+    """By phase of steps and calls: what the slowest device took, where that is known."""
     samples: Counter[int] = field(default_factory=Counter)
     """Samples by process."""
     step_ns: Counter[int] = field(default_factory=Counter)
@@ -41,6 +43,8 @@ class ModeTotals:
         for ours, theirs in ((self.step_phases, other.step_phases), (self.call_phases, other.call_phases)):
             for name, times in theirs.items():
                 ours.setdefault(name, array("q")).extend(times)
+        for name, spent in other.device_ms.items():
+            self.device_ms.setdefault(name, array("d")).extend(spent)
         for mine, its in ((self.samples, other.samples), (self.step_ns, other.step_ns), (self.steps, other.steps)):
             mine.update(its)
         self.unknown_samples += other.unknown_samples

@@ -10,7 +10,7 @@ The pieces need not be torch's replicas: whatever parallel_apply is given to cal
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from dpmon.tracer.virtual import GATHER, PARALLEL_APPLY, REPLICATE, SCATTER
 
 if TYPE_CHECKING:
     from dpmon.tracer.calls import Calls, Site, Trace
+    from dpmon.tracer.events import Span
 
 __all__ = ["ByHand"]
 
@@ -46,6 +47,7 @@ class Hand:
         "given",
         "leaves",
         "phases",
+        "spans",
         "start",
         "trace",
         "turn",
@@ -63,6 +65,8 @@ class Hand:
         self.devices: Any = None
         self.trace: Trace | None = None
         self.flags = 0
+        self.spans: list[list[Span]] = [[], [], [], []]
+        """Of each verb: what it takes on the GPUs."""
 
     def ran(self, index: int, began: int, ended: int) -> None:
         """A verb has run."""
@@ -122,11 +126,16 @@ class ByHand:
         if ready is not None and hand is not None:
             return self._apply(hand, run, *ready)
         began = monotonic_ns()
+        spans = self._spans() if hand is not None and not local.depth else ()
+        failed = True
         try:
             local.verb = index != PARALLEL_APPLY
             result = run(*args, **kwargs)
+            failed = False
         finally:
             local.verb = False
+            if hand is not None and spans:
+                self._end_spans(hand, index, spans, failed)
         if hand is not None:
             try:
                 hand.ran(index, began, monotonic_ns())
@@ -134,6 +143,30 @@ class ByHand:
             except Exception as error:  # noqa: BLE001 - the result is torch's, whatever we make of it
                 session.fault("by hand", error)
         return result
+
+    def _spans(self) -> Sequence[Span]:
+        """A verb but parallel_apply is about to run: on the GPUs of the step. Never raises."""
+        timing = self.session.timing
+        if timing is None or self.calls.steps.thread != get_ident():
+            return ()
+        try:
+            return [timing.times.begin(gpu) for gpu in timing.gpus]
+        except Exception as error:  # noqa: BLE001 - the verb is worth more than its time
+            self.session.fault("events", error, fatal=False)
+            return ()
+
+    def _end_spans(self, hand: Hand, index: int, spans: Sequence[Span], failed: bool) -> None:
+        """It is over. Never raises."""
+        timing = self.session.timing
+        try:
+            for span in spans if timing is not None else ():
+                if failed:
+                    timing.times.abandon(span)  # type: ignore[union-attr]  # it is there
+                else:
+                    timing.times.end(span)  # type: ignore[union-attr]
+            hand.spans[index] += spans
+        except Exception as error:  # noqa: BLE001 - the verb is worth more than its time
+            self.session.fault("events", error, fatal=False)
 
     def _left_over(self) -> bool:
         """Whether an interrupt has left behind that this thread is in a call; then it is in none any more."""
@@ -238,7 +271,9 @@ class ByHand:
             trace.rows = session.rows(trace.inputs, 0)
         args, kwargs = watched(trace.watch, args, kwargs)
         began = monotonic_ns()
-        if local.depth == 0 and (steps.thread == 0 or steps.thread == get_ident()):
+        outermost = local.depth == 0 and (steps.thread == 0 or steps.thread == get_ident())
+        calls.time(trace, outermost)
+        if outermost:
             steps.call_begins(hash((site.root, "by hand")), DP, hand.start, False)  # its scatter has already run
             hand.turn = trace.step = steps.number
             spent = sum(took for _, took in hand.phases)
@@ -248,11 +283,15 @@ class ByHand:
             steps.inner = 0
             trace.free = steps.free
             steps.free = 0
+            if session.timing is not None:
+                session.timing.ran_before([span for spans in hand.spans for span in spans])
         if modes.unannounced:
             modes.announce(trace.step, trace.number)
         return began, args, kwargs
 
     def _applied(self, hand: Hand, began: int, failed: bool) -> None:
+        from dpmon.tracer.calls import spans_of
+
         now = monotonic_ns()
         hand.ran(PARALLEL_APPLY, began, now)
         trace = hand.trace
@@ -260,6 +299,10 @@ class ByHand:
         if trace.outer >= 0:
             self.calls.steps.call_ends(began, now, trace.outer, trace.rows, hand.flags)
             self.calls.steps.settle(trace.free)
+        timing = self.session.timing
+        if timing is not None and trace.times is not None:
+            timing.call_ends(trace.times, trace.outer >= 0, spans_of(trace.watch))
+            hand.spans[PARALLEL_APPLY] = list(trace.times.whole)
         if failed:
             self._write(hand, True, 0)
         elif self._ungathered.get(trace.site.root, 0) >= PATIENCE:
@@ -271,6 +314,8 @@ class ByHand:
         if trace.outer >= 0:
             self.calls.steps.forward += hand.phases[GATHER][1]
             self.calls.steps.inner += hand.phases[GATHER][1]
+            if self.session.timing is not None:
+                self.session.timing.ran_before(hand.spans[GATHER])
         self._ungathered.pop(trace.site.root, None)
         self._write(hand, False, self.session.outputs(result, trace.site.outputs))
 
@@ -294,6 +339,8 @@ class ByHand:
         self.session.local.hand = None
         site = trace.site
         trace.phases = [value for began, took in hand.phases for value in _since(began, took, trace.start)]
+        if trace.times is not None:
+            trace.times.phases = [[(span, 1) for span in spans] for spans in hand.spans]
         absent = {}
         if hand.phases[SCATTER][0] < 0:
             absent["scatter"] = "the script did not scatter in this turn of its loop"

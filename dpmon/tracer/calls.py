@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from dpmon.records import CALL_PHASES, CALL_TAG, FAILED, GRAD, TRAINING, VIRTUAL, pack_call
+from dpmon.records import CALL_PHASES, CALL_TAG, FAILED, GRAD, TRAINING, VIRTUAL, Untimed, pack_call
 from dpmon.ring import Ring
 from dpmon.tracer.byhand import ByHand
+from dpmon.tracer.events import Span
 from dpmon.tracer.frames import OF_CALLS, drop_frames, named_like, outwards
 from dpmon.tracer.lane import ODD, Lane, Unsuited, frame_of, lane_way
 from dpmon.tracer.modes import DP, SINGLE, Modes, Plan, overrides
@@ -29,6 +30,7 @@ from dpmon.tracer.sizes import tensors_in
 from dpmon.tracer.stages import Stages, stages_of
 from dpmon.tracer.steps import Steps
 from dpmon.tracer.tables import buffers_of, modules_of
+from dpmon.tracer.timing import CallTimes, Timing, gpus_of, usable
 from dpmon.tracer.virtual import GATHER, PARALLEL_APPLY, REPLICATE, SCATTER, VERBS, Originals, with_globals
 
 __all__ = ["Calls", "Site"]
@@ -47,6 +49,7 @@ class Site:
         "dim",
         "epoch",
         "given",
+        "gpus",
         "inputs",
         "lane",
         "layout",
@@ -67,6 +70,7 @@ class Site:
     def __init__(self, module: Any, plan: Plan, via: str | None, dim: int, gone: Callable[[Any], object]) -> None:
         self.module = weakref.ref(module, gone)
         self.plan = plan
+        self.gpus = gpus_of(plan.devices)
         self.plain = plan.mode == SINGLE and (via is None or _is_ddp(module)) and not _holds_wrapper(module)
         """Whether nothing but the module's own code runs: no phases, no DataParallel inside."""
         self.via = via
@@ -106,13 +110,17 @@ class Site:
 class Before:
     """The random state and the buffers of a module, to be put back when an attempt at dp has failed."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, device: torch.device) -> None:
         self._random = torch.get_rng_state()
+        self._device = device
+        self._there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers_of(module)]
 
     def restore(self) -> None:
         """As if nothing had been tried (what the forward did outside torch stays done)."""
         torch.set_rng_state(self._random)
+        if self._there is not None:
+            torch.cuda.set_rng_state(self._there, self._device)
         with torch.no_grad():
             for buffer, was in self._buffers:
                 buffer.copy_(was)
@@ -136,6 +144,7 @@ class Trace:
         "site",
         "start",
         "step",
+        "times",
         "watch",
     )
 
@@ -157,6 +166,8 @@ class Trace:
         self.inputs = 0
         self.rows = -1
         self.outer = -1
+        self.times: CallTimes | None = None
+        """Of its GPUs, where it is timed on them."""
         self.free = 0
         """As it was in Steps before the call."""
         self.start = 0
@@ -214,6 +225,15 @@ class Calls:
         is_compiling = torch.compiler.is_dynamo_compiling
         clock = monotonic_ns
 
+        def on_devices(times: CallTimes, ended: int) -> None:
+            try:
+                if ended < 0:
+                    times.begins()
+                else:
+                    times.ends(ended)
+            except Exception as error:  # noqa: BLE001 - the phase is worth more than its time
+                fault("events", error, fatal=False)
+
         def traced(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(*args, **kwargs)
@@ -232,11 +252,15 @@ class Calls:
                     except Exception as error:  # noqa: BLE001 - sizes are not worth a training
                         fault("replicas", error)
                 began = clock()
+                if trace.times is not None:
+                    on_devices(trace.times, -1)
                 try:
                     local.verb = index != PARALLEL_APPLY
                     result = (original if virtual is None else virtual.verbs[number])(*args, **kwargs)
                 finally:
                     local.verb = False
+                if trace.times is not None:
+                    on_devices(trace.times, index)
                 ended = clock()
             except BaseException as error:
                 drop_frames(error)
@@ -456,7 +480,7 @@ class Calls:
         if trace.site.proven or trace.plan.virtual is None:
             return
         try:
-            trace.before = Before(module)
+            trace.before = Before(module, trace.plan.virtual.base)
         except Exception as error:  # noqa: BLE001 - then the attempt leaves its traces
             self.session.fault("before", error)
 
@@ -483,8 +507,12 @@ class Calls:
     def fall_back(self, trace: Trace, module: Any, wrapper: bool, why: Exception | str, final: bool) -> None:
         """dp did not work for this call: note why, and let it run as the script alone would. Never raises."""
         trace.phases = [-1, 0] * 4
+        watch = trace.watch
         trace.watch = trace.share = None
         try:
+            if trace.times is not None:
+                trace.times.raised(spans_of(watch))
+                trace.times = trace.times.again()
             if trace.before is not None:
                 trace.before.restore()
             known = isinstance(why, (str, Unsuited))
@@ -700,7 +728,9 @@ class Calls:
             trace.inputs = inputs = session.inputs(args, kwargs, site.inputs)
             trace.rows = session.rows(inputs, site.dim)
             trace.start = now = monotonic_ns()
-            if local.depth == 0 and (steps.thread == 0 or steps.thread == get_ident()):
+            outermost = local.depth == 0 and (steps.thread == 0 or steps.thread == get_ident())
+            self.time(trace, outermost)
+            if outermost:
                 trace.start = steps.call_begins(id(module), site.plan.mode, now)
                 trace.step = steps.number
                 trace.outer = steps.inner
@@ -713,6 +743,27 @@ class Calls:
         except Exception as error:  # noqa: BLE001 - ours must not reach the script
             session.fault("begin", error)
             return None
+
+    def time(self, trace: Trace, outermost: bool) -> None:
+        """A call that may run on GPUs is about to begin: it is timed on them, if the training thread makes it."""
+        session, site, steps = self.session, trace.site, self.steps
+        timing = session.timing
+        if not (site.gpus or timing is not None) or not (outermost or steps.thread == get_ident()):
+            return
+        if timing is None:
+            if session.ring is None or not usable():
+                return
+            # Once and for all: from here on the ways are gone on which events are recorded.
+            session.ring.flush()
+            steps.detach()
+            self.go_long()
+            timing = session.timing = Timing(session, steps, session.ring)
+        if outermost:
+            timing.runs_on(site.gpus)
+        if site.gpus:
+            trace.times = timing.call_begins(site.plan.devices, outermost)
+            if trace.watch is not None:
+                trace.watch.times = trace.times
 
     def _new_site(self, module: Any, wrapper: bool) -> Site:
         dim = self.modes.dim_of(module) if wrapper else 0
@@ -727,6 +778,8 @@ class Calls:
         elif plan.mode == SINGLE:
             site.stages = stages_of(module.module if via is not None else module, self.session)
             site.plain = site.plain and site.stages is None
+            if site.stages is not None:
+                site.gpus = gpus_of(site.stages.devices)
         return site
 
     def splits_itself(self, root: Trace) -> None:
@@ -770,6 +823,9 @@ class Calls:
             if trace.outer >= 0:
                 self.steps.call_ends(trace.start, now, trace.outer, trace.rows, flags)
                 self.steps.settle(trace.free)
+            timing = self.session.timing
+            if timing is not None and trace.times is not None:
+                timing.call_ends(trace.times, trace.outer >= 0, spans_of(trace.watch))
             if self.session.local.tried is not None:
                 self.modes.tried(failed)
             if self.modes.doubtful and not self.session.local.depth:
@@ -798,15 +854,21 @@ class Calls:
             layout = site.layout if fresh else self.layout(site, plan)
             if plan.virtual is not None and plan.mode == DP:
                 flags |= VIRTUAL
-            ring.flush()
             stages = site.stages
-            if stages is not None and trace.outer >= 0:
+            timing = session.timing
+            staged = stages is not None and trace.outer >= 0
+            if staged or (timing is not None and self.steps.thread == get_ident()):
                 head = plan.mode, flags, layout, trace.step, self.steps.count, trace.start, now - trace.start
-                packed = stages.packed(trace.start)
-                ring.write(pack_call(*head, trace.inputs, outputs, trace.phases, (), packed))
+                packed = stages.packed(trace.start) if stages is not None and staged else ()
+                call = pack_call(*head, trace.inputs, outputs, trace.phases, () if staged else replicas, packed)
+                if timing is not None:
+                    timing.add(call, *self._slots(trace, staged))
+                    return
+                ring.write(call)
                 if ring.head >= session.renew_at:
                     session.renew()
                 return
+            ring.flush()
             values = (
                 CALL_TAG,
                 plan.mode,
@@ -853,6 +915,15 @@ class Calls:
             flat += (probe.inputs, probe.outputs, began if began > 0 else 0, took if took > 0 else 0)
         return flat
 
+    def _slots(self, trace: Trace, staged: bool) -> tuple[Any, int]:
+        """What the record of a call is to have of its devices, as Timing.add takes it."""
+        if trace.times is None:
+            return None, Untimed.NONE
+        if staged and trace.site.stages is not None:
+            return trace.site.stages.slots(), Untimed.ON_CPU
+        probes = trace.watch.probes if trace.watch is not None else ()
+        return trace.times.slots([probe.span for probe in probes] if probes else None), Untimed.NONE
+
     def _bypassed(self, trace: Trace, replicas: bool) -> None:
         """Say what is missing because the script's subclass does it itself."""
         site = trace.site
@@ -882,6 +953,11 @@ class _Forward:
     def __reduce__(self) -> Any:
         # A class that is pickled by value (cloudpickle) takes the script's function with it, and nothing of ours.
         return next, (iter([self._original]),)
+
+
+def spans_of(watch: Watch | None) -> list[Span | None]:
+    """What the replicas took on their devices."""
+    return [] if watch is None else [probe.span for probe in watch.probes]
 
 
 def changed_meaning(result: Any, rows: int, replicas: int) -> str | None:

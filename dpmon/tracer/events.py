@@ -1,19 +1,24 @@
 """How long a device works on a phase, by events on the streams that do the work; the device is never waited for.
 
-An event is recorded where a phase begins and where it ends, on the stream that is current there; one that ends where
-the next begins shares it. Between two steps the thread that steps asks which have completed and reads the time between
+An event is recorded where a phase begins and where it ends, on the stream that is current there; one that begins where
+another ends shares it. Between two steps the thread that steps asks which have completed and reads the time between
 them. Events come from a pool for each device: when it is empty, because the device is far behind, a phase is not
-timed, and that is counted. Nothing is recorded while a CUDA graph is captured: it would become a part of the graph.
+timed, and that is counted. Nothing is recorded or asked while a CUDA graph is captured: what is recorded would become
+a part of the graph, and a question would end the capture.
+
+What is between two events of a stream is the device's work, and its idleness where the host was behind.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
+
+from dpmon.records import Untimed
 
 __all__ = ["POOL_EVENTS", "DeviceTimes", "Events", "Span", "TorchEvents"]
 
@@ -21,6 +26,7 @@ POOL_EVENTS = 256
 """For each device."""
 _cuda: Any = torch.cuda  # its hints differ from version to version
 MAX_FAULTS = 3
+MAX_STREAMS = 256
 
 
 class Events(Protocol):
@@ -45,6 +51,11 @@ class Events(Protocol):
 class TorchEvents:
     """torch.cuda's."""
 
+    def __init__(self) -> None:
+        self._current: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        """The current stream's handle, by device: a tenth of what the stream's object costs."""
+        self._streams: dict[tuple[int, int], Any] = {}
+
     def capturing(self) -> bool:
         """Of this thread's current stream."""
         return bool(_cuda.is_current_stream_capturing())
@@ -55,7 +66,16 @@ class TorchEvents:
 
     def record(self, event: Any, device: int) -> None:
         """On the stream that is current in this thread."""
-        event.record(_cuda.current_stream(device))
+        if self._current is None:
+            event.record(_cuda.current_stream(device))
+            return
+        key = device, self._current(device)
+        stream = self._streams.get(key)
+        if stream is None:
+            if len(self._streams) >= MAX_STREAMS:
+                self._streams.clear()
+            stream = self._streams[key] = _cuda.current_stream(device)
+        event.record(stream)
 
     def done(self, event: Any) -> bool:
         """cudaEventQuery."""
@@ -77,23 +97,21 @@ class _Mark:
 
 
 class Span:
-    """One phase on one device, from its begin until its time is read."""
+    """One phase on one device: its time once it is known, or why it never will be."""
 
-    __slots__ = ("device", "first", "key", "last")
+    __slots__ = ("device", "first", "last", "ms", "why")
 
-    def __init__(self, key: Hashable, device: int, first: _Mark) -> None:
-        self.key = key
+    def __init__(self, device: int) -> None:
         self.device = device
-        self.first = first
+        self.first: _Mark | None = None
         self.last: _Mark | None = None
+        self.ms: float | None = None
+        self.why = Untimed.NONE
 
-
-class Time(NamedTuple):
-    """What was read of one phase: its key, the device, ms."""
-
-    key: Hashable
-    device: int
-    ms: float
+    @property
+    def settled(self) -> bool:
+        """Whether nothing more is to be known of it."""
+        return self.ms is not None or self.why != Untimed.NONE
 
 
 class DeviceTimes:
@@ -116,87 +134,106 @@ class DeviceTimes:
         """Whether it has given up."""
         return self._faults >= MAX_FAULTS
 
-    def begin(self, key: Hashable, device: int) -> Span | None:
-        """A phase begins on a device; None if it is not timed."""
-        if self.off:
-            return None
-        mark = self._mark(device)
-        return None if mark is None else Span(key, device, mark)
-
-    def end(self, span: Span | None) -> None:
-        """It ends there."""
-        if span is None:
-            return
-        mark = self._mark(span.device)
-        if mark is None:
-            self._release(span.device, span.first)
+    def begin(self, device: int, after: Span | None = None) -> Span:
+        """A phase begins on a device: now, or, where that is the same device, where `after` ended."""
+        span = Span(device)
+        shared = after.last if after is not None and after.device == device else None
+        if shared is not None and not self.off:
+            shared.users += 1
+            span.first = shared
         else:
-            self._close(span, mark)
+            span.first, span.why = self._mark(device)
+        return span
 
-    def next(self, span: Span | None, key: Hashable, device: int) -> Span | None:
-        """It ends where another begins: on the same device one event does for both."""
-        if span is None or span.device != device:
-            self.end(span)
-            return self.begin(key, device)
-        mark = self._mark(device)
+    def end(self, span: Span) -> None:
+        """It ends: here, or where its last lap did."""
+        if span.first is None:
+            return
+        if span.last is None:
+            span.last, span.why = self._mark(span.device)
+            if span.last is None:
+                self._release(span.device, span.first)
+                span.first = None
+                return
+        self._pending.setdefault(span.device, deque()).append(span)
+
+    def lap(self, span: Span) -> None:
+        """It may have ended here: this is taken for its end if no later lap is."""
+        if span.first is None:
+            return
+        mark, why = self._mark(span.device)
+        if span.last is not None:
+            self._release(span.device, span.last)
+        span.last = mark
         if mark is None:
-            self._release(device, span.first)
-            return None
-        mark.users += 1
-        self._close(span, mark)
-        return Span(key, device, mark)
+            self.abandon(span, why)
 
-    def abandon(self, span: Span | None) -> None:
-        """Its work has failed: there is nothing to be timed."""
-        if span is not None:
-            self._release(span.device, span.first)
+    def abandon(self, span: Span, why: int = Untimed.RAISED) -> None:
+        """It has not ended yet and never will: its work has failed, there is nothing to be timed."""
+        for mark in (span.first, span.last):
+            if mark is not None:
+                self._release(span.device, mark)
+        span.first = span.last = None
+        span.why = span.why or why
 
-    def collect(self) -> Iterator[Time]:
-        """What the devices have finished since the last time, in their order; never waits for them."""
-        for device, pending in list(self._pending.items()):
-            while pending:
-                span = pending[0]
-                last = span.last
-                assert last is not None
-                try:
-                    # The first may be on another stream, where it is behind.
-                    if not (self._events.done(last.event) and self._events.done(span.first.event)):
-                        break
-                    took = self._events.between_ms(span.first.event, last.event)
-                except Exception as error:  # noqa: BLE001 - a time is lost, the training is not
-                    self._failed(error)
-                    took = -1.0
-                pending.popleft()
-                self._release(device, span.first)
-                self._release(device, last)
-                if took >= 0:  # two streams may have passed each other
-                    yield Time(span.key, device, took)
+    def collect(self) -> None:
+        """Read what the devices have finished since the last time, in their order; never waits for them."""
+        if not any(self._pending.values()):
+            return
+        try:
+            if self._events.capturing():
+                return
+        except Exception as error:  # noqa: BLE001 - times are lost, the training is not
+            self._failed(error)
+        for pending in list(self._pending.values()):
+            while pending and self._read(pending[0]):
+                del pending[0]
+
+    def _read(self, span: Span) -> bool:
+        """Read one time; False if the device has not come to its end."""
+        first, last = span.first, span.last
+        assert first is not None
+        assert last is not None
+        try:
+            # The first may be on another stream, where it is behind.
+            if not (self._events.done(last.event) and self._events.done(first.event)):
+                return False
+            took = self._events.between_ms(first.event, last.event)
+            if took >= 0:
+                span.ms = took
+            else:  # two streams that have passed each other
+                span.why = Untimed.CROSSED
+        except Exception as error:  # noqa: BLE001 - a time is lost, the training is not
+            self._failed(error)
+            span.why = Untimed.FAULT
+        self._release(span.device, first)
+        self._release(span.device, last)
+        span.first = span.last = None
+        return True
 
     def waiting(self) -> int:
         """Phases whose times have not been read."""
         return sum(len(pending) for pending in self._pending.values())
 
-    def _close(self, span: Span, mark: _Mark) -> None:
-        span.last = mark
-        self._pending.setdefault(span.device, deque()).append(span)
-
-    def _mark(self, device: int) -> _Mark | None:
-        """An event recorded now; None while a graph is captured, or if none is free."""
+    def _mark(self, device: int) -> tuple[_Mark | None, int]:
+        """An event recorded now, or why there is none."""
+        if self.off:
+            return None, Untimed.FAULT
         event = None
         try:
             if self._events.capturing():
-                return None
+                return None, Untimed.CAPTURED
             event = self._take(device)
             if event is None:
                 self.untimed += 1
-                return None
+                return None, Untimed.NO_EVENT
             self._events.record(event, device)
         except Exception as error:  # noqa: BLE001 - it is not timed
             if event is not None:
                 self._free.setdefault(device, []).append(event)
             self._failed(error)
-            return None
-        return _Mark(event)
+            return None, Untimed.FAULT
+        return _Mark(event), Untimed.NONE
 
     def _take(self, device: int) -> Any:
         free = self._free.setdefault(device, [])

@@ -25,7 +25,7 @@ MAX_FAILURES = 3
 
 _HOST_ONLY = "the devices are CPUs: host time is all there is"
 _HOLDS = "it holds a"
-_NO_EVENTS = "device times of GPUs are not recorded by this version"
+_NO_EVENTS = "it was not timed: only calls of the thread that trains are"
 
 
 @dataclass(frozen=True)
@@ -214,6 +214,10 @@ class Modes:
             if device_ids is None or self.session.config.explicit:
                 return self._spread(inner, False)
             return self._share(len(device_ids), inner, "no GPU: replicas share the CPU")
+        if self.session.config.explicit and self.chosen != SINGLE:
+            plan = self._spread(inner, False)
+            if plan.virtual is None or _unreplicable(module) is None:
+                return plan
         count = torch.cuda.device_count()
         ids = [torch._utils._get_device_index(i, True) for i in device_ids] if device_ids is not None else range(count)
         own = tuple(f"cuda:{i}" for i in ids)

@@ -72,6 +72,8 @@ class Pause:
                 words[Ring.PAUSE_ANSWERED] = asked
                 ring.activity(Activity.PAUSED, began)
                 sleep(POLL_S)
+                if session.timing is not None:
+                    session.timing.read()
                 now = monotonic_ns()
                 if now - looked >= LOOK_NS:
                     looked = now

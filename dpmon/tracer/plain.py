@@ -159,6 +159,8 @@ def short_way(
             inputs = session.inputs(args, kwargs, site.inputs)
             rows = session.rows(inputs, 0)
             ring.flush()
+            if session.timing is not None:
+                session.timing.runs_on(site.gpus)
             began = steps.call_begins(id(module), SINGLE, began)
             outer = steps.inner
         except Exception as error:  # noqa: BLE001 - ours must not reach the script
@@ -194,8 +196,11 @@ def short_way(
                 calls.layout(site, site.plan)
             tags = _TAGS | flags << 16 | site.layout << 32
             steps.count += 1
-            if session.ring is not None:
-                session.ring.stage((tags, steps.number, steps.count, began, now - began, inputs | outputs << 32))
+            values = tags, steps.number, steps.count, began, now - began, inputs | outputs << 32
+            if session.timing is not None:
+                session.timing.plain(values, site.gpus)
+            elif session.ring is not None:
+                session.ring.stage(values)
             steps.settle(was)
         except Exception as error:  # noqa: BLE001 - the result is the script's, whatever we make of it
             session.fault("end", error)

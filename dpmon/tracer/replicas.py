@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from time import monotonic_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpmon.tracer.frames import drop_frames
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sizes import gathers
+
+if TYPE_CHECKING:
+    from dpmon.tracer.events import Span
+    from dpmon.tracer.timing import CallTimes
 
 __all__ = ["KEY", "Probe", "Watch"]
 
@@ -23,7 +27,7 @@ KEY = -7061
 class Probe:
     """What one replica did in one call: definitions of its sizes, 0 unknown; monotonic ns, 0 if it was not seen."""
 
-    __slots__ = ("began", "ended", "inputs", "memos", "module", "outputs", "watch")
+    __slots__ = ("began", "ended", "index", "inputs", "memos", "module", "outputs", "span", "watch")
 
     def __init__(self, watch: Watch, memos: tuple[Memo, Memo]) -> None:
         self.watch = watch
@@ -32,6 +36,9 @@ class Probe:
         """What it runs, where that is no replica of torch's making (`over`)."""
         self.inputs = self.outputs = 0
         self.began = self.ended = 0
+        self.index = len(watch.probes)
+        self.span: Span | None = None
+        """What it takes on its device, if that is a GPU."""
 
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: runs on the replica's thread, and must change nothing."""
@@ -40,6 +47,8 @@ class Probe:
             self.outputs = 0
             self.inputs = session.inputs(args, kwargs, self.memos[0])
             session.local.depth += 2
+            if self.watch.times is not None:
+                self.span = self.watch.times.begin_replica(self.index)
         except Exception as error:  # noqa: BLE001 - sizes are not worth a training
             session.fault("hooks", error)
         self.began = monotonic_ns()
@@ -50,6 +59,8 @@ class Probe:
         watch = self.watch
         session = watch.session
         try:
+            if watch.times is not None:
+                watch.times.end_replica(self.span)
             session.local.depth -= 2
             self.outputs = session.outputs(result, self.memos[1])
             if watch.odd is False and not gathers(result):
@@ -89,7 +100,7 @@ class Probe:
 class Watch:
     """What the replicas of one call did."""
 
-    __slots__ = ("memos", "odd", "probes", "session")
+    __slots__ = ("memos", "odd", "probes", "session", "times")
 
     def __init__(self, session: Session, memos: list[tuple[Memo, Memo]], strict: bool) -> None:
         """`memos`: what each place saw last, kept between calls. `strict`: look for what gather does not keep."""
@@ -98,6 +109,7 @@ class Watch:
         """Whether a replica returned something that torch's gather would turn into something else."""
         self.memos = memos
         self.probes: list[Probe] = []
+        self.times: CallTimes | None = None
 
     def over(self, modules: Any) -> list[Probe]:
         """Stand-ins for whatever parallel_apply is to call, where replicas could not be hooked; in this order."""

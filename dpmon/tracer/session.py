@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from time import monotonic_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,10 +24,15 @@ from dpmon.ring import DEFAULT_CAPACITY, Ring
 from dpmon.tracer import sizes
 from dpmon.tracer.inject import note
 
+if TYPE_CHECKING:
+    from dpmon.tracer.timing import Timing
+
 __all__ = ["Config", "Local", "Memo", "Session"]
 
 Tensor = torch.Tensor
 
+_IN_ORDER = frozenset(("mode", "pause"))
+"""Events that divide the steps before them from those after."""
 MAX_FAULTS = 3
 MAX_KNOWN = 1 << 14
 MAX_PROCESSES = 512
@@ -105,6 +110,9 @@ class Session:
         self.local = Local()
         self.off = False
         self.ring: Ring | None = None
+        self.timing: Timing | None = None
+        """Once a call runs on a GPU: what devices take, and the records that wait for it."""
+        self._parents: list[object] = []
         self.process = -1
         self.rank: int | None = None
         self.world: int | None = None
@@ -130,6 +138,9 @@ class Session:
 
     def after_fork(self) -> None:
         """In a forked child: a process of its own, which has recorded nothing yet."""
+        if self.timing is not None:
+            self._parents.append(self.timing)  # its events are not this process's to give back to the driver
+            self.timing = None
         self._forget()
         self.local.clear()
         self.off = False
@@ -206,7 +217,11 @@ class Session:
         """Write a rare record of this process."""
         if self.ring is not None:
             common = {"process": self.process, "rank": self.rank, "t_s": self.clock_s()}
-            self.ring.write(pack_event(kind, {**common, **data}))
+            payload = pack_event(kind, {**common, **data})
+            if self.timing is not None and kind in _IN_ORDER:
+                self.timing.in_order(payload)
+            else:
+                self.ring.write(payload)
 
     def warn(self, text: str) -> None:
         """Tell whoever watches; never the script."""

@@ -20,9 +20,12 @@ import torch
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sizes import tensors_in
 from dpmon.tracer.tables import buffers_of, modules_of, parameters_of
+from dpmon.tracer.timing import gpu_of
 
 if TYPE_CHECKING:
     from dpmon.tracer.calls import Site
+    from dpmon.tracer.events import DeviceTimes, Span
+    from dpmon.tracer.late import Slot
 
 __all__ = ["Stages", "stages_of"]
 
@@ -37,7 +40,7 @@ _WHY = {
     "cpu": "host time is all there is",
     "meta": "it has shapes and no data: nothing is computed",
 }
-_NO_EVENTS = "device times are not recorded by this version"
+_NO_EVENTS = "it was not timed"
 _COMPILED = "the model is compiled: hooks on its parts would break its graph"
 _THREADS = "parts of it ran on other threads meanwhile: these are in no stage"
 
@@ -58,7 +61,7 @@ class Part:
 class Stage:
     """One stage of the call under way; definitions of its sizes (0 unknown), monotonic ns (ended 0: it did not)."""
 
-    __slots__ = ("began", "device", "ended", "inputs", "names", "outputs")
+    __slots__ = ("began", "device", "ended", "inputs", "names", "outputs", "span")
 
     def __init__(self, device: str, inputs: int) -> None:
         self.device = device
@@ -66,6 +69,8 @@ class Stage:
         self.outputs = 0
         self.names: list[str] = []
         self.began = self.ended = 0
+        self.span: Span | None = None
+        """What it takes on its device, if that is a GPU."""
 
 
 class Stages:
@@ -85,6 +90,8 @@ class Stages:
         self._elsewhere = False
         """Whether a part has run on another thread, whose times would be mixed with those of this one."""
         self._open = False
+        self._times: DeviceTimes | None = None
+        self._spans: list[Span | None] = []
         for part in parts:
             part.enter, part.leave = self._hooks(part)
 
@@ -115,6 +122,8 @@ class Stages:
                         return
                     last = Stage(device, session.inputs(args, kwargs, got))
                     self._ran.append(last)
+                    if self._times is not None and gpu_of(device) >= 0:
+                        last.span = self._times.begin(gpu_of(device))
                 if part.name not in last.names and len(last.names) < _MAX_NAMES:
                     last.names.append(part.name)
                 last.ended = 0
@@ -138,6 +147,8 @@ class Stages:
                 stage = self._current
                 if stage is not None:
                     stage.ended = now
+                    if stage.span is not None and self._times is not None:
+                        self._times.lap(stage.span)
                     stage.outputs = session.outputs(result, gave)
             except Exception as error:  # noqa: BLE001 - sizes are not worth a training
                 session.fault("stages", error)
@@ -147,6 +158,8 @@ class Stages:
     def begin(self) -> None:
         """A call of the root begins on the training thread: hook its parts. Never raises."""
         self._ran = []
+        timing = self.session.timing
+        self._times = None if timing is None else timing.times
         self._running.clear()
         self._thread = get_ident()
         self._open = True
@@ -164,11 +177,28 @@ class Stages:
         except Exception as error:  # noqa: BLE001 - the call goes on without
             self.session.fault("stages", error)
 
+    def _end_spans(self) -> None:
+        times = self._times
+        for stage in self._ran:
+            if times is not None and stage.span is not None:
+                if stage.ended:
+                    times.end(stage.span)
+                else:
+                    times.abandon(stage.span)
+
+    def slots(self) -> list[Slot]:
+        """Of the call that was packed last: no phases, and its stages' own times."""
+        return [(), (), (), (), *(() if span is None else ((span, 1),) for span in self._spans)]
+
     def end(self, site: Site) -> None:
         """The call of the root, whose site that is, is over: take the hooks back. Never raises."""
         if not self._open:
             return
         self._open = False
+        try:
+            self._end_spans()
+        except Exception as error:  # noqa: BLE001 - their times are lost, no more
+            self.session.fault("events", error, fatal=False)
         if self._elsewhere and "stages" not in site.absent:
             site.absent = {**site.absent, "stages": _THREADS}
             site.epoch = -1
@@ -190,6 +220,7 @@ class Stages:
             number = self.session.define(("stage", device, names), lambda d=device, n=names: _spell(d, n))  # type: ignore[misc]
             took = stage.ended - stage.began if stage.ended else -1
             flat += (number, stage.inputs, stage.outputs if stage.ended else 0, stage.began - start, took)
+        self._spans = [stage.span for stage in self._ran]
         self._ran = []
         return flat
 

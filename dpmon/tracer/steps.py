@@ -13,6 +13,7 @@ elsewhere, and integers rather than objects.
 
 from __future__ import annotations
 
+import struct
 import sys
 import weakref
 from collections.abc import Callable
@@ -22,8 +23,9 @@ from typing import Any
 
 import torch
 
-from dpmon.records import FAILED, GRAD, STEP_TAG, STEP_WORDS, TRAINING
+from dpmon.records import FAILED, GRAD, STEP_TAG, STEP_WORDS, TRAINING, Untimed
 from dpmon.ring import HEADER_BYTES, Activity, Frame, Ring
+from dpmon.tracer import timing
 from dpmon.tracer.frames import drop_frames, named_like
 from dpmon.tracer.inject import note
 from dpmon.tracer.session import Session
@@ -48,6 +50,7 @@ PLAIN, BUSY = -1, -2
 
 WORD, BYTE = Activity.WORD, Activity.BYTE
 _FRAME = Frame(STEP_WORDS)
+_STEP = struct.Struct(STEP_WORDS)
 HELD, PAUSE, PAUSE_ANSWERED = Ring.HELD, Ring.PAUSE, Ring.PAUSE_ANSWERED
 QUICK_NS = 1_000_000
 QUICK_TURNS = 4
@@ -179,6 +182,12 @@ class Steps:
         """Tell the ring from now on what the training thread does."""
         self.ring, self.map, self.words = ring, ring.map, ring.words
 
+    def detach(self) -> None:
+        """No short way is gone from now on: phases are timed on their devices, too, which the long ways do."""
+        self.ring = None
+        self.free = self.mine = 0
+        self.quick = False
+
     def settle(self, was: int) -> None:
         """A phase that went the long way is over; `was` is what `free` was before it.
 
@@ -262,6 +271,8 @@ class Steps:
                 self.words[WORD] = began << 3 | Activity.DATA
                 outer = self.inner
                 self.inner = 0
+                if session.timing is not None:
+                    session.timing.begin(timing.DATA)
             except Exception as error:  # noqa: BLE001 - ours must not reach the script
                 session.fault("fetch", error)
             exhausted = True
@@ -280,6 +291,8 @@ class Steps:
                 self.data += took - self.inner
                 self.inner = outer + took
                 self.map[BYTE] = Activity.OTHER
+                if session.timing is not None:
+                    session.timing.end(timing.DATA)
                 if exhausted and was != BUSY:  # a loader that a fetch goes through within is no end of the turn
                     self._abandon()
                 self.settle(was)
@@ -293,8 +306,12 @@ class Steps:
         if self.open and not self.calls:
             self.open = False
             self.number -= 1
+            if self.session.timing is not None:
+                self.session.timing.no_step()
         if self.ring is not None:
             self.ring.flush()
+        elif self.session.timing is not None:
+            self.session.timing.read()
 
     # ---------------------------------------------------------------- calls
 
@@ -319,6 +336,8 @@ class Steps:
         self.fetches = 0
         self.since_optimizer += 1
         self.map[BYTE] = Activity.FORWARD
+        if self.session.timing is not None:
+            self.session.timing.begin(timing.FORWARD)
         return now
 
     def _found_thread(self) -> None:
@@ -364,6 +383,8 @@ class Steps:
 
     def call_ends(self, began: int, now: int, outer: int, rows: int, flags: int) -> None:
         """The outermost call is over; `rows` of its batch, -1 if unknown; `flags` as dpmon.records has them."""
+        if self.session.timing is not None:
+            self.session.timing.end(timing.FORWARD)
         self.forward += now - began - self.inner
         self.inner = outer + now - began
         self.last = now
@@ -426,6 +447,8 @@ class Steps:
                 self.learns = True
                 self.map[BYTE] = Activity.BACKWARD
                 self.inner = 0
+                if self.session.timing is not None:
+                    on_devices(self.session.timing.begin)
                 return original(*args, **kwargs)
             finally:
                 gone_back(began, outer, was)
@@ -436,7 +459,15 @@ class Steps:
             self.backwards = 0
             self.backward += took - self.inner
             self.inner = outer + took
+            if self.session.timing is not None:
+                on_devices(self.session.timing.end)
             going_on(now, was)
+
+        def on_devices(mark: Callable[[int], None]) -> None:
+            try:
+                mark(timing.BACKWARD)
+            except Exception as error:  # noqa: BLE001 - the gradients are worth more than their time
+                self.session.fault("events", error, fatal=False)
 
         def going_on(now: int, was: int) -> None:
             try:
@@ -501,6 +532,8 @@ class Steps:
         self.outer = self.inner
         self.inner = 0
         self.map[BYTE] = Activity.OPTIMIZER
+        if self.session.timing is not None:
+            self.session.timing.begin(timing.OPTIMIZER)
         self.stepped = monotonic_ns()
 
     def _forget_steps(self, around: int) -> None:
@@ -527,6 +560,8 @@ class Steps:
                     self.on_unseen()
             return
         self.learns = True
+        if self.session.timing is not None:
+            self.session.timing.end(timing.OPTIMIZER)
         if self.stepping and len(self.stepping) > (around := _steps_around()):
             self.inner += self.outer
             self.stepped, self.outer = self.stepping[around]
@@ -690,6 +725,9 @@ class Steps:
                 self.backward or -1,
                 self.optimizer or -1,
             )
+            if session.timing is not None:
+                session.timing.step(_STEP.pack(*step))
+                return
             staged, ring.staged = ring.staged, None
             if staged is not None:
                 ring.held.append((staged, step))
@@ -704,6 +742,8 @@ class Steps:
         try:
             if self.open and self.calls and not self.failed:
                 self.close(self.last)
+            if self.session.timing is not None:
+                self.session.timing.read(Untimed.ENDED)
             if self.session.ring is not None:
                 self.session.ring.flush()
                 self.session.ring.activity(Activity.ENDED, monotonic_ns())

@@ -7,6 +7,11 @@ given other globals; nothing global is changed, so real calls on other threads a
 Semantics kept, as on GPUs: chunks as torch.chunk cuts them; replica 0 shares its storage with the module (BatchNorm's
 running statistics are those of its chunk); the other replicas get copies, so what they write in place is lost;
 gradients of all replicas are added up in the module; scalars are gathered into a vector, with a warning.
+
+On a GPU torch's own scatter brings a batch there that lies elsewhere, and torch's own gather puts the results together:
+both take a device several times. Its broadcast does not: a replica on the module's own device would be given the
+module's parameters and buffers themselves (torch/csrc/cuda/comm.cpp), and what is scattered from that device is not
+copied. There the copies are ours.
 """
 
 from __future__ import annotations
@@ -118,20 +123,47 @@ class _Torch:
         def on_device(_: Any = None) -> Any:
             return torch.cuda.device(base) if base.type == "cuda" else _NOWHERE
 
-        def no_stream(_: Any = None) -> Any:
-            return _NOWHERE  # the replicas' threads use their current stream
+        # A new thread begins on the default stream, which need not be the one that the batch was prepared on.
+        def stream(_: Any = None) -> Any:
+            return torch.accelerator.current_stream(base.index) if base.type == "cuda" else _NOWHERE
+
+        def cuda_stream(_: Any = None) -> Any:
+            return torch.cuda.current_stream(base) if base.type == "cuda" else _NOWHERE
+
+        def on_stream(stream: Any) -> Any:
+            return torch.cuda.stream(stream) if base.type == "cuda" else _NOWHERE
 
         self.accelerator = SimpleNamespace(
             is_available=lambda: True,
             current_accelerator=lambda: base,
-            current_stream=no_stream,
+            current_stream=stream,
             device_index=on_device,
         )
-        self.cuda = SimpleNamespace(current_stream=no_stream, device=on_device, stream=no_stream)
+        self.cuda = SimpleNamespace(current_stream=cuda_stream, device=on_device, stream=on_stream)
         self.is_autocast_enabled = lambda: torch.is_autocast_enabled(base.type)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
+
+
+def _on_gpu(base: torch.device, own: Any, ours: Any) -> SimpleNamespace:
+    """What stands for torch's Scatter where the replicas share a GPU; `own` is torch's apply."""
+
+    def apply(targets: Sequence[int], sizes: Any, dim: int, tensor: torch.Tensor) -> Any:
+        if tensor.device == base:
+            return ours.apply(targets, sizes, dim, tensor)
+        return own([base.index] * len(targets), sizes, dim, tensor)
+
+    return SimpleNamespace(apply=apply)
+
+
+def _gather_on(base: torch.device, own: Any) -> SimpleNamespace:
+    """What stands for torch's Gather there."""
+
+    def apply(target: Any, dim: int, *tensors: torch.Tensor) -> Any:
+        return own(base.index, dim, *tensors)
+
+    return SimpleNamespace(apply=apply)
 
 
 def _index(device: Any, *_: Any, **__: Any) -> int:
@@ -172,7 +204,11 @@ class VirtualDevices:
     def __init__(self, count: int, base: torch.device, verbs: Originals) -> None:
         self.count = count
         self.base = base
-        scatter = with_globals(verbs.scatter, Scatter=_Scatter)
+        cut: Any = _Scatter
+        join: Any = _Gather
+        if base.type == "cuda":
+            cut, join = _on_gpu(base, verbs.all[5], _Scatter), _gather_on(base, verbs.all[7])
+        scatter = with_globals(verbs.scatter, Scatter=cut)
         replicate = with_globals(verbs.replicate, _broadcast_coalesced_reshape=_broadcast, _get_device_index=_index)
         apply_globals: dict[str, Any] = {"torch": _Torch(base), "_get_device_index": _index}
         if "autocast" in verbs.parallel_apply.__globals__:  # before torch.amp.autocast was used here
@@ -185,14 +221,14 @@ class VirtualDevices:
             with_globals(verbs.scatter_kwargs, scatter=scatter),
             replicate,
             with_globals(verbs.parallel_apply, **apply_globals),
-            with_globals(verbs.gather, Gather=_Gather),
+            with_globals(verbs.gather, Gather=join),
         )
         self.verbs: tuple[Callable[..., Any], ...] = (
             *verbs_here,
             scatter,
-            _Scatter.apply,
+            cut.apply,
             _Broadcast.apply,
-            _Gather.apply,
+            join.apply,
         )
         """What stands for each of `Originals.all`."""
 

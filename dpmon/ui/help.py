@@ -34,6 +34,7 @@ _PANELS = (
     ),
     ("", "Columns are one second each, from left to right, their phases stacked in the order below."),
     ("", "Host times: what the script's thread spent. A GPU may still be at work when the thread goes on."),
+    ("", "Device: what the slowest GPU took for it, between two events of its stream: work, and waiting for the host."),
     ("4 dp against single", "both modes' figures side by side, once both ran; d switches the running job."),
     ("5 Output", "what the script prints. Page keys scroll, end follows again; nothing in it can steer this terminal."),
 )

@@ -7,8 +7,8 @@ from itertools import groupby
 from dpmon.model.history import Picture, pictured
 from dpmon.model.history import figures as figures_of
 from dpmon.model.ranks import distributed, training
-from dpmon.model.state import PHASES, Process
-from dpmon.model.stats import PhaseFigures, Summary, summary
+from dpmon.model.state import PHASES, ModeTrack, Process
+from dpmon.model.stats import PhaseFigures, Summary, median, summary
 from dpmon.model.turn import Turn, last_turn
 from dpmon.ui.batch_notes import notes
 from dpmon.ui.chart import stacked, top_of
@@ -79,6 +79,9 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     said = notes(scene, process, numbers, width, 1 if height < _TALL else 2, look)
     height -= len(said)
     table = _table(numbers, width, look, with_median=height >= (5 if said else 4), with_tail=height >= _TALL - 1)
+    track = process.modes.get(process.mode)
+    if track is not None and track.device_ms and height >= 6 and _columns(width)[0]:
+        table.insert(3, _devices(track, numbers, width, look))
     if scene.view.zoom == "batch":
         table.append(_told(numbers, width, look))
     room = height - len(table)
@@ -120,9 +123,7 @@ def _name(phase: str, room: int, look: Look) -> Row:
 
 
 def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_tail: bool) -> list[Row]:
-    label = 7 if width >= 100 else 6 if width >= 70 else 0
-    cell = max((width - label) // (len(PHASES) + 1), 4)
-    cell = min(cell, 12)
+    label, cell = _columns(width)
 
     def head(phase: str) -> Row:
         name = _name(phase, cell, look)
@@ -148,6 +149,22 @@ def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_
     if with_tail:
         rows.append(line("p95", _time(numbers.p95_ns, cell), each("p95"), "dim"))
     return rows
+
+
+def _devices(track: ModeTrack, numbers: Summary, width: int, look: Look) -> Row:
+    """What the slowest device took for each phase: medians of its newest steps, whatever the time range."""
+    label, cell = _columns(width)
+    row: Row = [("device"[:label].ljust(label), "dim")]
+    for phase in numbers.phases:
+        found = median(track.device_ms.get(phase.name) or ())
+        row.append((right(_time(None if found is None else found * 1e6, cell), cell), "" if phase.ran else "dim"))
+    return [*row, (" " * cell, "")]
+
+
+def _columns(width: int) -> tuple[int, int]:
+    """The width of the label and of a column."""
+    label = 7 if width >= 100 else 6 if width >= 70 else 0
+    return label, min(max((width - label) // (len(PHASES) + 1), 4), 12)
 
 
 def _time(ns: float | None, cell: int) -> str:

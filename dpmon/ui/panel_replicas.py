@@ -18,6 +18,7 @@ __all__ = [
     "Choice",
     "choices",
     "chosen",
+    "device_time",
     "replicas",
     "shown",
     "size_line",
@@ -127,7 +128,8 @@ class _Table:
         texts = [size_text(r.inputs) for r in call.replicas] + ["input"]
         outs = [size_text(r.outputs) for r in call.replicas] + ["output"]
         # The number, the device, rows, time and the gaps; sizes get what they need of the rest, drawings what is left.
-        fixed = 3 + self.device + 2 + 2 + 6 + 10
+        self.on_device = bool(track.device_ms)
+        fixed = 3 + self.device + 2 + 2 + 6 + 10 + (10 if self.on_device else 0)
         room = max(width - fixed, 12)
         self.input = min(max(span_width(t) for t in texts), max(room * 3 // 5, room - max(map(span_width, outs))))
         self.output = min(max(span_width(t) for t in outs), room - self.input)
@@ -142,7 +144,6 @@ class _Table:
         self.rows_total = call.rows
 
     def header(self) -> Row:
-        device_time = any(r.device_ms is not None for r in self.track.last.replicas)
         return [
             (" # ", "dim"),
             ("device".ljust(self.device) + "  ", "dim"),
@@ -150,7 +151,8 @@ class _Table:
             ("output".ljust(self.output), "dim"),
             ("  rows", "dim"),
             ((" " + ("share" if self.bar >= 5 else "").ljust(self.bar)) if self.bar else "", "dim"),
-            (" device ms" if device_time else " host time", "dim"),
+            (" host time", "dim"),
+            (" on device" if self.on_device else "", "dim"),
             (
                 ("  " + ("5 to 95 %" if self.spread >= 9 else "spread" if self.spread >= 6 else "").ljust(self.spread))
                 if self.spread
@@ -164,8 +166,6 @@ class _Table:
         count = rows_of(replica.inputs)
         share = count / self.rows_total if count is not None and self.rows_total else None
         low, middle, high = self.figures[replica.replica] if replica.replica < len(self.figures) else (None, None, None)
-        if replica.device_ms is not None:
-            middle = replica.device_ms * 1e6
         spread = ""
         if self.spread:
             drawn = " " * self.spread
@@ -181,8 +181,15 @@ class _Table:
             (right(UNKNOWN if count is None else str(count), 6), ""),
             *([(" ", ""), *bar(share, self.bar, look.glyphs)] if self.bar else []),
             (right(ms(middle), 10), "bold"),
+            (right(device_time(self.track, replica.replica), 10) if self.on_device else "", "bold"),
             (spread, "bar"),
         ]
+
+
+def device_time(track: CallTrack, index: int) -> str:
+    """The median of what the device of a replica or stage took for it."""
+    found = median(track.device_ms.get(index) or ())
+    return ms(None if found is None else found * 1e6)
 
 
 def size_text(sizes: tuple[Size, ...] | None) -> str:

@@ -7,7 +7,7 @@ from dpmon.model.stats import median
 from dpmon.records import Stage
 from dpmon.ui.format import UNKNOWN, memory, ms
 from dpmon.ui.look import Look
-from dpmon.ui.panel_replicas import shown, size_line, size_text
+from dpmon.ui.panel_replicas import device_time, shown, size_line, size_text
 from dpmon.ui.panel_replicas import title as replicas_title
 from dpmon.ui.rows import Row, cut, fit, right, span_width, wrapped
 from dpmon.ui.scene import Scene
@@ -45,7 +45,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     ins = [size_text(stage.inputs) for stage in call.stages]
     outs = [size_text(stage.outputs) for stage in call.stages]
     names = [clean(", ".join(stage.parts), 200) for stage in call.stages]
-    room = max(width - 3 - device - 2 - 10 - 10 - 4, 18)
+    room = max(width - 3 - device - 2 - 10 - 10 - 4 - (10 if track.device_ms else 0), 18)
     given = min(max(map(span_width, [*ins, "input"])), room // 3)
     gave = min(max(map(span_width, [*outs, "output"])), room // 3)
     parts = min(max(map(span_width, [*names, "parts"])), room - given - gave)
@@ -58,6 +58,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
             *fit([("output", "dim")], gave, more),
             ("   crossed", "dim"),
             (" host time", "dim"),
+            (" on device" if track.device_ms else "", "dim"),
         ]
     ]
     for stage, got, result, name in zip(call.stages, ins, outs, names, strict=True):
@@ -70,6 +71,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
                 *fit([(cut(result, gave, more), "")], gave, more),
                 (right("" if stage.stage == 0 else memory(stage.crossed), 10), ""),
                 (right(ms(_middle(track, stage)), 10), "bold"),
+                (right(device_time(track, stage.stage), 10) if track.device_ms else "", "bold"),
             ]
         )
     if not call.stages:

@@ -1,16 +1,18 @@
 """The hardware check: one command on a GPU box, no network, one table.
 
-    python tests/gpu/check.py [--rehearse] [--quick]
+    python tests/gpu/check.py [--rehearse] [--quick] [-k EXPRESSION]
 
 Runs the tests marked `gpu` and the tracer's benchmark, and prints what was measured beside what it was compared with,
 with the GPU's name, the driver and the versions: the table that belongs into the README. `--rehearse` trains on the CPU
-where there is no GPU and skips what needs one; `--quick` leaves the benchmark out. Status 1 if anything failed.
+where there is no GPU and skips what needs one; `--quick` leaves the benchmark out, `-k` takes some of the tests. Where
+OUT names a directory, all that was printed and the table as JSON lines are left there. Status 1 if anything failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -68,12 +70,41 @@ def read(path: Path) -> list[dict[str, Any]]:
         return []
 
 
+_said: list[str] = []
+
+
+def say(text: str) -> None:
+    """Print it, and keep it for OUT."""
+    print(text, flush=True)
+    _said.append(text)
+
+
+def told(command: list[str], env: Mapping[str, str]) -> int:
+    """Run a command, say what it says as it says it, and return its status."""
+    heard = b""
+    with subprocess.Popen(
+        command, cwd=ROOT, env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        while some := os.read(process.stdout.fileno(), 1 << 16):
+            heard += some
+            sys.stdout.buffer.write(some)
+            sys.stdout.flush()
+    _said.append(heard.decode("utf-8", "replace"))
+    return process.returncode
+
+
 def main() -> int:
     """Run it all and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, where there is no GPU")
     parser.add_argument("--quick", action="store_true", help="without the benchmark")
+    parser.add_argument("-k", default="", help="only tests whose names match, as pytest's -k")
     options = parser.parse_args()
+    missing = [name for name in ("torch", "pytest", "psutil") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"needs {', '.join(missing)}", file=sys.stderr)
+        return 2
     import torch
 
     if not options.rehearse and not torch.cuda.is_available():
@@ -81,17 +112,31 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "table"
-        env = {**os.environ, "DPMON_CHECK_TABLE": str(path)}
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]  # dpmon need not be installed
+        env = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "DPMON_CHECK_TABLE": str(path),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
         if options.rehearse:
             env["DPMON_CHECK_DEVICE"] = "cpu"
-        tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfEs", "-p", "no:cacheprovider", "--timeout=600"]
-        status = subprocess.run([*tests, str(ROOT / "tests")], cwd=ROOT, env=env).returncode
+        # Warnings of a torch that these tests do not know are no failures of ours.
+        tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-rfEs", "-p", "no:cacheprovider", "-W", "default"]
+        tests += ["--durations=12", *(["-k", options.k] if options.k else [])]
+        if importlib.util.find_spec("pytest_timeout") is not None:
+            tests.append("--timeout=300")
+        status = told([*tests, str(ROOT / "tests" / "gpu")], env)
         rows = read(path)
     if not options.quick:
-        print("\nthe tracer's cost on the CPU of this machine:", flush=True)
+        say("\nthe tracer's cost on the CPU of this machine:")
         bench = [sys.executable, str(ROOT / "tests" / "benchmarks" / "bench_tracer.py"), "--replicas", "0", "2"]
-        status = subprocess.run(bench, cwd=ROOT).returncode or status
-    print("", *machine(), "", *table(rows), sep="\n")
+        status = told(bench, env) or status
+    say("\n".join(["", *machine(), "", *table(rows)]))
+    if os.environ.get("OUT"):
+        out = Path(os.environ["OUT"])
+        (out / "check.txt").write_text("\n".join(_said) + "\n")
+        (out / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 1 if status else 0
 
 

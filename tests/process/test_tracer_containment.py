@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
     place = tmp_path_factory.mktemp("containment")
     scripts = {words: Script(place, text_of("containment"), *words.split()) for words in ("", "by hand")}
     return {words: script.end(280) for words, script in scripts.items()}
+
+
+@pytest.fixture(scope="module")
+def on_devices(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    """What there is only where GPUs are."""
+    env = {"PLAYS_CUDA": str(Path(__file__).parent / "scripts" / "plays_cuda.py")}
+    return Script(tmp_path_factory.mktemp("devices"), text_of("containment"), "on", "devices", env=env).end(280)
 
 
 def same(found: Any, expected: Any) -> bool:
@@ -112,3 +120,13 @@ def test_that_it_was_tried(runs: dict[str, Traced]) -> None:
     for module in ("byhand", "memory", "pause", "stages", "storages"):
         assert sum(name.startswith(f"tracer.{module}.") for name in by_hand_broken) >= 3
     assert broken | by_hand_broken >= GUARDS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_no_fault_of_what_times_devices_reaches_the_script(on_devices: Traced) -> None:
+    found = {name: why for name, why in leaks(on_devices).items() if function(name) not in GUARDS}
+    assert not found, "\n".join(f"{name}: {why}" for name, why in found.items())
+    broken = {function(name) for name in on_devices.said}
+    for module in ("timing", "late", "events"):
+        assert sum(name.startswith(f"tracer.{module}.") for name in broken) >= 4

@@ -74,7 +74,7 @@ def steps(count: int, per_second: int = 10) -> list[tuple[int, tuple[object, ...
     found = []
     for n in range(1, count + 1):
         start, wall = n * SECOND // per_second, 1000 * n
-        found.append((start + wall, (n, 0, n, "dp", start, wall, 4, None, None, None, None, wall)))
+        found.append((start + wall, (n, 0, n, "dp", start, wall, 4, None, None, None, None, wall, None)))
     return found
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from dpmon.tracer.events import MAX_FAULTS, DeviceTimes
+from dpmon.records import Untimed
+from dpmon.tracer.events import MAX_FAULTS, DeviceTimes, Span, TorchEvents
 
 
 class Device:
@@ -52,107 +54,137 @@ class Bench:
         self.faults: list[BaseException] = []
         self.times = DeviceTimes(self.device, self.faults.append, pool_events)
 
-    def phase(self, key: str, took: float, device: int = 0) -> None:
-        span = self.times.begin(key, device)
+        self.spans: list[Span] = []
+
+    def begin(self, device: int = 0, after: Span | None = None) -> Span:
+        span = self.times.begin(device, after)
+        self.spans.append(span)
+        return span
+
+    def phase(self, took: float, device: int = 0) -> Span:
+        span = self.begin(device)
         self.device.now += took
         self.times.end(span)
+        return span
 
-    def collected(self) -> list[tuple[Any, int, float]]:
-        return [tuple(time) for time in self.times.collect()]
+    def collected(self) -> list[float | None]:
+        """What has been settled since the last time, in the order of its beginnings."""
+        self.times.collect()
+        found = [span for span in self.spans if span.settled]
+        self.spans = [span for span in self.spans if not span.settled]
+        return [span.ms for span in found]
 
 
 def test_a_time_is_read_when_the_device_has_come_to_its_end() -> None:
     bench = Bench()
-    bench.phase("forward", 3.0)
-    bench.phase("backward", 5.0)
+    bench.phase(3.0)
+    bench.phase(5.0)
     assert bench.collected() == []
     bench.device.reached = 3.0
-    assert bench.collected() == [("forward", 0, 3.0)]
+    assert bench.collected() == [3.0]
     bench.device.reached = 8.0
-    assert bench.collected() == [("backward", 0, 5.0)]
+    assert bench.collected() == [5.0]
     assert bench.collected() == []
     assert bench.times.waiting() == 0
 
 
 def test_phases_that_touch_share_an_event() -> None:
     bench = Bench()
-    span = bench.times.begin("scatter", 0)
-    for key, took in (("replicate", 1.0), ("parallel_apply", 2.0), ("gather", 4.0)):
+    span = None
+    for took in (1.0, 2.0, 4.0, 8.0):
+        span = bench.begin(0, span)
         bench.device.now += took
-        span = bench.times.next(span, key, 0)
-    bench.device.now += 8.0
-    bench.times.end(span)
+        bench.times.end(span)
     assert len(bench.device.recorded) == 5
     bench.device.reached = 100.0
-    assert bench.collected() == [
-        ("scatter", 0, 1.0),
-        ("replicate", 0, 2.0),
-        ("parallel_apply", 0, 4.0),
-        ("gather", 0, 8.0),
-    ]
+    assert bench.collected() == [1.0, 2.0, 4.0, 8.0]
+    assert bench.device.made == 5
+    bench.phase(1.0)
+    assert bench.device.made == 5
 
 
 def test_every_device_has_its_own_events_and_its_own_pace() -> None:
     bench = Bench()
-    span = bench.times.begin("a", 0)
-    span = bench.times.next(span, "b", 1)  # on another device nothing is shared
+    first = bench.phase(0.0)
+    second = bench.begin(1, first)  # on another device nothing is shared
     bench.device.now = 1.0
-    bench.times.end(span)
+    bench.times.end(second)
     bench.device.reached = 0.5
-    assert bench.collected() == [("a", 0, 0.0)]
+    assert bench.collected() == [0.0]
     bench.device.reached = 2.0
-    assert bench.collected() == [("b", 1, 1.0)]
+    assert bench.collected() == [1.0]
+
+
+def test_the_last_lap_is_the_end() -> None:
+    bench = Bench()
+    span = bench.begin()
+    for took in (1.0, 2.0, 4.0):
+        bench.device.now += took
+        bench.times.lap(span)
+    bench.device.now += 100.0
+    bench.times.end(span)
+    bench.device.reached = 200.0
+    assert bench.collected() == [7.0]
+    assert bench.device.made <= 3
+    other = bench.begin()
+    bench.times.lap(other)
+    bench.times.abandon(other)
+    assert other.why == Untimed.RAISED
+    assert bench.times.waiting() == 0
 
 
 def test_the_pool_is_used_again_and_again() -> None:
     bench = Bench()
     for _ in range(10_000):
-        bench.phase("forward", 1.0)
+        bench.phase(1.0)
         bench.device.reached = bench.device.now
-        assert len(bench.collected()) == 1
+        assert bench.collected() == [1.0]
     assert bench.device.made == 2
     assert bench.times.untimed == 0
 
 
 def test_a_device_that_is_far_behind_costs_no_more_events_and_is_counted() -> None:
     bench = Bench()
-    for _ in range(1000):
-        bench.phase("forward", 1.0)
+    spans = [bench.phase(1.0) for _ in range(1000)]
     assert bench.device.made == 256
     assert bench.times.waiting() == 128
     assert bench.times.untimed == 1000 - 128
+    assert {span.why for span in spans[128:]} == {Untimed.NO_EVENT}
     bench.device.reached = bench.device.now
-    assert len(bench.collected()) == 128
-    bench.phase("forward", 1.0)
+    assert bench.collected() == [1.0] * 128 + [None] * 872
+    bench.phase(1.0)
     assert bench.times.waiting() == 1
 
 
 def test_an_end_that_finds_no_event_gives_the_first_back() -> None:
     bench = Bench(pool_events=1)
-    bench.phase("forward", 1.0)
+    assert bench.phase(1.0).why == Untimed.NO_EVENT
     assert bench.times.waiting() == 0
     assert bench.times.untimed == 1
-    span = bench.times.begin("forward", 0)
-    assert span is not None
-    assert bench.times.next(span, "backward", 0) is None
-    assert bench.times.begin("forward", 0) is not None
+    assert not bench.begin().settled
 
 
-def test_nothing_is_recorded_while_a_graph_is_captured() -> None:
+def test_nothing_is_recorded_or_asked_while_a_graph_is_captured() -> None:
     bench = Bench()
+    waiting = bench.phase(1.0)
     bench.device.graph = True
-    bench.phase("forward", 1.0)
-    assert bench.device.recorded == []
+    bench.device.reached = 10.0
+    assert bench.phase(1.0).why == Untimed.CAPTURED
+    assert len(bench.device.recorded) == 2
+    bench.device.asked = 0
+    bench.times.collect()
+    assert bench.device.asked == 0, "a question would end the capture"
     bench.device.graph = False
-    span = bench.times.begin("forward", 0)
+    bench.times.collect()
+    assert waiting.ms == 1.0
+    span = bench.begin()
     bench.device.graph = True  # begun in between: this phase is not timed, its event is free again
     bench.times.end(span)
-    assert len(bench.device.recorded) == 1
+    assert span.why == Untimed.CAPTURED
+    assert len(bench.device.recorded) == 3
     assert bench.times.waiting() == 0
     bench.device.graph = False
-    bench.phase("forward", 1.0)
-    bench.device.reached = bench.device.now
-    assert len(bench.collected()) == 1
+    bench.phase(1.0)
     assert bench.device.made == 2
     assert bench.times.untimed == 0
 
@@ -160,7 +192,7 @@ def test_nothing_is_recorded_while_a_graph_is_captured() -> None:
 def test_to_collect_costs_one_question_a_device_that_is_behind() -> None:
     bench = Bench()
     for _ in range(100):
-        bench.phase("forward", 1.0)
+        bench.phase(1.0)
     bench.device.asked = 0
     assert bench.collected() == []
     assert bench.device.asked == 1
@@ -169,13 +201,13 @@ def test_to_collect_costs_one_question_a_device_that_is_behind() -> None:
 def test_what_was_abandoned_is_free_again() -> None:
     bench = Bench()
     for _ in range(1000):
-        bench.times.abandon(bench.times.begin("forward", 0))
+        bench.times.abandon(bench.begin())
     assert bench.device.made == 1
-    bench.times.abandon(None)
 
 
-@pytest.mark.parametrize("where", ["record", "between_ms", "capturing"])
+@pytest.mark.parametrize("where", ["record", "between_ms", "done", "capturing"])
 def test_after_some_faults_it_leaves_off(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a device is lost: every call to the driver raises."""
     bench = Bench()
     bench.device.reached = 1e9
 
@@ -184,8 +216,8 @@ def test_after_some_faults_it_leaves_off(where: str, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(bench.device, where, fails)
     for _ in range(10):
-        bench.phase("forward", 1.0)
-        assert bench.collected() == []
+        bench.phase(1.0)
+        assert bench.collected() == [None]
     assert len(bench.faults) == MAX_FAULTS
     assert bench.times.off
     assert bench.times.waiting() == 0
@@ -193,9 +225,34 @@ def test_after_some_faults_it_leaves_off(where: str, monkeypatch: pytest.MonkeyP
 
 def test_streams_that_passed_each_other_give_no_negative_time() -> None:
     bench = Bench()
-    span = bench.times.begin("forward", 0)
+    span = bench.begin()
     bench.device.now = -1.0
     bench.times.end(span)
     bench.device.reached = 1.0
-    assert bench.collected() == []
+    assert bench.collected() == [None]
+    assert span.why == Untimed.CROSSED
     assert bench.times.waiting() == 0
+
+
+def test_the_stream_is_looked_up_once_and_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = {0: 11, 1: 11}
+    looked: list[int] = []
+    recorded: list[tuple[int, int]] = []
+
+    def stream(device: int) -> tuple[int, int]:
+        looked.append(device)
+        return device, current[device]
+
+    class Event:
+        def record(self, stream: tuple[int, int]) -> None:
+            recorded.append(stream)
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", current.__getitem__, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    events = TorchEvents()
+    for device in (0, 1, 0):
+        events.record(Event(), device)
+    current[0] = 12
+    events.record(Event(), 0)
+    assert recorded == [(0, 11), (1, 11), (0, 11), (0, 12)]
+    assert looked == [0, 1, 0]

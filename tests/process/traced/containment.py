@@ -1,7 +1,8 @@
 """Breaks every function of the tracer, one at a time, from the start and in mid-run, and trains.
 
 Each training runs in a forked child; what it computed, said and how it ended is printed as JSON, by name. With an
-argument, by hand: the functional form and the primitives, stages, looks at the memory, and what asks for a pause.
+argument, by hand: the functional form and the primitives, stages, looks at the memory, and what asks for a pause;
+on devices: what times GPUs, which are played.
 """
 
 import atexit
@@ -32,6 +33,7 @@ MODULES = (
     "tracer.inject", "ring", "records",
 )  # fmt: skip
 BY_HAND = ("tracer.byhand", "tracer.memory", "tracer.pause", "tracer.stages", "tracer.storages")
+DEVICES = ("tracer.timing", "tracer.late", "tracer.events")
 LIMIT_S = 60
 # Python 3.12 warns of what may go wrong in a child of a process with threads.
 warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
@@ -301,7 +303,21 @@ def used(targets, training):
 
 torch.set_num_threads(1)
 importlib.import_module("dpmon.tracer.patch")
-if sys.argv[1:]:
+if sys.argv[1:] == ["on", "devices"]:
+    # What is there only where GPUs are, with a torch.cuda that is played.
+    with open(os.environ["PLAYS_CUDA"]) as file:
+        space = {"__name__": "plays_cuda"}
+        exec(file.read(), space)
+    importlib.import_module("dpmon.tracer.timing")
+    space["begin"]()
+    targets = dict(functions(DEVICES))
+    ever, late = used(targets, train)
+    jobs = {"nothing": (nothing, train, nothing)}
+    for name in ever:
+        jobs[f"{name} from the start"] = (lambda name=name: breaking(targets[name]), train, nothing)
+    for name in late:
+        jobs[f"{name} in mid-run"] = (nothing, train, lambda name=name: breaking(targets[name]))
+elif sys.argv[1:]:
     targets = dict(functions((*BY_HAND, *MODULES)))
     ever, late = used(targets, train_by_hand)
     jobs = {"nothing": (nothing, train_by_hand, nothing)}

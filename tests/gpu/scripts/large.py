@@ -1,0 +1,100 @@
+"""A loop whose device is the slow part; argv: device, steps, what to print at the end (profile, losses).
+
+The batches lie in pinned memory and are copied without waiting, so that the host runs ahead of the device as it does
+in a good training loop. `profile`: for every step and phase, by torch.profiler, the time from the first kernel's start
+to the last one's end, of those that were launched while the phase ran, whichever thread launched them; and how often
+the host waited for the device.
+"""
+
+import json
+import sys
+import tempfile
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.data import DataLoader
+
+WARM_UP = 10
+device, steps, wanted = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+torch.manual_seed(0)
+torch.set_num_threads(1)
+on_gpu = device.startswith("cuda")
+wide, rows = (4096, 4096) if on_gpu else (256, 128)
+layers = [layer for _ in range(6) for layer in (nn.Linear(wide, wide), nn.ReLU())]
+model = nn.Sequential(nn.Linear(256, wide), nn.ReLU(), *layers, nn.Linear(wide, 1)).to(device)
+optimizer = torch.optim.Adam(model.parameters(), 1e-4)
+batches = [(torch.randn(rows, 256), torch.randn(rows, 1)) for _ in range(8)]
+if on_gpu:
+    batches = [tuple(part.pin_memory() for part in batch) for batch in batches]
+
+
+def endless():
+    while True:
+        yield from DataLoader(batches, batch_size=None)
+
+
+def turn(batch):
+    x, y = (part.to(device, non_blocking=True) for part in batch)
+    optimizer.zero_grad()
+    with record_function("forward"):
+        out = model(x)
+    loss = (out - y).pow(2).mean()
+    with record_function("backward"):
+        loss.backward()
+    with record_function("optimizer"):
+        optimizer.step()
+    return loss.detach()
+
+
+def of_trace(events):
+    """By phase, the device's time in each step, ms; and the waits by name."""
+    launched = {}
+    for event in events:
+        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
+            launched[event["args"].get("correlation")] = event["ts"]
+    work = []
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            at = launched.get(event["args"].get("correlation"))
+            if at is not None:
+                work.append((at, event["ts"], event["ts"] + event["dur"]))
+    found = {}
+    for name in ("forward", "backward", "optimizer"):
+        phases = sorted(
+            (event["ts"], event["ts"] + event["dur"])
+            for event in events
+            if event.get("cat") == "user_annotation" and event.get("name") == name
+        )
+        found[name] = []
+        for begin, end in phases:
+            inside = [(start, stop) for at, start, stop in work if begin <= at <= end]
+            if inside:
+                found[name].append((max(stop for _, stop in inside) - min(start for start, _ in inside)) / 1e3)
+    waits = {}
+    for event in events:
+        if event.get("cat") == "cuda_runtime" and "Synchronize" in event["name"]:
+            waits[event["name"]] = waits.get(event["name"], 0) + 1
+    return found, waits
+
+
+source = endless()
+losses = [turn(next(source)) for _ in range(WARM_UP)]
+if wanted == "profile":
+    if on_gpu:
+        torch.cuda.synchronize()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as seen:
+        for _ in range(steps):
+            losses.append(turn(next(source)))
+        print("the last loss", losses[-1].item(), flush=True)
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        seen.export_chrome_trace(file.name)
+        with open(file.name) as trace:
+            spent, waits = of_trace(json.load(trace)["traceEvents"])
+    # So that dpmon has its turns, too, after which it reads what the device has done by now.
+    losses += [turn(next(source)) for _ in range(2)]
+    print(json.dumps({"device_ms": spent, "waits": waits}))
+else:
+    losses += [turn(next(source)) for _ in range(steps)]
+    print(json.dumps([loss.item() for loss in losses]))

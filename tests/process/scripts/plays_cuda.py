@@ -1,0 +1,96 @@
+"""Plays torch.cuda for a training on the CPU: devices whose work is queued, and known to the millisecond.
+
+A device is the sum of the work that was queued on it, and how much of it is done. An event that is recorded gets the
+sum; it has come when so much is done. `cpu` and `cpu:0` are the first GPU, `cpu:1` the second, and so on.
+"""
+
+import sys
+import threading
+
+import torch
+
+
+class Device:
+    def __init__(self):
+        self.queued = 0.0
+        self.lag = 0.0
+        """How much of the queued work is not done yet; None: nothing is done any more."""
+        self.stuck = None
+
+    def done(self):
+        return self.queued - self.lag if self.stuck is None else self.stuck
+
+    def hang(self):
+        self.stuck = self.queued
+
+
+class Played:
+    """What was done to torch.cuda, and by whom."""
+
+    def __init__(self):
+        self.devices = [Device() for _ in range(4)]
+        self.capturing = False
+        self.broken = False
+        self.recorded = [0, 0, 0, 0]
+        self.made = 0
+        self.asked_by = set()
+        self.while_capturing = 0
+        self.waits = 0
+
+    def work(self, ms, device=0):
+        self.devices[device].queued += ms
+
+
+PLAYED = Played()
+
+
+class Stream:
+    def __init__(self, device):
+        self.device = device
+
+
+class Event:
+    def __init__(self, enable_timing=False):
+        assert enable_timing
+        PLAYED.made += 1
+        self.at = self.device = None
+
+    def record(self, stream):
+        PLAYED.while_capturing += PLAYED.capturing
+        if PLAYED.broken:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        assert self.device in (None, stream.device), "an event belongs to one device"
+        self.device = stream.device
+        self.at = PLAYED.devices[stream.device].queued
+        PLAYED.recorded[stream.device] += 1
+
+    def query(self):
+        PLAYED.while_capturing += PLAYED.capturing
+        if PLAYED.broken:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        PLAYED.asked_by.add(threading.get_ident())
+        return self.at <= PLAYED.devices[self.device].done()
+
+    def elapsed_time(self, last):
+        assert all((self.query(), last.query())), "it would raise"
+        return last.at - self.at
+
+    def synchronize(self):
+        PLAYED.waits += 1
+
+
+def gpu_of(name):
+    kind, _, index = name.partition(":")
+    return int(index or 0) if kind == "cpu" else -1
+
+
+def begin():
+    """Let it be as if there were GPUs from here on."""
+    torch.cuda.is_initialized = lambda: True
+    torch.cuda.Event = Event
+    torch.cuda.current_stream = Stream
+    torch.cuda.is_current_stream_capturing = lambda: PLAYED.capturing
+    torch.cuda.memory_stats = lambda index: {}
+    timing = sys.modules.get("dpmon.tracer.timing")
+    if timing is not None:  # else there is no tracer here
+        timing.gpu_of = sys.modules["dpmon.tracer.stages"].gpu_of = gpu_of

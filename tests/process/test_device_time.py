@@ -1,0 +1,147 @@
+"""Device time, over a torch.cuda that is played: times to the millisecond; devices that lag, hang or are lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tracing import Script, Traced, text_of, traced
+
+from dpmon.records import UNTIMED, Call, Step, Untimed, as_json
+
+TEXT = (Path(__file__).parent / "scripts" / "plays_cuda.py").read_text() + text_of("devices")
+STEP = {"data": 0.0, "forward": 3.0, "backward": 5.0, "optimizer": 0.5}
+
+
+def part(run: Traced, name: str) -> tuple[list[Step], list[Call]]:
+    """The steps and calls of a part of the training, of its first process."""
+    first, last = run.said[name]
+    steps = [step for step in run.steps(0) if first <= step.step <= last]
+    return steps, [call for call in run.calls(process=0) if first <= call.step <= last]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    run = traced(tmp_path_factory.mktemp("plain"), TEXT, "plain")
+    assert run.status == 0, run.err
+    assert run.unreadable == ()
+    assert run.missed == 0
+    return run
+
+
+def test_phases_calls_and_replicas_have_the_time_of_the_device(plain: Traced) -> None:
+    steps, calls = part(plain, "usual")
+    assert [step.device_ms for step in steps[1:]] == [STEP] * 11
+    assert [step.untimed for step in steps[1:]] == [None] * 11
+    assert [call.replicas[0].device_ms for call in calls] == [3.0] * 12
+    assert [call.absent for call in calls] == [{}] * 12
+    # CUDA was found to be up by the first call.
+    assert steps[0].device_ms == {**STEP, "data": None}
+    assert "before the first call" in str(as_json(steps[0])["absent"]["device_ms"])
+    assert "copies" in as_json(steps[0])["absent"]
+
+
+def test_the_record_keeps_its_order(plain: Traced) -> None:
+    """Late as they are: each step once, after its call, whatever the device did meanwhile."""
+    order = [
+        ("call" if isinstance(record, Call) else "step", record.step)
+        for record in plain.records
+        if isinstance(record, (Call, Step)) and record.process == 0
+    ]
+    last = plain.said["lost"][1]
+    assert order == [(kind, number) for number in range(1, last + 1) for kind in ("call", "step")]
+    assert [call.call for call in plain.calls(process=0)] == list(range(1, last + 1))
+    assert plain.held == {0: 0, 1: 0}
+
+
+def test_what_runs_inside_a_phase_is_not_counted_twice(plain: Traced) -> None:
+    steps, _ = part(plain, "closure")
+    assert [step.device_ms for step in steps] == [STEP] * 3
+
+
+def test_nothing_is_recorded_nor_asked_while_a_graph_is_captured(plain: Traced) -> None:
+    steps, calls = part(plain, "captured")
+    assert {step.untimed for step in steps} == {UNTIMED[Untimed.CAPTURED]}
+    assert {call.absent["device_ms"] for call in calls} == {UNTIMED[Untimed.CAPTURED]}
+    assert plain.said["untouched"] == [0, 0]
+    steps, calls = part(plain, "after it")
+    assert [step.device_ms for step in steps[1:]] == [STEP] * 2
+    assert [call.replicas[0].device_ms for call in calls] == [3.0] * 3
+
+
+def test_a_forward_that_raises(plain: Traced) -> None:
+    steps, calls = part(plain, "raising")
+    assert [call.failed for call in calls] == [True] * 3
+    assert [step.device_ms for step in steps] == [{"data": 0.0, "forward": 3.0}] * 3
+    steps, _ = part(plain, "after that")
+    assert [step.device_ms for step in steps] == [STEP] * 3
+
+
+def test_a_device_that_hangs_is_waited_for_by_records_only_and_not_for_ever(plain: Traced) -> None:
+    steps, _ = part(plain, "hanging")
+    reasons = [step.untimed for step in steps]
+    assert set(reasons) <= {None, UNTIMED[Untimed.LATE], UNTIMED[Untimed.NO_EVENT]}
+    assert reasons[0] == UNTIMED[Untimed.LATE]
+    assert reasons[-1] == UNTIMED[Untimed.NO_EVENT]
+    assert plain.said["made"] <= 256
+    for name in ("again", "in step"):
+        steps, calls = part(plain, name)
+        # The last of all is read when the driver has ceased to answer: see "lost".
+        assert [step.device_ms for step in steps[1:-1]] == [STEP] * 4, name
+        assert [call.replicas[0].device_ms for call in calls[1:-1]] == [3.0] * 4, name
+
+
+def test_the_thread_that_steps_reads(plain: Traced) -> None:
+    assert plain.said["asked by others"] == 0
+
+
+def test_a_forked_child_has_events_of_its_own(plain: Traced) -> None:
+    steps = plain.steps(1)
+    assert len(steps) == 3
+    assert [step.device_ms for step in steps[1:]] == [STEP] * 2
+    assert [call.replicas[0].device_ms for call in plain.calls(process=1)] == [3.0] * 3
+
+
+def test_a_device_that_is_lost_is_told_once(plain: Traced) -> None:
+    steps, calls = part(plain, "lost")
+    assert len(steps) == len(calls) == 10
+    assert {step.untimed for step in steps} == {UNTIMED[Untimed.FAULT]}
+    assert len(plain.complaints) == 1
+    assert "unspecified launch failure" in plain.complaints[0]
+
+
+def test_every_device_of_a_data_parallel_call(tmp_path: Path) -> None:
+    """Two virtual replicas on the CPU stand for two GPUs, of which one is behind."""
+    run = traced(tmp_path, TEXT, "dp")
+    assert run.status == 0, run.err
+    assert run.complaints == []
+    for name in ("usual", "in step"):
+        steps, calls = part(run, name)
+        for call in calls:
+            phases = {phase: found.device_ms for phase, found in call.phases.items()}
+            assert phases == {"scatter": 0.0, "replicate": 0.0, "parallel_apply": 1.5, "gather": 0.0}
+            assert [replica.device_ms for replica in call.replicas] == [1.5, 1.5]
+            assert call.absent == {}
+        for step in steps[1:]:
+            assert step.device_ms == {"data": 0.0, "forward": 1.5, "backward": 2.5, "optimizer": 0.5}
+
+    steps, calls = part(run, "by hand")
+    assert len(calls) == 5
+    for call in calls[1:]:
+        phases = {phase: found.device_ms for phase, found in call.phases.items()}
+        assert phases == {"scatter": 0.0, "replicate": 0.0, "parallel_apply": 1.5, "gather": 0.0}
+        assert [replica.device_ms for replica in call.replicas] == [1.5, 1.5]
+        assert call.absent == {}
+    for step in steps[1:]:
+        assert step.device_ms == {"data": 0.0, "forward": 1.5, "backward": 2.5, "optimizer": 0.5}
+
+
+def test_what_a_killed_process_held_is_counted(tmp_path: Path) -> None:
+    run = Script(tmp_path, TEXT, "killed").end()
+    assert run.status == -9
+    first, last = json.loads(run.out.splitlines()[-1])["usual"]
+    assert (first, last) == (1, 20)
+    written = len(run.calls()) + len(run.steps())
+    assert 8 <= run.held[0] <= 12, "a lag of 40 ms is between four and five steps"
+    assert written + run.held[0] in (39, 40)  # the last turn had not ended

@@ -1,0 +1,143 @@
+"""Trains on devices that are played (see plays_cuda, which stands before this); what each part did is printed."""
+
+import contextlib
+import json
+import os
+import threading
+
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+begin()  # noqa: F821 - of plays_cuda, as all that is not defined here
+ROWS = 8
+said = {}
+
+
+class Model(nn.Module):
+    """3 ms forward and 5 ms backward for every eight rows, on the device that the rows are for."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(4, 2)
+        self.raises = False
+
+    def forward(self, x):
+        device = 0 if x[0, 0] < ROWS / 2 else 1
+        PLAYED.work(3.0 * len(x) / ROWS, device)  # noqa: F821
+        if self.raises:
+            raise ValueError("as it pleases")
+        out = self.part(x)
+        if out.requires_grad:
+            out.register_hook(lambda grad: PLAYED.work(5.0 * len(x) / ROWS, device))  # noqa: F821
+        return out
+
+
+rows = torch.arange(float(ROWS)).repeat(40)[:, None].repeat(1, 4)  # noqa: F821
+loader = DataLoader(TensorDataset(rows), ROWS)
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), 1e-6)  # noqa: F821
+optimizer.register_step_pre_hook(lambda *_: PLAYED.work(0.5))  # noqa: F821
+net = nn.DataParallel(model) if sys.argv[1] == "dp" else model  # noqa: F821
+
+
+def batches():
+    while True:
+        for (batch,) in loader:
+            PLAYED.work(0.25)  # noqa: F821
+            yield batch
+
+
+source = batches()
+turns = 0
+composed = False
+
+
+def by_hand(batch):
+    """What DataParallel does, of its parts."""
+    given = nn.parallel.scatter((batch,), [0, 1])
+    PLAYED.work(0.1)  # noqa: F821 - the script's own work between them is in none of them
+    made = nn.parallel.parallel_apply(nn.parallel.replicate(model, [0, 1]), given)
+    return nn.parallel.gather(made, 0)
+
+
+def turn(closure=False):
+    global turns
+    turns += 1
+
+    def work():
+        optimizer.zero_grad()
+        loss = (by_hand(batch) if composed else net(batch)).sum()
+        loss.backward()
+        return loss
+
+    batch = next(source)
+    if closure:
+        optimizer.step(work)
+    else:
+        work()
+        optimizer.step()
+
+
+def part(name, count, **options):
+    first = turns + 1
+    for _ in range(count):
+        turn(**options)
+    said[name] = first, turns
+
+
+def plain():
+    device = PLAYED.devices[0]  # noqa: F821
+    device.lag = 20.0  # two steps and a bit
+    part("usual", 12)
+    part("closure", 3, closure=True)
+    PLAYED.capturing = True  # noqa: F821
+    part("captured", 2)
+    PLAYED.capturing = False  # noqa: F821
+    part("after it", 3)
+    model.raises = True
+    first = turns + 1
+    for _ in range(3):
+        with contextlib.suppress(ValueError):
+            turn()
+    model.raises = False
+    said["raising"] = first, turns
+    part("after that", 3)
+    device.hang()
+    part("hanging", 90)
+    device.stuck = None
+    part("again", 6)
+    device.lag = 0.0
+    part("in step", 6)
+    said["untouched"] = [PLAYED.while_capturing, PLAYED.waits]  # noqa: F821
+    said["made"] = PLAYED.made  # noqa: F821
+    said["asked by others"] = len(PLAYED.asked_by - {threading.get_ident()})  # noqa: F821
+    child = os.fork()
+    if child == 0:
+        PLAYED.made = 0  # noqa: F821
+        part("child", 3)
+        sys.exit(0)  # noqa: F821
+    os.waitpid(child, 0)
+    PLAYED.broken = True  # noqa: F821
+    part("lost", 10)
+
+
+def over_two():
+    PLAYED.devices[1].lag = 20.0  # noqa: F821
+    part("usual", 8)
+    PLAYED.devices[1].lag = 0.0  # noqa: F821
+    part("in step", 4)
+    global composed
+    composed = True
+    part("by hand", 5)
+
+
+def killed():
+    PLAYED.devices[0].lag = 40.0  # noqa: F821
+    part("usual", 20)
+    print(json.dumps(said), flush=True)
+    os.kill(os.getpid(), 9)
+
+
+{"plain": plain, "dp": over_two, "killed": killed}[sys.argv[1]]()  # noqa: F821
+if os.getpid():
+    print(json.dumps(said))

@@ -1,0 +1,222 @@
+"""What devices took, from the ring to history, exports, report and screen; records of an earlier version too."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sqlite3
+import struct
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kept import keep
+from synthetic import SECOND, Training, decoded
+
+from dpmon.cli.summary import summary_lines
+from dpmon.export.perfetto import write_trace
+from dpmon.export.table import Tables
+from dpmon.model import State, fold
+from dpmon.records import (
+    UNTIMED,
+    Call,
+    Decoder,
+    RecordError,
+    Step,
+    Untimed,
+    as_json,
+    call_head,
+    call_replicas,
+    kind_of,
+    pack_timed,
+    step_fields,
+)
+from dpmon.report.asjson import as_object
+from dpmon.report.collect import collect
+from dpmon.report.text import report_text
+from dpmon.run.export import history
+from dpmon.run.rundir import load_info
+from dpmon.ui import panel_batch, panel_replicas
+from dpmon.ui.look import COLOUR, UNICODE, Look
+from dpmon.ui.paint import whole
+from dpmon.ui.panel_output import Output
+from dpmon.ui.rows import plain, width_of
+from dpmon.ui.scene import Facts, Scene, View
+
+LOOK = Look(UNICODE, COLOUR, True)
+OF_CALL = (0.5, 1.0, 2.0, 0.25, 1.5, 1.75)
+OF_STEP = (0.25, 4.0, 3.0, 0.5)
+
+
+def timed(payloads: list[bytes], why: int = Untimed.NONE) -> list[bytes]:
+    """The same records as a process writes them whose devices are timed."""
+    times: dict[str, Any] = {"call": OF_CALL, "step": OF_STEP}
+    if why:
+        times = {kind: [None] * len(found) for kind, found in times.items()}
+    return [
+        pack_timed(payload, times[kind_of(payload)], why) if kind_of(payload) in times else payload
+        for payload in payloads
+    ]
+
+
+def training(steps: int = 40) -> list[bytes]:
+    made = Training(devices=("cuda:0", "cuda:1"), virtual=False)
+    return [*made.begin(), *timed(made.run(steps))]
+
+
+def state_of(payloads: list[bytes]) -> State:
+    state = State()
+    for record in decoded(payloads):
+        state = fold(state, record)
+    return state
+
+
+def test_a_record_is_read_as_it_was_packed() -> None:
+    records = decoded(training(3))
+    call = next(record for record in records if isinstance(record, Call))
+    assert {name: phase.device_ms for name, phase in call.phases.items()} == {
+        "scatter": 0.5, "replicate": 1.0, "parallel_apply": 2.0, "gather": 0.25,
+    }  # fmt: skip
+    assert [replica.device_ms for replica in call.replicas] == [1.5, 1.75]
+    assert "device_ms" not in as_json(call)["absent"]
+    step = next(record for record in records if isinstance(record, Step))
+    assert as_json(step)["device_ms"] == {"data": 0.25, "forward": 4.0, "backward": 3.0, "optimizer": 0.5}
+    assert as_json(step)["phases"].keys() == {"data", "forward", "backward", "optimizer", "other"}
+
+
+@pytest.mark.parametrize("why", range(1, len(UNTIMED)))
+def test_what_is_not_known_has_its_reason(why: int) -> None:
+    made = Training(devices=("cuda:0", "cuda:1"), virtual=False)
+    records = decoded([*made.begin(), *timed(made.run(2), why)])
+    for record in records:
+        if isinstance(record, (Call, Step)):
+            found = as_json(record)
+            assert found["absent"]["device_ms"] == UNTIMED[why]
+    assert len(UNTIMED) == len([name for name in vars(Untimed) if name.isupper()])
+
+
+def test_what_lies_inside_is_read_by_those_who_look_lightly() -> None:
+    made = Training()
+    for payload in made.run(2):
+        if kind_of(payload) not in ("call", "step"):
+            continue
+        (wrapped,) = timed([payload])
+        assert kind_of(wrapped) == kind_of(payload)
+        if kind_of(payload) == "call":
+            assert call_head(wrapped) == call_head(payload)
+            assert call_replicas(wrapped) == call_replicas(payload)
+        else:
+            assert step_fields(wrapped) == step_fields(payload)
+
+
+def test_damaged_times_are_refused_or_unknown() -> None:
+    made = Training()
+    payloads = made.run(1)
+    decoder = Decoder(0)
+    for payload in payloads:
+        decoder.decode(payload)
+    (call,) = [payload for payload in payloads if kind_of(payload) == "call"]
+    good = pack_timed(call, OF_CALL, 0)
+    for cut in range(len(good)):
+        with pytest.raises(RecordError):
+            decoder.decode(good[:cut])
+    for inner in (b"", b"\x04{}", pack_timed(call, (), 0), b"\x01\0\0\0\1\0\0\0[]"):
+        wrapped = pack_timed(inner, OF_CALL, 0)
+        assert kind_of(wrapped) == ""
+        with pytest.raises(RecordError):
+            decoder.decode(wrapped)
+    odd = decoder.decode(pack_timed(call, (float("inf"), -1.0, 1e30, 1.0), 200))
+    assert isinstance(odd, Call)
+    assert [phase.device_ms for phase in odd.phases.values()] == [None, None, None, 1.0]
+    assert odd.absent["device_ms"]
+    many = decoder.decode(pack_timed(call, [1.0] * 100, 0))
+    assert isinstance(many, Call)
+    assert len(many.replicas) == 2
+    with pytest.raises(RecordError):
+        decoder.decode(pack_timed(call, [1.0] * 10_000, 0))
+
+
+@pytest.mark.parametrize("drained", [True, False])
+def test_history_exports_and_report_have_them(state: Path, drained: bool) -> None:
+    directory = keep({0: training()}, drained=drained)
+    records = list(history(directory))
+    calls = [record for record in records if isinstance(record, Call)]
+    steps = [record for record in records if isinstance(record, Step)]
+    assert len(calls) == len(steps) == 40
+    assert {step.device_ms["backward"] for step in steps if step.device_ms} == {3.0}
+    assert {call.replicas[1].device_ms for call in calls} == {1.75}
+
+    files: dict[str, io.StringIO] = {}
+    Tables(lambda which: files.setdefault(which, io.StringIO())).write(records)
+    rows = {which: list(csv.DictReader(io.StringIO(file.getvalue()))) for which, file in files.items()}
+    assert (rows["step"][0]["forward_device_ms"], rows["step"][0]["more"]) == ("4.0", "")
+    assert (rows["call"][0]["gather_device_ms"], rows["call"][0]["replica_device_ms"]) == ("0.25", "1.5 1.75")
+
+    trace = io.StringIO()
+    write_trace(load_info(directory), records, trace)
+    counters = [event for event in json.loads(trace.getvalue()) if event["name"] == "step phases on the device (ms)"]
+    assert len(counters) == 40
+    assert counters[0]["args"] == {"data": 0.25, "forward": 4.0, "backward": 3.0, "optimizer": 0.5}
+
+    phases = as_object(collect(directory))["modes"][0]["phases"]
+    assert (phases["forward"]["device_median_ms"], phases["gather"]["device_median_ms"]) == (4.0, 0.25)
+    assert phases["other"]["device_median_ms"] is None
+    lines = [line.split() for line in report_text(directory, 100)]
+    assert ["phase", "share", "median", "p95", "on", "device"] in lines
+    assert next(line for line in lines if line[:1] == ["backward"])[-2:] == ["3.00", "ms"]
+    said = "\n".join(summary_lines(directory, None))
+    assert "on device    3.000 ms" in said
+
+
+def test_a_history_of_an_earlier_version_is_gone_on_with_and_read(state: Path) -> None:
+    made = Training()
+    directory = keep({0: [*made.begin(), *made.run(5)]})
+    with closing(sqlite3.connect(directory / "history.sqlite")) as db, db:
+        db.execute("ALTER TABLE steps DROP COLUMN device")
+    old = [record for record in history(directory) if isinstance(record, Step)]
+    assert len(old) == 5
+    assert {step.device_ms for step in old} == {None}
+    from dpmon.run.history import History
+
+    History(directory, {}).close()  # a supervisor that takes over
+    assert [record for record in history(directory) if isinstance(record, Step)] == old
+
+
+def test_a_damaged_column_is_a_damaged_row(state: Path) -> None:
+    directory = keep({0: training(5)})
+    with closing(sqlite3.connect(directory / "history.sqlite")) as db, db:
+        db.execute("UPDATE steps SET device = ? WHERE step = 2", (b"\6",))
+        db.execute("UPDATE steps SET device = 'text' WHERE step = 3")
+        db.execute("UPDATE steps SET device = ? WHERE step = 4", (struct.pack("<BBHI", 6, 0, 0xFFFF, 0),))
+    steps = {record.step: record for record in history(directory) if isinstance(record, Step)}
+    assert set(steps) == {1, 3, 5}
+    assert steps[3].device_ms is None
+
+
+def test_the_screen_shows_host_and_device_side_by_side() -> None:
+    state = state_of(training())
+    scene = Scene(state, 3 * SECOND, Facts(script="x.py"), alive=True)
+    head, first, second, *_ = (plain(row) for row in panel_replicas.replicas(scene, 100, 10, LOOK))
+    assert "host time on device" in head
+    assert "1.50 ms" in first
+    assert "1.75 ms" in second
+    numbers = panel_batch.figures(scene)
+    rows = [plain(row).split() for row in panel_batch.batch(scene, 120, 14, LOOK, numbers)]
+    assert [row[0] for row in rows[1:5]] == ["share", "median", "device", "p95"]
+    # The phases of the call are taken out of forward, as they are on the host: 4 - (0.5 + 1 + 2 + 0.25).
+    values = " ".join(rows[3][1:])
+    assert values == "0.25 ms 0.50 ms 1.00 ms 2.00 ms 0.25 ms 0.25 ms 3.00 ms 0.50 ms –"
+    for zoom in (None, "replicas", "batch"):
+        for size in ((80, 24), (120, 40), (200, 60), (40, 10)):
+            drawn = whole(Scene(state, 3 * SECOND, view=View(zoom=zoom)), Output(), *size, LOOK)
+            assert {width_of(row) for row in drawn} == {size[0]}
+
+
+def test_the_screen_without_devices_times_has_no_column_for_them() -> None:
+    made = Training()
+    scene = Scene(state_of([*made.begin(), *made.run(20)]), 3 * SECOND, Facts(script="x.py"), alive=True)
+    assert "on device" not in plain(panel_replicas.replicas(scene, 100, 10, LOOK)[0])
+    rows = panel_batch.batch(scene, 120, 14, LOOK, panel_batch.figures(scene))
+    assert not any(plain(row).startswith("device") for row in rows)

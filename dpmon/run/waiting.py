@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import time
 from pathlib import Path
 
@@ -16,30 +17,40 @@ __all__ = ["FILE", "InputWatch", "reads_input", "waits_since"]
 
 FILE = "waits-for-input"
 """There while it waits; since when (monotonic ns) is in it."""
-_READ = {"x86_64": 0, "aarch64": 63, "riscv64": 63, "ppc64le": 3, "s390x": 3}.get(os.uname().machine)
+_READ_CALL = {"x86_64": 0, "aarch64": 63, "riscv64": 63, "ppc64le": 3, "s390x": 3}.get(os.uname().machine)
 """The number of read(2), by machine (syscalls(2) and the kernel's tables)."""
 _EVERY_S = 1.0
 
 
 def reads_input(pid: int) -> bool | None:
     """Whether the process's first thread sleeps in a read of descriptor 0; None if that cannot be known."""
-    if _READ is None:
+    if _READ_CALL is None:
         return None
     try:
         fields = Path(f"/proc/{pid}/syscall").read_text("ascii", "replace").split()
     except OSError:
         return None
-    return len(fields) > 2 and fields[0] == str(_READ) and fields[1] == "0x0"
+    return len(fields) > 2 and fields[0] == str(_READ_CALL) and fields[1] == "0x0"
 
 
 def waits_since(directory: Path) -> int | None:
     """Since when (monotonic ns) the command of a run waits for input, by what its supervisor saw; None: it does not."""
-    try:
-        with open(directory / FILE, "rb") as file:
-            text = file.read(32)
-    except OSError:
-        return None
+    text = _read(directory / FILE)
     return int(text) if text.isdigit() else None
+
+
+def _read(path: Path) -> bytes:
+    """The first bytes of a regular file, none of anything else; it never blocks, as a screen asks for each picture."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    try:
+        return os.read(fd, 64) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)
 
 
 class InputWatch:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -70,3 +70,25 @@ def test_the_file_is_there_while_it_waits_and_asked_once_a_second(
 def test_nonsense_in_the_file_is_no_wait(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     assert waits_since(tmp_path) is None
+
+
+def a_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_link(path: Path) -> None:
+    (path.parent / "12").write_text("12")
+    path.symlink_to("12")
+
+
+def a_directory(path: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize("made", [a_fifo, a_link, a_directory])
+def test_what_is_no_regular_file_is_no_wait_and_holds_nobody_up(tmp_path: Path, made: Callable[[Path], None]) -> None:
+    made(tmp_path / FILE)
+    asked = "import sys; from pathlib import Path; from dpmon.run.waiting import waits_since"
+    asked += "; print(waits_since(Path(sys.argv[1])))"
+    answered = subprocess.run([sys.executable, "-c", asked, tmp_path], capture_output=True, text=True, timeout=60)
+    assert answered.stdout == "None\n", answered.stderr

@@ -27,6 +27,7 @@ from dpmon.model.state import (
     StepSample,
 )
 from dpmon.model.stats import PhaseFigures, median, percentile, summary
+from dpmon.model.uneven import Uneven, uneven
 
 __all__ = [
     "MIN_STEPS",
@@ -108,6 +109,8 @@ class Comparison:
     """faster, slower, or even: the interval holds 1."""
     by_mean: float | None = None
     """The ratio of the mean step times, where it is quite another than that of the medians."""
+    uneven: tuple[str, Uneven] | None = None
+    """With `by_mean`: the mode whose steps are less alike, and how; None if those of each are alike enough."""
     ground: Ground | None = None
     cost: Ground | None = None
     """The copying that takes the largest share of the dp step."""
@@ -257,14 +260,31 @@ def _judged(base: Comparison, taken: Mapping[str, Sequence[StepSample]]) -> Comp
     cost = _cost(base.sides["dp"])
     ground = _largest(base.sides, outcome)
     means = _means(found, taken)
-    return replace(base, speedup=found, efficiency=each, outcome=outcome, ground=ground, cost=cost, by_mean=means)
+    why = _least_alike(taken) if means is not None else None
+    base = replace(base, by_mean=means, uneven=why)
+    return replace(base, speedup=found, efficiency=each, outcome=outcome, ground=ground, cost=cost)
+
+
+def _mean(steps: Sequence[StepSample]) -> float:
+    return sum(step.wall_ns for step in steps) / len(steps)
 
 
 def _means(found: Interval, taken: Mapping[str, Sequence[StepSample]]) -> float | None:
     """The ratio of the means, if it lies well outside the interval of the medians' ratio."""
-    single, dp = (sum(step.wall_ns for step in taken[mode]) / len(taken[mode]) for mode in MODES_COMPARED)
+    single, dp = (_mean(taken[mode]) for mode in MODES_COMPARED)
     means = single / dp
     return None if found.low / _APART <= means <= found.high * _APART else means
+
+
+def _least_alike(taken: Mapping[str, Sequence[StepSample]]) -> tuple[str, Uneven] | None:
+    """The mode whose mean and median step are further apart, if they are far."""
+    most, found = 0.0, None
+    for mode in MODES_COMPARED:
+        mean, middle = _mean(taken[mode]), median([step.wall_ns for step in taken[mode]])
+        how = uneven([(step, 1.0) for step in taken[mode]], mean, middle)
+        if how is not None and middle and abs(log(mean / middle)) > most:
+            most, found = abs(log(mean / middle)), (mode, how)
+    return found
 
 
 def _cost(dp: Side) -> Ground | None:
@@ -345,8 +365,15 @@ def sentence(found: Comparison) -> str | None:
     said = _ground(found)
     means = ""
     if found.by_mean is not None:
-        means = f" By the mean step it is {_times_text(found.by_mean)}: a few long steps take much of the time."
+        means = f" By the mean step it is {_times_text(found.by_mean)}{_why_uneven(found)}."
     return f"{head}: {said}.{means}" if said else f"{head}.{means}"
+
+
+def _why_uneven(found: Comparison) -> str:
+    if found.uneven is None:
+        return ""
+    mode, how = found.uneven
+    return f": of the steps in {mode}, about {_percent(how.steps)} take {_percent(how.time)} of the time"
 
 
 def _times_text(value: float) -> str:

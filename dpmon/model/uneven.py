@@ -1,4 +1,4 @@
-"""Steps that are not alike: where a few of them take most of the time, a median says little of the speed. Pure."""
+"""Steps that are not alike: where some take far longer than others, a median says little of the speed. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def uneven(drawn: Sequence[tuple[StepSample, float]], mean_ns: float | None, med
     """How uneven steps are, of which `drawn` are some, each with how many it stands for; None where they are alike.
 
     Alike are steps whose mean and median are near each other. The phase is the one of which the long steps have most
-    more than the others; None if the long ones have no phase more.
+    more than the others; None if the long ones have no phase more. The long ones may be few or most of the steps.
     """
     if not mean_ns or not median_ns or 1 / _APART <= mean_ns / median_ns <= _APART:
         return None
@@ -33,13 +33,13 @@ def uneven(drawn: Sequence[tuple[StepSample, float]], mean_ns: float | None, med
     rest = [(step, weight) for step, weight in drawn if step.wall_ns <= mean_ns]
     if not long or not rest:
         return None
-    many, few = (sum(weight for _, weight in part) for part in (rest, long))
+    of_long, of_rest = (sum(weight for _, weight in part) for part in (long, rest))
     spent, rest_spent = (sum(step.wall_ns * weight for step, weight in part) for part in (long, rest))
     longer = [
-        sum(max(step.phases[index], 0) * weight for step, weight in long) / few
-        - sum(max(step.phases[index], 0) * weight for step, weight in rest) / many
+        sum(max(step.phases[index], 0) * weight for step, weight in long) / of_long
+        - sum(max(step.phases[index], 0) * weight for step, weight in rest) / of_rest
         for index in range(len(PHASES))
     ]
     most = max(longer)
     phase = PHASES[longer.index(most)] if most > 0 else None
-    return Uneven(few / (few + many), spent / (spent + rest_spent), phase)
+    return Uneven(of_long / (of_long + of_rest), spent / (spent + rest_spent), phase)

@@ -21,7 +21,8 @@ host          samples, cpu_median_pct, mem_used_max_bytes, mem_total_bytes; medi
               others_cpus, run_cpus (in use by others, by the run), load; null where not recorded
 memory        device, model_bytes, gradients_bytes, optimizer_bytes, rest_bytes, peak_bytes, absent
 compared      dp against single: speedup, low, high (its 95 % interval), efficiency (a device; null for virtual
-              replicas), outcome (faster, slower, even), sentence, missing, steps; null where not both were seen
+              replicas), outcome (faster, slower, even), by_mean (the ratio of mean steps; null where it is near
+              the speed-up), sentence, missing, steps; null where not both were seen
 mode_changes  process, root, t_s, step, mode, requested_by, devices, virtual, reason, refused
 warnings      texts
 time          width_s; stretches: start_s, mode, evaluation, steps, mean_ms, longest_ms, samples, parts_ms: {name: sum}

@@ -97,4 +97,5 @@ def compared(
         efficiency=found.efficiency,
         outcome=found.outcome,
         steps=tuple((mode, side.steps) for mode, side in found.sides.items()),
+        by_mean=found.by_mean,
     )

@@ -97,6 +97,8 @@ class Compared(NamedTuple):
     """faster, slower or even."""
     steps: tuple[tuple[str, int], ...]
     """Steps that were compared, by mode."""
+    by_mean: float | None = None
+    """The ratio of the mean steps, where it is quite another than that of the medians."""
 
 
 @dataclass(frozen=True)

@@ -9,37 +9,62 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import time
 from pathlib import Path
 
 __all__ = ["FILE", "InputWatch", "reads_input", "waits_since"]
 
 FILE = "waits-for-input"
-"""There while it waits; since when (monotonic ns) is in it."""
-_READ = {"x86_64": 0, "aarch64": 63, "riscv64": 63, "ppc64le": 3, "s390x": 3}.get(os.uname().machine)
+"""There while it waits; since when, and when that was last so (monotonic ns, both of 20 digits), is in it."""
+_READ_CALL = {"x86_64": 0, "aarch64": 63, "riscv64": 63, "ppc64le": 3, "s390x": 3}.get(os.uname().machine)
 """The number of read(2), by machine (syscalls(2) and the kernel's tables)."""
 _EVERY_S = 1.0
+_TRUE_NS = 10_000_000_000
+"""For so long what is in the file holds: a supervisor that was stopped or killed leaves it behind."""
 
 
 def reads_input(pid: int) -> bool | None:
     """Whether the process's first thread sleeps in a read of descriptor 0; None if that cannot be known."""
-    if _READ is None:
+    if _READ_CALL is None:
         return None
     try:
         fields = Path(f"/proc/{pid}/syscall").read_text("ascii", "replace").split()
     except OSError:
         return None
-    return len(fields) > 2 and fields[0] == str(_READ) and fields[1] == "0x0"
+    return len(fields) > 2 and fields[0] == str(_READ_CALL) and fields[1] == "0x0"
 
 
 def waits_since(directory: Path) -> int | None:
     """Since when (monotonic ns) the command of a run waits for input, by what its supervisor saw; None: it does not."""
-    try:
-        with open(directory / FILE, "rb") as file:
-            text = file.read(32)
-    except OSError:
+    fields = _read(directory / FILE).split()
+    if len(fields) != 2 or not all(field.isdigit() for field in fields):
         return None
-    return int(text) if text.isdigit() else None
+    since, seen = map(int, fields)
+    return since if since <= seen and 0 <= time.monotonic_ns() - seen < _TRUE_NS else None
+
+
+def _read(path: Path) -> bytes:
+    """The first bytes of a regular file, none of anything else; it never blocks, as a screen asks for each picture."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    try:
+        return os.read(fd, 64) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)
+
+
+def _sleeps(pid: int) -> str | None:
+    """How often the process's first thread has gone to sleep so far, in the kernel's words; None if not known."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text("ascii", "replace").splitlines():
+            if line.startswith("voluntary_ctxt_switches"):
+                return line
+    return None
 
 
 class InputWatch:
@@ -48,32 +73,37 @@ class InputWatch:
     def __init__(self, directory: Path, pid: int) -> None:
         self._path = directory / FILE
         self._pid = pid
-        self._waits = False
+        self._since: int | None = None
+        self._sleeps: str | None = None
         self._next = 0.0
         self.close()  # what a supervisor that was killed has left
 
     def look(self, now: float) -> None:
-        """Once a second: ask, and write if it is not as it was. `now` monotonic, in s."""
+        """Once a second: ask, and write down what was found. `now` monotonic, in s."""
         if now < self._next:
             return
         self._next = now + _EVERY_S
-        waits = reads_input(self._pid) is True
-        if waits and not self._waits:
-            self._write()
-        elif self._waits and not waits:
-            self.close()
-        self._waits = waits
+        if reads_input(self._pid) is not True:
+            if self._since is not None:
+                self.close()
+            return
+        sleeps, seen = _sleeps(self._pid), time.monotonic_ns()
+        if self._since is None or sleeps != self._sleeps:  # it has worked in between: this is another wait
+            self._since, self._sleeps = seen, sleeps
+        self._write(self._since, seen)
 
     def close(self) -> None:
         """It waits no more."""
+        self._since = None
         with contextlib.suppress(OSError):
             self._path.unlink()
 
-    def _write(self) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    def _write(self, since: int, seen: int) -> None:
+        """In one write over what is there, which is as long: a reader finds the old or the new."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with contextlib.suppress(OSError):  # a full disk: it is not told
             fd = os.open(self._path, flags, 0o600)
             try:
-                os.write(fd, b"%d" % time.monotonic_ns())
+                os.write(fd, b"%020d %020d" % (since, seen))
             finally:
                 os.close(fd)

@@ -13,7 +13,7 @@ from rich.color import ColorSystem
 from rich.style import Style
 
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Span, span_width, wide_width, width_of
+from dpmon.ui.rows import Span, kept_width, span_width, width_of
 
 __all__ = ["Cell", "cells_of", "patch", "patch_row"]
 
@@ -31,7 +31,7 @@ def cells_of(row: Sequence[Span]) -> list[Cell]:
             cells += [(char, style) for char in text]
             continue
         for char in text:
-            size = wide_width(char)
+            size = kept_width(char)
             if size:
                 cells.append((char, style))
                 if size == 2:

@@ -43,7 +43,7 @@ class _Piece(NamedTuple):
 def _rank(deed: Deed, word: str, scene: Scene) -> int:
     if deed.key in _LAST:
         return -3
-    if word in _BACK or (deed.key == "i" and scene.reads_since_ns is not None):
+    if word in _BACK or (deed.key == "i" and scene.input_wait_ns is not None):
         return -2
     if scene.over and deed.key in _OVER:
         return -1

@@ -61,7 +61,7 @@ def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
     word = mode_words(scene.process, look.glyphs.times)[0]
     if scene.process is not None and mode != scene.process.mode:
         word = f"dp {look.glyphs.times}{len(scene.process.modes[mode].devices)}" if mode == "dp" else mode
-    corner: Row = [("host" if numbers.steps else "", "dim")]
+    corner: Row = [("host", "dim")]
     for name, value, style in (
         ("mean", numbers.mean_ns, "bold"),
         ("median", numbers.median_ns, "bold"),

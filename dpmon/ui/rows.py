@@ -19,10 +19,10 @@ __all__ = [
     "columns",
     "cut",
     "fit",
+    "kept_width",
     "plain",
     "right",
     "span_width",
-    "wide_width",
     "width_of",
     "wrapped",
 ]
@@ -31,20 +31,24 @@ Span = tuple[str, str]
 Row = list[Span]
 
 
-wide_width = lru_cache(maxsize=8192)(cell_len)
-"""Rich has a cache too, behind a function that takes longer than the answer."""
+_KEPT_BELOW = 512
+"""Characters from which on a text's width is not kept: the cache holds the texts themselves."""
+kept_width = lru_cache(maxsize=8192)(cell_len)
+"""For single characters and other short texts. Rich has a cache too, behind a function slower than the answer."""
 
 
 def span_width(text: str) -> int:
     """Cells that `text` takes (wide characters take two)."""
-    return len(text) if text.isascii() else wide_width(text)
+    if text.isascii():
+        return len(text)
+    return kept_width(text) if len(text) < _KEPT_BELOW else cell_len(text)
 
 
 def width_of(row: Iterable[Span]) -> int:
     """Cells that a row takes."""
     total = 0
     for text, _ in row:  # a screen asks this of thousands of spans: no call but for those that need one
-        total += len(text) if text.isascii() else wide_width(text)
+        total += len(text) if text.isascii() else kept_width(text) if len(text) < _KEPT_BELOW else cell_len(text)
     return total
 
 

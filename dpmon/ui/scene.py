@@ -119,7 +119,7 @@ class Scene:
     view: View = field(default_factory=View)
     stage: tuple[str, int] | None = None
     reads_since_ns: int | None = None
-    """Since when the script waits for a line of input; None: not, as far as is known."""
+    """Since when the command was seen to wait for a line of input; None: it was not."""
     activities: Mapping[int, tuple[str, int]] = field(default_factory=dict)
     alive: bool | None = None
     ended: Ended | None = None
@@ -140,6 +140,14 @@ class Scene:
     def process(self) -> Process | None:
         """The process whose numbers stand for the run."""
         return self.state.focus()
+
+    @property
+    def input_wait_ns(self) -> int | None:
+        """For how long the command has waited for input; None: not, or for a moment only, or a step has ended since."""
+        since = self.reads_since_ns
+        if since is None or self.now_ns - since <= WAIT_SHOWN_NS:
+            return None
+        return None if any(each.seen_ns > since for each in self.state.processes.values()) else self.now_ns - since
 
     @property
     def over(self) -> bool:
@@ -176,9 +184,9 @@ def life(scene: Scene) -> Life:
     spent = scene.now_ns - since if since > 0 else 0
     if scene.pausing.since_ns is not None:
         return Life("paused", "wait", f"{(scene.now_ns - scene.pausing.since_ns) / 1e9:.0f} s")
-    if scene.reads_since_ns is not None:
-        how = ": i types" if scene.can_type else ""
-        return Life("waiting for input", "wait", f"{max(scene.now_ns - scene.reads_since_ns, 0) / 1e9:.0f} s{how}")
+    reads = scene.input_wait_ns
+    if reads is not None:
+        return Life("waiting for input", "wait", f"{reads / 1e9:.0f} s{': i types' if scene.can_type else ''}")
     if process is None or process.seen_ns < 0:
         return _before_first_batch(scene, doing, spent)
     if doing == "data" and spent > WAIT_SHOWN_NS:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich.cells import cell_len
-
 from dpmon.ui.layout import Slot
 from dpmon.ui.look import Look
 from dpmon.ui.panel_status import answer, cut_answer
-from dpmon.ui.rows import Row, box, cut, plain, wrapped
+from dpmon.ui.rows import Row, box, cut, plain, span_width, width_of, wrapped
 from dpmon.ui.scene import Scene
 
 __all__ = ["cropped", "laid_over", "toast"]
@@ -38,7 +36,7 @@ def laid_over(painted: dict[str, list[Row]], slots: Mapping[str, Slot], rows: Se
         for index, row in enumerate(rows, y - slot.y):
             if 0 <= index < len(painted[panel]):
                 covered = cropped(row, slot.x, slot.x + slot.width)
-                left = cropped(painted[panel][index], sum(cell_len(text) for text, _ in covered), slot.width)
+                left = cropped(painted[panel][index], width_of(covered), slot.width)
                 painted[panel][index] = [*covered, *left]
 
 
@@ -49,7 +47,7 @@ def cropped(row: Sequence[tuple[str, str]], start: int, end: int) -> Row:
     for text, style in row:
         part = ""
         for char in text:
-            size = cell_len(char)
+            size = span_width(char)
             if start <= at and at + size <= end:
                 part += char
             elif at < end and at + size > start:

@@ -210,7 +210,8 @@ def test_from_the_first_second_to_the_end(run: Run, terminal: Start) -> None:
     with (run.directory / "stages.log").open("a") as file:
         file.write(f"{os.getpid()} {time.monotonic_ns()} torch imported\n")
     seen.shows("waiting for the first batch")
-    (run.directory / "waits-for-input").write_text(str(time.monotonic_ns()))
+    now = time.monotonic_ns()
+    (run.directory / "waits-for-input").write_text(f"{now - 2_000_000_000} {now}")
     seen.shows("waiting for input")
     (run.directory / "waits-for-input").unlink()
     seen.shows("waiting for the first batch")

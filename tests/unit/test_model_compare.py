@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 
 import pytest
@@ -321,7 +322,36 @@ def test_where_few_steps_take_the_time_the_verdict_says_what_the_means_say() -> 
     assert found.by_mean == pytest.approx(1.0, abs=0.02)
     said = sentence(found)
     assert said is not None
-    assert said.endswith("By the mean step it is 1.00×: a few long steps take much of the time.")
+    ending = r"By the mean step it is 1\.00×: of the steps in dp, about 25 % take 4[78] % of the time\.$"
+    assert re.search(ending, said), said
     even = compare({"single": steps(400), "dp": steps(400, forward=8.0, seed=2)}, devices=TWO)
     assert even.by_mean is None
     assert "mean" not in (sentence(even) or "")
+
+
+def test_where_most_steps_are_the_long_ones_the_verdict_says_so() -> None:
+    short = {"forward": 0.4, "backward": 0.5, "optimizer": 0.1}
+    dp = [step(n, **short) if n % 5 < 2 else step(n, forward=6.0) for n in range(400)]
+    found = compare({"single": [step(n) for n in range(400)], "dp": dp}, devices=TWO)
+    assert found.outcome == "slower"
+    assert found.by_mean == pytest.approx(10 / 7.6)
+    said = sentence(found)
+    assert said is not None
+    assert said.endswith("By the mean step it is 1.32×: of the steps in dp, about 60 % take 95 % of the time.")
+
+
+def test_where_neither_modes_steps_are_very_unlike_the_means_stand_alone() -> None:
+    """Each mean is within a quarter of its median, one above and one below: their ratio is not."""
+    lasting = {"single": (10.0, 14.4), "dp": (10.0, 5.6)}
+    found = compare(
+        {
+            mode: [
+                step(n, forward=(usual if n % 5 < 3 else other) - 2.0, backward=1.0, optimizer=1.0) for n in range(400)
+            ]
+            for mode, (usual, other) in ((mode, both) for mode, both in lasting.items())
+        },
+        devices=TWO,
+    )
+    assert found.by_mean == pytest.approx(11.76 / 8.24)
+    assert found.uneven is None
+    assert (sentence(found) or "").endswith("By the mean step it is 1.43×.")

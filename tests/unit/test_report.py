@@ -19,7 +19,7 @@ from dpmon.model.state import NOT_RUN, PHASES
 from dpmon.records import kind_of, pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
-from dpmon.report.compared import KEPT, Settled
+from dpmon.report.compared import KEPT, Settled, compared
 from dpmon.report.plots import plots
 from dpmon.report.series import BINS, Series
 from dpmon.report.story import PARTS
@@ -407,6 +407,20 @@ def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None
     assert lines[0].startswith("  DataParallel over 2 virtual replicas")
     assert f"speed-up {found.speedup:.2f}" in " ".join(lines)
     assert as_object(collect(both))["compared"]["outcome"] in ("faster", "slower", "even")
+
+
+def test_a_verdict_that_the_means_do_not_share_has_their_ratio_too(both: Path) -> None:
+    """In dp two of three steps take a tenth, the third waits."""
+    settled = Settled()
+    for number in range(1, 601):
+        mode = "single" if number <= 300 else "dp"
+        wall = 1000 if mode == "single" else 3000 if number % 3 == 0 else 100
+        settled.step(0, number, mode, number * 5000, wall, 4, (wall // 2, wall // 4, wall // 4, None, 0))
+    found = compared(settled, False, [])
+    assert found is not None
+    assert found.speedup == pytest.approx(10)
+    assert found.by_mean == pytest.approx(1000 / (3200 / 3), rel=0.02)
+    assert as_object(replace(collect(both), compared=found))["compared"]["by_mean"] == found.by_mean
 
 
 def test_a_first_forward_that_failed_has_no_speed(state: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from dpmon.run.waiting import FILE, InputWatch, reads_input, waits_since
 pytestmark = pytest.mark.skipif(
     reads_input(os.getpid()) is None, reason="this kernel does not say in which system call a process is"
 )
+TWICE = "print(input(), flush=True); input()"
 SCRIPT = "print(input(), flush=True); import time; time.sleep(60)"
 
 
@@ -49,7 +50,9 @@ def test_a_read_of_standard_input_is_seen_and_its_end_too(asking: subprocess.Pop
 def test_the_file_is_there_while_it_waits_and_asked_once_a_second(
     asking: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    (tmp_path / FILE).write_text("12")
+    now = time.monotonic_ns()
+    (tmp_path / FILE).write_text(f"{now} {now}")
+    assert waits_since(tmp_path) == now
     watch = InputWatch(tmp_path, asking.pid)
     assert waits_since(tmp_path) is None, "what a supervisor that was killed has left"
     wait_for(lambda: reads_input(asking.pid), what="the wait for a line")
@@ -58,15 +61,70 @@ def test_the_file_is_there_while_it_waits_and_asked_once_a_second(
     since = waits_since(tmp_path)
     assert since is not None
     assert before <= since <= time.monotonic_ns()
+    watch.look(101.5)
+    assert waits_since(tmp_path) == since, "it still waits, since then"
     answer(asking)
     wait_for(lambda: reads_input(asking.pid) is False, what="the end of the wait")
-    watch.look(100.5)
+    watch.look(102.0)
     assert waits_since(tmp_path) == since, "not asked again within a second"
-    watch.look(101.5)
+    watch.look(103.0)
     assert waits_since(tmp_path) is None
 
 
-@pytest.mark.parametrize("text", ["", "-3", "1e5", "since yesterday"])
+def test_a_second_wait_between_two_looks_is_not_the_first_that_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TWICE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as asking:
+        watch = InputWatch(tmp_path, asking.pid)
+        wait_for(lambda: reads_input(asking.pid), what="the wait for a line")
+        watch.look(100.0)
+        first = waits_since(tmp_path)
+        answer(asking)
+        answered = time.monotonic_ns()
+        wait_for(lambda: reads_input(asking.pid), what="the wait for another")
+        watch.look(101.0)
+        second = waits_since(tmp_path)
+        asking.kill()
+    assert first is not None
+    assert second is not None
+    assert first < answered < second
+
+
+def test_what_a_stopped_supervisor_said_does_not_hold_for_ever(tmp_path: Path) -> None:
+    now, second = time.monotonic_ns(), 1_000_000_000
+    for since, seen, expected in (
+        (now - 99 * second, now - second, now - 99 * second),
+        (now - 99 * second, now - 11 * second, None),
+        (now, now + 99 * second, None),
+        (now, now - second, None),
+    ):
+        (tmp_path / FILE).write_text(f"{since} {seen}")
+        assert waits_since(tmp_path) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-3", "1e5 1e5", "since yesterday", "12", "1 2 3"])
 def test_nonsense_in_the_file_is_no_wait(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     assert waits_since(tmp_path) is None
+
+
+def a_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_link(path: Path) -> None:
+    now = time.monotonic_ns()
+    (path.parent / "other").write_text(f"{now} {now}")
+    path.symlink_to("other")
+
+
+def a_directory(path: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize("made", [a_fifo, a_link, a_directory])
+def test_what_is_no_regular_file_is_no_wait_and_holds_nobody_up(tmp_path: Path, made: Callable[[Path], None]) -> None:
+    made(tmp_path / FILE)
+    asked = "import sys; from pathlib import Path; from dpmon.run.waiting import waits_since"
+    asked += "; print(waits_since(Path(sys.argv[1])))"
+    answered = subprocess.run([sys.executable, "-c", asked, tmp_path], capture_output=True, text=True, timeout=60)
+    assert answered.stdout == "None\n", answered.stderr

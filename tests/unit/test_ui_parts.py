@@ -16,7 +16,7 @@ from dpmon.ui.format import clock, compact, group, memory, memory_of, ms, percen
 from dpmon.ui.help import help_rows
 from dpmon.ui.look import ASCII, COLOUR, LETTERS, MONO, UNICODE, Look, choose
 from dpmon.ui.panel_output import shifted
-from dpmon.ui.rows import box, cut, fit, plain, width_of, wrapped
+from dpmon.ui.rows import box, cut, fit, kept_width, plain, span_width, width_of, wrapped
 from dpmon.ui.scene import Ended, Facts, Pausing, Scene, View
 from dpmon.ui.themes import PALETTES, Palette
 from dpmon.ui.waterfall import lane_row, main_row
@@ -119,6 +119,17 @@ def test_cutting_measures_cells_and_leaves_a_sign(width: int) -> None:
         if width_of([(text, "")]) > width:
             assert shown.endswith("…")
         assert width_of(fit([(text, "x"), (text, "y")], width)) == width
+
+
+def test_the_width_of_a_long_text_is_measured_and_the_text_not_kept() -> None:
+    """A script's log may be lines of any length, none like another."""
+    kept_width.cache_clear()
+    for number in range(3):
+        line = f"{number} é中" + "中" * 600
+        assert span_width(line) == width_of([(line, "")]) == 1205
+    assert kept_width.cache_info().currsize == 0
+    assert span_width("é中") == span_width("é中") == 3
+    assert kept_width.cache_info().hits, "a short one is kept"
 
 
 def test_a_frame_says_what_it_left_out() -> None:

@@ -178,10 +178,21 @@ def test_a_script_that_waits_for_a_line_is_said_to_and_how_to_give_it_one() -> N
     before = Scene(State(), 5 * SECOND, FACTS, alive=True, stage=("torch imported", SECOND), reads_since_ns=2 * SECOND)
     assert life(before) == ("waiting for input", "wait", "3 s")
     assert life(replace(before, can_type=True)).detail == "3 s: i types"
-    training = replace(scene_of(Training()), reads_since_ns=SECOND)
+    worked = scene_of(Training())
+    training = replace(worked, now_ns=worked.now_ns + 3 * SECOND, reads_since_ns=worked.now_ns)
     assert life(training).word == "waiting for input"
     assert "i input" in text_of(training, 80, 24).splitlines()[-1]
     assert life(replace(training, reads_since_ns=None)).word == "running"
+
+
+def test_a_wait_for_input_is_said_after_a_second_only_and_not_once_a_step_has_ended() -> None:
+    """One that reads its input line by line waits for a moment again and again; a watch that stopped says what was."""
+    training = scene_of(Training())
+    later = replace(training, now_ns=training.now_ns + 3 * SECOND)
+    for scene, since in ((training, training.now_ns - SECOND // 2), (later, SECOND), (later, later.now_ns + SECOND)):
+        seen = replace(scene, reads_since_ns=since)
+        assert life(seen).word == "running"
+        assert seen.input_wait_ns is None
 
 
 def test_waiting_for_data_is_said_after_a_second_only() -> None:

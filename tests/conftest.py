@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import compileall
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from running import Dpmon
+
+import dpmon as package
 
 
 @pytest.fixture
@@ -28,10 +31,15 @@ def dpmon(state: Path, tmp_path: Path) -> Iterator[Dpmon]:
     runner.clean_up()
 
 
-def pytest_configure() -> None:
-    """A shell that runs the tests in the background has them, and all that they start, ignore interrupts and quits;
-    nohup has them ignore hang-ups.
+def pytest_configure(config: pytest.Config) -> None:
+    """What holds for this process and those it starts.
+
+    They start many a Python with dpmon in it, and need not each compile it where PYTHONDONTWRITEBYTECODE is set. A
+    shell that runs the tests in the background has them, and all that they start, ignore interrupts and quits; nohup
+    has them ignore hang-ups.
     """
+    if not hasattr(config, "workerinput"):  # once, before there are workers of pytest-xdist
+        compileall.compile_dir(Path(package.__file__).parent, quiet=2)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -25,11 +25,8 @@ PR_SET_CHILD_SUBREAPER = 36
 TRAINING = """
 import pathlib, time, torch
 model = torch.nn.Linear(5, 2)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for number in range({steps}):
-    optimizer.zero_grad()
     model(torch.randn(10, 5)).pow(2).mean().backward()
-    optimizer.step()
 pathlib.Path("began").touch()
 while not pathlib.Path("go").exists():
     time.sleep(0.01)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sizes import LONG
-from warm import Forked
+from warm import Piped
 
 import dpmon
 from dpmon.records import Call, Decoder, Event, Record, RecordError, Step
@@ -124,9 +124,9 @@ class Script:
         asked = {"DPMON_MODE": mode, "DPMON_REPLICAS": replicas, "DPMON_DEVICES": devices}
         whole = self._environment(dict(env or {}), asked if run else None)
         argv = [name, *map(str, words)]
-        self.process: subprocess.Popen[str] | Forked
+        self.process: subprocess.Popen[str] | Piped
         if not (fresh or flags or LONG):
-            self.process = Forked(argv, self.cwd, whole)
+            self.process = Piped(argv, self.cwd, whole)
             return
         self.process = subprocess.Popen(
             [sys.executable, *flags, *argv],
@@ -140,7 +140,7 @@ class Script:
 
     def __del__(self) -> None:
         """A test that fails half-way leaves nothing running."""
-        process: subprocess.Popen[str] | Forked | None = self.__dict__.get("process")
+        process: subprocess.Popen[str] | Piped | None = self.__dict__.get("process")
         if process is None:
             return
         if process.poll() is None:

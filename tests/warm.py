@@ -28,29 +28,28 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-__all__ = ["Forked"]
+__all__ = ["Forked", "Piped"]
 
 LARGEST = 1 << 20
 
 
 class Forked:
-    """A script in a fork, with what a test needs of subprocess.Popen; its streams are pipes with text."""
+    """A script in a fork that has `fds` as its standard streams, with what a test needs of subprocess.Popen."""
 
-    def __init__(self, argv: Sequence[str], cwd: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        cwd: Path,
+        env: Mapping[str, str],
+        fds: Sequence[int],
+        *,
+        start_new_session: bool = False,
+    ) -> None:
         self.returncode: int | None = None
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pipes = [os.pipe() for _ in range(3)]
-        inside = [pipes[0][0], pipes[1][1], pipes[2][1]]
-        request = json.dumps({"argv": list(argv), "cwd": str(cwd), "env": dict(env)}).encode()
-        try:
-            socket.send_fds(_server(), [request], [theirs.fileno(), *inside])
-        finally:
-            theirs.close()
-            for fd in inside:
-                os.close(fd)
-        self.stdin: IO[str] = open(pipes[0][1], "w")
-        self.stdout: IO[str] = open(pipes[1][0])
-        self.stderr: IO[str] = open(pipes[2][0])
+        request = {"argv": list(argv), "cwd": str(cwd), "env": dict(env), "session": start_new_session}
+        with theirs:
+            socket.send_fds(_server(env), [json.dumps(request).encode()], [theirs.fileno(), *fds])
         self.pid = int(self._connection.recv(100))
 
     def wait(self, timeout: float | None = None) -> int:
@@ -81,15 +80,33 @@ class Forked:
         """End it at once."""
         self.send_signal(signal.SIGKILL)
 
+    def __del__(self) -> None:
+        self._connection.close()
+
+
+class Piped(Forked):
+    """One with pipes, for text."""
+
+    def __init__(self, argv: Sequence[str], cwd: Path, env: Mapping[str, str]) -> None:
+        pipes = [os.pipe() for _ in range(3)]
+        inside = [pipes[0][0], pipes[1][1], pipes[2][1]]
+        self.stdin: IO[str] = open(pipes[0][1], "w")  # noqa: SIM115 - closed by whoever uses it, as Popen's are
+        self.stdout: IO[str] = open(pipes[1][0])  # noqa: SIM115
+        self.stderr: IO[str] = open(pipes[2][0])  # noqa: SIM115
+        self._said = ["", ""]
+        self._readers: list[threading.Thread] = []
+        try:
+            super().__init__(argv, cwd, env, inside)
+        finally:
+            for fd in inside:
+                os.close(fd)
+
     def communicate(self, timeout: float) -> tuple[str, str]:
         """Close its input and read the rest of what it says, until it has ended; subprocess.TimeoutExpired."""
         with contextlib.suppress(BrokenPipeError):
             self.stdin.close()
-        if not hasattr(self, "_readers"):
-            self._said = ["", ""]
-            self._readers = [
-                threading.Thread(target=self._read, args=(number,), daemon=True) for number in range(len(self._said))
-            ]
+        if not self._readers:
+            self._readers = [threading.Thread(target=self._read, args=(n,), daemon=True) for n in range(2)]
             for reader in self._readers:
                 reader.start()
         for reader in self._readers:
@@ -105,38 +122,41 @@ class Forked:
         with contextlib.suppress(ValueError):  # closed by a test that has failed
             self._said[number] = (self.stdout, self.stderr)[number].read()
 
-    def __del__(self) -> None:
-        self._connection.close()
+
+_servers: dict[tuple[tuple[str, str], ...], tuple[socket.socket, subprocess.Popen[bytes]]] = {}
 
 
-_servers: list[tuple[socket.socket, subprocess.Popen[bytes]]] = []
+def _server(env: Mapping[str, str]) -> socket.socket:
+    """The way to the server whose interpreter came up with these variables for Python; it is started when first asked.
 
-
-def _server() -> socket.socket:
-    """The way to this process's server, which is started when it is asked for first."""
-    if _servers and _servers[0][1].poll() is not None:
-        raise AssertionError(f"the server of scripts ended with {_servers[0][1].returncode}")
-    if not _servers:
+    They say, for one, whether streams have buffers.
+    """
+    own = {name: value for name, value in env.items() if name.startswith("PYTHON") and name != "PYTHONPATH"}
+    key = tuple(sorted(own.items()))
+    if key in _servers and _servers[key][1].poll() is not None:
+        raise AssertionError(f"the server of scripts ended with {_servers[key][1].returncode}")
+    if key not in _servers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # It outlasts the test that is the first to ask; what the tests end with their state directory it must not name.
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("DPMON_", "PYTHON", "CUDA_", "XDG_"))}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("DPMON_", "PYTHON", "CUDA_", "XDG_"))}
         process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
-            env={**env, "OMP_NUM_THREADS": "1"},
+            env={**kept, **own, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,  # streams of the kind that the scripts get
             stdout=subprocess.PIPE,
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
-        _servers.append((ours, process))
-        atexit.register(_end)
-    return _servers[0][0]
+        if not _servers:
+            atexit.register(_end)
+        _servers[key] = ours, process
+    return _servers[key][0]
 
 
 def _end() -> None:
-    ours, process = _servers.pop()
-    ours.close()
-    process.communicate()
+    for ours, process in _servers.values():
+        ours.close()
+        process.communicate()
 
 
 # ------------------------------------------------------------------------------------------------ in the server
@@ -158,7 +178,7 @@ def serve(control: socket.socket) -> Callable[[], None] | None:
                 pid = os.fork()
                 if pid == 0:
                     _close(running, control, connection)
-                    return lambda: become(request, fds, path)  # noqa: B023 - it is called before the next turn
+                    return lambda: become(request, fds, path)
                 for fd in fds:
                     os.close(fd)
                 connection.send(str(pid).encode())
@@ -193,6 +213,8 @@ def become(request: dict[str, Any], fds: list[int], path: list[str]) -> None:
         os.dup2(fd, number)
         os.close(fd)
     env = request["env"]
+    if request["session"]:
+        os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(env)
@@ -201,8 +223,8 @@ def become(request: dict[str, Any], fds: list[int], path: list[str]) -> None:
     sys.path[:] = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry] + path
     _Torch().hide()
     site.execsitecustomize()  # type: ignore[attr-defined]  # what `site` calls when Python comes up
-    sys.path.insert(0, os.getcwd())
     name = os.path.join(os.getcwd(), sys.argv[0])
+    sys.path.insert(0, os.path.dirname(name))
     main = sys.modules["__main__"]
     vars(main).clear()
     loader = importlib.machinery.SourceFileLoader("__main__", name)
@@ -214,19 +236,26 @@ def become(request: dict[str, Any], fds: list[int], path: list[str]) -> None:
     try:
         with io.open_code(name) as file:
             exec(compile(file.read(), name, "exec", dont_inherit=True), vars(main))
-    except (SystemExit, KeyboardInterrupt):
+    except SystemExit:
         raise
-    except BaseException as error:  # noqa: BLE001 - told as the interpreter does, without the frame of this function
-        traceback = error.__traceback__
-        assert traceback is not None
-        error.__traceback__ = traceback.tb_next
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, traceback.tb_next
-        sys.excepthook(type(error), error, traceback.tb_next)
-        failed = True
-    else:
-        failed = False
-    if failed:
-        sys.exit(1)
+    except BaseException as error:
+        _report(error)
+        raise
+
+
+def _report(error: BaseException) -> None:
+    """Tell of an exception as the interpreter does, without frames of this file; it is not told again at the top."""
+    traceback = error.__traceback__
+    assert traceback is not None
+    error.__traceback__ = traceback.tb_next
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, traceback.tb_next
+    hook = sys.excepthook
+    hook(type(error), error, traceback.tb_next)
+
+    def told(*_: object) -> None:
+        sys.excepthook = hook
+
+    sys.excepthook = told
 
 
 class _Torch:

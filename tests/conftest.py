@@ -12,6 +12,13 @@ from running import Dpmon
 
 import dpmon as package
 
+FIRST = (
+    *("test_wild_scripts", "test_examples", "test_tracer_containment", "test_tracer_compiled", "test_run_takeover"),
+    *("test_nvml_faults", "test_promise_scale", "test_ui_terminal", "test_run_headless", "test_run_faults"),
+    *("test_ranks", "test_promise_end", "test_promise_kill", "test_run_records", "test_cli_commands"),
+)
+"""Files that take long, the longest first: at the end of a run nobody should wait for one worker's last file."""
+
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -38,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     shell that runs the tests in the background has them, and all that they start, ignore interrupts and quits; nohup
     has them ignore hang-ups.
     """
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # pytest-xdist would begin with the files that have the most tests
     if not hasattr(config, "workerinput"):  # once, before there are workers of pytest-xdist
         compileall.compile_dir(Path(package.__file__).parent, quiet=2)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -46,3 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take long come first, the others as they are found."""
+    places = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(FIRST)))

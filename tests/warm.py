@@ -16,6 +16,7 @@ import importlib.machinery
 import io
 import json
 import os
+import random
 import selectors
 import signal
 import site
@@ -218,6 +219,8 @@ def become(request: dict[str, Any], fds: list[int], path: list[str]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(env)
+    random.seed()
+    sys.modules["numpy"].random.seed()  # as at its import, from the system
     sys.argv[:] = request["argv"]
     sys.orig_argv[:] = [sys.executable, *sys.argv]
     sys.path[:] = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry] + path
@@ -307,6 +310,7 @@ class _Given:
 
 def main() -> None:
     """Import torch and serve; returns in a fork too, when its script is over."""
+    import numpy  # noqa: F401 - torch does, where it is installed
     import torch
     import torch._dynamo  # noqa: F401 - the first optimizer of every script imports it
 

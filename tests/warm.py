@@ -238,7 +238,8 @@ def become(request: dict[str, Any], fds: list[int], path: list[str]) -> None:
     del sys.modules["warm"]
     try:
         with io.open_code(name) as file:
-            exec(compile(file.read(), name, "exec", dont_inherit=True), vars(main))
+            text = file.read()
+        exec(compile(text, name, "exec", dont_inherit=True), vars(main))
     except SystemExit:
         raise
     except BaseException as error:

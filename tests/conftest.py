@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import importlib.util
 import signal
 from collections.abc import Iterator
@@ -9,6 +10,15 @@ from pathlib import Path
 
 import pytest
 from running import Dpmon
+
+import dpmon as package
+
+FIRST = (
+    *("test_wild_scripts", "test_examples", "test_tracer_containment", "test_tracer_compiled", "test_run_takeover"),
+    *("test_nvml_faults", "test_promise_scale", "test_ui_terminal", "test_run_headless", "test_run_faults"),
+    *("test_ranks", "test_promise_end", "test_promise_kill", "test_run_records", "test_cli_commands"),
+)
+"""Files that take long, the longest first: at the end of a run nobody should wait for one worker's last file."""
 
 
 @pytest.fixture
@@ -51,13 +61,26 @@ def pytest_report_header() -> list[str]:
     return [f"only tests/gpu: {', '.join(MISSING)} not installed"] if MISSING else []
 
 
-def pytest_configure() -> None:
-    """A shell that runs the tests in the background has them, and all that they start, ignore interrupts and quits;
-    nohup has them ignore hang-ups.
+def pytest_configure(config: pytest.Config) -> None:
+    """What holds for this process and those it starts.
+
+    They start many a Python with dpmon in it, and need not each compile it where PYTHONDONTWRITEBYTECODE is set. A
+    shell that runs the tests in the background has them, and all that they start, ignore interrupts and quits; nohup
+    has them ignore hang-ups.
     """
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # pytest-xdist would begin with the files that have the most tests
+    if not hasattr(config, "workerinput"):  # once, before there are workers of pytest-xdist
+        compileall.compile_dir(Path(package.__file__).parent, quiet=2)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take long come first, the others as they are found."""
+    places = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(FIRST)))

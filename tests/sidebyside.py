@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from running import Dpmon
+from sizes import LONG
+from warm import Forked
 
 __all__ = ["ROOT", "Outcome", "SideBySide", "of_kind"]
 
@@ -38,21 +42,35 @@ class SideBySide:
         self.source = source
         self.env = {**SAME, **(env or {})}
 
-    def alone(self, *words: object, **more: Any) -> Outcome:
-        """The Python command `words` without dpmon."""
+    def alone(self, *words: object, stdin: int = subprocess.DEVNULL, fresh: bool = False) -> Outcome:
+        """The Python command `words` without dpmon.
+
+        A script's is a fork of a Python that has torch (see `warm`), or a fresh one where asked for.
+        """
         before = self._renew()
-        done = subprocess.run(
-            [self.dpmon.python, *map(str, words)],
-            cwd=self.dpmon.cwd,
-            env=self.dpmon.environment(self.env),
-            stdin=more.pop("stdin", subprocess.DEVNULL),
-            capture_output=True,
-            timeout=LIMIT_S,
-            start_new_session=True,
-            **more,
-        )
-        status = done.returncode if done.returncode >= 0 else 128 - done.returncode
-        return Outcome(status, done.stdout, done.stderr, self._made(before))
+        outcome = self.plainly(*words, stdin=stdin, fresh=fresh)
+        return replace(outcome, files=self._made(before))
+
+    def plainly(self, *words: object, stdin: int = subprocess.DEVNULL, fresh: bool = False) -> Outcome:
+        """The same in the directory as it is, without a look at the files."""
+        argv, env = [str(word) for word in words], self.dpmon.environment(self.env)
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open("/dev/null") as null:
+            process: subprocess.Popen[bytes] | Forked
+            if fresh or LONG or argv[0].startswith("-") or self.dpmon.python != sys.executable:
+                process = subprocess.Popen(
+                    [self.dpmon.python, *argv],
+                    cwd=self.dpmon.cwd, env=env, stdin=stdin, stdout=out, stderr=err, start_new_session=True,
+                )  # fmt: skip
+            else:
+                fds = [null.fileno() if stdin == subprocess.DEVNULL else stdin, out.fileno(), err.fileno()]
+                process = Forked(argv, self.dpmon.cwd, env, fds, start_new_session=True)
+            try:
+                status = process.wait(LIMIT_S)
+            finally:
+                process.kill()
+            out.seek(0)
+            err.seek(0)
+            return Outcome(status if status >= 0 else 128 - status, out.read(), err.read())
 
     def under(self, *words: object, options: tuple[object, ...] = (), **more: Any) -> Outcome:
         """The same under `dpmon --headless`; stderr is the script's own, without dpmon's lines."""

@@ -1,4 +1,7 @@
-"""Compiled models run as they are written: never split, never compiled once more because of us."""
+"""Compiled models run as they are written: never split, never compiled once more because of us.
+
+The interpreters are fresh ones: what torch._dynamo makes of a function hangs on when it was imported.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ TURNS = 4
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Traced, dict[str, Any]]]:
     """Each kind of model called four times, alone and traced; dp is asked for after the second call of the first."""
     place = tmp_path_factory.mktemp("compiled")
-    scripts = {name: Script(place, text_of("compiling"), *KINDS, run=name == "traced") for name in ("alone", "traced")}
+    scripts = {
+        name: Script(place, text_of("compiling"), *KINDS, run=name == "traced", fresh=True)
+        for name in ("alone", "traced")
+    }
     found = {}
     for name, script in scripts.items():
         told = {}
@@ -84,7 +90,8 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Traced, Traced]:
     Traced, dp is asked for on the way.
     """
     place = tmp_path_factory.mktemp("counted")
-    scripts = Script(place, text_of("recompiling"), "toggle"), Script(place, text_of("recompiling"), run=False)
+    text = text_of("recompiling")
+    scripts = Script(place, text, "toggle", fresh=True), Script(place, text, run=False, fresh=True)
     found, expected = (script.end(250) for script in scripts)
     return found, expected
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tracing import Script, Traced, text_of
 
+LIMIT_S = 800.0
+"""Hundreds of trainings: a minute of processor time."""
 FEW = 8
 """Warnings that one broken function may cause, those of calls that could not be split included."""
 
@@ -47,7 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
     """What most scripts use, and what is composed by hand, at once."""
     place = tmp_path_factory.mktemp("containment")
     scripts = {words: Script(place, text_of("containment"), *words.split()) for words in ("", "by hand")}
-    return {words: script.end(280) for words, script in scripts.items()}
+    return {words: script.end(LIMIT_S) for words, script in scripts.items()}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +100,7 @@ def function(name: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(LIMIT_S + 100)
 @pytest.mark.parametrize("words", ["", "by hand"])
 def test_no_fault_of_ours_reaches_the_script(runs: dict[str, Traced], words: str) -> None:
     found = {name: why for name, why in leaks(runs[words]).items() if function(name) not in GUARDS}
@@ -106,6 +108,7 @@ def test_no_fault_of_ours_reaches_the_script(runs: dict[str, Traced], words: str
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 100)
 def test_that_it_was_tried(runs: dict[str, Traced]) -> None:
     """Most functions of the tracer run in these trainings; the names above are names of functions that do."""
     run, by_hand = runs[""], runs["by hand"]

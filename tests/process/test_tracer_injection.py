@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracing import Traced, alone, traced
+import tracing
+from tracing import Traced
 
 LOOK = """
 import builtins, importlib.util, json, os, sys
@@ -41,9 +42,15 @@ def without_places(found: dict[str, Any], run: Traced) -> dict[str, Any]:
     return changed
 
 
+def traced(tmp_path: Path, text: str, *words: object, **options: Any) -> Traced:
+    """A script under the tracer in a fresh interpreter: how that comes up is what is looked at here."""
+    return tracing.traced(tmp_path, text, *words, fresh=True, **options)
+
+
 def both(tmp_path: Path, text: str, *words: object, **options: Any) -> tuple[Traced, Traced]:
     """The script alone and traced, in the same surroundings."""
-    return alone(tmp_path, text, *words, **options), traced(tmp_path, text, *words, **options)
+    expected = tracing.alone(tmp_path, text, *words, fresh=True, **options)
+    return expected, traced(tmp_path, text, *words, **options)
 
 
 def package(tmp_path: Path, name: str, text: str) -> dict[str, str]:

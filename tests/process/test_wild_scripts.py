@@ -10,7 +10,6 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import termios
 from fcntl import ioctl
 from pathlib import Path
@@ -27,9 +26,9 @@ def place(dpmon: Dpmon) -> SideBySide:
     return SideBySide(dpmon, WILD)
 
 
-def check(place: SideBySide, *words: object, script: bool = False) -> Outcome:
+def check(place: SideBySide, *words: object, script: bool = False, fresh: bool = False) -> Outcome:
     """A script alone and under dpmon, with `--mode script` or not, end alike to the last bit; what they gave."""
-    alone = place.alone(*words)
+    alone = place.alone(*words, fresh=fresh)
     assert place.under(*words, options=("--mode", "script") if script else ()) == alone
     return alone
 
@@ -57,14 +56,8 @@ def test_saved_whole_copied_and_scanned(place: SideBySide) -> None:
 
 def _load(place: SideBySide) -> bytes:
     """What a process without dpmon makes of the files that were saved."""
-    done = subprocess.run(
-        [place.dpmon.python, "load_whole.py"],
-        cwd=place.dpmon.cwd,
-        env=place.dpmon.environment(place.env),
-        capture_output=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
+    done = place.plainly("load_whole.py")
+    assert done.status == 0, done.stderr
     return done.stdout
 
 
@@ -98,13 +91,13 @@ def test_processes_that_train_each_have_a_record(place: SideBySide) -> None:
 
 
 def test_torch_looks_untouched(place: SideBySide) -> None:
-    outcome = check(place, "probing.py")
+    outcome = check(place, "probing.py", fresh=True)
     assert outcome.status == 0
     assert b"sitecustomize" not in outcome.stdout.replace(b"False True", b"")
 
 
 def test_the_surroundings_are_the_same(place: SideBySide) -> None:
-    outcome = check(place, "surroundings.py")
+    outcome = check(place, "surroundings.py", fresh=True)
     assert outcome.status == 0
     assert outcome.stdout.endswith(b"registered last, runs first\nregistered first, runs last\n")
 
@@ -145,7 +138,7 @@ def test_a_sitecustomize_of_the_users_own(dpmon: Dpmon, tmp_path: Path) -> None:
         "torch.nn.Linear(2, 2)(torch.ones(1, 2))\n"
     )
     place = SideBySide(dpmon, source, {"PYTHONPATH": str(mine)})
-    outcome = check(place, "look.py")
+    outcome = check(place, "look.py", fresh=True)
     assert outcome.status == 0, outcome.stderr
     assert str(mine / "sitecustomize.py").encode() in outcome.stdout
     assert len(of_kind(dpmon.records(), "call")) == 1

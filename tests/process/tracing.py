@@ -1,6 +1,7 @@
-"""Runs a script in a fresh Python with the tracer in it, as the supervisor would start it, and reads what it recorded.
+"""Runs a script in a Python with the tracer in it, as the supervisor would start it, and reads what it recorded.
 
-No command line, no supervisor: the environment is all there is between them and the tracer.
+No command line, no supervisor: the environment is all there is between them and the tracer. The Python is a fork of one
+that has torch already (`warm`), for the import takes longer than what most scripts do; a fresh one where asked for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from sizes import LONG
+from warm import Piped
 
 import dpmon
 from dpmon.records import Call, Decoder, Event, Record, RecordError, Step
@@ -106,18 +110,28 @@ class Script:
         flags: tuple[str, ...] = (),
         run: bool = True,
         name: str = "script.py",
+        fresh: bool = False,
     ) -> None:
-        """Start `text` in a directory of its own under `place`; without `run`, as if there were no dpmon."""
+        """Start `text` in a directory of its own under `place`; without `run`, as if there were no dpmon.
+
+        `fresh`: in an interpreter that has imported nothing, as in a long run all are; for what hangs on that.
+        """
         self.cwd = Path(tempfile.mkdtemp(dir=place))
         self.directory = self.cwd / "run"
         self.directory.mkdir(mode=0o700)
         self.start_ns = time.monotonic_ns()
         (self.cwd / name).write_text(text)
         asked = {"DPMON_MODE": mode, "DPMON_REPLICAS": replicas, "DPMON_DEVICES": devices}
+        whole = self._environment(dict(env or {}), asked if run else None)
+        argv = [name, *map(str, words)]
+        self.process: subprocess.Popen[str] | Piped
+        if not (fresh or flags or LONG):
+            self.process = Piped(argv, self.cwd, whole)
+            return
         self.process = subprocess.Popen(
-            [sys.executable, *flags, name, *map(str, words)],
+            [sys.executable, *flags, *argv],
             cwd=self.cwd,
-            env=self._environment(dict(env or {}), asked if run else None),
+            env=whole,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -126,7 +140,7 @@ class Script:
 
     def __del__(self) -> None:
         """A test that fails half-way leaves nothing running."""
-        process: subprocess.Popen[str] | None = self.__dict__.get("process")
+        process: subprocess.Popen[str] | Piped | None = self.__dict__.get("process")
         if process is None:
             return
         if process.poll() is None:

@@ -15,9 +15,10 @@ PACKAGE = Path(__file__).resolve().parents[2] / "dpmon"
 HEAVY = {"textual", "rich", "torch", "numpy", "pynvml", "sqlite3", "asyncio"}
 
 
-def loaded_by(code: str, *, isolated: bool = True) -> set[str]:
-    """Names in sys.modules after `code` has run in an interpreter of its own."""
-    program = f"import sys\n{code}\nimport json\nprint('\\n' + json.dumps(sorted(sys.modules)))"
+def loaded_by(code: str, *, isolated: bool = True, beyond: str | None = None) -> set[str]:
+    """Names in sys.modules after `code` has run in an interpreter of its own; without those that `beyond` loads."""
+    first = "before = set()" if beyond is None else f"{beyond}\nbefore = set(sys.modules)"
+    program = f"import sys\n{first}\n{code}\nimport json\nprint('\\n' + json.dumps(sorted(set(sys.modules) - before)))"
     env = {k: v for k, v in os.environ.items() if not k.startswith(("DPMON_", "PYTHON"))}
     done = subprocess.run(
         [sys.executable, *(["-I"] if isolated else []), "-c", program],
@@ -71,7 +72,7 @@ def test_the_training_process_loads_only_the_standard_library() -> None:
 
 
 def test_the_tracer_loads_of_dpmon_only_itself_ring_and_records() -> None:
-    added = added_by("import torch\nbefore = set(sys.modules)\nimport dpmon.tracer.patch") - loaded_by("import torch")
+    added = loaded_by("import dpmon.tracer.patch", beyond="import torch")
     assert {name for name in added if name.startswith("dpmon.")} >= {"dpmon.ring", "dpmon.records", "dpmon.tracer"}
     for name in added:
         top = name.partition(".")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,9 @@ def gpu_scene(count: int, *, width_of_names: bool = False, **more: Any) -> Scene
     return Scene(state_of(payloads), training.now, FACTS, alive=True)
 
 
+@cache
 def situations() -> dict[str, Scene]:
-    """Named situations, as many as the screen has to be right in."""
+    """Named situations, as many as the screen has to be right in; made once, for a picture changes nothing."""
     dp = scene_of(Training(devices=[f"cpu:{i}" for i in range(4)]))
     gpus = scene_of(Training(devices=[f"cuda:{i}" for i in range(8)], virtual=False))
     for i in range(8):

@@ -242,6 +242,7 @@ def begin(at_start, training, halfway):
     signal.alarm(LIMIT_S)
     status = 1
     try:
+        torch.set_num_threads(1)  # as in `used`
         at_start()
         install(torch)
         told.write(json.dumps(training(halfway)).encode())
@@ -285,6 +286,8 @@ def used(targets, training):
     read, write = os.pipe()
     if not os.fork():
         early, late = set(), set()
+        # torch makes its pool of threads anew after a fork; two replicas that are the first to ask may find none.
+        torch.set_num_threads(1)
         watching(early)
         install(torch)
         training(lambda: watching(late))

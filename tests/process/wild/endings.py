@@ -50,11 +50,12 @@ class Fails(nn.Module):
 
 atexit.register(print, "atexit handler of the script")
 model = nn.DataParallel(nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(6):
-    optimizer.zero_grad()
-    model(torch.ones(4, 4)).sum().backward()
-    optimizer.step()
+for step, x in enumerate(torch.utils.data.DataLoader(torch.ones(24, 4), batch_size=4)):
+    model.zero_grad()
+    model(x).sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
     print("step", step)
     if step == 3:
         end(sys.argv[1])

@@ -19,11 +19,12 @@ import torch
 os.closerange(3, 64)  # daemons and some launchers close all they do not know
 torch.manual_seed(int(stage))
 model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(5):
     loss = model(torch.randn(4, 3)).pow(2).mean()
-    optimizer.zero_grad()
+    model.zero_grad()
     loss.backward()
-    optimizer.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
 print(loss.item().hex())
 sys.exit(int(stage))

@@ -11,12 +11,12 @@ from torch import nn
 def train(index, queue):
     torch.manual_seed(index)
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for x, y in torch.utils.data.DataLoader(rows(), batch_size=16):
-        optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients):
+                parameter -= 0.1 * gradient
     queue.put((index, loss.item().hex()))
 
 

@@ -19,7 +19,10 @@ class Noisy(Dataset):
 
 def main():
     torch.manual_seed(5)
-    loader = DataLoader(Noisy(), batch_size=10, num_workers=2, multiprocessing_context=sys.argv[1], persistent_workers=True)
+    workers = 2 if sys.argv[1] == "fork" else 1  # which import torch themselves
+    loader = DataLoader(
+        Noisy(), batch_size=10, num_workers=workers, multiprocessing_context=sys.argv[1], persistent_workers=True
+    )
     model = nn.DataParallel(nn.Linear(6, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     for _ in range(2):

@@ -1,0 +1,89 @@
+"""A script in a fork of a Python that has torch sees what it sees in a fresh one, and ends as it does there."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tracing import Script, Traced
+
+LOOK = """
+import json, os, signal, sys, threading
+print(json.dumps({
+    "argv": sys.argv, "path": sys.path, "file": __file__, "cwd": os.getcwd(), "environment": dict(os.environ),
+    "globals": {name: type(value).__name__ for name, value in globals().items()},
+    "torch": [name for name in sys.modules if name.partition(".")[0] == "torch"],
+    "dpmon": sorted(name for name in sys.modules if name.startswith("dpmon")),
+    "streams": [[s.encoding, s.errors, s.line_buffering, s.isatty(), s.fileno()]
+                for s in (sys.stdin, sys.stdout, sys.stderr)],
+    "flags": list(sys.flags), "hooks": [str(sys.excepthook), str(sys.displayhook), sys.gettrace(), sys.getprofile()],
+    "signals": {s.name: str(signal.getsignal(s)) for s in signal.Signals},
+    "threads": threading.active_count(), "input": sys.stdin.readline(), "fds": sorted(os.listdir("/proc/self/fd")),
+    "leader": os.getpgrp() == os.getpid(),
+}))
+"""
+
+
+def both(place: Path, text: str, *words: str, **options: Any) -> list[tuple[Any, Traced]]:
+    """The script in a fresh interpreter and in a fork, given a line of input; what they printed."""
+    found = []
+    for fresh in (True, False):
+        script = Script(place, text, *words, fresh=fresh, **options)
+        script.go_on("a line")
+        run = script.end()
+        here = str(run.directory.parent)
+        found.append(((run.status, run.out.replace(here, "HERE"), run.err.replace(here, "HERE")), run))
+    return found
+
+
+@pytest.mark.parametrize("run", [True, False])
+def test_the_surroundings_are_those_of_a_fresh_one(tmp_path: Path, run: bool) -> None:
+    (fresh, one), (fork, other) = both(tmp_path, LOOK, "-x", "two words", run=run, env={"MINE": "1"})
+    assert fork[0] == fresh[0] == 0, fork[2]
+    seen, known = other.said, one.said
+    for found in (seen, known):
+        found["environment"].pop("DPMON_START_NS", None)
+    place, expected = str(other.directory.parent), str(one.directory.parent)
+    for name in known:
+        assert str(seen[name]).replace(place, "HERE") == str(known[name]).replace(expected, "HERE"), name
+    assert known["torch"] == []
+    assert bool(known["dpmon"]) == run
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("def f():\n    raise ValueError('no')\nf()", 1),
+        ("raise KeyboardInterrupt", -signal.SIGINT),
+        ("import sys; sys.exit(3)", 3),
+        ("raise SystemExit('a sentence')", 1),
+        ("import os; os._exit(4)", 4),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL),
+        ("def broken(:", 1),
+        ("import threading; threading.Thread(target=print, args=['from a thread']).start()", 0),
+    ],
+)
+def test_it_ends_as_a_fresh_one(tmp_path: Path, end: str, status: int) -> None:
+    text = f"import atexit\natexit.register(print, 'at exit')\nprint('begun')\n{end}\n"
+    (fresh, _), (fork, _) = both(tmp_path, text, run=False)
+    assert fork == fresh
+    assert fork[0] == status
+
+
+def test_torch_comes_with_its_import_and_goes_through_the_tracer(tmp_path: Path) -> None:
+    text = (
+        "import importlib.util, sys\n"
+        "print(importlib.util.find_spec('torch').name, 'torch' in sys.modules)\n"
+        "from torch import nn\n"
+        "import torch.nn.functional\n"
+        "print(torch.__spec__.loader is torch.__loader__, type(torch.__loader__).__name__, nn is torch.nn)\n"
+        "nn.Linear(2, 1)(torch.ones(3, 2))\n"
+    )
+    script = Script(tmp_path, text)
+    run = script.end()
+    assert (run.status, run.err, run.complaints) == (0, "", [])
+    assert run.out == "torch False\nTrue SourceFileLoader True\n"
+    assert run.stages == ("importing torch", "torch imported")
+    assert [call.rows for call in run.calls()] == [3]

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpmon.records import CALL_PHASES, STEP_PHASES
+from dpmon.records import CALL_PHASES, MODES, STEP_PHASES
 
 __all__ = ["SERIES", "WIDTHS", "Gathered", "Rollup", "bucket", "bucket_middle"]
 
@@ -41,6 +41,9 @@ def bucket_middle(number: int) -> float:
         return float(number)
     shift = max((number >> 4) - 5, 0)
     return float((16 + (number & 15)) << shift) + ((1 << shift) - 1) / 2
+
+
+_LAST_BUCKET = bucket(_MAX_INT)
 
 
 class Gathered:
@@ -176,7 +179,7 @@ class Rollup:
         _, start, process, mode, steps, calls, samples, unknown, last, low, high, *rest = row
         sums, data = rest[:-1], rest[-1]
         whole = (start, process, steps, calls, samples, unknown)
-        if not all(type(value) is int for value in whole) or not isinstance(mode, str) or not isinstance(data, bytes):
+        if not all(type(value) is int for value in whole) or mode not in MODES or not isinstance(data, bytes):
             raise ValueError("damaged row in rollups")
         if len(sums) != len(SERIES) or not all(
             value is None or type(value) is int for value in (last, low, high, *sums)
@@ -185,4 +188,6 @@ class Rollup:
         if len(data) % _ENTRY.size:
             raise ValueError("damaged row in rollups")
         counts = {series << _SHIFT | number: count for series, number, count in _ENTRY.iter_unpack(data)}
-        return cls(*whole[:2], mode, *whole[2:], last, low, high, sums, counts)  # type: ignore[arg-type]
+        if any(key & 0xFFFF > _LAST_BUCKET for key in counts):
+            raise ValueError("damaged row in rollups")
+        return cls(*whole[:2], str(mode), *whole[2:], last, low, high, sums, counts)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
+import struct
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,10 @@ def test_a_row_comes_back_as_it_was_and_damage_is_noticed() -> None:
     assert Rollup.of_row(row) == rollup
     assert rollup.unknown == 1
     assert [rollup.ran(name) for name in SERIES[-4:]] == [1, 0, 1, 1]
-    for at, wrong in ((1, "x"), (3, 4), (4, None), (11, 1.5), (-1, b"12345"), (-1, "text")):
+    beyond = struct.pack("<BHI", 0, 0xFFFF, 5)
+    for at, wrong in (
+        (1, "x"), (3, 4), (3, "m7"), (4, None), (11, 1.5), (-1, b"12345"), (-1, "text"), (-1, beyond),
+    ):  # fmt: skip
         damaged = list(row)
         damaged[at] = wrong
         with pytest.raises(ValueError, match="damaged"):

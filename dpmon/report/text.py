@@ -113,7 +113,7 @@ def _over_time(story: Story, width: int) -> list[str]:
 
 
 def _phases(title: str, mode: ModeFacts, width: int) -> list[str]:
-    return [f"PHASES of a step, {title}", *table(phase_table(mode), width)]
+    return [f"PHASES of a step, {clean(title)}", *table(phase_table(mode), width)]
 
 
 def _compared(story: Story, width: int) -> list[str]:

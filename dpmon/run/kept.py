@@ -46,7 +46,7 @@ class Kept:
             self.last_id = max(last_ids(self._db))
             row = self._db.execute("SELECT value FROM meta WHERE key = 'pruned'").fetchone()
             self.pruned = int(row[0]) if row else 0
-        except (sqlite3.Error, ValueError, TypeError) as error:
+        except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
             self._db.close()
             raise HistoryError(str(error)) from None
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from dpmon.report.compared import KEPT, Settled, compared
 from dpmon.report.plots import plots
 from dpmon.report.series import BINS, Series
 from dpmon.report.story import PARTS
+from dpmon.report.text import text_lines
+from dpmon.run.playback import can_be_played
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, save
 from dpmon.run.state import run_state
 
@@ -154,6 +158,13 @@ def test_a_machine_that_is_busy_with_others_is_told(state: Path) -> None:
     assert as_object(story)["host"]["others_cpus"] == pytest.approx(2.6)
 
 
+def test_a_machine_with_half_a_processor_is_not_known(state: Path) -> None:
+    own = [host_event(float(t), cpu=95.0, cpus=0.5, run_cpu_pct=10.0, load_1m=9.0) for t in range(30)]
+    story = collect(keep({0: toggled(), -1: own}))
+    assert story.evidence.host is None
+    assert [finding.kind for finding in story.findings if finding.kind in ("busy", "crowded")] == []
+
+
 def test_of_samples_that_were_deleted_extremes_and_means_are_left(state: Path) -> None:
     hot = [device_event(float(t), 0, temperature_c=80 if t == 100 else 60, util_pct=50) for t in range(1, 2401)]
     payloads = {-1: hot, 0: Training(devices=("cuda:0",), virtual=False).run(40)}
@@ -247,6 +258,14 @@ def test_nothing_from_outside_steers_the_terminal_or_the_page(state: Path) -> No
     assert made.count("</script>") == 3, "the data, the library, what draws"
 
 
+def test_a_mode_that_is_none_steers_no_terminal(both: Path) -> None:
+    story = collect(both)
+    modes = tuple(mode._replace(mode=HOSTILE) for mode in story.evidence.modes)
+    text = "\n".join(text_lines(replace(story, evidence=replace(story.evidence, modes=modes))))
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
+    assert "PHASES of a step, <script>" in text
+
+
 def test_records_that_make_no_sense_are_survived(state: Path) -> None:
     nonsense = [
         pack_event("device", {"index": 0, "t_s": float("nan"), "util_pct": float("inf"), "throttle": [1], "name": 5}),
@@ -264,6 +283,14 @@ def test_records_that_make_no_sense_are_survived(state: Path) -> None:
     assert report_text(directory, 80)
     assert json.dumps(as_object(story), allow_nan=False)
     assert plots(story) == []
+
+
+def test_a_history_that_does_not_know_what_it_lacks_is_told(state: Path) -> None:
+    directory = keep({0: Training().run(40)})
+    with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
+        db.execute("UPDATE meta SET value = 9e999 WHERE key = 'pruned'")
+    assert "the history cannot be read" in " ".join(report_text(directory))
+    assert not can_be_played(directory)
 
 
 # ------------------------------------------------------------------------------------------------ over time

@@ -126,7 +126,7 @@ def _checked(kind: type[Any], data: Any, path: Path) -> dict[str, Any]:
         declared = str(member.type)
         if not isinstance(value, _TYPES[declared]) or (isinstance(value, bool) and declared != "bool"):
             raise RunError(f"{path}: {member.name} is not a {declared}")
-        if declared.startswith("float") and value is not None and not abs(value) < MAX_SECONDS:
+        if declared.startswith("float") and isinstance(value, (int, float)) and not abs(value) < MAX_SECONDS:
             raise RunError(f"{path}: {member.name} is beyond reason")
         if isinstance(value, list):
             value = tuple(str(item) for item in value)

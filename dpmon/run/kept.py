@@ -160,11 +160,6 @@ class Kept:
         """Process and JSON of every event of a mode."""
         return self._all("SELECT process, json FROM events WHERE kind = 'mode' AND process IS NOT NULL", ())
 
-    def holds(self, until: int) -> bool:
-        """Whether it still has a step or a call up to the id `until`."""
-        tables = "SELECT id FROM steps UNION ALL SELECT id FROM calls"
-        return any(self._all(f"SELECT 1 FROM ({tables}) WHERE id <= ? LIMIT 1", (until,)))
-
     def steps_by_mode(self, after: int, until: int) -> list[tuple[int, str, int]]:
         """Process, mode and how many steps of it have ids above `after` up to `until`."""
         query = (
@@ -182,11 +177,35 @@ class Kept:
             if type(process) is int and isinstance(mode, str)
         )
 
-    def rows_over(self, after: int, until: int, end_ns: int) -> Iterator[tuple[Any, ...]]:
-        """Calls and steps with ids above `after` up to `until` that were over before `end_ns`; as `rows`, no order."""
-        for table in ("calls", "steps"):
-            query = f"SELECT id, '{table}', * FROM {table} WHERE id > ? AND id <= ? AND start_ns + wall_ns < ?"
-            yield from self._all(f"{query} ORDER BY id", (after, until, end_ns))
+    def span(self, process: int) -> tuple[int, int] | None:
+        """The first and the last id of its calls and steps; None if there are none."""
+        found: list[int] = []
+        for table, has in self._counted(process).items():
+            for order in ("", " DESC") if has else ():
+                query = f"SELECT id FROM {table} WHERE process = ? ORDER BY id{order} LIMIT 1"
+                found += [number for (number,) in self._all(query, (process,))]
+        return (min(found), max(found)) if found else None
+
+    def rows_of(self, process: int, low: int, high: int, *, back: bool = False) -> Iterator[tuple[Any, ...]]:
+        """Its calls and steps with ids from `low` to `high`, in order (`back`: the last first); as `rows`."""
+        return heapq.merge(
+            *(
+                self._all(
+                    f"SELECT id, '{table}', * FROM {table} WHERE id BETWEEN ? AND ? AND process = ?"
+                    f" ORDER BY id{' DESC' if back else ''}",
+                    (low, high, process),
+                )
+                for table, has in self._counted(process).items()
+                if has
+            ),
+            key=_id_of,
+            reverse=back,
+        )
+
+    def _counted(self, process: int) -> dict[str, bool]:
+        """Whether each table was given rows of it: where there were none, none is looked for."""
+        rings = [ring for ring in self.rings.values() if ring.process == process]
+        return {"calls": any(ring.calls for ring in rings), "steps": any(ring.steps for ring in rings)}
 
     def drawn_ids(
         self, after: int, until: int, counts: Mapping[tuple[int, str], int], most: int
@@ -255,3 +274,7 @@ class Kept:
     def close(self) -> None:
         """Let go of the snapshot."""
         self._db.close()
+
+
+def _id_of(row: tuple[Any, ...]) -> int:
+    return int(row[0])

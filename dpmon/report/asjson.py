@@ -25,7 +25,8 @@ compared      dp against single: speedup, low, high (its 95 % interval), efficie
               the speed-up), sentence, missing, steps; null where not both were seen
 mode_changes  process, root, t_s, step, mode, requested_by, devices, virtual, reason, refused
 warnings      texts
-time          width_s; stretches: start_s, mode, evaluation, steps, mean_ms, longest_ms, samples, parts_ms: {name: sum}
+time          timeless: deleted steps of which it is not known when they were, in no stretch; width_s; stretches:
+              start_s, mode, evaluation, steps, mean_ms, longest_ms, samples, parts_ms: {name: sum}
 """
 
 from __future__ import annotations
@@ -80,7 +81,11 @@ def as_object(story: Story) -> dict[str, Any]:
         "compared": _compared(story),
         "mode_changes": _changes(story),
         "warnings": list(story.warnings),
-        "time": {"width_s": story.bin_ns / 1e9, "stretches": [_bin(one) for one in story.bins]},
+        "time": {
+            "timeless": story.timeless,
+            "width_s": story.bin_ns / 1e9,
+            "stretches": [_bin(one) for one in story.bins],
+        },
     }
 
 

@@ -86,11 +86,13 @@ class Adder:
         return found
 
     def delete(self, width_s: int, rollup: Rollup) -> None:
-        """What is left of the steps of some seconds that were deleted."""
+        """What is left of the steps of some seconds that were deleted (0: of all before its start)."""
         found = self.totals.deleted.get(rollup.mode)
         if found is None:
             whole = Rollup(rollup.start_s, -1, rollup.mode)
-            found = self.totals.deleted[rollup.mode] = Deleted(whole, rollup.start_s, rollup.start_s)
+            # What has no width was somewhere between the beginning and its start.
+            first_s = rollup.start_s if width_s else 0
+            found = self.totals.deleted[rollup.mode] = Deleted(whole, first_s, rollup.start_s)
         found.sums.merge(rollup)
         found.samples[rollup.process] += rollup.samples
         if rollup.steps:

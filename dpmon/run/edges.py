@@ -78,25 +78,22 @@ class Edges:
 
     def _find(self, process: int) -> Edge:
         span, until = self._spans.of(process), self._until
-        oldest = None if span is None else self._end(process, span[0], span[1], most=False)
+        oldest = None if span is None else self._end(process, span[0], span[1])
         if span is None or oldest is None or (until is not None and oldest > until):
             # Of what nothing is left in full, the second that has begun is not told.
             return Edge(_ALL_S if until is None else until // _SECOND - 1, False)
         low, high = span
-        if self._first < low:
-            end = self._end(process, low, high, most=True)
-        else:
-            end = self._end(process, low, min(self._first, high), back=True, most=True)
+        end = self._end(process, low, min(self._first, high), back=True) if self._first >= low else oldest
         end = oldest if end is None else end
         if high <= self._first and (until is None or end <= until):
             return Edge(end // (60 * _SECOND) * 60 + 59, False)
         return Edge((end if until is None else min(end, until)) // _SECOND, True)
 
-    def _end(self, process: int, low: int, high: int, *, back: bool = False, most: bool) -> int | None:
-        """When the first of its rows was over (with `back` the last), as well as it can be told."""
+    def _end(self, process: int, low: int, high: int, *, back: bool = False) -> int | None:
+        """When the first of its rows was over (with `back` the last), as far as they know it."""
         rows = islice(self._kept.rows_of(process, low, high, back=back), _LOOSE)
         ends = [end for row in rows if (end := _end_of(row)) is not None]
-        return (max(ends) if most else ends[0]) if ends else None
+        return (max(ends) if back else ends[0]) if ends else None
 
     @property
     def latest_s(self) -> int:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dpmon.run.rollup import Rollup
+from dpmon.run.rollup import WHOLE, Rollup
 from dpmon.run.tables import HISTORY_FILE, LASTING, HistoryError, last_ids, rings_in
 
 __all__ = ["DISORDER", "Kept", "chance"]
@@ -134,13 +134,20 @@ class Kept:
         return None
 
     def rollups(self, width: int, since_s: int = 0) -> Iterator[Rollup]:
-        """Those of seconds (width 1) or minutes (60) that start at `since_s` or later, in that order."""
+        """Those of seconds (width 1), minutes (60) or WHOLE that start at `since_s` or later, in that order."""
         if not self._has("rollups"):
             return
         query = "SELECT * FROM rollups WHERE width = ? AND start_s >= ? ORDER BY start_s, process, mode"
         for row in self._all(query, (width, since_s)):
             with suppress(ValueError):
                 yield Rollup.of_row(row)
+
+    def whole(self) -> Iterator[Rollup]:
+        """Those of WHOLE; they start where they end, with the first minute of which more is known."""
+        for (minute,) in self._all("SELECT min(start_s) FROM rollups WHERE width = 60", ()):
+            for rollup in self.rollups(WHOLE):
+                rollup.start_s = minute if type(minute) is int else 0
+                yield rollup
 
     def seconds_from(self) -> int:
         """The beginning of the first minute of which all seconds still have rollups of their own; 0 if none has."""

@@ -15,7 +15,7 @@ from dpmon.run.draws import Draws
 from dpmon.run.edges import Edges, Spans, last_given
 from dpmon.run.kept import Kept
 from dpmon.run.reader import RECENT_NS
-from dpmon.run.rollup import SERIES, Rollup
+from dpmon.run.rollup import SERIES, WHOLE, Rollup
 
 __all__ = ["Before", "deleted", "past_of"]
 
@@ -52,7 +52,7 @@ def _devices(kept: Kept, first: int) -> Iterator[DevicePast]:
 
 
 def deleted(kept: Kept) -> Iterator[tuple[int, Rollup]]:
-    """What is left of the steps and calls that were deleted to bound the history: sums of so many seconds each."""
+    """What is left of what was deleted to bound the history: sums of so many seconds each (WHOLE: of all before)."""
     if kept.pruned:
         yield from Before(kept).rollups(0)
 
@@ -111,13 +111,21 @@ class Before:
     def rollups(self, first: int) -> Iterator[tuple[int, Rollup]]:
         """Width and sums of all steps and calls that came before the ids above `first`, in order of time."""
         edges = Edges(self._kept, self._spans, first, None)
+        yield from ((WHOLE, rollup) for rollup in self._whole(edges))
         before = takewhile(lambda rollup: rollup.start_s < edges.fine, self._kept.rollups(60))
         for rollup in sorted_in_time(before):
             if edges.whole(rollup.process, rollup.start_s):
                 yield 60, rollup
         yield from (each for each in self._cut(edges) if each is not None)
 
+    def _whole(self, edges: Edges) -> Iterator[Rollup]:
+        for rollup in sorted_in_time(self._kept.whole() if self._kept.pruned else iter(())):
+            if rollup.start_s <= edges.of(rollup.process).end_s + 1:
+                yield rollup
+
     def _pasts(self, edges: Edges) -> Iterator[Past | None]:
+        for rollup in self._whole(edges):
+            yield self._past(rollup, WHOLE, _Inside())
         for past in self._minutes_until(edges.fine):
             if edges.whole(past.process, past.start_s):
                 yield past

@@ -15,12 +15,14 @@ from typing import Any
 
 from dpmon.records import CALL_PHASES, MODES, STEP_PHASES
 
-__all__ = ["SERIES", "WIDTHS", "Gathered", "Rollup", "bucket", "bucket_middle"]
+__all__ = ["SERIES", "WHOLE", "WIDTHS", "Gathered", "Rollup", "bucket", "bucket_middle"]
 
 SERIES = ("step", *STEP_PHASES, *CALL_PHASES)
 """Durations of which sums and histograms are kept: of the whole step, of its phases, of the phases of its calls."""
 WIDTHS = (1, 60)
 """Seconds that one row covers."""
+WHOLE = 0
+"""The width of a row of all that was before the first minute that is left: when in that time is not known any more."""
 _CALLS_AT = 1 + len(STEP_PHASES)
 _MAX_INT = (1 << 63) - 1
 _ENTRY = struct.Struct("<BHI")

@@ -17,7 +17,9 @@ from synthetic import SECOND, Training, device_event, host_event
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.evidence import WARM_UP_STEPS
-from dpmon.model.state import NOT_RUN, PHASES
+from dpmon.model.fold import fold
+from dpmon.model.past import fold_past
+from dpmon.model.state import NOT_RUN, PHASES, State
 from dpmon.records import kind_of, pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
@@ -27,6 +29,7 @@ from dpmon.report.series import BINS, Series
 from dpmon.report.story import PARTS
 from dpmon.report.text import text_lines
 from dpmon.run.playback import can_be_played
+from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, save
 from dpmon.run.state import run_state
 
@@ -386,6 +389,27 @@ def test_of_steps_that_were_deleted_the_sums_are_told(state: Path) -> None:
     assert "single, deleted 1,500" in text
     assert "no verdict: the steps in single were deleted; their sums say a median of" in text
     assert "PHASES of a step, dp (virtual), deleted" in text
+
+
+def test_steps_of_which_it_is_not_known_when_they_were_are_counted(state: Path) -> None:
+    training = Training(mode="single", step_ns=20 * SECOND)
+    directory = keep({0: [*training.begin(), *training.run(4000)]}, seconds=90_000.0, limit_bytes=1 << 18)
+    story = collect(directory)
+    assert (story.steps, story.calls) == (4000, 4000)
+    assert 500 < story.timeless < sum(one.facts.steps for one in story.deleted)
+    assert sum(one.steps for one in story.bins) == 4000 - story.timeless
+    assert story.deleted[0].first_s == 0
+    assert story.deleted[0].last_s > 60 * 200
+    assert as_object(story)["time"]["timeless"] == story.timeless
+    text = " ".join(" ".join(report_text(directory, 100)).split())
+    assert f"in the course of time (without {story.timeless:,} of which it is not known any more when)" in text
+    reader, state_now = RunReader(directory), State()
+    for past in reader.past():
+        state_now = fold_past(state_now, past)
+    for record in reader.poll():
+        state_now = fold(state_now, record)
+    reader.close()
+    assert state_now.processes[0].step_count == 4000
 
 
 # ------------------------------------------------------------------------------------------------ dp against single

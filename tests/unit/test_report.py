@@ -313,12 +313,12 @@ def test_stretches_stay_few_and_lose_nothing() -> None:
     assert sum(one.parts[PARTS.index("scatter")] for one in bins) == 50_000
 
 
-def evaluated(train: int, evaluate: int) -> list[bytes]:
+def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None) -> list[bytes]:
     """Steps of 10 ms that train, then some of 1 ms that wait for data only, each with a call."""
-    layout = {"root": "M", "via": None, "virtual": False, "devices": ["cpu"], "absent": {}}
+    layout = {"root": "M", "via": via, "virtual": False, "devices": ["cpu"], "absent": {}}
     out, at = [pack_definition(1, layout), pack_definition(2, [["0", [4, 5], "float32", 80]])], SECOND
-    for number in range(1, train + evaluate + 1):
-        trains = number <= train
+    for number in range(1, rounds * (train + evaluate) + 1):
+        trains = (number - 1) % (train + evaluate) < train
         wall, forward = (10_000_000, 4_000_000) if trains else (1_000_000, 50_000)
         none = (-1, 0) * 4
         out.append(pack_call(2, 6 if trains else 0, 1, number, number, at, forward, 2, 2, none, (2, 2, 0, forward)))
@@ -342,6 +342,7 @@ def test_evaluations_are_kept_apart_from_the_steps_that_train(state: Path) -> No
     }  # fmt: skip
     (replica,) = said["replicas"]
     assert (replica["calls"], replica["median_ms"]) == (60, 4.0)
+    assert section(report_text(directory, 80), "REPLICAS")[1].split()[3] == "60", "as many as the median is of"
     lines = report_text(directory, 80)
     assert [line.split()[:3] for line in section(lines, "STEPS")[1:3]] == [
         ["single", "60", "10.0"], ["single,", "evaluation", "200"],
@@ -350,6 +351,23 @@ def test_evaluations_are_kept_apart_from_the_steps_that_train(state: Path) -> No
     summary = summary_lines(directory, load_exit(directory))
     assert any(line.startswith("single: 60 steps, 60 calls") for line in summary)
     assert any(line.startswith("single, evaluation: 200 steps, 200 calls") for line in summary)
+
+
+def test_ranks_are_of_the_steps_that_train_too(state: Path) -> None:
+    said = as_object(collect(keep({number: evaluated(60, 200, via="DistributedDataParallel") for number in range(2)})))
+    assert [(one["steps"], one["median_ms"]) for one in said["ranks"]] == [(60, 10.0)] * 2
+    assert sum(one["samples_per_s"] for one in said["ranks"]) == said["modes"][0]["samples_per_s"] == 800
+
+
+def test_over_time_evaluations_are_in_all_bars_or_in_none(state: Path) -> None:
+    """Of deleted steps it is not known which they were."""
+    payloads = evaluated(20, 80, rounds=150)
+    for directory, mixed in ((keep({0: payloads}), False), (keep({0: payloads}, limit_bytes=1 << 20), True)):
+        text = " ".join(" ".join(report_text(directory, 100)).split())
+        assert ("time of a step, evaluations too, mean over each" in text) == mixed
+        assert ("within 3 %, evaluations among them)" in text) == mixed
+        (highest,) = re.findall(r"the highest bar is ([\d.]+) ms", text)
+        assert (float(highest) < 8) == mixed
 
 
 def test_where_nothing_trains_there_is_no_evaluation(state: Path) -> None:

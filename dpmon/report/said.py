@@ -43,8 +43,8 @@ def pruned(story: Story) -> str:
     lost = f" (without {story.timeless:,} of which it is not known any more when)" if story.timeless else ""
     return (
         f"{text}: of {many(steps, 'step')} ({clock(first * 10**9)} to {clock(last * 10**9)}) sums are left, in the"
-        f" rows that say deleted (medians and p95 within 3 %, evaluations among them), in the course of time{lost} and in"
-        " the devices' extremes; all else is of the rest"
+        f" rows that say deleted (medians and p95 within 3 %, evaluations among them), in the course of time{lost} and"
+        " in the devices' extremes; all else is of the rest"
     )
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dpmon.records import MODES
 from dpmon.run.rollup import WHOLE, Rollup
 from dpmon.run.tables import HISTORY_FILE, LASTING, HistoryError, last_ids, rings_in
 
@@ -18,6 +19,8 @@ __all__ = ["DISORDER", "Kept", "chance"]
 DISORDER = 16_000
 """Rings are taken over in turn, so that rows do not lie in strict order of time: by so many ids at most."""
 
+_NEAR_STEP = 4096
+"""Ids before a step's in which its calls are looked for."""
 _CHANCE = "(id * 2654435761 & 4294967295)"
 """What is drawn is what has the lowest; so a part of it is drawn evenly too: all that have ids below some place."""
 _CHANCES = 1 << 32
@@ -173,7 +176,11 @@ class Kept:
             "SELECT process, mode, count(*) FROM steps WHERE id > ? AND id <= ?"
             " GROUP BY process, mode ORDER BY process, mode"
         )
-        return [(process, mode, count) for process, mode, count in self._all(query, (after, until))]
+        return [
+            (process, mode, count)
+            for process, mode, count in self._all(query, (after, until))
+            if type(process) is int and mode in MODES
+        ]
 
     def steps_by_block(self, width: int) -> Iterator[tuple[int, int, str, int]]:
         """Number of the block of `width` ids, process, mode and how many steps of it lie there; blocks in order."""
@@ -181,7 +188,7 @@ class Kept:
         return (
             (block, process, mode, count)
             for block, process, mode, count in self._all(query, (width,))
-            if type(process) is int and isinstance(mode, str)
+            if type(process) is int and mode in MODES
         )
 
     def span(self, process: int) -> tuple[int, int] | None:
@@ -240,10 +247,19 @@ class Kept:
         """The step with this id, as in `rows`, if there is one."""
         return self._all("SELECT id, 'steps', * FROM steps WHERE id = ?", (number,))
 
-    def calls_of(self, before: int, process: int, step: int) -> Iterator[bytes]:
-        """Payloads of the calls of a step that has the id `before`: they lie shortly before it."""
-        query = "SELECT payload FROM calls WHERE id BETWEEN ? AND ? AND process = ? AND step = ?"
-        return (payload for (payload,) in self._all(query, (before - 64, before, process, step)))
+    def calls_of(self, before: int, process: int, step: int) -> list[bytes] | None:
+        """Payloads of the calls of a step that has the id `before`: they lie shortly before it.
+
+        None: there may be more of them than can be looked at here.
+        """
+        query = "SELECT step, payload FROM calls WHERE id BETWEEN ? AND ? AND process = ? ORDER BY id DESC"
+        found: list[bytes] = []
+        first = before - _NEAR_STEP
+        for number, payload in self._all(query, (first, before, process)) if self._counted(process)["calls"] else ():
+            if number != step:
+                return found
+            found.append(payload)
+        return None if found and (first > 0 or self.pruned) else found
 
     def device_rollups(self, since_s: int = 0) -> Iterator[tuple[Any, ...]]:
         """Rows of (start_s of a minute, device or -1 for the host, name, count, total, low, high), in that order."""

@@ -17,7 +17,7 @@ from dpmon.model.compare import compared
 from dpmon.model.history import columns_of, figures
 from dpmon.model.past import fold_past
 from dpmon.past import Drawn, Past
-from dpmon.records import Call, Decoder, Step, pack_event
+from dpmon.records import Call, Decoder, Step, pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import collect
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
@@ -348,6 +348,38 @@ def test_a_damaged_row_does_not_hide_those_after_it(state: Path) -> None:
     reader = RunReader(directory)
     assert [each.step for each in reader.poll() if isinstance(each, Step)] == [*range(1, 7), *range(8, 101)]
     reader.close()
+
+
+@pytest.mark.parametrize(("calls", "known"), [(128, True), (5000, False)])
+def test_a_drawn_step_has_all_of_its_calls_or_none(state: Path, calls: int, known: bool) -> None:
+    layout = {"root": "M", "via": "DataParallel", "virtual": False, "devices": ["cuda:0", "cuda:1"], "absent": {}}
+    out, at = [pack_definition(1, layout)], SECOND
+    for step in range(1, 4):
+        start = at
+        for call in range(calls):
+            phases = (0, 100, 100, 400, 500, 400, 900, 100)
+            out.append(pack_call(1, 6, 1, step, call, at, 1000, 0, 0, phases, (0, 0, 0, 400) * 2))
+            at += 1000
+        out.append(pack_step(1, step, start, at - start, 8, (0, at - start, -1, -1)))
+    kept = Kept(keep({0: out}))
+    (drawn,) = (each for each in Before(kept).of(kept.last_id) if isinstance(each, Drawn))
+    kept.close()
+    sums = (100 * calls, 400 * calls, 400 * calls, 100 * calls)
+    assert [inside for _, inside in drawn.steps] == [sums if known else None] * 3
+
+
+def test_damaged_steps_make_no_process_and_no_mode(state: Path) -> None:
+    training = Training()
+    directory = keep({0: [*training.begin(), *training.run(100)]})
+    with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
+        db.execute("UPDATE steps SET process = 'abc' WHERE step % 3 = 0")
+        db.execute("UPDATE steps SET mode = x'00ff' WHERE step % 3 = 1")
+    kept = Kept(directory)
+    counts = [(0, "dp", 33)]
+    assert kept.steps_by_mode(0, kept.last_id) == counts
+    assert [each[1:] for each in kept.steps_by_block(1 << 16)] == counts
+    assert {(each.process, each.mode) for each in Before(kept).of(kept.last_id)} == {(0, "dp")}
+    kept.close()
 
 
 def test_a_short_run_is_given_in_full(state: Path) -> None:

@@ -18,7 +18,10 @@ Kept = tuple[Step, tuple[int, ...] | None]
 
 
 class Past(NamedTuple):
-    """The steps of one process in one mode that ended in one second, or minute: exact sums, and a few of them."""
+    """The steps of one process in one mode that ended in one second, or minute: exact sums, and a few of them.
+
+    With a width of 0 all that ended before its start, and of which it is not known any more when.
+    """
 
     process: int
     rank: int | None

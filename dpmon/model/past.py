@@ -57,7 +57,8 @@ def fold_past(state: State, past: Past | Drawn | DevicePast) -> State:
     track.unknown += past.unknown
     process.seen_ns = max(process.seen_ns, past.start_s * _SECOND)
     state.newest_ns = max(state.newest_ns, process.seen_ns)
-    add_column(process, _column(past), fine=past.width_s == 1)
+    if past.width_s:
+        add_column(process, _column(past), fine=past.width_s == 1)
     return state
 
 

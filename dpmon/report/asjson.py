@@ -9,11 +9,13 @@ modes         mode, virtual, steps, median_ms, p95_ms, samples_per_s, phases: {n
               device_median_ms, count}:
               of all that is in the record, without
 evaluations   the same of steps without backward and optimizer, of modes whose other steps have them
-deleted       the same of steps of which only sums are left (medians and p95 within 3 %), and start_s, end_s, calls
+deleted       the same of steps of which only sums are left (medians and p95 within 3 %; evaluations are among
+              them), and start_s, end_s, calls
 findings      kind, text, ground, advice, weight; the heaviest first
-replicas      mode, root, replica, device, calls, rows, median_ms, p95_ms, virtual
+replicas      mode, root, replica, device, calls, rows, median_ms, p95_ms, virtual; without evaluations
 sizes         mode, root, replica, device, inputs, outputs, calls: every size that a replica met
-ranks         process, rank, world, device, calls, steps, median_ms, samples_per_s, inputs, outputs
+ranks         process, rank, world, device, calls (all), steps, median_ms, samples_per_s (without evaluations), inputs,
+              outputs
 stages        root, stage, device, parts, calls, median_ms, inputs, outputs
 devices       index, name, uuid, called, of_run, samples, util_median_pct, mem_used_max_bytes, mem_run_max_bytes,
               mem_total_bytes, temperature_max_c, power_max_w, throttled: {reason: samples}; gpu_absent: why none
@@ -25,7 +27,8 @@ compared      dp against single: speedup, low, high (its 95 % interval), efficie
               the speed-up), sentence, missing, steps; null where not both were seen
 mode_changes  process, root, t_s, step, mode, requested_by, devices, virtual, reason, refused
 warnings      texts
-time          width_s; stretches: start_s, mode, evaluation, steps, mean_ms, longest_ms, samples, parts_ms: {name: sum}
+time          timeless: deleted steps of which it is not known when they were, in no stretch; width_s; stretches:
+              start_s, mode, evaluation, steps, mean_ms, longest_ms, samples, parts_ms: {name: sum}
 """
 
 from __future__ import annotations
@@ -80,7 +83,11 @@ def as_object(story: Story) -> dict[str, Any]:
         "compared": _compared(story),
         "mode_changes": _changes(story),
         "warnings": list(story.warnings),
-        "time": {"width_s": story.bin_ns / 1e9, "stretches": [_bin(one) for one in story.bins]},
+        "time": {
+            "timeless": story.timeless,
+            "width_s": story.bin_ns / 1e9,
+            "stretches": [_bin(one) for one in story.bins],
+        },
     }
 
 

@@ -77,6 +77,7 @@ def collect(directory: Path) -> Story:
         deleted=gone,
         steps=steps,
         calls=calls,
+        timeless=collector.timeless,
         bin_ns=bin_ns,
         bins=bins,
         points=collector.devices.points(),
@@ -103,6 +104,7 @@ class _Collector(Adder):
         super().__init__()
         self._origin = info.start_ns
         self.series = Series()
+        self.timeless = 0
         self.devices = Devices()
         self.processes: dict[int, ProcessFacts] = {}
         self.changes: list[ModeChange] = []
@@ -173,7 +175,10 @@ class _Collector(Adder):
     def delete(self, width_s: int, rollup: Rollup) -> None:
         """What is left of the steps of some seconds that were deleted."""
         super().delete(width_s, rollup)
-        self.series.rollup(width_s, rollup)
+        if width_s:
+            self.series.rollup(width_s, rollup)
+        else:
+            self.timeless += rollup.steps
 
     def delete_samples(
         self, start_s: int, device: int, name: str, count: int, total: float, low: float, high: float

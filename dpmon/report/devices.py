@@ -100,7 +100,7 @@ class Devices:
     def _take_processors(self, data: Mapping[str, Any]) -> None:
         """How busy they are, and with what."""
         cpus, use, own, load = (_number(data.get(key)) for key in ("cpus", "cpu_pct", "run_cpu_pct", "load_1m"))
-        if cpus is None or not 0 < cpus < 1e6 or use is None or own is None:
+        if cpus is None or not 1 <= cpus < 1e6 or use is None or own is None:
             return
         self._cpus = int(cpus)
         known = self._processors

@@ -40,10 +40,11 @@ def pruned(story: Story) -> str:
     if not steps:
         return f"{text}: the figures are of the rest"
     first, last = min(one.first_s for one in story.deleted), max(one.last_s for one in story.deleted)
+    lost = f" (without {story.timeless:,} of which it is not known any more when)" if story.timeless else ""
     return (
         f"{text}: of {many(steps, 'step')} ({clock(first * 10**9)} to {clock(last * 10**9)}) sums are left, in the"
-        " rows that say deleted (medians and p95 within 3 %), in the course of time and in the devices' extremes; all"
-        " else is of the rest"
+        f" rows that say deleted (medians and p95 within 3 %, evaluations among them), in the course of time{lost} and"
+        " in the devices' extremes; all else is of the rest"
     )
 
 

@@ -118,6 +118,8 @@ class Story:
     steps: int = 0
     calls: int = 0
     """Those that were deleted too."""
+    timeless: int = 0
+    """Deleted steps of which it is not known any more when they were: they are in no stretch of time."""
     bin_ns: int = 0
     bins: tuple[Bin, ...] = ()
     points: tuple[DevicePoint, ...] = ()

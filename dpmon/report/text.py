@@ -94,7 +94,9 @@ def _steps(story: Story, width: int) -> list[str]:
 
 def _over_time(story: Story, width: int) -> list[str]:
     """The mean time of a step over the run, as bars; nothing where there is hardly a course of time."""
-    bins = [one for one in story.bins if not one.evaluation]
+    # Among deleted steps evaluations cannot be told apart: then bars beside each other are alike with all.
+    mixed = bool(story.deleted) and any(one.evaluation for one in story.bins)
+    bins = [one for one in story.bins if mixed or not one.evaluation]
     if len(bins) < 2:
         return []
     first, last = bins[0].start_ns, bins[-1].start_ns + story.bin_ns
@@ -107,13 +109,14 @@ def _over_time(story: Story, width: int) -> list[str]:
     means = [wall / steps if steps else None for wall, steps in sums]
     top = max(mean for mean in means if mean is not None)
     bars = "".join(" " if mean is None else _BARS[min(int(mean / top * 8), 7)] for mean in means)
-    said = f"time of a step, mean over each {ms((last - first) / cells)}; the highest bar is {ms(top)}"
+    what = "time of a step, evaluations too," if mixed else "time of a step,"
+    said = f"{what} mean over each {ms((last - first) / cells)}; the highest bar is {ms(top)}"
     ends = clock(first) + clock(last).rjust(max(cells - 8, 9))
     return [*wrap(said, width), "  " + bars, "  " + ends]
 
 
 def _phases(title: str, mode: ModeFacts, width: int) -> list[str]:
-    return [f"PHASES of a step, {title}", *table(phase_table(mode), width)]
+    return [f"PHASES of a step, {clean(title)}", *table(phase_table(mode), width)]
 
 
 def _compared(story: Story, width: int) -> list[str]:

@@ -138,7 +138,7 @@ def replica_rows(story: Story) -> list[Row]:
             Row(
                 label,
                 device,
-                sum(calls for calls, _ in sizes),
+                fact.calls if fact is not None else sum(calls for calls, _ in sizes),
                 0,
                 fact.median_ns if fact is not None else None,
                 fact.p95_ns if fact is not None else None,

@@ -34,6 +34,8 @@ def add_up(directory: Path, adder: Adder | None = None) -> Totals:
     """
     snapshot = Snapshot.take(directory)
     adder = adder or Adder()
+    if snapshot.damaged is not None:
+        adder.totals.warnings.append(snapshot.damaged)
     try:
         if snapshot.kept is not None:
             try:

@@ -28,7 +28,7 @@ DDP = "DistributedDataParallel"
 _BACKWARD, _OPTIMIZER = STEP_PHASES.index("backward"), STEP_PHASES.index("optimizer")
 _WAITING = 4096
 
-_Key = TypeVar("_Key", int, str)
+_Key = TypeVar("_Key", str, tuple[int, str, bool])
 _Waiting = tuple[int, str, bool, int, Sequence[int], bytes | None]
 """Step, mode, whether it was called as in an evaluation, start, phases, its record if that has times of devices."""
 
@@ -63,7 +63,8 @@ class Adder:
         """Rank and world of each process, as it said itself."""
         self._pauses: Counter[int] = Counter()
         self._paused_s: dict[int, float] = {}
-        self._walls: dict[int, array[int]] = {}
+        self._walls: dict[tuple[int, str, bool], array[int]] = {}
+        """By process, mode, and whether it is an evaluation."""
         self._modes: dict[tuple[str, bool], ModeTotals] = {}
         """By mode, and whether it is an evaluation."""
         self._calls: dict[int, list[_Waiting]] = {}
@@ -86,11 +87,13 @@ class Adder:
         return found
 
     def delete(self, width_s: int, rollup: Rollup) -> None:
-        """What is left of the steps of some seconds that were deleted."""
+        """What is left of the steps of some seconds that were deleted (0: of all before its start)."""
         found = self.totals.deleted.get(rollup.mode)
         if found is None:
             whole = Rollup(rollup.start_s, -1, rollup.mode)
-            found = self.totals.deleted[rollup.mode] = Deleted(whole, rollup.start_s, rollup.start_s)
+            # What has no width was somewhere between the beginning and its start.
+            first_s = rollup.start_s if width_s else 0
+            found = self.totals.deleted[rollup.mode] = Deleted(whole, first_s, rollup.start_s)
         found.sums.merge(rollup)
         found.samples[rollup.process] += rollup.samples
         if rollup.steps:
@@ -115,8 +118,8 @@ class Adder:
     ) -> None:
         """`start` in ns since the run's start; `phases` as in STEP_PHASES; `times` as records.step_times gives them."""
         self._processes.add(process)
-        _times(self._walls, process).append(wall)
         evaluation = is_evaluation(phases)
+        _times(self._walls, (process, mode, evaluation)).append(wall)
         self._settle(process, number, evaluation)
         found = self._mode(mode, evaluation)
         found.walls.append(wall)
@@ -267,10 +270,15 @@ class Adder:
             device = " ".join(map(str, devices)) if devices else "?"
             if len(sizes) == 1:
                 got, gave = self._text(process, sizes[0][0]), self._text(process, sizes[0][1])
-        walls = self._walls.get(process, array("q"))
+        # Of the steps that the modes' figures are of, too.
+        kinds = [(mode, evaluation) for mode, evaluation in self._modes
+                 if not evaluation or mode not in self.totals.evaluations]  # fmt: skip
+        walls = array("q")
+        for kind in kinds:
+            walls.extend(self._walls.get((process, *kind), ()))
         spent = sum(walls)
-        unknown = any(mode.unknown_samples for mode in self._modes.values())
-        samples = sum(mode.samples[process] for mode in self._modes.values())
+        unknown = any(self._modes[kind].unknown_samples for kind in kinds)
+        samples = sum(self._modes[kind].samples[process] for kind in kinds)
         speed = samples * 1e9 / spent if spent and not unknown else None
         rank, world = self._ranks.get(process, (None, None))
         return RankLine(process, rank, world, device, got, gave, calls, len(walls), walls, speed)

@@ -143,8 +143,10 @@ def _pieces(after: int, until: int) -> Iterator[tuple[int, int]]:
     return ((low, min(low + _IDS, until)) for low in range(after, until, _IDS))
 
 
-def _inside(payloads: Iterator[bytes]) -> tuple[int, ...] | None:
+def _inside(payloads: Iterable[bytes] | None) -> tuple[int, ...] | None:
     """What the phases of a step's calls took together; None if none of them ran, or nothing is known."""
+    if payloads is None:
+        return None
     sums = [-1] * len(CALL_PHASES)
     for payload in payloads:
         with suppress(struct.error, IndexError, TypeError):

@@ -31,7 +31,9 @@ BETWEEN_S = 1.0
 """Between two tries: time for a new supervisor, whoever started it, to say in run.json that it is there."""
 LOOK_S = 0.4
 UNSTARTED_S = 2.0
-"""A supervisor that was killed may just have forked: the command is known by its session, which it makes itself."""
+"""A supervisor that was killed may just have forked: the command is known by its session, which it makes itself.
+
+So long it is waited for at least, and then for as long as a child is in the supervisor's session still."""
 STALLED_S = 5.0
 """A supervisor that has not noticed the command's end for so long is stopped or stuck: the exit is read from /proc."""
 
@@ -192,9 +194,16 @@ class Guard:
         """Say that the command was not started, once it is certain that it is not about to be seen."""
         now = time.monotonic()
         self._unstarted_since = self._unstarted_since or now
-        if now - self._unstarted_since >= UNSTARTED_S:
+        if now - self._unstarted_since >= UNSTARTED_S and not self._forked():
             why = "the supervisor ended before it started the command"
             self._record(exit_info(self._reader.info, 2, "foreground", why))
+
+    def _forked(self) -> bool:
+        """Whether a child of the supervisor's lives that may yet become the command: it is still in that's session."""
+        own = self._supervisor.pid
+        return any(
+            process.session == own and pid != own and not process.dead for pid, process in proc.every_process().items()
+        )
 
     def _record(self, how: ExitInfo) -> None:
         self.outcome = how

@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpmon.run.rollup import SERIES, WIDTHS, Gathered, Rollup
+from dpmon.run.rollup import SERIES, WHOLE, WIDTHS, Gathered, Rollup
 from dpmon.run.tables import (
     HISTORY_FILE,
     LASTING,
@@ -168,13 +168,16 @@ class History:
                 if row is None:
                     row = rows[key] = self._cache.get(key) or self._rollup(key)
                 row.merge(added)
+        self._insert_rollups(rows)
+        self._cache.update(rows)
+        if len(self._cache) > _CACHED:
+            self._cache = rows
+
+    def _insert_rollups(self, rows: Mapping[tuple[int, int, int, str], Rollup]) -> None:
         marks = ",".join("?" * (12 + len(SERIES)))
         self._db.executemany(
             f"INSERT OR REPLACE INTO rollups VALUES ({marks})", [row.row(key[0]) for key, row in rows.items()]
         )
-        self._cache.update(rows)
-        if len(self._cache) > _CACHED:
-            self._cache = rows
 
     def _rollup(self, key: tuple[int, int, int, str]) -> Rollup:
         """A row as it was written before (by another supervisor, or long ago), or an empty one."""
@@ -217,7 +220,10 @@ class History:
             count, data, first, last = run(query, (width,)).fetchone()
             if count * _ROW_BYTES + data > self._limit / _ROLLUPS_PART:
                 before = first + max((last - first) // 8, 1)
-                run("DELETE FROM rollups WHERE width = ? AND start_s < ?", (width, before))
+                if width == WIDTHS[-1]:
+                    self._add_to_whole(before)
+                else:
+                    run("DELETE FROM rollups WHERE width = ? AND start_s < ?", (width, before))
         count, first, last = run("SELECT count(*), min(start_s), max(start_s) FROM device_rollups").fetchone()
         if count * _ROW_BYTES > self._limit / _ROLLUPS_PART:
             run("DELETE FROM device_rollups WHERE start_s < ?", (first + max((last - first) // 8, 1),))
@@ -226,6 +232,26 @@ class History:
             " (SELECT id FROM events WHERE kind = 'warning' ORDER BY id DESC LIMIT 1 OFFSET ?)",
             (_WARNINGS_KEPT,),
         )
+
+    def _add_to_whole(self, before: int) -> None:
+        """Of the minutes before this second leave one sum a process and mode, and nothing finer."""
+        full = "SELECT min(start_ns + wall_ns) FROM (SELECT * FROM {} ORDER BY id LIMIT 100000)"
+        ends = [self._db.execute(full.format(table)).fetchone()[0] for table in ("calls", "steps")]
+        # What is there in full must not be in a sum that it cannot be taken out of.
+        minute = WIDTHS[-1]
+        before = min([before, *(end // 1_000_000_000 for end in ends if end is not None)]) // minute * minute
+        whole: dict[tuple[int, int, int, str], Rollup] = {}
+        query = "SELECT * FROM rollups WHERE width = ? AND start_s < ? ORDER BY start_s"
+        for row in self._db.execute(query, (minute, before)).fetchall():
+            with suppress(ValueError):
+                found = Rollup.of_row(row)
+                key = WHOLE, 0, found.process, found.mode
+                if key not in whole:
+                    whole[key] = self._rollup(key)
+                whole[key].merge(found)
+        self._insert_rollups(whole)
+        self._db.execute("DELETE FROM rollups WHERE width IN (1, 60) AND start_s < ?", (before,))
+        self._cache.clear()
 
     def close(self) -> None:
         """Close it, leaving one self-contained file if nobody else reads it now."""

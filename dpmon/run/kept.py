@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dpmon.run.rollup import Rollup
+from dpmon.records import MODES
+from dpmon.run.rollup import WHOLE, Rollup
 from dpmon.run.tables import HISTORY_FILE, LASTING, HistoryError, last_ids, rings_in
 
 __all__ = ["DISORDER", "Kept", "chance"]
@@ -18,6 +19,8 @@ __all__ = ["DISORDER", "Kept", "chance"]
 DISORDER = 16_000
 """Rings are taken over in turn, so that rows do not lie in strict order of time: by so many ids at most."""
 
+_NEAR_STEP = 4096
+"""Ids before a step's in which its calls are looked for."""
 _CHANCE = "(id * 2654435761 & 4294967295)"
 """What is drawn is what has the lowest; so a part of it is drawn evenly too: all that have ids below some place."""
 _CHANCES = 1 << 32
@@ -46,7 +49,7 @@ class Kept:
             self.last_id = max(last_ids(self._db))
             row = self._db.execute("SELECT value FROM meta WHERE key = 'pruned'").fetchone()
             self.pruned = int(row[0]) if row else 0
-        except (sqlite3.Error, ValueError, TypeError) as error:
+        except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
             self._db.close()
             raise HistoryError(str(error)) from None
 
@@ -134,13 +137,20 @@ class Kept:
         return None
 
     def rollups(self, width: int, since_s: int = 0) -> Iterator[Rollup]:
-        """Those of seconds (width 1) or minutes (60) that start at `since_s` or later, in that order."""
+        """Those of seconds (width 1), minutes (60) or WHOLE that start at `since_s` or later, in that order."""
         if not self._has("rollups"):
             return
         query = "SELECT * FROM rollups WHERE width = ? AND start_s >= ? ORDER BY start_s, process, mode"
         for row in self._all(query, (width, since_s)):
             with suppress(ValueError):
                 yield Rollup.of_row(row)
+
+    def whole(self) -> Iterator[Rollup]:
+        """Those of WHOLE; they start where they end, with the first minute of which more is known."""
+        for (minute,) in self._all("SELECT min(start_s) FROM rollups WHERE width = 60", ()):
+            for rollup in self.rollups(WHOLE):
+                rollup.start_s = minute if type(minute) is int else 0
+                yield rollup
 
     def seconds_from(self) -> int:
         """The beginning of the first minute of which all seconds still have rollups of their own; 0 if none has."""
@@ -160,18 +170,17 @@ class Kept:
         """Process and JSON of every event of a mode."""
         return self._all("SELECT process, json FROM events WHERE kind = 'mode' AND process IS NOT NULL", ())
 
-    def holds(self, until: int) -> bool:
-        """Whether it still has a step or a call up to the id `until`."""
-        tables = "SELECT id FROM steps UNION ALL SELECT id FROM calls"
-        return any(self._all(f"SELECT 1 FROM ({tables}) WHERE id <= ? LIMIT 1", (until,)))
-
     def steps_by_mode(self, after: int, until: int) -> list[tuple[int, str, int]]:
         """Process, mode and how many steps of it have ids above `after` up to `until`."""
         query = (
             "SELECT process, mode, count(*) FROM steps WHERE id > ? AND id <= ?"
             " GROUP BY process, mode ORDER BY process, mode"
         )
-        return [(process, mode, count) for process, mode, count in self._all(query, (after, until))]
+        return [
+            (process, mode, count)
+            for process, mode, count in self._all(query, (after, until))
+            if type(process) is int and mode in MODES
+        ]
 
     def steps_by_block(self, width: int) -> Iterator[tuple[int, int, str, int]]:
         """Number of the block of `width` ids, process, mode and how many steps of it lie there; blocks in order."""
@@ -179,14 +188,38 @@ class Kept:
         return (
             (block, process, mode, count)
             for block, process, mode, count in self._all(query, (width,))
-            if type(process) is int and isinstance(mode, str)
+            if type(process) is int and mode in MODES
         )
 
-    def rows_over(self, after: int, until: int, end_ns: int) -> Iterator[tuple[Any, ...]]:
-        """Calls and steps with ids above `after` up to `until` that were over before `end_ns`; as `rows`, no order."""
-        for table in ("calls", "steps"):
-            query = f"SELECT id, '{table}', * FROM {table} WHERE id > ? AND id <= ? AND start_ns + wall_ns < ?"
-            yield from self._all(f"{query} ORDER BY id", (after, until, end_ns))
+    def span(self, process: int) -> tuple[int, int] | None:
+        """The first and the last id of its calls and steps; None if there are none."""
+        found: list[int] = []
+        for table, has in self._counted(process).items():
+            for order in ("", " DESC") if has else ():
+                query = f"SELECT id FROM {table} WHERE process = ? ORDER BY id{order} LIMIT 1"
+                found += [number for (number,) in self._all(query, (process,))]
+        return (min(found), max(found)) if found else None
+
+    def rows_of(self, process: int, low: int, high: int, *, back: bool = False) -> Iterator[tuple[Any, ...]]:
+        """Its calls and steps with ids from `low` to `high`, in order (`back`: the last first); as `rows`."""
+        return heapq.merge(
+            *(
+                self._all(
+                    f"SELECT id, '{table}', * FROM {table} WHERE id BETWEEN ? AND ? AND process = ?"
+                    f" ORDER BY id{' DESC' if back else ''}",
+                    (low, high, process),
+                )
+                for table, has in self._counted(process).items()
+                if has
+            ),
+            key=_id_of,
+            reverse=back,
+        )
+
+    def _counted(self, process: int) -> dict[str, bool]:
+        """Whether each table was given rows of it: where there were none, none is looked for."""
+        rings = [ring for ring in self.rings.values() if ring.process == process]
+        return {"calls": any(ring.calls for ring in rings), "steps": any(ring.steps for ring in rings)}
 
     def drawn_ids(
         self, after: int, until: int, counts: Mapping[tuple[int, str], int], most: int
@@ -214,10 +247,19 @@ class Kept:
         """The step with this id, as in `rows`, if there is one."""
         return self._all("SELECT id, 'steps', * FROM steps WHERE id = ?", (number,))
 
-    def calls_of(self, before: int, process: int, step: int) -> Iterator[bytes]:
-        """Payloads of the calls of a step that has the id `before`: they lie shortly before it."""
-        query = "SELECT payload FROM calls WHERE id BETWEEN ? AND ? AND process = ? AND step = ?"
-        return (payload for (payload,) in self._all(query, (before - 64, before, process, step)))
+    def calls_of(self, before: int, process: int, step: int) -> list[bytes] | None:
+        """Payloads of the calls of a step that has the id `before`: they lie shortly before it.
+
+        None: there may be more of them than can be looked at here.
+        """
+        query = "SELECT step, payload FROM calls WHERE id BETWEEN ? AND ? AND process = ? ORDER BY id DESC"
+        found: list[bytes] = []
+        first = before - _NEAR_STEP
+        for number, payload in self._all(query, (first, before, process)) if self._counted(process)["calls"] else ():
+            if number != step:
+                return found
+            found.append(payload)
+        return None if found and (first > 0 or self.pruned) else found
 
     def device_rollups(self, since_s: int = 0) -> Iterator[tuple[Any, ...]]:
         """Rows of (start_s of a minute, device or -1 for the host, name, count, total, low, high), in that order."""
@@ -255,3 +297,7 @@ class Kept:
     def close(self) -> None:
         """Let go of the snapshot."""
         self._db.close()
+
+
+def _id_of(row: tuple[Any, ...]) -> int:
+    return int(row[0])

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import takewhile
-from typing import NamedTuple
 
 from dpmon.past import DevicePast, Drawn, Past
 from dpmon.past import Kept as Drew
-from dpmon.records import CALL_PHASES, RecordError, call_head
+from dpmon.records import CALL_PHASES
 from dpmon.run.draws import Draws
-from dpmon.run.kept import DISORDER, Kept
+from dpmon.run.edges import Edges, Spans, last_given
+from dpmon.run.kept import Kept
 from dpmon.run.reader import RECENT_NS
-from dpmon.run.rollup import SERIES, Gathered, Rollup
-from dpmon.run.rows import step_columns
+from dpmon.run.rollup import SERIES, WHOLE, Rollup
 
 __all__ = ["Before", "deleted", "past_of"]
 
 _SECOND = 1_000_000_000
 _FINE_S = 660
-"""So long before the loaded records seconds are given, before that minutes."""
-_ROWS = 50
-"""So many rows are taken in between two turns of somebody else."""
+"""So far back samples of devices are told by the means of their minutes."""
 _MINUTES_KEPT = 20_000
 """Of a history that is asked again and again so many minutes are remembered, of a longer one none."""
 
@@ -56,27 +52,9 @@ def _devices(kept: Kept, first: int) -> Iterator[DevicePast]:
 
 
 def deleted(kept: Kept) -> Iterator[tuple[int, Rollup]]:
-    """What is left of the steps and calls that were deleted to bound the history: sums of so many seconds each."""
+    """What is left of what was deleted to bound the history: sums of so many seconds each (WHOLE: of all before)."""
     if kept.pruned:
         yield from Before(kept).rollups(0)
-
-
-class _Edge(NamedTuple):
-    """Where what is told by sums ends, and what is given in full begins."""
-
-    end_s: int
-    """The last second in which something was before it."""
-    fine: int
-    """From this second on there are sums of seconds, before it of minutes."""
-    coarse: int | None
-    """The minute that the edge cuts in two, where the sums of its seconds were deleted."""
-    given: bool
-    """Whether anything is given in full."""
-
-    @property
-    def minutes_until(self) -> int:
-        """Minutes that begin before this second are told whole."""
-        return self.fine if self.coarse is None else self.coarse
 
 
 class Before:
@@ -86,6 +64,7 @@ class Before:
         self._kept = kept
         self._again = again
         self._ranks = {ring.process: ring.rank for ring in kept.rings.values()}
+        self._spans = Spans(kept)
         self._draws = Draws(kept, self._ranks, again=again)
         self._minutes: list[Past] | None = None
         self._switches: dict[int, list[int]] | None = None
@@ -102,12 +81,12 @@ class Before:
         kept, first = self._kept, max(first, 0)
         if not kept.has_steps(first):
             return
-        edge = self._edge(first, until_ns)
+        edges = Edges(kept, self._spans, first, until_ns)
         drawn: list[Drawn] = []
         placed: dict[tuple[int, int, int, str], list[Drew]] = defaultdict(list)
         if self._switches is None:
             self._switches = _switches(kept)
-        for drew in self._draws.until(first, kept.id_at(edge.fine * _SECOND)):
+        for drew in self._draws.until(first, kept.id_at(edges.fine * _SECOND)):
             if drew is None:
                 yield None
                 continue
@@ -118,25 +97,40 @@ class Before:
                 for step, inside in found:
                     second = (step.start_ns + step.wall_ns) // _SECOND
                     placed[width, second // width * width, process, mode].append((step, inside))
-        for past in self._pasts(first, edge):
+        for past in self._pasts(edges):
             if past is None:
                 yield None
                 continue
             yield past._replace(drawn=tuple(placed[past.width_s, past.start_s, past.process, past.mode]))
         yield from drawn
 
+    def given_until(self, first: int, until_ns: int) -> int:
+        """The highest id of the calls and steps with ids above `first` that were over by then; `first` without one."""
+        return last_given(self._kept, self._spans, first, until_ns)
+
     def rollups(self, first: int) -> Iterator[tuple[int, Rollup]]:
         """Width and sums of all steps and calls that came before the ids above `first`, in order of time."""
-        edge = self._edge(first, None)
-        whole = takewhile(lambda rollup: rollup.start_s < edge.minutes_until, self._kept.rollups(60))
-        for rollup in sorted_in_time(whole):
-            yield 60, rollup
-        yield from (each for each in self._cut(first, edge) if each is not None)
+        edges = Edges(self._kept, self._spans, first, None)
+        yield from ((WHOLE, rollup) for rollup in self._whole(edges))
+        before = takewhile(lambda rollup: rollup.start_s < edges.fine, self._kept.rollups(60))
+        for rollup in sorted_in_time(before):
+            if edges.whole(rollup.process, rollup.start_s):
+                yield 60, rollup
+        yield from (each for each in self._cut(edges) if each is not None)
 
-    def _pasts(self, first: int, edge: _Edge) -> Iterator[Past | None]:
-        yield from self._minutes_until(edge.minutes_until)
+    def _whole(self, edges: Edges) -> Iterator[Rollup]:
+        for rollup in sorted_in_time(self._kept.whole() if self._kept.pruned else iter(())):
+            if rollup.start_s <= edges.of(rollup.process).end_s + 1:
+                yield rollup
+
+    def _pasts(self, edges: Edges) -> Iterator[Past | None]:
+        for rollup in self._whole(edges):
+            yield self._past(rollup, WHOLE, _Inside())
+        for past in self._minutes_until(edges.fine):
+            if edges.whole(past.process, past.start_s):
+                yield past
         inside_of = _Inside()
-        for each in self._cut(first, edge):
+        for each in self._cut(edges):
             if each is None:
                 yield None
                 continue
@@ -145,32 +139,18 @@ class Before:
             if past.steps > 0:
                 yield past
 
-    def _cut(self, first: int, edge: _Edge) -> Iterator[tuple[int, Rollup] | None]:
+    def _cut(self, edges: Edges) -> Iterator[tuple[int, Rollup] | None]:
         """What follows the whole minutes, without what is given in full."""
-        loaded = yield from _loaded(self._kept, first, edge.end_s + 1 if edge.coarse is None else edge.coarse + 60)
-        if edge.coarse is not None and edge.given:
-            minute = self._kept.rollups(60, edge.coarse)
-            for rollup in sorted_in_time(takewhile(lambda rollup: rollup.start_s == edge.coarse, minute)):
-                _take_out(rollup, loaded, 60)
-                yield 60, rollup
-        seconds = self._kept.rollups(1, edge.fine)
-        for rollup in sorted_in_time(takewhile(lambda rollup: rollup.start_s <= edge.end_s, seconds)):
-            _take_out(rollup, loaded, 1)
-            yield 1, rollup
-
-    def _edge(self, first: int, until_ns: int | None) -> _Edge:
-        kept = self._kept
-        after = kept.time_from(first + 1, events=False)
-        given = after is not None and (until_ns is None or after <= until_ns)
-        if given or until_ns is None:
-            oldest = (after or 0) // _SECOND if given else kept.newest_ns() // _SECOND + 1
-            end_s = kept.newest_ns(first) // _SECOND if kept.holds(first) else oldest
-            end_s = end_s if until_ns is None else min(end_s, until_ns // _SECOND)
-        else:
-            oldest = until_ns // _SECOND
-            end_s = oldest - 1
-        fine = max((oldest - _FINE_S) // 60 * 60, kept.seconds_from())
-        return _Edge(end_s, fine, end_s // 60 * 60 if fine > end_s else None, given)
+        yield from edges.look()
+        for at in edges.cut_minutes():
+            for rollup in sorted_in_time(_of_minute(self._kept.rollups(60, at), at)):
+                if edges.tells(rollup, 60):
+                    yield 60, rollup
+        latest = edges.latest_s
+        seconds = self._kept.rollups(1, edges.fine)
+        for rollup in sorted_in_time(takewhile(lambda rollup: rollup.start_s <= latest, seconds)):
+            if edges.tells(rollup, 1):
+                yield 1, rollup
 
     def _minutes_until(self, end_s: int) -> Iterator[Past]:
         """Those that begin before `end_s`."""
@@ -198,6 +178,10 @@ class Before:
         )  # fmt: skip
 
 
+def _of_minute(rollups: Iterator[Rollup], start_s: int) -> Iterator[Rollup]:
+    return takewhile(lambda rollup: rollup.start_s == start_s, rollups)
+
+
 def sorted_in_time(rollups: Iterator[Rollup]) -> Iterator[Rollup]:
     """Those of one second and process in the order of their steps: a mode has no place in time of its own."""
     same: list[Rollup] = []
@@ -207,45 +191,6 @@ def sorted_in_time(rollups: Iterator[Rollup]) -> Iterator[Rollup]:
             same = []
         same.append(rollup)
     yield from sorted(same, key=lambda each: (each.process, each.last_step or 0))
-
-
-def _loaded(kept: Kept, first: int, end_s: int) -> Generator[None, None, dict[tuple[int, int, str], Gathered]]:
-    """What is handed over in full and was over before the second `end_s`, by second, process and mode: it is in the
-    rollups too.
-    """
-    found: dict[tuple[int, int, str], Gathered] = defaultdict(Gathered)
-    last = kept.id_at(end_s * _SECOND) + DISORDER
-    for number, row in enumerate(kept.rows_over(first, last, end_s * _SECOND)):
-        if number % _ROWS == 0:
-            yield
-        with suppress(RecordError, ValueError, TypeError, struct.error, IndexError):
-            if row[1] == "steps":
-                process, _, mode, start, wall, _, _ = step_columns(row)
-                found[(start + wall) // _SECOND, process, mode].steps.append(row[2:])
-            else:
-                _, _, _, process, _, _, mode, start, wall, _, payload = row
-                found[(start + wall) // _SECOND, process, mode].calls.append(call_head(payload)[10:])
-    return found
-
-
-def _take_out(rollup: Rollup, loaded: dict[tuple[int, int, str], Gathered], width: int) -> None:
-    for second in range(rollup.start_s, rollup.start_s + width):
-        gathered = loaded.get((second, rollup.process, rollup.mode))
-        if gathered is None:
-            continue
-        out = Rollup(second, rollup.process, rollup.mode)
-        out.add(gathered)
-        rollup.steps -= out.steps
-        rollup.calls -= out.calls
-        rollup.samples -= out.samples
-        rollup.unknown -= out.unknown
-        for index, value in enumerate(out.sums):
-            if value is not None:
-                rollup.sums[index] = (rollup.sums[index] or 0) - value
-        for key, count in out.counts.items():
-            rollup.counts[key] = rollup.counts.get(key, 0) - count
-        if gathered.steps and rollup.last_step is not None:
-            rollup.last_step = min(rollup.last_step, gathered.steps[0][2] - 1)
 
 
 class _Inside:

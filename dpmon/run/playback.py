@@ -31,6 +31,9 @@ AHEAD_NS = 120 * _SECOND
 """No further ahead is played instead of skipped to."""
 AHEAD_ROWS = 16_000
 """Rows that are read ahead and put in order of time."""
+_LOOK_AHEAD_NS = 10 * _SECOND
+_DISORDER_ROWS = 16 * AHEAD_ROWS
+"""So far from each other in the record may what happened at one time lie, where several rings were taken over late."""
 
 
 def can_be_played(directory: Path) -> bool:
@@ -66,6 +69,8 @@ class PlaybackReader:
         self._due: list[tuple[int, int, tuple[Any, ...]]] = []
         self._rows: Iterator[tuple[Any, ...]] = iter(())
         self._read_ns = -1
+        self._read_id = self._needed_id = 0
+        self._needed_ns = -1
         self._set = True
         self._first = 0
         self._before = Before(self._kept, again=True)
@@ -155,12 +160,17 @@ class PlaybackReader:
 
     def _fill(self, position: int) -> None:
         """Read rows well past `position`: rings are taken over in turn, so they lie in no strict order."""
-        for _ in range(AHEAD_ROWS):
-            if self._read_ns > position and len(self._due) >= AHEAD_ROWS:
+        if position > self._needed_ns:  # not at every picture
+            self._needed_ns = position + _LOOK_AHEAD_NS
+            self._needed_id = self._before.given_until(self._first, self._needed_ns)
+        for count in range(_DISORDER_ROWS):
+            enough = count >= AHEAD_ROWS or (self._read_ns > position and len(self._due) >= AHEAD_ROWS)
+            if enough and self._read_id >= self._needed_id:
                 return
             row = next(self._rows, None)
             if row is None:
                 return
+            self._read_id = row[0]
             self._read_ns = max(self._read_ns, self._push(row))
 
     def _push(self, row: tuple[Any, ...]) -> int:
@@ -183,7 +193,8 @@ class PlaybackReader:
                 if record is not None:
                     found.append(record)
         self._rows, self._due, self._read_ns = self._kept.rows(first), [], -1
-        return found + self._take(position, 4 * RECENT_RECORDS)
+        self._read_id, self._needed_ns = first, -1
+        return found + self._take(position, _DISORDER_ROWS)
 
     def _record(self, row: tuple[Any, ...]) -> Record | None:
         try:

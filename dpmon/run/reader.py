@@ -18,7 +18,7 @@ from dpmon.records import Decoder, Event, Record, RecordError, kind_of, mode_num
 from dpmon.ring import Activity, RingError, RingReader
 from dpmon.run import proc
 from dpmon.run.lock import supervised
-from dpmon.run.rundir import INFO_FILE, ExitInfo, RunError, RunInfo, load_exit, load_info, ring_paths
+from dpmon.run.rundir import INFO_FILE, MAX_SECONDS, ExitInfo, RunError, RunInfo, load_exit, load_info, ring_paths
 from dpmon.run.waiting import waits_since
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ class RunReader:
         signal, unknown = data.get("signal"), data.get("unknown")
         if not isinstance(status, int) and not isinstance(unknown, str):
             return None
-        if not isinstance(seconds, (int, float)):
+        if not isinstance(seconds, (int, float)) or not abs(seconds) < MAX_SECONDS:
             return None
         return ExitInfo(
             status=status if isinstance(status, int) else None,

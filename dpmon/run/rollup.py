@@ -13,14 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpmon.records import CALL_PHASES, STEP_PHASES
+from dpmon.records import CALL_PHASES, MODES, STEP_PHASES
 
-__all__ = ["SERIES", "WIDTHS", "Gathered", "Rollup", "bucket", "bucket_middle"]
+__all__ = ["SERIES", "WHOLE", "WIDTHS", "Gathered", "Rollup", "bucket", "bucket_middle"]
 
 SERIES = ("step", *STEP_PHASES, *CALL_PHASES)
 """Durations of which sums and histograms are kept: of the whole step, of its phases, of the phases of its calls."""
 WIDTHS = (1, 60)
 """Seconds that one row covers."""
+WHOLE = 0
+"""The width of a row of all that was before the first minute that is left: when in that time is not known any more."""
 _CALLS_AT = 1 + len(STEP_PHASES)
 _MAX_INT = (1 << 63) - 1
 _ENTRY = struct.Struct("<BHI")
@@ -41,6 +43,9 @@ def bucket_middle(number: int) -> float:
         return float(number)
     shift = max((number >> 4) - 5, 0)
     return float((16 + (number & 15)) << shift) + ((1 << shift) - 1) / 2
+
+
+_LAST_BUCKET = bucket(_MAX_INT)
 
 
 class Gathered:
@@ -176,7 +181,7 @@ class Rollup:
         _, start, process, mode, steps, calls, samples, unknown, last, low, high, *rest = row
         sums, data = rest[:-1], rest[-1]
         whole = (start, process, steps, calls, samples, unknown)
-        if not all(type(value) is int for value in whole) or not isinstance(mode, str) or not isinstance(data, bytes):
+        if not all(type(value) is int for value in whole) or mode not in MODES or not isinstance(data, bytes):
             raise ValueError("damaged row in rollups")
         if len(sums) != len(SERIES) or not all(
             value is None or type(value) is int for value in (last, low, high, *sums)
@@ -185,4 +190,6 @@ class Rollup:
         if len(data) % _ENTRY.size:
             raise ValueError("damaged row in rollups")
         counts = {series << _SHIFT | number: count for series, number, count in _ENTRY.iter_unpack(data)}
-        return cls(*whole[:2], mode, *whole[2:], last, low, high, sums, counts)  # type: ignore[arg-type]
+        if any(key & 0xFFFF > _LAST_BUCKET for key in counts):
+            raise ValueError("damaged row in rollups")
+        return cls(*whole[:2], str(mode), *whole[2:], last, low, high, sums, counts)  # type: ignore[arg-type]

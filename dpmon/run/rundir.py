@@ -17,6 +17,7 @@ from typing import Any
 from dpmon.run import proc
 
 __all__ = [
+    "MAX_SECONDS",
     "ExitInfo",
     "RunError",
     "RunInfo",
@@ -41,6 +42,8 @@ _STOP_HOLDS_S = 300.0
 ROOM_BYTES = 24 << 20
 """What a run needs at least: its rings, and some for the rest."""
 _MAX_JSON_BYTES = 1 << 22
+MAX_SECONDS = 1e11
+"""Three thousand years: what is longer, or is no number, was not written by a run."""
 _IDS_NAMED = 8
 _RING_NAME = re.compile(r"(?:process-(\d{1,6})|gpu(?:-\d{1,4})?)\.ring")
 _ID = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9._-]{1,64}-[0-9a-f]{4}")
@@ -123,6 +126,8 @@ def _checked(kind: type[Any], data: Any, path: Path) -> dict[str, Any]:
         declared = str(member.type)
         if not isinstance(value, _TYPES[declared]) or (isinstance(value, bool) and declared != "bool"):
             raise RunError(f"{path}: {member.name} is not a {declared}")
+        if declared.startswith("float") and isinstance(value, (int, float)) and not abs(value) < MAX_SECONDS:
+            raise RunError(f"{path}: {member.name} is beyond reason")
         if isinstance(value, list):
             value = tuple(str(item) for item in value)
         found[member.name] = value

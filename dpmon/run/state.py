@@ -30,7 +30,8 @@ def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
 
     starting; running; unsupervised (it runs, its supervisor was killed: `dpmon attach` starts another one); ending;
     elsewhere (on another machine that shares the directory, so that it cannot be seen from here whether it runs); lost
-    (it has gone, and nobody has recorded how); or, with the exit, what `dpmon.run.ending.outcome` calls it.
+    (it has gone, and nobody has recorded how); or, with the exit, what `dpmon.run.ending.outcome` calls it. Of one that
+    is running `is_paused` says whether it is paused, as `ls` calls it then.
     """
     # Asked in this order: what is written down before a process goes is there when it has gone.
     alive, watched = command_alive(info), supervised(info)

@@ -7,13 +7,15 @@
     steps        id, process, step, mode, start_ns, wall_ns, samples, data_ns ... other_ns (NULL: did not run),
                  device (NULL, or what its devices took: dpmon.records.step_times)
     events       id, process (NULL: the supervisor), kind, t_ns, json
-    rollups      width (1 or 60 s), start_s, process, mode, steps, calls, samples, unknown (steps without samples),
-                 last_step, low_ns, high_ns (of a step), step_ns, data_ns ... gather_ns (sums; NULL: did not run),
-                 histogram (dpmon.run.rollup); what ended in that second or minute
+    rollups      width (1 or 60 s; 0: see below), start_s, process, mode, steps, calls, samples, unknown (steps
+                 without samples), last_step, low_ns, high_ns (of a step), step_ns, data_ns ... gather_ns (sums;
+                 NULL: did not run), histogram (dpmon.run.rollup); what ended in that second or minute
     device_rollups  start_s (of a minute), device (index; -1: the host), name, count, total, low, high
 
 What is older than there is room for is deleted: calls, steps and events first, but for a run's processes, modes,
-warnings and exit; rollups are kept for ever, those of a second until they take a third of the room.
+warnings and exit. Rollups outlast them, those of a second and those of a minute until they take a third of the room
+each; minutes that go are added up in one row a process and mode, of width 0 and start 0, which is kept for ever.
+Of device_rollups the oldest go in the same way, without a sum.
 
 Times are ns since the run's start. Ids are drawn from one counter, so they give the order across the three
 tables. A ring's position is written in the transaction that writes its records: whoever reads on from there misses

@@ -88,7 +88,10 @@ class ReplicaLine(NamedTuple):
 
 
 class RankLine(NamedTuple):
-    """One process of several: what its calls got and gave most often, and all of its steps; ns, None if unknown."""
+    """One process of several: what its calls got and gave most often, and its steps; ns, None if unknown.
+
+    Steps and samples are without evaluations, where those of their mode are kept apart; calls are all.
+    """
 
     process: int
     rank: int | None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from synthetic import SECOND, Training, device_event, host_event
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.evidence import WARM_UP_STEPS
-from dpmon.model.state import NOT_RUN, PHASES
+from dpmon.model.fold import fold
+from dpmon.model.past import fold_past
+from dpmon.model.state import NOT_RUN, PHASES, State
 from dpmon.records import kind_of, pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
@@ -23,6 +27,9 @@ from dpmon.report.compared import KEPT, Settled, compared
 from dpmon.report.plots import plots
 from dpmon.report.series import BINS, Series
 from dpmon.report.story import PARTS
+from dpmon.report.text import text_lines
+from dpmon.run.playback import can_be_played
+from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, save
 from dpmon.run.state import run_state
 
@@ -154,6 +161,13 @@ def test_a_machine_that_is_busy_with_others_is_told(state: Path) -> None:
     assert as_object(story)["host"]["others_cpus"] == pytest.approx(2.6)
 
 
+def test_a_machine_with_half_a_processor_is_not_known(state: Path) -> None:
+    own = [host_event(float(t), cpu=95.0, cpus=0.5, run_cpu_pct=10.0, load_1m=9.0) for t in range(30)]
+    story = collect(keep({0: toggled(), -1: own}))
+    assert story.evidence.host is None
+    assert [finding.kind for finding in story.findings if finding.kind in ("busy", "crowded")] == []
+
+
 def test_of_samples_that_were_deleted_extremes_and_means_are_left(state: Path) -> None:
     hot = [device_event(float(t), 0, temperature_c=80 if t == 100 else 60, util_pct=50) for t in range(1, 2401)]
     payloads = {-1: hot, 0: Training(devices=("cuda:0",), virtual=False).run(40)}
@@ -247,6 +261,14 @@ def test_nothing_from_outside_steers_the_terminal_or_the_page(state: Path) -> No
     assert made.count("</script>") == 3, "the data, the library, what draws"
 
 
+def test_a_mode_that_is_none_steers_no_terminal(both: Path) -> None:
+    story = collect(both)
+    modes = tuple(mode._replace(mode=HOSTILE) for mode in story.evidence.modes)
+    text = "\n".join(text_lines(replace(story, evidence=replace(story.evidence, modes=modes))))
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
+    assert "PHASES of a step, <script>" in text
+
+
 def test_records_that_make_no_sense_are_survived(state: Path) -> None:
     nonsense = [
         pack_event("device", {"index": 0, "t_s": float("nan"), "util_pct": float("inf"), "throttle": [1], "name": 5}),
@@ -266,6 +288,14 @@ def test_records_that_make_no_sense_are_survived(state: Path) -> None:
     assert plots(story) == []
 
 
+def test_a_history_that_does_not_know_what_it_lacks_is_told(state: Path) -> None:
+    directory = keep({0: Training().run(40)})
+    with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
+        db.execute("UPDATE meta SET value = 9e999 WHERE key = 'pruned'")
+    assert "the history cannot be read" in " ".join(report_text(directory))
+    assert not can_be_played(directory)
+
+
 # ------------------------------------------------------------------------------------------------ over time
 
 
@@ -283,12 +313,12 @@ def test_stretches_stay_few_and_lose_nothing() -> None:
     assert sum(one.parts[PARTS.index("scatter")] for one in bins) == 50_000
 
 
-def evaluated(train: int, evaluate: int) -> list[bytes]:
+def evaluated(train: int, evaluate: int, rounds: int = 1, via: str | None = None) -> list[bytes]:
     """Steps of 10 ms that train, then some of 1 ms that wait for data only, each with a call."""
-    layout = {"root": "M", "via": None, "virtual": False, "devices": ["cpu"], "absent": {}}
+    layout = {"root": "M", "via": via, "virtual": False, "devices": ["cpu"], "absent": {}}
     out, at = [pack_definition(1, layout), pack_definition(2, [["0", [4, 5], "float32", 80]])], SECOND
-    for number in range(1, train + evaluate + 1):
-        trains = number <= train
+    for number in range(1, rounds * (train + evaluate) + 1):
+        trains = (number - 1) % (train + evaluate) < train
         wall, forward = (10_000_000, 4_000_000) if trains else (1_000_000, 50_000)
         none = (-1, 0) * 4
         out.append(pack_call(2, 6 if trains else 0, 1, number, number, at, forward, 2, 2, none, (2, 2, 0, forward)))
@@ -312,6 +342,7 @@ def test_evaluations_are_kept_apart_from_the_steps_that_train(state: Path) -> No
     }  # fmt: skip
     (replica,) = said["replicas"]
     assert (replica["calls"], replica["median_ms"]) == (60, 4.0)
+    assert section(report_text(directory, 80), "REPLICAS")[1].split()[3] == "60", "as many as the median is of"
     lines = report_text(directory, 80)
     assert [line.split()[:3] for line in section(lines, "STEPS")[1:3]] == [
         ["single", "60", "10.0"], ["single,", "evaluation", "200"],
@@ -320,6 +351,23 @@ def test_evaluations_are_kept_apart_from_the_steps_that_train(state: Path) -> No
     summary = summary_lines(directory, load_exit(directory))
     assert any(line.startswith("single: 60 steps, 60 calls") for line in summary)
     assert any(line.startswith("single, evaluation: 200 steps, 200 calls") for line in summary)
+
+
+def test_ranks_are_of_the_steps_that_train_too(state: Path) -> None:
+    said = as_object(collect(keep({number: evaluated(60, 200, via="DistributedDataParallel") for number in range(2)})))
+    assert [(one["steps"], one["median_ms"]) for one in said["ranks"]] == [(60, 10.0)] * 2
+    assert sum(one["samples_per_s"] for one in said["ranks"]) == said["modes"][0]["samples_per_s"] == 800
+
+
+def test_over_time_evaluations_are_in_all_bars_or_in_none(state: Path) -> None:
+    """Of deleted steps it is not known which they were."""
+    payloads = evaluated(20, 80, rounds=150)
+    for directory, mixed in ((keep({0: payloads}), False), (keep({0: payloads}, limit_bytes=1 << 20), True)):
+        text = " ".join(" ".join(report_text(directory, 100)).split())
+        assert ("time of a step, evaluations too, mean over each" in text) == mixed
+        assert ("within 3 %, evaluations among them)" in text) == mixed
+        (highest,) = re.findall(r"the highest bar is ([\d.]+) ms", text)
+        assert (float(highest) < 8) == mixed
 
 
 def test_where_nothing_trains_there_is_no_evaluation(state: Path) -> None:
@@ -359,6 +407,28 @@ def test_of_steps_that_were_deleted_the_sums_are_told(state: Path) -> None:
     assert "single, deleted 1,500" in text
     assert "no verdict: the steps in single were deleted; their sums say a median of" in text
     assert "PHASES of a step, dp (virtual), deleted" in text
+
+
+def test_steps_of_which_it_is_not_known_when_they_were_are_counted(state: Path) -> None:
+    training = Training(mode="single", step_ns=20 * SECOND)
+    directory = keep({0: [*training.begin(), *training.run(4000)]}, seconds=90_000.0, limit_bytes=1 << 18)
+    story = collect(directory)
+    assert (story.steps, story.calls) == (4000, 4000)
+    assert 500 < story.timeless < sum(one.facts.steps for one in story.deleted)
+    assert sum(one.steps for one in story.bins) == 4000 - story.timeless
+    assert story.deleted[0].first_s == 0
+    assert story.deleted[0].last_s > 60 * 200
+    assert as_object(story)["time"]["timeless"] == story.timeless
+    text = " ".join(" ".join(report_text(directory, 100)).split())
+    assert f"in the course of time (without {story.timeless:,} of which it is not known any more when)" in text
+    reader, state_now = RunReader(directory), State()
+    for past in reader.past():
+        if past is not None:
+            state_now = fold_past(state_now, past)
+    for record in reader.poll():
+        state_now = fold(state_now, record)
+    reader.close()
+    assert state_now.processes[0].step_count == 4000
 
 
 # ------------------------------------------------------------------------------------------------ dp against single

@@ -12,6 +12,7 @@ import pytest
 from running import wait_for
 
 from dpmon.run import guard as guards
+from dpmon.run import proc
 from dpmon.run.guard import Guard, Successors
 from dpmon.run.rundir import RunInfo, create_run, load_exit
 
@@ -57,6 +58,42 @@ def test_a_command_that_was_only_forked_is_waited_for(run: tuple[Guard, Path], t
     assert (guard.outcome.status, guard.outcome.by) == (3, "foreground")
 
 
+FORKS = """
+import os
+pid = os.fork()
+if not pid:
+    input()
+    os._exit(0)
+os.write(1, b"%d" % pid)
+os.waitpid(pid, 0)
+"""
+
+
+def test_a_child_that_has_not_made_its_session_is_waited_for_however_long(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Successors, "start_if_needed", lambda *_: None)
+    monkeypatch.setattr(guards, "UNSTARTED_S", 0.0)
+    directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        assert supervisor.stdin is not None
+        forked = int(os.read(supervisor.stdout.fileno(), 20))
+        supervisor.kill()
+        supervisor.wait()
+        guard = Guard(directory, supervisor)
+        guard.look()
+        guard.look()
+        assert (guard.outcome, load_exit(directory)) == (None, None)
+        supervisor.stdin.close()
+        wait_for(lambda: not proc.alive(forked, None))
+        wait_for(lambda: guard.look() or guard.outcome)
+        assert guard.outcome is not None
+        assert guard.outcome.status == 2
+
+
 def test_one_that_was_never_started_is_told_after_a_while(
     run: tuple[Guard, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,4 +105,3 @@ def test_one_that_was_never_started_is_told_after_a_while(
     how = load_exit(directory)
     assert how is not None
     assert (how.status, how.error) == (2, "the supervisor ended before it started the command")
-    assert os.listdir(directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from shutil import copytree
@@ -16,12 +17,17 @@ from dpmon.model.compare import compared
 from dpmon.model.history import columns_of, figures
 from dpmon.model.past import fold_past
 from dpmon.past import Drawn, Past
-from dpmon.records import Call, Decoder, Step, pack_event
+from dpmon.records import Call, Decoder, Step, pack_call, pack_definition, pack_event, pack_step
+from dpmon.report import collect
+from dpmon.ring import Ring
+from dpmon.run.drain import Drain
+from dpmon.run.history import LIMIT_BYTES
 from dpmon.run.kept import Kept
 from dpmon.run.past import Before
 from dpmon.run.playback import PlaybackReader
 from dpmon.run.reader import RECENT_RECORDS, RunReader
 from dpmon.run.rows import decoders_of, record_of, step_columns
+from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
 from dpmon.ui.feed import Feed
 
 SINGLE, DP = 3000, 9000
@@ -192,13 +198,13 @@ def test_a_playback_knows_what_was_deleted_by_its_sums(state: Path, payloads: li
     assert kept.steps_by_mode(0, kept.last_id) != []
     kept.close()
     player = PlaybackReader(directory)
-    at = int(max(step.start_ns + step.wall_ns for step in steps_of(payloads)) * part) // 60 * 60
+    at = int(max(step.start_ns + step.wall_ns for step in steps_of(payloads)) * part) // (60 * SECOND) * 60 * SECOND
     ours, theirs = played(player, at).processes[0], until(payloads, at).processes[0]
-    # Where nothing is left in full, the second that has begun is not counted.
-    assert ours.step_count == pytest.approx(theirs.step_count, abs=20)
+    # Where nothing is left in full, the second that has begun is not counted; at a minute's end there is none.
+    assert ours.step_count == pytest.approx(theirs.step_count, abs=1)
     assert list(ours.modes) == list(theirs.modes)
     for mode in theirs.modes:
-        assert ours.modes[mode].count == pytest.approx(theirs.modes[mode].count, abs=20)
+        assert ours.modes[mode].count == pytest.approx(theirs.modes[mode].count, abs=1)
         assert compared(ours).sides[mode].samples_per_s == pytest.approx(
             compared(theirs).sides[mode].samples_per_s, rel=0.01
         )
@@ -223,8 +229,7 @@ def test_a_playback_where_the_sums_of_seconds_were_deleted(
 
 def test_what_is_remembered_is_what_would_be_read_anew(long_run: Path) -> None:
     kept = Kept(long_run)
-    often, decoders = Before(kept, again=True), dict(decoders_of(kept, 0))
-    assert decoders
+    often = Before(kept, again=True)
     for first in (kept.last_id // 40, kept.last_id // 2, kept.last_id * 3 // 4, kept.last_id - 4000):
         for _ in range(2):
             remembered, anew = list(often.of(first)), list(Before(kept).of(first))
@@ -237,6 +242,71 @@ def test_what_is_remembered_is_what_would_be_read_anew(long_run: Path) -> None:
             assert [past._replace(drawn=()) for past in remembered if isinstance(past, Past)] == [
                 past._replace(drawn=()) for past in anew if isinstance(past, Past)
             ]
+    kept.close()
+
+
+def disordered(limit_bytes: int = LIMIT_BYTES) -> tuple[Path, Counter[int]]:
+    """Three ranks, taken over after half a minute each time, one after the other; and the true steps of each."""
+    info = RunInfo("", "n", ("p",), "s", "/", None, 1.7e9, 0, "", True, command_pid=4_000_000)
+    directory, info = create_run(info)
+    drain, truth, at = Drain(directory, info, print, limit_bytes), Counter[int](), 2 * SECOND
+    ranks = [Training(process=p, rank=p, mode="single", step_ns=60_000_000, seed=p + 1) for p in range(3)]
+    rings = [Ring(str(directory / f"process-{p}.ring"), process=p, start_ns=0, capacity=1 << 22) for p in range(3)]
+    while at < 150 * SECOND:
+        at += 31 * SECOND
+        for ring, rank in zip(rings, ranks, strict=True):
+            while rank.now < at:
+                truth[rank.process] += 1
+                for payload in rank.step():
+                    ring.write(payload)
+        drain.flush()
+    drain.flush(over=True)
+    drain.close()
+    save(directory, ExitInfo(0, None, 1.7e9 + 157, 157 * SECOND, 157.0, "supervisor"))
+    return directory, truth
+
+
+def test_what_several_ranks_did_is_told_once_wherever_the_record_is_cut(state: Path) -> None:
+    directory, truth = disordered()
+    kept = Kept(directory)
+    ends = [(row[0], row[3], row[6] + row[7]) for row in kept.rows() if row[1] == "steps"]
+    before = Before(kept, again=True)
+    for first in range(300, kept.last_id, kept.last_id // 11):
+        for until in (None, kept.time_from(first), 40 * SECOND + 123):
+            told = Counter[int]()
+            for past in before.of(first, until):
+                if isinstance(past, Past):
+                    told[past.process] += past.steps
+            assert told == Counter(
+                process for number, process, end in ends if number <= first and (until is None or end <= until)
+            ), (first, until)
+    assert Counter(process for _, process, _ in ends) == truth
+    kept.close()
+
+
+def test_a_playback_of_several_ranks_counts_each_step_once(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpmon.run.playback.AHEAD_ROWS", 500)
+    monkeypatch.setattr("dpmon.run.playback.RECENT_RECORDS", 200)
+    directory, _ = disordered()
+    kept, player = Kept(directory), PlaybackReader(directory)
+    ends = [(row[3], row[6] + row[7]) for row in kept.rows() if row[1] == "steps"]
+    for at in (20 * SECOND, 64 * SECOND, 65 * SECOND + 7, 100 * SECOND, 157 * SECOND):
+        found = {number: process.step_count for number, process in played(player, at).processes.items()}
+        assert found == Counter(process for process, end in ends if end <= at), at
+    player.close()
+    kept.close()
+
+
+def test_what_was_deleted_of_several_ranks_is_in_the_report(state: Path) -> None:
+    directory, truth = disordered(1 << 20)
+    story = collect(directory)
+    assert story.pruned > 0
+    assert sum(one.facts.steps for one in story.deleted) > 0
+    assert (story.steps, story.calls) == (truth.total(), truth.total())
+    kept = Kept(directory)
+    for first in (kept.last_id - 500, kept.last_id - 1500):
+        told = sum(past.steps for past in Before(kept).of(first) if isinstance(past, Past))
+        assert told == truth.total() - sum(1 for row in kept.rows(first) if row[1] == "steps")
     kept.close()
 
 
@@ -278,6 +348,38 @@ def test_a_damaged_row_does_not_hide_those_after_it(state: Path) -> None:
     reader = RunReader(directory)
     assert [each.step for each in reader.poll() if isinstance(each, Step)] == [*range(1, 7), *range(8, 101)]
     reader.close()
+
+
+@pytest.mark.parametrize(("calls", "known"), [(128, True), (5000, False)])
+def test_a_drawn_step_has_all_of_its_calls_or_none(state: Path, calls: int, known: bool) -> None:
+    layout = {"root": "M", "via": "DataParallel", "virtual": False, "devices": ["cuda:0", "cuda:1"], "absent": {}}
+    out, at = [pack_definition(1, layout)], SECOND
+    for step in range(1, 4):
+        start = at
+        for call in range(calls):
+            phases = (0, 100, 100, 400, 500, 400, 900, 100)
+            out.append(pack_call(1, 6, 1, step, call, at, 1000, 0, 0, phases, (0, 0, 0, 400) * 2))
+            at += 1000
+        out.append(pack_step(1, step, start, at - start, 8, (0, at - start, -1, -1)))
+    kept = Kept(keep({0: out}))
+    (drawn,) = (each for each in Before(kept).of(kept.last_id) if isinstance(each, Drawn))
+    kept.close()
+    sums = (100 * calls, 400 * calls, 400 * calls, 100 * calls)
+    assert [inside for _, inside in drawn.steps] == [sums if known else None] * 3
+
+
+def test_damaged_steps_make_no_process_and_no_mode(state: Path) -> None:
+    training = Training()
+    directory = keep({0: [*training.begin(), *training.run(100)]})
+    with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
+        db.execute("UPDATE steps SET process = 'abc' WHERE step % 3 = 0")
+        db.execute("UPDATE steps SET mode = x'00ff' WHERE step % 3 = 1")
+    kept = Kept(directory)
+    counts = [(0, "dp", 33)]
+    assert kept.steps_by_mode(0, kept.last_id) == counts
+    assert [each[1:] for each in kept.steps_by_block(1 << 16)] == counts
+    assert {(each.process, each.mode) for each in Before(kept).of(kept.last_id)} == {(0, "dp")}
+    kept.close()
 
 
 def test_a_short_run_is_given_in_full(state: Path) -> None:

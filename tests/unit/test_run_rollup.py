@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
+import struct
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,10 @@ def test_a_row_comes_back_as_it_was_and_damage_is_noticed() -> None:
     assert Rollup.of_row(row) == rollup
     assert rollup.unknown == 1
     assert [rollup.ran(name) for name in SERIES[-4:]] == [1, 0, 1, 1]
-    for at, wrong in ((1, "x"), (3, 4), (4, None), (11, 1.5), (-1, b"12345"), (-1, "text")):
+    beyond = struct.pack("<BHI", 0, 0xFFFF, 5)
+    for at, wrong in (
+        (1, "x"), (3, 4), (3, "m7"), (4, None), (11, 1.5), (-1, b"12345"), (-1, "text"), (-1, beyond),
+    ):  # fmt: skip
         damaged = list(row)
         damaged[at] = wrong
         with pytest.raises(ValueError, match="damaged"):
@@ -135,6 +139,28 @@ def test_they_survive_what_is_pruned_and_stay_bounded(tmp_path: Path) -> None:
     assert 0 < len(seconds) < total
     kept.close()
     assert (tmp_path / "history.sqlite").stat().st_size < 1.5 * limit
+
+
+def test_minutes_that_are_deleted_are_left_as_one_sum(tmp_path: Path) -> None:
+    history, batch, total = History(tmp_path, {}, 1 << 18), Batch(), 6000
+    for number, (_, row) in enumerate(steps(total), start=1):
+        end, row = 20 * number * SECOND + 1000 * number, (*row[:4], 20 * number * SECOND, *row[5:])  # three a minute
+        batch.steps.append(row)
+        batch.rollup(end, 0, "dp").steps.append(row)
+        if number % 200 == 0:
+            history.write(batch)
+            batch = Batch()
+    history.close()
+    kept = Kept(tmp_path)
+    minutes, (whole,) = list(kept.rollups(60)), kept.whole()
+    oldest = min(row[6] for row in kept.rows() if row[1] == "steps")
+    kept.close()
+    assert whole.steps > total // 2
+    assert whole.start_s == minutes[0].start_s <= oldest // SECOND
+    assert whole.last_step == whole.steps
+    assert whole.steps + sum(rollup.steps for rollup in minutes) == total
+    assert (whole.sums[0] or 0) + sum(rollup.sums[0] or 0 for rollup in minutes) == 1000 * total * (total + 1) // 2
+    assert (tmp_path / "history.sqlite").stat().st_size < 3 << 17
 
 
 def test_the_drain_rolls_up_calls_steps_and_samples(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ class ByHand:
         hand: Hand | None = None
         run = original
         ready: Any = None
+        spans: Sequence[Span] = ()
         try:
             # Also once the tracer has given up: the script could not go on without.
             virtual = self.calls.modes.hand_devices()
@@ -120,13 +121,14 @@ class ByHand:
                 hand = self._hand(index)
                 if hand is not None and index == PARALLEL_APPLY and session.ready():
                     ready = self._begin(hand, virtual, args, kwargs)
+                if hand is not None and ready is None and not local.depth:
+                    spans = self._spans()
         except Exception as error:  # noqa: BLE001 - the script's function is run all the same
             session.fault("by hand", error)
             hand = local.hand = None
         if ready is not None and hand is not None:
             return self._apply(hand, run, *ready)
         began = monotonic_ns()
-        spans = self._spans() if hand is not None and not local.depth else ()
         failed = True
         try:
             local.verb = index != PARALLEL_APPLY

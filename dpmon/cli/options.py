@@ -14,7 +14,9 @@ __all__ = ["COMMANDS", "UsageError", "meant", "parse"]
 
 COMMANDS = ("run", "attach", "ls", "stop", "report", "export", "doctor", "keep", "rm")
 MAX_REPLICAS = 4096
-KINDS = ("call", "step", "device", "host", "memory", "mode", "process", "warning", "dropped", "exit")
+KINDS = (
+    *("call", "step", "device", "host", "memory", "mode", "pause", "process", "warning", "oom", "dropped", "exit"),
+)
 
 _USAGE = """\
 dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it

@@ -15,6 +15,7 @@ from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, short_name
 from dpmon.run.totals import Deleted, ModeTotals, Totals
 from dpmon.ui.format import memory
+from dpmon.ui.tail import Tail, last_line_of_traceback
 from dpmon.ui.text import clean
 
 __all__ = ["summary_lines"]
@@ -22,6 +23,7 @@ __all__ = ["summary_lines"]
 _MAX_REPLICA_LINES = 40
 _MAX_STAGES = 8
 _MAX_WARNINGS = 5
+_MAX_WORDS = 300
 
 
 def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
@@ -33,7 +35,7 @@ def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
     reader = RunReader(directory)
     info = reader.info
     totals = add_up(directory)
-    lines = [_outcome(info, how)]
+    lines = [_outcome(info, how), *_raised(reader, how)]
     if not any(mode.walls or mode.calls for mode in totals.modes.values()):
         why = why_nothing(totals, reader)
         lines.append(f"nothing was traced: {why}" if why else "nothing was traced")
@@ -72,6 +74,19 @@ def _outcome(info: RunInfo, how: ExitInfo | None) -> str:
     if how.signal is not None:
         return f"{name}: killed by {how.signal} after {took}" + (f" ({how.cause})" if how.cause else "")
     return f"{name}: finished in {took}" if how.status == 0 else f"{name}: exit status {how.status} after {took}"
+
+
+def _raised(reader: RunReader, how: ExitInfo | None) -> list[str]:
+    """What a script that failed under the screen has raised: its output went with the screen."""
+    if how is None or not how.status or how.stopped or len(reader.output_paths) > 1:
+        return []
+    tail = Tail(reader.output_paths[0])
+    try:
+        tail.refresh()
+        last = last_line_of_traceback(tail)
+    finally:
+        tail.close()
+    return [] if last is None else [f"its last words: {last[:_MAX_WORDS]}  (dpmon report {short_name(reader.info)})"]
 
 
 def duration(seconds: float) -> str:

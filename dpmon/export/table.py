@@ -64,8 +64,13 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         *(*_WHO, "t_s", "step", "call", "mode", "requested_by", "devices", "virtual", "reason", "refused"),
         "absent",
     ),
+    "pause": (*_WHO, "t_s", "step", "paused", "paused_s", "reason", "refused"),
     "process": (*_WHO, "t_s", "world", "pid", "argv", "python", "torch", "device_kind", "absent"),
     "warning": (*_WHO, "t_s", "text"),
+    "oom": (
+        *(*_WHO, "t_s", "device", "asked_bytes", "total_bytes", "free_bytes", "allocated_bytes"),
+        *("reserved_bytes", "inactive_split_bytes"),
+    ),
     "dropped": ("count", "pruned"),
     "exit": ("status", "signal", "t_s", "by"),
 }

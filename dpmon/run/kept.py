@@ -7,6 +7,7 @@ import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ class Kept:
             raise FileNotFoundError(path)
         try:
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+            # A damaged letter is no reason to read nothing that follows it.
+            self._db.text_factory = partial(str, encoding="utf-8", errors="replace")
         except sqlite3.Error as error:
             raise HistoryError(str(error)) from None
         try:
@@ -291,7 +294,7 @@ class Kept:
         try:
             for row in self._db.execute(query, parameters):  # noqa: UP028 `yield from` would close the cursor
                 yield row
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeError) as error:  # the latter: of a damaged schema's names
             raise HistoryError(str(error)) from None
 
     def close(self) -> None:

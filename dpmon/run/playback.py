@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,14 +150,20 @@ class PlaybackReader:
     def _take(self, position: int, limit: int) -> list[Record]:
         """What is due by `position`, oldest first, at most `limit` of it."""
         found: list[Record] = []
-        self._fill(position)
+        self._read_on(position)
         while self._due and self._due[0][0] <= position and len(found) < limit:
             record = self._record(heapq.heappop(self._due)[2])
             if record is not None:
                 found.append(record)
             if not self._due:
-                self._fill(position)
+                self._read_on(position)
         return found
+
+    def _read_on(self, position: int) -> None:
+        try:
+            self._fill(position)
+        except HistoryError:
+            self._rows = iter(())  # damaged: what could be read is better than nothing
 
     def _fill(self, position: int) -> None:
         """Read rows well past `position`: rings are taken over in turn, so they lie in no strict order."""
@@ -186,12 +193,13 @@ class PlaybackReader:
         first = max(here - 2 * RECENT_RECORDS, 0)
         self._first = first
         found = []
-        for row in self._kept.lasting(first, position - RECENT_NS):
-            at = _time_of(row)
-            if at is None or at <= position:
-                record = self._record(row)
-                if record is not None:
-                    found.append(record)
+        with suppress(HistoryError):
+            for row in self._kept.lasting(first, position - RECENT_NS):
+                at = _time_of(row)
+                if at is None or at <= position:
+                    record = self._record(row)
+                    if record is not None:
+                        found.append(record)
         self._rows, self._due, self._read_ns = self._kept.rows(first), [], -1
         self._read_id, self._needed_ns = first, -1
         return found + self._take(position, _DISORDER_ROWS)

@@ -194,7 +194,7 @@ def _afterwards(scene: Scene) -> Row:
         return [(last, "bad")]
     if scene.ended is None:
         return [("the command is gone and nobody recorded its exit status", "wait")]
-    return [("the run is over; this picture stays", "dim")]
+    return [("the run is over" if scene.playing is not None else "the run is over; this picture stays", "dim")]
 
 
 def _next(scene: Scene, room: int) -> Row:

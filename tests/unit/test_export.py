@@ -73,7 +73,9 @@ def table(directory: Path, which: str, where: Path) -> list[dict[str, str]]:
 def test_csv_is_a_table_a_kind_with_a_row_a_record(directory: Path, tmp_path: Path) -> None:
     where = tmp_path / "tables"
     export(directory, "csv", str(where))
-    assert sorted(path.name for path in where.iterdir()) == sorted(f"{kind}.csv" for kind in COLUMNS)
+    assert sorted(path.name for path in where.iterdir()) == sorted(
+        f"{kind}.csv" for kind in COLUMNS if kind not in ("pause", "oom")
+    )
     calls = table(directory, "call", where)
     assert len(calls) == 25
     first, last = calls[0], calls[-1]

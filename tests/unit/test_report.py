@@ -30,7 +30,7 @@ from dpmon.report.story import PARTS
 from dpmon.report.text import text_lines
 from dpmon.run.playback import can_be_played
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, load_exit, load_info, save
+from dpmon.run.rundir import ExitInfo, load_exit, load_info, save, short_name
 from dpmon.run.state import run_state
 
 HOSTILE = '<script>alert(1)</script>\x1b]52;c;eA==\x07\x1b[31m\u202e<b onload="x">'
@@ -500,3 +500,17 @@ def test_a_first_forward_that_failed_has_no_speed(state: Path) -> None:
     lines = summary_lines(directory, load_exit(directory))
     assert "single: 0 steps, 1 call" in lines
     assert not any("samples/s" in line for line in lines)
+
+
+def test_what_a_failed_script_has_raised_is_said_where_its_output_went_with_the_screen(state: Path) -> None:
+    training = Training()
+    traceback = "Traceback (most recent call last):\n  File 'a.py'\nRuntimeError: of \x1b[31mno\x1b[0m use\nbye\n"
+    directory = keep({0: [*training.begin(), *training.run(3)]}, status=1, headless=False)
+    (directory / "output.log").write_text(traceback)
+    said = summary_lines(directory, load_exit(directory))
+    assert [line for line in said if "last words" in line] == [
+        f"its last words: RuntimeError: of no use  (dpmon report {short_name(load_info(directory))})"
+    ]
+    headless = keep({0: [*training.begin(), *training.run(3)]}, status=1)
+    (headless / "stderr.log").write_text(traceback)
+    assert not any("last words" in line for line in summary_lines(headless, load_exit(headless)))

@@ -29,6 +29,15 @@ raise SystemExit(3)
 """
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests have left behind in this process is no child of a guard's."""
+    others, everything = set(proc.every_process()), proc.every_process
+    monkeypatch.setattr(
+        proc, "every_process", lambda: {pid: each for pid, each in everything().items() if pid not in others}
+    )
+
+
 @pytest.fixture
 def run(state: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Guard, Path]]:
     """A guard whose supervisor was killed before it wrote anything; no other one is started."""
@@ -43,7 +52,8 @@ def run(state: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Guard, P
 
 def test_a_command_that_was_only_forked_is_waited_for(run: tuple[Guard, Path], tmp_path: Path) -> None:
     guard, directory = run
-    with subprocess.Popen([sys.executable, "-c", COMMAND], cwd=tmp_path) as command:
+    command = subprocess.Popen([sys.executable, "-c", COMMAND], cwd=tmp_path)
+    try:
         guard.look()
         assert (guard.outcome, load_exit(directory)) == (None, None)
         (tmp_path / "session").touch()
@@ -54,6 +64,9 @@ def test_a_command_that_was_only_forked_is_waited_for(run: tuple[Guard, Path], t
         (tmp_path / "end").touch()
         wait_for(lambda: guard.look() or guard.outcome)
         command.returncode = 3  # the guard has reaped it
+    finally:
+        command.kill()
+        command.wait()
     assert guard.outcome is not None
     assert (guard.outcome.status, guard.outcome.by) == (3, "foreground")
 

@@ -26,8 +26,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from bench_tracer import network, untraced_data_parallel
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 YARDSTICK_US = 178.0
@@ -95,11 +98,9 @@ class Loop:
     def __init__(self, depth: int, calls: int) -> None:
         """`depth`: pairs of layers inside the network. `calls`: of it, with a backward pass each, in a step."""
         import torch
-        from torch import nn
 
         torch.manual_seed(0)
-        layers = [layer for _ in range(depth) for layer in (nn.Linear(32, 32), nn.ReLU())]
-        self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), *layers, nn.Linear(32, 1))
+        self.model = network(depth)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.batches = [torch.randn(64, 16) for _ in range(50)]
         self.calls = calls
@@ -132,11 +133,12 @@ def child(case: str, blocks: int, steps: int) -> dict[str, list[float]]:
     patches = Patches((nn.Sequential,))
     from dpmon.tracer import patch
 
-    patch.install()
     replicas, depth, calls = CASES[case]
+    apart = untraced_data_parallel(replicas) if replicas else None
+    patch.install()
     torch.set_num_threads(1)
     loop, bare = Loop(depth, calls), Loop(1, 1)
-    alone = untraced(loop.model, replicas) if replicas else loop.model
+    alone = partial(apart, loop.model) if apart is not None else loop.model
     loop.run(loop.model, WARM_STEPS)
     if patches.taken_out() < 10:
         raise SystemExit("the tracer has not put itself in: this would measure nothing")
@@ -164,22 +166,6 @@ def child(case: str, blocks: int, steps: int) -> dict[str, list[float]]:
             one()
     patches.put_back()
     return found
-
-
-def untraced(model: Any, replicas: int) -> Any:
-    """torch's data_parallel over virtual replicas, with nothing of the tracer's recording around it."""
-    import torch
-
-    from dpmon.tracer.virtual import VERBS, Originals, VirtualDevices, with_globals
-
-    # The tracer is in: torch's own functions are those that it has kept.
-    originals = next(kept for kept in gc.get_objects() if type(kept) is Originals)
-    virtual = VirtualDevices(replicas, torch.device("cpu"), originals)
-    function = with_globals(
-        virtual.functional(originals.data_parallel), **dict(zip(VERBS, virtual.verbs, strict=False))
-    )
-    ids = list(range(replicas))
-    return lambda batch: function(model, (batch,), ids)
 
 
 def middle(values: list[float]) -> tuple[float, float]:

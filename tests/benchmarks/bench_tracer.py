@@ -21,7 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[2] / "dpmon"
 BUDGET_BASE_US, BUDGET_REPLICA_US, BUDGET_P99_US = 15.0, 5.0, 50.0
@@ -30,14 +33,12 @@ BUDGET_BASE_US, BUDGET_REPLICA_US, BUDGET_P99_US = 15.0, 5.0, 50.0
 def loop(steps: int, replicas: int, traced: bool, depth: int, calls: int) -> dict[str, float]:
     """Run the loop in this process and return the quantiles of its steps, in microseconds."""
     import torch
-    from torch import nn
     from torch.utils.data import DataLoader
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    layers = [layer for _ in range(depth) for layer in (nn.Linear(32, 32), nn.ReLU())]
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), *layers, nn.Linear(32, 1))
-    forward = model if traced or not replicas else untraced_data_parallel(model, replicas)
+    model = network(depth)
+    forward = model if traced or not replicas else partial(untraced_data_parallel(replicas), model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batches = [torch.randn(64, 16) for _ in range(64)]
     taken: list[int] = []
@@ -66,8 +67,18 @@ def loop(steps: int, replicas: int, traced: bool, depth: int, calls: int) -> dic
     }
 
 
-def untraced_data_parallel(model, replicas: int):  # type: ignore[no-untyped-def]
-    """torch's data_parallel over virtual replicas, with nothing of the tracer's recording around it."""
+def network(depth: int) -> Any:
+    """A small network with so many pairs of layers inside."""
+    from torch import nn
+
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(32, 32), nn.ReLU())]
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), *layers, nn.Linear(32, 1))
+
+
+def untraced_data_parallel(replicas: int) -> Callable[[Any, Any], Any]:
+    """torch's data_parallel of a model and a batch over virtual replicas, with nothing of the tracer's recording around
+    it; to be made before the tracer is in.
+    """
     import importlib
 
     import torch
@@ -81,7 +92,7 @@ def untraced_data_parallel(model, replicas: int):  # type: ignore[no-untyped-def
         virtual.functional(originals.data_parallel), **dict(zip(VERBS, virtual.verbs, strict=False))
     )
     ids = list(range(replicas))
-    return lambda batch: function(model, (batch,), ids)
+    return lambda model, batch: function(model, (batch,), ids)
 
 
 def measure(variant: str, options: argparse.Namespace, replicas: int) -> dict[str, float]:

@@ -111,6 +111,13 @@ def test_a_device_that_is_lost_is_told_once(plain: Traced) -> None:
     assert "unspecified launch failure" in plain.complaints[0]
 
 
+def took_what_was_played(call: Call) -> None:
+    phases = {phase: found.device_ms for phase, found in call.phases.items()}
+    assert phases == {"scatter": 0.0, "replicate": 0.0, "parallel_apply": 1.5, "gather": 0.0}
+    assert [replica.device_ms for replica in call.replicas] == [1.5, 1.5]
+    assert call.absent == {}
+
+
 def test_every_device_of_a_data_parallel_call(tmp_path: Path) -> None:
     """Two virtual replicas on the CPU stand for two GPUs, of which one is behind."""
     run = traced(tmp_path, TEXT, "dp")
@@ -119,20 +126,14 @@ def test_every_device_of_a_data_parallel_call(tmp_path: Path) -> None:
     for name in ("usual", "in step"):
         steps, calls = part(run, name)
         for call in calls:
-            phases = {phase: found.device_ms for phase, found in call.phases.items()}
-            assert phases == {"scatter": 0.0, "replicate": 0.0, "parallel_apply": 1.5, "gather": 0.0}
-            assert [replica.device_ms for replica in call.replicas] == [1.5, 1.5]
-            assert call.absent == {}
+            took_what_was_played(call)
         for step in steps[1:]:
             assert step.device_ms == {"data": 0.0, "forward": 1.5, "backward": 2.5, "optimizer": 0.5}
 
     steps, calls = part(run, "by hand")
     assert len(calls) == 5
     for call in calls[1:]:
-        phases = {phase: found.device_ms for phase, found in call.phases.items()}
-        assert phases == {"scatter": 0.0, "replicate": 0.0, "parallel_apply": 1.5, "gather": 0.0}
-        assert [replica.device_ms for replica in call.replicas] == [1.5, 1.5]
-        assert call.absent == {}
+        took_what_was_played(call)
     for step in steps[1:]:
         assert step.device_ms == {"data": 0.0, "forward": 1.5, "backward": 2.5, "optimizer": 0.5}
 

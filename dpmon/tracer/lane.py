@@ -81,36 +81,23 @@ class Lane:
     def verb(self, name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
         """One of the four verbs of DataParallel, timed."""
         mark, clock = self.marks.append, monotonic_ns
+        makes, gathers_odd = name == "replicate", name == "gather" and self.odd is not None
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             try:
+                if gathers_odd and self.odd:
+                    raise Unsuited(ODD)
                 mark(clock())
                 result = verb(*args, **kwargs)
                 mark(clock())
             except BaseException as error:
                 drop_frames(error)
                 raise
+            if makes:
+                self._watch(result)
             return result
 
-        def replicate(*args: Any, **kwargs: Any) -> Any:
-            try:
-                mark(clock())
-                result = verb(*args, **kwargs)
-                mark(clock())
-            except BaseException as error:
-                drop_frames(error)
-                raise
-            self._watch(result)
-            return result
-
-        def gather(*args: Any, **kwargs: Any) -> Any:
-            if self.odd:
-                raise Unsuited(ODD)
-            return timed(*args, **kwargs)
-
-        if name == "replicate":
-            return replicate
-        return gather if name == "gather" and self.odd is not None else timed
+        return timed
 
     def _watch(self, replicas: Any) -> None:
         """Give these replicas tables of hooks that none but theirs ever has."""

@@ -113,3 +113,25 @@ def test_after_a_lone_replica_was_interrupted_every_call_is_recorded(tmp_path: P
     run = traced(tmp_path, LONE, form, replicas=2)
     assert [call.step for call in run.calls("Lone")] == list(range(1, 21))
     assert [call.step for call in run.calls("Lone") if call.failed] == [11]
+
+
+INTERRUPTED = """\
+import json, sys, traceback, torch
+model = torch.nn.Linear(4, 2)
+model = torch.nn.DataParallel(model) if sys.argv[1] == "wrapped" else model
+cat = torch.cat
+def interrupted(*args, **kwargs):
+    raise KeyboardInterrupt
+for number, x in enumerate(torch.utils.data.DataLoader(torch.randn(40, 4), batch_size=2)):
+    torch.cat = interrupted if number == 10 else cat
+    try:
+        model(x).sum().backward()
+    except KeyboardInterrupt as error:
+        print(json.dumps([frame.filename for frame in traceback.extract_tb(error.__traceback__)]))
+"""
+
+
+def test_an_interrupt_in_gather_has_no_frame_of_a_timed_verb(tmp_path: Path, form: str) -> None:
+    run = traced(tmp_path, INTERRUPTED, form, replicas=2)
+    assert any(name.endswith("scatter_gather.py") for name in run.said), "it was in gather"
+    assert [name for name in run.said if name.endswith("lane.py")] == []

@@ -72,13 +72,20 @@ class SideBySide:
             err.seek(0)
             return Outcome(status if status >= 0 else 128 - status, out.read(), err.read())
 
-    def under(self, *words: object, options: tuple[object, ...] = (), **more: Any) -> Outcome:
+    def under(self, *words: object, options: tuple[object, ...] = (), fresh: bool = False, **more: Any) -> Outcome:
         """The same under `dpmon --headless`; stderr is the script's own, without dpmon's lines."""
+        python = ("--python", self.dpmon.python) if fresh else self.dpmon.warm() or ("--python", self.dpmon.python)
         for run in self.dpmon.runs():
             shutil.rmtree(run)
         before = self._renew()
         result = self.dpmon.run(
-            "--headless", "--python", self.dpmon.python, *options, *words, env=self.env, limit=LIMIT_S, **more
+            "--headless",
+            *python,
+            *options,
+            *words,
+            env=self.env,
+            limit=LIMIT_S,
+            **more,
         )
         assert self.dpmon.runs(), result.errors
         stderr = (self.dpmon.last() / "stderr.log").read_bytes()

@@ -4,7 +4,8 @@ What the script sees is what a fresh interpreter shows it: `__main__`, sys.argv,
 sys.modules until it is imported (which then goes through all finders, the tracer's among them), its own standard
 streams. What a fork cannot show is how an interpreter comes up: that is for fresh ones (`tracing.Script`, fresh=True).
 
-    python warm.py FD     serves what comes over the socket FD; ends when its other end is closed
+    python warm.py FD FD     serves what comes over the first socket, and who connects to the second; ends when the
+                             other end of the first is closed
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ import json
 import os
 import random
 import selectors
+import shutil
 import signal
 import site
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
-__all__ = ["Forked", "Piped"]
+__all__ = ["Forked", "Piped", "python"]
 
 LARGEST = 1 << 20
 
@@ -50,7 +53,7 @@ class Forked:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request = {"argv": list(argv), "cwd": str(cwd), "env": dict(env), "session": start_new_session}
         with theirs:
-            socket.send_fds(_server(env), [json.dumps(request).encode()], [theirs.fileno(), *fds])
+            socket.send_fds(_server(env).control, [json.dumps(request).encode()], [theirs.fileno(), *fds])
         self.pid = int(self._connection.recv(100))
 
     def wait(self, timeout: float | None = None) -> int:
@@ -124,82 +127,159 @@ class Piped(Forked):
             self._said[number] = (self.stdout, self.stderr)[number].read()
 
 
-_servers: dict[tuple[tuple[str, str], ...], tuple[socket.socket, subprocess.Popen[bytes]]] = {}
+_STAND_IN = """\
+#!{python} -IS
+import os, sys
+if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+import json, resource, signal, socket
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server.connect({path!r})
+request = {{"argv": sys.argv[1:], "cwd": os.getcwd(), "env": dict(os.environ), "session": True}}
+socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+pid = int(server.recv(100))
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+    signal.signal(number, lambda number, _: os.kill(pid, number))
+for number in range(3):
+    os.close(number)
+status = int(server.recv(100))
+if status < 0:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+"""A Python for scripts, in a process that is not theirs: it asks for a fork, hands signals on, and ends as that did."""
 
 
-def _server(env: Mapping[str, str]) -> socket.socket:
-    """The way to the server whose interpreter came up with these variables for Python; it is started when first asked.
+class _Server:
+    """A process that has torch, the way to it, and the directory with its socket and what stands in for Python."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.place = Path(tempfile.mkdtemp(prefix="warm-"))
+        self.python = self.place / "python"
+        path = str(self.place / "socket")
+        self.python.write_text(_STAND_IN.format(python=sys.executable, path=path))
+        self.python.chmod(0o700)
+        # It outlasts the test that is the first to ask; what the tests end with their state directory it must not name.
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("DPMON_", "PYTHON", "CUDA_", "XDG_"))}
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+            door.bind(path)
+            door.listen()
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno()), str(door.fileno())],
+                env={**kept, **variables, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,  # streams of the kind that the scripts get
+                stdout=subprocess.PIPE,
+                pass_fds=[theirs.fileno(), door.fileno()],
+            )
+
+    def end(self) -> None:
+        self.control.close()
+        self.process.communicate()
+        shutil.rmtree(self.place)
+
+
+_servers: dict[tuple[tuple[str, str], ...], _Server] = {}
+
+
+def _server(env: Mapping[str, str]) -> _Server:
+    """The server whose interpreter came up with these variables for Python; it is started when first asked.
 
     They say, for one, whether streams have buffers.
     """
     own = {name: value for name, value in env.items() if name.startswith("PYTHON") and name != "PYTHONPATH"}
     key = tuple(sorted(own.items()))
-    if key in _servers and _servers[key][1].poll() is not None:
-        raise AssertionError(f"the server of scripts ended with {_servers[key][1].returncode}")
+    if key in _servers and _servers[key].process.poll() is not None:
+        raise AssertionError(f"the server of scripts ended with {_servers[key].process.returncode}")
     if key not in _servers:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # It outlasts the test that is the first to ask; what the tests end with their state directory it must not name.
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("DPMON_", "PYTHON", "CUDA_", "XDG_"))}
-        process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
-            env={**kept, **own, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,  # streams of the kind that the scripts get
-            stdout=subprocess.PIPE,
-            pass_fds=[theirs.fileno()],
-        )
-        theirs.close()
         if not _servers:
             atexit.register(_end)
-        _servers[key] = ours, process
-    return _servers[key][0]
+        _servers[key] = _Server(own)
+    return _servers[key]
 
 
 def _end() -> None:
-    for ours, process in _servers.values():
-        ours.close()
-        process.communicate()
+    for server in _servers.values():
+        server.end()
+
+
+def python(env: Mapping[str, str]) -> str:
+    """The path of what runs a script as a Python with these variables would, but in a fork; for `dpmon --python`.
+
+    dpmon itself is as ever: it starts a process, and knows of that one when it has ended and how. The script is not
+    that process: its process id, its place in the tree and its session are others.
+    """
+    return str(_server(env).python)
 
 
 # ------------------------------------------------------------------------------------------------ in the server
 
 
-def serve(control: socket.socket) -> Callable[[], None] | None:
+def serve(control: socket.socket, door: socket.socket) -> Callable[[], None] | None:
     """Fork for every request; in a fork: what it is to do. None when nobody can ask any more."""
     running = selectors.DefaultSelector()
     running.register(control, selectors.EVENT_READ)
+    running.register(door, selectors.EVENT_READ)
     path = sys.path[1:]  # without the directory of this file
     while True:
         for key, _ in running.select():
-            if key.fileobj is control:
-                message, fds, _, _ = socket.recv_fds(control, LARGEST, 4)
+            if key.fileobj is control or key.fileobj is door:
+                asking = key.fileobj if key.fileobj is control else door.accept()[0]
+                message, fds, _, _ = socket.recv_fds(asking, LARGEST, 4)
                 if not message:
-                    return None
+                    if asking is control:
+                        return None
+                    asking.close()
+                    continue
                 request = json.loads(message)
-                connection = socket.socket(fileno=fds.pop(0))
+                connection = socket.socket(fileno=fds.pop(0)) if asking is control else asking
                 pid = os.fork()
                 if pid == 0:
-                    _close(running, control, connection)
+                    _close(running, connection)
                     return lambda: become(request, fds, path)
                 for fd in fds:
                     os.close(fd)
                 connection.send(str(pid).encode())
-                running.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
+                child = _Child(pid, connection)
+                running.register(os.pidfd_open(pid), selectors.EVENT_READ, child)
+                if connection is asking:  # what stands in for the script: should it be killed, so is the script
+                    running.register(connection, selectors.EVENT_READ, child)
+            elif key.fileobj is key.data.connection:
+                running.unregister(key.fileobj)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(key.data.pid, signal.SIGKILL)
             else:
-                pid, connection = key.data
-                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                status = os.waitstatus_to_exitcode(os.waitpid(key.data.pid, 0)[1])
                 running.unregister(key.fileobj)
                 os.close(key.fd)
+                connection = key.data.connection
+                with contextlib.suppress(KeyError):
+                    running.unregister(connection)
                 with contextlib.suppress(OSError):  # nobody wants to know
                     connection.send(str(status).encode())
                 connection.close()
+                break  # what else was ready may be of the same script
+
+
+class _Child(NamedTuple):
+    """A fork that is alive, and who waits for its end."""
+
+    pid: int
+    connection: socket.socket
 
 
 def _close(running: selectors.BaseSelector, *sockets: socket.socket) -> None:
     """Of the server a fork keeps nothing but the modules."""
     for key in list(running.get_map().values()):
+        if isinstance(key.fileobj, int):
+            os.close(key.fileobj)
+        else:
+            key.fileobj.close()  # type: ignore[attr-defined]
         if key.data is not None:
-            os.close(key.fd)
-            key.data[1].close()
+            key.data.connection.close()
     running.close()
     for one in sockets:
         one.close()
@@ -315,11 +395,11 @@ def main() -> None:
     import torch
     import torch._dynamo  # noqa: F401 - the first optimizer of every script imports it
 
-    control = socket.socket(fileno=int(sys.argv[1]))
+    control, door = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
     gc.collect()
     gc.freeze()  # what is shared with the forks is not looked at again and again
     try:
-        script = serve(control)
+        script = serve(control, door)
     except KeyboardInterrupt:  # of the tests; its forks get one of their own
         os._exit(130)
     if script is not None:

@@ -26,7 +26,7 @@ while not os.path.exists("go"):
 
 def test_all_formats_of_a_run_that_goes_on_and_that_has_ended(dpmon: Dpmon, tmp_path: Path) -> None:
     dpmon.script(TRAINS)
-    dpmon.run("--detach", "--devices", "cpu,cpu", "script.py")
+    dpmon.run(*dpmon.warm(), "--detach", "--devices", "cpu,cpu", "script.py")
     wait_for((dpmon.cwd / "began").exists)
     for over in (False, True):
         lines = [json.loads(line) for line in dpmon.run("export").text.splitlines()]

@@ -44,7 +44,7 @@ def let_go_once(dpmon: Dpmon, path: Path, lines: int) -> None:
 def test_lines_of_json_on_stderr_leave_stdout_to_the_script(dpmon: Dpmon, tmp_path: Path) -> None:
     dpmon.script(TRAINS)
     with open(tmp_path / "err", "wb") as err:
-        process = dpmon.start("--json", "--devices", "cpu,cpu", "script.py", stderr=err)
+        process = dpmon.start(*dpmon.warm(), "--json", "--devices", "cpu,cpu", "script.py", stderr=err)
         let_go_once(dpmon, tmp_path / "err", 2)
         out, _ = process.communicate(timeout=100)
     assert (out, process.returncode) == (b"out\n", 7)
@@ -70,7 +70,7 @@ def test_lines_of_json_on_stderr_leave_stdout_to_the_script(dpmon: Dpmon, tmp_pa
 
 def test_lines_of_json_in_a_file_and_of_a_run_that_is_followed(dpmon: Dpmon, tmp_path: Path) -> None:
     dpmon.script(TRAINS)
-    process = dpmon.start("--headless", f"--json={tmp_path / 'lines'}", "script.py")
+    process = dpmon.start(*dpmon.warm(), "--headless", f"--json={tmp_path / 'lines'}", "script.py")
     wait_for((dpmon.cwd / "began").exists)
     follower = dpmon.start("attach", "--json", "last")
     let_go_once(dpmon, tmp_path / "lines", 1)
@@ -120,7 +120,7 @@ def test_what_means_nothing_is_refused_before_anything_starts(dpmon: Dpmon, tmp_
 
 def test_the_metrics_of_a_run_that_was_left_alone(dpmon: Dpmon, tmp_path: Path) -> None:
     dpmon.script(TRAINS)
-    assert dpmon.run("--detach", "script.py", env={"DPMON_METRICS": str(tmp_path)}).status == 0
+    assert dpmon.run(*dpmon.warm(), "--detach", "script.py", env={"DPMON_METRICS": str(tmp_path)}).status == 0
     (target,) = wait_for(lambda: list(tmp_path.glob("dpmon-script-*.prom")))
     (dpmon.cwd / "go").touch()
     assert dpmon.exit()["status"] == 7

@@ -28,7 +28,7 @@ raise SystemExit(3)
 def test_text_json_and_page_of_a_real_run(dpmon: Dpmon, tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="the extra `report` is not installed")
     dpmon.script(TRAINS)
-    dpmon.run("--devices", "cpu,cpu,cpu,cpu", "script.py")
+    dpmon.run(*dpmon.warm(), "--devices", "cpu,cpu,cpu,cpu", "script.py")
     text = dpmon.run("report")
     assert (text.status, text.err) == (0, b"")
     assert "\x1b" not in text.text

@@ -85,7 +85,7 @@ def test_the_published_tutorial_with_its_guard_gives_them_too(place: SideBySide,
 
 def test_the_main_job(place: SideBySide) -> None:
     steps = 700  # an epoch is 667 batches, the last of 20 rows: its end is among them
-    outcome = place.under(LINEAR, "--steps", steps, "--print-every", 100)
+    outcome = place.under(LINEAR, "--steps", steps, "--print-every", 100, fresh=True)  # as a person runs it
     assert outcome.status == 0, outcome.stderr
     losses = [float(loss) for loss in re.findall(rb"step +\d+  loss ([\d.]+)", outcome.stdout)]
     assert len(losses) == 7
@@ -198,7 +198,7 @@ def test_mode_script_changes_no_bit_of_any_example(weighed: dict[str, Any], name
 
 def test_a_step_has_the_mode_of_the_dataparallel_inside_its_model(dpmon: Dpmon) -> None:
     """And nothing is refused: what was asked for is done by the part that can."""
-    result = dpmon.run("--replicas", "3", str(ROOT / "examples" / "nested.py"), "--steps", "10")
+    result = dpmon.run(*dpmon.warm(), "--replicas", "3", str(ROOT / "examples" / "nested.py"), "--steps", "10")
     assert result.status == 0, result.errors
     records = dpmon.records()
     assert {len(call["replicas"]) for call in of_kind(records, "call")} == {3}

@@ -47,7 +47,7 @@ def test_on_a_gpu_the_rest_and_the_peak_are_torchs_own(tmp_path: Path) -> None:
 
 
 def test_the_summary_says_it_and_why_the_rest_is_not_known(dpmon: Dpmon) -> None:
-    result = dpmon.run("--headless", "--mode", "script", dpmon.script(text_of("holding")))
+    result = dpmon.run(*dpmon.warm(), "--headless", "--mode", "script", dpmon.script(text_of("holding")))
     assert result.status == 0, result.errors
     # model 50 * 16 + 16 * 16 + 16 + 16 + 100 floats; Adam: two for each of the 288 of its own, and three counters
     assert (

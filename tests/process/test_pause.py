@@ -200,10 +200,10 @@ def test_ranks_are_not_paused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ whole runs
 
 
-def paused_run(dpmon: Dpmon, text: str) -> tuple[Any, RunReader]:
+def paused_run(dpmon: Dpmon, text: str, *options: str) -> tuple[Any, RunReader]:
     """A run that trains, asked to pause; once it has."""
     dpmon.script(LOOP + text)
-    process = dpmon.start("script.py")
+    process = dpmon.start(*options, "script.py")
     dpmon.info()
     reader = RunReader(dpmon.last())
     wait_for(lambda: reader.request_pause(True), what="a training process")
@@ -248,7 +248,7 @@ def test_interrupted_while_it_is_paused(dpmon: Dpmon) -> None:
 
 
 def test_paused_for_whoever_comes_late_and_resumed_by_them(dpmon: Dpmon) -> None:
-    process, reader = paused_run(dpmon, "train()\n")
+    process, reader = paused_run(dpmon, "train()\n", *dpmon.warm())
     late = RunReader(dpmon.last())
     state = State()
 

@@ -122,7 +122,7 @@ def test_mp_spawn_with_batches_of_different_sizes(dpmon: Dpmon, tmp_path: Path) 
 
 
 def test_alone_the_example_is_one_process(dpmon: Dpmon) -> None:
-    result = dpmon.run("--headless", EXAMPLE, "--steps", 10)
+    result = dpmon.run(*dpmon.warm(), "--headless", EXAMPLE, "--steps", 10)
     assert result.status == 0, result.errors
     records = dpmon.records()
     assert [process["rank"] for process in of_kind(records, "process")] == [None]

@@ -114,13 +114,13 @@ def test_the_script_sees_nothing_of_it(spread: Traced, tmp_path: Path) -> None:
 
 def test_the_example_and_the_summary(dpmon: Dpmon, tmp_path: Path) -> None:
     """On the CPU alone the example lies on one device; a spread model has its stages in the summary."""
-    result = dpmon.run("--headless", ROOT / "examples" / "model_parallel.py", "--steps", 5)
+    result = dpmon.run(*dpmon.warm(), "--headless", ROOT / "examples" / "model_parallel.py", "--steps", 5)
     assert result.status == 0, result.errors
     calls = of_kind(dpmon.records(), "call")
     assert [call["call"] for call in calls] == [1, 2, 3, 4, 5]
     assert {call["root"] for call in calls} == {"DistributedModel"}
     assert all(len(call.get("stages", ())) == (2 if len(call["devices"]) > 1 else 0) for call in calls)
-    result = dpmon.run("--headless", dpmon.script(text_of("spread")))
+    result = dpmon.run(*dpmon.warm(), "--headless", dpmon.script(text_of("spread")))
     assert result.status == 0, result.errors
     assert "Toy stage 0 cpu  net1, relu  [6, 10] -> [6, 10]  2 calls" in result.errors
     assert "Toy stage 1 meta  net2  [6, 10] -> [6, 5]  2 calls" in result.errors

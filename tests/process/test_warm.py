@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from running import Dpmon, wait_for
 from tracing import Script, Traced
 
 LOOK = """
@@ -87,3 +89,43 @@ def test_torch_comes_with_its_import_and_goes_through_the_tracer(tmp_path: Path)
     assert run.out == "torch False\nTrue SourceFileLoader True\n"
     assert run.stages == ("importing torch", "torch imported")
     assert [call.rows for call in run.calls()] == [3]
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("def f():\n    raise ValueError('no')\nf()", 1),
+        ("import sys; sys.exit(3)", 3),
+        ("import os; os.kill(os.getpid(), 9)", 128 + signal.SIGKILL),
+        ("import os, signal; signal.signal(2, signal.SIG_DFL); os.kill(os.getpid(), 2)", 128 + signal.SIGINT),
+    ],
+)
+def test_under_dpmon_too(dpmon: Dpmon, end: str, status: int) -> None:
+    """The command itself, the supervisor and the record are the real ones for both."""
+    dpmon.script(
+        f"import sys, torch\nprint(sys.argv, sys.stdin.read())\ntorch.nn.Linear(2, 1)(torch.ones(3, 2))\n{end}\n"
+    )
+    found = []
+    for python in ((), dpmon.warm()):
+        result = dpmon.run(*python, "--headless", "script.py", "a b")
+        how = dpmon.exit()
+        calls = [(r["inputs"][0]["shape"], r["root"]) for r in dpmon.records() if r["kind"] == "call"]
+        found.append((result.status, result.out, (dpmon.last() / "stderr.log").read_text(), how["signal"], calls))
+    assert found[0] == found[1]
+    assert found[0][0] == status
+    assert found[0][4] == [([3, 2], "Linear")]
+
+
+def test_what_stands_in_for_python_hands_signals_on_and_takes_the_script_with_it(dpmon: Dpmon) -> None:
+    text = "import os, pathlib, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
+    dpmon.script(
+        text + "pathlib.Path('pid.new').write_text(str(os.getpid()))\nos.rename('pid.new', 'pid')\ntime.sleep(600)\n"
+    )
+    for number, status in ((signal.SIGTERM, 5), (signal.SIGKILL, 128 + signal.SIGKILL)):
+        process = dpmon.start(*dpmon.warm(), "--headless", "script.py")
+        wait_for((dpmon.cwd / "pid").exists)
+        script = int((dpmon.cwd / "pid").read_text())
+        (dpmon.cwd / "pid").unlink()
+        os.kill(dpmon.info()["command_pid"], number)
+        assert process.wait(100) == status
+        wait_for(lambda script=script: not os.path.exists(f"/proc/{script}"))  # type: ignore[misc]

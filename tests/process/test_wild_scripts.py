@@ -29,7 +29,7 @@ def place(dpmon: Dpmon) -> SideBySide:
 def check(place: SideBySide, *words: object, script: bool = False, fresh: bool = False) -> Outcome:
     """A script alone and under dpmon, with `--mode script` or not, end alike to the last bit; what they gave."""
     alone = place.alone(*words, fresh=fresh)
-    assert place.under(*words, options=("--mode", "script") if script else ()) == alone
+    assert place.under(*words, options=("--mode", "script") if script else (), fresh=fresh) == alone
     return alone
 
 

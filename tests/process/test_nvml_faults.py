@@ -7,7 +7,7 @@ looks at its own GPU. Where NVML does not start at all, each case is a run of it
 from __future__ import annotations
 
 import os
-import time
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -367,53 +367,64 @@ def test_nothing_is_done_that_crashes_a_driver(story: Story) -> None:
 # ---------------------------------------------------------------------------------------- NVML does not start
 
 
-def gpu_absent(dpmon: Dpmon, environment: dict[str, str], awaited: str) -> str:
-    """Why there is no GPU, as a run's host samples say once they contain `awaited`."""
-    dpmon.script(WAITING)
-    process = dpmon.start("--headless", "script.py", env=environment)
-    dpmon.info()
-    ring = GpuRing.of(dpmon.last)
+@dataclass
+class Absent:
+    """A run where NVML does not start: what its host samples say of that, once they say what they should."""
 
-    def said() -> str:
-        hosts = ring.of_kind("host")
-        return str(hosts[-1]["gpu_absent"]) if hosts else ""
+    fake: FakeNvml
+    dpmon: Dpmon
+    process: subprocess.Popen[bytes]
 
-    ring.until(lambda: awaited in said(), awaited)
-    assert ring.of_kind("device") == []
-    (dpmon.cwd / "stop").touch()
-    assert process.wait(60) == 0
-    return said()
+    def says(self, awaited: str) -> None:
+        self.dpmon.info()
+        ring = GpuRing.of(self.dpmon.last)
 
+        def said() -> bool:
+            hosts = ring.of_kind("host")
+            return bool(hosts) and awaited in str(hosts[-1]["gpu_absent"])
 
-@pytest.mark.parametrize(
-    ("rule", "words"),
-    [
-        ("rule nvmlInitWithFlags - 9", "the NVIDIA driver is installed but not loaded"),
-        ("rule nvmlInitWithFlags - 18", "differ in version: a reboot is due after an update"),
-        ("rule nvmlInitWithFlags - 4", "no permission to talk to the NVIDIA driver"),
-        ("gpus 0", "the NVIDIA driver is loaded but sees no GPU"),
-    ],
-    ids=["no driver", "version mismatch", "no permission", "no gpu"],
-)
-def test_why_nvml_does_not_start(dpmon: Dpmon, tmp_path: Path, rule: str, words: str) -> None:
-    fake = FakeNvml(tmp_path, library(tmp_path))
-    fake.tell(rule)
-    gpu_absent(dpmon, fake.environment(), words)
-    assert fake.fatal() == []
+        ring.until(said, awaited, 60.0)
+        assert ring.of_kind("device") == []
+        (self.dpmon.cwd / "stop").touch()
+        assert self.process.wait(60) == 0
+        assert self.fake.fatal() == []
 
 
-def test_no_library(dpmon: Dpmon, tmp_path: Path) -> None:
-    (tmp_path / "libnvidia-ml.so.1").write_text("no library")  # found before any real one, and it does not load
-    gpu_absent(dpmon, {"LD_LIBRARY_PATH": str(tmp_path)}, "libnvidia-ml.so.1 was not found")
+ABSENT = {
+    "no driver": ("rule nvmlInitWithFlags - 9", "the NVIDIA driver is installed but not loaded"),
+    "version mismatch": ("rule nvmlInitWithFlags - 18", "differ in version: a reboot is due after an update"),
+    "no permission": ("rule nvmlInitWithFlags - 4", "no permission to talk to the NVIDIA driver"),
+    "no gpu": ("gpus 0", "the NVIDIA driver is loaded but sees no GPU"),
+    "no library": (None, "libnvidia-ml.so.1 was not found"),
+    "a start that never ends": (f"rule nvmlInitWithFlags - 0 {FOREVER}", "NVML has not answered for 4 s"),
+}
 
 
-def test_a_start_that_never_ends(dpmon: Dpmon, tmp_path: Path) -> None:
-    fake = FakeNvml(tmp_path, library(tmp_path))
-    fake.tell(f"rule nvmlInitWithFlags - 0 {FOREVER}")
-    began = time.monotonic()
-    gpu_absent(dpmon, fake.environment(), "NVML has not answered for 4 s")
-    assert time.monotonic() - began < 60
-    assert fake.fatal() == []
+@pytest.fixture(scope="module")
+def absent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Absent]]:
+    """A run for each of them, all at once: what they do most is wait."""
+    made = tmp_path_factory.mktemp("made")
+    libraries = library(made)
+    runs = {}
+    for name, (rule, _) in ABSENT.items():
+        place = tmp_path_factory.mktemp("absent")
+        dpmon = Dpmon(place / "state", place)
+        dpmon.script(WAITING)
+        fake = FakeNvml(place, libraries if rule else place)
+        if rule:
+            fake.tell(rule)
+        else:
+            (place / "libnvidia-ml.so.1").write_text("no library")  # found before any real one, and it does not load
+        process = dpmon.start("--headless", "script.py", env=fake.environment())
+        runs[name] = Absent(fake, dpmon, process)
+    yield runs
+    for run in runs.values():
+        run.dpmon.clean_up()
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_why_nvml_does_not_start(absent: dict[str, Absent], name: str) -> None:
+    absent[name].says(ABSENT[name][1])
 
 
 def test_a_driver_that_hangs_the_command_line_does_not_change_the_scripts_status(dpmon: Dpmon, tmp_path: Path) -> None:

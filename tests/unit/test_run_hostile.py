@@ -93,7 +93,7 @@ def play_back(directory: Path) -> None:
         player.close()
 
 
-@pytest.mark.parametrize("seed", range(size(12, 1200)))
+@pytest.mark.parametrize("seed", range(size(5, 1200)))
 def test_changed_at_random(whole: Path, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     names = ("run.json", "exit.json", "history.sqlite", "process-0.ring", "stages.log")

@@ -188,9 +188,10 @@ _servers: dict[tuple[tuple[str, str], ...], _Server] = {}
 def _server(env: Mapping[str, str]) -> _Server:
     """The server whose interpreter came up with these variables for Python; it is started when first asked.
 
-    They say, for one, whether streams have buffers.
+    Not what a fork makes up for: paths, and whether streams have buffers.
     """
-    own = {name: value for name, value in env.items() if name.startswith("PYTHON") and name != "PYTHONPATH"}
+    made_up = ("PYTHONPATH", "PYTHONUNBUFFERED")
+    own = {name: value for name, value in env.items() if name.startswith("PYTHON") and name not in made_up}
     key = tuple(sorted(own.items()))
     if key in _servers and _servers[key].process.poll() is not None:
         raise AssertionError(f"the server of scripts ended with {_servers[key].process.returncode}")
@@ -304,6 +305,10 @@ def become(request: dict[str, Any], fds: list[int], path: list[str]) -> None:
     sys.argv[:] = request["argv"]
     sys.orig_argv[:] = [sys.executable, *sys.argv]
     sys.path[:] = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry] + path
+    if env.get("PYTHONUNBUFFERED"):
+        sys.stdin.reconfigure(write_through=True)  # type: ignore[union-attr]
+        _unbuffered("stdout")
+        _unbuffered("stderr")
     _Torch().hide()
     site.execsitecustomize()  # type: ignore[attr-defined]  # what `site` calls when Python comes up
     name = os.path.join(os.getcwd(), sys.argv[0])
@@ -325,6 +330,17 @@ def become(request: dict[str, Any], fds: list[int], path: list[str]) -> None:
     except BaseException as error:
         _report(error)
         raise
+
+
+def _unbuffered(name: str) -> None:
+    """Give a standard stream no buffer, as Python does when it comes up so."""
+    old = getattr(sys, name)
+    raw = open(old.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115 - it is there to the end
+    raw.name = f"<{name}>"  # type: ignore[misc]
+    new = io.TextIOWrapper(raw, old.encoding, old.errors, "\n", write_through=True)  # type: ignore[type-var]
+    new.mode = "w"  # type: ignore[misc]
+    setattr(sys, name, new)
+    setattr(sys, f"__{name}__", new)
 
 
 def _report(error: BaseException) -> None:

@@ -92,7 +92,7 @@ def test_promise_6_killed_at_any_instant(dpmon: Dpmon) -> None:
 
 def test_promise_8_attach_and_leave(dpmon: Dpmon) -> None:
     """Many times, several at once: each sees all of it, and neither descriptors nor memory grow."""
-    cycles = size(20, 1000)
+    cycles = size(9, 1000)
     dpmon.run("--detach", WRITER, 12_000, 6000, 2)
     wait_for(lambda: tailed(dpmon, 5000))
     directory = dpmon.last()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections import Counter
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from shutil import copytree
 
@@ -33,6 +34,7 @@ from dpmon.ui.feed import Feed
 SINGLE, DP = 3000, 9000
 
 
+@cache
 def payloads_of_a_long_run() -> list[bytes]:
     """3,000 steps in single, 9,000 in dp, of two speeds by turns; 22 minutes."""
     training = Training(mode="single", step_ns=60_000_000)
@@ -144,24 +146,27 @@ def played(player: PlaybackReader, at_ns: int) -> State:
     return state
 
 
-def until(payloads: list[bytes], at_ns: int) -> State:
-    """What a reader knows that saw all from the beginning up to a time."""
-    whole, decoder = State(), Decoder(0, None, 0)
-    for payload in payloads:
-        record = decoder.decode(payload)
-        if isinstance(record, (Call, Step)) and record.start_ns + record.wall_ns <= at_ns:
+@cache
+def seen() -> list[Call | Step]:
+    """The long run's calls and steps, as a reader knows them that was there all the time."""
+    return [record for record in decoded(payloads_of_a_long_run()) if isinstance(record, (Call, Step))]
+
+
+def until(at_ns: int) -> State:
+    """What a reader knows that saw all of the long run from the beginning up to a time."""
+    whole = State()
+    for record in seen():
+        if record.start_ns + record.wall_ns <= at_ns:
             whole = fold(whole, record)
     return whole
 
 
 @pytest.mark.parametrize("part", [0.05, 0.3, 0.7, 0.97, 1.0])
-def test_a_playback_knows_the_whole_run_up_to_its_place_and_nothing_after_it(
-    long_run: Path, payloads: list[bytes], part: float
-) -> None:
+def test_a_playback_knows_the_whole_run_up_to_its_place_and_nothing_after_it(long_run: Path, part: float) -> None:
     player = PlaybackReader(long_run)
-    length = max(step.start_ns + step.wall_ns for step in steps_of(payloads))
+    length = length_ns()
     at = int(length * part) // SECOND * SECOND
-    ours, theirs = played(player, at).processes[0], until(payloads, at).processes[0]
+    ours, theirs = played(player, at).processes[0], until(at).processes[0]
     assert {mode: track.count for mode, track in ours.modes.items()} == {
         mode: track.count for mode, track in theirs.modes.items()
     }
@@ -185,9 +190,9 @@ def test_a_playback_knows_the_whole_run_up_to_its_place_and_nothing_after_it(
     player.close()
 
 
-def steps_of(payloads: list[bytes]) -> list[Step]:
-    decoder = Decoder(0, None, 0)
-    return [record for payload in payloads if isinstance(record := decoder.decode(payload), Step)]
+def length_ns() -> int:
+    """When the long run's last step ended."""
+    return max(record.start_ns + record.wall_ns for record in seen() if isinstance(record, Step))
 
 
 @pytest.mark.parametrize("part", [0.1, 0.4, 0.75, 0.95])
@@ -198,8 +203,8 @@ def test_a_playback_knows_what_was_deleted_by_its_sums(state: Path, payloads: li
     assert kept.steps_by_mode(0, kept.last_id) != []
     kept.close()
     player = PlaybackReader(directory)
-    at = int(max(step.start_ns + step.wall_ns for step in steps_of(payloads)) * part) // (60 * SECOND) * 60 * SECOND
-    ours, theirs = played(player, at).processes[0], until(payloads, at).processes[0]
+    at = int(length_ns() * part) // (60 * SECOND) * 60 * SECOND
+    ours, theirs = played(player, at).processes[0], until(at).processes[0]
     # Where nothing is left in full, the second that has begun is not counted; at a minute's end there is none.
     assert ours.step_count == pytest.approx(theirs.step_count, abs=1)
     assert list(ours.modes) == list(theirs.modes)
@@ -212,15 +217,13 @@ def test_a_playback_knows_what_was_deleted_by_its_sums(state: Path, payloads: li
 
 
 @pytest.mark.parametrize("at_s", [700, 719, 720, 1100])
-def test_a_playback_where_the_sums_of_seconds_were_deleted(
-    long_run: Path, payloads: list[bytes], tmp_path: Path, at_s: int
-) -> None:
+def test_a_playback_where_the_sums_of_seconds_were_deleted(long_run: Path, tmp_path: Path, at_s: int) -> None:
     directory = tmp_path / long_run.name
     copytree(long_run, directory)
     with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
         db.execute("DELETE FROM rollups WHERE width = 1 AND start_s < 1000")
     player = PlaybackReader(directory)
-    ours, theirs = (found.processes[0] for found in (played(player, at_s * SECOND), until(payloads, at_s * SECOND)))
+    ours, theirs = (found.processes[0] for found in (played(player, at_s * SECOND), until(at_s * SECOND)))
     assert {mode: track.count for mode, track in ours.modes.items()} == {
         mode: track.count for mode, track in theirs.modes.items()
     }

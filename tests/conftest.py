@@ -14,11 +14,13 @@ from running import Dpmon
 import dpmon as package
 
 FIRST = (
-    *("test_wild_scripts", "test_examples", "test_tracer_containment", "test_tracer_compiled", "test_run_takeover"),
-    *("test_nvml_faults", "test_promise_scale", "test_ui_terminal", "test_run_headless", "test_run_faults"),
-    *("test_ranks", "test_promise_end", "test_promise_kill", "test_run_records", "test_cli_commands"),
+    *("test_wild_scripts", "test_tracer_containment", "test_tracer_compiled", "test_run_records", "test_examples"),
+    *("test_nvml_faults", "test_ranks", "test_ui_terminal", "test_run_past", "test_promise_kill", "test_run_takeover"),
+    *("test_run_headless", "test_cli_commands", "test_tracer_endings", "test_promise_end", "test_tracer_interrupts"),
+    *("test_nvml_which", "test_run_faults", "test_cli_report", "test_promise_scale", "test_promise_shapes"),
+    *("test_run_hostile", "test_tracer_injection", "test_tracer_long", "test_tracer_practice", "test_memory"),
 )
-"""Files that take long, the longest first: at the end of a run nobody should wait for one worker's last file."""
+"""Files that take ten seconds or more, as measured: at the end of a run nobody should wait for a worker's last file."""
 
 
 @pytest.fixture

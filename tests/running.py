@@ -246,6 +246,7 @@ class Terminal:
 
         self._screen = pyte.Screen(size[1], size[0])
         self._stream = pyte.ByteStream(self._screen)
+        self._shown = ""
 
     def type(self, text: str) -> None:
         """Press keys."""
@@ -267,7 +268,10 @@ class Terminal:
     def picture(self) -> str:
         """What the terminal shows now."""
         self.take()
-        return "\n".join(line.rstrip() for line in self._screen.display)
+        if self._screen.dirty:  # put together anew only then, for that takes pyte milliseconds
+            self._shown = "\n".join(line.rstrip() for line in self._screen.display)
+            self._screen.dirty.clear()
+        return self._shown
 
     def until(self, text: str, limit: float = 60.0) -> None:
         """Wait until `text` was written."""

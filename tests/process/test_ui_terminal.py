@@ -103,6 +103,7 @@ class Terminal:
     raw: bytearray
     modes: Any
     status: int | None = None
+    shown: str = ""
 
     def pump(self, seconds: float = 0.05) -> None:
         """Take in what was written to the terminal."""
@@ -118,7 +119,11 @@ class Terminal:
                 self.status = os.waitstatus_to_exitcode(status)
 
     def text(self) -> str:
-        return "\n".join(self.screen.display)
+        """What is seen; it is put together anew only when something has changed, for that takes pyte milliseconds."""
+        if self.screen.dirty:
+            self.shown = "\n".join(self.screen.display)
+            self.screen.dirty.clear()
+        return self.shown
 
     def until(self, condition: Callable[[], bool], what: str, limit: float = 60.0) -> None:
         deadline = time.monotonic() + limit
@@ -476,7 +481,7 @@ def test_every_terminal_and_size(
     for columns, rows in ((width + 10, height + 3), (60, 15), size):
         seen.resize(columns, rows)
         if columns >= 40:
-            seen.until(lambda r=rows: "leave" in seen.screen.display[r - 1], "the footer in the last row")
+            seen.until(lambda r=rows: "leave" in seen.text().split("\n")[r - 1], "the footer in the last row")
         else:
             seen.shows(mark)
     raw = bytes(seen.raw)

@@ -122,11 +122,13 @@ def test_turns(loop: Callable[[str], Loop], name: str, expected: list[Any]) -> N
 def test_turns_follow_each_other(loop: Callable[[str], Loop]) -> None:
     """Within an epoch one turn begins where the last one ended: nothing of the time is lost, but to a look of ours."""
     for name in ("wrapped", "bare", "gan", "optimizer_only", "calls_only"):
-        steps = loop(name).steps
+        found = loop(name)
+        steps, looked = found.steps, found.run.events("memory", found.process)
         gaps = [after.start_ns - before.start_ns - before.wall_ns for before, after in pairwise(steps)]
         assert min(gaps) == 0
         looks = 1 + sum(step.wall_ns for step in steps) // 5_000_000_000
-        assert sum(gap > 0 for gap in gaps) <= looks
+        slices = sum(event.data["turns"] for event in looked)  # on a busy machine one look may take several turns
+        assert sum(gap > 0 for gap in gaps) <= max(looks, slices)
 
 
 def test_turns_of_two_models_without_a_loader(loop: Callable[[str], Loop]) -> None:

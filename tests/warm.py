@@ -128,7 +128,7 @@ class Piped(Forked):
 
 
 _STAND_IN = """\
-#!{python} -IS
+{interpreter}
 import os, sys
 if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
@@ -161,7 +161,10 @@ class _Server:
         self.place = Path(tempfile.mkdtemp(prefix="warm-"))
         self.python = self.place / "python"
         path = str(self.place / "socket")
-        self.python.write_text(_STAND_IN.format(python=sys.executable, path=path))
+        interpreter = f"#!{sys.executable} -IS"
+        if " " in interpreter.removesuffix(" -IS"):  # which the kernel takes for the end of the path
+            interpreter = f"#!/bin/sh\n'''exec' '{sys.executable}' -IS \"$0\" \"$@\"\n' '''"
+        self.python.write_text(_STAND_IN.format(interpreter=interpreter, python=sys.executable, path=path))
         self.python.chmod(0o700)
         # It outlasts the test that is the first to ask; what the tests end with their state directory it must not name.
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("DPMON_", "PYTHON", "CUDA_", "XDG_"))}

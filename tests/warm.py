@@ -158,6 +158,7 @@ class _Server:
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.ready = False
         self.place = Path(tempfile.mkdtemp(prefix="warm-"))
         self.python = self.place / "python"
         path = str(self.place / "socket")
@@ -178,6 +179,12 @@ class _Server:
                 stdout=subprocess.PIPE,
                 pass_fds=[theirs.fileno(), door.fileno()],
             )
+
+    def wait(self) -> None:
+        """Until it has torch: on a busy machine that takes longer than some would wait for a script."""
+        if not self.ready:
+            self.ready = bool(self.control.recv(1))
+            assert self.ready, "the server of scripts has gone"
 
     def end(self) -> None:
         self.control.close()
@@ -216,7 +223,9 @@ def python(env: Mapping[str, str]) -> str:
     dpmon itself is as ever: it starts a process, and knows of that one when it has ended and how. The script is not
     that process: its process id, its place in the tree and its session are others.
     """
-    return str(_server(env).python)
+    server = _server(env)
+    server.wait()
+    return str(server.python)
 
 
 # ------------------------------------------------------------------------------------------------ in the server
@@ -232,7 +241,9 @@ def serve(control: socket.socket, door: socket.socket) -> Callable[[], None] | N
         for key, _ in running.select():
             if key.fileobj is control or key.fileobj is door:
                 asking = key.fileobj if key.fileobj is control else door.accept()[0]
-                message, fds, _, _ = socket.recv_fds(asking, LARGEST, 4)
+                message, fds = b"", []
+                with contextlib.suppress(ConnectionError):  # whoever asked was killed meanwhile
+                    message, fds, _, _ = socket.recv_fds(asking, LARGEST, 4)
                 if not message:
                     if asking is control:
                         return None
@@ -246,7 +257,8 @@ def serve(control: socket.socket, door: socket.socket) -> Callable[[], None] | N
                     return lambda: become(request, fds, path)
                 for fd in fds:
                     os.close(fd)
-                connection.send(str(pid).encode())
+                with contextlib.suppress(OSError):  # it has gone, which is seen below
+                    connection.send(str(pid).encode())
                 child = _Child(pid, connection)
                 running.register(os.pidfd_open(pid), selectors.EVENT_READ, child)
                 if connection is asking:  # what stands in for the script: should it be killed, so is the script
@@ -417,6 +429,7 @@ def main() -> None:
     control, door = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
     gc.collect()
     gc.freeze()  # what is shared with the forks is not looked at again and again
+    control.send(b"!")
     try:
         script = serve(control, door)
     except KeyboardInterrupt:  # of the tests; its forks get one of their own

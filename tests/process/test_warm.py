@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 from running import Dpmon, wait_for
 from tracing import Script, Traced
+from warm import python
 
 LOOK = """
 import json, os, signal, sys, threading
@@ -107,8 +110,8 @@ def test_under_dpmon_too(dpmon: Dpmon, end: str, status: int) -> None:
         f"import sys, torch\nprint(sys.argv, sys.stdin.read())\ntorch.nn.Linear(2, 1)(torch.ones(3, 2))\n{end}\n"
     )
     found = []
-    for python in ((), dpmon.warm()):
-        result = dpmon.run(*python, "--headless", "script.py", "a b")
+    for options in ((), dpmon.warm()):
+        result = dpmon.run(*options, "--headless", "script.py", "a b")
         how = dpmon.exit()
         calls = [(r["inputs"][0]["shape"], r["root"]) for r in dpmon.records() if r["kind"] == "call"]
         found.append((result.status, result.out, (dpmon.last() / "stderr.log").read_text(), how["signal"], calls))
@@ -130,3 +133,14 @@ def test_what_stands_in_for_python_hands_signals_on_and_takes_the_script_with_it
         os.kill(dpmon.info()["command_pid"], number)
         assert process.wait(100) == status
         wait_for(lambda script=script: not os.path.exists(f"/proc/{script}"))  # type: ignore[misc]
+
+
+def test_who_asks_and_is_gone_before_the_answer_does_no_harm(dpmon: Dpmon) -> None:
+    stand_in = Path(python(dpmon.environment()))
+    dpmon.script("import time\ntime.sleep(600)\n")
+    request = {"argv": ["script.py"], "cwd": str(dpmon.cwd), "env": dpmon.environment(), "session": True}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking, open(os.devnull, "r+b") as null:
+        asking.connect(str(stand_in.with_name("socket")))
+        socket.send_fds(asking, [json.dumps(request).encode()], [null.fileno()] * 3)
+    process = dpmon.start(argv=[str(stand_in), str(dpmon.script("print(1)"))])
+    assert process.communicate(timeout=200)[0] == b"1\n"

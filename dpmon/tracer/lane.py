@@ -49,7 +49,20 @@ class Unsuited(Exception):
 class Lane:
     """What the calls of one module leave behind while they run, one call at a time. Times are monotonic ns."""
 
-    __slots__ = ("_tables", "blank", "count", "marks", "odd", "replicas", "run", "session", "site", "start")
+    __slots__ = (
+        "_modules",
+        "_stands",
+        "_tables",
+        "blank",
+        "count",
+        "marks",
+        "odd",
+        "replicas",
+        "run",
+        "session",
+        "site",
+        "start",
+    )
 
     def __init__(self, session: Session, site: Site) -> None:
         """`run` is to be set: (torch's own call, module, args, kwargs), which runs torch's code with `verbs`."""
@@ -66,7 +79,11 @@ class Lane:
         self.blank = tuple(self.replicas)
         self.odd: bool | None = False if site.via is None else None
         """As `Watch.odd`."""
-        self._tables = [self._hooks(4 * index, *memos) for index, memos in enumerate(site.replicas)]
+        self._modules: list[Any] = [None] * len(site.replicas)
+        """The replicas of the call under way, until they are run."""
+        around = [self._around(index, *memos) for index, memos in enumerate(site.replicas)]
+        self._stands = [stand for stand, _ in around]
+        self._tables = [tables for _, tables in around]
 
     @property
     def phases(self) -> list[int]:
@@ -93,29 +110,37 @@ class Lane:
             except BaseException as error:
                 drop_frames(error)
                 raise
-            if makes:
-                self._watch(result)
-            return result
+            return self._watched(result) if makes else result
 
         return timed
 
-    def _watch(self, replicas: Any) -> None:
-        """Give these replicas tables of hooks that none but theirs ever has."""
+    def _watched(self, replicas: Any) -> Any:
+        """What parallel_apply is to run in place of these replicas: see `_around`."""
         try:
-            self.count = len(replicas)
+            self.count = count = len(replicas)
+            first = replicas[0].__dict__
+            if not (first["_forward_pre_hooks"] or first["_forward_hooks"]):
+                self._modules[:count] = replicas
+                return self._stands[:count]
             for replica, tables in zip(replicas, self._tables, strict=False):
                 own = replica.__dict__
-                if own["_forward_pre_hooks"] or own["_forward_hooks"]:  # the script's come first
-                    for name, hooks in tables.items():
-                        own[name] = OrderedDict((*own[name].items(), *hooks.items()))
-                else:
-                    own.update(tables)
+                for name, hooks in tables.items():
+                    own[name] = OrderedDict((*own[name].items(), *hooks.items()))
         except Exception as error:  # noqa: BLE001 - sizes are not worth a training
             self.session.fault("replicas", error)
+        return replicas
 
-    def _hooks(self, at: int, first: Memo, second: Memo) -> dict[str, OrderedDict[int, Any]]:
-        """The hooks of one replica, by the names of torch's tables; they run on its thread, and change nothing."""
-        session, seen = self.session, self.replicas
+    def _around(
+        self, index: int, first: Memo, second: Memo
+    ) -> tuple[Callable[..., Any], dict[str, OrderedDict[int, Any]]]:
+        """Two ways to see what one replica is given and returns, on its thread, changing nothing.
+
+        A function that stands for the replica, which costs a third of the hooks that torch calls; and those hooks, by
+        the names of torch's tables, where the script has some of its own: then it is theirs, which come first, that
+        say what the replica is given.
+        """
+        at = 4 * index
+        session, seen, modules = self.session, self.replicas, self._modules
         local = session.local
         clock = monotonic_ns
         tensor_type = torch.Tensor
@@ -156,7 +181,18 @@ class Lane:
             except Exception as error:  # noqa: BLE001 - sizes are not worth a training
                 session.fault("hooks", error)
 
-        return {
+        def stand(*args: Any, **kwargs: Any) -> Any:
+            module, modules[index] = modules[index], None
+            enter(module, args, kwargs)
+            try:
+                result = module(*args, **kwargs)
+            except BaseException as error:
+                drop_frames(error)
+                raise
+            leave(module, args, kwargs, result)
+            return result
+
+        return stand, {
             "_forward_pre_hooks": OrderedDict({KEY: enter}),
             "_forward_hooks": OrderedDict({KEY: leave}),
             "_forward_pre_hooks_with_kwargs": OrderedDict({KEY: True}),
@@ -165,6 +201,7 @@ class Lane:
 
     def watch(self) -> Watch:
         """What the replicas have done in a call that goes the long way from here on."""
+        self._modules[:] = [None] * len(self._modules)  # those that the call did not come to run
         watch = Watch(self.session, self.site.replicas, strict=self.odd is not None)
         watch.odd = self.odd
         for at in range(0, 4 * self.count, 4):

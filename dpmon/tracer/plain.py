@@ -132,7 +132,11 @@ def short_way(
         return True
 
     def any_call(module: Any, args: Any, kwargs: Any) -> Any:
-        if (steps.free == PLAIN and steps.thread == get_ident()) or KEY in module.__dict__["_forward_pre_hooks"]:
+        if (
+            (steps.free == PLAIN and steps.thread == get_ident())
+            or local.depth > 1  # in a replica
+            or KEY in module.__dict__["_forward_pre_hooks"]
+        ):
             return original(module, *args, **kwargs)
         lane = lane_of(module)
         if lane is not None:

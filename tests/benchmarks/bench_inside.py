@@ -74,7 +74,7 @@ class Patches:
         self._with = []
         for owner, without in zip(self._owners, self._without, strict=True):
             for name, value in list(vars(owner).items()):
-                if name.startswith("__") and name not in ("__call__", "__init__"):
+                if name.startswith("__") and name not in ("__call__", "__init__", "__next__"):
                     continue
                 if name not in without or without[name] is not value:
                     self._with.append((owner, name, value))

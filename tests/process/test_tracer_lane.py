@@ -85,7 +85,7 @@ def test_what_changes_its_meaning_runs_on_one_device(runs: dict[tuple[str, bool]
 
 
 LONE = """\
-import sys, torch
+import json, sys, traceback, torch
 class Lone(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -102,7 +102,8 @@ for number, x in enumerate(torch.utils.data.DataLoader(torch.randn(20, 4), batch
     raising = [KeyboardInterrupt()] if number == 10 else []
     try:
         model(x).sum().backward()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        print(json.dumps([frame.filename for frame in traceback.extract_tb(error.__traceback__)]))
         continue
     optimizer.step()
 """
@@ -113,6 +114,8 @@ def test_after_a_lone_replica_was_interrupted_every_call_is_recorded(tmp_path: P
     run = traced(tmp_path, LONE, form, replicas=2)
     assert [call.step for call in run.calls("Lone")] == list(range(1, 21))
     assert [call.step for call in run.calls("Lone") if call.failed] == [11]
+    assert any(name.endswith(("parallel_apply.py", "data_parallel.py")) for name in run.said)
+    assert [name for name in run.said if "dpmon" in name.split("/")[-3:]] == []
 
 
 INTERRUPTED = """\

@@ -1,0 +1,124 @@
+"""What the tracer costs a step in instructions of the processor, counted by Valgrind's callgrind.
+
+    python tests/benchmarks/bench_instructions.py [--cases usual calls deep dp2 dp8] [--steps 64]
+
+Times of some microseconds need an idle machine and many blocks (bench_inside.py); instructions are the same on a busy
+one and from run to run, to a few in ten thousand, so that a change of the hot path shows in one run of minutes. What
+they do not show is that code which the training has driven out of the processor's caches runs several times slower
+than code that has just run: the tracer's share of a step's time is up to two and a half times its share of the
+instructions. The same loops as in bench_inside.py, with the patches in and out in one process; needs `valgrind` and
+`callgrind_control`, which come together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench_inside import CASES, REPOSITORY, WARM_STEPS, Loop, Patches
+from bench_tracer import untraced_data_parallel
+
+SETTLE_STEPS = 64
+QUICK = {"usual", "calls"}
+"""Cases whose turns are shorter than a millisecond where the README's figures are from; under Valgrind none is."""
+
+
+def control(*command: str) -> None:
+    """Tell the callgrind around this process."""
+    done = subprocess.run(["callgrind_control", *command, str(os.getpid())], capture_output=True, text=True)
+    if "OK" not in done.stdout:
+        raise SystemExit(f"callgrind_control: {done.stdout or done.stderr}")
+
+
+def child(case: str, steps: int) -> None:
+    """Run one case under callgrind; it writes three dumps: nothing but the control, with patches, without."""
+    import torch
+    from torch import nn
+
+    patches = Patches((nn.Sequential,))
+    from dpmon.tracer import patch
+    from dpmon.tracer import steps as turns
+
+    turns.QUICK_NS = 1 << 60 if case in QUICK else 0
+    replicas, depth, calls = CASES[case]
+    apart = untraced_data_parallel(replicas) if replicas else None
+    patch.install()
+    torch.set_num_threads(1)
+    loop = Loop(depth, calls)
+    alone: Any = partial(apart, loop.model) if apart is not None else loop.model
+    loop.run(loop.model, WARM_STEPS)
+    gc.collect()
+    gc.disable()
+    control("-i", "on")
+    control("-z")
+    control("-d")
+    loop.run(loop.model, SETTLE_STEPS)
+    control("-z")
+    loop.run(loop.model, steps)
+    control("-d")
+    control("-i", "off")
+    if patches.taken_out() < 10:
+        raise SystemExit("the tracer has not put itself in: this would measure nothing")
+    loop.run(alone, WARM_STEPS)
+    control("-i", "on")
+    loop.run(alone, SETTLE_STEPS)
+    control("-z")
+    loop.run(alone, steps)
+    control("-d")
+
+
+def measure(case: str, steps: int) -> None:
+    """One case in a process of its own; prints its line."""
+    replicas = CASES[case][0]
+    with tempfile.TemporaryDirectory() as run:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("DPMON_")}
+        environment |= {"OMP_NUM_THREADS": "1", "DPMON_RUN": run, "DPMON_START_NS": "0", "DPMON_MODE": "auto"}
+        environment |= {"PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": "0"}
+        if replicas:
+            environment["DPMON_REPLICAS"] = str(replicas)
+        command = ["valgrind", "-q", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={run}/out"]
+        command += [sys.executable, __file__, "--child", case, "--steps", str(steps)]
+        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
+        if not list(Path(run).glob("process-*.ring")):
+            raise SystemExit("the tracer recorded nothing: this would measure nothing")
+        nothing, traced, bare = (_total(Path(run) / f"out.{number}") for number in (1, 2, 3))
+    base, cost = (bare - nothing) / steps, (traced - bare) / steps
+    print(
+        f"{case:>6}  step {base / 1e6:6.3f} million instructions   tracer {cost / 1e3:+6.1f} thousand "
+        f"({cost / base:+.1%})",
+        flush=True,
+    )
+
+
+def _total(dump: Path) -> int:
+    found = re.search(r"^summary: (\d+)", dump.read_text(errors="replace"), re.MULTILINE)
+    if found is None:
+        raise SystemExit(f"callgrind wrote no summary in {dump.name}")
+    return int(found[1])
+
+
+def main() -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--child", choices=CASES)
+    options = parser.parse_args()
+    if options.child:
+        child(options.child, options.steps)
+        return 0
+    for case in options.cases:
+        measure(case, options.steps)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -154,3 +154,7 @@ class Evidence:
     last_step_ns: int | None = None
     end_ns: int | None = None
     """When the run ended; None while it goes on."""
+    paused_ns: int = 0
+    """In pauses of all processes at once, which are in no step."""
+    paused_after_ns: int = 0
+    """The part of it that was after the last step."""

@@ -175,12 +175,15 @@ def quiet(evidence: Evidence) -> Iterator[Finding]:
     """A run that goes on after its last step."""
     if evidence.end_ns is None or evidence.last_step_ns is None or not list(enough(evidence)):
         return
-    quiet = evidence.end_ns - evidence.last_step_ns
-    if quiet >= max(QUIET_NS, QUIET_SHARE * evidence.end_ns):
+    # A pause is no silence of the script's.
+    quiet = evidence.end_ns - evidence.last_step_ns - evidence.paused_after_ns
+    whole = evidence.end_ns - evidence.paused_ns
+    if quiet >= max(QUIET_NS, QUIET_SHARE * whole):
+        paused = f", {took(evidence.paused_after_ns)} of it paused" if evidence.paused_after_ns else ""
         yield Finding(
             "quiet",
-            f"No step ended in the last {took(quiet)} of the run.",
+            f"No step ended in the last {took(evidence.end_ns - evidence.last_step_ns)} of the run{paused}.",
             f"the last one at {clock(evidence.last_step_ns)}, the end at {clock(evidence.end_ns)}",
             "the end of the script's output says whether it saved, evaluated or hung",
-            quiet / evidence.end_ns,
+            quiet / whole,
         )

@@ -26,6 +26,8 @@ compared      dp against single: speedup, low, high (its 95 % interval), efficie
               replicas), outcome (faster, slower, even), by_mean (the ratio of mean steps; null where it is near
               the speed-up), sentence, missing, steps; null where not both were seen
 mode_changes  process, root, t_s, step, mode, requested_by, devices, virtual, reason, refused
+pauses        process, step (after which), t_s, seconds (null: see on, or its end was not recorded), on (it had not
+              ended), reason (why it went on by itself), refused; no step and no figure has any of that time
 warnings      texts
 time          timeless: deleted steps of which it is not known when they were, in no stretch; width_s; stretches:
               start_s, mode, evaluation, steps, mean_ms, longest_ms, samples, parts_ms: {name: sum}
@@ -82,6 +84,7 @@ def as_object(story: Story) -> dict[str, Any]:
         "memory": _memory(story),
         "compared": _compared(story),
         "mode_changes": _changes(story),
+        "pauses": _pauses(story),
         "warnings": list(story.warnings),
         "time": {
             "timeless": story.timeless,
@@ -191,6 +194,16 @@ def _changes(story: Story) -> list[dict[str, Any]]:
         said = change._asdict()
         at = said.pop("t_ns")
         found.append({**said, "t_s": None if at is None else at / 1e9, "devices": list(change.devices)})
+    return found
+
+
+def _pauses(story: Story) -> list[dict[str, Any]]:
+    found = []
+    for pause in story.pauses:
+        said = pause._asdict()
+        at, took, _ = (said.pop(name) for name in ("start_ns", "took_ns", "end_ns"))
+        seconds = {"t_s": None if at is None else at / 1e9, "seconds": None if took is None else took / 1e9}
+        found.append({**said, **seconds})
     return found
 
 

@@ -25,6 +25,7 @@ from dpmon.report.compared import Settled, compared
 from dpmon.report.devices import Devices
 from dpmon.report.events import mode_change, process_facts
 from dpmon.report.figures import deleted_facts, mode_facts
+from dpmon.report.pauses import Pauses, together, within
 from dpmon.report.series import Series
 from dpmon.report.story import Compared, Deleted, ModeChange, ProcessFacts, Story
 from dpmon.run.add_up import add_up, why_nothing
@@ -83,6 +84,8 @@ def collect(directory: Path) -> Story:
         points=collector.devices.points(),
         processes=tuple(collector.processes[number] for number in sorted(collector.processes)),
         changes=tuple(collector.changes),
+        pauses=tuple(collector.pauses.found),
+        pauses_left_out=collector.pauses.left_out,
         replicas=tuple(totals.replicas),
         ranks=tuple(totals.ranks),
         stages=tuple(totals.stages),
@@ -108,6 +111,7 @@ class _Collector(Adder):
         self.devices = Devices()
         self.processes: dict[int, ProcessFacts] = {}
         self.changes: list[ModeChange] = []
+        self.pauses = Pauses()
         self._longest: dict[tuple[str, bool], list[tuple[int, int, LongStep]]] = {}
         """By mode, and whether it is an evaluation."""
         self._seen: Counter[tuple[int, str]] = Counter()
@@ -136,6 +140,7 @@ class _Collector(Adder):
         if wall < 0 or start < 0:
             return
         super().step(process, number, mode, start, wall, samples, phases, times)
+        self.pauses.step(process, start)
         evaluation = is_evaluation(phases)
         self.series.step(mode, evaluation, start, wall, samples, phases)
         self.settled.step(process, number, mode, start, wall, samples, phases)
@@ -195,11 +200,17 @@ class _Collector(Adder):
             self.processes[data["process"]] = process_facts(data)
         elif kind == "mode" and type(data.get("process")) is int and len(self.changes) < CHANGES_KEPT:
             self.changes.append(mode_change(data))
+        elif kind == "pause" and type(data.get("process")) is int:
+            self.pauses.event(data)
 
     # ------------------------------------------------------------------------------------------ giving
 
     def evidence(self, totals: Totals, how: ExitInfo | None, verdict: Compared | None) -> Evidence:
         """What findings are found from."""
+        end = None if how is None or how.by != "supervisor" else int(how.seconds * 1e9)
+        paused = together(self.pauses.found, max(totals.processes, 1), end)
+        last = max([end or 0, *(stop for _, stop in paused)])
+        self.devices.paused = paused
         return Evidence(
             modes=tuple(mode_facts(name, mode, totals.virtual) for name, mode in sorted(totals.modes.items())),
             batches=tuple(self._batch_facts()),
@@ -211,7 +222,9 @@ class _Collector(Adder):
             worth=_worth(verdict),
             processes=totals.processes,
             last_step_ns=self._last_ns,
-            end_ns=None if how is None or how.by != "supervisor" else int(how.seconds * 1e9),
+            end_ns=end,
+            paused_ns=within(paused, 0, last),
+            paused_after_ns=within(paused, self._last_ns or 0, last),
         )
 
     def _longest_steps(self, totals: Totals) -> tuple[LongStep, ...]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isnan, nan
 from typing import Any
 
 from dpmon.model.evidence import DeviceFacts, HostFacts
 from dpmon.model.stats import median
+from dpmon.report.pauses import Stretch
 from dpmon.report.story import DevicePoint
 
 __all__ = ["HOST", "Devices"]
@@ -20,6 +23,7 @@ POINTS = 400
 """Stretches of time a device."""
 MAX_DEVICES = 256
 MAX_REASONS = 16
+_PROCESSORS = ("cpu_pct", "others", "own", "load", "at")
 _HIGHEST = ("mem_used_bytes", "mem_run_bytes", "mem_total_bytes", "temperature_c", "power_w")
 """Figures of which the highest is told."""
 
@@ -32,6 +36,8 @@ class _Track:
     of_run: bool | None = None
     samples: int = 0
     util: array[float] = field(default_factory=lambda: array("d"))
+    util_at: array[float] = field(default_factory=lambda: array("d"))
+    """Seconds since the run's start, for each of `util`; nan where not known."""
     highest: dict[str, float] = field(default_factory=dict)
     throttled: Counter[str] = field(default_factory=Counter)
     throttle_samples: int = 0
@@ -45,9 +51,11 @@ class Devices:
 
     def __init__(self) -> None:
         self._tracks: dict[int, _Track] = {}
+        self.paused: Sequence[Stretch] = ()
+        """When nothing was to be done: samples of that time say nothing of the use. They are known only at the end."""
         self.gpu_absent: str | None = None
         self._cpus = 0
-        self._processors: dict[str, array[float]] = {name: array("d") for name in ("cpu_pct", "others", "own", "load")}
+        self._processors: dict[str, array[float]] = {name: array("d") for name in _PROCESSORS}
 
     def sample(self, kind: str, data: Mapping[str, Any]) -> None:
         """A `device` or `host` record; what is not of its type is not known."""
@@ -63,6 +71,7 @@ class Devices:
         used = _number(data.get("mem_used_bytes"))
         if util is not None:
             track.util.append(util)
+            track.util_at.append(seconds if seconds is not None else nan)
         for key in _HIGHEST:
             value = _number(data.get(key))
             if value is not None:
@@ -70,7 +79,7 @@ class Devices:
         if kind == "device":
             _identify(track, data)
         else:
-            self._take_processors(data)
+            self._take_processors(data, seconds)
         if seconds is not None and 0 <= seconds < 1e9:
             _place(track, seconds, None if util is None else (util, 1), None if used is None else (used, 1))
 
@@ -97,7 +106,7 @@ class Devices:
         """The host in the same terms."""
         return self._facts(HOST) if HOST in self._tracks else None
 
-    def _take_processors(self, data: Mapping[str, Any]) -> None:
+    def _take_processors(self, data: Mapping[str, Any], seconds: float | None) -> None:
         """How busy they are, and with what."""
         cpus, use, own, load = (_number(data.get(key)) for key in ("cpus", "cpu_pct", "run_cpu_pct", "load_1m"))
         if cpus is None or not 1 <= cpus < 1e6 or use is None or own is None:
@@ -107,22 +116,37 @@ class Devices:
         known["cpu_pct"].append(use)
         known["own"].append(own / 100)
         known["others"].append(max(use * cpus / 100 - own / 100, 0.0))
-        if load is not None:
-            known["load"].append(load)
+        known["load"].append(load if load is not None else nan)
+        known["at"].append(seconds if seconds is not None else nan)
 
     def processors(self) -> HostFacts | None:
         """Those of the machine; None where nothing is known."""
-        use, others, own, load = (median(self._processors[name]) for name in ("cpu_pct", "others", "own", "load"))
-        if use is None or others is None or own is None:
+        known = self._processors
+        use, others, own, load = (self._unpaused(known[name], known["at"]) for name in _PROCESSORS[:4])
+        middle = [median(values) for values in (use, others, own, [value for value in load if not isnan(value)])]
+        if middle[0] is None or middle[1] is None or middle[2] is None:
             return None
-        return HostFacts(len(self._processors["cpu_pct"]), self._cpus, use, others, own, load)
+        return HostFacts(len(use), self._cpus, middle[0], middle[1], middle[2], middle[3])
+
+    def _unpaused(self, values: Sequence[float], at: Sequence[float]) -> Sequence[float]:
+        """Those of `values`, taken at `at` (s), that are of no pause; all, where there are no others."""
+        begins = [begin for begin, _ in self.paused]
+        if not begins:
+            return values
+        found = []
+        for value, seconds in zip(values, at, strict=True):
+            place = -1 if isnan(seconds) else bisect(begins, seconds * 1e9) - 1
+            if place < 0 or seconds * 1e9 >= self.paused[place][1]:
+                found.append(value)
+        return found or values
 
     def _facts(self, index: int) -> DeviceFacts:
         track = self._tracks[index]
         high = track.highest.get
+        util = self._unpaused(track.util, track.util_at)
         return DeviceFacts(
             index, track.name, track.uuid, track.called, track.of_run, track.samples,
-            median(track.util), len(track.util),
+            median(util), len(util),
             high("mem_used_bytes"), high("mem_run_bytes"), high("mem_total_bytes"),
             high("temperature_c"), high("power_w"), dict(track.throttled), track.throttle_samples,
         )  # fmt: skip

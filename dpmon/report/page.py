@@ -19,7 +19,7 @@ from dpmon.report.plots import Plot, plots
 from dpmon.report.said import comparison, facts, findings_note, phase_table, step_rows
 from dpmon.report.story import Story
 from dpmon.report.text import MAX_ROWS
-from dpmon.report.words import Row, device_cells, ended, rank_rows, replica_rows, stage_rows
+from dpmon.report.words import Row, device_cells, ended, pause_rows, rank_rows, replica_rows, stage_rows
 from dpmon.run.rundir import short_name
 from dpmon.ui.format import UNKNOWN, clock, compact, memory, ms
 from dpmon.ui.text import clean
@@ -141,6 +141,7 @@ def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
         yield from _plot(by_name.get(name))
     yield from _memory(story)
     yield from _changes(story)
+    yield from _pauses(story)
     if story.warnings:
         yield "<h2>Warnings</h2>\n" + "".join(f"<p>{_text(text)}</p>\n" for text in story.warnings[:MAX_ROWS])
     if story.last_output:
@@ -246,3 +247,12 @@ def _changes(story: Story) -> Iterable[str]:
             for change in asked[:MAX_ROWS]
         ]
         yield from _table(("time", "step", "to", "process"), rows, (2,))
+
+
+def _pauses(story: Story) -> Iterable[str]:
+    rows = pause_rows(story)
+    if rows:
+        yield "<h2>Pauses</h2>\n"
+        yield from _table(("time", "where", "how long"), rows[:MAX_ROWS], (1, 2))
+        if len(rows) + story.pauses_left_out > MAX_ROWS:
+            yield f"<p class=soft>and {len(rows) + story.pauses_left_out - MAX_ROWS:,} more; --json has them</p>\n"

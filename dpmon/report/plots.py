@@ -31,6 +31,7 @@ _LIGHTER = {"forward": "#7FCEB9"}
 _ORDER = ("data", "scatter", "replicate", "parallel_apply", "gather", "forward", "backward", "optimizer", "other")
 _LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 _MAX_DEVICES = 16
+_MAX_PAUSES = 100
 
 
 class Plot(NamedTuple):
@@ -56,6 +57,21 @@ def _text(text: object) -> str:
 
 def _axes(y: str, x: str = "seconds since the run's start", **more: Any) -> dict[str, Any]:
     return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}, "rangemode": "tozero"}, **more}
+
+
+def _with_pauses(story: Story, layout: dict[str, Any]) -> dict[str, Any]:
+    """A grey stretch where the training was paused, in a plot over time."""
+    until = max((point.t_ns for point in story.points), default=0)
+    until = max([until, *(one.start_ns + story.bin_ns for one in story.bins)])
+    shapes = []
+    for pause in story.pauses[:_MAX_PAUSES]:
+        end = until if pause.on else pause.end_ns
+        if pause.refused is None and pause.start_ns is not None and end is not None and end > pause.start_ns:
+            place = {"x0": round(pause.start_ns / 1e9, 3), "x1": round(end / 1e9, 3), "y0": 0, "y1": 1}
+            look = {"fillcolor": "#999999", "opacity": 0.25, "line": {"width": 0}, "layer": "below"}
+            label = {"text": "paused", "textposition": "top center", "font": {"size": 10}}
+            shapes.append({"type": "rect", "xref": "x", "yref": "paper", **place, **look, "label": label})
+    return {**layout, "shapes": shapes} if shapes else layout
 
 
 def _seconds(one: Bin) -> float:
@@ -110,7 +126,8 @@ def _step_time(story: Story) -> Plot | None:
         # The longest steps would flatten the rest: they are there, one click away.
         traces.append({**dots, "name": f"{_text(title)}: longest", "x": x, "y": y, "visible": "legendonly"})
     width = story.bin_ns / 1e9
-    return Plot("step-time", "Step time", f"mean over stretches of {width:g} s", traces, _axes("ms a step"))
+    layout = _with_pauses(story, _axes("ms a step"))
+    return Plot("step-time", "Step time", f"mean over stretches of {width:g} s", traces, layout)
 
 
 def _speed(story: Story) -> Plot | None:
@@ -127,7 +144,7 @@ def _speed(story: Story) -> Plot | None:
     note = "samples of the steps by the time of the steps" + (
         ", of one process" if story.evidence.processes > 1 else ""
     )
-    return Plot("speed", "Speed", note, traces, _axes("samples a second"))
+    return Plot("speed", "Speed", note, traces, _with_pauses(story, _axes("samples a second")))
 
 
 def _ran(bins: Sequence[Bin]) -> list[str]:
@@ -162,7 +179,8 @@ def _parts_over_time(story: Story) -> Plot | None:
         for name in names
     ]
     note = f"mean over stretches of {width:g} s"
-    return Plot("phases", "Where a step's time goes", note, traces, _axes("ms a step", barmode="stack", bargap=0))
+    layout = _with_pauses(story, _axes("ms a step", barmode="stack", bargap=0))
+    return Plot("phases", "Where a step's time goes", note, traces, layout)
 
 
 def _parts_of_modes(story: Story) -> Plot | None:
@@ -234,7 +252,8 @@ def _devices(story: Story, what: str) -> Plot | None:
         return None
     where = "the devices" if story.evidence.devices else "the host (there is no GPU)"
     if what == "util_pct":
-        layout = _axes("%")
+        layout = _with_pauses(story, _axes("%"))
         layout["yaxis"]["range"] = [0, 103]
         return Plot("use", "Utilisation", f"of {where}", traces, layout)
-    return Plot("memory", "Memory in use", f"of {where}, other programs included", traces, _axes("GiB"))
+    note = f"of {where}, other programs included"
+    return Plot("memory", "Memory in use", note, traces, _with_pauses(story, _axes("GiB")))

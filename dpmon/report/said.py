@@ -13,6 +13,7 @@ from dpmon.report.story import Compared, Story
 from dpmon.report.words import (
     machine,
     mode_title,
+    paused,
     what_ran,
 )
 from dpmon.ui.format import clock, ms, percent
@@ -26,6 +27,9 @@ def facts(story: Story) -> list[str]:
     found = [f"began {began} in {story.info.cwd or 'a directory that is gone'}", what_ran(story), machine(story)]
     if story.nothing is not None:
         found.append(f"nothing was traced: {story.nothing}")
+    pauses = paused(story)
+    if pauses is not None:
+        found.append(pauses)
     if story.pruned:
         found.append(pruned(story))
     if story.dropped:

@@ -11,7 +11,7 @@ from dpmon.records import CALL_PHASES, STEP_PHASES
 from dpmon.run.rundir import ExitInfo, RunInfo
 from dpmon.run.totals import RankLine, ReplicaLine, StageLine
 
-__all__ = ["PARTS", "Bin", "Compared", "Deleted", "DevicePoint", "ModeChange", "ProcessFacts", "Story"]
+__all__ = ["PARTS", "Bin", "Compared", "Deleted", "DevicePoint", "ModeChange", "Paused", "ProcessFacts", "Story"]
 
 PARTS = (*(name for name in STEP_PHASES if name != "forward"), *CALL_PHASES, "forward")
 """What a step's time is stacked from: here `forward` is what is left of it beside the phases of its calls."""
@@ -66,6 +66,24 @@ class ModeChange(NamedTuple):
     devices: tuple[str, ...]
     virtual: bool
     reason: str | None
+    refused: str | None
+
+
+class Paused(NamedTuple):
+    """The training paused between two steps (or was asked to and refused); ns since the run's start."""
+
+    process: int
+    step: int | None
+    """After which it paused."""
+    start_ns: int | None
+    took_ns: int | None
+    """None for one that goes on, was refused, or whose end was not recorded."""
+    end_ns: int | None
+    """At the latest, where its end was not recorded."""
+    on: bool
+    """Whether it had not ended when the record did."""
+    reason: str | None
+    """Why it went on by itself."""
     refused: str | None
 
 
@@ -125,6 +143,9 @@ class Story:
     points: tuple[DevicePoint, ...] = ()
     processes: tuple[ProcessFacts, ...] = ()
     changes: tuple[ModeChange, ...] = ()
+    pauses: tuple[Paused, ...] = ()
+    pauses_left_out: int = 0
+    """Of those of which more is known than that there were so many."""
     replicas: tuple[ReplicaLine, ...] = ()
     ranks: tuple[RankLine, ...] = ()
     stages: tuple[StageLine, ...] = ()

@@ -12,6 +12,7 @@ from dpmon.report.story import Story
 from dpmon.report.words import (
     device_cells,
     ended,
+    pause_rows,
     rank_rows,
     replica_rows,
     stage_rows,
@@ -52,6 +53,7 @@ def text_lines(story: Story, width: int = 80) -> list[str]:
         _devices(story, width),
         _memory(story, width),
         _changes(story, width),
+        _pauses(story, width),
         _warnings(story, width),
         _output(story, width),
         _record(story, width),
@@ -111,6 +113,7 @@ def _over_time(story: Story, width: int) -> list[str]:
     bars = "".join(" " if mean is None else _BARS[min(int(mean / top * 8), 7)] for mean in means)
     what = "time of a step, evaluations too," if mixed else "time of a step,"
     said = f"{what} mean over each {ms((last - first) / cells)}; the highest bar is {ms(top)}"
+    said += "; none where it was paused" if story.evidence.paused_ns else ""
     ends = clock(first) + clock(last).rjust(max(cells - 8, 9))
     return [*wrap(said, width), "  " + bars, "  " + ends]
 
@@ -177,6 +180,7 @@ def _devices(story: Story, width: int) -> list[str]:
     rows += map(device_cells, devices)
     lines = ["DEVICES", *table(rows, width)]
     left = " that are left" if story.pruned else ""
+    left += ", without those of pauses" if story.evidence.paused_ns else ""
     lines += wrap(f"use: median of the samples{left}, any kernel ran; memory, °C and W: the highest", width)
     return [*lines, *_host(story, width)]
 
@@ -220,6 +224,16 @@ def _changes(story: Story, width: int) -> list[str]:
         who = f" (process {change.process})" if len(story.processes) > 1 else ""
         lines += wrap(f"{where}  {what}{who}", width, "  ", "      ")
     return [*lines, *more(len(asked), MAX_CHANGES)]
+
+
+def _pauses(story: Story, width: int) -> list[str]:
+    rows = pause_rows(story)
+    if not rows:
+        return []
+    lines = ["PAUSES"]
+    for row in rows[:MAX_CHANGES]:
+        lines += wrap("  ".join(row), width, "  ", "      ")
+    return [*lines, *more(len(rows) + story.pauses_left_out, MAX_CHANGES)]
 
 
 def _warnings(story: Story, width: int) -> list[str]:

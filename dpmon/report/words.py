@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from dpmon.model.evidence import DeviceFacts, ModeFacts
-from dpmon.model.finding import many
+from dpmon.model.finding import many, took
 from dpmon.model.stats import median
-from dpmon.report.story import ModeChange, Story
-from dpmon.ui.format import UNKNOWN, memory, memory_of, percent
+from dpmon.report.story import ModeChange, Paused, Story
+from dpmon.ui.format import UNKNOWN, clock, memory, memory_of, percent
 
 __all__ = [
     "Row",
@@ -18,6 +18,8 @@ __all__ = [
     "ended",
     "machine",
     "mode_title",
+    "pause_rows",
+    "paused",
     "rank_rows",
     "replica_rows",
     "stage_rows",
@@ -176,6 +178,44 @@ def stage_rows(story: Story) -> list[Row]:
         flow = f"{parts}: {line.inputs or _NOT_SEEN} -> {line.outputs or 'not finished'}"
         rows.append(Row(f"{line.root} {line.stage}", line.device, line.calls, 0, median(line.walls), None, None, flow))
     return rows
+
+
+def paused(story: Story) -> str | None:
+    """How often and for how long, in a sentence; None where it never was."""
+    real = [pause for pause in story.pauses if pause.refused is None]
+    if not real:
+        return None
+    times = "once" if len(real) == 1 else f"{len(real) + story.pauses_left_out:,} times"
+    known = [pause.took_ns for pause in real if pause.took_ns is not None]
+    first = f"the first {len(real):,} " if story.pauses_left_out else ""
+    parts = [f"{first}for {took(sum(known))}{' in all' if len(real) > 1 else ''}"] if known else []
+    unknown = len(real) - len(known)
+    if unknown:
+        parts.append(f"{unknown} of them without an end in the record" if known else "without an end in the record")
+    return f"paused {times}, {', '.join(parts)}: that time is in no step, no phase and no figure"
+
+
+def pause_rows(story: Story) -> list[tuple[str, str, str]]:
+    """When, after which step, and how long, of each pause; with the process where there are several."""
+    several = len(story.processes) > 1
+    rows = []
+    for pause in story.pauses:
+        step = UNKNOWN if pause.step is None else f"{pause.step:,}"
+        after = f"after step {step}" + (f" (process {pause.process})" if several else "")
+        rows.append((clock(pause.start_ns), after, _how_long(story, pause)))
+    return rows
+
+
+def _how_long(story: Story, pause: Paused) -> str:
+    if pause.refused is not None:
+        return f"refused: {pause.refused}"
+    if pause.on:
+        return "paused now" if story.exit is None and story.state in _NOT_OVER else "the run ended in it"
+    if pause.took_ns is None:
+        return "that it ended was not recorded" + (
+            f"; a step began at {clock(pause.end_ns)}" if pause.end_ns is not None else ""
+        )
+    return f"for {took(pause.took_ns)}" + (f", went on by itself: {pause.reason}" if pause.reason else "")
 
 
 def device_cells(device: DeviceFacts) -> tuple[str, ...]:

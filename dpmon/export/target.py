@@ -20,8 +20,9 @@ _DESCRIPTORS = ("/dev/fd/", "/dev/std", "/proc/")
 def opened(path: Path) -> Iterator[TextIO]:
     """A text file (UTF-8, "\\n") that takes the name `path` when the block ends well; otherwise nothing has changed.
 
-    What is no regular file (a pipe, a terminal, /dev/fd/3) is written as it is. A link is followed. OSError if it
-    cannot be written.
+    What is no regular file (a pipe, a terminal, /dev/fd/3) is written as it is. A link is followed. A new
+    file is readable by its owner alone, like the record; one that was there keeps its mode. OSError if it cannot be
+    written.
     """
     try:
         mode = os.stat(path).st_mode
@@ -37,7 +38,7 @@ def opened(path: Path) -> Iterator[TextIO]:
         path = Path(os.path.realpath(path))
     # The random part keeps two exports to one name apart; the last to end wins, as with any tool.
     temporary = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:8]}.part")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             if mode is not None:

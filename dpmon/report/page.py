@@ -12,9 +12,9 @@ import base64
 import hashlib
 import html
 import json
-import sys
 from collections.abc import Iterable, Sequence
 
+from dpmon.extras import how_to_plot
 from dpmon.report.plots import Plot, plots
 from dpmon.report.said import comparison, facts, findings_note, phase_table, step_rows
 from dpmon.report.story import Story
@@ -26,7 +26,7 @@ from dpmon.ui.text import clean
 
 __all__ = ["PageError", "page"]
 
-_NEEDED = "the plots of --html need plotly: {python} -m pip install plotly (the text and --json do without)"
+_NEEDED = "the plots of --html need plotly: {command} (the text and --json do without)"
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -98,7 +98,7 @@ def _library() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise PageError(_NEEDED.format(python=sys.executable)) from None
+        raise PageError(_NEEDED.format(command=how_to_plot())) from None
     text: str = get_plotlyjs()
     return text
 

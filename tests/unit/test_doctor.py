@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dpmon import extras
 from dpmon.cli import doctor as command
 from dpmon.cli.checks import installed, machine, terminal, trial
 from dpmon.cli.checks.check import STATES, Check, ok, problem, warning
@@ -209,8 +210,13 @@ def test_an_old_torch_is_a_warning() -> None:
 def test_what_is_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "_version", lambda package: {"textual": "9.0.0"}.get(package))
     found = by_name(installed.installed())
-    assert (found["textual"].state, found["plotly"].state) == ("warning", "ok")
-    assert f"{sys.executable} -m pip install plotly" in found["plotly"].found
+    assert (found["textual"].state, found["plotly"].state) == ("warning", "warning")
+    clone = Path(__file__).resolve().parents[2]
+    assert found["plotly"].remedy == f"{sys.executable} -m pip install -e '{clone}[report]'"
+    monkeypatch.setattr(extras, "__file__", "/usr/lib/python3/dist-packages/dpmon/extras.py")
+    assert by_name(installed.installed())["plotly"].remedy == f"{sys.executable} -m pip install 'plotly>=6'"
+    monkeypatch.setattr(installed, "_version", lambda package: "8.2.9")
+    assert by_name(installed.installed())["plotly"] == ok("plotly", "8.2.9")
 
 
 def test_lines_are_narrow_and_harmless(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

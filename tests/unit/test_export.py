@@ -20,6 +20,7 @@ from dpmon.cli import options
 from dpmon.export import ExportError, command, export
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import COLUMNS, Tables, row
+from dpmon.export.target import opened
 from dpmon.gpu.device import DeviceSample
 from dpmon.gpu.host import HostSample
 from dpmon.records import Call, Decoder, Event, Record, Step, pack_event
@@ -277,6 +278,25 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     assert "Model" in target.read_text()
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
     assert sorted(os.listdir(tmp_path)) == ["link", "out", "state"]
+
+
+def test_new_files_are_the_owners_alone_and_old_ones_keep_their_mode(directory: Path, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        for form in ("jsonl", "perfetto"):
+            export(directory, form, str(tmp_path / form))
+        (tmp_path / "tables").mkdir()
+        (tmp_path / "tables" / "step.csv").touch(0o644)
+        export(directory, "csv", str(tmp_path / "tables"))
+        with opened(tmp_path / "page.html") as file:
+            assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) == 0o600, "while it is written, too"
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("**/*.*") if path.is_file()}
+    assert modes.pop("step.csv") == 0o644
+    modes |= {form: stat.S_IMODE((tmp_path / form).stat().st_mode) for form in ("jsonl", "perfetto")}
+    assert {"call.csv", "page.html", "jsonl"} <= modes.keys()
+    assert {modes[name] for name in ("call.csv", "page.html", "jsonl", "perfetto")} == {0o600}
 
 
 def test_a_pipe_with_a_name_is_written_as_it_is(directory: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import dpmon
 from dpmon.cli.checks.check import Check, ok, problem, warning
+from dpmon.extras import how_to_plot
 
 __all__ = ["installed"]
 
@@ -28,8 +29,10 @@ def installed() -> Iterator[Check]:
     else:
         yield ok("textual", textual)
     plotly = _version("plotly")
-    missing = f"not installed: no plots for `dpmon report --html` ({_PIP} plotly)"
-    yield ok("plotly", plotly or missing)
+    if plotly is None:
+        yield warning("plotly", "not installed: it is optional, for `dpmon report --html` only", how_to_plot())
+    else:
+        yield ok("plotly", plotly)
 
 
 def _version(package: str) -> str | None:

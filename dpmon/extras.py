@@ -1,0 +1,18 @@
+"""How what is not installed is installed: in the same words wherever it is missed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+__all__ = ["how_to_plot"]
+
+
+def how_to_plot() -> str:
+    """The command that installs what the plots of a report need into the Python that dpmon runs with.
+
+    From a clone it is the README's, by the clone's path, so that it works in any directory.
+    """
+    clone = Path(__file__).resolve().parents[1]
+    what = f"-e '{clone}[report]'" if (clone / "pyproject.toml").is_file() else "'plotly>=6'"
+    return f"{sys.executable} -m pip install {what}"

@@ -116,14 +116,18 @@ class HostFacts(NamedTuple):
 
 
 class LongStep(NamedTuple):
-    """A step among the longest of the run, and the phase that took most of it."""
+    """A step among the longest of the run, and the phase that took most of it.
+
+    Of one that was deleted (its number is None) the sums of its second or minute tell how long it took, about when it
+    began, and how much of it at least was in that phase; None where none took most of it for certain.
+    """
 
     process: int
-    step: int
+    step: int | None
     mode: str
     start_ns: int
     wall_ns: int
-    phase: str
+    phase: str | None
     phase_ns: int
 
 
@@ -148,6 +152,8 @@ class Evidence:
     memory: tuple[Held, ...] = ()
     longest: tuple[LongStep, ...] = ()
     """The longest steps, the longest first; not all that were long, where there are many."""
+    deleted: tuple[ModeFacts, ...] = ()
+    """Modes by the sums of their steps that were deleted, which are not in `modes`; evaluations are among them."""
     worth: Worth | None = None
     """None where not both modes were seen, or too little of one."""
     processes: int = 0

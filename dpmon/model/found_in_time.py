@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dpmon.model.evidence import Evidence, LongStep, ModeFacts
-from dpmon.model.finding import Finding, basis, clock, enough, of, of_process, percent, times, took, under
+from dpmon.model.finding import MIN_STEPS, Finding, basis, clock, enough, of, of_process, percent, times, took, under
 
 __all__ = ["copies", "data", "drift", "quiet", "slower", "spread", "stalls"]
 
@@ -118,8 +118,12 @@ def drift(evidence: Evidence) -> Iterator[Finding]:
 
 def stalls(evidence: Evidence) -> Iterator[Finding]:
     """Single steps that took very long."""
-    medians = {mode.mode: mode.median_ns for mode in enough(evidence) if mode.median_ns and not _is_spread(mode)}
-    total = sum((mode.median_ns or 0) * mode.steps for mode in evidence.modes)
+    medians = {mode.mode: mode.median_ns for mode in evidence.deleted if mode.median_ns and mode.steps >= MIN_STEPS}
+    medians |= {mode.mode: mode.median_ns for mode in enough(evidence) if mode.median_ns}
+    for mode in (*evidence.deleted, *evidence.modes):
+        if _is_spread(mode):
+            medians.pop(mode.mode, None)
+    total = sum((mode.median_ns or 0) * mode.steps for mode in (*evidence.modes, *evidence.deleted))
     stalls = [step for step in evidence.longest if _is_stall(step, medians.get(step.mode))]
     lost = sum(step.wall_ns for step in stalls)
     if not stalls or (lost < STALLS_SHARE * (total + lost) and lost < STALLS_NS):
@@ -133,14 +137,25 @@ def stalls(evidence: Evidence) -> Iterator[Finding]:
     yield Finding(
         "stall",
         text,
-        f"the longest: step {worst.step}{of_process(worst, evidence)} at {clock(worst.start_ns)},"
-        f" {took(worst.wall_ns)}, of which {worst.phase} {took(worst.phase_ns)}; median {took(medians[worst.mode])}",
+        f"the longest: {_where(worst, evidence)}; median {took(medians[worst.mode])}",
         _stall_advice(worst.phase, evidence),
         lost / (total + lost),
     )
 
 
-def _stall_advice(phase: str, evidence: Evidence) -> str:
+def _where(step: LongStep, evidence: Evidence) -> str:
+    """Which step, when, and what took most of it, as far as it is known."""
+    process = of_process(step, evidence)
+    if step.step is not None:
+        phase = f", of which {step.phase} {took(step.phase_ns)}" if step.phase is not None else ""
+        return f"step {step.step}{process} at {clock(step.start_ns)}, {took(step.wall_ns)}{phase}"
+    phase = f", of which {step.phase} at least {took(step.phase_ns)}" if step.phase is not None else ""
+    return f"a step{process} about {clock(step.start_ns)}, of which only sums are left, {took(step.wall_ns)}{phase}"
+
+
+def _stall_advice(phase: str | None, evidence: Evidence) -> str:
+    if phase is None:
+        return "the script's output of that time: a checkpoint, an evaluation, a loader that started anew"
     if phase == "backward" and evidence.processes > 1:
         return _STALL_ADVICE[phase] + ", or a rank that the others waited for"
     return _STALL_ADVICE.get(phase, _STALL_ADVICE["other"])

@@ -24,13 +24,15 @@ host          samples, cpu_median_pct, mem_used_max_bytes, mem_total_bytes; medi
 memory        device, model_bytes, gradients_bytes, optimizer_bytes, rest_bytes, peak_bytes, absent
 compared      dp against single: speedup, low, high (its 95 % interval), efficiency (a device; null for virtual
               replicas), outcome (faster, slower, even), by_mean (the ratio of mean steps; null where it is near
-              the speed-up), sentence, missing, steps; null where not both were seen
+              the speed-up), sentence, missing, steps, note (of steps that were deleted and are in none of these);
+              null where not both were seen
 mode_changes  process, root, t_s, step, mode, requested_by, devices, virtual, reason, refused
 pauses        process, step (after which), t_s, seconds (null: see on, or its end was not recorded), on (it had not
               ended), reason (why it went on by itself), refused; no step and no figure has any of that time
 warnings      texts
 time          timeless: deleted steps of which it is not known when they were, in no stretch; width_s; stretches:
-              start_s, mode, evaluation, steps, mean_ms, longest_ms, samples, parts_ms: {name: sum}
+              start_s, mode, evaluation, deleted (by their sums, evaluations among them), steps, mean_ms,
+              longest_ms, samples, parts_ms: {name: sum}
 """
 
 from __future__ import annotations
@@ -212,6 +214,7 @@ def _bin(one: Bin) -> dict[str, Any]:
         "start_s": one.start_ns / 1e9,
         "mode": one.mode or None,
         "evaluation": one.evaluation,
+        "deleted": one.deleted,
         "steps": one.steps,
         "mean_ms": one.wall_ns / one.steps / 1e6,
         "longest_ms": one.longest_ns / 1e6,

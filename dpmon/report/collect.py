@@ -31,7 +31,7 @@ from dpmon.report.story import Compared, Deleted, ModeChange, ProcessFacts, Stor
 from dpmon.run.add_up import add_up, why_nothing
 from dpmon.run.adder import Adder, is_evaluation
 from dpmon.run.reader import RunReader
-from dpmon.run.rollup import Rollup
+from dpmon.run.rollup import SERIES, Rollup
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.state import run_state
 from dpmon.run.totals import Totals
@@ -44,6 +44,7 @@ CHANGES_KEPT = 1000
 _TAIL_BYTES = 16384
 _DDP = "DistributedDataParallel"
 _VIRTUAL = 1
+_BACKWARD, _OPTIMIZER = SERIES.index("backward"), SERIES.index("optimizer")
 _Share = tuple[int, int, int, int, bool]
 
 
@@ -60,7 +61,7 @@ def collect(directory: Path) -> Story:
         if one.sums.steps
     )
     verdict = compared(collector.settled, totals.virtual, collector.changes, gone)
-    evidence = collector.evidence(totals, how, verdict)
+    evidence = collector.evidence(totals, how, verdict, gone)
     bin_ns, bins = collector.series.result()
     there = [*totals.modes.values(), *totals.evaluations.values()]
     steps = sum(len(mode.walls) for mode in there) + sum(one.facts.steps for one in gone)
@@ -148,15 +149,19 @@ class _Collector(Adder):
         self._seen[process, mode] += 1
         if self._seen[process, mode] <= WARM_UP_STEPS:
             return
-        longest = self._longest.setdefault((mode, evaluation), [])
+        longest = self._longest.get((mode, evaluation), ())
         if len(longest) < LONGEST_KEPT or wall > longest[0][0]:
             took, name = max((took or 0, name) for took, name in zip(phases, STEP_PHASES, strict=True))
-            self._number += 1
-            entry = (wall, -self._number, LongStep(process, number, mode, start, wall, name, took))
-            if len(longest) < LONGEST_KEPT:
-                heapq.heappush(longest, entry)
-            else:
-                heapq.heapreplace(longest, entry)
+            self._keep_long(LongStep(process, number, mode, start, wall, name, took), evaluation)
+
+    def _keep_long(self, step: LongStep, evaluation: bool) -> None:
+        longest = self._longest.setdefault((step.mode, evaluation), [])
+        self._number += 1
+        entry = (step.wall_ns, -self._number, step)
+        if len(longest) < LONGEST_KEPT:
+            heapq.heappush(longest, entry)
+        elif entry > longest[0]:
+            heapq.heapreplace(longest, entry)
 
     def called(self, process: int, head: Sequence[int], shares: Sequence[tuple[int, int, int, int]]) -> None:
         """A call, as it lies in the record."""
@@ -180,8 +185,12 @@ class _Collector(Adder):
     def delete(self, width_s: int, rollup: Rollup) -> None:
         """What is left of the steps of some seconds that were deleted."""
         super().delete(width_s, rollup)
+        warm = self._seen[rollup.process, rollup.mode] > WARM_UP_STEPS
+        self._seen[rollup.process, rollup.mode] += max(rollup.steps, 0)
         if width_s:
             self.series.rollup(width_s, rollup)
+            if warm and rollup.high_ns is not None and rollup.steps > 0:
+                self._keep_long(_longest_of(width_s, rollup), _evaluates(rollup))
         else:
             self.timeless += rollup.steps
 
@@ -205,7 +214,9 @@ class _Collector(Adder):
 
     # ------------------------------------------------------------------------------------------ giving
 
-    def evidence(self, totals: Totals, how: ExitInfo | None, verdict: Compared | None) -> Evidence:
+    def evidence(
+        self, totals: Totals, how: ExitInfo | None, verdict: Compared | None, deleted: Sequence[Deleted]
+    ) -> Evidence:
         """What findings are found from."""
         end = None if how is None or how.by != "supervisor" else int(how.seconds * 1e9)
         paused = together(self.pauses.found, max(totals.processes, 1), end)
@@ -219,6 +230,7 @@ class _Collector(Adder):
             host=self.devices.processors(),
             memory=tuple(held(totals.memory.values())),
             longest=self._longest_steps(totals),
+            deleted=tuple(one.facts for one in deleted),
             worth=_worth(verdict),
             processes=totals.processes,
             last_step_ns=self._last_ns,
@@ -229,10 +241,11 @@ class _Collector(Adder):
 
     def _longest_steps(self, totals: Totals) -> tuple[LongStep, ...]:
         """Of those that the modes' figures are of, too."""
+        trained = {*totals.evaluations, *(mode for mode, gone in totals.deleted.items() if not _evaluates(gone.sums))}
         found = [
             entry
             for (mode, evaluation), entries in self._longest.items()
-            if not evaluation or mode not in totals.evaluations
+            if not evaluation or mode not in trained
             for entry in entries
         ]
         return tuple(step for _, _, step in sorted(found, reverse=True)[:LONGEST_KEPT])
@@ -298,6 +311,23 @@ class _Collector(Adder):
             middle, tail = median(ordered), percentile(ordered, 0.95)
             facts.append(ReplicaFacts(*key, len(ordered), often, middle, tail, key in virtual))
         return facts
+
+
+def _evaluates(rollup: Rollup) -> bool:
+    """Whether none of these steps trained; where some did, the others cannot be told apart."""
+    return rollup.sums[_BACKWARD] is None and rollup.sums[_OPTIMIZER] is None
+
+
+def _longest_of(width_s: int, rollup: Rollup) -> LongStep:
+    """The longest step of some seconds, of which only sums are left."""
+    wall = rollup.high_ns or 0
+    others = max((rollup.sums[0] or 0) - wall, 0)
+    # As if all of the others had been in that phase: it was at least so long in this one.
+    spent, name = max((took or 0, name) for took, name in zip(rollup.sums[1:], STEP_PHASES, strict=False))
+    least = spent - others
+    known = 2 * least > wall
+    start = max((rollup.start_s + width_s) * 1_000_000_000 - wall, 0)
+    return LongStep(rollup.process, None, rollup.mode, start, wall, name if known else None, least if known else 0)
 
 
 def _worth(found: Compared | None) -> Worth | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dpmon.model.compare import compare, sentence
-from dpmon.model.evidence import WARM_UP_STEPS
-from dpmon.model.finding import took
+from dpmon.model.evidence import WARM_UP_STEPS, ModeFacts
+from dpmon.model.finding import many, took
 from dpmon.model.phases import add_call, with_calls
 from dpmon.model.state import NOT_RUN, StepSample
+from dpmon.model.stats import median
 from dpmon.report.story import Compared, Deleted, ModeChange
 
 __all__ = ["Settled", "compared"]
@@ -75,15 +76,15 @@ class Settled:
 def compared(
     settled: Settled, virtual: bool, changes: Sequence[ModeChange], deleted: Sequence[Deleted] = ()
 ) -> Compared | None:
-    """The verdict; None where not both modes were seen. Steps that were deleted have no part in it."""
+    """The verdict; None where not both modes were seen. Deleted steps have no part in it; its note tells of them."""
     gone = {one.facts.mode: one.facts for one in deleted}
     if not {"dp", "single"} <= settled.seen.keys() | gone.keys():
         return None
     lost = [mode for mode in ("dp", "single") if mode not in settled.seen]
+    note = _deleted(settled, gone)
     if lost:
-        medians = " and ".join(f"{took(gone[mode].median_ns)} in {mode}" for mode in lost)
-        missing = f"no verdict: the steps in {' and '.join(lost)} were deleted; their sums say a median of {medians}"
-        return Compared(None, missing, None, None, None, None, None, tuple(settled.seen.items()))
+        missing = f"no verdict: the steps in {' and '.join(lost)} were deleted"
+        return Compared(None, missing, None, None, None, None, None, tuple(settled.seen.items()), note=note)
     devices = next((change.devices for change in changes if change.mode == "dp" and change.refused is None), ())
     steps = {mode: sorted(found, key=lambda each: each.end_ns) for mode, found in settled.steps.items()}
     found = compare(steps, seen=settled.seen, devices=devices, virtual=virtual)
@@ -98,4 +99,25 @@ def compared(
         outcome=found.outcome,
         steps=tuple((mode, side.steps) for mode, side in found.sides.items()),
         by_mean=found.by_mean,
+        note=note,
+    )
+
+
+def _deleted(settled: Settled, gone: Mapping[str, ModeFacts]) -> str | None:
+    """What is known of the steps that have no part in a verdict since they were deleted; None if none were."""
+    if not any(mode in gone for mode in ("dp", "single")):
+        return None
+    texts = []
+    for mode in ("dp", "single"):
+        left = median([step.wall_ns for step in settled.steps.get(mode, ())])
+        parts = []
+        if mode in gone:
+            parts.append(f"{took(gone[mode].median_ns)} over {many(gone[mode].steps, 'step')} that were deleted")
+        if left is not None:
+            parts.append(f"{took(left)} over those that are left")
+        if parts:
+            texts.append(f"{mode} {' and '.join(parts)}")
+    return (
+        "a verdict is of the steps that are left only. Medians, by the sums of the deleted ones (within 3 %,"
+        f" evaluations and the first after a change among them): {'; '.join(texts)}"
     )

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from dpmon.extras import how_to_plot
 from dpmon.report.plots import Plot, plots
-from dpmon.report.said import comparison, facts, findings_note, phase_table, step_rows
+from dpmon.report.said import comparison, facts, findings_note, of_what_is_left, phase_table, step_rows
 from dpmon.report.story import Story
 from dpmon.report.text import MAX_ROWS
 from dpmon.report.words import Row, device_cells, ended, pause_rows, rank_rows, replica_rows, stage_rows
@@ -132,10 +132,11 @@ def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
     if story.compared is not None:
         yield "<h2>dp against single</h2>\n"
         yield "".join(f"<p>{_text(line)}</p>\n" for line in comparison(story.compared))
-    yield from _sized("Replicas", replica_rows(story), ranks=False)
+    left = of_what_is_left(story)
+    yield from _sized(f"Replicas{left}", replica_rows(story), ranks=False)
     yield from _plot(by_name.get("replicas"))
-    yield from _sized("Ranks", rank_rows(story), ranks=True)
-    yield from _sized("Stages (parts of the model on several devices)", stage_rows(story), ranks=False)
+    yield from _sized(f"Ranks{left}", rank_rows(story), ranks=True)
+    yield from _sized(f"Stages (parts of the model on several devices){left}", stage_rows(story), ranks=False)
     yield from _devices(story)
     for name in ("use", "memory"):
         yield from _plot(by_name.get(name))

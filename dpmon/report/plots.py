@@ -9,6 +9,7 @@ import html
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from dpmon.report.said import is_mixed
 from dpmon.report.story import PARTS, Bin, Story
 from dpmon.report.words import mode_title
 from dpmon.ui.text import clean
@@ -79,16 +80,16 @@ def _seconds(one: Bin) -> float:
 
 
 def _modes(story: Story) -> list[tuple[str, str, list[Bin]]]:
-    """Mode, title, and its stretches."""
-    titles = {mode.mode: mode_title(mode) for mode in story.evidence.modes}
-    kinds = sorted({(one.evaluation, one.mode) for one in story.bins})
+    """Mode, title, and its stretches; evaluations, and what was deleted, by themselves."""
+    titles = {mode.mode: mode_title(mode) for mode in (*story.evidence.deleted, *story.evidence.modes)}
+    kinds = sorted({(one.evaluation, one.deleted, one.mode) for one in story.bins})
     return [
         (
             name,
-            titles.get(name, name) + (", evaluation" if evaluation else ""),
-            [one for one in story.bins if (one.evaluation, one.mode) == (evaluation, name)],
+            titles.get(name, name) + (", evaluation" if evaluation else ", deleted" if deleted else ""),
+            [one for one in story.bins if (one.evaluation, one.deleted, one.mode) == (evaluation, deleted, name)],
         )
-        for evaluation, name in kinds
+        for evaluation, deleted, name in kinds
     ]
 
 
@@ -161,24 +162,34 @@ def _colour(name: str, names: Sequence[str]) -> str:
 
 
 def _parts_over_time(story: Story) -> Plot | None:
-    bins = [one for one in story.bins if not one.evaluation]
+    # Among deleted steps evaluations cannot be told apart: then bars beside each other are alike with all.
+    mixed = is_mixed(story)
+    bins = [one for one in story.bins if mixed or not one.evaluation]
     if len(bins) < 2:
         return None
     names = _ran(bins)
+    # One bar a stretch, whatever modes were in it: two would stand on each other.
+    stretches: dict[int, list[Bin]] = {}
+    for one in bins:
+        stretches.setdefault(one.start_ns, []).append(one)
+    steps = [sum(one.steps for one in found) for found in stretches.values()]
     width = story.bin_ns / 1e9
     traces = [
         {
             "type": "bar",
             "name": _label(name, names),
-            "x": [_seconds(one) for one in bins],
+            "x": [round(start / 1e9, 3) for start in stretches],
             "offset": 0,
-            "y": [round(one.parts[PARTS.index(name)] / one.steps / 1e6, 6) for one in bins],
+            "y": [
+                round(sum(one.parts[PARTS.index(name)] for one in found) / count / 1e6, 6)
+                for found, count in zip(stretches.values(), steps, strict=True)
+            ],
             "width": width,
             "marker": {"color": _colour(name, names), "line": {"width": 0}},
         }
         for name in names
     ]
-    note = f"mean over stretches of {width:g} s"
+    note = f"mean of all steps of a stretch, {'evaluations too, ' if mixed else ''}over stretches of {width:g} s"
     layout = _with_pauses(story, _axes("ms a step", barmode="stack", bargap=0))
     return Plot("phases", "Where a step's time goes", note, traces, layout)
 

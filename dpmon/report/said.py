@@ -18,7 +18,16 @@ from dpmon.report.words import (
 )
 from dpmon.ui.format import clock, ms, percent
 
-__all__ = ["comparison", "facts", "findings_note", "phase_rows", "phase_table", "step_rows"]
+__all__ = [
+    "comparison",
+    "facts",
+    "findings_note",
+    "is_mixed",
+    "of_what_is_left",
+    "phase_rows",
+    "phase_table",
+    "step_rows",
+]
 
 
 def facts(story: Story) -> list[str]:
@@ -47,8 +56,8 @@ def pruned(story: Story) -> str:
     lost = f" (without {story.timeless:,} of which it is not known any more when)" if story.timeless else ""
     return (
         f"{text}: of {many(steps, 'step')} ({clock(first * 10**9)} to {clock(last * 10**9)}) sums are left, in the"
-        f" rows that say deleted (medians and p95 within 3 %, evaluations among them), in the course of time{lost} and"
-        " in the devices' extremes; all else is of the rest"
+        f" rows that say deleted (medians and p95 within 3 %, evaluations among them), in the course of time{lost}, in"
+        " stalls and in the devices' extremes; all else (replicas, ranks, stages, findings) is of the rest"
     )
 
 
@@ -57,6 +66,17 @@ def step_rows(story: Story) -> list[tuple[str, ModeFacts]]:
     rows = [(mode_title(mode), mode) for mode in story.evidence.modes if mode.steps]
     rows += [(f"{mode_title(mode)}, evaluation", mode) for mode in story.evaluations]
     return [*rows, *((f"{mode_title(one.facts)}, deleted", one.facts) for one in story.deleted)]
+
+
+def is_mixed(story: Story) -> bool:
+    """Whether a course of time has to be of evaluations too: among deleted steps they cannot be told apart."""
+    return bool(story.deleted) and any(one.evaluation for one in story.bins)
+
+
+def of_what_is_left(story: Story) -> str:
+    """Behind the title of a table of calls, where some of them were deleted."""
+    gone = sum(one.calls for one in story.deleted)
+    return f" of the calls that are left ({gone:,} were deleted)" if gone else ""
 
 
 def findings_note(story: Story) -> str:
@@ -94,12 +114,13 @@ def phase_table(mode: ModeFacts) -> list[tuple[str, ...]]:
 
 def comparison(found: Compared) -> list[str]:
     """dp against single in sentences."""
+    note = [found.note] if found.note else []
     if found.speedup is None:
-        return [found.missing or "no verdict"]
+        return [found.missing or "no verdict", *note]
     text = f"speed-up {found.speedup:.2f}"
     if found.low is not None and found.high is not None:
         text += f" (95 %: {found.low:.2f} to {found.high:.2f})"
     if found.efficiency is not None:
         text += f", {percent(found.efficiency)} a device"
     steps = " and ".join(f"{count:,} in {mode}" for mode, count in found.steps)
-    return [found.sentence or "", f"{text}; of {steps}, each mode's first after a change left out"]
+    return [found.sentence or "", f"{text}; of {steps}, each mode's first after a change left out", *note]

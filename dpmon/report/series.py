@@ -16,6 +16,9 @@ _FIRST_NS = 125_000_000
 _STEP_SLOTS = tuple(PARTS.index(name) for name in STEP_PHASES)
 _CALL_SLOTS = tuple(PARTS.index(name) for name in CALL_PHASES)
 _FORWARD = PARTS.index("forward")
+_Kind = int
+_STEP, _EVALUATION, _DELETED = range(3)
+"""Of deleted steps evaluations cannot be told apart: they are of a kind of their own."""
 
 
 @dataclass(slots=True)
@@ -41,13 +44,13 @@ class Series:
 
     def __init__(self) -> None:
         self._width = _FIRST_NS
-        self._sums: dict[tuple[int, str, bool], _Sum] = {}
+        self._sums: dict[tuple[int, str, _Kind], _Sum] = {}
 
     def step(
         self, mode: str, evaluation: bool, start: int, wall: int, samples: int | None, phases: Sequence[int | None]
     ) -> None:
         """A step; `phases` as in STEP_PHASES."""
-        found = self._sum(mode, evaluation, start)
+        found = self._sum(mode, _EVALUATION if evaluation else _STEP, start)
         found.steps += 1
         found.wall_ns += wall
         found.longest_ns = max(found.longest_ns, wall)
@@ -64,7 +67,7 @@ class Series:
         """A call; `phases`: offset (-1: did not run) and duration for each of CALL_PHASES."""
         if start < 0 or max(phases[::2]) < 0:
             return
-        parts = self._sum(mode, evaluation, start).parts
+        parts = self._sum(mode, _EVALUATION if evaluation else _STEP, start).parts
         for index, slot in enumerate(_CALL_SLOTS):
             if phases[2 * index] >= 0 and phases[2 * index + 1] > 0:
                 parts[slot] += phases[2 * index + 1]
@@ -75,7 +78,7 @@ class Series:
             return
         while self._width < width_s * 1_000_000_000:
             self._halve()
-        found = self._sum(rollup.mode, False, rollup.start_s * 1_000_000_000)
+        found = self._sum(rollup.mode, _DELETED, rollup.start_s * 1_000_000_000)
         found.steps += rollup.steps
         found.wall_ns += max(rollup.sums[0] or 0, 0)
         found.longest_ns = max(found.longest_ns, rollup.high_ns or 0)
@@ -84,21 +87,21 @@ class Series:
         for slot, took in zip((*_STEP_SLOTS, *_CALL_SLOTS), rollup.sums[1:], strict=True):
             found.parts[slot] += max(took or 0, 0)
 
-    def _sum(self, mode: str, evaluation: bool, start: int) -> _Sum:
-        key = (start // self._width, mode, evaluation)
+    def _sum(self, mode: str, kind: _Kind, start: int) -> _Sum:
+        key = (start // self._width, mode, kind)
         found = self._sums.get(key)
         if found is None:
             found = self._sums[key] = _Sum()
             while len(self._sums) > BINS:
                 self._halve()
-                found = self._sums[start // self._width, mode, evaluation]
+                found = self._sums[start // self._width, mode, kind]
         return found
 
     def _halve(self) -> None:
         before, self._sums = self._sums, {}
         self._width *= 2
-        for (index, mode, evaluation), part in before.items():
-            self._sums.setdefault((index // 2, mode, evaluation), _Sum()).add(part)
+        for (index, mode, kind), part in before.items():
+            self._sums.setdefault((index // 2, mode, kind), _Sum()).add(part)
 
     def result(self) -> tuple[int, tuple[Bin, ...]]:
         """The width in ns and the stretches in which steps began, in order.
@@ -106,8 +109,8 @@ class Series:
         In a mode in which no step trains, none is an evaluation.
         """
         found = []
-        trained = {mode for (_, mode, evaluation), part in self._sums.items() if part.steps and not evaluation}
-        for (index, mode, evaluation), part in sorted(self._sums.items()):
+        trained = {mode for (_, mode, kind), part in self._sums.items() if part.steps and kind == _STEP}
+        for (index, mode, kind), part in sorted(self._sums.items(), key=lambda item: item[0]):
             if not part.steps:
                 continue
             parts = list(part.parts)
@@ -116,5 +119,7 @@ class Series:
             parts[_FORWARD] = max(0, parts[_FORWARD] - inside)
             samples = None if part.unknown else part.samples
             counted = part.steps, part.wall_ns, part.longest_ns, samples, tuple(parts)
-            found.append(Bin(index * self._width, mode, *counted, evaluation and mode in trained))
+            found.append(
+                Bin(index * self._width, mode, *counted, kind == _EVALUATION and mode in trained, kind == _DELETED)
+            )
         return self._width, tuple(found)

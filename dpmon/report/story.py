@@ -31,6 +31,8 @@ class Bin(NamedTuple):
     """Time in each of PARTS, ns."""
     evaluation: bool = False
     """They had no backward pass and no optimizer, which others of their mode have."""
+    deleted: bool = False
+    """Only their sums are left; evaluations among them cannot be told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,8 @@ class Compared(NamedTuple):
     """Steps that were compared, by mode."""
     by_mean: float | None = None
     """The ratio of the mean steps, where it is quite another than that of the medians."""
+    note: str | None = None
+    """Of steps that were deleted, which have no part in it: how many, and their medians; None if there are none."""
 
 
 @dataclass(frozen=True)

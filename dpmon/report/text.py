@@ -7,7 +7,7 @@ from pathlib import Path
 from dpmon.model.evidence import ModeFacts
 from dpmon.report.collect import collect
 from dpmon.report.layout import cut, more, sized_table, table, wrap, wrapped
-from dpmon.report.said import comparison, facts, findings_note, phase_table, step_rows
+from dpmon.report.said import comparison, facts, findings_note, is_mixed, of_what_is_left, phase_table, step_rows
 from dpmon.report.story import Story
 from dpmon.report.words import (
     device_cells,
@@ -96,8 +96,8 @@ def _steps(story: Story, width: int) -> list[str]:
 
 def _over_time(story: Story, width: int) -> list[str]:
     """The mean time of a step over the run, as bars; nothing where there is hardly a course of time."""
-    # Among deleted steps evaluations cannot be told apart: then bars beside each other are alike with all.
-    mixed = bool(story.deleted) and any(one.evaluation for one in story.bins)
+    # Bars beside each other are alike then.
+    mixed = is_mixed(story)
     bins = [one for one in story.bins if mixed or not one.evaluation]
     if len(bins) < 2:
         return []
@@ -132,7 +132,7 @@ def _replicas(story: Story, width: int) -> list[str]:
     rows = replica_rows(story)
     if not rows:
         return []
-    lines = ["REPLICAS"]
+    lines = wrap(f"REPLICAS{of_what_is_left(story)}", width, "")
     head = ("", "device", "calls", "median", "p95", "received -> returned")
     shown = [
         (row.label, row.device, f"{row.calls:,}", ms(row.median_ns), ms(row.p95_ns), row.sizes)
@@ -158,14 +158,18 @@ def _ranks(story: Story, width: int) -> list[str]:
         )
         for row in rows[:MAX_ROWS]
     ]
-    return ["RANKS", *sized_table([head, *shown], width), *more(len(rows), MAX_ROWS)]
+    return [
+        *wrap(f"RANKS{of_what_is_left(story)}", width, ""),
+        *sized_table([head, *shown], width),
+        *more(len(rows), MAX_ROWS),
+    ]
 
 
 def _stages(story: Story, width: int) -> list[str]:
     rows = stage_rows(story)
     if not rows:
         return []
-    lines = ["STAGES (parts of the model on several devices)"]
+    lines = wrap(f"STAGES (parts of the model on several devices){of_what_is_left(story)}", width, "")
     head = ("", "device", "calls", "host time", "parts: received -> returned")
     shown = [(row.label, row.device, f"{row.calls:,}", ms(row.median_ns), row.sizes) for row in rows[:MAX_ROWS]]
     return [*lines, *sized_table([head, *shown], width), *more(len(rows), MAX_ROWS)]

@@ -173,7 +173,7 @@ def test_a_machine_with_half_a_processor_is_not_known(state: Path) -> None:
 def test_of_samples_that_were_deleted_extremes_and_means_are_left(state: Path) -> None:
     hot = [device_event(float(t), 0, temperature_c=80 if t == 100 else 60, util_pct=50) for t in range(1, 2401)]
     payloads = {-1: hot, 0: Training(devices=("cuda:0",), virtual=False).run(40)}
-    whole, directory = collect(keep(payloads)), keep(payloads, limit_bytes=1 << 19)
+    whole, directory = collect(keep(payloads)), keep(payloads, limit_bytes=1 << 18)
     story = collect(directory)
     assert story.pruned > 0
     (device,) = story.evidence.devices
@@ -407,7 +407,9 @@ def test_of_steps_that_were_deleted_the_sums_are_told(state: Path) -> None:
     assert line.startswith("single, deleted: 1,500 steps, ")
     text = " ".join(" ".join(report_text(directory, 100)).split())
     assert "single, deleted 1,500" in text
-    assert "no verdict: the steps in single were deleted; their sums say a median of" in text
+    assert "no verdict: the steps in single were deleted a verdict is of the steps that are left only." in text
+    assert re.search(r"dp [\d.]+ ms over [\d,]+ steps that were deleted and [\d.]+ ms over those that are left", text)
+    assert re.search(r"single [\d.]+ ms over 1,500 steps that were deleted", text)
     assert "PHASES of a step, dp (virtual), deleted" in text
 
 
@@ -625,3 +627,74 @@ def test_pauses_that_make_no_sense_are_survived(state: Path, event: dict[str, An
     directory = keep({0: payloads})
     assert report_text(directory, 80)
     assert json.dumps(as_object(collect(directory)))
+
+
+# ------------------------------------------------------------------------------------------------ what was deleted
+
+
+def long_training(slow: int, steps: int = 6000, evaluations: bool = False) -> list[bytes]:
+    """Steps of 50 ms, one of which waits ten seconds for data; after a thousand in single the rest is in dp."""
+    at, out = 0, [*Training().begin()]
+    for number in range(1, steps + 1):
+        wait = 10 * SECOND if number == slow else 5_000_000
+        wall = 45_000_000 + wait
+        evaluates = evaluations and number % 10 == 0
+        phases = (wait, 20_000_000, *((-1, -1) if evaluates else (20_000_000, 5_000_000)))
+        out.append(pack_step(2 if number <= 1000 else 1, number, at, wall, 4, phases))
+        at += wall
+    return out
+
+
+def test_a_stall_among_deleted_steps_is_found_by_its_sums(state: Path) -> None:
+    directory = keep({0: long_training(slow=500)}, limit_bytes=1 << 18)
+    story = collect(directory)
+    assert {one.facts.mode: one.facts.steps for one in story.deleted}["single"] == 1000
+    (found,) = (finding for finding in story.findings if finding.kind == "stall")
+    assert found.text.startswith("One step took 10.0 s")
+    assert found.ground.startswith("the longest: a step about 00:00:2")
+    assert "of which only sums are left, 10.0 s, of which data at least " in found.ground
+    assert "stall" not in {one.kind for one in collect(keep({0: long_training(0)}, limit_bytes=1 << 18)).findings}
+    first = collect(keep({0: long_training(slow=1)}, limit_bytes=1 << 18))
+    assert "stall" not in {one.kind for one in first.findings}, "a process's first steps are none, deleted or not"
+
+
+def test_modes_and_evaluations_are_told_apart_in_the_course_of_time(state: Path) -> None:
+    story = collect(keep({0: long_training(slow=0, evaluations=True)}, limit_bytes=1 << 18))
+    assert {(one.mode, one.evaluation, one.deleted) for one in story.bins} == {
+        ("single", False, True), ("dp", False, True), ("dp", False, False), ("dp", True, False)
+    }  # fmt: skip
+    drawn = {plot.name: plot for plot in plots(story)}
+    names = [trace["name"] for trace in drawn["step-time"].traces]
+    assert [name for name in names if "deleted" in name and "mean" in name] == [
+        "dp, deleted: mean", "single, deleted: mean"
+    ]  # fmt: skip
+    bars = drawn["phases"]
+    assert "evaluations too" in bars.note
+    for trace in bars.traces:
+        assert len(trace["x"]) == len(set(trace["x"])), "no two bars at one place: they would stand on each other"
+    heights = [sum(parts) for parts in zip(*(trace["y"] for trace in bars.traces), strict=True)]
+    assert max(heights) < 55, "every step took 50 ms"
+    whole = collect(keep({0: long_training(slow=0, evaluations=True)}))
+    (bars,) = (plot for plot in plots(whole) if plot.name == "phases")
+    assert "evaluations" not in bars.note
+    (x,) = {tuple(trace["x"]) for trace in bars.traces}
+    assert len(x) == len(set(x)), "where the mode changes, one bar is of both"
+
+
+def test_a_verdict_and_tables_of_what_is_left_say_so(state: Path) -> None:
+    training = Training(step_ns=50_000_000)
+    payloads = [*training.begin(), *training.run(2500), *training.switch("single"), *training.run(1000)]
+    payloads += [*training.switch("dp"), *training.run(300)]
+    directory = keep({0: payloads}, limit_bytes=1 << 20)
+    story = collect(directory)
+    assert {one.facts.mode for one in story.deleted} == {"dp"}
+    assert story.compared is not None
+    assert story.compared.speedup is not None
+    note = as_object(story)["compared"]["note"]
+    gone = story.deleted[0].facts.steps
+    assert f"over {gone:,} steps that were deleted and" in note
+    assert "single" in note
+    text = " ".join(" ".join(report_text(directory, 100)).split())
+    assert "a verdict is of the steps that are left only" in text
+    assert f"REPLICAS of the calls that are left ({story.deleted[0].calls:,} were deleted)" in text
+    assert collect(keep({0: payloads})).compared._replace(steps=()).note is None  # type: ignore[union-attr]

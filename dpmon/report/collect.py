@@ -149,8 +149,8 @@ class _Collector(Adder):
         self._seen[process, mode] += 1
         if self._seen[process, mode] <= WARM_UP_STEPS:
             return
-        longest = self._longest.get((mode, evaluation), ())
-        if len(longest) < LONGEST_KEPT or wall > longest[0][0]:
+        longest = self._longest.get((mode, evaluation))
+        if longest is None or len(longest) < LONGEST_KEPT or wall > longest[0][0]:
             took, name = max((took or 0, name) for took, name in zip(phases, STEP_PHASES, strict=True))
             self._keep_long(LongStep(process, number, mode, start, wall, name, took), evaluation)
 

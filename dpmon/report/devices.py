@@ -14,6 +14,7 @@ from dpmon.model.evidence import DeviceFacts, HostFacts
 from dpmon.model.stats import median
 from dpmon.report.pauses import Stretch
 from dpmon.report.story import DevicePoint
+from dpmon.run.tables import BEFORE_S
 
 __all__ = ["HOST", "Devices"]
 
@@ -88,11 +89,17 @@ class Devices:
         number, most = _number(total), _number(high)
         if type(index) is not int or type(start_s) is not int or type(count) is not int or number is None:
             return
-        if count <= 0 or not 0 <= start_s < 1e9 or (index not in self._tracks and len(self._tracks) > MAX_DEVICES):
+        if (
+            count <= 0
+            or not BEFORE_S <= start_s < 1e9
+            or (index not in self._tracks and len(self._tracks) > MAX_DEVICES)
+        ):
             return
         track = self._tracks.setdefault(index, _Track())
         if name in _HIGHEST and most is not None:
             track.highest[str(name)] = max(track.highest.get(str(name), most), most)
+        if start_s == BEFORE_S:  # when it was is not known any more
+            return
         if name == ("cpu_pct" if index == HOST else "util_pct"):
             _place(track, start_s + 30.0, (number, count), None)
         elif name == "mem_used_bytes":

@@ -103,7 +103,10 @@ class Adder:
     def delete_samples(
         self, start_s: int, device: int, name: str, count: int, total: float, low: float, high: float
     ) -> None:
-        """What is left of a minute's samples of a device (-1: the host) that were deleted, of one of its figures."""
+        """What is left of a minute's samples of a device (-1: the host) that were deleted, of one of its figures.
+
+        `start_s` BEFORE_S: of all the time before the first minute that is left.
+        """
 
     def step(
         self,

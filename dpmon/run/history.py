@@ -12,6 +12,7 @@ from typing import Any
 
 from dpmon.run.rollup import SERIES, WHOLE, WIDTHS, Gathered, Rollup
 from dpmon.run.tables import (
+    BEFORE_S,
     HISTORY_FILE,
     LASTING,
     SCHEMA,
@@ -33,7 +34,7 @@ _ROW_BYTES = 150
 """What a row of rollups takes beside its histogram, roughly."""
 _CACHED = 512
 _ADD_DEVICE = """\
-INSERT INTO device_rollups VALUES (?,?,?,?,?,?,?) ON CONFLICT (start_s, device, name) DO UPDATE SET
+INSERT INTO device_rollups {} ON CONFLICT (start_s, device, name) DO UPDATE SET
     count = count + excluded.count, total = total + excluded.total, low = min(low, excluded.low),
     high = max(high, excluded.high)"""
 
@@ -146,7 +147,9 @@ class History:
             many("INSERT INTO steps VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", batch.steps)
             many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
             many("INSERT OR REPLACE INTO rings VALUES (?,?,?,?,?,?,?,?,?,?,?)", map(astuple, batch.rings))
-            many(_ADD_DEVICE, [(*key, *values) for key, values in batch.devices.items()])
+            many(
+                _ADD_DEVICE.format("VALUES (?,?,?,?,?,?,?)"), [(*key, *values) for key, values in batch.devices.items()]
+            )
             self._add_rollups(batch)
             if self._used_bytes() > self._limit:
                 self._prune()
@@ -224,14 +227,26 @@ class History:
                     self._add_to_whole(before)
                 else:
                     run("DELETE FROM rollups WHERE width = ? AND start_s < ?", (width, before))
-        count, first, last = run("SELECT count(*), min(start_s), max(start_s) FROM device_rollups").fetchone()
+        query = "SELECT count(*), min(start_s), max(start_s) FROM device_rollups WHERE start_s > ?"
+        count, first, last = run(query, (BEFORE_S,)).fetchone()
         if count * _ROW_BYTES > self._limit / _ROLLUPS_PART:
-            run("DELETE FROM device_rollups WHERE start_s < ?", (first + max((last - first) // 8, 1),))
+            self._add_devices_up(first + max((last - first) // 8, 1))
         run(
             "DELETE FROM events WHERE kind = 'warning' AND id <"
             " (SELECT id FROM events WHERE kind = 'warning' ORDER BY id DESC LIMIT 1 OFFSET ?)",
             (_WARNINGS_KEPT,),
         )
+
+    def _add_devices_up(self, before: int) -> None:
+        """Of what devices did in the minutes before this second leave one sum a device and name."""
+        query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
+        sample = self._db.execute(query).fetchone()
+        # What is there in full is told by itself.
+        before = before if sample is None else min(before, sample[0] // 60_000_000_000 * 60)
+        minutes = "FROM device_rollups WHERE start_s > ? AND start_s < ?"
+        sums = f"SELECT ?, device, name, sum(count), total(total), min(low), max(high) {minutes} GROUP BY device, name"
+        self._db.execute(_ADD_DEVICE.format(sums), (BEFORE_S, BEFORE_S, before))
+        self._db.execute(f"DELETE {minutes}", (BEFORE_S, before))
 
     def _add_to_whole(self, before: int) -> None:
         """Of the minutes before this second leave one sum a process and mode, and nothing finer."""

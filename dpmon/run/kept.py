@@ -13,7 +13,7 @@ from typing import Any
 
 from dpmon.records import MODES
 from dpmon.run.rollup import WHOLE, Rollup
-from dpmon.run.tables import HISTORY_FILE, LASTING, HistoryError, last_ids, rings_in
+from dpmon.run.tables import BEFORE_S, HISTORY_FILE, LASTING, HistoryError, last_ids, rings_in
 
 __all__ = ["DISORDER", "Kept", "chance"]
 
@@ -271,10 +271,12 @@ class Kept:
             yield from self._all(f"{query} ORDER BY start_s, device, name", (since_s,))
 
     def deleted_samples(self) -> Iterator[tuple[Any, ...]]:
-        """Those of `device_rollups` whose samples are there no more."""
+        """Those of `device_rollups` whose samples are there no more; first, with a start of BEFORE_S, what is left of
+        minutes that are there no more either.
+        """
         query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
         first = next((at for (at,) in self._all(query, ()) if isinstance(at, int)), None)
-        for row in self.device_rollups() if self.pruned else ():
+        for row in self.device_rollups(BEFORE_S) if self.pruned else ():
             if first is None or (isinstance(row[0], int) and (row[0] + 60) * 1_000_000_000 <= first):
                 yield row
 

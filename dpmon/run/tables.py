@@ -10,12 +10,12 @@
     rollups      width (1 or 60 s; 0: see below), start_s, process, mode, steps, calls, samples, unknown (steps
                  without samples), last_step, low_ns, high_ns (of a step), step_ns, data_ns ... gather_ns (sums;
                  NULL: did not run), histogram (dpmon.run.rollup); what ended in that second or minute
-    device_rollups  start_s (of a minute), device (index; -1: the host), name, count, total, low, high
+    device_rollups  start_s (of a minute; -1: see below), device (index; -1: the host), name, count, total, low, high
 
 What is older than there is room for is deleted: calls, steps and events first, but for a run's processes, modes,
 warnings and exit. Rollups outlast them, those of a second and those of a minute until they take a third of the room
 each; minutes that go are added up in one row a process and mode, of width 0 and start 0, which is kept for ever.
-Of device_rollups the oldest go in the same way, without a sum.
+Of device_rollups the oldest go in the same way, and are added up in rows that start at -1.
 
 Times are ns since the run's start. Ids are drawn from one counter, so they give the order across the three
 tables. A ring's position is written in the transaction that writes its records: whoever reads on from there misses
@@ -34,6 +34,7 @@ from typing import Any
 from dpmon.run.rollup import SERIES
 
 __all__ = [
+    "BEFORE_S",
     "HISTORY_FILE",
     "LASTING",
     "SCHEMA",
@@ -45,6 +46,8 @@ __all__ = [
     "rings_in",
 ]
 
+BEFORE_S = -1
+"""The start of device_rollups that are of all the time before the first minute that is left."""
 HISTORY_FILE = "history.sqlite"
 SCHEMA_VERSION = 2
 LASTING = "kind IN ('process', 'mode', 'exit', 'warning', 'pause')"

@@ -24,6 +24,7 @@ from dpmon.records import kind_of, pack_call, pack_definition, pack_event, pack_
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.compared import KEPT, Settled, compared
+from dpmon.report.devices import Devices
 from dpmon.report.page import page
 from dpmon.report.pauses import Pauses, together, within
 from dpmon.report.plots import plots
@@ -34,6 +35,7 @@ from dpmon.run.playback import can_be_played
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, save, short_name
 from dpmon.run.state import run_state
+from dpmon.run.tables import BEFORE_S
 
 HOSTILE = '<script>alert(1)</script>\x1b]52;c;eA==\x07\x1b[31m\u202e<b onload="x">'
 
@@ -698,3 +700,12 @@ def test_a_verdict_and_tables_of_what_is_left_say_so(state: Path) -> None:
     assert "a verdict is of the steps that are left only" in text
     assert f"REPLICAS of the calls that are left ({story.deleted[0].calls:,} were deleted)" in text
     assert collect(keep({0: payloads})).compared._replace(steps=()).note is None  # type: ignore[union-attr]
+
+
+def test_of_minutes_of_devices_that_are_sums_the_highest_is_left() -> None:
+    devices = Devices()
+    devices.rollup(BEFORE_S, 0, "temperature_c", 10, 600.0, 91.0)
+    devices.rollup(BEFORE_S, 0, "util_pct", 10, 600.0, 91.0)
+    (device,) = devices.facts()
+    assert (device.temperature_max, device.util_median) == (91.0, None)
+    assert devices.points() == (), "when it was is not known"

@@ -18,7 +18,7 @@ from dpmon.run.history import Batch, History
 from dpmon.run.kept import Kept
 from dpmon.run.rollup import SERIES, Gathered, Rollup, bucket, bucket_middle
 from dpmon.run.rundir import RunInfo
-from dpmon.run.tables import HistoryError
+from dpmon.run.tables import BEFORE_S, HistoryError
 
 SECOND = 1_000_000_000
 
@@ -219,3 +219,28 @@ def test_numbers_beyond_reason_do_not_stop_the_record(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     assert sum(rollup.steps for rollup in kept.rollups(60)) == kept.rings["process-0.ring"].steps >= 1
     kept.close()
+
+
+def test_minutes_of_devices_that_are_deleted_are_left_as_one_sum(tmp_path: Path) -> None:
+    """A device's figures over five days under a bound of 256 KiB: the first days are sums, the last are minutes."""
+    history, batch, minutes = History(tmp_path, {}, 1 << 18), Batch(), 5 * 24 * 60
+    for minute in range(minutes):
+        heat = 91.0 if minute == 7 else 20.0 if minute == 9 else 60.0
+        for second in (0, 30):
+            batch.device((60 * minute + second) * SECOND, 0, "temperature_c", heat)
+        if minute % 100 == 99:
+            history.write(batch)
+            batch = Batch()
+    history.write(batch)
+    history.close()
+    kept = Kept(tmp_path)
+    left = list(kept.device_rollups())
+    (whole,) = (row for row in kept.device_rollups(BEFORE_S) if row[0] == BEFORE_S)
+    kept.close()
+    assert 0 < len(left) < minutes
+    assert min(row[0] for row in left) >= 60 * (minutes - len(left))
+    assert whole[1:3] == (0, "temperature_c")
+    assert whole[3] + sum(row[3] for row in left) == 2 * minutes
+    assert whole[4] + sum(row[4] for row in left) == 2 * (60 * (minutes - 2) + 91 + 20)
+    assert whole[5:] == (20.0, 91.0)
+    assert (tmp_path / "history.sqlite").stat().st_size < 3 << 18

@@ -69,6 +69,11 @@ class Edges:
         self.fine = max((oldest // _SECOND - _FINE_S) // 60 * 60, kept.seconds_from())
         """From this second on there are sums of seconds, before it of minutes."""
 
+    @property
+    def until_s(self) -> int:
+        """The second up to which anything is told at all."""
+        return _ALL_S if self._until is None else self._until // _SECOND
+
     def of(self, process: int) -> Edge:
         """That of one process."""
         found = self._edges.get(process)

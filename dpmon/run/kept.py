@@ -155,6 +155,16 @@ class Kept:
                 rollup.start_s = minute if type(minute) is int else 0
                 yield rollup
 
+    def summed(self) -> tuple[int, int]:
+        """The first second of which more is known than one sum of all before it, and the time (ns) from which on steps
+        are left in full; 0 and 0 where nothing was deleted.
+        """
+        if not self.pruned:
+            return 0, 0
+        first = next(self._all("SELECT min(start_s) FROM rollups WHERE width = 60", ()), (None,))[0]
+        full = self.time_from(0, events=False)
+        return first if type(first) is int else 0, self.newest_ns() if full is None else full
+
     def seconds_from(self) -> int:
         """The beginning of the first minute of which all seconds still have rollups of their own; 0 if none has."""
         if not self._has("rollups"):

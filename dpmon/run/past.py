@@ -119,9 +119,10 @@ class Before:
         yield from (each for each in self._cut(edges) if each is not None)
 
     def _whole(self, edges: Edges) -> Iterator[Rollup]:
+        """All of it, wherever the edges are: none of it is there in full, and when it was is not known any more."""
         for rollup in sorted_in_time(self._kept.whole() if self._kept.pruned else iter(())):
-            if rollup.start_s <= edges.of(rollup.process).end_s + 1:
-                yield rollup
+            rollup.start_s = min(rollup.start_s, edges.until_s)
+            yield rollup
 
     def _pasts(self, edges: Edges) -> Iterator[Past | None]:
         for rollup in self._whole(edges):

@@ -57,6 +57,7 @@ class PlaybackReader:
             self._kept = Kept(directory)
             self._decoders = decoders_of(self._kept, self.info.start_ns)
             self._end = load_exit(directory)
+            self._minute_s, self._full_ns = self._kept.summed()
             self.length_ns = self._find_length()
         except (HistoryError, OSError, ValueError) as error:
             raise RunError(f"{directory.name} cannot be played back: {error}") from None
@@ -75,6 +76,7 @@ class PlaybackReader:
         self._set = True
         self._first = 0
         self._before = Before(self._kept, again=True)
+        self._looked_ns = 0
 
     def _find_length(self) -> int:
         seconds = self._end.seconds if self._end is not None else 0.0
@@ -140,12 +142,19 @@ class PlaybackReader:
         All of it, whatever `most` is: the clock's next reading would be another.
         """
         position = self.position_ns
-        if not self._set:
+        if not self._set and not self._is_summed(position):
             found = self._take(position, POLL_RECORDS + 1)
             if len(found) <= POLL_RECORDS:
                 return found
         self._set = False
         return self._look_back(position)
+
+    def _is_summed(self, position: int) -> bool:
+        """Whether the clock has passed a minute of which only sums are left: these are told by looking back."""
+        if self._looked_ns >= self._full_ns:
+            return False
+        minute, looked = (max(at // (60 * _SECOND), self._minute_s // 60) for at in (position, self._looked_ns))
+        return minute != looked or position >= self._full_ns
 
     def _take(self, position: int, limit: int) -> list[Record]:
         """What is due by `position`, oldest first, at most `limit` of it."""
@@ -189,6 +198,7 @@ class PlaybackReader:
 
     def _look_back(self, position: int) -> list[Record]:
         self.generation += 1
+        self._looked_ns = position
         here = self._kept.id_at(position)
         first = max(here - 2 * RECENT_RECORDS, 0)
         self._first = first

@@ -450,3 +450,34 @@ def test_device_charts_begin_before_the_samples_that_are_given_in_full(state: Pa
     assert set(track.power) == {None}
     assert next(iter(track.mem)) == pytest.approx(list(truth.mem)[-1])
     assert list(shown.host.util)[-600:-320:60] == pytest.approx(list(whole.host.util)[-600:-320:60], abs=1)
+
+
+def test_a_playback_before_the_first_minute_that_is_left_has_the_sums_and_plays_on_from_them(state: Path) -> None:
+    training = Training(mode="single", step_ns=20 * SECOND)
+    directory = keep({0: [*training.begin(), *training.run(4000)]}, seconds=90_000.0, limit_bytes=1 << 18)
+    now = [0]
+    player = PlaybackReader(directory, lambda: now[0])
+    kept = Kept(directory)
+    (whole,), (first_s, full_ns) = list(kept.whole()), kept.summed()
+    kept.close()
+    assert 1000 < first_s == whole.start_s < full_ns // SECOND
+    early = played(player, 1000 * SECOND)
+    assert early.processes[0].step_count == whole.steps
+    assert early.newest_ns <= 1000 * SECOND, "nothing of it is placed in time"
+    assert early.processes[0].modes["single"].wall_ns == whole.sums[0]
+    player.seek(0)
+    player.play()
+    player.speed = 100.0
+    folded, generation, looks = State(), -1, 0
+    while player.playing:
+        now[0] += 30 * SECOND
+        records = player.poll()
+        if player.generation != generation:
+            folded, generation, looks = State(), player.generation, looks + 1
+            for past in player.past():
+                folded = fold_past(folded, past)
+        for record in records:
+            folded = fold(folded, record)
+    player.close()
+    assert folded.processes[0].step_count == 4000
+    assert looks < 10, "where nothing more is known, nothing is looked for"

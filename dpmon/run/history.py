@@ -105,6 +105,10 @@ class History:
         self._db.executescript(SCHEMA)
         if "device" not in (row[1] for row in run("PRAGMA table_info(steps)")):  # begun by an earlier version
             run("ALTER TABLE steps ADD COLUMN device BLOB")
+        there = {row[1] for row in run("PRAGMA table_info(rings)")}
+        for name in ("first_id", "last_id"):
+            if name not in there:
+                run(f"ALTER TABLE rings ADD COLUMN {name} INTEGER")
         rows = {"schema": SCHEMA_VERSION, "limit_bytes": self._limit, "pruned": 0, **meta}
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", rows.items())
         self._page_bytes: int = run("PRAGMA page_size").fetchone()[0]
@@ -146,7 +150,7 @@ class History:
             many("INSERT INTO calls VALUES (?,?,?,?,?,?,?,?,?)", batch.calls)
             many("INSERT INTO steps VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", batch.steps)
             many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
-            many("INSERT OR REPLACE INTO rings VALUES (?,?,?,?,?,?,?,?,?,?,?)", map(astuple, batch.rings))
+            many("INSERT OR REPLACE INTO rings VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", map(astuple, batch.rings))
             many(
                 _ADD_DEVICE.format("VALUES (?,?,?,?,?,?,?)"), [(*key, *values) for key, values in batch.devices.items()]
             )

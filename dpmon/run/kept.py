@@ -206,11 +206,18 @@ class Kept:
 
     def span(self, process: int) -> tuple[int, int] | None:
         """The first and the last id of its calls and steps; None if there are none."""
+        rings = [ring for ring in self.rings.values() if ring.process == process and (ring.calls or ring.steps)]
+        bounds = [(ring.first_id, ring.last_id) for ring in rings]
+        # Without these bounds (a history of an earlier version) all rows are looked at of a process that ended early.
+        low, high = 0, self.last_id
+        known = [(first, last) for first, last in bounds if isinstance(first, int) and isinstance(last, int)]
+        if known and len(known) == len(bounds):
+            low, high = min(first for first, _ in known), max(last for _, last in known)
         found: list[int] = []
         for table, has in self._counted(process).items():
             for order in ("", " DESC") if has else ():
-                query = f"SELECT id FROM {table} WHERE process = ? ORDER BY id{order} LIMIT 1"
-                found += [number for (number,) in self._all(query, (process,))]
+                query = f"SELECT id FROM {table} WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id{order} LIMIT 1"
+                found += [number for (number,) in self._all(query, (process, low, high))]
         return (min(found), max(found)) if found else None
 
     def rows_of(self, process: int, low: int, high: int, *, back: bool = False) -> Iterator[tuple[Any, ...]]:

@@ -82,6 +82,7 @@ class Sorter:
             number, self.row.process, call, step, MODES[mode], began, wall,
             self._rows.get(inputs), payload,
         )  # fmt: skip
+        self._place(number)
         self.row.calls += 1
         return row
 
@@ -95,9 +96,17 @@ class Sorter:
         count = samples if samples >= 0 else None
         row = (number, self.row.process, step, MODES[mode], began, wall, count, *known, step_times(payload))
         batch.rollup(began + wall, self.row.process, MODES[mode]).steps.append(row)
+        self._place(number)
         self.row.steps += 1
         self.row.last_step = step
         return row
+
+    def _place(self, number: int) -> None:
+        row = self.row
+        if row.first_id is not None:
+            row.last_id = number
+        elif row.calls == row.steps == 0:  # else where it began is not known: an earlier version has begun it
+            row.first_id = row.last_id = number
 
     def _event(self, batch: Batch, number: int, payload: bytes) -> tuple[Any, ...]:
         text = payload[1:].decode()

@@ -1,7 +1,8 @@
 """What a run keeps for good: history.sqlite. One writer (the supervisor), any number of readers.
 
     meta         key, value: schema, run, start_ns, limit_bytes, pruned (rows deleted to stay below it)
-    rings        one row a ring: how far it was read (position, sequence), what was missed, what was counted
+    rings        one row a ring: how far it was read (position, sequence), what was missed, what was counted, the first
+                 and the last id of its calls and steps
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
     calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.records)
     steps        id, process, step, mode, start_ns, wall_ns, samples, data_ns ... other_ns (NULL: did not run),
@@ -56,7 +57,8 @@ SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rings (
     name TEXT PRIMARY KEY, process INTEGER, rank INTEGER, pid INTEGER, position INTEGER, sequence INTEGER,
-    missed INTEGER, lost INTEGER, calls INTEGER, steps INTEGER, last_step INTEGER) WITHOUT ROWID;
+    missed INTEGER, lost INTEGER, calls INTEGER, steps INTEGER, last_step INTEGER,
+    first_id INTEGER, last_id INTEGER) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS definitions (
     process INTEGER, number INTEGER, value TEXT, PRIMARY KEY (process, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS calls (
@@ -101,6 +103,9 @@ class RingRow:
     calls: int = 0
     steps: int = 0
     last_step: int | None = None
+    first_id: int | None = None
+    """Of its calls and steps, and the last; None: there are none, or an earlier version began it."""
+    last_id: int | None = None
 
 
 def definitions_in(db: sqlite3.Connection, process: int) -> Iterator[tuple[int, Any]]:
@@ -118,5 +123,8 @@ def last_ids(db: sqlite3.Connection) -> list[int]:
 
 def rings_in(db: sqlite3.Connection) -> dict[str, RingRow]:
     """How far each ring was taken over, by its file's name."""
-    columns = ", ".join(member.name for member in fields(RingRow))
+    there = {row[1] for row in db.execute("PRAGMA table_info(rings)")}
+    names = [member.name for member in fields(RingRow)]
+    # The last two are not there in a history of an earlier version.
+    columns = ", ".join(name for name in names if name in there or name not in ("first_id", "last_id"))
     return {row[0]: RingRow(*row) for row in db.execute(f"SELECT {columns} FROM rings")}

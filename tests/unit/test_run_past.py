@@ -22,7 +22,7 @@ from dpmon.records import Call, Decoder, Step, pack_call, pack_definition, pack_
 from dpmon.report import collect
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
-from dpmon.run.history import LIMIT_BYTES
+from dpmon.run.history import LIMIT_BYTES, History
 from dpmon.run.kept import Kept
 from dpmon.run.past import Before
 from dpmon.run.playback import PlaybackReader
@@ -481,3 +481,38 @@ def test_a_playback_before_the_first_minute_that_is_left_has_the_sums_and_plays_
     player.close()
     assert folded.processes[0].step_count == 4000
     assert looks < 10, "where nothing more is known, nothing is looked for"
+
+
+def test_the_span_of_a_process_that_ended_early_takes_no_look_at_all_rows(state: Path) -> None:
+    """Whose rows lie where is written beside its ring; without that (an earlier version) it is found all the same."""
+    many, few = Training(process=0), Training(process=1)
+    directory = keep({1: [*few.begin(), *few.run(20)], 0: [*many.begin(), *many.run(6000)]})
+
+    def spans() -> tuple[list[tuple[int, int] | None], int]:
+        """Of three processes; and how many looks that of the early one took."""
+        kept, looks = Kept(directory), []
+        found = [kept.span(process) for process in (0, 1, 2)]
+        kept._db.set_progress_handler(lambda: looks.append(1), 100)
+        kept.span(1)
+        kept.close()
+        return found, len(looks)
+
+    kept = Kept(directory)
+    ids: dict[int, list[int]] = {0: [], 1: []}
+    for row in kept.rows():
+        if row[1] in ("calls", "steps"):
+            ids[row[3]].append(row[0])
+    kept.close()
+    found, looks = spans()
+    assert found == [(min(ids[0]), max(ids[0])), (min(ids[1]), max(ids[1])), None]
+    assert looks <= 10
+    with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
+        db.execute("UPDATE rings SET first_id = 'x'")
+    assert spans()[0] == found
+    assert spans()[1] > 100
+    with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
+        for name in ("first_id", "last_id"):
+            db.execute(f"ALTER TABLE rings DROP COLUMN {name}")
+    assert spans()[0] == found
+    History(directory, {}).close()
+    assert spans()[0] == found, "an earlier version began it, this one went on"

@@ -101,12 +101,20 @@ def _meta(trace: Trace, event: dict[str, Any]) -> None:
         assert type(value) is int
 
 
+def _ns(us: float) -> int:
+    """As Perfetto reads it: what is behind the point is cut off (CoerceToTs in its json_utils.cc)."""
+    return int(us * 1000.0)
+
+
 def _nested(slices: list[dict[str, Any]]) -> None:
-    """Slices of one track lie within one another or apart; of those that begin together the outer one comes first."""
+    """Slices of one track lie within one another or apart; of those that begin together the outer one comes first.
+
+    Perfetto drops what reaches out of another, by however little (slice_drop_overlapping_complete_event).
+    """
     open_until: list[int] = []
-    for event in sorted(slices, key=lambda event: event["ts"]):
-        begin = round(event["ts"] * 1000)
-        end = begin + round(event["dur"] * 1000)
+    for event in sorted(slices, key=lambda event: _ns(event["ts"])):
+        begin = _ns(event["ts"])
+        end = begin + _ns(event["dur"])
         while open_until and open_until[-1] <= begin:
             open_until.pop()
         assert not open_until or end <= open_until[-1], f"{event['name']} reaches out of the slice it began in"

@@ -11,12 +11,14 @@ killed) takes what is there.
   would show its last value on and on.
 - modes, warnings and the exit are instants.
 
-Times are µs since the run's start, to the nanosecond.
+Times are µs since the run's start, to the nanosecond: Perfetto multiplies them by 1000 and cuts off what is behind the
+point, and drops a slice that then reaches out of another by one ns (its json_utils and slice_tracker).
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
@@ -39,6 +41,12 @@ def write_trace(info: RunInfo, records: Iterable[Record], file: TextIO) -> None:
             trace.add(record)
     finally:
         trace.end()
+
+
+def _us(ns: int) -> float:
+    """As µs, from which a reader that multiplies by 1000 and cuts off gets the same ns."""
+    us = ns / 1000
+    return us if int(us * 1000.0) >= ns else math.nextafter(us, math.inf)
 
 
 class _Process:
@@ -71,9 +79,8 @@ class _Trace:
     def _slice(self, process: _Process, tid: int, name: str, start_ns: int, took_ns: int, args: Any = None) -> None:
         if start_ns >= 0 and took_ns >= 0:
             self._newest_us = max(self._newest_us, (start_ns + took_ns) / 1e3)
-            self._put(
-                ph="X", name=name, ts=start_ns / 1e3, dur=took_ns / 1e3, pid=process.pid, tid=tid, args=args or {}
-            )
+            began, dur = _us(start_ns), _us(took_ns)
+            self._put(ph="X", name=name, ts=began, dur=dur, pid=process.pid, tid=tid, args=args or {})
 
     def _counter(self, process: _Process, name: str, at_us: float, values: Mapping[str, float]) -> None:
         if values:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import random
 import stat
 import threading
 from dataclasses import replace
@@ -219,6 +220,20 @@ def test_calls_at_the_same_time_do_not_tear_each_other(state: Path) -> None:
     trace = read(file.getvalue())
     assert len(trace.slices["process 0", "calls"]) == 2
     assert len(trace.slices["process 0", "calls (concurrent 1)"]) == 2
+
+
+def test_steps_that_touch_each_other_do_not_overlap_for_perfetto(state: Path) -> None:
+    """A step begins in the very ns in which the one before ended; times in µs are no whole numbers in binary."""
+    chance, at, steps = random.Random(5), 2 * SECOND, []
+    for number in range(1, 3001):
+        took = chance.randrange(1000, 50_000_000)
+        steps.append(Step(0, None, number, "dp", at, took, 4, {"forward": took // 3}))
+        at += took
+    file = io.StringIO()
+    write_trace(load_info(keep({})), steps, file)
+    found = read(file.getvalue()).slices["process 0", "steps"]
+    assert [int(event["ts"] * 1000.0) for event in found] == [step.start_ns for step in steps]
+    assert [int(event["dur"] * 1000.0) for event in found] == [step.wall_ns for step in steps]
 
 
 def test_a_damaged_phase_is_left_out_of_the_trace(state: Path) -> None:

@@ -92,7 +92,11 @@ def export(options: argparse.Namespace) -> int:
 
 def ls(options: argparse.Namespace) -> int:
     """List the runs, the newest last: name, state, age, steps, exit status, what was run."""
-    runs = [_describe(directory, info) for directory, info in list_runs()]
+    unreadable: list[str] = []
+    runs = [_describe(directory, info) for directory, info in list_runs(unreadable)]
+    if unreadable:
+        more = f" (and {len(unreadable) - 1:,} more like it)" if len(unreadable) > 1 else ""
+        speak(clean(f"not listed: {unreadable[0]}{more}"))
     if options.json:
         for run in runs:
             print(json.dumps(run))
@@ -180,6 +184,8 @@ def _steps(directory: Path) -> int | None:
 
 
 def _age(seconds: float) -> str:
+    if seconds < -60:
+        return "-"  # the clock was set back since
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"

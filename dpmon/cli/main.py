@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -62,12 +63,20 @@ def entry() -> None:
     """The console script."""
     try:
         status = main(sys.argv[1:])
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here it can still be said that there is no room for it
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:
         # Whoever read our output has gone; nothing more to say, and nothing to flush at exit.
         sys.stdout = sys.stderr = None
         status = 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        sys.stdout = None
+        print(f"dpmon: what was to be said cannot be written: {error.strerror}", file=sys.stderr)
+        status = 2
     nvml = sys.modules.get("dpmon.gpu.nvml")  # where --devices had it asked; it may still wait for an answer
     if nvml is not None:
         nvml.leave(status)

@@ -19,6 +19,7 @@ from dpmon.run.tables import (
     SCHEMA_VERSION,
     HistoryError,
     RingRow,
+    check_version,
     definitions_in,
     last_ids,
     rings_in,
@@ -90,7 +91,7 @@ class History:
             raise HistoryError(str(error)) from None
         try:
             self._prepare(meta)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, HistoryError) as error:
             self._db.close()
             raise HistoryError(str(error)) from None
 
@@ -102,6 +103,8 @@ class History:
         run("PRAGMA synchronous=OFF")
         run("PRAGMA journal_size_limit=4194304")
         run("PRAGMA cache_size=-2000")
+        if run("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+            check_version(self._db)
         self._db.executescript(SCHEMA)
         if "device" not in (row[1] for row in run("PRAGMA table_info(steps)")):  # begun by an earlier version
             run("ALTER TABLE steps ADD COLUMN device BLOB")

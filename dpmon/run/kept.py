@@ -13,7 +13,7 @@ from typing import Any
 
 from dpmon.records import MODES
 from dpmon.run.rollup import WHOLE, Rollup
-from dpmon.run.tables import BEFORE_S, HISTORY_FILE, LASTING, HistoryError, last_ids, rings_in
+from dpmon.run.tables import BEFORE_S, HISTORY_FILE, LASTING, HistoryError, check_version, last_ids, rings_in
 
 __all__ = ["DISORDER", "Kept", "chance"]
 
@@ -48,11 +48,12 @@ class Kept:
             raise HistoryError(str(error)) from None
         try:
             self._db.execute("BEGIN")
+            check_version(self._db)
             self.rings = rings_in(self._db)
             self.last_id = max(last_ids(self._db))
             row = self._db.execute("SELECT value FROM meta WHERE key = 'pruned'").fetchone()
             self.pruned = int(row[0]) if row else 0
-        except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
+        except (HistoryError, sqlite3.Error, ValueError, TypeError, OverflowError) as error:
             self._db.close()
             raise HistoryError(str(error)) from None
 

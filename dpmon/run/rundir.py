@@ -320,8 +320,11 @@ def ring_paths(directory: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def list_runs() -> list[tuple[Path, RunInfo]]:
-    """All runs of this user that can be read, oldest first; those too that are kept elsewhere."""
+def list_runs(unreadable: list[str] | None = None) -> list[tuple[Path, RunInfo]]:
+    """All runs of this user that can be read, oldest first; those too that are kept elsewhere.
+
+    To `unreadable` goes why, of each of the others that has a run.json.
+    """
     found = []
     for runs in (runs_directory(), *stand_ins()):
         try:
@@ -332,8 +335,12 @@ def list_runs() -> list[tuple[Path, RunInfo]]:
             continue
         for name in names:
             if _ID.fullmatch(name):
-                with contextlib.suppress(RunError):
+                try:
                     found.append((runs / name, load_info(runs / name)))
+                except RunError as error:
+                    # Without the file it is being made, or was deleted at this moment.
+                    if unreadable is not None and os.path.lexists(runs / name / INFO_FILE):
+                        unreadable.append(str(error))
     return sorted(found, key=lambda run: (run[1].started_unix, run[0].name))
 
 

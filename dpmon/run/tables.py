@@ -42,6 +42,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "HistoryError",
     "RingRow",
+    "check_version",
     "definitions_in",
     "last_ids",
     "rings_in",
@@ -106,6 +107,13 @@ class RingRow:
     first_id: int | None = None
     """Of its calls and steps, and the last; None: there are none, or an earlier version began it."""
     last_id: int | None = None
+
+
+def check_version(db: sqlite3.Connection) -> None:
+    """HistoryError for the history of a later version, whose columns may mean something else."""
+    row = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
+    if row is not None and isinstance(row[0], int) and row[0] > SCHEMA_VERSION:
+        raise HistoryError(f"a later version of dpmon wrote it (schema {row[0]}; this one knows {SCHEMA_VERSION})")
 
 
 def definitions_in(db: sqlite3.Connection, process: int) -> Iterator[tuple[int, Any]]:

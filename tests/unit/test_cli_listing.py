@@ -1,0 +1,117 @@
+"""`ls`, `report` and `export` where something is not as it should be: damaged runs, a clock set back, a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sqlite3
+import sys
+import time
+from argparse import Namespace
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from kept import keep
+from synthetic import Training
+
+from dpmon.cli.commands import ls
+from dpmon.cli.main import entry
+from dpmon.export import export
+from dpmon.records import Event, Step
+from dpmon.report import report_text
+from dpmon.run.export import history
+from dpmon.run.history import History
+from dpmon.run.kept import Kept
+from dpmon.run.playback import can_be_played
+from dpmon.run.rundir import RunError
+from dpmon.run.tables import SCHEMA_VERSION, HistoryError
+
+
+def a_run(name: str = "linear", **about: object) -> Path:
+    training = Training()
+    return keep({0: [*training.begin(), *training.run(5)]}, name=name, **about)  # type: ignore[arg-type]
+
+
+def listed(capsys: pytest.CaptureFixture[str], **options: bool) -> tuple[list[str], str]:
+    assert ls(Namespace(json=options.get("json", False))) == 0
+    said = capsys.readouterr()
+    return said.out.splitlines(), said.err
+
+
+def test_runs_that_cannot_be_read_are_counted(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, damaged, empty = a_run("good"), a_run("damaged"), a_run("empty")
+    assert listed(capsys)[1] == ""
+    (empty / "run.json").unlink()  # as of one that is being made, or deleted
+    (damaged / "run.json").write_text("{")
+    lines, errors = listed(capsys)
+    assert [line.split()[0] for line in lines] == ["NAME", f"good-{good.name[-4:]}"]
+    assert errors.startswith("dpmon: not listed: ")
+    assert damaged.name in errors
+    assert errors.count("\n") == 1
+    shutil.copytree(damaged, damaged.with_name(damaged.name[:-4] + "0000"))
+    lines, errors = listed(capsys, json=True)
+    assert [json.loads(line)["id"] for line in lines] == [good.name]
+    assert errors.endswith(" (and 1 more like it)\n")
+
+
+def test_a_run_that_begins_in_the_future_has_no_age(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(started_unix=time.time() + 86_400)
+    row = listed(capsys)[0][1].split()
+    assert row[:4] == [row[0], "finished", "-", "5"]
+    assert "finished in 1 min 00 s" in report_text(a_run(started_unix=time.time() + 86_400))[0]
+
+
+@pytest.mark.parametrize("words", [["ls"], ["report"], ["report", "--json"], ["export"]])
+def test_where_there_is_no_room_one_sentence_says_so(
+    state: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run()
+    full = open("/dev/full", "w")  # noqa: SIM115 its end fails, too
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["dpmon", *words])
+        patch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as end:
+            entry()
+    assert end.value.code == 2
+    with contextlib.suppress(OSError):
+        full.close()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("dpmon: ")
+    assert said.endswith("No space left on device")
+
+
+def test_the_history_of_a_later_version_is_not_read_as_if_it_were_ours(state: Path) -> None:
+    directory = a_run()
+    with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
+        db.execute("UPDATE meta SET value = ? WHERE key = 'schema'", (SCHEMA_VERSION + 1,))
+    for opened in (lambda: Kept(directory), lambda: History(directory, {})):
+        with pytest.raises(HistoryError, match="a later version of dpmon wrote it"):
+            opened()
+    assert not can_be_played(directory)
+    # What its rings have is told all the same.
+    text = " ".join(" ".join(report_text(directory)).split())
+    assert "5 steps, 5 calls" in text
+    assert f"a later version of dpmon wrote it (schema {SCHEMA_VERSION + 1}; this one knows {SCHEMA_VERSION})" in text
+    records = list(history(directory))
+    assert sum(isinstance(record, Step) for record in records) == 5
+    assert any(isinstance(record, Event) and "later version" in str(record.data.get("text")) for record in records)
+
+
+def test_a_run_that_is_deleted_or_pruned_while_it_is_exported_is_told_to_the_end(state: Path, tmp_path: Path) -> None:
+    training = Training()
+    directory = keep({0: [*training.begin(), *training.run(400)]})
+    whole = [record for record in history(directory) if isinstance(record, Step)]
+    with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
+        db.execute("PRAGMA journal_mode=WAL")  # as its supervisor has it
+        under_way = history(directory)
+        first = next(record for record in under_way if isinstance(record, Step))
+        for table in ("calls", "steps", "events"):
+            db.execute(f"DELETE FROM {table}")
+    shutil.rmtree(directory)
+    assert [first, *(record for record in under_way if isinstance(record, Step))] == whole
+    with pytest.raises(RunError):
+        export(directory, "csv", str(tmp_path / "tables"))
+    with pytest.raises(RunError):
+        report_text(directory)

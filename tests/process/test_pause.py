@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -243,6 +244,8 @@ def test_interrupted_while_it_is_paused(dpmon: Dpmon) -> None:
     found = [record for record in dpmon.records() if record["kind"] in ("pause", "step")]
     at = next(n for n, record in enumerate(found) if record["kind"] == "pause" and not record["paused"])
     assert found[at]["reason"] == "interrupted"
+    told = dpmon.run("report").text
+    assert re.search(r"\nPAUSES\n  00:00:\d\d  after step \d+  for [\d.]+ m?s, went on by itself: interrupted\n", told)
     assert len([record for record in found[at:] if record["kind"] == "step"]) == 5
     reader.close()
 

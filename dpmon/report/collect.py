@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -13,38 +12,36 @@ from dpmon.model.evidence import (
     WARM_UP_STEPS,
     BatchFacts,
     Evidence,
-    LongStep,
     ReplicaFacts,
     Worth,
 )
 from dpmon.model.findings import findings
 from dpmon.model.memory import held
 from dpmon.model.stats import median, percentile
-from dpmon.records import GRAD, MODES, STEP_PHASES, TRAINING
+from dpmon.records import GRAD, MODES, TRAINING
 from dpmon.report.compared import Settled, compared
 from dpmon.report.devices import Devices
 from dpmon.report.events import mode_change, process_facts
 from dpmon.report.figures import deleted_facts, mode_facts
+from dpmon.report.longest import Longest
 from dpmon.report.pauses import Pauses, together, within
 from dpmon.report.series import Series
 from dpmon.report.story import Compared, Deleted, ModeChange, ProcessFacts, Story
 from dpmon.run.add_up import add_up, why_nothing
 from dpmon.run.adder import Adder, is_evaluation
 from dpmon.run.reader import RunReader
-from dpmon.run.rollup import SERIES, Rollup
+from dpmon.run.rollup import Rollup
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.state import run_state
 from dpmon.run.totals import Totals
 
 __all__ = ["collect"]
 
-LONGEST_KEPT = 64
 LINES_KEPT = 12
 CHANGES_KEPT = 1000
 _TAIL_BYTES = 16384
 _DDP = "DistributedDataParallel"
 _VIRTUAL = 1
-_BACKWARD, _OPTIMIZER = SERIES.index("backward"), SERIES.index("optimizer")
 _Share = tuple[int, int, int, int, bool]
 
 
@@ -113,10 +110,8 @@ class _Collector(Adder):
         self.processes: dict[int, ProcessFacts] = {}
         self.changes: list[ModeChange] = []
         self.pauses = Pauses()
-        self._longest: dict[tuple[str, bool], list[tuple[int, int, LongStep]]] = {}
-        """By mode, and whether it is an evaluation."""
+        self._longest = Longest()
         self._seen: Counter[tuple[int, str]] = Counter()
-        self._number = 0
         self._last_ns: int | None = None
         self._shares: dict[_Share, tuple[list[array[int]], Counter[tuple[int, ...]]]] = {}
         """By process, layout, number of the mode and of replicas, whether it evaluates: durations of each replica, and
@@ -149,19 +144,7 @@ class _Collector(Adder):
         self._seen[process, mode] += 1
         if self._seen[process, mode] <= WARM_UP_STEPS:
             return
-        longest = self._longest.get((mode, evaluation))
-        if longest is None or len(longest) < LONGEST_KEPT or wall > longest[0][0]:
-            took, name = max((took or 0, name) for took, name in zip(phases, STEP_PHASES, strict=True))
-            self._keep_long(LongStep(process, number, mode, start, wall, name, took), evaluation)
-
-    def _keep_long(self, step: LongStep, evaluation: bool) -> None:
-        longest = self._longest.setdefault((step.mode, evaluation), [])
-        self._number += 1
-        entry = (step.wall_ns, -self._number, step)
-        if len(longest) < LONGEST_KEPT:
-            heapq.heappush(longest, entry)
-        elif entry > longest[0]:
-            heapq.heapreplace(longest, entry)
+        self._longest.step(process, number, mode, start, wall, phases, evaluation)
 
     def called(self, process: int, head: Sequence[int], shares: Sequence[tuple[int, int, int, int]]) -> None:
         """A call, as it lies in the record."""
@@ -189,8 +172,8 @@ class _Collector(Adder):
         self._seen[rollup.process, rollup.mode] += max(rollup.steps, 0)
         if width_s:
             self.series.rollup(width_s, rollup)
-            if warm and rollup.high_ns is not None and rollup.steps > 0:
-                self._keep_long(_longest_of(width_s, rollup), _evaluates(rollup))
+            if warm:
+                self._longest.rollup(width_s, rollup)
         else:
             self.timeless += rollup.steps
 
@@ -229,7 +212,7 @@ class _Collector(Adder):
             devices=self.devices.facts(),
             host=self.devices.processors(),
             memory=tuple(held(totals.memory.values())),
-            longest=self._longest_steps(totals),
+            longest=self._longest.steps(totals),
             deleted=tuple(one.facts for one in deleted),
             worth=_worth(verdict),
             processes=totals.processes,
@@ -238,17 +221,6 @@ class _Collector(Adder):
             paused_ns=within(paused, 0, last),
             paused_after_ns=within(paused, self._last_ns or 0, last),
         )
-
-    def _longest_steps(self, totals: Totals) -> tuple[LongStep, ...]:
-        """Of those that the modes' figures are of, too."""
-        trained = {*totals.evaluations, *(mode for mode, gone in totals.deleted.items() if not _evaluates(gone.sums))}
-        found = [
-            entry
-            for (mode, evaluation), entries in self._longest.items()
-            if not evaluation or mode not in trained
-            for entry in entries
-        ]
-        return tuple(step for _, _, step in sorted(found, reverse=True)[:LONGEST_KEPT])
 
     def _layout(self, process: int, layout: int) -> tuple[str, list[str]] | None:
         """Root and devices of a layout; None for one that is unknown or DDP's, whose ranks are no replicas."""
@@ -311,23 +283,6 @@ class _Collector(Adder):
             middle, tail = median(ordered), percentile(ordered, 0.95)
             facts.append(ReplicaFacts(*key, len(ordered), often, middle, tail, key in virtual))
         return facts
-
-
-def _evaluates(rollup: Rollup) -> bool:
-    """Whether none of these steps trained; where some did, the others cannot be told apart."""
-    return rollup.sums[_BACKWARD] is None and rollup.sums[_OPTIMIZER] is None
-
-
-def _longest_of(width_s: int, rollup: Rollup) -> LongStep:
-    """The longest step of some seconds, of which only sums are left."""
-    wall = rollup.high_ns or 0
-    others = max((rollup.sums[0] or 0) - wall, 0)
-    # As if all of the others had been in that phase: it was at least so long in this one.
-    spent, name = max((took or 0, name) for took, name in zip(rollup.sums[1:], STEP_PHASES, strict=False))
-    least = spent - others
-    known = 2 * least > wall
-    start = max((rollup.start_s + width_s) * 1_000_000_000 - wall, 0)
-    return LongStep(rollup.process, None, rollup.mode, start, wall, name if known else None, least if known else 0)
 
 
 def _worth(found: Compared | None) -> Worth | None:

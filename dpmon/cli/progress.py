@@ -6,17 +6,11 @@ import time
 
 from dpmon.records import Event, Step
 from dpmon.run.reader import RunReader
+from dpmon.ui.format import compact, group
 
-__all__ = ["Progress", "rate"]
+__all__ = ["Progress"]
 
 _POLLS = 16
-
-
-def rate(value: float) -> str:
-    """A rate in the unit that suits it: 3.41, 412, 12.4k."""
-    if value >= 10_000:
-        return f"{value / 1000:.1f}k"
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 class Progress:
@@ -37,7 +31,7 @@ class Progress:
         steps = self._new_steps()
         if not steps:
             return self._waiting()
-        parts = [f"step {max(step.step for step in steps)}"]
+        parts = [f"step {group(max(step.step for step in steps))}"]
         if len(self._processes) > 1:
             parts.append(f"{len(self._processes)} processes")
         began = min(step.start_ns for step in steps)
@@ -45,10 +39,10 @@ class Progress:
         seconds -= max(self._paused.values(), default=0.0)
         if seconds > 0:
             # The processes of a distributed run take their steps together: steps once, samples added up.
-            parts.append(f"{rate(len(steps) / len({step.process for step in steps}) / seconds)} steps/s")
+            parts.append(f"{compact(len(steps) / len({step.process for step in steps}) / seconds)} steps/s")
             samples = [step.samples for step in steps if step.samples is not None]
             if len(samples) == len(steps):
-                parts.append(f"{rate(sum(samples) / seconds)} samples/s")
+                parts.append(f"{compact(sum(samples) / seconds)} samples/s")
         if steps[-1].mode and not (self._ranks and steps[-1].mode == "single"):
             parts.append(steps[-1].mode + (" (virtual)" if self._virtual and steps[-1].mode == "dp" else ""))
         return "  ".join(parts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from pathlib import Path
 
-from dpmon.cli.progress import rate
 from dpmon.model.finding import many
 from dpmon.model.memory import held
 from dpmon.model.stats import median, percentile
@@ -14,7 +13,7 @@ from dpmon.run.add_up import add_up, why_nothing
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, short_name
 from dpmon.run.totals import Deleted, ModeTotals, Totals
-from dpmon.ui.format import memory
+from dpmon.ui.format import compact, group, memory, ms
 from dpmon.ui.tail import Tail, last_line_of_traceback
 from dpmon.ui.text import clean
 
@@ -49,12 +48,13 @@ def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
     lines += _replica_lines(totals)
     lines += _memory_lines(totals)
     if totals.pauses:
-        times = "once" if totals.pauses == 1 else f"{totals.pauses:,} times"
+        times = "once" if totals.pauses == 1 else f"{group(totals.pauses)} times"
         lines.append(f"paused {times}, for {duration(totals.paused_s)}, which is in no step and no phase")
     if totals.pruned:
-        lines.append(f"{totals.pruned:,} older records were deleted to bound the history: the figures are of the rest")
+        pruned = group(totals.pruned)
+        lines.append(f"{pruned} older records were deleted to bound the history: the figures are of the rest")
     if totals.dropped:
-        lines.append(f"{totals.dropped:,} records were dropped: the figures are of the rest")
+        lines.append(f"{group(totals.dropped)} records were dropped: the figures are of the rest")
     lines += [f"warning: {text}" for text in list(dict.fromkeys(totals.warnings))[:_MAX_WARNINGS]]
     lines.append(f"record: {directory}  (dpmon export {short_name(info)})")
     return [clean(line) for line in lines]
@@ -68,7 +68,7 @@ def _outcome(info: RunInfo, how: ExitInfo | None) -> str:
         return f"{name}: {how.error}"
     took = duration(how.seconds)
     if how.stopped:
-        return f"{name}: stopped by you after {took}"
+        return f"{name}: stopped by you after {took}" + (f", exit status {how.status}" if how.status else "")
     if how.status is None:
         return f"{name}: ended after {took}, status unknown: {how.unknown or 'nobody recorded it'}"
     if how.signal is not None:
@@ -99,11 +99,6 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def _ms(ns: float) -> str:
-    ms = ns / 1e6
-    return f"{ms:.3f}" if ms < 10 else f"{ms:.1f}" if ms < 1000 else f"{ms:.0f}"
-
-
 def _mode_lines(name: str, kind: str, mode: ModeTotals, totals: Totals) -> list[str]:
     if name == "single" and totals.distributed:
         name = "ddp"  # one device a rank: neither dp nor single
@@ -111,7 +106,7 @@ def _mode_lines(name: str, kind: str, mode: ModeTotals, totals: Totals) -> list[
     speed = mode.samples_per_s()
     head = f"{title}: {many(max(mode.steps.values(), default=0), 'step')}, {many(mode.calls, 'call')}"
     if speed is not None:
-        head += f", {rate(speed)} samples/s"
+        head += f", {compact(speed)} samples/s"
     if totals.processes > 1:
         head += f", {totals.processes} processes"
     lines = [head]
@@ -129,17 +124,17 @@ def _deleted_line(name: str, gone: Deleted) -> str:
     """What is left of the steps of a mode that were deleted."""
     middle, tail = (gone.sums.quantile("step", fraction) or 0 for fraction in (0.5, 0.95))
     speed = gone.samples_per_s()
-    said = f", {rate(speed)} samples/s" if speed is not None else ""
+    said = f", {compact(speed)} samples/s" if speed is not None else ""
     head = f"{name or 'mode unknown'}, deleted: {many(gone.sums.steps, 'step')}{said}"
-    return f"{head}, median {_ms(middle)} ms, p95 {_ms(tail)} ms (within 3 %)"
+    return f"{head}, median {ms(middle)}, p95 {ms(tail)} (within 3 %)"
 
 
 def _phase_line(label: str, values: array[int], device: array[float] | None) -> str:
     ordered = sorted(values)
     middle, tail = median(ordered) or 0, percentile(ordered, 0.95) or 0
-    text = f"  {label:<18} median {_ms(middle):>8} ms   p95 {_ms(tail):>8} ms"
+    text = f"  {label:<18} median {ms(middle):>8}   p95 {ms(tail):>8}"
     on_device = median(device or ())
-    return text if on_device is None else f"{text}   on device {_ms(on_device * 1e6):>8} ms"
+    return text if on_device is None else f"{text}   on device {ms(on_device * 1e6):>8}"
 
 
 def _memory_lines(totals: Totals) -> list[str]:
@@ -160,7 +155,7 @@ def _stage_lines(totals: Totals) -> list[str]:
         text = f"  {line.root} stage {line.stage} {line.device}  {names}  {line.inputs or 'sizes not seen'} -> "
         text += f"{line.outputs or 'not finished'}  {many(line.calls, 'call')}"
         middle = median(line.walls)
-        lines.append(text if middle is None else f"{text}, host time median {_ms(middle)} ms")
+        lines.append(text if middle is None else f"{text}, host time median {ms(middle)}")
     more = len(totals.stages) - len(lines)
     if more > 0:
         lines.append(f"  and {more} more; dpmon export has them all")
@@ -175,9 +170,9 @@ def _rank_lines(totals: Totals) -> list[str]:
         text += f"  {many(line.calls, 'call')}, {many(line.steps, 'step')}"
         middle = median(line.walls)
         if middle is not None:
-            text += f", step median {_ms(middle)} ms"
+            text += f", step median {ms(middle)}"
         if line.samples_per_s is not None:
-            text += f", {rate(line.samples_per_s)} samples/s"
+            text += f", {compact(line.samples_per_s)} samples/s"
         lines.append(text)
     more = len(totals.ranks) - len(lines)
     if more > 0:

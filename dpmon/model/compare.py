@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, exp, log, sqrt
 from typing import NamedTuple
 
+from dpmon.model.numbers import duration, share, times
 from dpmon.model.state import (
     MODES_COMPARED,
     PHASES,
@@ -101,7 +102,11 @@ class Comparison:
     samples: int | None = None
     """Samples in each of the steps that are compared; None: not known, or nothing is compared."""
     left_out: int = 0
-    """Steps of another kind: another number of samples, or without a backward pass."""
+    """Steps of another kind: another number of samples, or the other in having a backward pass."""
+    left_backward: int = 0
+    """Of these, those that are the other in having a backward pass."""
+    trained: bool = True
+    """Whether the steps that are compared have one."""
     speedup: Interval | None = None
     efficiency: float | None = None
     """Speed-up a device; None for virtual replicas, which have no devices of their own."""
@@ -203,7 +208,9 @@ def compare(
     if kind is None:
         return replace(base, missing=_unlike(kinds), lacking={})
     left_out = sum(sum(each.values()) - each[kind] for each in kinds.values())
-    return _judged(replace(base, samples=kind[0], left_out=left_out), taken)
+    passes = sum(count for each in kinds.values() for other, count in each.items() if other[1] != kind[1])
+    base = replace(base, samples=kind[0], left_out=left_out, left_backward=passes, trained=kind[1])
+    return _judged(base, taken)
 
 
 def _common(kinds: Mapping[str, Counter[_Kind]]) -> _Kind | None:
@@ -358,14 +365,14 @@ def sentence(found: Comparison) -> str | None:
         return None
     over = f" over {len(found.devices)}" if found.devices else ""
     virtual = " virtual replicas" if found.virtual and found.devices else ""
-    head = f"DataParallel{over}{virtual} is {_times_text(found.speedup.value)} one device"
+    head = f"DataParallel{over}{virtual} is {times(found.speedup.value)} as fast as one device"
     if found.outcome == "even":
-        low, high = (_times_text(each) for each in found.speedup[1:])
-        head = f"DataParallel{over}{virtual} makes no difference that shows ({low} to {high} one device)"
+        low, high = (times(each) for each in found.speedup[1:])
+        head = f"DataParallel{over}{virtual} makes no difference that shows ({low} to {high} as fast as one device)"
     said = _ground(found)
     means = ""
     if found.by_mean is not None:
-        means = f" By the mean step it is {_times_text(found.by_mean)}{_why_uneven(found)}."
+        means = f" By the mean step it is {times(found.by_mean)}{_why_uneven(found)}."
     return f"{head}: {said}.{means}" if said else f"{head}.{means}"
 
 
@@ -373,15 +380,7 @@ def _why_uneven(found: Comparison) -> str:
     if found.uneven is None:
         return ""
     mode, how = found.uneven
-    return f": of the steps in {mode}, about {_percent(how.steps)} take {_percent(how.time)} of the time"
-
-
-def _times_text(value: float) -> str:
-    return f"{value:.2f}×" if value < 9.995 else f"{value:.1f}×"
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else "<1 %" if share < 0.005 else f"{share * 100:.0f} %"
+    return f": of the steps in {mode}, about {share(how.steps)} take {share(how.time)} of the time"
 
 
 def _ground(found: Comparison) -> str:
@@ -389,20 +388,16 @@ def _ground(found: Comparison) -> str:
     if ground is None:
         return ""
     if ground.phase in _COPIES:
-        return f"{ground.phase} takes {_percent(ground.share)} of the step"
+        return f"{ground.phase} takes {share(ground.share)} of the step"
     name = "the replicas' forward" if ground.phase == "forward" else _PHRASES.get(ground.phase, ground.phase)
-    text = f"{name} takes {_duration(ground.dp_ns)} against {_duration(ground.single_ns)} on one device"
+    text = f"{name} takes {_took(ground.dp_ns)} against {_took(ground.single_ns)} on one device"
     if found.outcome == "faster" and cost is not None and (cost.share or 0) >= _WORTH:
-        text += f", {cost.phase} {_percent(cost.share)} of the step"
+        text += f", {cost.phase} {share(cost.share)} of the step"
     return text
 
 
 _PHRASES = {"data": "waiting for data", "other": "the script's own work"}
 
 
-def _duration(ns: float | None) -> str:
-    if ns is None:
-        return "none"
-    if ns < 99_950:
-        return f"{ns / 1e3:.3g} µs"
-    return f"{ns / 1e6:.3g} ms" if ns < 999_500_000 else f"{ns / 1e9:.3g} s"
+def _took(ns: float | None) -> str:
+    return "none" if ns is None else duration(ns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from dpmon.model import numbers
 from dpmon.model.evidence import Evidence, LongStep, ModeFacts
 
 __all__ = [
@@ -71,7 +72,7 @@ def of_process(step: LongStep, evidence: Evidence) -> str:
 
 def many(count: int, word: str) -> str:
     """1 row, 2 rows."""
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
+    return f"{numbers.count(count)} {word}{'' if count == 1 else 's'}"
 
 
 def percent(share: float) -> str:
@@ -92,13 +93,8 @@ def gib(count: float) -> str:
 
 def took(ns: float | None) -> str:
     """A duration with three digits: 412 µs, 12.3 ms, 4.50 s, 3 min 20 s."""
-    if ns is None:
-        return "–"
-    for scale, unit in ((1e3, "µs"), (1e6, "ms"), (1e9, "s")):
-        value = ns / scale
-        if value < (99.95 if unit == "s" else 999.5):
-            digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
-            return f"{value:.{digits}f} {unit}"
+    if ns is None or ns < 99.95e9:
+        return numbers.duration(ns)
     minutes, seconds = divmod(round(ns / 1e9), 60)
     return f"{minutes} min {seconds:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 

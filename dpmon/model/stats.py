@@ -14,6 +14,7 @@ __all__ = [
     "PhaseFigures",
     "Speed",
     "Summary",
+    "mean_speed",
     "median",
     "middle",
     "percentile",
@@ -179,6 +180,17 @@ def phase_figures(name: str, ran: int, times: Iterable[int], share: float | None
     if ordered and ordered[0] < 0:
         ordered = [took for took in ordered if took >= 0]
     return PhaseFigures(name, ran, middle(ordered), rank(ordered, 0.95), share)
+
+
+def mean_speed(process: Process) -> Speed:
+    """Steps and samples a second of step time over all of its steps, in whatever mode: pauses are in no step."""
+    tracks = process.modes.values()
+    wall, steps = sum(track.wall_ns for track in tracks), sum(track.count for track in tracks)
+    if not wall or not steps:
+        return Speed(None, None, "no step has ended yet")
+    knowing = not any(track.unknown for track in tracks)
+    samples = sum(track.samples for track in tracks) / wall * 1e9 if knowing else None
+    return Speed(steps / wall * 1e9, samples, None)
 
 
 def speed(process: Process, now_ns: int | None) -> Speed:

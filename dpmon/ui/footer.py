@@ -20,6 +20,8 @@ _OVER = ("r", "e")
 """What a run that is over is looked at for."""
 _BACK = ("resume", "go on")
 """Words of what is held up until its key is pressed once more."""
+_ALL = "list"
+"""What `:` is called where nothing is left out; as long as the other word."""
 _SHORT = {
     "all panels": "back",
     "end search": "end",
@@ -60,17 +62,16 @@ def keys(scene: Scene) -> list[tuple[str, str]]:
 
 
 def footer(scene: Scene, width: int, look: Look) -> list[Row]:
-    """One row of `width` cells; a sign says that there is more; a narrow one has short words."""
+    """One row of `width` cells; ": more" has all of them; a narrow one has short words."""
     gap = 2 if width >= _ROOMY else 1
     everything = _pieces(scene)
     shown = everything
     if _taken(everything, gap) > width:
-        shown = _chosen(everything, width - 1 - span_width(look.glyphs.more), gap)
+        shown = _chosen(everything, width - 1, gap)
     row: Row = []
     for piece in shown:
-        if piece.key == ":" and len(shown) < len(everything):
-            row.append((" " * (gap - 1 if row else 0) + look.glyphs.more, "frame.focus"))
-        row += [(" " * (gap if row else 1), ""), (piece.key, "key"), (" " + piece.word, "dim")]
+        word = _ALL if piece.key == ":" and len(shown) == len(everything) else piece.word
+        row += [(" " * (gap if row else 1), ""), (piece.key, "key"), (" " + word, "dim")]
     return [fit(row, width, look.glyphs.more)]
 
 

@@ -1,6 +1,8 @@
-"""Numbers as people read them: units always, few digits, the same width while they change."""
+"""Numbers as people read them: units always, few digits (`dpmon.model.numbers`), the same width while they change."""
 
 from __future__ import annotations
+
+from dpmon.model.numbers import UNKNOWN, count, duration, share, three
 
 __all__ = [
     "UNKNOWN",
@@ -16,34 +18,18 @@ __all__ = [
     "span_words",
 ]
 
-UNKNOWN = "–"
-
-
-def group(number: int | None) -> str:
-    """12340 -> "12 340"."""
-    return UNKNOWN if number is None else f"{number:,}".replace(",", " ")
+group = count
+percent = share
 
 
 def ms(ns: float | None) -> str:
-    """A duration in ns with three digits and its unit: "23.0 µs", "4.12 ms", "1.25 s", at most 7 cells."""
-    return short_ms(ns, " ")
+    """A duration in ns with three digits and its unit: "412 µs", "4.12 ms", "1.25 s", at most 7 cells."""
+    return duration(ns)
 
 
-def short_ms(ns: float | None, gap: str = "") -> str:
+def short_ms(ns: float | None) -> str:
     """As `ms`, without the space before the unit."""
-    if ns is None:
-        return UNKNOWN
-    if ns < 99_950:
-        return _three(ns / 1e3) + gap + "µs"
-    if ns < 999_500_000:
-        return _three(ns / 1e6) + gap + "ms"
-    return _three(ns / 1e9) + gap + "s"
-
-
-def _three(value: float) -> str:
-    if value >= 99.95:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    return duration(ns, "")
 
 
 def compact(number: float | None) -> str:
@@ -52,21 +38,13 @@ def compact(number: float | None) -> str:
         return UNKNOWN
     for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= scale * 0.9995:
-            return _three(number / scale) + letter
-    return _three(number)
+            return three(number / scale) + letter
+    return three(number)
 
 
 def rate(number: float | None, unit: str) -> str:
     """A speed with its unit: "412 steps/s"."""
     return f"{compact(number)} {unit}"
-
-
-def percent(share: float | None) -> str:
-    """A share (0 to 1) in whole per cent; what is there but rounds to nothing is "<1 %"."""
-    if share is None:
-        return UNKNOWN
-    value = share * 100
-    return "<1 %" if 0 < value < 0.5 else f"{value:.0f} %"
 
 
 def memory(count: float | None) -> str:
@@ -75,7 +53,7 @@ def memory(count: float | None) -> str:
         return UNKNOWN
     for scale, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if count >= scale * 0.9995:
-            return f"{_three(count / scale)} {unit}"
+            return f"{three(count / scale)} {unit}"
     return f"{count:.0f} B"
 
 

@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 
 from dpmon.ui.layout import Slot
 from dpmon.ui.panel_replicas import choices
-from dpmon.ui.scene import PANELS, RANGES, Scene, View
+from dpmon.ui.scene import NAMES, PANELS, RANGES, Scene, View
 
 __all__ = [
     "BINDINGS",
@@ -60,13 +60,13 @@ def _when(test: Callable[[Scene], bool], word: str) -> Callable[[Scene], str | N
 
 
 def _other_mode(scene: Scene) -> str | None:
-    if not scene.can_toggle or scene.over or scene.process is None:
+    if not scene.can_toggle or scene.over or scene.closing or scene.process is None:
         return None
     return "dp" if scene.process.mode == "single" else "single"
 
 
 def _pause(scene: Scene) -> str | None:
-    if not scene.pausing.possible or scene.over:
+    if not scene.pausing.possible or scene.over or scene.closing:
         return None
     return "resume" if scene.pausing.wanted else "pause"
 
@@ -151,7 +151,7 @@ _PAIRS: tuple[tuple[str, str, str, str], ...] = (
     ("]", "right_square_bracket", "range(1)", "a longer time range"),
     ("+", "plus,equals_sign", "refresh(-1)", "pictures more often"),
     ("-", "minus,underscore", "refresh(1)", "pictures less often"),
-    *((str(i + 1), str(i + 1), f"panel('{name}')", f"panel {i + 1}: {name}") for i, name in enumerate(PANELS)),
+    *((str(i + 1), str(i + 1), f"panel('{name}')", f"go to panel {NAMES[name]}") for i, name in enumerate(PANELS)),
 )
 
 

@@ -8,6 +8,8 @@ __all__ = ["MIN_HEIGHT", "MIN_WIDTH", "Slot", "arrange", "is_wide"]
 
 MIN_WIDTH, MIN_HEIGHT = 40, 10
 _WIDE = 110
+_BATCH = 9
+"""Rows that panel 3 needs for its figures, a history with its axis and the last step."""
 
 
 class Slot(NamedTuple):
@@ -103,8 +105,8 @@ def _one_column(width: int, top: int, body: int, devices: int, replicas: int) ->
         slots["devices"] = Slot("devices", 0, y, half, 1, folded=True)
         slots["compare"] = Slot("compare", half, y, width - half, 1, folded=True)
         y += 1
-        put("replicas", min(wished, 7))
-        put("batch", 7)
+        put("replicas", max(min(wished, body - 1 - _BATCH - 4), 5))
+        put("batch", min(max(top + body - y - 4, _BATCH), _BATCH + 1))
     elif body >= 11:
         put("replicas", min(wished, 5))
         put("batch", body - min(wished, 5) - 4)

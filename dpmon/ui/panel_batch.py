@@ -15,12 +15,14 @@ from dpmon.ui.chart import stacked, top_of
 from dpmon.ui.format import clock, group, ms, percent, short_ms, span_words
 from dpmon.ui.look import LETTERS, Look
 from dpmon.ui.rows import Row, cut, right, width_of
-from dpmon.ui.scene import SECOND, Scene, mode_words
+from dpmon.ui.scene import NAMES, SECOND, Scene, mode_words
 from dpmon.ui.waterfall import SHORT_NAMES, waterfall
 
 __all__ = ["batch", "figures", "title", "wanted_rows"]
 
 _RANKS_DRAWN = 64
+_LEAST = 4
+"""Rows up to which the figures and the last step take all there is."""
 _TALL = 9
 """Rows from which on the table has its p95 and two rows are for notes."""
 
@@ -54,7 +56,7 @@ def figures(scene: Scene) -> Summary:
 def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
     """The panel's title, and the numbers that count: of the time range, which it names."""
     if not numbers.steps:
-        return [("3 Batch", "title")], []
+        return [(NAMES["batch"], "title")], []
     span = span_words(scene.view.span_s)
     dot = f" {look.glyphs.middot} "
     mode = _mode(scene.process) if scene.process is not None else ""
@@ -68,7 +70,7 @@ def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
         ("p95", numbers.p95_ns, ""),
     ):
         corner += [(f" {name}", "dim"), (right(ms(value), 8), style)]
-    return [("3 Batch", "title"), (dot, "dim"), (word, f"mode.{mode}"), (dot + span, "dim")], corner
+    return [(NAMES["batch"], "title"), (dot, "dim"), (word, f"mode.{mode}"), (dot + span, "dim")], corner
 
 
 def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -> list[Row]:
@@ -76,9 +78,10 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     process = scene.process
     if process is None or not numbers.steps:
         return [[("no step was traced" if scene.over else "no step has ended yet", "dim")]]
-    said = notes(scene, process, numbers, width, 1 if height < _TALL else 2, look)
+    # What has room, the most telling first: shares, medians, the last step, the history, what has to be known of them.
+    said = notes(scene, process, numbers, width, 1 if height < _TALL else 2, look) if height > _LEAST else []
     height -= len(said)
-    table = _table(numbers, width, look, with_median=height >= (5 if said else 4), with_tail=height >= _TALL - 1)
+    table = _table(numbers, width, look, with_median=height >= 3, with_tail=height >= _TALL - 1)
     track = process.modes.get(process.mode)
     if track is not None and track.device_ms and height >= 6 and _columns(width)[0]:
         table.insert(3, _devices(track, numbers, width, look))
@@ -87,9 +90,10 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     room = height - len(table)
     turn = last_turn(process)
     below: list[Row] = []
-    if turn is not None and room >= 4:
+    if turn is not None and room >= 1 and room != 2:
         others = _others(scene)
-        wanted = min(1 + (len(others) or len(turn.lanes)), max(room // 2, room - 4 if scene.view.zoom is None else 0))
+        most = 1 if room < 6 else max(room // 2, room - 4 if scene.view.zoom is None else 0)
+        wanted = min(1 + (len(others) or len(turn.lanes)), most)
         below = waterfall(turn, width, wanted, look, numbers.p95_ns, others)
     above = room - len(below)
     history = _history(process, scene.view.span_s, width, above, look) if above >= 2 else []

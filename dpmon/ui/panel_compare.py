@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dpmon.model.compare import Comparison, Side, compared, sentence
+from dpmon.model.finding import many
 from dpmon.model.ranks import distributed
 from dpmon.model.state import HOST, PHASES, SETTLED_KEPT, WARM_STEPS, Peak
 from dpmon.model.turn import Piece
@@ -12,7 +13,7 @@ from dpmon.ui.chart import ceiling
 from dpmon.ui.format import UNKNOWN, compact, group, memory, ms, percent
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, cut, right, width_of, wrapped
-from dpmon.ui.scene import Scene
+from dpmon.ui.scene import NAMES, Scene
 from dpmon.ui.text import clean
 from dpmon.ui.waterfall import main_row
 
@@ -33,16 +34,18 @@ def figures(scene: Scene) -> Comparison:
 def title(found: Comparison, look: Look, folded: bool) -> tuple[Row, Row]:
     """The panel's title, and the numbers that count."""
     corner: Row = []
-    said = found.speedup is not None and found.outcome != "even"
-    if found.speedup is not None and said:
+    if found.outcome == "even":
+        corner = [("no difference shows", "dim")]
+    elif found.speedup is not None:
         style = "good" if found.outcome == "faster" else "bad"
-        corner = [(right(_times(found.speedup.value, look), 6), style), (" one device", "dim")]
+        more = "" if folded else " as one device"
+        corner = [(right(_times(found.speedup.value, look), 6), style), (f" as fast{more}", "dim")]
+    elif folded and len(found.sides) > 1:
+        corner = [("no verdict yet", "dim")]
     else:
         for mode, side in ((mode, found.sides[mode]) for mode in _MODES if mode in found.sides):
             corner += [("  " if corner else "", ""), (mode, f"mode.{mode}"), (right(ms(side.median_ns), 8), "")]
-    # Folded there is room for the figures or for the name, and the figures name the modes.
-    named = "4 dp" if folded and said else "4 Step" if folded and corner else "4 dp against single"
-    return [(named, "title")], corner
+    return [(NAMES["compare"], "title")], corner
 
 
 def compare(scene: Scene, width: int, height: int, found: Comparison, look: Look) -> list[Row]:
@@ -67,7 +70,9 @@ def compare(scene: Scene, width: int, height: int, found: Comparison, look: Look
             taken[name] = rows
             left -= len(rows)
         elif name == "memory" and left > 0 and rows:
-            taken[name] = [*rows[: left - 1], [(f"{len(rows) - left + 1} more devices", "dim")]]
+            shown = rows[: left - 1]
+            text = f"{len(rows) - len(shown)} more devices" if shown else f"peak memory of {len(rows)} devices: zoom"
+            taken[name] = [*shown, [(text, "dim")]]
             left = 0
     for name in ("p95", "memory", "steps", "phases", "bars"):
         more += taken.get(name, [])
@@ -83,7 +88,7 @@ class _Table:
 
     def __init__(self, found: Comparison, width: int, look: Look) -> None:
         self.found, self.width, self.look = found, width, look
-        self.label = 11
+        self.label = 12
         self.cell = 11 if width >= 52 else 10
         self.rest = width - self.label - 2 * self.cell - 2
 
@@ -98,11 +103,12 @@ class _Table:
     def head(self) -> Row:
         count = len(self.found.devices)
         dp = f"dp {self.look.glyphs.times}{count}" if count else "dp"
-        return [
+        row: Row = [
             (" " * self.label, ""),
             (right("single", self.cell), "mode.single"),
             (right(dp, self.cell), "mode.dp"),
         ]
+        return [*row, ("  speed-up (95 %)", "dim")] if self.found.speedup is not None else row
 
     def step(self) -> Row:
         found, look = self.found, self.look
@@ -112,11 +118,11 @@ class _Table:
             value = _times(found.speedup.value, look)
             low, high = (_times(each, look)[:-1] for each in found.speedup[1:])
             if found.outcome == "even":  # no ratio without a verdict: between what it lies is all that is known
-                return self.line("step", steps, "bold", [(f"{low} to {high}{look.glyphs.times}", "dim")])
+                return self.line("median step", steps, "bold", [(f"{low} to {high}{look.glyphs.times}", "dim")])
             note = [(value, "bold"), (f" ({low} to {high})", "dim")]
             if width_of(note) > self.rest:
                 note = [(value, "bold")]
-        return self.line("step", steps, "bold", note)
+        return self.line("median step", steps, "bold", note)
 
     def samples(self) -> Row:
         found = self.found
@@ -126,7 +132,7 @@ class _Table:
         return self.line("samples/s", {m: compact(s.samples_per_s) for m, s in found.sides.items()}, "bold", note)
 
     def p95(self) -> Row:
-        return self.line("step p95", {m: ms(s.p95_ns) for m, s in self.found.sides.items()})
+        return self.line("p95 step", {m: ms(s.p95_ns) for m, s in self.found.sides.items()})
 
     def steps(self) -> Row:
         """How many steps there were, and of how many samples those are that are compared."""
@@ -220,15 +226,23 @@ def _said(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
         if found.virtual:
             short = scene.view.zoom != "compare" and len(_VIRTUAL) > width
             rows += [[(line, "dim")] for line in wrapped(_VIRTUAL_SHORT if short else _VIRTUAL, width)]
-        if scene.view.zoom == "compare":
-            rows += [[(line, "dim")] for line in wrapped(_of(found), width)]
-        elif found.left_out:
-            rows.append([(cut(_left_out(found), width, look.glyphs.more), "dim")])
+        text = _of(found) if scene.view.zoom == "compare" else "; ".join([*_drawn(found), *_left_out(found)])
+        rows += [[(line, "dim")] for line in wrapped(text, width) if line]
     return rows
 
 
-def _left_out(found: Comparison, what: str = "") -> str:
-    return f"{group(found.left_out)} {'step' if found.left_out == 1 else 'steps'} of another kind{what} left out"
+def _drawn(found: Comparison) -> list[str]:
+    """Of how many steps the medians are, where not of all."""
+    drawn = any(side.steps < side.seen and side.steps + found.left_out >= SETTLED_KEPT for side in found.sides.values())
+    return [f"medians of {SETTLED_KEPT} steps drawn evenly of each mode"] if drawn else []
+
+
+def _left_out(found: Comparison) -> list[str]:
+    """Which steps are not compared, and why."""
+    passes, sizes = found.left_backward, found.left_out - found.left_backward
+    which = "without" if found.trained else "with"
+    parts = [(sizes, "of another batch size"), (passes, f"{which} a backward pass")]
+    return [f"left out: {many(number, 'step')} {what}" for number, what in parts if number]
 
 
 def _of(found: Comparison) -> str:
@@ -236,7 +250,7 @@ def _of(found: Comparison) -> str:
     parts = [f"medians of at most {SETTLED_KEPT} steps drawn evenly, without the {WARM_STEPS} after each switch"]
     parts.append("samples/s of all steps")
     if found.left_out:
-        parts = [_left_out(found, " (batch size, or no backward)"), *parts]
+        parts = [*_left_out(found), *parts]
     if any(not peak.exact for side in found.sides.values() for peak in side.memory.values()):
         parts.append("≤: the peak came before this mode, its own is at most that")
     return "; ".join(parts)

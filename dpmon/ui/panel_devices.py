@@ -18,7 +18,7 @@ from dpmon.ui.format import UNKNOWN, memory, memory_of
 from dpmon.ui.look import Look
 from dpmon.ui.panel_host import host
 from dpmon.ui.rows import Row, cut, fit, right, span_width, width_of
-from dpmon.ui.scene import Scene
+from dpmon.ui.scene import NAMES, Scene
 from dpmon.ui.text import clean
 
 __all__ = ["devices", "number", "title", "wanted_rows", "zoomed"]
@@ -55,13 +55,13 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     dot = f" {look.glyphs.middot} "
     if tracks:
         name = _one_name(tracks)
-        head: Row = [("1 Devices", "title")]
+        head: Row = [(NAMES["devices"], "title")]
         if name is not None:
             many = f"{len(tracks)} {look.glyphs.times} " if len(tracks) > 1 else ""
             head.append((f"{dot}{many}{cut(name, 24, look.glyphs.more)}", ""))
         return head, [("util ", "dim"), (_uses(tracks), "")]
     cpu = number(scene.state.host.data, "cpu_pct")
-    return [("1 Devices", "title"), (f"{dot}host", "")], [
+    return [(NAMES["devices"], "title"), (f"{dot}host", "")], [
         ("cpu ", "dim"),
         (right(UNKNOWN if cpu is None else f"{cpu:.0f} %", 5), ""),
     ]

@@ -9,6 +9,7 @@ from dpmon.ui.find import Hunt, found_in
 from dpmon.ui.format import group
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, plain, span_width, width_of
+from dpmon.ui.scene import NAMES
 from dpmon.ui.scrollback import Scrollback
 from dpmon.ui.tail import Tail
 
@@ -138,7 +139,7 @@ class Output:
 def title(output: Output, look: Look) -> tuple[Row, Row]:
     """The panel's title and where in the file one is."""
     tail, back = output.tail, output.back
-    name: Row = [("5 Output", "title")]
+    name: Row = [(NAMES["output"], "title")]
     if len(output.tails) > 1 and tail is not None:
         name.append((f" {look.glyphs.middot} {tail.path.name}", "dim"))
     if tail is None or back is None or not tail.size:

@@ -11,7 +11,7 @@ from dpmon.ui.chart import bar, range_bar
 from dpmon.ui.format import UNKNOWN, group, memory, ms
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, cut, fit, right, span_width
-from dpmon.ui.scene import Scene, mode_words
+from dpmon.ui.scene import NAMES, Scene, mode_words
 from dpmon.ui.text import clean
 
 __all__ = [
@@ -83,14 +83,14 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     """The panel's title, and the one number that counts."""
     choice, which, count = chosen(scene)
     if choice is None:
-        return [("2 Replicas", "title")], []
+        return [(NAMES["replicas"], "title")], []
     call = choice.track.last
     dot = f" {look.glyphs.middot} "
     name = f"{dot}{clean(call.root, 60)}{dot}{clean(call.via, 40) if call.via else 'bare module'}"
     part = f"{dot}call {choice.nth} of {choice.of} a step" if choice.of > 1 else ""
     many = f"{dot}newest of {count}" if count > 1 and not which else f"{dot}{which} of {count}" if which else ""
     corner: Row = [("call", "dim"), (right(group(call.call), 9), "")]
-    return [("2 Replicas", "title"), (name + part + many, "")], corner
+    return [(NAMES["replicas"], "title"), (name + part + many, "")], corner
 
 
 def replicas(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
@@ -134,8 +134,8 @@ class _Table:
         self.input = min(max(span_width(t) for t in texts), max(room * 3 // 5, room - max(map(span_width, outs))))
         self.output = min(max(span_width(t) for t in outs), room - self.input)
         left = room - self.input - self.output - 3  # a gap before the bar, two before the spread
-        self.bar = min(left * 2 // 5, 16) if left >= 6 else 0
-        self.spread = min(left - self.bar, 20) if left >= 6 else 0
+        self.bar = min(left * 2 // 5, 16) if left * 2 // 5 >= len("share") else 0
+        self.spread = min(left - self.bar, 20) if left >= len("spread") else 0
         figures = [(percentile(t, 0.05), median(t), percentile(t, 0.95)) for t in track.replica_ns]
         self.figures = figures
         self.top = max((high for _, _, high in figures if high is not None), default=0.0)
@@ -150,13 +150,11 @@ class _Table:
             ("input".ljust(self.input) + "  ", "dim"),
             ("output".ljust(self.output), "dim"),
             ("  rows", "dim"),
-            ((" " + ("share" if self.bar >= 5 else "").ljust(self.bar)) if self.bar else "", "dim"),
+            ((" " + "share".ljust(self.bar)) if self.bar else "", "dim"),
             (" host time", "dim"),
             (" on device" if self.on_device else "", "dim"),
             (
-                ("  " + ("5 to 95 %" if self.spread >= 9 else "spread" if self.spread >= 6 else "").ljust(self.spread))
-                if self.spread
-                else "",
+                ("  " + ("5 to 95 %" if self.spread >= 9 else "spread").ljust(self.spread)) if self.spread else "",
                 "dim",
             ),
         ]

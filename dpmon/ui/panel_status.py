@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dpmon.model.ranks import training, world
-from dpmon.model.stats import Speed, speed
+from dpmon.model.state import Process
+from dpmon.model.stats import Speed, mean_speed, speed
 from dpmon.ui.format import clock, compact, group, ms
 from dpmon.ui.look import Look
 from dpmon.ui.panel_batch import figures
-from dpmon.ui.rows import Row, columns, cut, fit, right, span_width, width_of
+from dpmon.ui.rows import Row, columns, cut, fit, plain, right, span_width, width_of
 from dpmon.ui.scene import SECOND, Life, Scene, life, mode_words
 from dpmon.ui.text import clean
 
@@ -21,7 +22,9 @@ def status(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """`height` rows of `width` cells: two where panels stand side by side, three on a narrow screen."""
     alive = life(scene)
     rows = _narrow(scene, alive, width, look) if height >= 3 else [_wide(scene, alive, width, look)]
-    message: Row = [(" ", ""), *_message(scene, look)]
+    message: Row = [(" ", ""), *_message(scene, look, width - 2)]
+    if alive.detail not in plain(rows[0]) and not _told(scene, look):
+        message = [(" ", ""), (f"{alive.word}: ", alive.style), (alive.detail, ""), ("  ", ""), *message[1:]]
     corner = _missed(scene) or _next(scene, width - width_of(message))
     if scene.state.warnings and message[1:] == _warning(scene) and width_of(message) > width - width_of(corner):
         corner = [("  w: all of it ", "dim"), *corner]
@@ -39,13 +42,16 @@ def _speed(scene: Scene) -> Speed:
     process = scene.process
     if process is None:
         return Speed(None, None, "no training process yet")
-    now = None if scene.over else scene.now_ns
-    own = speed(process, now)
+
+    def of(one: Process) -> Speed:
+        return mean_speed(one) if scene.over else speed(one, scene.now_ns)
+
+    own = of(process)
     others = [p for p in training(scene.state) if p is not process and p.rank is not None]
     if process.rank is None or not others or own.samples_per_s is None:
         return own
     # The ranks take their steps together: steps once, samples added up; unknown if one of them is.
-    all_of_them = [own.samples_per_s, *(speed(other, now).samples_per_s for other in others)]
+    all_of_them = [own.samples_per_s, *(of(other).samples_per_s for other in others)]
     known = [each for each in all_of_them if each is not None]
     return Speed(own.steps_per_s, sum(known) if len(known) == len(all_of_them) else None, own.reason)
 
@@ -56,10 +62,11 @@ def _sign(alive: Life, look: Look) -> tuple[str, str]:
 
 
 def _state(scene: Scene, alive: Life, width: int, look: Look) -> Row:
-    detail = f" {alive.detail}" if alive.detail else ""
     frozen: Row = [("FROZEN ", "wait")] if scene.view.frozen else []
-    row: Row = [*frozen, _sign(alive, look), (" " + alive.word, alive.style), (detail, "dim")]
-    return fit(row, width, look.glyphs.more)
+    row: Row = [*frozen, _sign(alive, look), (" " + alive.word, alive.style)]
+    # In full or not at all: what has no room here is said in the row below.
+    detail: Row = [(f" {alive.detail}", "dim")] if alive.detail else []
+    return fit([*row, *detail] if width_of(row) + width_of(detail) <= width else row, width, look.glyphs.more)
 
 
 def _mode(scene: Scene, look: Look) -> Row:
@@ -94,6 +101,8 @@ def _wide(scene: Scene, alive: Life, width: int, look: Look) -> Row:
 
 def _rates(scene: Scene) -> Row:
     """Step and speeds in a fixed width; nothing before the first step, so that there is room to say what happens."""
+    if scene.over:
+        return _means(scene)
     step, steps, samples = _numbers(scene)
     if scene.process is None or scene.process.last_step is None:
         return []
@@ -105,6 +114,15 @@ def _rates(scene: Scene) -> Row:
         (right(samples, 8), "bold"),
         (" samples/s", "dim"),
     ]
+
+
+def _means(scene: Scene) -> Row:
+    """The same of a run that is over, whose numbers no longer change: its means."""
+    step, steps, samples = _numbers(scene)
+    if scene.process is None or scene.process.last_step is None:
+        return []
+    said = (("  step ", step), ("   mean ", steps), (" steps/s  ", samples), (" samples/s", ""))
+    return [span for word, number in said for span in ((word, "dim"), (number, "bold"))]
 
 
 def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
@@ -127,6 +145,8 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
         (clock_text, ""),
         *mode,
     ]
+    if scene.over:
+        return [first, [*_means(scene), ("   median ", "dim"), (ms(figures(scene).median_ns), "bold")]]
     second: Row = [
         (" step", "dim"),
         (right(step, 10), "bold"),
@@ -134,10 +154,9 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
         (" steps/s", "dim"),
         (right(samples, 9), "bold"),
         (" samples/s", "dim"),
-        ("   median", "dim"),
-        (right(ms(figures(scene).median_ns), 9), "bold"),
     ]
-    return [first, second]
+    step_time: Row = [("   median", "dim"), (right(ms(figures(scene).median_ns), 9), "bold")]
+    return [first, [*second, *step_time] if width_of(second) + width_of(step_time) <= width else second]
 
 
 def _missed(scene: Scene) -> Row:
@@ -148,7 +167,12 @@ def _missed(scene: Scene) -> Row:
     return [(f"  {group(lost)} records dropped ", "wait")]
 
 
-def _message(scene: Scene, look: Look) -> Row:
+def _told(scene: Scene, look: Look) -> bool:
+    """Whether the row of what has just happened has an answer for the user."""
+    return scene.stopping is not None or bool(answer(scene, look))
+
+
+def _message(scene: Scene, look: Look, width: int) -> Row:
     """What matters most just now: an ending, an answer, a warning; or the plain facts."""
     if scene.stopping is not None:
         return [("stopping: ", "wait"), (clean(scene.stopping, 200), "")]
@@ -164,7 +188,7 @@ def _message(scene: Scene, look: Look) -> Row:
     rates = _speed(scene)
     if rates.reason is not None and process is not None and process.last_step is not None:
         return [(rates.reason, "dim")]
-    return _facts(scene, look)
+    return _facts(scene, look, width)
 
 
 def answer(scene: Scene, look: Look) -> Row:
@@ -248,7 +272,8 @@ def _answer(scene: Scene, look: Look) -> Row:
     return [(toggle.mode, style), (" done", "good"), (at, "dim")]
 
 
-def _facts(scene: Scene, look: Look) -> Row:
+def _facts(scene: Scene, look: Look, width: int) -> Row:
+    """What does not change, each part in full or not at all; but for the first, which is the most telling."""
     process = scene.process
     parts: list[str] = []
     if process is not None:
@@ -265,4 +290,7 @@ def _facts(scene: Scene, look: Look) -> Row:
         parts.append(scene.facts.python)
     if scene.facts.mode_option == "script":
         parts.append("mode script: observed only")
-    return [(f" {look.glyphs.middot} ".join(parts), "dim")]
+    dot = f" {look.glyphs.middot} "
+    while len(parts) > 1 and span_width(dot.join(parts)) > width:
+        parts.pop()
+    return [(dot.join(parts), "dim")]

@@ -12,6 +12,7 @@ from dpmon.ui.format import UNKNOWN
 from dpmon.ui.text import clean
 
 __all__ = [
+    "NAMES",
     "PANELS",
     "RANGES",
     "Ended",
@@ -28,6 +29,14 @@ __all__ = [
 ]
 
 PANELS = ("devices", "replicas", "batch", "compare", "output")
+NAMES = {
+    "devices": "1 Devices",
+    "replicas": "2 Replicas",
+    "batch": "3 Batch",
+    "compare": "4 dp against single",
+    "output": "5 Output",
+}
+"""What each panel is called, everywhere."""
 RANGES = (30, 120, 600, 0)
 """Time ranges to choose from in seconds; 0 is the whole run."""
 SECOND = 1_000_000_000
@@ -150,6 +159,14 @@ class Scene:
         return None if any(each.seen_ns > since for each in self.state.processes.values()) else self.now_ns - since
 
     @property
+    def closing(self) -> bool:
+        """Whether the command is gone, or every process that has trained is at its end: nothing can be asked of it."""
+        trained = [number for number, each in self.state.processes.items() if each.seen_ns >= 0]
+        return self.ending or (
+            bool(trained) and all(self.activities.get(number, ("", 0))[0] == "ended" for number in trained)
+        )
+
+    @property
     def over(self) -> bool:
         """Whether nothing more will come."""
         return self.ended is not None or self.alive is False
@@ -219,7 +236,7 @@ def _before_first_batch(scene: Scene, doing: str, spent: int) -> Life:
 
 def _outcome(ended: Ended) -> Life:
     if ended.stopped:
-        return Life("stopped", "wait", "by you")
+        return Life("stopped", "wait", "by you" + (f", status {ended.status}" if ended.status else ""))
     if ended.signal == "SIGINT":
         return Life("interrupted", "wait", "SIGINT")
     if ended.status is None:

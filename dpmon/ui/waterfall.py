@@ -44,7 +44,7 @@ def waterfall(
     """
     if height <= 0:
         return []
-    if others:
+    if others and height > 1:
         return _ranks(turn, others, width, height, look, usual_ns)
     several = turn.calls > 1
     label = min(max(10, *(5 + span_width(clean(lane.device, 12)) for lane in turn.lanes), 0), 14)

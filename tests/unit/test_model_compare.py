@@ -90,7 +90,7 @@ def test_slower_with_the_phase_that_makes_it_so() -> None:
     assert found.speedup.value == pytest.approx(10 / 16.5, rel=0.02)
     assert found.speedup.low < found.speedup.value < found.speedup.high < 1
     assert found.efficiency == pytest.approx(found.speedup.value / 2)
-    assert sentence(found) == "DataParallel over 2 is 0.61× one device: replicate takes 48 % of the step."
+    assert sentence(found) == "DataParallel over 2 is 0.61× as fast as one device: replicate takes 48 % of the step."
 
 
 def test_faster_with_what_it_saves_and_what_still_costs() -> None:
@@ -100,7 +100,7 @@ def test_faster_with_what_it_saves_and_what_still_costs() -> None:
     text = sentence(found)
     assert text is not None
     assert text.startswith("DataParallel over 2 is 1.5")
-    assert "backward takes 2.6 ms against 5 ms on one device, replicate 12 % of the step." in text
+    assert "backward takes 2.60 ms against 5.00 ms on one device, replicate 12 % of the step." in text
 
 
 def test_no_difference_is_told_from_noise() -> None:

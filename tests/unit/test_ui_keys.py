@@ -225,7 +225,7 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         await on.press("x", "s")
         await on.until(lambda: on.app.return_value == "stopped", "the end of the screen")
         assert stopped == [tmp_path]
-        await on.shows("○ stopped by you")
+        await on.shows("by you, status 130")
 
 
 async def test_a_second_ctrl_c_leaves_and_lets_the_training_run(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ async def test_everything_before_the_end_is_in_the_last_picture(tmp_path: Path) 
         on.reader.new = decoded(on.training.run(50), origin_ns=SECOND)
         on.end(0)
         await on.shows("finished status 0")
-        await on.shows("step       250")
+        await on.shows("step 250   mean ")
 
 
 async def test_a_vanished_command_is_given_time_for_its_status(tmp_path: Path) -> None:

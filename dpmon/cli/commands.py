@@ -50,11 +50,12 @@ def _follow(directory: Path, options: argparse.Namespace) -> int:
     from dpmon.ui.app import run_screen
 
     refresh = options.refresh or options.settings.refresh or info.refresh
-    playback = load_exit(directory) is not None and can_be_played(directory)
+    was_over = load_exit(directory) is not None
+    playback = was_over and can_be_played(directory)
     if run_screen(directory, refresh=refresh, theme=options.settings.theme, playback=playback) == "left":
         speak(f"the training goes on; back to it: dpmon attach {short_name(info)}")
         return 0
-    return closing(directory, load_exit(directory), speak)
+    return closing(directory, load_exit(directory), speak, brief=was_over)
 
 
 def stop(options: argparse.Namespace) -> int:

@@ -1,11 +1,11 @@
 """`--json`: what a run does, as a line of JSON a second, for a pipeline.
 
     status  run, t_s (s since the run's start), state, step, steps_per_s, samples_per_s, mode, virtual, processes,
-            step_ms, phases and call_phases (median_ms, p95_ms, share of the steps' time) over the newest steps in the
-            mode in force of the first process, ranks where several train, devices and host as in the record,
-            warnings, dropped, absent: why something is null. phases are those of a step and together are the whole
-            of it; call_phases are those of its calls (scatter, replicate, parallel_apply, gather), which lie within
-            the step's forward. A phase that did not run is not there
+            step_ms, phases and call_phases (median_ms, p95_ms, share of the steps' time) over the last two minutes
+            of steps in the mode in force of the first process, ranks where several train, devices and host as in
+            the record, warnings, dropped, absent: why something is null. phases are those of a step and together
+            are the whole of it; call_phases are those of its calls (scatter, replicate, parallel_apply, gather),
+            which lie within the step's forward. A phase that did not run is not there
     message text: what dpmon would have said in words
     exit    run, t_s, status, signal: the last line
 
@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.model import State, fold
-from dpmon.model.ranks import forward_of, training
-from dpmon.model.state import Process, StepSample
-from dpmon.model.stats import PhaseFigures, phase_figures, recent, speed, summary
+from dpmon.model.history import figures, forward_figures
+from dpmon.model.ranks import training
+from dpmon.model.state import Process
+from dpmon.model.stats import PhaseFigures, speed
 from dpmon.records import STEP_PHASES
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError
@@ -39,6 +40,8 @@ _STEP_PHASES = {name: name for name in STEP_PHASES}
 _CALL_PHASES = {"scatter": "scatter", "replicate": "replicate", "apply": "parallel_apply", "gather": "gather"}
 """What the screen calls the phases of a call, and what the record does."""
 _POLLS = 16
+_SPAN_S = 120
+"""The figures are of so many seconds of steps, as those of a screen that was just opened."""
 _MAX_RANKS = 64
 
 
@@ -160,21 +163,21 @@ def _progress(focus: Process | None, now_ns: int | None, absent: dict[str, str])
         absent["steps_per_s"] = absent["samples_per_s"] = fast.reason
     elif fast.samples_per_s is None:
         absent["samples_per_s"] = "the steps do not know their samples"
-    track = focus.modes.get(focus.mode)
-    steps = recent(track) if track is not None else []
-    figures = summary(steps)
-    if not steps:
+    found = figures(focus, focus.mode, _SPAN_S)
+    if not found.steps:
         absent.update(dict.fromkeys(("step_ms", "phases", "call_phases"), "no step in this mode yet"))
-    named = {phase.name: phase for phase in figures.phases}
+    named = {phase.name: phase for phase in found.phases}
+    # The whole forward of the steps: elsewhere the model has the phases of the calls apart from it.
+    forward = forward_figures(focus, focus.mode, _SPAN_S)
     return {
         "step": focus.last_step.step,
         "steps_per_s": fast.steps_per_s,
         "samples_per_s": fast.samples_per_s,
         "mode": focus.mode or None,
         "virtual": focus.virtual,
-        "step_ms": _ms(figures.median_ns, figures.p95_ns) if steps else None,
-        "phases": _phases({**named, "forward": _forward(steps)}, _STEP_PHASES) if steps else None,
-        "call_phases": _phases(named, _CALL_PHASES) if steps else None,
+        "step_ms": _ms(found.median_ns, found.p95_ns) if found.steps else None,
+        "phases": _phases({**named, "forward": forward}, _STEP_PHASES) if found.steps else None,
+        "call_phases": _phases(named, _CALL_PHASES) if found.steps else None,
     }
 
 
@@ -183,14 +186,6 @@ def _ms(median_ns: float | None, p95_ns: float | None) -> dict[str, float | None
         "median_ms": None if median_ns is None else median_ns / 1e6,
         "p95_ms": None if p95_ns is None else p95_ns / 1e6,
     }
-
-
-def _forward(steps: list[StepSample]) -> PhaseFigures:
-    """The whole forward of the steps: the model has the phases of the calls apart from it."""
-    times = [forward_of(step) for step in steps]
-    ran = [took for took in times if took >= 0]
-    total = sum(step.wall_ns for step in steps)
-    return phase_figures("forward", len(ran), times, sum(ran) / total if ran and total else None)
 
 
 def _phases(figures: Mapping[str, PhaseFigures], names: Mapping[str, str]) -> dict[str, Any]:
@@ -202,10 +197,9 @@ def _phases(figures: Mapping[str, PhaseFigures], names: Mapping[str, str]) -> di
 
 
 def _rank(process: Process) -> dict[str, Any]:
-    track = process.modes.get(process.mode)
-    figures = summary(recent(track)) if track is not None else summary([])
+    found = figures(process, process.mode, _SPAN_S)
     step = process.last_step.step if process.last_step is not None else None
-    return {"process": process.process, "rank": process.rank, "step": step, **_ms(figures.median_ns, figures.p95_ns)}
+    return {"process": process.process, "rank": process.rank, "step": step, **_ms(found.median_ns, found.p95_ns)}
 
 
 def _finite(value: Any) -> Any:

@@ -20,18 +20,21 @@ def speak(text: str) -> None:
         print(f"dpmon: {text}", file=sys.stderr, flush=True)
 
 
-def closing(directory: Path, how: ExitInfo | None, say: Callable[[str], None] | None) -> int:
-    """Say what the run did and how it ended (`say` None: nothing); dpmon's status: the command's own, 2 if unknown."""
+def closing(directory: Path, how: ExitInfo | None, say: Callable[[str], None] | None, *, brief: bool = False) -> int:
+    """Say what the run did and how it ended (`say` None: nothing); dpmon's status: the command's own, 2 if unknown.
+
+    `brief`: only how it ended, of a run that was over before somebody looked at it.
+    """
     if say is not None:
-        _sum_up(directory, how, say)
+        _sum_up(directory, how, say, brief)
     return UNKNOWN_STATUS if how is None or how.status is None else how.status
 
 
-def _sum_up(directory: Path, how: ExitInfo | None, say: Callable[[str], None]) -> None:
-    from dpmon.cli.summary import summary_lines
+def _sum_up(directory: Path, how: ExitInfo | None, say: Callable[[str], None], brief: bool) -> None:
+    from dpmon.cli.summary import ending_line, summary_lines
 
     try:
-        for line in summary_lines(directory, how):
+        for line in [ending_line(directory, how)] if brief else summary_lines(directory, how):
             say(line)
     except (RunError, OSError) as error:
         say(f"no summary: {error}")

@@ -11,13 +11,13 @@ from dpmon.model.stats import median, percentile
 from dpmon.records import CALL_PHASES, STEP_PHASES
 from dpmon.run.add_up import add_up, why_nothing
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunInfo, short_name
+from dpmon.run.rundir import ExitInfo, RunInfo, load_info, short_name
 from dpmon.run.totals import Deleted, ModeTotals, Totals
 from dpmon.ui.format import compact, group, memory, ms
 from dpmon.ui.tail import Tail, last_line_of_traceback
 from dpmon.ui.text import clean
 
-__all__ = ["summary_lines"]
+__all__ = ["ending_line", "summary_lines"]
 
 _MAX_REPLICA_LINES = 40
 _MAX_STAGES = 8
@@ -58,6 +58,12 @@ def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
     lines += [f"warning: {text}" for text in list(dict.fromkeys(totals.warnings))[:_MAX_WARNINGS]]
     lines.append(f"record: {directory}  (dpmon export {short_name(info)})")
     return [clean(line) for line in lines]
+
+
+def ending_line(directory: Path, how: ExitInfo | None) -> str:
+    """How the run in `directory` ended, and how to read more of it; safe for a terminal. RunError if it is no run."""
+    info = load_info(directory)
+    return clean(f"{_outcome(info, how)}  (dpmon report {short_name(info)})")
 
 
 def _outcome(info: RunInfo, how: ExitInfo | None) -> str:

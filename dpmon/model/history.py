@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from dpmon.model.ranks import FORWARD, forward_of
 from dpmon.model.state import (
     COLUMNS_KEPT,
     FULL_COLUMNS,
@@ -24,10 +25,10 @@ from dpmon.model.state import (
     Process,
     StepSample,
 )
-from dpmon.model.stats import Summary, summary, weighed_middle, weighed_phase, weighed_rank
+from dpmon.model.stats import PhaseFigures, Summary, summary, weighed_middle, weighed_phase, weighed_rank
 from dpmon.model.uneven import uneven
 
-__all__ = ["Picture", "add_column", "add_settled", "add_step", "columns_of", "figures", "pictured"]
+__all__ = ["Picture", "add_column", "add_settled", "add_step", "columns_of", "figures", "forward_figures", "pictured"]
 
 _SECOND = 1_000_000_000
 _FIGURED = 500
@@ -183,11 +184,11 @@ class Picture(NamedTuple):
     """How much time one column is at least; one step that took longer has a column of its own."""
 
 
-def pictured(process: Process, span_s: int, width: int) -> Picture:
+def pictured(process: Process, span_s: int, width: int, over: bool = False) -> Picture:
     """The history for `width` cells: about the last `span_s` seconds, or the whole run for 0.
 
     Columns stay where they are until there is no room, then the oldest quarter goes: so a column is drawn once, not
-    again and again one cell further left.
+    again and again one cell further left. `over`: nothing will follow, so no room is kept for it.
     """
     if width <= 0 or not process.columns:
         return Picture((), 1, 1)
@@ -197,7 +198,7 @@ def pictured(process: Process, span_s: int, width: int) -> Picture:
     cells = max(width * seconds // span_s, 1)
     room = width // cells
     newest = process.columns[-1].number // seconds
-    page = max(room // 4, 1)
+    page = 1 if over else max(room // 4, 1)
     first = -(-(newest + 1 - room) // page) * page if newest >= room else 0
     found = [column for column in process.columns if column.number // seconds >= first]
     return Picture(_joined(found, [c.number // seconds for c in found])[-room:], cells, seconds)
@@ -262,6 +263,16 @@ def figures(process: Process, mode: str, span_s: int) -> Summary:
         mean_ns=total / count,
         uneven=uneven(drawn, total / count, middle),
     )
+
+
+def forward_figures(process: Process, mode: str, span_s: int) -> PhaseFigures:
+    """As `figures`, of the whole forward: what the phases of the calls took is in it."""
+    columns = [column for column in columns_of(process, span_s) if column.mode == mode]
+    times = [(forward_of(step), weight) for step, weight in _drawn(columns)] if columns else []
+    total = sum(column.wall_ns for column in columns)
+    spent = sum(column.phases[index] for column in columns for index in FORWARD)
+    ran = max((sum(column.ran[index] for column in columns) for index in FORWARD), default=0)
+    return weighed_phase("forward", ran, times, spent / total if ran and total else None)
 
 
 def _drawn(columns: Sequence[Column]) -> list[tuple[StepSample, float]]:

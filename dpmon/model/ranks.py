@@ -9,13 +9,13 @@ from typing import NamedTuple
 from dpmon.model.state import PHASES, CallTrack, Process, State, StepSample
 from dpmon.model.stats import median
 
-__all__ = ["RankRow", "distributed", "forward_of", "rank_rows", "toggle_refusal", "training", "world"]
+__all__ = ["FORWARD", "RankRow", "distributed", "forward_of", "rank_rows", "toggle_refusal", "training", "world"]
 
 DDP = "DistributedDataParallel"
 
 LATELY_NS = 30_000_000_000
 STEPS_COUNTED = 128
-_FORWARD = (PHASES.index("scatter"), PHASES.index("replicate"), PHASES.index("apply"), PHASES.index("gather"),
+FORWARD = (PHASES.index("scatter"), PHASES.index("replicate"), PHASES.index("apply"), PHASES.index("gather"),
             PHASES.index("forward"))  # fmt: skip
 _BACKWARD = PHASES.index("backward")
 
@@ -98,5 +98,5 @@ def _row(process: Process, key: tuple[str, str | None] | None) -> RankRow:
 
 def forward_of(step: StepSample) -> int:
     """The whole forward of a step in ns, the phases of its calls within; -1 if none ran."""
-    parts = [step.phases[i] for i in _FORWARD if step.phases[i] >= 0]
+    parts = [step.phases[i] for i in FORWARD if step.phases[i] >= 0]
     return sum(parts) if parts else -1

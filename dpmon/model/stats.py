@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from dpmon.model.state import PHASES, ModeTrack, Process, StepSample
+from dpmon.model.state import PHASES, Process, StepSample
 from dpmon.model.uneven import Uneven
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "percentile",
     "phase_figures",
     "rank",
-    "recent",
     "speed",
     "summary",
     "weighed_middle",
@@ -28,7 +27,6 @@ __all__ = [
     "weighed_rank",
 ]
 
-WINDOW_NS = 120_000_000_000
 SPEED_WINDOW_NS = 10_000_000_000
 _ROUNDING = 1e-6
 
@@ -135,14 +133,6 @@ def _middle(ordered: Sequence[tuple[float, float]], sums: Sequence[float]) -> fl
     if sums[at] <= half + _ROUNDING and at + 1 < len(ordered):
         return (ordered[at][0] + ordered[at + 1][0]) / 2
     return ordered[at][0]
-
-
-def recent(track: ModeTrack) -> list[StepSample]:
-    """The steps kept of a mode that ended within the window before its newest one, oldest first."""
-    if not track.steps:
-        return []
-    since = track.steps[-1].end_ns - WINDOW_NS
-    return [step for step in track.steps if step.end_ns >= since]
 
 
 def summary(steps: Sequence[StepSample]) -> Summary:

@@ -17,7 +17,10 @@ __all__ = ["Choice", "Commands", "Line", "Pages"]
 
 
 class _Dialog(ModalScreen[str | None]):
-    """A framed box in the middle; sub-classes give its rows."""
+    """A framed box in the middle; sub-classes give its rows.
+
+    Beside the box all is blank, so that no halves of words show there; above and below it the panels stay in sight.
+    """
 
     DEFAULT_CSS = "_Dialog { background: transparent; align: left top; }"
 
@@ -26,6 +29,10 @@ class _Dialog(ModalScreen[str | None]):
         self.title_text = title
         self.look = look
         self.box = PanelView("dialog", look)
+        self.top = 0
+        """Rows scrolled past."""
+        self.pinned = 0
+        """Rows that stay at the top when the others are scrolled."""
 
     def compose(self) -> ComposeResult:
         """The box alone."""
@@ -57,10 +64,13 @@ class _Dialog(ModalScreen[str | None]):
         width = max(min(self.wanted() + 4, screen_width), 8)
         rows = self.content(width - 4, max(screen_height - 2, 1))
         height = min(len(rows) + 2, screen_height)
-        self.box.place((screen_width - width) // 2, (screen_height - height) // 2, width, height)
+        self.box.place(0, (screen_height - height) // 2, screen_width, height)
         corner: Row = [(self.corner(), "dim")] if self.corner() else []
         title: Row = [(cut(self.title_text, width - 6), "title")]
-        self.box.show(box(title, corner, rows, width, height, self.look.glyphs, focused=True))
+        glyphs = self.look.glyphs
+        framed = box(title, corner, rows, width, height, glyphs, focused=True, first=self.top, pinned=self.pinned)
+        left = (screen_width - width) // 2
+        self.box.show([[(" " * left, ""), *row, (" " * (screen_width - width - left), "")] for row in framed])
 
 
 class Choice(_Dialog):
@@ -104,7 +114,6 @@ class Pages(_Dialog):
         """`make`: the rows for a width."""
         super().__init__(title, look)
         self.make = make
-        self.top = 0
         self.room = 1
 
     def wanted(self) -> int:
@@ -116,11 +125,11 @@ class Pages(_Dialog):
         return "arrows scroll  esc closes"
 
     def content(self, width: int, height: int) -> list[Row]:
-        """As many rows from the place scrolled to as there is room for, and a sign of how many follow."""
+        """All rows; the frame shows those from the place scrolled to, and how many are above and below."""
         rows = self.make(width)
         self.room = height
         self.top = max(min(self.top, len(rows) - height), 0)
-        return rows[self.top :]
+        return rows
 
     def on_key(self, event: events.Key) -> None:
         """Scroll, or close."""
@@ -182,6 +191,7 @@ class Commands(_Dialog):
         self.commands = commands
         self.typed = ""
         self.at = 0
+        self.pinned = 1
 
     def wanted(self) -> int:
         """As wide as its longest row, whatever is typed."""
@@ -202,19 +212,15 @@ class Commands(_Dialog):
         self.at = max(min(self.at, len(found) - 1), 0)
         cursor = "_" if self.look.glyphs.ascii else "▏"
         rows: list[Row] = [[("> ", "key"), (self.typed, ""), (cursor, "key")]]
-        room = max(min(height, len(self.commands) + 1) - 1, 1)
-        top = max(self.at - room + 1, 0)
-        for index in range(top, top + room):
-            if index >= len(found):
-                rows.append([])
-                continue
-            key, says, _ = found[index]
+        room = max(height - 1, 1)
+        self.top = max(self.at - room + 1, 0)
+        for index, (key, says, _) in enumerate(found):
             mark = self.look.glyphs.focus if index == self.at else " "
             style = "bold" if index == self.at else ""
             rows.append([(mark + " ", "key"), (key.ljust(6), "key"), (cut(says, width - 8), style)])
         if not found:
-            rows[1] = [("  nothing of that name can be done now", "dim")]
-        return rows
+            rows.append([("  nothing of that name can be done now", "dim")])
+        return [*rows, *[[]] * (min(len(self.commands), room) - len(found))][: max(len(found), room) + 1]
 
     def on_key(self, event: events.Key) -> None:
         """Choose, shorten the list, or give up."""

@@ -17,7 +17,7 @@ from dpmon.model.ranks import toggle_refusal
 from dpmon.past import DevicePast, Drawn, Past
 from dpmon.records import Record
 from dpmon.ui.panel_output import Output
-from dpmon.ui.scene import Ended, Facts, Pausing, Scene, Toggle, View
+from dpmon.ui.scene import Ended, Facts, Pausing, Scene, Toggle, View, at_its_end
 from dpmon.ui.tail import Tail, last_line_of_traceback
 from dpmon.ui.text import clean
 
@@ -233,9 +233,16 @@ class Feed:
         """Why no other mode can be asked for; None if one can."""
         if self._reader is None or self._ended is not None or self._alive is False:
             return "nothing runs that could be asked"
+        if self.closing():
+            return "the training is at its end"
         if self._facts.mode_option == "script":
             return "--mode script leaves the computation as written"
         return toggle_refusal(self.state)
+
+    def closing(self) -> bool:
+        """Whether nothing can be asked of the training any more, although its command may still be there."""
+        activities = self._reader.activities() if self._reader is not None else {}
+        return self._ending or at_its_end(self.state, activities)
 
     def toggle(self) -> None:
         """Ask for the other mode; pending from this moment on."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dpmon.model.state import PHASES
-from dpmon.ui.keys import DEEDS
+from dpmon.ui.keys import DEEDS, PLAYED
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, cut, wrapped
+from dpmon.ui.scene import NAMES
 
 __all__ = ["help_rows"]
 
@@ -21,22 +22,25 @@ _PHASE_WORDS = {
     "other": "the rest of the step: the script's own work between these.",
 }
 _PANELS = (
-    ("1 Devices", "what each GPU does, once a second; without a GPU what this machine's processor does, and why."),
+    (NAMES["devices"], "what each GPU does, once a second; without a GPU what this machine's processor does, and why."),
     (
-        "2 Replicas",
+        NAMES["replicas"],
         "a replica is one device's share of a batch: what went in, what came out, how long its forward took.",
     ),
     ("", "Rows are the first dimension of its input; idle means the batch made fewer chunks than there are devices."),
     ("", "Virtual replicas share a device that is no separate GPU: right sizes and gradients, but no real speed-up."),
     (
-        "3 Batch",
+        NAMES["batch"],
         "where a step's time goes. Median: half the steps are faster. p95: 95 of 100 are. Share: of all the time.",
     ),
     ("", "Columns are one second each, from left to right, their phases stacked in the order below."),
     ("", "Host times: what the script's thread spent. A GPU may still be at work when the thread goes on."),
     ("", "Device: what the slowest GPU took for it, between two events of its stream: work, and waiting for the host."),
-    ("4 dp against single", "both modes' figures side by side, once both ran; d switches the running job."),
-    ("5 Output", "what the script prints. Page keys scroll, end follows again; nothing in it can steer this terminal."),
+    (NAMES["compare"], "both modes' figures side by side, once both ran; d switches the running job."),
+    (
+        NAMES["output"],
+        "what the script prints. Page keys scroll, end follows again; nothing in it can steer this terminal.",
+    ),
 )
 _MOVES = (
     ("tab, arrows", "go to the next panel; in the output and in full screen the arrows scroll"),
@@ -63,4 +67,6 @@ def help_rows(width: int, look: Look) -> list[Row]:
     rows += [[], [("Keys", "title")]]
     rows += _entries([(deed.key, "key", deed.says) for deed in DEEDS], label, width)
     rows += _entries([(keys, "key", text) for keys, text in _MOVES], label, width)
+    rows += [[], [("Keys of a playback (dpmon attach, once a run is over)", "title")]]
+    rows += _entries([(deed.key, "key", deed.says) for deed in PLAYED], label, width)
     return rows

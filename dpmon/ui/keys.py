@@ -19,6 +19,7 @@ __all__ = [
     "BINDINGS",
     "DEEDS",
     "PERIODS",
+    "PLAYED",
     "Deed",
     "neighbour",
     "next_panel",
@@ -146,6 +147,26 @@ DEEDS: tuple[Deed, ...] = (
         "leave the training running, stop it, or stay; ctrl+c too",
     ),
 )
+
+
+def _played(key: str, names: str, action: str, says: str) -> Deed:
+    return Deed(key, names, action, lambda scene: None if scene.playing is None else "", says)
+
+
+PLAYED: tuple[Deed, ...] = (
+    _played("space", "space", "play", "play, or stop; at the end from the beginning"),
+    _played(".", "full_stop", "step(1)", "to the next step"),
+    _played(",", "comma", "step(-1)", "to the step before"),
+    _played("f", "f", "seek(10)", "10 seconds on"),
+    _played("b", "b", "seek(-10)", "10 seconds back"),
+    _played("F", "F", "seek(60)", "a minute on"),
+    _played("B", "B", "seek(-60)", "a minute back"),
+    _played(">", "greater_than_sign", "faster(1)", "play faster, up to 100 times"),
+    _played("<", "less_than_sign", "faster(-1)", "play slower, down to 0.1 times"),
+    _played("g", "g", "seek_to(0.0)", "to the beginning"),
+    _played("G", "G", "seek_to(1.0)", "to the end"),
+)
+"""What is there only while a run that is over is played back; the time line names some of them."""
 _PAIRS: tuple[tuple[str, str, str, str], ...] = (
     ("[", "left_square_bracket", "range(-1)", "a shorter time range"),
     ("]", "right_square_bracket", "range(1)", "a longer time range"),
@@ -184,7 +205,9 @@ BINDINGS: list[BindingType] = _bindings()
 def possible(scene: Scene) -> list[tuple[str, str, str]]:
     """Key, sentence and action for everything that can be done now, for the palette."""
     found = [
-        (d.key, d.says, d.action) for d in DEEDS if d.names and d.action != "palette" and d.word(scene) is not None
+        (d.key, d.says, d.action)
+        for d in (*PLAYED, *DEEDS)
+        if d.names and d.action != "palette" and d.word(scene) is not None
     ]
     return found + [(key, says, action) for key, _, action, says in _PAIRS]
 

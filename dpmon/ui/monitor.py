@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
 
+from textual import events
 from textual.binding import BindingType
 
 from dpmon.ui import errands, keys
@@ -38,6 +39,8 @@ class Monitor(Drawing):
     """The live screen of one run."""
 
     BINDINGS: ClassVar[list[BindingType]] = keys.BINDINGS
+    said_s = 15.0
+    """So long something that was said stays, whether the picture's own clock goes on or stands still."""
     _stop_done = False
 
     @property
@@ -45,7 +48,21 @@ class Monitor(Drawing):
         return len(self.screen_stack) > 1
 
     def _say(self, message: str | None) -> None:
-        self._see(replace(self.view, message=message, message_ns=self.feed.now_ns()))
+        view = replace(self.view, message=message, message_ns=self.scene().now_ns)
+        self._see(view)
+        if message is not None:
+            self.set_timer(self.said_s, lambda: self._unsay(view))
+
+    def _unsay(self, said: View) -> None:
+        """Take back what was said, unless something else was said since."""
+        if (self.view.message, self.view.message_ns) == (said.message, said.message_ns):
+            self._see(replace(self.view, message=None))
+
+    def on_key(self, event: events.Key) -> None:
+        """A key that means nothing here is not passed over in silence."""
+        if event.key not in self.screen.active_bindings and not self._dialog_open:
+            name = event.character if event.is_printable and event.character else event.key
+            self._say(f"{clean(name, 20)} does nothing here: ? shows the keys")
 
     def _see(self, view: View) -> None:
         self.view = view
@@ -135,6 +152,9 @@ class Monitor(Drawing):
 
     def action_freeze(self) -> None:
         """Hold the picture, or let it go on."""
+        if self._still is None and self.scene().over:
+            self._say("there is nothing to freeze: the run is over")
+            return
         self._still = None if self._still is not None else self.feed.frozen(self.view)
         self._see(replace(self.view, frozen=self._still is not None))
 
@@ -170,6 +190,10 @@ class Monitor(Drawing):
         count = len(choices(self.feed.state.focus()))
         if by > 0 and count > 1:
             self._see(replace(self.view, root=(self.view.root + 1) % (count + 1)))
+        elif by > 0:
+            self._say("there is no other call or root to go on to; in the output n goes on with a search (/)")
+        else:
+            self._say("N goes on with a search in the output (/)")
 
     def action_range(self, by: int) -> None:
         """A longer or shorter time range."""
@@ -189,6 +213,9 @@ class Monitor(Drawing):
 
     def action_next_output(self) -> None:
         """The other file of a headless run."""
+        if len(self.feed.output.tails) < 2:
+            self._say("there is one file of output: errors are in it, too")
+            return
         self.feed.output.next_file()
         self.draw()
 
@@ -257,7 +284,14 @@ class Monitor(Drawing):
 
     def action_type_line(self) -> None:
         """A line for the script's standard input."""
-        if self._dialog_open or not self.feed.can_type():
+        if self._dialog_open:
+            return
+        scene = self.scene()
+        if scene.over or scene.playing is not None or not self.feed.can_type():
+            over = scene.over or scene.playing is not None
+            self._say(
+                "the run is over: nobody reads a line" if over else "the script's input cannot be reached from here"
+            )
             return
 
         def send(line: str | None) -> None:
@@ -340,7 +374,11 @@ class Monitor(Drawing):
 
     def action_stop(self) -> None:
         """Stop the training, once that is confirmed."""
-        if self._dialog_open or self._stopping is not None or self.feed.scene(self.view).over:
+        if self._dialog_open or self._stopping is not None:
+            return
+        scene = self.feed.scene(self.view)
+        if scene.over or scene.playing is not None:
+            self._say("there is nothing to stop: the run is over")
             return
         answers = [*_ASK_STOP, ("esc", "stay", "let it go on")]
         text = ["What it has computed since it last saved is lost."]

@@ -112,12 +112,14 @@ def _content(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -
         found = panel_compare.figures(scene)
         title, corner = panel_compare.title(found, look, slot.folded)
         return title, corner, panel_compare.compare(scene, width, height, found, look)
-    title, corner = panel_output.title(output, look)
+    title, corner = panel_output.title(output, scene, slot.width, look)
     search = scene.view.search
     lines = output.visible(height)
     if search:
         title = [*title, (f" {look.glyphs.middot} find ", "dim"), (search, "wait")]
         lines = [marked(line, search) for line in lines]
+    if not output.left:
+        return title, corner, panel_output.narrowed(lines, width, look.glyphs.more)
     return title, corner, panel_output.shifted(lines, output.left, look.glyphs.more)
 
 

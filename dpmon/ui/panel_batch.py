@@ -96,7 +96,7 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
         wanted = min(1 + (len(others) or len(turn.lanes)), most)
         below = waterfall(turn, width, wanted, look, numbers.p95_ns, others)
     above = room - len(below)
-    history = _history(process, scene.view.span_s, width, above, look) if above >= 2 else []
+    history = _history(scene, process, width, above, look) if above >= 2 else []
     blank: list[Row] = [[]] * (height - len(table) - len(history) - len(below)) if said else []
     return [*table, *history, *below, *blank, *said]
 
@@ -181,11 +181,11 @@ def _value(phase: PhaseFigures, show: str, cell: int) -> str:
     return _time(phase.median_ns if show == "median" else phase.p95_ns, cell)
 
 
-def _history(process: Process, span_s: int, width: int, height: int, look: Look) -> list[Row]:
+def _history(scene: Scene, process: Process, width: int, height: int, look: Look) -> list[Row]:
     """The stacked columns with their scale at the left; under them when they begin, and the modes."""
     gutter = 8
     room = width - gutter
-    picture = pictured(process, span_s, room)
+    picture = pictured(process, scene.view.span_s, room, scene.over)
     axis = height >= 3
     bars = height - 1 if axis else height
     top = top_of(picture.columns)

@@ -38,7 +38,7 @@ def _tracks(scene: Scene) -> list[tuple[int, DeviceTrack]]:
 def wanted_rows(scene: Scene) -> int:
     """Rows that the panel would like to have for its content."""
     count = len(scene.state.devices)
-    rows = (3 * count if count <= 2 else 2 * count if count <= 4 else count) + 1 if count else 5
+    rows = (3 * count if count <= 2 else 2 * count if count <= 4 else count) + 1 if count else 6
     more = len(_held(scene))
     return rows + min(more, 8) + 1 if more else rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -9,11 +10,11 @@ from dpmon.ui.find import Hunt, found_in
 from dpmon.ui.format import group
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, plain, span_width, width_of
-from dpmon.ui.scene import NAMES
+from dpmon.ui.scene import NAMES, Scene
 from dpmon.ui.scrollback import Scrollback
 from dpmon.ui.tail import Tail
 
-__all__ = ["Output", "shifted", "title"]
+__all__ = ["Output", "narrowed", "shifted", "title"]
 
 
 @dataclass
@@ -136,8 +137,8 @@ class Output:
             self.left = max(column - width // 2, 0) if column > width - len(self._needle) - 2 else 0
 
 
-def title(output: Output, look: Look) -> tuple[Row, Row]:
-    """The panel's title and where in the file one is."""
+def title(output: Output, scene: Scene, width: int, look: Look) -> tuple[Row, Row]:
+    """The panel's title and where in the file one is, for a frame of `width` cells."""
     tail, back = output.tail, output.back
     name: Row = [(NAMES["output"], "title")]
     if len(output.tails) > 1 and tail is not None:
@@ -146,9 +147,38 @@ def title(output: Output, look: Look) -> tuple[Row, Row]:
         return name, []
     shift: Row = [(f"column {output.left + 1}  ", "wait")] if output.left else []
     if output.top is None:
-        return name, [*shift, ("following", "dim")]
+        if scene.playing is not None:  # its lines have no times
+            words = "all of the run's, not only up to then"
+            return name, [*shift, (words if width >= len(words) + 28 else "all of the run's", "wait")]
+        return name, [*shift, ("the end" if scene.over else "following", "dim")]
     total = group(back.end - back.oldest) if back.counted else "many"
     return name, [*shift, (f"line {group(output.top - back.oldest + 1)} of {total}", "wait")]
+
+
+_FRAME = re.compile(r'^\s*File "(?P<path>[^"]*/)[^"/]+", line \d+')
+
+
+def narrowed(rows: Sequence[Row], width: int, more: str = "…") -> list[Row]:
+    """The rows, those of a traceback without as much of their file's directory as `width` cells have no room for."""
+    return [_without_directory(row, width, more) for row in rows]
+
+
+def _without_directory(row: Row, width: int, more: str) -> Row:
+    over = width_of(row) - width
+    found = _FRAME.match(plain(row)) if over > 0 else None
+    if found is None:
+        return row
+    start, end = found.span("path")
+    gone = min(over + len(more), end - start)
+    rest: Row = []
+    at = 0
+    for text, style in row:
+        kept = text[: max(start - at, 0)] + text[max(start + gone - at, 0) :]
+        if at <= start < at + len(text):
+            kept = kept[: start - at] + more + kept[start - at :]
+        rest.append((kept, style))
+        at += len(text)
+    return rest
 
 
 def shifted(rows: Sequence[Row], left: int, more: str = "…") -> list[Row]:

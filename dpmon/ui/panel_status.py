@@ -24,7 +24,9 @@ def status(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     rows = _narrow(scene, alive, width, look) if height >= 3 else [_wide(scene, alive, width, look)]
     message: Row = [(" ", ""), *_message(scene, look, width - 2)]
     if alive.detail not in plain(rows[0]) and not _told(scene, look):
-        message = [(" ", ""), (f"{alive.word}: ", alive.style), (alive.detail, ""), ("  ", ""), *message[1:]]
+        told: Row = [(" ", ""), (f"{alive.word}: ", alive.style), (alive.detail, ""), ("  ", "")]
+        both = scene.over or width_of(told) + width_of(message) <= width
+        message = [*told, *(message[1:] if both else [])]
     corner = _missed(scene) or _next(scene, width - width_of(message))
     if scene.state.warnings and message[1:] == _warning(scene) and width_of(message) > width - width_of(corner):
         corner = [("  w: all of it ", "dim"), *corner]
@@ -169,12 +171,12 @@ def _missed(scene: Scene) -> Row:
 
 def _told(scene: Scene, look: Look) -> bool:
     """Whether the row of what has just happened has an answer for the user."""
-    return scene.stopping is not None or bool(answer(scene, look))
+    return (scene.stopping is not None and not scene.over) or bool(answer(scene, look))
 
 
 def _message(scene: Scene, look: Look, width: int) -> Row:
     """What matters most just now: an ending, an answer, a warning; or the plain facts."""
-    if scene.stopping is not None:
+    if scene.stopping is not None and not scene.over:
         return [("stopping: ", "wait"), (clean(scene.stopping, 200), "")]
     said = answer(scene, look)
     if said:
@@ -200,7 +202,7 @@ def answer(scene: Scene, look: Look) -> Row:
 
 def cut_answer(scene: Scene, width: int, look: Look) -> bool:
     """Whether an answer has no room in its row."""
-    if scene.stopping is not None:
+    if scene.stopping is not None and not scene.over:
         return False
     return 1 + width_of(answer(scene, look)) > width - width_of(_missed(scene))
 

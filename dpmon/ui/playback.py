@@ -13,6 +13,7 @@ from dpmon.model import State, fold
 from dpmon.model.past import fold_past
 from dpmon.run.playback import PlaybackReader
 from dpmon.ui.feed import Feed, Reader
+from dpmon.ui.keys import PLAYED
 from dpmon.ui.look import Look
 from dpmon.ui.monitor import Monitor
 from dpmon.ui.scene import Playing, Scene, View
@@ -45,6 +46,13 @@ class _PlaybackFeed(Feed):
         if player is not None and player.position_ns < player.length_ns:
             self._ended = self._exit = self._gone_ns = None
         super().tick(budget_s)
+        self._see_end()
+
+    def _see_end(self) -> None:
+        """The clock may come to the end at any time it is looked at: then the end is known in the same picture."""
+        player = self.player
+        if player is not None and self._ended is None and player.exit() is not None:
+            super().tick()
 
     def _take_in(self, reader: Reader, budget_s: float | None) -> None:
         player = self.player
@@ -62,11 +70,11 @@ class _PlaybackFeed(Feed):
 
     def toggle_refusal(self) -> str | None:
         """Nobody is there to be asked."""
-        return "this is a playback"
+        return "this is a playback of a run that is over"
 
     def pause_refusal(self) -> str | None:
         """Nobody is there to be asked."""
-        return "this is a playback"
+        return "this is a playback; space plays and stops it"
 
     def can_type(self) -> bool:
         """Nobody is there to read it."""
@@ -74,31 +82,19 @@ class _PlaybackFeed(Feed):
 
     def scene(self, view: View, stopping: str | None = None) -> Scene:
         """With where the playback is."""
-        scene = super().scene(view, stopping)
         player = self.player
         if player is None:
-            return scene
-        return replace(
-            scene, playing=Playing(player.position_ns, player.length_ns, player.playing, player.speed), can_type=False
-        )
+            return super().scene(view, stopping)
+        here = player.position_ns
+        self._see_end()
+        playing = Playing(here, player.length_ns, player.playing, player.speed)
+        return replace(super().scene(view, stopping), now_ns=here, playing=playing, can_type=False)
 
 
 class Playback(Monitor):
     """Plays one finished run."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("space", "play", show=False),
-        Binding("full_stop", "step(1)", show=False),
-        Binding("comma", "step(-1)", show=False),
-        Binding("greater_than_sign", "faster(1)", show=False),
-        Binding("less_than_sign", "faster(-1)", show=False),
-        Binding("f", "seek(10)", show=False),
-        Binding("b", "seek(-10)", show=False),
-        Binding("F", "seek(60)", show=False),
-        Binding("B", "seek(-60)", show=False),
-        Binding("g", "seek_to(0.0)", show=False),
-        Binding("G", "seek_to(1.0)", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding(deed.names, deed.action, show=False) for deed in PLAYED]
 
     def __init__(
         self,
@@ -118,7 +114,8 @@ class Playback(Monitor):
         return self._playing_feed.player if not self._dialog_open else None
 
     def _moved(self) -> None:
-        """Draw at once what is to be seen now."""
+        """Draw at once what is to be seen now; what was said is of another time."""
+        self.view = replace(self.view, message=None)
         self.feed.tick()
         self.draw()
 
@@ -171,12 +168,6 @@ class Playback(Monitor):
 
     def action_freeze(self) -> None:
         """There is nothing that would go on behind a frozen picture."""
-
-    def action_stop(self) -> None:
-        """There is nothing to be stopped."""
-
-    def action_pause(self) -> None:
-        """There is no training to be paused."""
 
     def action_leave(self, interrupt: bool = False) -> None:
         """Close; nothing has to be asked."""

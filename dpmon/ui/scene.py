@@ -23,6 +23,7 @@ __all__ = [
     "Scene",
     "Toggle",
     "View",
+    "at_its_end",
     "devices_in_short",
     "life",
     "mode_words",
@@ -161,10 +162,7 @@ class Scene:
     @property
     def closing(self) -> bool:
         """Whether the command is gone, or every process that has trained is at its end: nothing can be asked of it."""
-        trained = [number for number, each in self.state.processes.items() if each.seen_ns >= 0]
-        return self.ending or (
-            bool(trained) and all(self.activities.get(number, ("", 0))[0] == "ended" for number in trained)
-        )
+        return self.ending or at_its_end(self.state, self.activities)
 
     @property
     def over(self) -> bool:
@@ -173,10 +171,18 @@ class Scene:
 
     @property
     def elapsed_ns(self) -> int:
-        """How long the run has taken, up to its end."""
+        """How long the run has taken, up to its end; played back, up to where the playback is."""
+        if self.playing is not None:
+            return self.playing.position_ns
         if self.ended is not None and self.ended.end_ns is not None:
             return self.ended.end_ns
         return self.now_ns
+
+
+def at_its_end(state: State, activities: Mapping[int, tuple[str, int]]) -> bool:
+    """Whether every process that has trained says that it trains no more."""
+    trained = [number for number, each in state.processes.items() if each.seen_ns >= 0]
+    return bool(trained) and all(activities.get(number, ("", 0))[0] == "ended" for number in trained)
 
 
 class Life(NamedTuple):

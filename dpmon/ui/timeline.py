@@ -11,8 +11,8 @@ __all__ = ["position_at", "timeline"]
 
 _KEYS = (("space", "play"), (", .", "step"), ("b f", "10 s"), ("< >", "speed"), ("g G", "ends"))
 _DONE, _REST = "━", "─"
-_LEAST = 10
-"""Cells that the line itself has at least; keys give way to it."""
+_LEAST, _TALL = 7, 20
+"""Cells that the line itself has at least, and rather; keys give way to it."""
 
 
 def timeline(playing: Playing, width: int, look: Look) -> list[Row]:
@@ -23,18 +23,26 @@ def timeline(playing: Playing, width: int, look: Look) -> list[Row]:
     here, whole = clock(playing.position_ns), clock(playing.length_ns)
     head.append((f"{here} ", "bold"))
     end: Row = [(f" {whole}", "dim")]
-    keys: Row = []
-    for key, says in _KEYS:
-        text = "stop" if says == "play" and playing.playing else says
-        piece: Row = [("  ", ""), (key, "key"), (" " + text, "dim")]
-        if width_of(head) + width_of(end) + width_of(keys) + width_of(piece) + 2 * _LEAST > width:
-            keys.append((f" {look.glyphs.more}", "dim"))
-            break
-        keys += piece
+    room = width - width_of(head) - width_of(end) - 1
+    keys = _keys(playing, room - _TALL, 2)
+    if len(keys) < 3 * len(_KEYS):  # rather more keys than a long line
+        keys = _keys(playing, room - _LEAST, 1)
     room = max(width - width_of(head) - width_of(end) - width_of(keys) - 1, 1)
     done = round((room - 1) * min(max(playing.position_ns / max(playing.length_ns, 1), 0.0), 1.0))
     line: Row = [(_DONE * done, "good"), (look.glyphs.dot, "title"), (_REST * (room - 1 - done), "dim")]
     return [fit([*head, *line, *end, *keys], width, look.glyphs.more)]
+
+
+def _keys(playing: Playing, width: int, gap: int) -> Row:
+    """The keys that have room in `width` cells, each with its word."""
+    row: Row = []
+    for key, says in _KEYS:
+        text = "stop" if says == "play" and playing.playing else says
+        piece: Row = [(" " * gap, ""), (key, "key"), (" " + text, "dim")]
+        if width_of(row) + width_of(piece) > width:
+            break
+        row += piece
+    return row
 
 
 def position_at(row: Row, x: int) -> float | None:

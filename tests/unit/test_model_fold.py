@@ -12,7 +12,7 @@ from synthetic import SECOND, Training, chunks, decoded, device_event, host_even
 
 from dpmon.model import State, fold
 from dpmon.model.state import CALLS_KEPT, HISTORY_KEPT, NOT_RUN, PHASES, ROOTS_KEPT, STEPS_KEPT
-from dpmon.model.stats import median, percentile, recent, speed, summary
+from dpmon.model.stats import median, percentile, speed, summary
 from dpmon.records import Call, Event, Phase, Record, Step
 
 
@@ -101,7 +101,7 @@ def test_a_phase_that_did_not_run_has_no_figures() -> None:
     state = folded([a_step(phases={"forward": 15, "other": 5})])
     process = state.focus()
     assert process is not None
-    figures = {phase.name: phase for phase in summary(recent(process.modes["dp"])).phases}
+    figures = {phase.name: phase for phase in summary(list(process.modes["dp"].steps)).phases}
     assert figures["backward"] == ("backward", 0, None, None, None, None)
     assert figures["forward"].median_ns == 15
     assert figures["forward"].share == pytest.approx(0.75)
@@ -111,7 +111,7 @@ def test_summary_against_plain_arithmetic() -> None:
     state = after(Training(devices=("cuda:0", "cuda:1", "cuda:2")), 200)
     process = state.focus()
     assert process is not None
-    steps = recent(process.modes["dp"])
+    steps = list(process.modes["dp"].steps)
     numbers = summary(steps)
     walls = sorted(step.wall_ns for step in steps)
     assert numbers.steps == 200
@@ -135,7 +135,7 @@ def test_samples_are_unknown_when_a_step_did_not_know_them() -> None:
     state = folded([a_step(), a_step(step=2, start_ns=20, samples=None)])
     process = state.focus()
     assert process is not None
-    assert summary(recent(process.modes["dp"])).samples_per_s is None
+    assert summary(list(process.modes["dp"].steps)).samples_per_s is None
 
 
 def test_speed_is_that_of_the_steps_own_clock() -> None:

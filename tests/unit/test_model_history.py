@@ -12,7 +12,7 @@ from synthetic import SECOND, Training, decoded
 from dpmon.model import State, fold
 from dpmon.model.history import add_step, columns_of, figures, pictured
 from dpmon.model.state import COLUMNS_KEPT, LONG_KEPT, NOT_RUN, PHASES, SAMPLED, Process, StepSample
-from dpmon.model.stats import recent, summary
+from dpmon.model.stats import summary
 from dpmon.records import Step
 
 
@@ -38,7 +38,7 @@ def test_figures_of_few_steps_are_those_of_all_of_them() -> None:
         state = fold(state, record)
     process = state.focus()
     assert process is not None
-    ours, plain = figures(process, "dp", 600), summary(recent(process.modes["dp"]))
+    ours, plain = figures(process, "dp", 600), summary(list(process.modes["dp"].steps))
     assert ours.sampled == ours.steps == 120
     assert ours.phases == plain.phases
     assert ours[2:4] == plain[2:4]

@@ -1,0 +1,287 @@
+"""What the screen says where something cannot be done or has no room: nothing is passed over, nothing is cut in two."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from stage import LOOK, stage
+from synthetic import SECOND, Training, decoded
+from test_run_playback import Clock, a_run
+from test_ui_playback import said, shown
+
+from dpmon.cli.speak import closing
+from dpmon.cli.summary import summary_lines
+from dpmon.model import State, fold
+from dpmon.model.compare import compare, sentence
+from dpmon.model.history import figures, forward_figures, pictured
+from dpmon.model.ranks import forward_of
+from dpmon.model.state import NOT_RUN, PHASES, StepSample
+from dpmon.model.stats import mean_speed, median
+from dpmon.run.rundir import load_exit
+from dpmon.ui.dialogs import Commands, Pages
+from dpmon.ui.keys import DEEDS, PLAYED, possible
+from dpmon.ui.paint import whole
+from dpmon.ui.panel_compare import compare as compare_rows
+from dpmon.ui.panel_output import Output, narrowed
+from dpmon.ui.panel_output import title as output_title
+from dpmon.ui.rows import plain, width_of
+from dpmon.ui.scene import NAMES, Ended, Facts, Playing, Scene, View
+from dpmon.ui.timeline import timeline
+
+
+def trained(steps: int = 200, **options: object) -> Scene:
+    training = Training(**options)  # type: ignore[arg-type]
+    state = State()
+    for record in decoded([*training.begin(), *training.run(steps)]):
+        state = fold(state, record)
+    return Scene(state, training.now, Facts("20261120-141502-x-7f3a", "x.py"), alive=True, can_toggle=True)
+
+
+def screen(scene: Scene, width: int = 80, height: int = 24) -> list[str]:
+    return [plain(row) for row in whole(scene, Output(), width, height, LOOK)]
+
+
+# ------------------------------------------------------------------------------------------------ 80x24
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+@pytest.mark.parametrize("mode", ["dp", "single"])
+@pytest.mark.parametrize("playing", [False, True])
+def test_panel_3_has_its_medians_and_the_last_step_at_80x24(replicas: int, mode: str, playing: bool) -> None:
+    scene = trained(mode=mode, devices=[f"cpu:{i}" for i in range(replicas)], step_ns=100_000_000)
+    if playing:
+        scene = replace(scene, playing=Playing(SECOND, 9 * SECOND, False, 1.0))
+    text = "\n".join(screen(scene))
+    assert "│ median " in text
+    assert "│ last step " in text
+    assert "│       0 " in text, "the history is there"
+    if mode == "dp":
+        assert re.search(r"│ +\d\d:\d\d dp", text), "and its axis"
+
+
+def test_what_has_no_room_in_the_header_is_left_out_in_full() -> None:
+    scene = trained(virtual=True)
+    process = scene.process
+    assert process is not None
+    process.info = {"python": "3.11.7", "torch": "2.13.0+cpu"}
+    for width in range(40, 130):
+        row = screen(scene, width, 24)[2 if width < 110 else 1].rstrip()
+        assert not row.endswith("…") or " · " not in row, row
+        assert "torch" not in row or row.endswith("torch 2.13.0+cpu")
+    closing_down = replace(scene, activities={process.process: ("ended", 0)})
+    for width in (80, 120):
+        rows = screen(closing_down, width)[:3]
+        assert any("the training process is at its end" in row for row in rows)
+        assert not any("…" in row for row in rows)
+        assert "d single" not in screen(closing_down, width)[-1]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_the_time_line_names_keys_in_full_or_not_at_all(width: int) -> None:
+    (row,) = timeline(Playing(30 * SECOND, 310 * SECOND, False, 1.0), width, LOOK)
+    assert width_of(row) == width
+    text = plain(row)
+    assert "…" not in text
+    assert "space play" in text
+    if width >= 80:
+        for piece in (", . step", "b f 10 s", "< > speed"):
+            assert piece in text
+
+
+# ------------------------------------------------------------------------------------------------ keys
+
+
+async def test_a_key_that_does_nothing_says_so_and_not_for_ever(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.shows("● running")
+        for key, words in (
+            ("z", "z does nothing here: ? shows the keys"),
+            ("f5", "f5 does nothing here"),
+            ("o", "there is one file of output"),
+            ("n", "there is no other call or root"),
+            ("N", "N goes on with a search"),
+            ("i", "the script's input cannot be reached"),
+        ):
+            await on.press(key)
+            await on.shows(words)
+        on.app.said_s = 0.01
+        await on.press("z")
+        await on.until(lambda: "z does nothing" not in on.text(), "silence")
+
+
+async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) -> None:
+    async with shown(a_run(), Clock()) as (app, pilot):
+        await pilot.press("g")
+        for key, words in (
+            ("p", "no pause: this is a playback"),
+            ("x", "there is nothing to stop: the run is over"),
+            ("i", "the run is over: nobody reads a line"),
+            ("d", "the mode cannot be switched: this is a playback"),
+            ("Z", "Z does nothing here"),
+        ):
+            await pilot.press(key)
+            assert said(app, words), app.text()[1]
+        await pilot.press("f")
+        assert not said(app, "does nothing here"), "what was said is of another time"
+        offered = [key for key, _, _ in possible(app.scene())]
+        assert {deed.key for deed in PLAYED} <= set(offered)
+        assert "d" not in offered
+
+
+async def test_the_end_of_a_playback_is_one_picture(state: Path) -> None:
+    clock = Clock()
+    async with shown(a_run(), clock) as (app, pilot):
+        await pilot.press("g", "space")
+        clock.pass_s(400)
+        app.feed.tick()
+        app.draw()
+        assert said(app, "finished")
+        assert app.text()[-1].count("00:05:01") == 2
+        assert "00:05:01" in app.text()[0]
+
+
+def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> None:
+    from dpmon.ui.tail import Tail
+
+    (tmp_path / "log").write_text("a line\n")
+    output = Output([Tail(tmp_path / "log")])
+    output.refresh()
+    live = trained(3)
+    assert plain(output_title(output, live, 60, LOOK)[1]) == "following"
+    assert plain(output_title(output, replace(live, ended=Ended(0, None, 1)), 60, LOOK)[1]) == "the end"
+    played = replace(live, playing=Playing(1, 9, False, 1.0))
+    assert plain(output_title(output, played, 80, LOOK)[1]) == "all of the run's, not only up to then"
+    assert plain(output_title(output, played, 50, LOOK)[1]) == "all of the run's"
+
+
+# ------------------------------------------------------------------------------------------------ dialogs
+
+
+async def test_beside_a_dialog_all_is_blank_and_a_long_list_says_what_is_below(tmp_path: Path) -> None:
+    async with stage(tmp_path, (80, 16)) as on:
+        await on.shows("● running")
+        await on.press("colon")
+        assert isinstance(on.app.screen, Commands)
+        assert on.app.screen.box.region.width == 80
+        rows = on.app.screen.box.text()
+        assert {len(row) for row in rows} == {80}
+        assert all(not row[: row.index("│")].strip() for row in rows[1:-1])
+        assert "more ↓" in rows[-1]
+        await on.press(*["down"] * 40)
+        rows = on.app.screen.box.text()
+        assert "above" in rows[-1]
+        assert "more ↓" not in rows[-1]
+        assert rows[1].strip("│ ").startswith(">")
+        await on.press("q", "q")
+        assert any("nothing of that name" in row for row in on.app.screen.box.text())
+        await on.press("escape", "question_mark")
+        assert isinstance(on.app.screen, Pages)
+        await on.press("end")
+        rows = on.app.screen.box.text()
+        assert "above" in rows[-1]
+        assert any("to the end" in row for row in rows), "the keys of a playback are the last ones"
+
+
+def test_a_panel_has_one_name() -> None:
+    scene = trained(3)
+    sentences = [says for _, says, _ in possible(scene)]
+    for name in NAMES.values():
+        assert f"go to panel {name}" in sentences
+        assert any(name in row for row in screen(scene, 120, 40))
+    assert "4 dp against single" in "\n".join(screen(scene)), "folded, too"
+    assert not any("compare" in deed.says for deed in DEEDS)
+
+
+# ------------------------------------------------------------------------------------------------ panel 4
+
+
+def sample(step: int, wall: int, samples: int = 30, backward: int = 5) -> StepSample:
+    phases = [NOT_RUN] * len(PHASES)
+    phases[PHASES.index("forward")], phases[PHASES.index("backward")] = wall - 5, backward
+    return StepSample(step, step * wall, wall, samples, tuple(phases))
+
+
+def test_what_is_left_out_of_a_comparison_is_said_by_kind() -> None:
+    single = [sample(n, 1_000_000 + n) for n in range(60)]
+    dp = [sample(n, 2_000_000 + n) for n in range(60)]
+    odd = [sample(60, 1_000_000, samples=7), sample(61, 1_000_000, backward=NOT_RUN)]
+    found = compare({"single": [*single, *odd], "dp": dp}, devices=("cpu:0", "cpu:1"))
+    assert (found.left_out, found.left_backward) == (2, 1)
+    assert (sentence(found) or "").startswith("DataParallel over 2 is 0.50× as fast as one device")
+    rows = [plain(row).strip() for row in compare_rows(trained(3), 60, 12, found, LOOK)]
+    text = " ".join(rows)
+    assert "left out: 1 step of another batch size; left out: 1 step without a backward pass" in text
+    assert "drawn" not in text, "the medians are of all steps"
+
+
+# ------------------------------------------------------------------------------------------------ the end
+
+
+def test_a_run_that_is_over_has_its_mean_speed_and_no_room_for_what_will_not_come() -> None:
+    scene = trained(400, step_ns=1_000_000_000)
+    process = scene.process
+    assert process is not None
+    mean = mean_speed(process)
+    track = process.modes["dp"]
+    assert mean.steps_per_s == pytest.approx(400 / (track.wall_ns / 1e9))
+    assert mean.samples_per_s == pytest.approx(track.samples / (track.wall_ns / 1e9))
+    over = replace(scene, ended=Ended(0, None, scene.now_ns), can_toggle=False)
+    for width, height in ((80, 24), (120, 40)):
+        assert "mean" in " ".join(screen(over, width, height)[:2])
+        assert "mean" not in " ".join(screen(scene, width, height)[:2])
+    sizes = set()
+    for width in range(60, 110):
+        live, still = (pictured(process, 120, width, over=over) for over in (False, True))
+        sizes.add(len(live.columns) * live.cells < len(still.columns) * still.cells)
+        assert len(still.columns) * still.cells > width - 2 * still.cells, "the chart is full"
+    assert True in sizes
+
+
+def test_a_stopped_run_says_its_status() -> None:
+    scene = replace(trained(5), ended=Ended(134, "SIGABRT", 9 * SECOND, stopped=True), can_toggle=False)
+    assert "stopped by you, status 134" in screen(scene)[0]
+
+
+def test_the_first_line_is_all_that_a_run_of_yesterday_leaves(state: Path) -> None:
+    directory = a_run()
+    spoken: list[str] = []
+    assert closing(directory, load_exit(directory), spoken.append, brief=True) == 0
+    assert len(spoken) == 1
+    assert "finished in" in spoken[0]
+    assert "dpmon report" in spoken[0]
+    assert len(summary_lines(directory, load_exit(directory))) > 3
+
+
+@pytest.mark.parametrize("styled", [False, True])
+def test_a_traceback_keeps_its_file_and_line(styled: bool) -> None:
+    text = '  File "/home/somebody/projects/vision/train/loop.py", line 123, in step'
+    row = [("  File ", ""), (text[7:40], "bold"), (text[40:], "")] if styled else [(text, "")]
+    for width in range(44, len(text) + 2):
+        (shown_row,) = narrowed([row], width)
+        shown_text = plain(shown_row)
+        assert shown_text.endswith('loop.py", line 123, in step')
+        assert ("…" in shown_text) == (width < len(text))
+        assert len(shown_text) <= width
+    other = [("x" * 100, "")]
+    assert narrowed([other], 50) == [other]
+
+
+def test_the_whole_forward_is_that_of_the_steps() -> None:
+    scene = trained(60, step_ns=1_000_000_000)
+    process = scene.process
+    assert process is not None
+    found = forward_figures(process, "dp", 0)
+    steps = process.modes["dp"].steps
+    assert found.ran == 60
+    assert found.median_ns == median(forward_of(step) for step in steps)
+    parts = {phase.name: phase.share or 0 for phase in figures(process, "dp", 0).phases}
+    assert found.share == pytest.approx(sum(parts[n] for n in ("scatter", "replicate", "apply", "gather", "forward")))
+
+
+def test_the_view_has_a_message_only_while_it_is_new() -> None:
+    scene = replace(trained(5), view=View(message="done", message_ns=0))
+    assert "done" not in screen(replace(scene, now_ns=20 * SECOND))[2]
+    assert "done" in screen(replace(scene, now_ns=SECOND))[2]

@@ -90,7 +90,8 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     part = f"{dot}call {choice.nth} of {choice.of} a step" if choice.of > 1 else ""
     many = f"{dot}newest of {count}" if count > 1 and not which else f"{dot}{which} of {count}" if which else ""
     corner: Row = [("call", "dim"), (right(group(call.call), 9), "")]
-    return [(NAMES["replicas"], "title"), (name + part + many, "")], corner
+    # Which of several comes first: of names a beginning says much, too.
+    return [(NAMES["replicas"], "title"), (many + part + name, "")], corner
 
 
 def replicas(scene: Scene, width: int, height: int, look: Look) -> list[Row]:

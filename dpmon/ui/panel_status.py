@@ -148,7 +148,8 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
         *mode,
     ]
     if scene.over:
-        return [first, [*_means(scene), ("   median ", "dim"), (ms(figures(scene).median_ns), "bold")]]
+        means = _means(scene)
+        return [first, [*means, ("   median ", "dim"), (ms(figures(scene).median_ns), "bold")] if means else []]
     second: Row = [
         (" step", "dim"),
         (right(step, 10), "bold"),

@@ -467,8 +467,8 @@ def test_several_calls_of_a_step_and_several_roots_can_be_chosen() -> None:
         titles.append(plain(panel_replicas.title(shown, LOOK)[0]))
         rows = rows_text(panel_replicas.replicas(shown, 70, 9, LOOK))
         assert rows[1].split()[6] == {0: "32", 1: "15", 2: "6", 3: "32"}[root]
-    assert titles[0] == "2 Replicas · Generator · DataParallel · newest of 3"
-    assert titles[2] == "2 Replicas · Critic · DataParallel · call 2 of 2 a step · 2 of 3"
+    assert titles[0] == "2 Replicas · newest of 3 · Generator · DataParallel"
+    assert titles[2] == "2 Replicas · 2 of 3 · call 2 of 2 a step · Critic · DataParallel"
 
 
 def test_a_call_that_steps_no_longer_make_cannot_be_chosen_any_more() -> None:

@@ -121,7 +121,13 @@ DEEDS: tuple[Deed, ...] = (
         "find a word in the script's output, the newest line first",
     ),
     Deed("n", "n", "next(1)", _when(_several_roots, "next call"), "the next root, or call of a step"),
-    Deed("i", "i", "type_line", _when(lambda s: s.can_type and not s.over, "input"), "send a line to the script"),
+    Deed(
+        "i",
+        "i",
+        "type_line",
+        _when(lambda s: s.can_type and not s.over and not s.closing, "input"),
+        "send a line to the script",
+    ),
     Deed("w", "w", "warnings", _when(lambda s: bool(s.state.warnings), "warnings"), "all warnings that are kept"),
     Deed("[ ]", "", "", _always("range"), "a shorter or longer time range for histories and figures"),
     Deed("s", "s", "picture", _always("picture"), "save a picture of the screen (SVG)"),
@@ -205,9 +211,9 @@ BINDINGS: list[BindingType] = _bindings()
 def possible(scene: Scene) -> list[tuple[str, str, str]]:
     """Key, sentence and action for everything that can be done now, for the palette."""
     found = [
-        (d.key, d.says, d.action)
+        (d.key, "close this screen" if word == "close" else d.says, d.action)
         for d in (*PLAYED, *DEEDS)
-        if d.names and d.action != "palette" and d.word(scene) is not None
+        if d.names and d.action != "palette" and (word := d.word(scene)) is not None
     ]
     return found + [(key, says, action) for key, _, action, says in _PAIRS]
 

@@ -147,7 +147,7 @@ def title(output: Output, scene: Scene, width: int, look: Look) -> tuple[Row, Ro
         return name, []
     shift: Row = [(f"column {output.left + 1}  ", "wait")] if output.left else []
     if output.top is None:
-        if scene.playing is not None:  # its lines have no times
+        if scene.playing is not None and not scene.over:  # its lines have no times
             words = "all of the run's, not only up to then"
             return name, [*shift, (words if width >= len(words) + 28 else "all of the run's", "wait")]
         return name, [*shift, ("the end" if scene.over else "following", "dim")]

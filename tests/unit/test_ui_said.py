@@ -28,7 +28,7 @@ from dpmon.ui.panel_compare import compare as compare_rows
 from dpmon.ui.panel_output import Output, narrowed
 from dpmon.ui.panel_output import title as output_title
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scene import NAMES, Ended, Facts, Playing, Scene, View
+from dpmon.ui.scene import NAMES, Ended, Facts, Pausing, Playing, Scene, View
 from dpmon.ui.timeline import timeline
 
 
@@ -76,7 +76,8 @@ def test_what_has_no_room_in_the_header_is_left_out_in_full() -> None:
         rows = screen(closing_down, width)[:3]
         assert any("the training process is at its end" in row for row in rows)
         assert not any("…" in row for row in rows)
-        assert "d single" not in screen(closing_down, width)[-1]
+        footer = screen(replace(closing_down, can_type=True, pausing=Pausing(possible=True)), width)[-1]
+        assert not any(word in footer for word in ("d single", "p pause", "i input"))
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
@@ -129,6 +130,7 @@ async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) ->
         offered = [key for key, _, _ in possible(app.scene())]
         assert {deed.key for deed in PLAYED} <= set(offered)
         assert "d" not in offered
+        assert ("q", "close this screen", "leave") in possible(app.scene())
 
 
 async def test_the_end_of_a_playback_is_one_picture(state: Path) -> None:

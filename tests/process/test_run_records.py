@@ -20,6 +20,7 @@ from dpmon.ring import RingError, RingReader
 from dpmon.run import proc
 from dpmon.run.drain import Drain
 from dpmon.run.rundir import load_info
+from dpmon.ui.format import compact, ms
 
 WRITER = Path(__file__).resolve().parent.parent / "writer.py"
 
@@ -232,13 +233,13 @@ def test_the_summary_is_exact(dpmon: Dpmon) -> None:
     lines = result.errors.splitlines()
     head = next(line for line in lines if "dp (virtual replicas)" in line)
     speed = 1000 * 24 / (sum(walls) / 1e9)
-    assert head == f"dpmon: dp (virtual replicas): 1,000 steps, 1,000 calls, {speed / 1000:.1f}k samples/s"
+    assert head == f"dpmon: dp (virtual replicas): 1,000 steps, 1,000 calls, {compact(speed)} samples/s"
     step = next(line for line in lines if line.split()[1] == "step")
-    middle, tail = (walls[499] + walls[500]) / 2e6, walls[949] / 1e6
-    assert step.split()[2:] == ["median", f"{middle:.3f}", "ms", "p95", f"{tail:.3f}", "ms"]
-    for name, ms in (("data", 0.001), ("scatter", 0.005), ("gather", 0.005), ("backward", 0.04)):
+    middle, tail = (walls[499] + walls[500]) / 2, walls[949]
+    assert step.split()[2:] == ["median", *ms(middle).split(), "p95", *ms(tail).split()]
+    for name, took in (("data", "1.00 µs"), ("scatter", "5.00 µs"), ("gather", "5.00 µs"), ("backward", "40.0 µs")):
         line = next(line for line in lines if line.split()[1] == name)
-        assert line.split()[2:] == ["median", f"{ms:.3f}", "ms", "p95", f"{ms:.3f}", "ms"]
+        assert line.split()[2:] == ["median", *took.split(), "p95", *took.split()]
     assert [line for line in lines if " replica " in line] == [
         f"dpmon:   dp replica {n} cpu:{n}  [8, 5] -> [8, 2]  1,000 calls" for n in range(3)
     ]

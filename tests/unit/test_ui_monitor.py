@@ -321,7 +321,7 @@ async def test_several_roots_take_turns(tmp_path: Path) -> None:
         other = Training(root="Critic", via=None, mode="single")
         on.reader.new = decoded(other.run(3), origin_ns=SECOND)
         await on.press("2")
-        await on.shows("Critic · bare module · newest of 2")
+        await on.shows("newest of 2 · Critic · bare module")
         await on.shows("n next call")
         await on.press("n", "n")
         await on.shows("Model · DataParallel")

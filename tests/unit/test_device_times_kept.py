@@ -167,7 +167,7 @@ def test_history_exports_and_report_have_them(state: Path, drained: bool) -> Non
     assert ["phase", "share", "median", "p95", "on", "device"] in lines
     assert next(line for line in lines if line[:1] == ["backward"])[-2:] == ["3.00", "ms"]
     said = "\n".join(summary_lines(directory, None))
-    assert "on device    3.000 ms" in said
+    assert "on device  3.00 ms" in said
 
 
 def test_a_history_of_an_earlier_version_is_gone_on_with_and_read(state: Path) -> None:
@@ -207,7 +207,7 @@ def test_the_screen_shows_host_and_device_side_by_side() -> None:
     assert [row[0] for row in rows[1:5]] == ["share", "median", "device", "p95"]
     # The phases of the call are taken out of forward, as they are on the host: 4 - (0.5 + 1 + 2 + 0.25).
     values = " ".join(rows[3][1:])
-    assert values == "0.25 ms 0.50 ms 1.00 ms 2.00 ms 0.25 ms 0.25 ms 3.00 ms 0.50 ms –"
+    assert values == "250 µs 500 µs 1.00 ms 2.00 ms 250 µs 250 µs 3.00 ms 500 µs –"
     for zoom in (None, "replicas", "batch"):
         for size in ((80, 24), (120, 40), (200, 60), (40, 10)):
             drawn = whole(Scene(state, 3 * SECOND, view=View(zoom=zoom)), Output(), *size, LOOK)

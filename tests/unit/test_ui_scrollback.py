@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from dpmon.model import State
 from dpmon.ui.find import Hunt, found_in, marked
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.panel_output import Output, title
 from dpmon.ui.rows import plain
+from dpmon.ui.scene import Scene
 from dpmon.ui.scrollback import ROWS, Scrollback
 from dpmon.ui.tail import Tail
 
@@ -34,7 +36,7 @@ class Log:
         return [plain(row) for row in self.output.visible(height)]
 
     def place(self) -> str:
-        return "".join(text for text, _ in title(self.output, LOOK)[1])
+        return "".join(text for text, _ in title(self.output, Scene(State(), 0), 80, LOOK)[1])
 
     def find(self, needle: str, by: int = 1, height: int = 10) -> str | None:
         job = self.output.search(needle, by, height)

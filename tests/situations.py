@@ -1,0 +1,97 @@
+"""Situations of a run and the pictures of them as strings, for the tests of the screen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from synthetic import SECOND, Training, decoded, device_event, host_event, whole_device_event
+
+from dpmon.model import State, fold
+from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
+from dpmon.ui.paint import whole
+from dpmon.ui.panel_output import Output
+from dpmon.ui.rows import plain
+from dpmon.ui.scene import Ended, Facts, Scene, Toggle, View
+
+__all__ = ["FACTS", "LOOK", "MONO_ASCII", "gpu_scene", "rows_text", "scene_of", "situations", "state_of", "text_of"]
+
+LOOK = Look(UNICODE, COLOUR, True)
+
+
+MONO_ASCII = Look(ASCII, MONO, False)
+
+
+FACTS = Facts("20261120-141502-linear-7f3a", "examples/linear.py", SECOND, "auto", "/usr/bin/python3")
+
+
+def state_of(payloads: list[bytes]) -> State:
+    state = State()
+    for record in decoded(payloads):
+        state = fold(state, record)
+    return state
+
+
+def scene_of(training: Training, steps: int = 300, **changes: Any) -> Scene:
+    payloads = [*training.begin(), *training.run(steps), *[host_event(float(i)) for i in range(30)]]
+    state = state_of(payloads)
+    scene = Scene(state, training.now + SECOND // 10, FACTS, alive=True, can_toggle=True, can_type=True)
+    return replace(scene, **changes)
+
+
+def gpu_scene(count: int, *, width_of_names: bool = False, **more: Any) -> Scene:
+    training = Training(devices=[f"cuda:{i}" for i in range(2)], virtual=False)
+    payloads = [*training.begin(), *training.run(20)]
+    for index in range(count):
+        other: dict[str, Any] = {"name": f"NVIDIA Model {index}"} if width_of_names else {}
+        payloads += [
+            whole_device_event(float(t), index, util_pct=10 * index % 101, **{**other, **more}) for t in range(20)
+        ]
+    return Scene(state_of(payloads), training.now, FACTS, alive=True)
+
+
+@cache
+def situations() -> dict[str, Scene]:
+    """Named situations, as many as the screen has to be right in; made once, for a picture changes nothing."""
+    dp = scene_of(Training(devices=[f"cpu:{i}" for i in range(4)]))
+    gpus = scene_of(Training(devices=[f"cuda:{i}" for i in range(8)], virtual=False))
+    for i in range(8):
+        for t in range(20):
+            for record in decoded([device_event(float(t), i, power_w=None, absent={"power_w": "not supported"})]):
+                fold(gpus.state, record)
+    hostile = Training(
+        root="Net\x1b]52;c;x\x07\u202e漢字" * 20, via="Sub\x9b31m\x00class", devices=["\x1b[2Jcuda:0", "cuda\u200b:1"]
+    )
+    single = Training()
+    both = [*single.begin(), *single.run(200), *single.switch("single"), *single.run(200)]
+    failed = Training()
+    return {
+        "nothing": Scene(State(), 0),
+        "importing": Scene(State(), 3 * SECOND, FACTS, stage=("importing torch", SECOND), alive=True),
+        "dp": dp,
+        "gpus": gpus,
+        "many replicas": scene_of(Training(devices=[f"cuda:{i}" for i in range(64)], batch=48, virtual=False)),
+        "both modes": Scene(state_of(both), single.now, FACTS, alive=True, can_toggle=True),
+        "pending": replace(dp, toggle=Toggle("single", "pending", dp.now_ns - SECOND)),
+        "refused": replace(dp, toggle=Toggle("single", "refused", dp.now_ns, reason="spread over devices " * 20)),
+        "frozen": replace(dp, view=View(frozen=True)),
+        "failed": replace(dp, ended=Ended(1, None, dp.now_ns, "RuntimeError: " + "no " * 100), can_toggle=False),
+        "killed": replace(dp, ended=Ended(137, "SIGKILL", dp.now_ns), can_toggle=False),
+        "16 GPUs": gpu_scene(16, throttle=["power cap\x1b[2J", "too hot"]),
+        "zoom 8 GPUs": replace(gpu_scene(8, name="漢字" * 30 + "\x07"), view=View("devices", "devices")),
+        "hostile": scene_of(hostile, 20, facts=FACTS._replace(script="a\x1b[31m/" + "漢" * 100)),
+        "failed call": Scene(state_of([*failed.begin(), *failed.step(failed=True)]), failed.now, FACTS, alive=True),
+        **{
+            f"zoom {name}": replace(dp, view=View(name, name))
+            for name in ("devices", "replicas", "batch", "compare", "output")
+        },
+    }
+
+
+def text_of(scene: Scene, width: int, height: int, output: Output | None = None, look: Look = LOOK) -> str:
+    return "\n".join(plain(row) for row in whole(scene, output or Output(), width, height, look))
+
+
+def rows_text(rows: list[Any]) -> list[str]:
+    return [plain(row).rstrip() for row in rows]

@@ -1,0 +1,193 @@
+"""Panel 3 as strings: the phases, their figures and reasons, the history as columns."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from situations import FACTS, LOOK, MONO_ASCII, rows_text, scene_of, state_of, text_of
+from synthetic import Training, decoded
+
+from dpmon.model import fold
+from dpmon.model.history import pictured
+from dpmon.ui import panel_batch
+from dpmon.ui.batch_notes import missing
+from dpmon.ui.chart import stacked
+from dpmon.ui.look import LETTERS
+from dpmon.ui.paint import places
+from dpmon.ui.rows import plain
+from dpmon.ui.scene import Ended, Scene, View
+
+
+def test_the_median_of_the_header_is_that_of_panel_3() -> None:
+    training = Training(step_ns=2_000_000)
+    payloads = [*training.begin(), *training.run(200), *training.switch("single"), *training.run(5)]
+    training.step_ns = 40_000_000
+    payloads += [*training.switch("dp"), *training.run(20)]
+    scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
+    for span in (30, 0):
+        lines = text_of(replace(scene, view=View(span_s=span)), 80, 24).splitlines()
+        (panel,) = (line for line in lines if "3 Batch" in line)
+        assert lines[1].split("median")[1].split()[:2] == panel.split("median")[1].split()[:2], (lines[1], panel)
+
+
+def alternating(long_ns: int = 40_000_000, every: int = 4, steps: int = 400) -> Scene:
+    """A loader whose workers bring batches by the handful: one step waits, the others do not."""
+    training = Training(step_ns=1_000_000)
+    payloads = training.begin()
+    shares = training.shares["dp"]
+    for index in range(steps):
+        shares["data"] = long_ns // 10_000 if index % every == 0 else 3
+        payloads += training.step()
+    return Scene(state_of(payloads), training.now, FACTS, alive=True)
+
+
+def test_panel_3_keeps_its_steps_until_the_first_of_another_mode() -> None:
+    """As after a toggle, or when a call that cannot be split runs on one device and fails there too."""
+    training = Training()
+    payloads = [*training.begin(), *training.run(100), *training.switch("single")]
+    scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
+    for seen in (scene, replace(scene, ended=Ended(1, None, training.now, "RuntimeError: no"))):
+        text = text_of(seen, 120, 40)
+        assert "3 Batch · dp ×2 · last 2 min" in text
+        assert "no step" not in text
+    for record in decoded([*payloads, *training.run(3)]):
+        fold(scene.state, record)
+    assert "3 Batch · single · last 2 min" in text_of(scene, 120, 40)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+def test_where_few_steps_take_the_time_the_mean_leads_and_the_median_has_a_word(size: tuple[int, int]) -> None:
+    scene = alternating()
+    lines = text_of(scene, *size).splitlines()
+    (panel,) = (line for line in lines if "3 Batch" in line)
+    mean, middle = (float(panel.split(word)[1].split()[0]) for word in ("mean ", "median"))
+    assert middle < 1.5
+    assert 9 < mean < 14
+    header = lines[0] if size[0] >= 110 else lines[1]
+    steps_per_s = float(header.split("steps/s")[0].split()[-1])
+    assert steps_per_s == pytest.approx(1000 / mean, rel=0.05), "what leads is what the speed in the header says"
+    (said,) = (line for line in lines if "uneven steps" in line)
+    assert re.search(r"uneven steps: about [23]\d % take 9\d % of the time, longer by data", said), said
+
+
+def test_even_steps_have_no_such_word() -> None:
+    assert "uneven" not in text_of(scene_of(Training()), 120, 40)
+    few = panel_batch.figures(alternating(every=50, long_ns=2_000_000))
+    assert few.uneven is None
+
+
+def test_the_batch_panel_has_share_median_and_p95_of_each_phase() -> None:
+    scene = scene_of(Training(), 500)
+    rows = rows_text(panel_batch.batch(scene, 116, 10, LOOK, panel_batch.figures(scene)))
+    assert rows[0].split() == [
+        "Data",
+        "Scatter",
+        "Replicate",
+        "Apply",
+        "Gather",
+        "Forward",
+        "Backward",
+        "Optimizer",
+        "other",
+        "step",
+    ]
+    shares = rows[1].replace(" %", "%").split()
+    assert shares[:4] == ["share", "3%", "4%", "31%"]
+    assert rows[2].startswith("median")
+    assert rows[3].startswith("p95")
+    assert rows[2].count("ms") + rows[2].count("µs") == 10
+
+
+def test_phases_that_do_not_run_have_dashes_not_zeros() -> None:
+    training = Training(mode="single", devices=("cpu",), virtual=False)
+    scene = scene_of(training, 100)
+    rows = rows_text(panel_batch.batch(scene, 116, 10, LOOK, panel_batch.figures(scene)))
+    assert rows[1].replace(" %", "%").split()[1:7] == ["5%", "–", "–", "–", "–", "41%"]
+    assert "0%" not in rows[1].replace(" %", "%").split()
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+def test_every_dash_of_panel_3_has_its_reason_on_the_last_line(size: tuple[int, int]) -> None:
+    scene = scene_of(Training(mode="single", devices=("cpu",), virtual=False), 100)
+    slot = places(scene, *size)["batch"]
+    lines = text_of(scene, *size).splitlines()[slot.y : slot.y + slot.height]
+    assert "–" in "".join(lines)
+    assert "no scatter to gather: one device" in lines[-2]
+    assert "uneven" not in lines[-2]
+
+
+def test_why_a_phase_has_a_dash_is_what_the_record_says() -> None:
+    scene = scene_of(Training(), 40)
+    process = scene.process
+    assert process is not None
+    numbers = panel_batch.figures(scene)
+    assert missing(process, numbers.phases) == []
+    none = [phase._replace(ran=0, share=None, median_ns=None) for phase in numbers.phases]
+
+    def said(**changes: Any) -> str:
+        assert process is not None
+        assert process.newest is not None
+        track = process.calls[process.newest]
+        before, track.last = track.last, replace(track.last, **changes)
+        text = " | ".join(missing(process, none))
+        track.last = before
+        return text
+
+    own = (
+        "no data: no DataLoader | no scatter to gather: {} | no forward: no model was called | no backward: no backward"
+    )
+    assert said(phases={}).startswith(own.format("it did not run"))
+    assert "no optimizer: no optimizer step | no other:" in said()
+    assert "it cannot be told apart from forward" in said()
+    assert "no scatter to gather: one device" in said(mode="single")
+    reason = "Own has its own gather and does not use torch's gather"
+    text = said(mode="single", absent={"gather": reason + "\x1b[2J"})
+    assert f"no scatter to apply: one device | no gather: {reason}" in text
+    assert "\x1b" not in text
+    rare = [numbers.phases[0]._replace(median_ns=None), *numbers.phases[1:]]
+    assert missing(process, rare) == ["no data: in none of the steps drawn for medians"]
+
+
+def test_the_history_stacks_phases_in_their_order_and_marks_modes() -> None:
+    training = Training(step_ns=50_000_000)
+    payloads = [*training.begin(), *training.run(200), *training.switch("single"), *training.run(200)]
+    scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
+    rows = panel_batch.batch(scene, 116, 20, LOOK, panel_batch.figures(scene))
+    (axis,) = (line for line in map(plain, rows) if "dp ─" in line)
+    assert "│single " in axis
+    process = scene.process
+    assert process is not None
+    drawn = stacked(process.columns, len(process.columns), 16, 62_000_000, LOOK)
+    first = [next(style for text, style in row) for row in reversed(drawn) if row[0][0].strip()]
+    order = list(LETTERS)
+    seen = [order.index(style.removeprefix("phase.").split("/")[0]) for style in first]
+    assert seen == sorted(seen), "from below in the order of the phases"
+    letters = [
+        "".join(plain(row)[0])
+        for row in reversed(stacked(process.columns, len(process.columns), 16, 62_000_000, MONO_ASCII))
+    ]
+    assert "".join(letters).replace(" ", "").startswith("S"), letters
+    assert "R" in letters
+    assert "B" in letters
+
+
+def test_columns_stay_in_place_until_a_quarter_has_to_go() -> None:
+    training = Training(step_ns=1_000_000_000)
+    state = state_of(training.begin())
+    begun: list[int] = []
+    for made in range(1, 110):
+        for record in decoded(training.step()):
+            state = fold(state, record)
+        process = state.focus()
+        assert process is not None
+        shown = [c.number for c in pictured(process, 40, 40).columns]
+        assert shown[-1] == process.columns_made - 1, "the newest is always there"
+        assert shown == list(range(shown[0], shown[-1] + 1))
+        assert shown[0] % 10 == 0
+        assert len(shown) > 30 or made < 40
+        begun.append(shown[0])
+        training.defined.clear()
+    assert len(set(begun)) < 10

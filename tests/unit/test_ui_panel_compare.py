@@ -1,0 +1,86 @@
+"""Panel 4 as strings: what it says of both modes, and what it leaves unsaid."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from situations import FACTS, LOOK, rows_text, scene_of, state_of
+from synthetic import Training
+
+from dpmon.model.compare import Interval
+from dpmon.ui import panel_compare
+from dpmon.ui.rows import plain
+from dpmon.ui.scene import Ended, Playing, Scene, View
+
+
+def compare_text(scene: Scene, width: int, height: int) -> list[str]:
+    return rows_text(panel_compare.compare(scene, width, height, panel_compare.figures(scene), LOOK))
+
+
+def test_both_modes_stand_side_by_side_with_what_dp_is_worth() -> None:
+    training = Training(devices=("cuda:0", "cuda:1"), virtual=False, step_ns=16_000_000)
+    payloads = [*training.begin(), *training.run(400)]
+    training.step_ns = 10_000_000
+    payloads += [*training.switch("single"), *training.run(600)]
+    scene = Scene(state_of(payloads), training.now, FACTS, alive=True, can_toggle=True)
+    rows = compare_text(scene, 60, 12)
+    assert rows[0].split() == ["single", "dp", "×2", "speed-up", "(95", "%)"]
+    assert rows[1].split()[:2] == ["median", "step"]
+    assert rows[1].split()[6].startswith("0.6")
+    assert rows[2].endswith("% efficiency")
+    text = " ".join(rows)
+    assert "DataParallel over 2 is 0.6" in text
+    assert "× as fast as one device: replicate takes 3" in text
+    assert rows[-1] == "medians of 512 steps drawn evenly of each mode", "600 steps were taken in single"
+    title, corner = panel_compare.title(panel_compare.figures(scene), LOOK, folded=False)
+    assert plain(title) == "4 dp against single"
+    assert plain(corner).split()[1:] == ["as", "fast", "as", "one", "device"]
+
+
+def test_a_comparison_says_what_it_lacks() -> None:
+    one = scene_of(Training())
+    only = compare_text(one, 60, 12)
+    assert only[1].split()[2] == "–"
+    assert only[-1] == "single was not seen yet: d switches the running job"
+    over = replace(one, ended=Ended(0, None, 9), can_toggle=False)
+    assert compare_text(over, 60, 12)[-1] == "single was not seen"
+    played = replace(over, playing=Playing(5, 9, False, 1.0))
+    assert compare_text(played, 62, 12)[-1] == "single was not seen until then"
+    training = Training()
+    payloads = [*training.begin(), *training.run(60), *training.switch("single"), *training.run(15)]
+    few = compare_text(Scene(state_of(payloads), training.now, FACTS, alive=True), 60, 12)
+    assert any(line.startswith("no verdict yet: it needs 10 more steps in single") for line in few)
+    assert not any("×" in line for line in few[1:])
+
+
+def test_no_ratio_is_shown_without_a_verdict() -> None:
+    """What the title says of the modes is what the sentence below says."""
+    training = Training(devices=("cuda:0", "cuda:1"), virtual=False, step_ns=10_000_000)
+    payloads = [*training.begin(), *training.run(60)]
+    payloads += [*training.switch("single"), *training.run(60)]
+    scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
+    found = panel_compare.figures(scene)
+    assert found.speedup is not None
+    found = replace(found, outcome="even", speedup=Interval(0.34, 0.2, 1.2), ground=None, cost=None)
+    rows = rows_text(panel_compare.compare(scene, 60, 12, found, LOOK))
+    title, corner = panel_compare.title(found, LOOK, folded=False)
+    assert plain(title) == "4 dp against single"
+    assert plain(corner) == "no difference shows"
+    assert plain(panel_compare.title(found, LOOK, folded=True)[0]) == "4 dp against single"
+    text = " ".join(rows)
+    assert "0.34" not in text
+    assert "efficiency" not in text
+    assert rows[1].endswith("0.20 to 1.20×")
+    assert "makes no difference that shows (0.20× to 1.20× as fast as one device)" in text
+
+
+def test_virtual_replicas_are_no_measure_of_speed() -> None:
+    training = Training(step_ns=20_000_000)
+    payloads = [*training.begin(), *training.run(300), *training.switch("single"), *training.run(300)]
+    scene = Scene(state_of(payloads), training.now, FACTS, alive=True, can_toggle=True)
+    text = " ".join(compare_text(scene, 60, 14))
+    assert "virtual replicas show behaviour, not speed" in text
+    zoomed = " ".join(compare_text(replace(scene, view=View(zoom="compare")), 76, 20))
+    assert "this shows how dp behaves, not how fast it would be" in zoomed
+    assert "without the 5 after each switch" in zoomed
+    assert "efficiency" not in text

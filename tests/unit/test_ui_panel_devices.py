@@ -1,0 +1,116 @@
+"""Panel 1 as strings: each GPU's row and its reasons, zoomed too; the host where there is none."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from situations import FACTS, LOOK, MONO_ASCII, gpu_scene, rows_text, scene_of, situations, state_of
+from synthetic import Training, device_event
+
+from dpmon.model import fold
+from dpmon.records import Event
+from dpmon.ui import panel_devices
+from dpmon.ui.rows import plain, width_of
+from dpmon.ui.scene import Scene
+
+
+def test_without_a_gpu_the_host_is_shown_and_why() -> None:
+    rows = rows_text(panel_devices.devices(scene_of(Training()), 60, 8, LOOK))
+    assert rows[0].endswith("43 %")
+    assert "2.14 / 23.1 GiB" in rows[1]
+    assert "━" in rows[2]
+    assert "╍" in rows[2], "what is not this run's"
+    assert rows[4] == "no GPU: NVML library not found"
+
+
+def test_gpus_have_a_row_each_and_absent_values_say_why() -> None:
+    scene = situations()["gpus"]
+    rows = rows_text(panel_devices.devices(scene, 100, 12, LOOK))
+    assert len(rows) == 9
+    assert rows[0].startswith(" 0 ")
+    assert "97 %" in rows[0]
+    assert "71.0 / 141 GiB" in rows[0]
+    assert " – W " in rows[0]
+    assert rows[8] == "power: not supported"
+    assert plain(panel_devices.title(scene, LOOK)[0]) == "1 Devices · 8 × H200"
+    two = rows_text(panel_devices.devices(scene, 56, 19, LOOK))
+    assert "–/700 W" in two[1]
+    assert two[1].startswith("mem ")
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("width", [36, 56, 76, 96])
+def test_no_gpu_is_left_out_without_a_sign(count: int, width: int) -> None:
+    scene = gpu_scene(count)
+    for height in (3, 5, 8, 12, 20):
+        rows = rows_text(panel_devices.devices(scene, width, height, LOOK))
+        text = "\n".join(rows)
+        shown = [i for i in range(count) if any(row.startswith(f"{i:2d} ") for row in rows) or f"  {i:2d} " in text]
+        assert len(shown) == count, "each has its row; those beyond the height are announced by the frame"
+        if width >= 52 and height >= 12:
+            assert len(rows) <= height
+        assert all(width_of([(row, "")]) <= width for row in rows)
+
+
+def test_the_gpus_of_the_run_come_first_and_others_are_dim() -> None:
+    state = gpu_scene(4).state
+    for index in (0, 2):
+        record = {**state.devices[index].data, "of_run": False, "mem_run_bytes": 0}
+        fold(state, Event("device", record))
+    rows = panel_devices.devices(Scene(state, 0, FACTS), 60, 6, LOOK)
+    assert [plain(row)[:2] for row in rows[:4]] == [" 1", " 3", " 0", " 2"]
+    assert "dim" not in {style for text, style in rows[0] if "%" in text}
+    assert {style for text, style in rows[2] if "%" in text or "GiB" in text} == {"dim"}
+
+
+def test_what_holds_the_clocks_down_is_said_for_which_gpu() -> None:
+    scene = gpu_scene(2, throttle=["power cap", "too\x1b hot"])
+    rows = rows_text(panel_devices.devices(scene, 76, 9, LOOK))
+    assert any(row.startswith("clocks held down power cap:  0  1; too") for row in rows)
+    assert "\x1b" not in "".join(rows)
+
+
+def test_a_gpu_is_called_what_the_run_calls_it_where_that_differs() -> None:
+    scene = gpu_scene(1, ordinals=[{"process": 0, "device": "cuda:3"}])
+    assert rows_text(panel_devices.devices(scene, 76, 9, LOOK))[0].startswith(" 0 cuda:3 ")
+
+
+def test_zoomed_a_gpu_tells_everything_and_every_dash_its_reason() -> None:
+    scene = gpu_scene(2, throttle=["power cap"])
+    text = "\n".join(rows_text(panel_devices.zoomed(scene, 116, 35, LOOK)))
+    for said in ("SM      83 %", "tensor      41 %", "PCIe in", "NVLink in", "ECC corrected", "this run  66.0 GiB"):
+        assert said in text
+    for said in ("others  5.00 GiB", "held down by power cap", "energy  2.00 kWh", "processes 4242 66.0 GiB this run"):
+        assert said in text
+    assert "fan         –" in text
+    assert "fan, retired pages: not supported" in text
+    assert "⣿" in text, "histories in braille"
+    bare = gpu_scene(1, **dict.fromkeys(("processes", "mig", "xid", "throttle"), 3))
+    assert panel_devices.zoomed(bare, 76, 20, MONO_ASCII), "values of the wrong type are no values"
+
+
+@pytest.mark.parametrize(
+    ("absent", "shown"),
+    [
+        ({}, "none"),
+        ({"xid": "no XID error since the run's start"}, "none"),
+        ({"xid": "not supported"}, "–"),
+    ],
+)
+def test_no_xid_is_none_and_an_unknown_one_a_dash(absent: dict[str, str], shown: str) -> None:
+    scene = gpu_scene(1, xid=None, absent=absent)
+    text = "\n".join(rows_text(panel_devices.zoomed(scene, 116, 35, LOOK)))
+    found = re.search(r"newest XID +(none|–)", text)
+    assert found is not None
+    assert found.group(1) == shown
+    assert "since the run's start" not in text
+    assert ("xid: not supported" in text) == (absent == {"xid": "not supported"})
+
+
+def test_an_unknown_utilisation_is_a_dash() -> None:
+    state = state_of([device_event(1.0, 0, util_pct=None, mem_used_bytes=None, absent={"util_pct": "GPU is lost"})])
+    rows = rows_text(panel_devices.devices(Scene(state, 0, FACTS), 80, 6, LOOK))
+    assert " – " in rows[0]
+    assert "– / 141 GiB" in rows[0]
+    assert "utilisation: GPU is lost" in rows

@@ -1,0 +1,140 @@
+"""Panel 2 as strings: sizes, shares, idle devices, several calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from situations import FACTS, LOOK, rows_text, scene_of, situations, state_of, text_of
+from synthetic import Training, decoded
+
+from dpmon.model import State, fold
+from dpmon.records import Call, Event, Size
+from dpmon.ui import panel_replicas
+from dpmon.ui.paint import places, scroll_room
+from dpmon.ui.rows import plain
+from dpmon.ui.scene import Scene, View
+
+
+def test_replicas_show_the_sizes_of_the_seeds() -> None:
+    scene = scene_of(Training(devices=("cpu:0", "cpu:1", "cpu:2"), batch=30), 1)
+    rows = rows_text(panel_replicas.replicas(scene, 70, 9, LOOK))
+    assert rows[0].split() == ["#", "device", "input", "output", "rows", "share", "host", "time", "5", "to", "95", "%"]
+    assert [row.split()[:7] for row in rows[1:4]] == [
+        [str(i), f"cpu:{i}", "[10,", "5]", "[10,", "2]", "10"] for i in range(3)
+    ]
+
+
+def test_idle_devices_are_shown_idle_with_the_reason() -> None:
+    training = Training(devices=[f"cpu:{i}" for i in range(8)])
+    scene = Scene(state_of([*training.begin(), *training.step(rows=10)]), training.now, FACTS, alive=True)
+    rows = rows_text(panel_replicas.replicas(scene, 70, 12, LOOK))
+    assert rows[6:9] == [f" {i} cpu:{i}  idle: a batch of 10 makes 5 chunks" for i in (5, 6, 7)]
+
+
+def test_a_replica_whose_sizes_were_not_seen_has_dashes() -> None:
+    scene = scene_of(Training(), 1)
+    process = scene.process
+    assert process is not None
+    (track,) = process.calls.values()
+    blind = tuple(r._replace(inputs=None, outputs=None) for r in track.last.replicas)
+    track.last = replace(track.last, replicas=blind, absent={"sizes": "not seen by a forward hook"})
+    rows = rows_text(panel_replicas.replicas(scene, 70, 9, LOOK))
+    assert rows[1].split()[:5] == ["0", "cpu:0", "–", "–", "–"]
+    assert "not seen by a forward hook" in rows
+
+
+def test_several_inputs_are_counted_and_listed_when_zoomed() -> None:
+    scene = scene_of(Training(), 1)
+    process = scene.process
+    assert process is not None
+    (track,) = process.calls.values()
+    sizes = (Size("0", (8, 5), "float32", 160), Size("1.mask", (8,), "bool", 8), Size("labels", (8,), "int64", 64))
+    track.last = replace(track.last, replicas=tuple(r._replace(inputs=sizes) for r in track.last.replicas))
+    assert any("[8, 5] +2" in row for row in rows_text(panel_replicas.replicas(scene, 70, 9, LOOK)))
+    zoomed = rows_text(panel_replicas.zoomed(scene, 100, 40, LOOK))
+    assert "   in   1.mask [8] bool 8 B" in zoomed
+    assert "   in   labels [8] int64 64 B" in zoomed
+
+
+def test_more_replicas_than_rows_are_announced_and_can_be_scrolled() -> None:
+    scene = situations()["many replicas"]
+    assert "61 more ↓" in text_of(scene, 80, 24)
+    slot = places(scene, 80, 24)["replicas"]
+    room = scroll_room("replicas", scene, slot, LOOK)
+    assert room == 61
+    scrolled = replace(scene, view=View(scrolled={"replicas": 20}))
+    text = text_of(scrolled, 80, 24)
+    assert "20 above, 41 more ↓" in text
+    assert "# device" in text, "the names of the columns stay"
+    assert " 20 cuda:20 " in text
+    end = text_of(replace(scene, view=View(scrolled={"replicas": 10_000})), 80, 24)
+    assert "61 above" in end
+    assert "63 cuda:63  idle" in end
+    assert scroll_room("devices", scene, places(scene, 80, 24)["devices"], LOOK) == 0
+
+
+def test_the_share_and_the_spread_have_room_at_120_columns() -> None:
+    scene = scene_of(Training(devices=[f"cpu:{i}" for i in range(4)], batch=26))
+    rows = rows_text(panel_replicas.replicas(scene, 56, 9, LOOK))
+    assert [row.split()[6] for row in rows[1:5]] == ["7", "7", "7", "5"]
+    assert all("┼" in row and "├" in row for row in rows[1:5])
+    assert "spread" in rows[0] or "5 to 95 %" in rows[0]
+    for width in range(40, 120):
+        header, row, *_ = rows_text(panel_replicas.replicas(scene, width, 9, LOOK))
+        assert ("━" in row) == ("share" in header), "no column without its heading"
+        assert ("├" in row) == ("spread" in header or "5 to 95 %" in header)
+
+
+def several_calls() -> Scene:
+    """A critic that is called twice a step, with batches of different sizes, and a generator."""
+    state, steps = State(), 40
+    real, generator = Training(root="Critic", batch=30), Training(root="Generator", batch=64, seed=3)
+    fakes = Training(root="Critic", batch=12, seed=2)
+    for training in (real, fakes, generator):
+        training.now = real.now
+    records = [decoded([*real.begin()])]
+    streams = [decoded(each.run(steps)) for each in (real, fakes, generator)]
+    by_step: list[Any] = []
+    for number in range(steps):
+        calls = [next(r for r in stream if isinstance(r, Call) and r.step == number + 1) for stream in streams]
+        by_step += calls
+        by_step.append(next(r for r in streams[0] if not isinstance(r, (Call, Event)) and r.step == number + 1))
+    for record in [*records[0], *by_step]:
+        state = fold(state, record)
+    return Scene(state, real.now, FACTS, alive=True)
+
+
+def test_several_calls_of_a_step_and_several_roots_can_be_chosen() -> None:
+    scene = several_calls()
+    picked = panel_replicas.choices(scene.process)
+    assert [(c.track.last.root, c.nth, c.of, c.track.last.rows) for c in picked] == [
+        ("Critic", 1, 2, 30),
+        ("Critic", 2, 2, 12),
+        ("Generator", 1, 1, 64),
+    ]
+    titles = []
+    for root in range(4):
+        shown = replace(scene, view=View(root=root))
+        titles.append(plain(panel_replicas.title(shown, LOOK)[0]))
+        rows = rows_text(panel_replicas.replicas(shown, 70, 9, LOOK))
+        assert rows[1].split()[6] == {0: "32", 1: "15", 2: "6", 3: "32"}[root]
+    assert titles[0] == "2 Replicas · newest of 3 · Generator · DataParallel"
+    assert titles[2] == "2 Replicas · 2 of 3 · call 2 of 2 a step · Critic · DataParallel"
+
+
+def test_a_call_that_steps_no_longer_make_cannot_be_chosen_any_more() -> None:
+    scene = several_calls()
+    process = scene.process
+    assert process is not None
+    last = next(call for call in reversed(process.calls_kept) if call.root == "Critic")
+    for number in range(100):
+        fold(scene.state, replace(last, step=100 + number, call=1000 + number))
+    assert [c.of for c in panel_replicas.choices(process)] == [1, 1]
+
+
+def test_a_call_with_no_replicas_says_so() -> None:
+    call = Call(0, None, 1, 1, "Net", None, "single", False, True, True, False, 0, 10, ("cpu",), {}, (), None, None)
+    state = fold(State(), call)
+    rows = rows_text(panel_replicas.replicas(Scene(state, 0, FACTS), 60, 6, LOOK))
+    assert "the replicas of this call were not seen" in rows

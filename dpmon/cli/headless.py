@@ -20,7 +20,7 @@ from dpmon.cli.progress import Progress
 from dpmon.run.foreground import FORWARDED
 from dpmon.run.guard import Guard
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, mark_stop
+from dpmon.run.rundir import ExitInfo, mark_stop, short_name
 from dpmon.run.state import run_state
 from dpmon.run.terminal import send_input
 
@@ -114,6 +114,7 @@ class Follower:
         self._owed: deque[int] = deque()
         """Signals that the command has yet to be sent: it was not started when they came."""
         self._told = False
+        self._named = False
 
     def follow(self) -> ExitInfo | None:
         """Copy and report until the run has ended; how it ended, None if that cannot be known."""
@@ -221,6 +222,9 @@ class Follower:
         text = self._progress.line()
         shared = _same_file(1, 2)
         if text and self._err.last == b"\n" and (not shared or self._streams[0].last == b"\n"):
+            if not self._named:  # by which it is found again, should this terminal go
+                self._named = True
+                text = f"{text}  (run {short_name(self._reader.info)})"
             self.say(text)
 
 

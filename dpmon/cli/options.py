@@ -31,7 +31,7 @@ dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
        dpmon keep [--not] [RUN]                never delete this run by itself; --not: take that back
        dpmon rm RUN [RUN ...]                  delete runs"""
 _EPILOG = """\
-Everything after the script's name belongs to the script. RUN is an id, the unique start of an id, a name, or
+Everything after the script's name belongs to the script. RUN is a name, an id, the unique start of one, or
 `last`. The exit status is the script's own, 128+N for a signal; 2 for a wrong command line.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -83,17 +84,24 @@ def ended(story: Story) -> str:
 
 
 def what_ran(story: Story) -> str:
-    """Processes and the mode they began in, with its reason."""
+    """Processes, steps by mode if there were several, and the mode they began in, with its reason."""
     count = story.evidence.processes
+    modes: Counter[str] = Counter()
+    for facts in (*story.evidence.modes, *story.evaluations, *(one.facts for one in story.deleted)):
+        modes[facts.mode] += facts.steps
+    several_modes = len(+modes) > 1
     counted = f"{many(story.steps, 'step')}, {many(story.calls, 'call')}{' in all' if count > 1 else ''}"
+    if several_modes:
+        counted += f" ({', '.join(f'{steps:,} in {mode}' for mode, steps in modes.items() if steps)})"
     who = f"{count} training processes" if count > 1 else "one training process" if count else "no training process"
     groups: dict[str, list[str]] = {}
     for change in story.changes:
         if change.requested_by == "start" and change.refused is None and change.mode:
             groups.setdefault(_began(change), []).append(change.root or "?")
     several = len(groups) > 1
+    began = "began as " if several_modes else ""
     texts = [
-        f"{text}: {', '.join(dict.fromkeys(roots[:_ROOTS_NAMED]))}" if several else text
+        f"{began}{text}: {', '.join(dict.fromkeys(roots[:_ROOTS_NAMED]))}" if several else f"{began}{text}"
         for text, roots in list(groups.items())[:_STARTS_NAMED]
     ]
     return "; ".join([f"{who}, {counted}", *texts])

@@ -350,7 +350,7 @@ def short_name(info: RunInfo) -> str:
 
 
 def find_run(what: str = "last", *, only: bool = False, goes_on: Callable[[RunInfo], bool] | None = None) -> Path:
-    """The run that `what` means: `last`, an id, a short name, a name (its latest run), a unique start of an id.
+    """The run that `what` means: `last`, an id, a short name, a name (its latest run), a unique start of either.
 
     RunError if there is none, or several begin so; with `only`, also if several have that name. With `goes_on`, of
     several with a name it is the one that does; RunError if several do.
@@ -369,12 +369,18 @@ def find_run(what: str = "last", *, only: bool = False, goes_on: Callable[[RunIn
             raise RunError(f"{what!r} are {len(going)} runs that go on: {_listed([info.id for _, info in going])}")
         if same:
             return (going or same)[-1][0]
-    starts = [(directory, info) for directory, info in runs if what and info.id.startswith(what)]
+    starts = [run for run in runs if what and _begins(run[1], what, only)]
     if len(starts) > 1:
-        raise RunError(f"{what!r} could be any of {len(starts)} runs; `dpmon ls` lists them")
+        names = _listed([short_name(info) for _, info in starts])
+        raise RunError(f"{what!r} could be any of {len(starts)} runs: {names}")
     if not starts:
         raise RunError(f"there is no run {what!r}; `dpmon ls` lists them")
     return starts[0][0]
+
+
+def _begins(info: RunInfo, what: str, only: bool) -> bool:
+    """Whether the run's id or short name begins so; what is to be deleted is not told by the start of a name."""
+    return info.id.startswith(what) or (not only and short_name(info).startswith(what))
 
 
 def _listed(ids: list[str]) -> str:

@@ -9,6 +9,7 @@ from dpmon.model.finding import many
 from dpmon.model.memory import held
 from dpmon.model.stats import median, percentile
 from dpmon.records import CALL_PHASES, STEP_PHASES
+from dpmon.report.words import times_paused
 from dpmon.run.add_up import add_up, why_nothing
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info, short_name
@@ -47,9 +48,9 @@ def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
     lines += _stage_lines(totals)
     lines += _replica_lines(totals)
     lines += _memory_lines(totals)
-    if totals.pauses:
-        times = "once" if totals.pauses == 1 else f"{group(totals.pauses)} times"
-        lines.append(f"paused {times}, for {duration(totals.paused_s)}, which is in no step and no phase")
+    paused = totals.pauses.total(int(how.seconds * 1e9) if how is not None and how.by == "supervisor" else None)
+    if paused.times:
+        lines.append(f"{times_paused(paused, how is not None)}: that time is in no step and no phase")
     if totals.pruned:
         pruned = group(totals.pruned)
         lines.append(f"{pruned} older records were deleted to bound the history: the figures are of the rest")

@@ -28,7 +28,12 @@ compared      dp against single: speedup, low, high (its 95 % interval), efficie
               null where not both were seen
 mode_changes  process, root, t_s, step, mode, requested_by, devices, virtual, reason, refused
 pauses        process, step (after which), t_s, seconds (null: see on, or its end was not recorded), on (it had not
-              ended), reason (why it went on by itself), refused; no step and no figure has any of that time
+              ended), reason (why it went on by itself), refused; the first of them: pauses_left_out and
+              refusals_left_out say how many there were besides
+paused        what all pauses come to, those left out too: times, seconds (of those whose end is known; what several
+              processes pause at once is one pause), unended (their end was not recorded), on (one had not ended),
+              alone_s (of their time: another process was there and was not paused). No step and no phase has any
+              of that time; use of devices and host has that of alone_s
 warnings      texts
 time          timeless: deleted steps of which it is not known when they were, in no stretch; width_s; stretches:
               start_s, mode, evaluation, deleted (by their sums, evaluations among them), steps, mean_ms,
@@ -86,7 +91,10 @@ def as_object(story: Story) -> dict[str, Any]:
         "memory": _memory(story),
         "compared": _compared(story),
         "mode_changes": _changes(story),
+        "paused": _paused(story),
         "pauses": _pauses(story),
+        "pauses_left_out": story.pauses_left_out,
+        "refusals_left_out": story.refusals_left_out,
         "warnings": list(story.warnings),
         "time": {
             "timeless": story.timeless,
@@ -197,6 +205,17 @@ def _changes(story: Story) -> list[dict[str, Any]]:
         at = said.pop("t_ns")
         found.append({**said, "t_s": None if at is None else at / 1e9, "devices": list(change.devices)})
     return found
+
+
+def _paused(story: Story) -> dict[str, Any]:
+    total = story.paused
+    return {
+        "times": total.times,
+        "seconds": total.ns / 1e9,
+        "unended": total.unended,
+        "on": total.on,
+        "alone_s": story.paused_alone_ns / 1e9,
+    }
 
 
 def _pauses(story: Story) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from dpmon.report.devices import Devices
 from dpmon.report.events import mode_change, process_facts
 from dpmon.report.figures import deleted_facts, mode_facts
 from dpmon.report.longest import Longest
-from dpmon.report.pauses import Pauses, together, within
+from dpmon.report.pauses import There, any_of, together, within
 from dpmon.report.series import Series
 from dpmon.report.story import Compared, Deleted, ModeChange, ProcessFacts, Story
 from dpmon.run.add_up import add_up, why_nothing
@@ -42,6 +42,7 @@ CHANGES_KEPT = 1000
 _TAIL_BYTES = 16384
 _DDP = "DistributedDataParallel"
 _VIRTUAL = 1
+_SECOND = 1_000_000_000
 _Share = tuple[int, int, int, int, bool]
 
 
@@ -82,8 +83,11 @@ def collect(directory: Path) -> Story:
         points=collector.devices.points(),
         processes=tuple(collector.processes[number] for number in sorted(collector.processes)),
         changes=tuple(collector.changes),
-        pauses=tuple(collector.pauses.found),
-        pauses_left_out=collector.pauses.left_out,
+        pauses=tuple(totals.pauses.found),
+        pauses_left_out=totals.pauses.left_out,
+        refusals_left_out=totals.pauses.refusals_left_out,
+        paused=totals.pauses.total(evidence.end_ns),
+        paused_alone_ns=collector.paused_alone_ns,
         replicas=tuple(totals.replicas),
         ranks=tuple(totals.ranks),
         stages=tuple(totals.stages),
@@ -109,7 +113,9 @@ class _Collector(Adder):
         self.devices = Devices()
         self.processes: dict[int, ProcessFacts] = {}
         self.changes: list[ModeChange] = []
-        self.pauses = Pauses()
+        self._there = There()
+        self.paused_alone_ns = 0
+        """As of a story."""
         self._longest = Longest()
         self._seen: Counter[tuple[int, str]] = Counter()
         self._last_ns: int | None = None
@@ -136,7 +142,7 @@ class _Collector(Adder):
         if wall < 0 or start < 0:
             return
         super().step(process, number, mode, start, wall, samples, phases, times)
-        self.pauses.step(process, start)
+        self._there.take(process, start, start + wall)
         evaluation = is_evaluation(phases)
         self.series.step(mode, evaluation, start, wall, samples, phases)
         self.settled.step(process, number, mode, start, wall, samples, phases)
@@ -148,7 +154,8 @@ class _Collector(Adder):
 
     def called(self, process: int, head: Sequence[int], shares: Sequence[tuple[int, int, int, int]]) -> None:
         """A call, as it lies in the record."""
-        mode, flags, _, layout, step, _, _, _, inputs, _, *phases = head
+        mode, flags, _, layout, step, _, start, wall, inputs, _, *phases = head
+        self._there.take(process, start - self._origin, start - self._origin + max(wall, 0))
         self.settled.call(process, step, phases)
         if flags & _VIRTUAL:
             self._virtual.add((process, layout))
@@ -170,6 +177,9 @@ class _Collector(Adder):
         super().delete(width_s, rollup)
         warm = self._seen[rollup.process, rollup.mode] > WARM_UP_STEPS
         self._seen[rollup.process, rollup.mode] += max(rollup.steps, 0)
+        # Of what has no width it is known only that it was before.
+        first_s = rollup.start_s if width_s else 0
+        self._there.take(rollup.process, first_s * _SECOND, (rollup.start_s + width_s) * _SECOND)
         if width_s:
             self.series.rollup(width_s, rollup)
             if warm:
@@ -192,8 +202,6 @@ class _Collector(Adder):
             self.processes[data["process"]] = process_facts(data)
         elif kind == "mode" and type(data.get("process")) is int and len(self.changes) < CHANGES_KEPT:
             self.changes.append(mode_change(data))
-        elif kind == "pause" and type(data.get("process")) is int:
-            self.pauses.event(data)
 
     # ------------------------------------------------------------------------------------------ giving
 
@@ -202,8 +210,12 @@ class _Collector(Adder):
     ) -> Evidence:
         """What findings are found from."""
         end = None if how is None or how.by != "supervisor" else int(how.seconds * 1e9)
-        paused = together(self.pauses.found, max(totals.processes, 1), end)
-        last = max([end or 0, *(stop for _, stop in paused)])
+        # Of a run that goes on as far as anything of it is known.
+        until = max(self._last_ns or 0, self.devices.last_ns) if end is None else end
+        paused = together(totals.pauses.stretches, self._there.spans, until)
+        of_any = any_of(totals.pauses.stretches, until)
+        last = max([end or 0, *(stop for _, stop in of_any)])
+        self.paused_alone_ns = within(of_any, 0, last) - within(paused, 0, last)
         self.devices.paused = paused
         return Evidence(
             modes=tuple(mode_facts(name, mode, totals.virtual) for name, mode in sorted(totals.modes.items())),

@@ -12,8 +12,8 @@ from typing import Any
 
 from dpmon.model.evidence import DeviceFacts, HostFacts
 from dpmon.model.stats import median
-from dpmon.report.pauses import Stretch
 from dpmon.report.story import DevicePoint
+from dpmon.run.pauses import Span
 from dpmon.run.tables import BEFORE_S
 
 __all__ = ["HOST", "Devices"]
@@ -52,8 +52,10 @@ class Devices:
 
     def __init__(self) -> None:
         self._tracks: dict[int, _Track] = {}
-        self.paused: Sequence[Stretch] = ()
+        self.paused: Sequence[Span] = ()
         """When nothing was to be done: samples of that time say nothing of the use. They are known only at the end."""
+        self.last_ns = 0
+        """When the last sample was taken."""
         self.gpu_absent: str | None = None
         self._cpus = 0
         self._processors: dict[str, array[float]] = {name: array("d") for name in _PROCESSORS}
@@ -82,6 +84,7 @@ class Devices:
         else:
             self._take_processors(data, seconds)
         if seconds is not None and 0 <= seconds < 1e9:
+            self.last_ns = max(self.last_ns, int(seconds * 1e9))
             _place(track, seconds, None if util is None else (util, 1), None if used is None else (used, 1))
 
     def rollup(self, start_s: object, index: object, name: object, count: object, total: object, high: object) -> None:
@@ -136,7 +139,7 @@ class Devices:
         return HostFacts(len(use), self._cpus, middle[0], middle[1], middle[2], middle[3])
 
     def _unpaused(self, values: Sequence[float], at: Sequence[float]) -> Sequence[float]:
-        """Those of `values`, taken at `at` (s), that are of no pause; all, where there are no others."""
+        """Those of `values`, taken at `at` (s), that are of no pause."""
         begins = [begin for begin, _ in self.paused]
         if not begins:
             return values
@@ -145,7 +148,7 @@ class Devices:
             place = -1 if isnan(seconds) else bisect(begins, seconds * 1e9) - 1
             if place < 0 or seconds * 1e9 >= self.paused[place][1]:
                 found.append(value)
-        return found or values
+        return found
 
     def _facts(self, index: int) -> DeviceFacts:
         track = self._tracks[index]

@@ -19,7 +19,7 @@ from dpmon.report.plots import Plot, plots
 from dpmon.report.said import comparison, facts, findings_note, of_what_is_left, phase_table, step_rows
 from dpmon.report.story import Story
 from dpmon.report.text import MAX_ROWS
-from dpmon.report.words import Row, device_cells, ended, pause_rows, rank_rows, replica_rows, stage_rows
+from dpmon.report.words import Row, device_cells, ended, pause_rows, pauses_lost, rank_rows, replica_rows, stage_rows
 from dpmon.run.rundir import short_name
 from dpmon.ui.format import UNKNOWN, clock, compact, memory, ms
 from dpmon.ui.text import clean
@@ -255,5 +255,8 @@ def _pauses(story: Story) -> Iterable[str]:
     if rows:
         yield "<h2>Pauses</h2>\n"
         yield from _table(("time", "where", "how long"), rows[:MAX_ROWS], (1, 2))
-        if len(rows) + story.pauses_left_out > MAX_ROWS:
-            yield f"<p class=soft>and {len(rows) + story.pauses_left_out - MAX_ROWS:,} more; --json has them</p>\n"
+        if len(rows) > MAX_ROWS:
+            yield f"<p class=soft>and {len(rows) - MAX_ROWS:,} more; --json has them all</p>\n"
+        lost = pauses_lost(story)
+        if lost is not None:
+            yield f"<p class=soft>{_text(lost)}</p>\n"

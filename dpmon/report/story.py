@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dpmon.model.evidence import DeviceFacts, Evidence, ModeFacts
 from dpmon.model.findings import Finding
 from dpmon.records import CALL_PHASES, STEP_PHASES
+from dpmon.run.pauses import Paused, PauseTotals
 from dpmon.run.rundir import ExitInfo, RunInfo
 from dpmon.run.totals import RankLine, ReplicaLine, StageLine
 
-__all__ = ["PARTS", "Bin", "Compared", "Deleted", "DevicePoint", "ModeChange", "Paused", "ProcessFacts", "Story"]
+__all__ = ["PARTS", "Bin", "Compared", "Deleted", "DevicePoint", "ModeChange", "ProcessFacts", "Story"]
 
 PARTS = (*(name for name in STEP_PHASES if name != "forward"), *CALL_PHASES, "forward")
 """What a step's time is stacked from: here `forward` is what is left of it beside the phases of its calls."""
@@ -68,24 +69,6 @@ class ModeChange(NamedTuple):
     devices: tuple[str, ...]
     virtual: bool
     reason: str | None
-    refused: str | None
-
-
-class Paused(NamedTuple):
-    """The training paused between two steps (or was asked to and refused); ns since the run's start."""
-
-    process: int
-    step: int | None
-    """After which it paused."""
-    start_ns: int | None
-    took_ns: int | None
-    """None for one that goes on, was refused, or whose end was not recorded."""
-    end_ns: int | None
-    """At the latest, where its end was not recorded."""
-    on: bool
-    """Whether it had not ended when the record did."""
-    reason: str | None
-    """Why it went on by itself."""
     refused: str | None
 
 
@@ -149,7 +132,11 @@ class Story:
     changes: tuple[ModeChange, ...] = ()
     pauses: tuple[Paused, ...] = ()
     pauses_left_out: int = 0
-    """Of those of which more is known than that there were so many."""
+    """So many more there were, which are in `paused`."""
+    refusals_left_out: int = 0
+    paused: PauseTotals = field(default_factory=PauseTotals)
+    paused_alone_ns: int = 0
+    """When a process was paused while another was there and was not: the figures of devices have that time."""
     replicas: tuple[ReplicaLine, ...] = ()
     ranks: tuple[RankLine, ...] = ()
     stages: tuple[StageLine, ...] = ()

@@ -13,6 +13,7 @@ from dpmon.report.words import (
     device_cells,
     ended,
     pause_rows,
+    pauses_lost,
     rank_rows,
     replica_rows,
     stage_rows,
@@ -237,7 +238,8 @@ def _pauses(story: Story, width: int) -> list[str]:
     lines = ["PAUSES"]
     for row in rows[:MAX_CHANGES]:
         lines += wrap("  ".join(row), width, "  ", "      ")
-    return [*lines, *more(len(rows) + story.pauses_left_out, MAX_CHANGES)]
+    lost = pauses_lost(story)
+    return [*lines, *more(len(rows), MAX_CHANGES), *(wrap(lost, width) if lost else ())]
 
 
 def _warnings(story: Story, width: int) -> list[str]:

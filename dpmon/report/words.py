@@ -9,7 +9,8 @@ from typing import NamedTuple
 from dpmon.model.evidence import DeviceFacts, ModeFacts
 from dpmon.model.finding import many, took
 from dpmon.model.stats import median
-from dpmon.report.story import ModeChange, Paused, Story
+from dpmon.report.story import ModeChange, Story
+from dpmon.run.pauses import Paused, PauseTotals
 from dpmon.ui.format import UNKNOWN, clock, memory, memory_of, percent
 
 __all__ = [
@@ -21,9 +22,11 @@ __all__ = [
     "mode_title",
     "pause_rows",
     "paused",
+    "pauses_lost",
     "rank_rows",
     "replica_rows",
     "stage_rows",
+    "times_paused",
     "what_ran",
 ]
 
@@ -31,6 +34,7 @@ _NOT_SEEN = "sizes not seen"
 _PARTS_NAMED = 4
 _ROOTS_NAMED = 8
 _STARTS_NAMED = 4
+_NO_END = "without an end in the record"
 
 
 class Row(NamedTuple):
@@ -189,18 +193,35 @@ def stage_rows(story: Story) -> list[Row]:
 
 
 def paused(story: Story) -> str | None:
-    """How often and for how long, in a sentence; None where it never was."""
-    real = [pause for pause in story.pauses if pause.refused is None]
-    if not real:
+    """How often and for how long, in a sentence, and what has that time; None where it never was."""
+    total = story.paused
+    if not total.times:
         return None
-    times = "once" if len(real) == 1 else f"{len(real) + story.pauses_left_out:,} times"
-    known = [pause.took_ns for pause in real if pause.took_ns is not None]
-    first = f"the first {len(real):,} " if story.pauses_left_out else ""
-    parts = [f"{first}for {took(sum(known))}{' in all' if len(real) > 1 else ''}"] if known else []
-    unknown = len(real) - len(known)
-    if unknown:
-        parts.append(f"{unknown} of them without an end in the record" if known else "without an end in the record")
-    return f"paused {times}, {', '.join(parts)}: that time is in no step, no phase and no figure"
+    nowhere = "that time is in no step, no phase and no figure"
+    if story.paused_alone_ns:
+        nowhere = (
+            f"that time is in no step and no phase, but for {took(story.paused_alone_ns)} of it another process was"
+            " there that was not paused: the figures of devices have that"
+        )
+    elif total.unplaced:
+        nowhere = "that time is in no step and no phase; when all of it was is not known, so that devices may have some"
+    return f"{times_paused(total, _is_over(story))}: {nowhere}"
+
+
+def times_paused(total: PauseTotals, over: bool) -> str:
+    """How often and for how long; `over`: whether the run is."""
+    times = "once" if total.times == 1 else f"{total.times:,} times"
+    several = total.times > 1
+    parts = [f"for {took(total.ns)}{' in all' if several else ''}"] if total.ns else []
+    if total.unended:
+        parts.append(f"{total.unended:,} of them without an end in the record" if several else _NO_END)
+    if total.on:
+        parts.append("and was paused when it ended" if over else "and is paused now")
+    return f"paused {', '.join([times, *parts])}"
+
+
+def _is_over(story: Story) -> bool:
+    return story.exit is not None or story.state not in _NOT_OVER
 
 
 def pause_rows(story: Story) -> list[tuple[str, str, str]]:
@@ -214,11 +235,18 @@ def pause_rows(story: Story) -> list[tuple[str, str, str]]:
     return rows
 
 
+def pauses_lost(story: Story) -> str | None:
+    """How many there were beyond those that are told one by one; None where there were no more."""
+    left = [(story.pauses_left_out, "pause"), (story.refusals_left_out, "refusal")]
+    said = " and ".join(many(count, what) for count, what in left if count)
+    return f"of {said} more only the number is known" if said else None
+
+
 def _how_long(story: Story, pause: Paused) -> str:
     if pause.refused is not None:
         return f"refused: {pause.refused}"
     if pause.on:
-        return "paused now" if story.exit is None and story.state in _NOT_OVER else "the run ended in it"
+        return "the run ended in it" if _is_over(story) else "paused now"
     if pause.took_ns is None:
         return "that it ended was not recorded" + (
             f"; a step began at {clock(pause.end_ns)}" if pause.end_ns is not None else ""

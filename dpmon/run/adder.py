@@ -61,8 +61,6 @@ class Adder:
         self._processes: set[int] = set()
         self._ranks: dict[int, tuple[int | None, int | None]] = {}
         """Rank and world of each process, as it said itself."""
-        self._pauses: Counter[int] = Counter()
-        self._paused_s: dict[int, float] = {}
         self._walls: dict[tuple[int, str, bool], array[int]] = {}
         """By process, mode, and whether it is an evaluation."""
         self._modes: dict[tuple[str, bool], ModeTotals] = {}
@@ -121,6 +119,7 @@ class Adder:
     ) -> None:
         """`start` in ns since the run's start; `phases` as in STEP_PHASES; `times` as records.step_times gives them."""
         self._processes.add(process)
+        self.totals.pauses.step(process, start)
         evaluation = is_evaluation(phases)
         _times(self._walls, (process, mode, evaluation)).append(wall)
         self._settle(process, number, evaluation)
@@ -192,7 +191,7 @@ class Adder:
         if kind == "warning" and isinstance(data.get("text"), str):
             self.totals.warnings.append(data["text"])
         elif kind == "pause" and type(data.get("process")) is int:
-            self._pause(data["process"], data)
+            self.totals.pauses.event(data)
         elif kind == "memory" and type(data.get("process")) is int:
             self.totals.memory[data["process"]] = data
         elif kind == "process" and type(data.get("process")) is int:
@@ -200,12 +199,6 @@ class Adder:
             self._ranks[data["process"]] = rank, world
         elif kind == "mode" and isinstance(data.get("reason"), str) and data["reason"] not in self.totals.reasons:
             self.totals.reasons.append(data["reason"])
-
-    def _pause(self, process: int, data: Any) -> None:
-        self._pauses[process] += data.get("paused") is True
-        seconds = data.get("paused_s")
-        if isinstance(seconds, (int, float)) and 0 <= seconds < 1e9:
-            self._paused_s[process] = self._paused_s.get(process, 0.0) + seconds
 
     def result(self) -> Totals:
         """What it all adds up to."""
@@ -239,8 +232,7 @@ class Adder:
                 lines[key] += count
         self.totals.replicas = [ReplicaLine._make((*key, count)) for key, count in sorted(lines.items(), key=_order)]
         self.totals.processes = len(self._processes)
-        self.totals.pauses = max(self._pauses.values(), default=0)
-        self.totals.paused_s = max(self._paused_s.values(), default=0.0)
+        self.totals.pauses.settle()
         self.totals.stages = self._stage_lines()
         if several:
             ranks = [self._rank_line(process) for process in self._processes]

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from dpmon.run.pauses import Pauses
 from dpmon.run.rollup import Rollup
 
 __all__ = ["Deleted", "ModeTotals", "RankLine", "ReplicaLine", "StageLine", "Totals"]
@@ -134,10 +135,7 @@ class Totals:
     memory: dict[int, Any] = field(default_factory=dict)
     """The newest record of each process of what the devices' memory holds."""
     processes: int = 0
-    pauses: int = 0
-    """Of the process that was paused most often."""
-    paused_s: float = 0.0
-    """Of the process that was paused longest, in the pauses that ended."""
+    pauses: Pauses = field(default_factory=Pauses)
     virtual: bool = False
     distributed: bool = False
     """Whether a call was of a DistributedDataParallel: its ranks have no mode of their own."""

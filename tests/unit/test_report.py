@@ -26,7 +26,6 @@ from dpmon.report.asjson import as_object
 from dpmon.report.compared import KEPT, Settled, compared
 from dpmon.report.devices import Devices
 from dpmon.report.page import page
-from dpmon.report.pauses import Pauses, together, within
 from dpmon.report.plots import plots
 from dpmon.report.series import BINS, Series
 from dpmon.report.story import PARTS
@@ -237,7 +236,6 @@ def test_no_line_is_wider_than_the_terminal(both: Path, width: int) -> None:
 
 def test_nothing_from_outside_steers_the_terminal_or_the_page(state: Path) -> None:
     pytest.importorskip("plotly", reason="the extra `report` is not installed")
-    from dpmon.report.page import page
 
     layout = {"root": HOSTILE, "via": "DataParallel", "virtual": True, "devices": ["cpu:0", HOSTILE], "absent": {}}
     sizes = [[HOSTILE, [4, 5], HOSTILE, 80]]
@@ -520,115 +518,6 @@ def test_what_a_failed_script_has_raised_is_said_where_its_output_went_with_the_
     headless = keep({0: [*training.begin(), *training.run(3)]}, status=1)
     (headless / "stderr.log").write_text(traceback)
     assert not any("last words" in line for line in summary_lines(headless, load_exit(headless)))
-
-
-# ------------------------------------------------------------------------------------------------ pauses
-
-
-def pause_event(at_s: float, step: int, took_s: float | None = None, *, process: int = 0, **more: Any) -> bytes:
-    """As the tracer writes it: the beginning, or with `took_s` the end."""
-    data = {"process": process, "rank": None, "t_s": at_s, "step": step, "paused": took_s is None, "paused_s": took_s}
-    return pack_event("pause", {**data, "reason": None, "refused": None, **more})
-
-
-def paused_run(took_s: float = 600.0, at_the_end_s: float = 0.0) -> Path:
-    """A hundred steps of a tenth of a second, a pause, a hundred more, and at the end another one."""
-    training = Training(mode="single", step_ns=SECOND // 10)
-    payloads = [*training.begin(), *training.run(100)]
-    samples = [(t, 80.0) for t in range(1, 31)]
-    for step, seconds in ((100, took_s), (200, at_the_end_s)):
-        began = training.now / SECOND
-        if seconds:
-            payloads.append(pause_event(began, step))
-            training.now += int(seconds * SECOND)
-            payloads.append(pause_event(training.now / SECOND, step, seconds))
-            samples += [(began + 0.5 + t, 0.0) for t in range(int(seconds))]
-        payloads += training.run(100) if step == 100 else []
-    gpu = [device_event(t, 0, util_pct=use) for t, use in samples]
-    return keep({0: payloads, -1: gpu}, seconds=training.now / SECOND + 5)
-
-
-def test_pauses_are_told_and_no_figure_takes_them_for_steps(state: Path) -> None:
-    directory = paused_run(at_the_end_s=120.0)
-    story = collect(directory)
-    assert [(pause.step, round((pause.took_ns or 0) / SECOND)) for pause in story.pauses] == [(100, 600), (200, 120)]
-    said = as_object(story)
-    assert [(one["step"], one["seconds"], one["on"]) for one in said["pauses"]] == [
-        (100, pytest.approx(600.0), False), (200, pytest.approx(120.0), False)
-    ]  # fmt: skip
-    assert said["pauses"][0]["t_s"] == pytest.approx(12.1, abs=0.5)
-    (mode,) = said["modes"]
-    assert mode["p95_ms"] < 150
-    assert said["findings"] == [], "neither a stall, nor silence at the end, nor a GPU without work"
-    assert said["devices"][0]["util_median_pct"] == 80.0
-    lines = report_text(directory, 100)
-    assert "  paused 2 times, for 12 min 00 s in all: that time is in no step, no phase and no figure" in lines
-    assert section(lines, "PAUSES")[0].endswith("after step 100  for 10 min 00 s")
-    assert len(section(lines, "PAUSES")) == 2
-    html_page = page(story)
-    assert "<h2>Pauses</h2>" in html_page
-    assert "for 10 min 00 s" in html_page
-    for plot in plots(story):
-        if plot.name in ("step-time", "speed", "phases", "use", "memory"):
-            first = plot.layout["shapes"][0]
-            assert first["x1"] - first["x0"] == pytest.approx(600.0, abs=0.01), plot.name
-
-
-def test_silence_is_told_all_the_same_where_there_was_a_pause(state: Path) -> None:
-    """A run that hangs for a minute after twenty seconds of steps and ten minutes of pause."""
-    training = Training(mode="single", step_ns=SECOND // 10)
-    payloads = [*training.begin(), *training.run(100), pause_event(training.now / SECOND, 100)]
-    training.now += 600 * SECOND
-    payloads += [pause_event(training.now / SECOND, 100, 600.0), *training.run(100)]
-    (found,) = collect(keep({0: payloads}, seconds=training.now / SECOND + 60)).findings
-    assert found.kind == "quiet"
-    assert found.weight == pytest.approx(60 / 80, abs=0.05)
-
-
-def test_a_pause_without_an_end_and_one_that_was_refused(state: Path) -> None:
-    training = Training(mode="single", step_ns=SECOND // 10)
-    payloads = [*training.begin(), *training.run(40), pause_event(training.now / SECOND, 40)]
-    training.now += 60 * SECOND
-    lost = [*payloads, *training.run(40)]
-    (pause,) = collect(keep({0: lost})).pauses
-    assert (pause.took_ns, pause.on) == (None, False)
-    assert (pause.end_ns or 0) - (pause.start_ns or 0) == pytest.approx(60 * SECOND, rel=0.01)
-    killed = keep({0: payloads}, seconds=training.now / SECOND)
-    (line,) = section(report_text(killed, 80), "PAUSES")
-    assert line.endswith("after step 40  the run ended in it")
-    assert collect(killed).findings == (), "a run that is killed in a pause was not silent"
-    refused = pause_event(1.0, 3, 0.0, refused="ranks wait for each other")
-    lines = report_text(keep({0: [*training.begin(), *training.run(5), refused]}), 80)
-    assert section(lines, "PAUSES") == ["  00:00:01  after step 3  refused: ranks wait for each other"]
-    assert "paused" not in " ".join(lines[:6]).replace("PAUSES", "")
-
-
-def test_only_what_all_processes_paused_together_is_no_time_of_the_run() -> None:
-    pauses = Pauses()
-    for process, begin, end in ((0, 10, 30), (1, 20, 50), (0, 60, 61)):
-        pauses.event({"process": process, "t_s": begin, "step": 1, "paused": True, "paused_s": None})
-        pauses.event({"process": process, "t_s": end, "step": 1, "paused": False, "paused_s": end - begin})
-    assert together(pauses.found, 2, None) == [(20 * SECOND, 30 * SECOND)]
-    assert within(together(pauses.found, 1, None), 0, 100 * SECOND) == 41 * SECOND
-    for number in range(2000):
-        pauses.event({"process": 0, "t_s": 100 + number, "step": number, "paused": True})
-        pauses.event({"process": 0, "t_s": 100.5 + number, "step": number, "paused": False, "paused_s": 0.5})
-    assert len(pauses.found) + pauses.left_out == 2003
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        {}, {"paused": 1}, {"paused": True, "t_s": "x"}, {"paused": False, "paused_s": -1},
-        {"paused": True, "t_s": 1e300},
-        {"paused": False, "paused_s": True, "t_s": float("nan")}, {"paused": True, "step": [1]},
-    ],
-)  # fmt: skip
-def test_pauses_that_make_no_sense_are_survived(state: Path, event: dict[str, Any]) -> None:
-    payloads = [*Training().begin(), *Training().run(3), pack_event("pause", {"process": 0, **event})]
-    directory = keep({0: payloads})
-    assert report_text(directory, 80)
-    assert json.dumps(as_object(collect(directory)))
 
 
 # ------------------------------------------------------------------------------------------------ what was deleted

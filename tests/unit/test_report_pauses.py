@@ -1,0 +1,306 @@
+"""What a report and a summary say of pauses, and that no figure has their time where it says so."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kept import keep
+from synthetic import SECOND, Training, device_event
+
+from dpmon.cli.summary import summary_lines
+from dpmon.records import pack_event
+from dpmon.report import collect, report_text
+from dpmon.report.asjson import as_object
+from dpmon.report.devices import Devices
+from dpmon.report.page import page
+from dpmon.report.pauses import any_of, together, within
+from dpmon.report.plots import plots
+from dpmon.run.pauses import Pauses, PauseTotals, Span
+from dpmon.run.rundir import load_exit
+
+
+def section(lines: list[str], title: str) -> list[str]:
+    """The lines below one heading."""
+    begin = next(number for number, line in enumerate(lines) if line.startswith(title))
+    end = next((number for number in range(begin + 1, len(lines)) if not lines[number]), len(lines))
+    return lines[begin + 1 : end]
+
+
+def pause_event(at_s: float, step: int, took_s: float | None = None, *, process: int = 0, **more: Any) -> bytes:
+    """As the tracer writes it: the beginning, or with `took_s` the end."""
+    data = {"process": process, "rank": None, "t_s": at_s, "step": step, "paused": took_s is None, "paused_s": took_s}
+    return pack_event("pause", {**data, "reason": None, "refused": None, **more})
+
+
+def paused_run(took_s: float = 600.0, at_the_end_s: float = 0.0) -> Path:
+    """A hundred steps of a tenth of a second, a pause, a hundred more, and at the end another one."""
+    training = Training(mode="single", step_ns=SECOND // 10)
+    payloads = [*training.begin(), *training.run(100)]
+    samples = [(t, 80.0) for t in range(1, 31)]
+    for step, seconds in ((100, took_s), (200, at_the_end_s)):
+        began = training.now / SECOND
+        if seconds:
+            payloads.append(pause_event(began, step))
+            training.now += int(seconds * SECOND)
+            payloads.append(pause_event(training.now / SECOND, step, seconds))
+            samples += [(began + 0.5 + t, 0.0) for t in range(int(seconds))]
+        payloads += training.run(100) if step == 100 else []
+    gpu = [device_event(t, 0, util_pct=use) for t, use in samples]
+    return keep({0: payloads, -1: gpu}, seconds=training.now / SECOND + 5)
+
+
+def test_pauses_are_told_and_no_figure_takes_them_for_steps(state: Path) -> None:
+    directory = paused_run(at_the_end_s=120.0)
+    story = collect(directory)
+    assert [(pause.step, round((pause.took_ns or 0) / SECOND)) for pause in story.pauses] == [(100, 600), (200, 120)]
+    said = as_object(story)
+    assert [(one["step"], one["seconds"], one["on"]) for one in said["pauses"]] == [
+        (100, pytest.approx(600.0), False), (200, pytest.approx(120.0), False)
+    ]  # fmt: skip
+    assert said["pauses"][0]["t_s"] == pytest.approx(12.1, abs=0.5)
+    (mode,) = said["modes"]
+    assert mode["p95_ms"] < 150
+    assert said["findings"] == [], "neither a stall, nor silence at the end, nor a GPU without work"
+    assert said["devices"][0]["util_median_pct"] == 80.0
+    lines = report_text(directory, 100)
+    assert "  paused 2 times, for 12 min 00 s in all: that time is in no step, no phase and no figure" in lines
+    assert section(lines, "PAUSES")[0].endswith("after step 100  for 10 min 00 s")
+    assert len(section(lines, "PAUSES")) == 2
+    html_page = page(story)
+    assert "<h2>Pauses</h2>" in html_page
+    assert "for 10 min 00 s" in html_page
+    for plot in plots(story):
+        if plot.name in ("step-time", "speed", "phases", "use", "memory"):
+            first = plot.layout["shapes"][0]
+            assert first["x1"] - first["x0"] == pytest.approx(600.0, abs=0.01), plot.name
+
+
+def test_silence_is_told_all_the_same_where_there_was_a_pause(state: Path) -> None:
+    """A run that hangs for a minute after twenty seconds of steps and ten minutes of pause."""
+    training = Training(mode="single", step_ns=SECOND // 10)
+    payloads = [*training.begin(), *training.run(100), pause_event(training.now / SECOND, 100)]
+    training.now += 600 * SECOND
+    payloads += [pause_event(training.now / SECOND, 100, 600.0), *training.run(100)]
+    (found,) = collect(keep({0: payloads}, seconds=training.now / SECOND + 60)).findings
+    assert found.kind == "quiet"
+    assert found.weight == pytest.approx(60 / 80, abs=0.05)
+
+
+def test_a_pause_without_an_end_and_one_that_was_refused(state: Path) -> None:
+    training = Training(mode="single", step_ns=SECOND // 10)
+    payloads = [*training.begin(), *training.run(40), pause_event(training.now / SECOND, 40)]
+    training.now += 60 * SECOND
+    lost = [*payloads, *training.run(40)]
+    (pause,) = collect(keep({0: lost})).pauses
+    assert (pause.took_ns, pause.on) == (None, False)
+    assert (pause.end_ns or 0) - (pause.start_ns or 0) == pytest.approx(60 * SECOND, rel=0.01)
+    killed = keep({0: payloads}, seconds=training.now / SECOND)
+    (line,) = section(report_text(killed, 80), "PAUSES")
+    assert line.endswith("after step 40  the run ended in it")
+    assert collect(killed).findings == (), "a run that is killed in a pause was not silent"
+    refused = pause_event(1.0, 3, 0.0, refused="ranks wait for each other")
+    lines = report_text(keep({0: [*training.begin(), *training.run(5), refused]}), 80)
+    assert section(lines, "PAUSES") == ["  00:00:01  after step 3  refused: ranks wait for each other"]
+    assert "paused" not in " ".join(lines[:6]).replace("PAUSES", "")
+
+
+def paused_ones(*pauses: tuple[int, float, float | None]) -> Pauses:
+    """Pauses of a process, from a time to another (s); None: its end is not in the record."""
+    found = Pauses()
+    for process, begin, end in pauses:
+        found.event({"process": process, "t_s": begin, "step": 1, "paused": True, "paused_s": None})
+        if end is not None:
+            found.event({"process": process, "t_s": end, "step": 1, "paused": False, "paused_s": end - begin})
+    return found
+
+
+def there(*seconds: tuple[float, float]) -> dict[int, Span]:
+    return {process: (int(a * SECOND), int(b * SECOND)) for process, (a, b) in enumerate(seconds)}
+
+
+def in_s(spans: list[Span]) -> list[tuple[float, float]]:
+    return [(begin / SECOND, end / SECOND) for begin, end in spans]
+
+
+def test_only_what_all_processes_paused_together_is_no_time_of_the_run() -> None:
+    pauses = paused_ones((0, 10, 30), (1, 20, 50), (0, 60, 61))
+    both = there((0, 100), (0, 100))
+    assert in_s(together(pauses.stretches, both, None)) == [(20, 30)]
+    assert in_s(any_of(pauses.stretches, None)) == [(10, 50), (60, 61)]
+    assert in_s(together(pauses.stretches, there((0, 5)), None)) == [(10, 50), (60, 61)], "nobody is there any more"
+    assert within(together(pauses.stretches, both, None), 25 * SECOND, 100 * SECOND) == 5 * SECOND
+
+
+def test_who_is_not_there_yet_or_any_more_holds_no_pause_up() -> None:
+    """Two trainings in turn, the second of them paused; and one that begins in another's pause."""
+    pauses = paused_ones((1, 200, 800))
+    assert in_s(together(pauses.stretches, there((0, 100), (110, 900)), None)) == [(200, 800)]
+    assert in_s(together(pauses.stretches, there((300, 400), (110, 900)), None)) == [(200, 300), (400, 800)]
+    assert in_s(together(pauses.stretches, there((0, 900), (110, 900)), None)) == []
+
+
+def test_a_pause_whose_end_was_lost_is_over_when_the_next_begins() -> None:
+    pauses = paused_ones((0, 10, None), (0, 50, 60))
+    for at in range(60, 900, 10):
+        pauses.step(0, at * SECOND)
+    pauses.settle()
+    first, second = pauses.found
+    assert (first.took_ns, first.end_ns, first.on) == (None, 50 * SECOND, False)
+    assert (second.took_ns, second.on) == (10 * SECOND, False)
+    assert in_s(together(pauses.stretches, there((0, 900)), 1000 * SECOND)) == [(10, 60)]
+    assert pauses.total(1000 * SECOND) == PauseTotals(2, 10 * SECOND, 1)
+    two = paused_ones((0, 10, None), (0, 50, 60))
+    assert in_s(together(two.stretches, there((0, 900), (0, 900)), 1000 * SECOND)) == [], "the other never paused"
+
+
+def test_an_end_whose_begin_was_lost_is_not_that_of_the_pause_before() -> None:
+    pauses = paused_ones((0, 10, None))
+    pauses.event({"process": 0, "t_s": 60.0, "step": 9, "paused": False, "paused_s": 10.0})
+    assert [(one.start_ns, one.took_ns) for one in pauses.found] == [(10 * SECOND, None), (50 * SECOND, 10 * SECOND)]
+    assert in_s(any_of(pauses.stretches, 1000 * SECOND)) == [(10, 60)]
+
+
+def test_a_process_that_was_killed_in_a_pause_does_not_pause_those_that_come_after_it() -> None:
+    pauses = paused_ones((0, 10, None))
+    pauses.step(1, 300 * SECOND)
+    pauses.settle()
+    assert pauses.found[0].on is False
+    assert in_s(together(pauses.stretches, there((0, 10), (300, 900)), 1000 * SECOND)) == []
+    assert pauses.total(1000 * SECOND) == PauseTotals(1, 0, 1, unplaced=1)
+
+
+@pytest.mark.parametrize(
+    ("pauses", "total"),
+    [
+        ([(0, 10, 30), (1, 10.1, 30.2)], PauseTotals(1, 20_200_000_000)),
+        ([(0, 10, 30), (1, 40, 60)], PauseTotals(2, 40 * SECOND)),
+        ([(0, 10, 30), (0, 30, 40)], PauseTotals(2, 30 * SECOND)),
+        ([(0, 10, 30), (0, 90, None)], PauseTotals(2, 30 * SECOND, on=True)),
+        ([(0, 90, None), (1, 90.5, None)], PauseTotals(1, 10 * SECOND, on=True)),
+    ],
+)
+def test_what_several_pause_at_once_is_one_pause(
+    pauses: list[tuple[int, float, float | None]], total: PauseTotals
+) -> None:
+    assert paused_ones(*pauses).total(100 * SECOND) == total
+
+
+def test_more_pauses_than_are_kept_are_added_up_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [(0, 100 + number, 100.5 + number) for number in range(2000)]
+    pauses = paused_ones(*many, (0, 5000, None))
+    assert (len(pauses.found), pauses.left_out, pauses.refusals_left_out) == (1000, 1001, 0)
+    pauses.step(0, 5007 * SECOND)
+    assert pauses.total() == PauseTotals(2001, 1000 * SECOND, 1)
+    assert len(together(pauses.stretches, there((0, 6000)), None)) == 2001
+    monkeypatch.setattr("dpmon.run.pauses.STRETCHES", 50)
+    found = paused_ones(*many, (0, 5000, None))
+    assert len(found.stretches) == 50
+    assert found.total() == PauseTotals(2001, 1000 * SECOND, 1, unplaced=1951)
+
+
+def test_refusals_are_no_pauses_however_many_there_were(state: Path) -> None:
+    training = Training(mode="single")
+    payloads = [*training.begin(), *training.run(5), pause_event(3.0, 5), pause_event(4.0, 5, 1.0)]
+    payloads += [pause_event(5.0, 5, 0.0, refused="ranks wait") for _ in range(1004)]
+    directory = keep({0: payloads})
+    lines = report_text(directory, 120)
+    assert "  paused once, for 1.00 s: that time is in no step, no phase and no figure" in lines
+    assert section(lines, "PAUSES")[-2:] == [
+        "  and 988 more; --json has them all", "  of 5 refusals more only the number is known"
+    ]  # fmt: skip
+    story = collect(directory)
+    said = as_object(story)
+    assert (len(said["pauses"]), said["pauses_left_out"], said["refusals_left_out"]) == (1000, 0, 5)
+    assert (said["paused"]["times"], said["paused"]["seconds"]) == (1, pytest.approx(1.0))
+    assert "of 5 refusals more only the number is known" in page(story)
+
+
+def in_turn(second_s: int = 110, first_ends_s: int = 100) -> tuple[Path, str]:
+    """A launcher's two trainings, the second paused from 200 to 800 s; its report. A GPU that is busy but then."""
+    payloads: dict[int, list[bytes]] = {}
+    for process, (begin, end) in enumerate(((2, first_ends_s), (second_s, 900))):
+        training = Training(process=process, mode="single", step_ns=SECOND, start_ns=begin * SECOND)
+        payloads[process] = training.begin()
+        while training.now < end * SECOND:
+            payloads[process] += training.run(1)
+            if process == 1 and 200 * SECOND <= training.now < 800 * SECOND:
+                payloads[process].append(pause_event(training.now / SECOND, training.steps, process=1))
+                took = 800 - training.now / SECOND
+                training.now = 800 * SECOND
+                payloads[process].append(pause_event(800.0, training.steps, took, process=1))
+    gpu = [device_event(float(t), 0, util_pct=0.0 if 201 < t < 800 else 80.0) for t in range(2, 900, 3)]
+    directory = keep({**payloads, -1: gpu}, seconds=905.0)
+    return directory, " ".join(" ".join(report_text(directory, 120)).split())
+
+
+def test_the_pause_of_one_of_two_trainings_in_turn_is_in_no_figure(state: Path) -> None:
+    directory, text = in_turn()
+    story = collect(directory)
+    assert story.evidence.devices[0].util_median == 80.0
+    assert story.evidence.paused_ns == pytest.approx(600 * SECOND, rel=0.01)
+    assert re.search(r"paused once, for \d+ min \d\d s: that time is in no step, no phase and no figure", text)
+
+
+def test_where_another_trained_in_a_pause_it_is_said_that_figures_have_its_time(state: Path) -> None:
+    directory, text = in_turn(first_ends_s=900)
+    story = collect(directory)
+    assert story.evidence.paused_ns == 0
+    assert "no figure" not in text
+    assert re.search(r"for \d+ min \d\d s of it another process was there that was not paused: the figures", text)
+    assert as_object(story)["paused"]["alone_s"] == pytest.approx(600, rel=0.01)
+
+
+@pytest.mark.parametrize("second_s", [300, 600])
+def test_report_and_summary_count_pauses_alike(state: Path, second_s: int) -> None:
+    """Of two independent processes: both paused four times at once; or one after the other's pauses."""
+    payloads = {}
+    for process, begin in enumerate((300, second_s)):
+        training = Training(process=process, mode="single", step_ns=SECOND, start_ns=(begin - 10) * SECOND)
+        payloads[process] = [*training.begin(), *training.run(3)]
+        for at in range(begin, begin + 200, 50):
+            payloads[process].append(pause_event(float(at), 3, process=process))
+            payloads[process].append(pause_event(at + 30.0, 3, 30.0, process=process))
+    directory = keep(payloads, seconds=1000.0)
+    said = "paused 4 times, for 2 min 00 s in all" if second_s == 300 else "paused 8 times, for 4 min 00 s in all"
+    assert any(line.strip().startswith(said + ":") for line in report_text(directory, 120))
+    assert f"{said}: that time is in no step and no phase" in summary_lines(directory, load_exit(directory))
+
+
+def test_the_summary_of_a_run_that_was_killed_in_a_pause_says_so(state: Path) -> None:
+    training = Training(mode="single", step_ns=SECOND // 10)
+    payloads = [*training.begin(), *training.run(40), pause_event(10.0, 40)]
+    directory = keep({0: payloads}, seconds=70.0)
+    said = summary_lines(directory, load_exit(directory))
+    assert "paused once, for 60.0 s, and was paused when it ended: that time is in no step and no phase" in said
+    goes_on = keep({0: payloads}, status=None, command_pid=None, started_unix=time.time())
+    assert "  paused once, and is paused now: that time" in "\n".join(report_text(goes_on, 120))
+
+
+def test_a_gpu_that_was_only_seen_in_pauses_has_no_use() -> None:
+    """What it did then is none of the training's."""
+    devices = Devices()
+    for second in (10, 20):
+        devices.sample("device", {"index": 0, "t_s": second, "util_pct": 0.0, "mem_used_bytes": 5})
+    devices.paused = [(5 * SECOND, 30 * SECOND)]
+    (found,) = devices.facts()
+    assert (found.util_median, found.mem_used_max) == (None, 5)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {}, {"paused": 1}, {"paused": True, "t_s": "x"}, {"paused": False, "paused_s": -1},
+        {"paused": True, "t_s": 1e300},
+        {"paused": False, "paused_s": True, "t_s": float("nan")}, {"paused": True, "step": [1]},
+    ],
+)  # fmt: skip
+def test_pauses_that_make_no_sense_are_survived(state: Path, event: dict[str, Any]) -> None:
+    payloads = [*Training().begin(), *Training().run(3), pack_event("pause", {"process": 0, **event})]
+    directory = keep({0: payloads})
+    assert report_text(directory, 80)
+    assert json.dumps(as_object(collect(directory)))

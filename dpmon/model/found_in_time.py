@@ -129,11 +129,14 @@ def stalls(evidence: Evidence) -> Iterator[Finding]:
     if not stalls or (lost < STALLS_SHARE * (total + lost) and lost < STALLS_NS):
         return
     worst = stalls[0]
+    # Of those that were deleted only the longest of each sum is known, of the others so many as are kept.
+    least = len(stalls) == len(evidence.longest) > 1 or any(step.step is None for step in stalls)
+    count = "one" if len(stalls) == 1 else str(len(stalls))
+    count = f"At least {count}" if least else count.capitalize()
     if len(stalls) > 1:
-        least = "At least " if len(stalls) == len(evidence.longest) else ""
-        text = f"{least}{len(stalls)} steps took more than {STALL_RATIO} times the median: {took(lost)} together."
+        text = f"{count} steps took more than {STALL_RATIO} times the median: {took(lost)} together."
     else:
-        text = f"One step took {took(lost)}, {times(lost, medians[worst.mode])} the median."
+        text = f"{count} step took {took(lost)}, {times(lost, medians[worst.mode])} the median."
     yield Finding(
         "stall",
         text,

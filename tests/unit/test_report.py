@@ -541,7 +541,7 @@ def test_a_stall_among_deleted_steps_is_found_by_its_sums(state: Path) -> None:
     story = collect(directory)
     assert {one.facts.mode: one.facts.steps for one in story.deleted}["single"] == 1000
     (found,) = (finding for finding in story.findings if finding.kind == "stall")
-    assert found.text.startswith("One step took 10.0 s")
+    assert found.text.startswith("At least one step took 10.0 s")
     assert found.ground.startswith("the longest: a step about 00:00:2")
     assert "of which only sums are left, 10.0 s, of which data at least " in found.ground
     assert "stall" not in {one.kind for one in collect(keep({0: long_training(0)}, limit_bytes=1 << 18)).findings}

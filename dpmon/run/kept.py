@@ -151,6 +151,8 @@ class Kept:
 
     def whole(self) -> Iterator[Rollup]:
         """Those of WHOLE; they start where they end, with the first minute of which more is known."""
+        if not self._has("rollups"):
+            return
         for (minute,) in self._all("SELECT min(start_s) FROM rollups WHERE width = 60", ()):
             for rollup in self.rollups(WHOLE):
                 rollup.start_s = minute if type(minute) is int else 0
@@ -158,9 +160,9 @@ class Kept:
 
     def summed(self) -> tuple[int, int]:
         """The first second of which more is known than one sum of all before it, and the time (ns) from which on steps
-        are left in full; 0 and 0 where nothing was deleted.
+        are left in full; 0 and 0 where nothing was deleted, or nothing is left of what was.
         """
-        if not self.pruned:
+        if not self.pruned or not self._has("rollups"):
             return 0, 0
         first = next(self._all("SELECT min(start_s) FROM rollups WHERE width = 60", ()), (None,))[0]
         full = self.time_from(0, events=False)

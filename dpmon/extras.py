@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -14,5 +15,5 @@ def how_to_plot() -> str:
     From a clone it is the README's, by the clone's path, so that it works in any directory.
     """
     clone = Path(__file__).resolve().parents[1]
-    what = f"-e '{clone}[report]'" if (clone / "pyproject.toml").is_file() else "'plotly>=6'"
-    return f"{sys.executable} -m pip install {what}"
+    what = ["-e", f"{clone}[report]"] if (clone / "pyproject.toml").is_file() else ["plotly>=6"]
+    return shlex.join([sys.executable, "-m", "pip", "install", *what])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import shutil
 import sys
 from collections import namedtuple
@@ -207,7 +208,7 @@ def test_an_old_torch_is_a_warning() -> None:
     assert states == {"2.3.1": "warning", "2.4.0+cu121": "ok"}
 
 
-def test_what_is_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_installed_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(installed, "_version", lambda package: {"textual": "9.0.0"}.get(package))
     found = by_name(installed.installed())
     assert (found["textual"].state, found["plotly"].state) == ("warning", "warning")
@@ -215,6 +216,14 @@ def test_what_is_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["plotly"].remedy == f"{sys.executable} -m pip install -e '{clone}[report]'"
     monkeypatch.setattr(extras, "__file__", "/usr/lib/python3/dist-packages/dpmon/extras.py")
     assert by_name(installed.installed())["plotly"].remedy == f"{sys.executable} -m pip install 'plotly>=6'"
+    (tmp_path / "it's mine" / "dpmon").mkdir(parents=True)
+    clone = tmp_path / "it's mine"
+    (clone / "pyproject.toml").touch()
+    monkeypatch.setattr(extras, "__file__", str(clone / "dpmon" / "extras.py"))
+    monkeypatch.setattr(sys, "executable", "/opt/my env/bin/python")
+    remedy = by_name(installed.installed())["plotly"].remedy
+    assert remedy is not None
+    assert shlex.split(remedy) == ["/opt/my env/bin/python", "-m", "pip", "install", "-e", f"{clone}[report]"]
     monkeypatch.setattr(installed, "_version", lambda package: "8.2.9")
     assert by_name(installed.installed())["plotly"] == ok("plotly", "8.2.9")
 

@@ -42,7 +42,7 @@ def _devices(kept: Kept, first: int) -> Iterator[DevicePast]:
         return
     end = full // _SECOND
     minutes: dict[tuple[int, int], tuple[int, dict[str, float]]] = {}
-    for start, device, name, count, total, _, _ in kept.device_rollups(end - _FINE_S):
+    for start, device, name, count, total, _, _ in kept.device_rollups(max(end - _FINE_S, 0)):
         if start < end and count > 0:
             most, means = minutes.setdefault((start, device), (0, {}))
             means[name] = total / count

@@ -17,18 +17,19 @@ from dpmon.model import State, fold
 from dpmon.model.compare import compared
 from dpmon.model.history import columns_of, figures
 from dpmon.model.past import fold_past
-from dpmon.past import Drawn, Past
+from dpmon.past import DevicePast, Drawn, Past
 from dpmon.records import Call, Decoder, Step, pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import collect
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
 from dpmon.run.history import LIMIT_BYTES, History
 from dpmon.run.kept import Kept
-from dpmon.run.past import Before
+from dpmon.run.past import Before, past_of
 from dpmon.run.playback import PlaybackReader
 from dpmon.run.reader import RECENT_RECORDS, RunReader
 from dpmon.run.rows import decoders_of, record_of, step_columns
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
+from dpmon.run.tables import BEFORE_S
 from dpmon.ui.feed import Feed
 
 SINGLE, DP = 3000, 9000
@@ -472,6 +473,22 @@ def test_device_charts_begin_before_the_samples_that_are_given_in_full(state: Pa
     assert set(track.power) == {None}
     assert next(iter(track.mem)) == pytest.approx(list(truth.mem)[-1])
     assert list(shown.host.util)[-600:-320:60] == pytest.approx(list(whole.host.util)[-600:-320:60], abs=1)
+
+
+def test_sums_without_a_time_are_no_minute_of_a_young_run(state: Path) -> None:
+    """Of a run's first minutes all are told; what is left of minutes that were deleted has no place among them."""
+    training = Training(step_ns=100_000_000)
+    samples = [pack_event("host", {"t_s": float(second), "cpu_pct": 20.0}) for second in range(1, 300)]
+    directory = keep({0: [*training.begin(), *training.run(100)], -1: samples}, seconds=300.0)
+    with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
+        db.execute("INSERT INTO device_rollups VALUES (?, -1, 'cpu_pct', 600, 60000.0, 100.0, 100.0)", (BEFORE_S,))
+        ((first,),) = db.execute("SELECT max(id) FROM events WHERE kind = 'host' AND t_ns < 180000000000")
+        db.execute("DELETE FROM events WHERE kind = 'host' AND t_ns < 180000000000")
+    kept = Kept(directory)
+    found = [past for past in past_of(kept, first) if isinstance(past, DevicePast)]
+    kept.close()
+    assert {past.start_s for past in found} == {0, 60, 120}
+    assert {past.means["cpu_pct"] for past in found} == {20.0}
 
 
 def test_a_playback_before_the_first_minute_that_is_left_has_the_sums_and_plays_on_from_them(state: Path) -> None:

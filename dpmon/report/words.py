@@ -200,8 +200,8 @@ def paused(story: Story) -> str | None:
     nowhere = "that time is in no step, no phase and no figure"
     if story.paused_alone_ns:
         nowhere = (
-            f"that time is in no step and no phase, but for {took(story.paused_alone_ns)} of it another process was"
-            " there that was not paused: the figures of devices have that"
+            f"that time is in no step and no phase; in {took(story.paused_alone_ns)} of it another process was"
+            " there that was not paused, and the figures of devices have that"
         )
     elif total.unplaced:
         nowhere = "that time is in no step and no phase; when all of it was is not known, so that devices may have some"

@@ -251,7 +251,7 @@ def test_where_another_trained_in_a_pause_it_is_said_that_figures_have_its_time(
     story = collect(directory)
     assert story.evidence.paused_ns == 0
     assert "no figure" not in text
-    assert re.search(r"for \d+ min \d\d s of it another process was there that was not paused: the figures", text)
+    assert re.search(r"in \d+ min \d\d s of it another process was there that was not paused, and the figures", text)
     assert as_object(story)["paused"]["alone_s"] == pytest.approx(600, rel=0.01)
 
 

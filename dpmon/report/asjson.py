@@ -24,8 +24,8 @@ host          samples, cpu_median_pct, mem_used_max_bytes, mem_total_bytes; medi
 memory        device, model_bytes, gradients_bytes, optimizer_bytes, rest_bytes, peak_bytes, absent
 compared      dp against single: speedup, low, high (its 95 % interval), efficiency (a device; null for virtual
               replicas), outcome (faster, slower, even), by_mean (the ratio of mean steps; null where it is near
-              the speed-up), sentence, missing, steps, note (of steps that were deleted and are in none of these);
-              null where not both were seen
+              the speed-up), sentence, missing, steps, drawn (by mode, where not all of its steps were compared:
+              kept, of), note (of steps that were deleted and are in none of these); null where not both were seen
 mode_changes  process, root, t_s, step, mode, requested_by, devices, virtual, reason, refused
 pauses        process, step (after which), t_s, seconds (null: see on, or its end was not recorded), on (it had not
               ended), reason (why it went on by itself), refused; the first of them: pauses_left_out and
@@ -195,7 +195,10 @@ def _memory(story: Story) -> list[dict[str, Any]]:
 
 def _compared(story: Story) -> dict[str, Any] | None:
     found = story.compared
-    return None if found is None else {**found._asdict(), "steps": dict(found.steps)}
+    if found is None:
+        return None
+    drawn = {mode: {"kept": kept, "of": count} for mode, kept, count in found.drawn}
+    return {**found._asdict(), "steps": dict(found.steps), "drawn": drawn}
 
 
 def _changes(story: Story) -> list[dict[str, Any]]:

@@ -72,6 +72,10 @@ class Settled:
         slots = with_calls((NOT_RUN if took is None else took for took in phases), inside)
         kept[at : at + 1] = [StepSample(number, start + wall, wall, samples, slots)]
 
+    def drawn(self) -> tuple[tuple[str, int, int], ...]:
+        """Of modes of which not all steps were kept: how many were, and of how many."""
+        return tuple((mode, KEPT, count) for mode, count in self._settled.items() if count > KEPT)
+
 
 def compared(
     settled: Settled, virtual: bool, changes: Sequence[ModeChange], deleted: Sequence[Deleted] = ()
@@ -100,6 +104,7 @@ def compared(
         steps=tuple((mode, side.steps) for mode, side in found.sides.items()),
         by_mean=found.by_mean,
         note=note,
+        drawn=settled.drawn(),
     )
 
 

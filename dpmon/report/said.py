@@ -122,5 +122,7 @@ def comparison(found: Compared) -> list[str]:
         text += f" (95 %: {found.low:.2f} to {found.high:.2f})"
     if found.efficiency is not None:
         text += f", {percent(found.efficiency)} a device"
-    steps = " and ".join(f"{count:,} in {mode}" for mode, count in found.steps)
-    return [found.sentence or "", f"{text}; of {steps}, each mode's first after a change left out", *note]
+    drawn = {mode: f" (of {kept:,} drawn evenly from {count:,})" for mode, kept, count in found.drawn}
+    steps = " and ".join(f"{count:,} in {mode}{drawn.get(mode, '')}" for mode, count in found.steps)
+    without = "without each mode's first after a change and those of another batch size or kind"
+    return [found.sentence or "", f"{text}; of {steps}, {without}", *note]

@@ -104,6 +104,8 @@ class Compared(NamedTuple):
     """The ratio of the mean steps, where it is quite another than that of the medians."""
     note: str | None = None
     """Of steps that were deleted, which have no part in it: how many, and their medians; None if there are none."""
+    drawn: tuple[tuple[str, int, int], ...] = ()
+    """Mode, how many steps were drawn evenly, and from how many, where that was not all."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,8 @@ class Story:
     warnings: tuple[str, ...] = ()
     last_output: tuple[str, ...] = ()
     """The last lines of what the script printed (of its stderr in a headless run), if it failed."""
+    raised: str | None = None
+    """The line of its last traceback that names the exception, if it failed and there is one."""
     host: DeviceFacts | None = None
     """The host in the terms of a device: use of its processors, its memory."""
     gpu_absent: str | None = None

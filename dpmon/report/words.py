@@ -84,6 +84,8 @@ def ended(story: Story) -> str:
         return f"ended after {took}, status unknown: {getattr(how, 'unknown', None) or 'nobody recorded it'}"
     if how.signal is not None:
         return f"killed by {how.signal} after {took}{why}"
+    if story.raised is not None and not why:
+        why = f": {story.raised}"
     return f"finished in {took}" if how.status == 0 else f"exit status {how.status} after {took}{why}"
 
 

@@ -27,6 +27,7 @@ from dpmon.report.compared import KEPT, Settled, compared
 from dpmon.report.devices import Devices
 from dpmon.report.page import page
 from dpmon.report.plots import plots
+from dpmon.report.said import comparison
 from dpmon.report.series import BINS, Series
 from dpmon.report.story import PARTS
 from dpmon.report.text import text_lines
@@ -68,7 +69,10 @@ def test_a_report_tells_what_ran_and_where_the_time_went(both: Path) -> None:
     lines = report_text(both, 80)
     assert re.fullmatch(r"linear\.py \(linear-[0-9a-f]{4}\): finished in 5\.00 s", lines[0])
     head = " ".join(lines[1:8])
-    assert "180 steps, 180 calls; dp on virtual replicas cpu:0 cpu:1 (no GPU on this" in re.sub(r"\s+", " ", head)
+    assert (
+        "180 steps, 180 calls (120 in dp, 60 in single); began as dp on virtual replicas cpu:0 cpu:1 (no GPU"
+        in re.sub(r"\s+", " ", head)
+    )
     steps = section(lines, "STEPS")
     assert steps[1].split()[:3] == ["dp", "(virtual)", "120"]
     assert steps[2].split()[:2] == ["single", "60"]
@@ -138,6 +142,9 @@ def test_a_run_that_failed_shows_the_end_of_its_output(state: Path) -> None:
     lines = report_text(directory, 80)
     assert lines[0].endswith("exit status 1 after 1 min 00 s")
     assert section(lines, "LAST OUTPUT") == ["  20 %", "  Traceback:", "    boom \N{REPLACEMENT CHARACTER}[31m"]
+    traceback = b'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: bad \x07 thing\n'
+    (directory / "stderr.log").write_bytes(traceback)
+    assert report_text(directory, 120)[0].endswith("min 00 s: ValueError: bad \N{REPLACEMENT CHARACTER} thing")
 
 
 def test_devices_are_told_with_their_highest_and_their_middle(state: Path) -> None:
@@ -455,6 +462,19 @@ def test_the_steps_that_are_compared_leave_out_those_after_a_change() -> None:
         "optimizer": NOT_RUN, "other": 150,
     }  # fmt: skip
     assert step.end_ns == step.step * 1000 + 500
+
+
+def test_it_is_said_of_how_many_steps_those_that_are_compared_were_drawn() -> None:
+    settled = Settled()
+    for number in range(2 * KEPT + 400):
+        mode = "single" if number < 100 else "dp"
+        settled.step(1, number, mode, number * 1000, 900 + number % 7, 8, (50, 100, 200, None, 150))
+    found = compared(settled, False, [])
+    assert found is not None
+    ((mode, kept, count),) = found.drawn
+    assert (mode, kept) == ("dp", KEPT)
+    assert 2 * KEPT < count < 2 * KEPT + 300
+    assert f"{KEPT:,} drawn evenly from {count:,}" in " ".join(comparison(found))
 
 
 def test_of_very_many_steps_those_that_are_compared_are_of_the_whole_run() -> None:

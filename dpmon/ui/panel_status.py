@@ -16,20 +16,28 @@ __all__ = ["answer", "cut_answer", "status"]
 
 DONE_SHOWN_NS = 15 * SECOND
 WARNING_SHOWN_NS = 60 * SECOND
+_ALL_OF_IT = "  w: all of it "
+_WARNING_BEGINS = 16
+"""Cells of a warning that are worth having beside the state."""
 
 
 def status(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """`height` rows of `width` cells: two where panels stand side by side, three on a narrow screen."""
     alive = life(scene)
     rows = _narrow(scene, alive, width, look) if height >= 3 else [_wide(scene, alive, width, look)]
-    message: Row = [(" ", ""), *_message(scene, look, width - 2)]
+    said = _message(scene, look, width - 2)
+    warned = bool(said) and said == _warning(scene)
+    message: Row = [(" ", ""), *said]
     if alive.detail not in plain(rows[0]) and not _told(scene, look):
         told: Row = [(" ", ""), (f"{alive.word}: ", alive.style), (alive.detail, ""), ("  ", "")]
-        both = scene.over or width_of(told) + width_of(message) <= width
-        message = [*told, *(message[1:] if both else [])]
+        if warned:  # both; but a row too narrow for that has the warning's beginning
+            room = width - width_of(_missed(scene)) - span_width(_ALL_OF_IT)
+            message = [*told, *said] if width_of(told) + _WARNING_BEGINS <= room else message
+        else:
+            message = [*told, *(said if scene.over or width_of(told) + width_of(said) <= width else [])]
     corner = _missed(scene) or _next(scene, width - width_of(message))
-    if scene.state.warnings and message[1:] == _warning(scene) and width_of(message) > width - width_of(corner):
-        corner = [("  w: all of it ", "dim"), *corner]
+    if warned and width_of(message) > width - width_of(corner):
+        corner = [(_ALL_OF_IT, "dim"), *corner]
     rows.append(columns(message, corner, width, look.glyphs.more))
     blank: Row = [(" " * width, "")]
     return [*(fit(row, width, look.glyphs.more) for row in rows), *[blank] * height][:height]

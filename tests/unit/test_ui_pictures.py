@@ -267,6 +267,26 @@ def test_a_warning_that_is_cut_says_where_all_of_it_is() -> None:
     assert "all of it" not in text_of(scene, 250, 70)
 
 
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("missed", [0, 7])
+def test_a_warning_stands_beside_the_state_that_had_no_room_above(width: int, missed: int) -> None:
+    scene = scene_of(Training(), missed=missed)
+    fold(scene.state, Event("warning", {"process": 0, "t_s": scene.now_ns / SECOND, "text": LONG}))
+    for later, doing, word, detail in (
+        (scene.now_ns + 15 * SECOND, {0: ("data", scene.now_ns)}, "waiting for data", "15 s"),
+        (scene.now_ns + 12 * SECOND, {}, "running", "quiet 12 s"),
+    ):
+        rows = text_of(replace(scene, now_ns=later, activities=doing), width, 24).splitlines()
+        row = rows[1 if width >= 120 else 2]
+        if not (missed and width == 60):  # no room for all of them: the warning comes first
+            assert f"{word} {detail}  " in rows[0] or row.startswith(f" {word}: {detail}  warning: "), rows[:3]
+        assert "warning: t" in row, row
+        assert "…" in row
+        assert "w: all of it" in row
+        assert ("7 records dropped" in row) == bool(missed)
+        assert width != 120 or word == "running" or row.startswith(" waiting for data: 15 s  warning: ")
+
+
 def test_a_row_is_cropped_by_cells() -> None:
     row = [("ab", "x"), ("中c", "y")]
     assert cropped(row, 1, 4) == [("b", "x"), ("中", "y")]

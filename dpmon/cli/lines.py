@@ -51,8 +51,9 @@ class LineFile:
     def __init__(self, path: str) -> None:
         """RunError if it cannot be written."""
         try:
-            # A pipe with a name is waited for until somebody reads it, as in a shell.
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            # A pipe with a name is waited for until somebody reads it, as in a shell. A new file is its owner's alone,
+            # as every file that holds what a run did; one that is there keeps its mode.
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise RunError(f"{path} cannot be written: {error.strerror or error}") from None
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):

@@ -18,6 +18,7 @@ from synthetic import SECOND, Training, decoded, device_event, host_event
 from traceformat import read
 
 from dpmon.cli import options
+from dpmon.cli.lines import LineFile
 from dpmon.export import ExportError, command, export
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import COLUMNS, Tables, row
@@ -293,6 +294,17 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     assert "Model" in target.read_text()
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
     assert sorted(os.listdir(tmp_path)) == ["link", "out", "state"]
+
+
+def test_lines_of_json_go_to_a_file_of_the_owners_alone_and_an_old_one_keeps_its_mode(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        (tmp_path / "old").touch(0o644)
+        assert all(LineFile(str(tmp_path / name)).write(b"{}\n") for name in ("new", "old"))
+    finally:
+        os.umask(before)
+    modes = {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("new", "old")}
+    assert modes == {"new": 0o600, "old": 0o644}
 
 
 def test_new_files_are_the_owners_alone_and_old_ones_keep_their_mode(directory: Path, tmp_path: Path) -> None:

@@ -79,6 +79,10 @@ class Side(NamedTuple):
     phases: tuple[PhaseFigures, ...]
     memory: Mapping[str, Peak]
     """By device, the most that was allocated while in this mode."""
+    kept: int
+    """Steps that `steps` are taken from, of every kind."""
+    settled: int
+    """Of how many those were drawn, each as likely as any other; the same number where all are kept."""
 
 
 class Ground(NamedTuple):
@@ -102,7 +106,7 @@ class Comparison:
     samples: int | None = None
     """Samples in each of the steps that are compared; None: not known, or nothing is compared."""
     left_out: int = 0
-    """Steps of another kind: another number of samples, or the other in having a backward pass."""
+    """Kept steps of another kind: another number of samples, or the other in having a backward pass."""
     left_backward: int = 0
     """Of these, those that are the other in having a backward pass."""
     trained: bool = True
@@ -178,14 +182,15 @@ def compare(
     steps: Mapping[str, Sequence[StepSample]],
     *,
     seen: Mapping[str, int] | None = None,
+    settled: Mapping[str, int] | None = None,
     devices: Sequence[str] = (),
     virtual: bool = False,
     memory: Mapping[str, Mapping[str, Peak]] | None = None,
 ) -> Comparison:
     """Compare the steps of "dp" with those of "single", oldest first, without those after a change of mode.
 
-    `seen`: how many steps of each mode there were in all, if not those; `devices`: those of dp; `memory`: by mode and
-    device, the peak.
+    `seen`: how many steps of each mode there were in all, if not those; `settled`: from how many of each they were
+    drawn, if not from those; `devices`: those of dp; `memory`: by mode and device, the peak.
     """
     counts = dict(seen) if seen is not None else {mode: len(found) for mode, found in steps.items()}
     there = [mode for mode in MODES_COMPARED if counts.get(mode)]
@@ -196,7 +201,9 @@ def compare(
         for mode in there
     }
     peaks = memory or {}
-    sides = {mode: _side(mode, taken[mode], counts[mode], peaks.get(mode, {})) for mode in there}
+    kept = {mode: len(steps.get(mode, ())) for mode in there}
+    drawn = {mode: _Drawn(count, max((settled or {}).get(mode, 0), count)) for mode, count in kept.items()}
+    sides = {mode: _side(mode, taken[mode], counts[mode], peaks.get(mode, {}), drawn[mode]) for mode in there}
     base = Comparison(sides=sides, devices=tuple(devices), virtual=virtual)
     lacking = {mode: MIN_STEPS - found[kind] for mode, found in kinds.items() if kind and found[kind] < MIN_STEPS}
     if len(there) < 2 or lacking:
@@ -249,11 +256,25 @@ def _unlike(kinds: Mapping[str, Counter[_Kind]]) -> str:
     return f"no verdict: the batches are not of the same size ({sizes})"
 
 
-def _side(mode: str, steps: Sequence[StepSample], seen: int, memory: Mapping[str, Peak]) -> Side:
+class _Drawn(NamedTuple):
+    kept: int
+    of: int
+
+
+def _side(mode: str, steps: Sequence[StepSample], seen: int, memory: Mapping[str, Peak], drawn: _Drawn) -> Side:
     found = summary(steps)
     walls = [step.wall_ns for step in steps]
     return Side(
-        mode, len(steps), seen, median(walls), percentile(walls, 0.95), found.samples_per_s, found.phases, memory
+        mode=mode,
+        steps=len(steps),
+        seen=seen,
+        median_ns=median(walls),
+        p95_ns=percentile(walls, 0.95),
+        samples_per_s=found.samples_per_s,
+        phases=found.phases,
+        memory=memory,
+        kept=drawn.kept,
+        settled=drawn.of,
     )
 
 
@@ -342,7 +363,8 @@ def compared(process: Process) -> Comparison:
         found: Comparison = known[1]
     else:
         steps = {mode: process.settled_of(mode) for mode in tracks}
-        found = compare(steps, seen=seen, devices=devices, virtual=virtual)
+        settled = {mode: track.settled_of for mode, track in tracks.items()}
+        found = compare(steps, seen=seen, settled=settled, devices=devices, virtual=virtual)
         process.memo["compared"] = (key, found) if many else None
     sides = {
         mode: side._replace(seen=seen[mode], samples_per_s=_speed(tracks[mode]), memory=memory[mode])

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dpmon.model.compare import Comparison, Side, compared, sentence
 from dpmon.model.finding import many
 from dpmon.model.ranks import distributed
-from dpmon.model.state import HOST, PHASES, SETTLED_KEPT, WARM_STEPS, Peak
+from dpmon.model.state import HOST, PHASES, WARM_STEPS, Peak
 from dpmon.model.turn import Piece
 from dpmon.ui.chart import ceiling
 from dpmon.ui.format import UNKNOWN, compact, group, memory, ms, percent
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, cut, right, width_of, wrapped
+from dpmon.ui.rows import Row, cut, right, span_width, width_of, wrapped
 from dpmon.ui.scene import NAMES, Scene
 from dpmon.ui.text import clean
 from dpmon.ui.waterfall import main_row
@@ -226,31 +226,45 @@ def _said(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
         if found.virtual:
             short = scene.view.zoom != "compare" and len(_VIRTUAL) > width
             rows += [[(line, "dim")] for line in wrapped(_VIRTUAL_SHORT if short else _VIRTUAL, width)]
-        text = _of(found) if scene.view.zoom == "compare" else "; ".join([*_drawn(found), *_left_out(found)])
+        text = _of(found) if scene.view.zoom == "compare" else _of_in_short(found, width)
         rows += [[(line, "dim")] for line in wrapped(text, width) if line]
     return rows
 
 
 def _drawn(found: Comparison) -> list[str]:
-    """Of how many steps the medians are, where not of all."""
-    drawn = any(side.steps < side.seen and side.steps + found.left_out >= SETTLED_KEPT for side in found.sides.values())
-    return [f"medians of {SETTLED_KEPT} steps drawn evenly of each mode"] if drawn else []
+    """Of how many steps the medians are, of each mode of which not all were kept."""
+    said = []
+    for side in (found.sides[mode] for mode in _MODES if mode in found.sides):
+        if side.kept < side.settled:
+            some = group(side.steps) if side.steps == side.kept else f"{group(side.steps)} of {group(side.kept)}"
+            said.append(f"{side.mode}: medians of {some} drawn evenly of {group(side.settled)}")
+    return said
+
+
+def _of_in_short(found: Comparison, width: int) -> str:
+    """What is compared, where it is not all, in one line of `width` cells if there is a way to."""
+    text = "; ".join([*_drawn(found), *_left_out(found)])
+    drawn = [found.sides[mode] for mode in _MODES if mode in found.sides]
+    parts = [f"{side.mode} {group(side.kept)} of {group(side.settled)}" for side in drawn if side.kept < side.settled]
+    if not parts or span_width(text) <= width:
+        return text
+    return "; ".join(["drawn evenly: " + ", ".join(parts), *_left_out(found)])
 
 
 def _left_out(found: Comparison) -> list[str]:
-    """Which steps are not compared, and why."""
+    """Which steps are not compared, and why; where steps were drawn, of those alone: of the others it is not known."""
     passes, sizes = found.left_backward, found.left_out - found.left_backward
     which = "without" if found.trained else "with"
     parts = [(sizes, "of another batch size"), (passes, f"{which} a backward pass")]
-    return [f"left out: {many(number, 'step')} {what}" for number, what in parts if number]
+    drawn = any(side.kept < side.settled for side in found.sides.values())
+    head = "left out of those drawn" if drawn else "left out"
+    return [f"{head}: {many(number, 'step')} {what}" for number, what in parts if number]
 
 
 def _of(found: Comparison) -> str:
     """What is compared and what is left out."""
-    parts = [f"medians of at most {SETTLED_KEPT} steps drawn evenly, without the {WARM_STEPS} after each switch"]
-    parts.append("samples/s of all steps")
-    if found.left_out:
-        parts = [*_left_out(found), *parts]
+    parts = [*_left_out(found), *_drawn(found)]
+    parts += [f"median, p95 and phases without the {WARM_STEPS} after each switch", "samples/s of all steps"]
     if any(not peak.exact for side in found.sides.values() for peak in side.memory.values()):
         parts.append("≤: the peak came before this mode, its own is at most that")
     return "; ".join(parts)

@@ -18,7 +18,7 @@ from dpmon.ui.rows import Row, cut, right, width_of
 from dpmon.ui.scene import NAMES, SECOND, Scene, mode_words
 from dpmon.ui.waterfall import SHORT_NAMES, waterfall
 
-__all__ = ["batch", "figures", "title", "wanted_rows"]
+__all__ = ["batch", "figures", "mode_shown", "title", "wanted_rows"]
 
 _RANKS_DRAWN = 64
 _LEAST = 4
@@ -34,21 +34,26 @@ def wanted_rows(scene: Scene) -> int:
     return 4 + 5 + (1 + min(max(len(turn.lanes), ranks), 8) if turn is not None else 3)
 
 
-def _mode(process: Process) -> str:
+def mode_shown(process: Process) -> str:
     """The mode whose steps are shown: the one in force, or, before its first step, the one of the newest step."""
     return process.mode if process.mode in process.modes else process.marks_mode
 
 
-def figures(scene: Scene) -> Summary:
-    """Figures over the steps of the mode in force, or of the one before it while it has none, in the time range."""
+def figures(scene: Scene, *, whole: bool = False) -> Summary:
+    """Figures over the steps of the mode in force, or of the one before it while it has none, in the time range.
+
+    `whole`: over the whole run, whatever the time range.
+    """
     process = scene.process
     if process is None:
         return summary([])
-    mode = _mode(process)
-    key = (mode, scene.view.span_s, process.step_count, process.columns_made)
-    known = process.memo.get("figures")
+    mode = mode_shown(process)
+    span_s = 0 if whole else scene.view.span_s
+    name = "figures of all" if whole else "figures"
+    key = (mode, span_s, process.step_count, process.columns_made)
+    known = process.memo.get(name)
     if known is None or known[0] != key:  # the header asks too
-        known = process.memo["figures"] = (key, figures_of(process, mode, scene.view.span_s))
+        known = process.memo[name] = (key, figures_of(process, mode, span_s))
     found: Summary = known[1]
     return found
 
@@ -59,7 +64,7 @@ def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
         return [(NAMES["batch"], "title")], []
     span = span_words(scene.view.span_s)
     dot = f" {look.glyphs.middot} "
-    mode = _mode(scene.process) if scene.process is not None else ""
+    mode = mode_shown(scene.process) if scene.process is not None else ""
     word = mode_words(scene.process, look.glyphs.times)[0]
     if scene.process is not None and mode != scene.process.mode:
         word = f"dp {look.glyphs.times}{len(scene.process.modes[mode].devices)}" if mode == "dp" else mode

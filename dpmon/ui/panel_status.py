@@ -7,7 +7,7 @@ from dpmon.model.state import Process
 from dpmon.model.stats import Speed, mean_speed, speed
 from dpmon.ui.format import clock, compact, group, ms
 from dpmon.ui.look import Look
-from dpmon.ui.panel_batch import figures
+from dpmon.ui.panel_batch import figures, mode_shown
 from dpmon.ui.rows import Row, columns, cut, fit, plain, right, span_width, width_of
 from dpmon.ui.scene import SECOND, Life, Scene, life, mode_words
 from dpmon.ui.text import clean
@@ -135,6 +135,22 @@ def _means(scene: Scene) -> Row:
     return [span for word, number in said for span in ((word, "dim"), (number, "bold"))]
 
 
+def _narrow_means(scene: Scene, width: int) -> Row:
+    """A run's means and its median, each in full or not at all."""
+    means, middle = _means(scene), _median(scene)
+    if not means or width_of(means) + width_of(middle) <= width:
+        return [*means, *middle] if means else []
+    return means if width_of(means) <= width else [*means[:4], (" steps/s", "dim")]
+
+
+def _median(scene: Scene) -> Row:
+    """The median of all steps of a run that is over, as its means are; of one mode, named where there were more."""
+    process = scene.process
+    several = process is not None and sum(1 for track in process.modes.values() if track.count) > 1
+    mode = f"{mode_shown(process)} " if process is not None and several else ""
+    return [(f"   median {mode}", "dim"), (ms(figures(scene, whole=True).median_ns), "bold")]
+
+
 def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
     step, steps, samples = _numbers(scene)
     mode: Row = [*_mode(scene, look), (" ", "")]
@@ -156,8 +172,7 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
         *mode,
     ]
     if scene.over:
-        means = _means(scene)
-        return [first, [*means, ("   median ", "dim"), (ms(figures(scene).median_ns), "bold")] if means else []]
+        return [first, _narrow_means(scene, width)]
     second: Row = [
         (" step", "dim"),
         (right(step, 10), "bold"),

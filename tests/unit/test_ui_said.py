@@ -22,6 +22,7 @@ from dpmon.model.state import NOT_RUN, PHASES, StepSample
 from dpmon.model.stats import mean_speed, median
 from dpmon.run.rundir import load_exit
 from dpmon.ui.dialogs import Commands, Pages
+from dpmon.ui.format import ms
 from dpmon.ui.keys import DEEDS, PLAYED, possible
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_compare import compare as compare_rows
@@ -240,6 +241,33 @@ def test_a_run_that_is_over_has_its_mean_speed_and_no_room_for_what_will_not_com
         sizes.add(len(live.columns) * live.cells < len(still.columns) * still.cells)
         assert len(still.columns) * still.cells > width - 2 * still.cells, "the chart is full"
     assert True in sizes
+
+
+def test_after_the_end_the_narrow_header_has_a_median_of_all_steps_or_none() -> None:
+    training = Training(devices=("cpu:0", "cpu:1"), step_ns=900_000_000)
+    payloads = [*training.begin(), *training.run(200)]
+    training.step_ns = 100_000_000
+    payloads += training.run(100)
+
+    def over(payloads: list[bytes], seconds: int = 120) -> Scene:
+        state = State()
+        for record in decoded(payloads):
+            state = fold(state, record)
+        view = View(span_s=seconds)
+        return Scene(state, training.now, Facts("r", "x.py"), view, ended=Ended(0, None, training.now))
+
+    scene = over(payloads, 10)
+    process = scene.process
+    assert process is not None
+    of_all, of_the_last = (figures(process, "dp", seconds).median_ns or 0 for seconds in (0, 10))
+    assert of_the_last < of_all / 5
+    assert screen(scene, 80)[1].rstrip().endswith(f"   median {ms(of_all)}")
+    for width in range(40, 110):
+        row = screen(scene, width)[1].rstrip()
+        assert "…" not in row, row
+        assert "median" not in row or row.endswith(ms(of_all)), row
+    both = over([*payloads, *training.switch("single"), *training.run(9)])
+    assert "   median single " in screen(both, 90)[1], "the means are of both"
 
 
 def test_a_stopped_run_says_its_status() -> None:

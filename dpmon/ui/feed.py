@@ -28,6 +28,7 @@ _GRACE_NS = 3_000_000_000
 """How long a vanished command may be without a recorded exit before the screen says so."""
 _SIP_RECORDS = 50
 """So many records are read and folded between two looks at the clock."""
+_IDLE = "no process trains now"
 
 
 class Reader(Protocol):
@@ -233,16 +234,18 @@ class Feed:
         """Why no other mode can be asked for; None if one can."""
         if self._reader is None or self._ended is not None or self._alive is False:
             return "nothing runs that could be asked"
-        if self.closing():
-            return "the training is at its end"
+        if self._ending:
+            return "the command has ended"
+        if self._idle():
+            return _IDLE
         if self._facts.mode_option == "script":
             return "--mode script leaves the computation as written"
         return toggle_refusal(self.state)
 
-    def closing(self) -> bool:
-        """Whether nothing can be asked of the training any more, although its command may still be there."""
+    def _idle(self) -> bool:
+        """Whether every process that has trained is at its end: the command may start another one."""
         activities = self._reader.activities() if self._reader is not None else {}
-        return self._ending or at_its_end(self.state, activities)
+        return at_its_end(self.state, activities)
 
     def toggle(self) -> None:
         """Ask for the other mode; pending from this moment on."""
@@ -287,10 +290,15 @@ class Feed:
 
     def pause_refusal(self) -> str | None:
         """Why the training can neither be paused nor go on; None if it can."""
-        if self.pausing().possible:
-            return None
+        pausing = self.pausing()
         if self._reader is None or self._ended is not None or self._alive is False:
             return "nothing runs that could be asked"
+        if self._ending:
+            return "the command has ended"
+        if self._idle() and not pausing.wanted:
+            return _IDLE
+        if pausing.possible:
+            return None
         return self._reader.pause_refusal() or "no training process is known yet"
 
     def pause(self) -> None:

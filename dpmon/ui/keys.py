@@ -67,9 +67,11 @@ def _other_mode(scene: Scene) -> str | None:
 
 
 def _pause(scene: Scene) -> str | None:
-    if not scene.pausing.possible or scene.over or scene.closing:
+    if not scene.pausing.possible or scene.over or scene.ending:
         return None
-    return "resume" if scene.pausing.wanted else "pause"
+    if scene.pausing.wanted:
+        return "resume"
+    return None if scene.closing else "pause"
 
 
 def _freeze(scene: Scene) -> str | None:
@@ -125,7 +127,7 @@ DEEDS: tuple[Deed, ...] = (
         "i",
         "i",
         "type_line",
-        _when(lambda s: s.can_type and not s.over and not s.closing, "input"),
+        _when(lambda s: s.can_type and not s.over and not s.ending, "input"),
         "send a line to the script",
     ),
     Deed("w", "w", "warnings", _when(lambda s: bool(s.state.warnings), "warnings"), "all warnings that are kept"),

@@ -287,11 +287,14 @@ class Monitor(Drawing):
         if self._dialog_open:
             return
         scene = self.scene()
-        if scene.over or scene.playing is not None or not self.feed.can_type():
-            over = scene.over or scene.playing is not None
-            self._say(
-                "the run is over: nobody reads a line" if over else "the script's input cannot be reached from here"
-            )
+        if scene.over or scene.playing is not None:
+            self._say("the run is over: nobody reads a line")
+            return
+        if scene.ending:
+            self._say("the command has ended: nobody reads a line")
+            return
+        if not self.feed.can_type():
+            self._say("the script's input cannot be reached from here")
             return
 
         def send(line: str | None) -> None:

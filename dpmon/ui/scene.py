@@ -161,7 +161,10 @@ class Scene:
 
     @property
     def closing(self) -> bool:
-        """Whether the command is gone, or every process that has trained is at its end: nothing can be asked of it."""
+        """Whether the command is gone, or no process trains now: no mode and no pause can be asked for.
+
+        The command may still read a line: a launcher, or one that starts the next training.
+        """
         return self.ending or at_its_end(self.state, self.activities)
 
     @property

@@ -303,6 +303,31 @@ async def test_the_training_is_paused_and_resumed(tmp_path: Path) -> None:
         assert "p pause" in on.text()
 
 
+async def test_between_two_trainings_nothing_is_asked_and_a_pause_can_be_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpmon.ui.feed._GRACE_NS", 10**15)  # the command is gone, but its status does not come
+    async with stage(tmp_path) as on:
+        await on.shows("p pause")
+        on.reader.doing = {0: ("ended", SECOND)}
+        await on.until(lambda: "p pause" not in on.text(), "the footer without it")
+        await on.press("d")
+        await on.shows("the mode cannot be switched: no process trains now")
+        await on.press("p")
+        await on.shows("no pause: no process trains now")
+        assert (on.reader.asked, on.reader.pause.wanted) == ([], False)
+        on.reader.pause.wanted = True
+        await on.shows("p resume")
+        await on.press("p")
+        assert not on.reader.pause.wanted
+        on.reader.is_alive, on.reader.pause.pending = False, False
+        await on.shows("ending: the command has ended")
+        await on.press("d")
+        await on.shows("the mode cannot be switched: the command has ended")
+        await on.press("i")
+        await on.shows("the command has ended: nobody reads a line")
+
+
 async def test_no_pause_where_it_would_do_harm(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
         on.reader.no_pause = "the ranks wait for each other"

@@ -77,8 +77,14 @@ def test_what_has_no_room_in_the_header_is_left_out_in_full() -> None:
         rows = screen(closing_down, width)[:3]
         assert any("the training process is at its end" in row for row in rows)
         assert not any("…" in row for row in rows)
-        footer = screen(replace(closing_down, can_type=True, pausing=Pausing(possible=True)), width)[-1]
-        assert not any(word in footer for word in ("d single", "p pause", "i input"))
+        still_there = replace(closing_down, can_type=True, pausing=Pausing(possible=True))
+        footer = screen(still_there, width)[-1]
+        assert not any(word in footer for word in ("d single", "p pause"))
+        asking = replace(still_there, now_ns=scene.now_ns + 9 * SECOND, reads_since_ns=scene.now_ns)
+        rows = screen(asking, width)
+        assert any("i types" in row for row in rows[:3])
+        assert "i input" in rows[-1], "the command that started the training reads a line"
+        assert "i input" not in screen(replace(asking, ending=True), width)[-1]
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120])

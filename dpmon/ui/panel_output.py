@@ -159,8 +159,17 @@ _FRAME = re.compile(r'^\s*File "(?P<path>[^"]*/)[^"/]+", line \d+')
 
 
 def narrowed(rows: Sequence[Row], width: int, more: str = "…") -> list[Row]:
-    """The rows, those of a traceback without as much of their file's directory as `width` cells have no room for."""
-    return [_without_directory(row, width, more) for row in rows]
+    """The rows, those of a traceback without as much of their file's directory as `width` cells have no room for.
+
+    A row stays as it is if something that was found would go with the directory.
+    """
+    short = (_without_directory(row, width, more) for row in rows)
+    return [less if _found(less) == _found(row) else row for row, less in zip(rows, short, strict=True)]
+
+
+def _found(row: Row) -> int:
+    """How many characters of a search's hits a row has."""
+    return sum(len(text) for text, style in row if style == "found")
 
 
 def _without_directory(row: Row, width: int, more: str) -> Row:

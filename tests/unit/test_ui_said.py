@@ -30,6 +30,7 @@ from dpmon.ui.panel_output import Output, narrowed
 from dpmon.ui.panel_output import title as output_title
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import NAMES, Ended, Facts, Pausing, Playing, Scene, View
+from dpmon.ui.tail import Tail
 from dpmon.ui.timeline import timeline
 
 
@@ -42,7 +43,11 @@ def trained(steps: int = 200, **options: object) -> Scene:
 
 
 def screen(scene: Scene, width: int = 80, height: int = 24) -> list[str]:
-    return [plain(row) for row in whole(scene, Output(), width, height, LOOK)]
+    return screen_of(scene, Output(), width, height)
+
+
+def screen_of(scene: Scene, output: Output, width: int, height: int = 24) -> list[str]:
+    return [plain(row) for row in whole(scene, output, width, height, LOOK)]
 
 
 # ------------------------------------------------------------------------------------------------ 80x24
@@ -153,8 +158,6 @@ async def test_the_end_of_a_playback_is_one_picture(state: Path) -> None:
 
 
 def test_the_output_of_a_playback_is_not_called_following(tmp_path: Path) -> None:
-    from dpmon.ui.tail import Tail
-
     (tmp_path / "log").write_text("a line\n")
     output = Output([Tail(tmp_path / "log")])
     output.refresh()
@@ -303,6 +306,20 @@ def test_a_traceback_keeps_its_file_and_line(styled: bool) -> None:
         assert len(shown_text) <= width
     other = [("x" * 100, "")]
     assert narrowed([other], 50) == [other]
+
+
+@pytest.mark.parametrize(("needle", "stays"), [("somebody", True), ("vision/train", True), ("loop.py", False)])
+def test_a_word_that_was_found_in_a_directory_stays_in_sight(tmp_path: Path, needle: str, stays: bool) -> None:
+    line = '  File "/home/somebody/projects/vision/train/loop.py", line 123, in step'
+    (tmp_path / "log").write_text(line + "\n")
+    output = Output([Tail(tmp_path / "log")])
+    output.refresh()
+    rows = screen_of(replace(trained(3), view=View(focus="output", search=needle)), output, 50)
+    (row,) = (row for row in rows if 'File "' in row)
+    assert needle in row
+    assert ("/home/somebody" in row) == stays
+    (row,) = (row for row in screen_of(trained(3), output, 50) if 'File "' in row)
+    assert 'loop.py", line 123, in step' in row, "without a search"
 
 
 def test_the_whole_forward_is_that_of_the_steps() -> None:

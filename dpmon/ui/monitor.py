@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from textual import events
 from textual.binding import BindingType
+from textual.timer import Timer
 
 from dpmon.ui import errands, keys
 from dpmon.ui.dialogs import Choice, Commands, Line, Pages
@@ -42,20 +44,28 @@ class Monitor(Drawing):
     said_s = 15.0
     """So long something that was said stays, whether the picture's own clock goes on or stands still."""
     _stop_done = False
+    _said = 0
+    """How often something was said."""
+    _unsaying: Timer | None = None
+    """What takes back the last of it."""
 
     @property
     def _dialog_open(self) -> bool:
         return len(self.screen_stack) > 1
 
     def _say(self, message: str | None) -> None:
-        view = replace(self.view, message=message, message_ns=self.scene().now_ns)
-        self._see(view)
+        if self._unsaying is not None:  # one clock at a time: a key that is held down says the same again and again
+            self._unsaying.stop()
+            self._unsaying = None
+        self._said += 1
+        self._see(replace(self.view, message=message, message_ns=self.scene().now_ns))
         if message is not None:
-            self.set_timer(self.said_s, lambda: self._unsay(view))
+            self._unsaying = self.set_timer(self.said_s, partial(self._unsay, self._said))
 
-    def _unsay(self, said: View) -> None:
-        """Take back what was said, unless something else was said since."""
-        if (self.view.message, self.view.message_ns) == (said.message, said.message_ns):
+    def _unsay(self, serial: int) -> None:
+        """Take back what was said, unless something was said since: a clock that was stopped may have struck before."""
+        if serial == self._said:
+            self._unsaying = None
             self._see(replace(self.view, message=None))
 
     def on_key(self, event: events.Key) -> None:
@@ -239,7 +249,7 @@ class Monitor(Drawing):
         job = self.feed.output.search(text, by, self._height_of("output"))
         if job is None:
             return
-        self._see(replace(self.view, message="looking", message_ns=self.feed.now_ns()))
+        self._say("looking")
         self._beside(job, self._found)
 
     def _found(self, message: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,6 +144,37 @@ async def test_in_a_playback_each_key_of_a_live_run_says_why_not(state: Path) ->
         assert {deed.key for deed in PLAYED} <= set(offered)
         assert "d" not in offered
         assert ("q", "close this screen", "leave") in possible(app.scene())
+
+
+class Strikes:
+    """A timer that strikes when the test says so, even after it was stopped: as one whose stroke is on its way."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.strike, self.stopped = then, False
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+async def test_the_same_words_again_stay_their_time_while_the_clock_stands_still(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with shown(a_run(), Clock()) as (app, pilot):
+        await pilot.press("g")
+        clocks: list[Strikes] = []
+
+        def set_timer(seconds: float, then: Callable[[], None]) -> Strikes:
+            clocks.append(Strikes(then))
+            return clocks[-1]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(app, "set_timer", set_timer)
+            await pilot.press("z", "z", "z")
+        assert [clock.stopped for clock in clocks] == [True, True, False], "one goes, however often a key repeats"
+        clocks[0].strike()
+        assert said(app, "z does nothing here"), "it was said again since"
+        clocks[2].strike()
+        assert not said(app, "z does nothing here")
 
 
 async def test_the_end_of_a_playback_is_one_picture(state: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dpmon.model.ranks import training, world
 from dpmon.model.state import Process
 from dpmon.model.stats import Speed, mean_speed, speed
+from dpmon.ui.answers import answer
 from dpmon.ui.format import clock, compact, group, ms
 from dpmon.ui.look import Look
 from dpmon.ui.panel_batch import figures, mode_shown
@@ -12,9 +13,8 @@ from dpmon.ui.rows import Row, columns, cut, fit, plain, right, span_width, widt
 from dpmon.ui.scene import SECOND, Life, Scene, life, mode_words
 from dpmon.ui.text import clean
 
-__all__ = ["answer", "cut_answer", "status"]
+__all__ = ["cut_answer", "status"]
 
-DONE_SHOWN_NS = 15 * SECOND
 WARNING_SHOWN_NS = 60 * SECOND
 _ALL_OF_IT = "  w: all of it "
 _WARNING_BEGINS = 16
@@ -217,13 +217,6 @@ def _message(scene: Scene, look: Look, width: int) -> Row:
     return _facts(scene, look, width)
 
 
-def answer(scene: Scene, look: Look) -> Row:
-    """What the user is told of what was asked for: of a key, a pause, a mode; nothing a while later."""
-    if scene.view.message is not None and scene.now_ns - scene.view.message_ns < DONE_SHOWN_NS:
-        return [(scene.view.message, "wait")]
-    return [] if scene.over else _pausing(scene) or _answer(scene, look)
-
-
 def cut_answer(scene: Scene, width: int, look: Look) -> bool:
     """Whether an answer has no room in its row."""
     if scene.stopping is not None and not scene.over:
@@ -253,49 +246,6 @@ def _next(scene: Scene, room: int) -> Row:
         return []
     hints = (f"dpmon export {scene.facts.run} gives the records ", f"dpmon export {scene.facts.run} ")
     return next(([("  " + hint, "dim")] for hint in hints if scene.facts.run and len(hint) + 4 <= room), [])
-
-
-def _pausing(scene: Scene) -> Row:
-    """A pause, or its end, that was asked for and has not come yet; and why one did not come."""
-    pausing = scene.pausing
-    if pausing.pending:
-        what, when = ("pause", "after the step it is in") if pausing.wanted else ("resume", "in a moment")
-        return [(what, ""), (" pending", "wait"), (f": the training {what}s {when}", "dim")]
-    last = scene.state.pauses[-1] if scene.state.pauses else None
-    if last is None or last.t_ns is None or scene.now_ns - last.t_ns > DONE_SHOWN_NS:
-        return []
-    if last.refused is not None:
-        return [("pause", ""), (" refused: ", "bad"), (clean(last.refused, 300), "")]
-    if last.reason is not None and not last.paused:
-        return [("the pause is over: ", "wait"), (clean(last.reason, 300), "")]
-    return []
-
-
-def _answer(scene: Scene, look: Look) -> Row:
-    toggle = scene.toggle
-    if toggle is None:
-        return []
-    style = f"mode.{toggle.mode}"
-    if toggle.status == "pending":
-        waited = max(scene.now_ns - toggle.since_ns, 0) / 1e9
-        note = "the training answers at its next batch"
-        if scene.process is None or scene.process.seen_ns < 0:
-            note = "the training answers at its first batch"
-        elif scene.pausing.since_ns is not None:
-            note = "the training answers once it goes on (p)"
-        return [
-            (f"{look.glyphs.arrow} ", ""),
-            (toggle.mode, style),
-            (" pending ", "wait"),
-            (f"{waited:.0f} s: {note}", "dim"),
-        ]
-    if scene.now_ns - toggle.since_ns > DONE_SHOWN_NS:
-        return []
-    if toggle.status == "refused":
-        why = clean(toggle.reason, 300) if toggle.reason else "no reason was given"
-        return [(toggle.mode, style), (" refused: ", "bad"), (why, "")]
-    at = f" since step {group(toggle.step)}" if toggle.step is not None else ""
-    return [(toggle.mode, style), (" done", "good"), (at, "dim")]
 
 
 def _facts(scene: Scene, look: Look, width: int) -> Row:

@@ -1,0 +1,63 @@
+"""What the user is told of what was asked for: of a key, a pause, a mode."""
+
+from __future__ import annotations
+
+from dpmon.ui.format import group
+from dpmon.ui.look import Look
+from dpmon.ui.rows import Row
+from dpmon.ui.scene import SECOND, Scene
+from dpmon.ui.text import clean
+
+__all__ = ["answer"]
+
+DONE_SHOWN_NS = 15 * SECOND
+
+
+def answer(scene: Scene, look: Look) -> Row:
+    """What the user is told of what was asked for: of a key, a pause, a mode; nothing a while later."""
+    if scene.view.message is not None and scene.now_ns - scene.view.message_ns < DONE_SHOWN_NS:
+        return [(scene.view.message, "wait")]
+    return [] if scene.over else _pausing(scene) or _answer(scene, look)
+
+
+def _pausing(scene: Scene) -> Row:
+    """A pause, or its end, that was asked for and has not come yet; and why one did not come."""
+    pausing = scene.pausing
+    if pausing.pending:
+        what, when = ("pause", "after the step it is in") if pausing.wanted else ("resume", "in a moment")
+        return [(what, ""), (" pending", "wait"), (f": the training {what}s {when}", "dim")]
+    last = scene.state.pauses[-1] if scene.state.pauses else None
+    if last is None or last.t_ns is None or scene.now_ns - last.t_ns > DONE_SHOWN_NS:
+        return []
+    if last.refused is not None:
+        return [("pause", ""), (" refused: ", "bad"), (clean(last.refused, 300), "")]
+    if last.reason is not None and not last.paused:
+        return [("the pause is over: ", "wait"), (clean(last.reason, 300), "")]
+    return []
+
+
+def _answer(scene: Scene, look: Look) -> Row:
+    toggle = scene.toggle
+    if toggle is None:
+        return []
+    style = f"mode.{toggle.mode}"
+    if toggle.status == "pending":
+        waited = max(scene.now_ns - toggle.since_ns, 0) / 1e9
+        note = "the training answers at its next batch"
+        if scene.process is None or scene.process.seen_ns < 0:
+            note = "the training answers at its first batch"
+        elif scene.pausing.since_ns is not None:
+            note = "the training answers once it goes on (p)"
+        return [
+            (f"{look.glyphs.arrow} ", ""),
+            (toggle.mode, style),
+            (" pending ", "wait"),
+            (f"{waited:.0f} s: {note}", "dim"),
+        ]
+    if scene.now_ns - toggle.since_ns > DONE_SHOWN_NS:
+        return []
+    if toggle.status == "refused":
+        why = clean(toggle.reason, 300) if toggle.reason else "no reason was given"
+        return [(toggle.mode, style), (" refused: ", "bad"), (why, "")]
+    at = f" since step {group(toggle.step)}" if toggle.step is not None else ""
+    return [(toggle.mode, style), (" done", "good"), (at, "dim")]

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from running import Dpmon, wait_for
 
+from dpmon.run.rundir import load_info, short_name
+
 # What the environment of the command has that the outer one has not, as the README says.
 OURS = {"PYTHONPATH", "PYTHONUNBUFFERED"}
 
@@ -274,6 +276,10 @@ def often(dpmon: Dpmon, *words: object) -> list[str]:
 
 def test_a_line_now_and_then_says_how_it_goes(dpmon: Dpmon) -> None:
     lines = often(dpmon, WRITER, 800, 400, 3)
+    named = [line for line in lines if "  (run " in line]
+    assert named == [line for line in lines if line.startswith("dpmon: ")][:1]
+    assert named[0].endswith(f"  (run {short_name(load_info(dpmon.last()))})")
+    lines = [line.partition("  (run ")[0] for line in lines]
     status = [line.split() for line in lines if line.startswith("dpmon: step ")]
     assert len(status) >= 2
     steps = [int(fields[2]) for fields in status]

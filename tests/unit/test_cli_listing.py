@@ -25,7 +25,7 @@ from dpmon.run.export import history
 from dpmon.run.history import History
 from dpmon.run.kept import Kept
 from dpmon.run.playback import can_be_played
-from dpmon.run.rundir import RunError
+from dpmon.run.rundir import RunError, find_run
 from dpmon.run.tables import SCHEMA_VERSION, HistoryError
 
 
@@ -54,6 +54,18 @@ def test_runs_that_cannot_be_read_are_counted(state: Path, capsys: pytest.Captur
     lines, errors = listed(capsys, json=True)
     assert [json.loads(line)["id"] for line in lines] == [good.name]
     assert errors.endswith(" (and 1 more like it)\n")
+
+
+def test_a_run_is_found_by_the_start_of_its_name_but_not_deleted_by_it(state: Path) -> None:
+    linear, gan = a_run("linear"), a_run("gan")
+    assert find_run("lin") == linear
+    assert find_run(f"gan-{gan.name[-4:-1]}") == gan
+    with pytest.raises(RunError, match="there is no run 'lin'"):
+        find_run("lin", only=True)
+    other = a_run("list")
+    with pytest.raises(RunError, match="could be any of 2 runs: ") as error:
+        find_run("li")
+    assert all(f"{run.name[-4:]}" in str(error.value) for run in (linear, other))
 
 
 def test_a_run_that_begins_in_the_future_has_no_age(state: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,7 +153,15 @@ def _cells(phases: tuple[int, ...], count: int, top: float, height: int, cut_top
     if total > height * 8 + 1 and cells[-1][1]:
         style = cells[-1][1].partition("/")[0]
         cells[-1] = (cut_top, style)
+    if count and cells and cells[0][0] == " ":
+        cells[0] = _least(phases, mono)
     return tuple(cells)
+
+
+def _least(phases: tuple[int, ...], mono: bool) -> Span:
+    """What is too little for a cell, in the colour of its largest phase: a blank column would say "no steps"."""
+    name = PHASES[phases.index(max(phases))] if any(phases) else PHASES[-1]
+    return (LETTERS[name].lower() if mono else "▁", f"phase.{name}")
 
 
 def _cell(parts: list[tuple[float, int, str]], mono: bool) -> Span:
@@ -180,7 +188,8 @@ def stacked(columns: Sequence[Column], width: int, height: int, top: float, look
     """`columns` from left to right, each `cells` wide, in `height` rows (top row first) against `top` (ns).
 
     Each column is the mean step of its time, its phases stacked in the order of PHASES from below; by colour, or by
-    letter where there is no colour or only ASCII.
+    letter where there is no colour or only ASCII. Steps too short for the scale have the lowest block, or their largest
+    phase's letter in lower case; only a column without steps is blank.
     """
     mono = not look.colour or look.glyphs.ascii
     shown = list(columns)[-(width // cells) :] if width >= cells else []

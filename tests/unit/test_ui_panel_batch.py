@@ -12,13 +12,17 @@ from synthetic import Training, decoded
 
 from dpmon.model import fold
 from dpmon.model.history import pictured
+from dpmon.model.state import PHASES, Column
 from dpmon.ui import panel_batch
 from dpmon.ui.batch_notes import missing
 from dpmon.ui.chart import stacked
-from dpmon.ui.look import LETTERS
+from dpmon.ui.look import LETTERS, UNICODE, Look
+from dpmon.ui.look import MONO as MONO_STYLES
 from dpmon.ui.paint import places
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Ended, Scene, View
+
+MONO = Look(UNICODE, MONO_STYLES, False)
 
 
 def test_the_median_of_the_header_is_that_of_panel_3() -> None:
@@ -172,6 +176,29 @@ def test_the_history_stacks_phases_in_their_order_and_marks_modes() -> None:
     assert "".join(letters).replace(" ", "").startswith("S"), letters
     assert "R" in letters
     assert "B" in letters
+
+
+@pytest.mark.parametrize(("look", "mark"), [(LOOK, "▁"), (MONO_ASCII, "f"), (MONO, "f")])
+def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_none(look: Look, mark: str) -> None:
+    """Steps of 5 ms beside those of 200 ms are there, however small; a blank column says "no steps"."""
+    phases = [0] * len(PHASES)
+    phases[PHASES.index("data")], phases[PHASES.index("forward")] = 1_000_000, 4_000_000
+    long, short, shorter, none = (Column(number, number, "single") for number in range(4))
+    for column, count, share in ((long, 2, 40.0), (short, 3, 1.0), (shorter, 3, 0.001)):
+        column.count, column.phases = count, [int(took * share * count) for took in phases]
+    for height in (1, 2, 4):
+        rows = stacked([long, short, shorter, none, short], 6, height, 200_000_000, look)
+        text = [plain(row) for row in rows]
+        assert text[-1][0] not in (" ", mark), text
+        assert text[-1][1:] == f"{mark}{mark} {mark} ", text
+        assert all(not row[1:].strip() for row in text[:-1]), text
+        assert [style for cell, style in rows[-1] if mark in cell] == ["phase.forward"] * 2
+
+
+def test_steps_that_took_no_time_the_clock_can_tell_are_steps() -> None:
+    column = Column(0, 0, "dp", count=5)
+    assert plain(stacked([column], 1, 1, 1_000_000, LOOK)[0]) == "▁"
+    assert plain(stacked([column], 1, 1, 1_000_000, MONO_ASCII)[0]) == "."
 
 
 def test_columns_stay_in_place_until_a_quarter_has_to_go() -> None:

@@ -10,10 +10,15 @@ from textual.screen import ModalScreen
 
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, box, cut, span_width, width_of
-from dpmon.ui.text import harmless
+from dpmon.ui.text import clean, harmless
 from dpmon.ui.view import PanelView
 
-__all__ = ["Choice", "Commands", "Line", "Pages"]
+__all__ = ["Choice", "Commands", "Line", "Pages", "key_name"]
+
+
+def key_name(event: events.Key) -> str:
+    """What to call the key that was pressed: its character, or its name where it has none to show."""
+    return clean(event.character if event.is_printable and event.character else event.key, 20)
 
 
 class _Dialog(ModalScreen[str | None]):
@@ -77,21 +82,26 @@ class Choice(_Dialog):
     """A question with a key for each answer; dismissed with the answer's name, None for staying."""
 
     def __init__(self, title: str, text: Sequence[str], answers: Sequence[tuple[str, str, str]], look: Look) -> None:
-        """`answers`: key, name, what it says."""
+        """`answers`: key, or several with spaces between; name; what it says."""
         super().__init__(title, look)
         self.lines = text
-        self.answers = answers
+        self.answers = [(" or ".join(keys.split()), name, says) for keys, name, says in answers]
+        self.keys_width = max(5, *(len(keys) for keys, _, _ in self.answers))
+        self.said = ""
+        """What is said of the last key, which was none of the answers'."""
 
     def wanted(self) -> int:
         """As wide as its longest row."""
-        return max(*(len(line) for line in self.lines), *(len(says) + 8 for _, _, says in self.answers), 30)
+        longest = max(len(says) for _, _, says in self.answers) + self.keys_width + 3
+        return max(*(len(line) for line in self.lines), longest, 30)
 
     def content(self, width: int, height: int) -> list[Row]:
         """The text, then a row an answer."""
         rows: list[Row] = [[(cut(line, width), "")] for line in self.lines]
-        rows.append([])
-        for key, _, says in self.answers:
-            rows.append([("  ", ""), (key.ljust(5), "key"), (" " + cut(says, width - 8), "")])
+        rows.append([(cut(self.said, width), "dim")])
+        for keys, _, says in self.answers:
+            says = cut(says, width - self.keys_width - 3)
+            rows.append([("  ", ""), (keys.ljust(self.keys_width), "key"), (" " + says, "")])
         return rows
 
     def offers(self, name: str) -> bool:
@@ -99,12 +109,15 @@ class Choice(_Dialog):
         return any(name == each for _, each, _ in self.answers)
 
     def on_key(self, event: events.Key) -> None:
-        """An answer's key answers; escape stays."""
+        """An answer's key answers; escape stays; any other is not passed over in silence."""
         event.stop()
-        for key, name, _ in self.answers:
-            if event.key == key or (key == "esc" and event.key == "escape"):
+        pressed = "esc" if event.key == "escape" else event.key
+        for keys, name, _ in self.answers:
+            if pressed in keys.split(" or "):
                 self.dismiss(name)
                 return
+        self.said = f"{key_name(event)} does nothing here"
+        self.draw()
 
 
 class Pages(_Dialog):

@@ -13,7 +13,7 @@ from textual.binding import BindingType
 from textual.timer import Timer
 
 from dpmon.ui import errands, keys
-from dpmon.ui.dialogs import Choice, Commands, Line, Pages
+from dpmon.ui.dialogs import Choice, Commands, Line, Pages, key_name
 from dpmon.ui.drawing import Drawing
 from dpmon.ui.footer import at
 from dpmon.ui.format import clock
@@ -27,7 +27,7 @@ from dpmon.ui.view import PanelView
 
 __all__ = ["Monitor"]
 
-_ASK_STOP = [("s", "stop", "stop the training: interrupt, then terminate, then kill")]
+_STOPS = "stop the training: interrupt, then terminate, then kill"
 
 _FORMS = [
     ("j", "jsonl", "JSON, one object a line: every record"),
@@ -71,8 +71,7 @@ class Monitor(Drawing):
     def on_key(self, event: events.Key) -> None:
         """A key that means nothing here is not passed over in silence."""
         if event.key not in self.screen.active_bindings and not self._dialog_open:
-            name = event.character if event.is_printable and event.character else event.key
-            self._say(f"{clean(name, 20)} does nothing here: ? shows the keys")
+            self._say(f"{key_name(event)} does nothing here: ? shows the keys")
 
     def _see(self, view: View) -> None:
         self.view = view
@@ -380,7 +379,7 @@ class Monitor(Drawing):
             return
         answers = [("l", "left", "leave it running; this screen closes (ctrl+c too)")]
         if self._stopping is None:
-            answers += _ASK_STOP
+            answers.append(("s", "stop", _STOPS))
         answers.append(("esc", "stay", "stay here"))
         text = ["The training does not need this screen."]
         self.push_screen(Choice("Leave", text, answers, self.look), self._left)
@@ -393,7 +392,7 @@ class Monitor(Drawing):
         if scene.over or scene.playing is not None:
             self._say("there is nothing to stop: the run is over")
             return
-        answers = [*_ASK_STOP, ("esc", "stay", "let it go on")]
+        answers = [("s y", "stop", _STOPS), ("esc", "stay", "let it go on")]
         text = ["What it has computed since it last saved is lost."]
         self.push_screen(Choice("Stop the training?", text, answers, self.look), self._left)
 

@@ -206,7 +206,8 @@ async def test_a_report_is_shown_to_be_read(tmp_path: Path) -> None:
         await on.until(lambda: any("steps" in row for row in box.text()), "its text")
 
 
-async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", ["s", "y"])
+async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     stopped: list[Path] = []
 
     def stop_run(directory: Path) -> Iterator[str]:
@@ -219,13 +220,27 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     async with stage(tmp_path) as on:
         await on.press("x")
         assert isinstance(on.app.screen, Choice)
-        await on.press("x", "y", "enter", "escape")
+        shown = on.app.screen.box.text()
+        assert any(row.split()[1:5] == ["s", "or", "y", "stop"] for row in shown), shown
+        for other, name in (("x", "x"), ("enter", "enter"), ("Y", "Y")):
+            await on.press(other)
+            said = on.app.screen.box.text()
+            assert any(f" {name} does nothing here " in row for row in said), said
+            assert len(said) == len(shown), "nothing jumps"
+        await on.press("escape")
         await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
         assert stopped == []
-        await on.press("x", "s")
+        await on.press("x", key)
         await on.until(lambda: on.app.return_value == "stopped", "the end of the screen")
         assert stopped == [tmp_path]
         await on.shows("by you, status 130")
+
+
+async def test_y_does_not_stop_where_leaving_is_the_question(tmp_path: Path) -> None:
+    async with stage(tmp_path) as on:
+        await on.press("q", "y")
+        assert isinstance(on.app.screen, Choice)
+        assert any("y does nothing here" in row for row in on.app.screen.box.text())
 
 
 async def test_a_second_ctrl_c_leaves_and_lets_the_training_run(tmp_path: Path) -> None:

@@ -60,19 +60,22 @@ def _follow(directory: Path, options: argparse.Namespace) -> int:
 
 def stop(options: argparse.Namespace) -> int:
     """Stop a run; 0 when it is over, 1 if it could not be stopped."""
-    from dpmon.run.stop import NOTHING_RUNS, stop_run
+    from dpmon.run.stop import NOTHING_RUNS, STOPPED_BY, otherwise, stop_run
 
     directory = find_run(options.run, goes_on=lambda info: command_alive(info) or supervised(info))
     how = load_exit(directory)
-    line = ""
+    line = last = ""
     for line in stop_run(directory):
         if line == NOTHING_RUNS and how is not None:
             status = "not known" if how.status is None else how.status
             line = f"{directory.name} is over (exit status {status})"
-        elif line.startswith("stopped"):
+        elif line.startswith(STOPPED_BY):
+            last = line.removeprefix(STOPPED_BY)
             line = f"{line}: {clean(short_name(load_info(directory)))}"
         print(line, flush=True)
     look_after(directory)
+    if last and how is None and (ended := otherwise(directory, last)) is not None:
+        print(clean(ended), flush=True)
     return 1 if "cannot be stopped" in line else 0
 
 

@@ -10,14 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpmon.run import proc
-from dpmon.run.lock import goes_on_elsewhere
+from dpmon.run.lock import goes_on_elsewhere, supervised
 from dpmon.run.rundir import RunError, load_exit, load_info, mark_stop
 
-__all__ = ["GRACE_S", "NOTHING_RUNS", "stop_run"]
+__all__ = ["GRACE_S", "NOTHING_RUNS", "STOPPED_BY", "otherwise", "stop_run"]
 
 GRACE_S = 5.0
 NOTHING_RUNS = "nothing runs"
+STOPPED_BY = "stopped by "
 _LOOK_S = 0.05
+_RECORD_S = 5.0
+"""So long the supervisor is given to record the end."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
@@ -45,9 +48,26 @@ def stop_run(directory: Path, grace_s: float = GRACE_S) -> Iterator[str]:
         _send(known, root, number)
         known = _wait(root, known, grace_s)
         if not known:
-            yield f"stopped by {number.name}"
+            yield f"{STOPPED_BY}{number.name}"
             return
     yield f"{len(known)} processes cannot be stopped: {', '.join(map(str, sorted(known)))}"
+
+
+def otherwise(directory: Path, last: str, limit_s: float = _RECORD_S) -> str | None:
+    """How a run that was just stopped did end, if by a signal that it was not sent; `last`: the last one it was sent.
+
+    Waits up to `limit_s` seconds for the supervisor to record the end. None also where that is not known.
+    """
+    until = time.monotonic() + limit_s
+    info = load_info(directory)
+    while (how := load_exit(directory)) is None and supervised(info) and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    names = [number.name for number in _SIGNALS]
+    if how is None or how.signal is None or how.signal in names[: names.index(last) + 1]:
+        return None
+    # The interrupt ends the interpreter while threads of C++ are at work; one that fails then aborts the process.
+    why = ", as Python may when threads of torch still run" if how.signal == "SIGABRT" else ""
+    return f"it ended with {how.signal}{why}"
 
 
 def _members(root: int, started: float | None) -> dict[int, float]:

@@ -177,6 +177,29 @@ def test_what_the_command_leaves_behind_is_not_waited_for(dpmon: Dpmon) -> None:
     os.kill(int(result.text), signal.SIGKILL)
 
 
+def test_stop_says_how_a_run_ended_that_did_not_end_by_its_signal(dpmon: Dpmon) -> None:
+    """As when torch's threads abort the process while the interpreter ends."""
+    dpmon.script(
+        "import os, pathlib, resource, time\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        "try:\n"
+        "    pathlib.Path('began').touch()\n"
+        "    time.sleep(100)\n"
+        "except KeyboardInterrupt:\n"
+        "    os.abort()\n"
+    )
+    dpmon.run("--detach", "--name", "aborts", "script.py")
+    begun(dpmon)
+    result = dpmon.run("stop", "aborts")
+    assert result.status == 0, result.errors
+    *_, by, ended = result.text.splitlines()
+    assert by.startswith("stopped by SIGINT: aborts-")
+    assert ended == "it ended with SIGABRT, as Python may when threads of torch still run"
+    (row,) = [line.split() for line in dpmon.run("ls").text.splitlines() if line.startswith("aborts")]
+    assert row[1] == "stopped"
+    assert "SIGABRT" in row
+
+
 def test_stop_asks_then_insists_over_the_whole_tree(dpmon: Dpmon) -> None:
     dpmon.script(
         "import os, pathlib, signal, subprocess, sys, time\n"

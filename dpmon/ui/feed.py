@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from dpmon.model import State, fold
 from dpmon.model.past import fold_past
-from dpmon.model.ranks import toggle_refusal
+from dpmon.model.ranks import toggle_refusal, training
 from dpmon.past import DevicePast, Drawn, Past
 from dpmon.records import Record
 from dpmon.ui.panel_output import Output
@@ -28,6 +28,8 @@ _GRACE_NS = 3_000_000_000
 """How long a vanished command may be without a recorded exit before the screen says so."""
 _SIP_RECORDS = 50
 """So many records are read and folded between two looks at the clock."""
+_AT_HEAD_NS = 1_000_000_000
+"""Steps this young are of now: there is no age that could be taken for a silence."""
 _IDLE = "no process trains now"
 
 
@@ -112,6 +114,7 @@ class Feed:
         self._gone_ns: int | None = None
         self._ending = False
         self._busy = False
+        self._caught_up = False
         self._toggle: Toggle | None = None
         self._asked_at_change = 0
 
@@ -192,8 +195,15 @@ class Feed:
                 self.state = fold(self.state, record)
             if until is not None and time.perf_counter() > until:
                 self._busy = True
+                self._caught_up = self._caught_up or self._at_head()
                 return
         self._busy = False
+        self._caught_up = True
+
+    def _at_head(self) -> bool:
+        """Whether the newest steps of all that train are of just now: of a flood no poll may ever come back empty."""
+        now, found = self.now_ns(), training(self.state)
+        return now > 0 and bool(found) and all(process.seen_ns >= now - _AT_HEAD_NS for process in found)
 
     def _settle(self, reader: Reader) -> None:
         """What is only true once everything was taken in."""
@@ -209,7 +219,8 @@ class Feed:
         if alive is False and self._ended is None:
             now = self._clock()
             self._gone_ns = self._gone_ns or now
-            self._ending = now - self._gone_ns < _GRACE_NS
+            # What is still to be read in may hold its exit.
+            self._ending = now - self._gone_ns < _GRACE_NS or not self._caught_up
             alive = self._ending
         self._alive = alive
 
@@ -352,6 +363,7 @@ class Feed:
             outputs=len(self.output.tails),
             stopping=stopping,
             ending=self._ending,
+            reading=not self._caught_up,
         )
 
     def frozen(self, view: View) -> Scene:

@@ -82,7 +82,7 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     """The panel's rows, inside its frame: figures, history, the last step; at the end what has to be known of them."""
     process = scene.process
     if process is None or not numbers.steps:
-        return [[("no step was traced" if scene.over else "no step has ended yet", "dim")]]
+        return [[(scene.lack("no step was traced", "no step has ended yet"), "dim")]]
     # What has room, the most telling first: shares, medians, the last step, the history, what has to be known of them.
     said = notes(scene, process, numbers, width, 1 if height < _TALL else 2, look) if height > _LEAST else []
     height -= len(said)

@@ -53,7 +53,7 @@ def compare(scene: Scene, width: int, height: int, found: Comparison, look: Look
     if scene.process is not None and distributed(scene.process):
         return [[(line, "dim")] for line in wrapped(_RANKS, width)]
     if not found.sides:
-        return [[("no step was traced" if scene.over else "no step has ended yet", "dim")]]
+        return [[(scene.lack("no step was traced", "no step has ended yet"), "dim")]]
     below = _said(scene, found, width, look)
     table = _Table(found, width, look)
     room = max(height - len(below), 3)

@@ -98,7 +98,7 @@ def replicas(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame: a header, a row a replica, what is idle, what is absent and why."""
     track = shown(scene)
     if track is None:
-        return [[("no call was traced" if scene.over else "no call yet", "dim")]]
+        return [[(scene.lack("no call was traced", "no call yet"), "dim")]]
     call = track.last
     drawn = _Table(track, width, look)
     rows: list[Row] = [drawn.header()] if height > 1 else []

@@ -10,7 +10,7 @@ from dpmon.ui.format import clock, compact, group, ms
 from dpmon.ui.look import Look
 from dpmon.ui.panel_batch import figures, mode_shown
 from dpmon.ui.rows import Row, columns, cut, fit, plain, right, span_width, width_of
-from dpmon.ui.scene import SECOND, Life, Scene, life, mode_words
+from dpmon.ui.scene import READING, SECOND, Life, Scene, life, mode_words
 from dpmon.ui.text import clean
 
 __all__ = ["cut_answer", "status"]
@@ -50,6 +50,8 @@ def _name(scene: Scene) -> str:
 
 def _speed(scene: Scene) -> Speed:
     process = scene.process
+    if scene.reading and not scene.over:  # the last seconds that were read are not the last ones
+        return Speed(None, None, READING)
     if process is None:
         return Speed(None, None, "no training process yet")
 
@@ -212,7 +214,7 @@ def _message(scene: Scene, look: Look, width: int) -> Row:
         return warned
     process = scene.process
     rates = _speed(scene)
-    if rates.reason is not None and process is not None and process.last_step is not None:
+    if rates.reason not in (None, READING) and process is not None and process.last_step is not None:
         return [(rates.reason, "dim")]
     return _facts(scene, look, width)
 

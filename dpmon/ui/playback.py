@@ -31,6 +31,7 @@ class _PlaybackFeed(Feed):
     def __init__(self, directory: Path, open_player: Callable[[], PlaybackReader]) -> None:
         super().__init__(directory, self._opened, self._clocked)
         self._open_player = open_player
+        self._caught_up = True  # a poll gives all that is due
         self.player: PlaybackReader | None = None
 
     def _opened(self) -> Reader:
@@ -66,7 +67,7 @@ class _PlaybackFeed(Feed):
                 self.state = fold_past(self.state, past)
         for record in records:
             self.state = fold(self.state, record)
-        self._busy = False  # a poll gives all that is due
+        self._busy = False
 
     def toggle_refusal(self) -> str | None:
         """Nobody is there to be asked."""

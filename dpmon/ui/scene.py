@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from dpmon.model.ranks import distributed, world
 from dpmon.model.state import Process, State
-from dpmon.ui.format import UNKNOWN
+from dpmon.ui.format import UNKNOWN, clock
 from dpmon.ui.text import clean
 
 __all__ = [
     "NAMES",
     "PANELS",
     "RANGES",
+    "READING",
     "Ended",
     "Facts",
     "Life",
@@ -43,6 +44,7 @@ RANGES = (30, 120, 600, 0)
 SECOND = 1_000_000_000
 WAIT_SHOWN_NS = SECOND
 QUIET_SHOWN_NS = 5 * SECOND
+READING = "reading the record"
 
 
 class Facts(NamedTuple):
@@ -143,6 +145,8 @@ class Scene:
     stopping: str | None = None
     ending: bool = False
     """The command is gone, and how it ended is not yet recorded."""
+    reading: bool = False
+    """What was recorded before the screen came is not all read in: the age of the last step says nothing."""
     playing: Playing | None = None
     """Where the playback is; None for a run that is watched."""
 
@@ -155,7 +159,7 @@ class Scene:
     def input_wait_ns(self) -> int | None:
         """For how long the command has waited for input; None: not, or for a moment only, or a step has ended since."""
         since = self.reads_since_ns
-        if since is None or self.now_ns - since <= WAIT_SHOWN_NS:
+        if since is None or self.reading or self.now_ns - since <= WAIT_SHOWN_NS:
             return None
         return None if any(each.seen_ns > since for each in self.state.processes.values()) else self.now_ns - since
 
@@ -171,6 +175,10 @@ class Scene:
     def over(self) -> bool:
         """Whether nothing more will come."""
         return self.ended is not None or self.alive is False
+
+    def lack(self, over: str, yet: str) -> str:
+        """Why there is nothing to show: `over` after the end, `yet` before it, or that it may be in what is read in."""
+        return over if self.over else READING if self.reading else yet
 
     @property
     def elapsed_ns(self) -> int:
@@ -210,6 +218,9 @@ def life(scene: Scene) -> Life:
     spent = scene.now_ns - since if since > 0 else 0
     if scene.pausing.since_ns is not None:
         return Life("paused", "wait", f"{(scene.now_ns - scene.pausing.since_ns) / 1e9:.0f} s")
+    if scene.reading:
+        newest = scene.state.newest_ns
+        return Life(READING, "wait", f"{clock(newest)} of {clock(scene.now_ns)}" if newest >= 0 else "")
     reads = scene.input_wait_ns
     if reads is not None:
         return Life("waiting for input", "wait", f"{reads / 1e9:.0f} s{': i types' if scene.can_type else ''}")

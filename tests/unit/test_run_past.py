@@ -31,6 +31,7 @@ from dpmon.run.rows import decoders_of, record_of, step_columns
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
 from dpmon.run.tables import BEFORE_S
 from dpmon.ui.feed import Feed
+from dpmon.ui.scene import View
 
 SINGLE, DP = 3000, 9000
 
@@ -343,6 +344,8 @@ def test_the_screen_takes_it_in_by_sips(long_run: Path) -> None:
     assert feed.busy
     while feed.sip(0.0):
         assert feed.busy
+        assert feed.scene(View()).reading
+    assert not feed.scene(View()).reading
     process = feed.state.processes[0]
     assert process.modes["single"].count == SINGLE
     assert process.modes["dp"].count == DP

@@ -42,9 +42,9 @@ def test_all_formats_of_a_run_that_goes_on_and_that_has_ended(dpmon: Dpmon, tmp_
         trace = read(dpmon.run("export", "--format", "perfetto").text)
         assert trace.tracks("process 0") == ["calls", "replica 0 cpu:0", "replica 1 cpu:1", "steps"]
         assert len(trace.slices["process 0", "replica 1 cpu:1"]) == 20
-        assert [event["dur"] for event in trace.slices["process 0", "calls"] if event["name"] == "Linear"] == [
-            round(call["wall_ms"] * 1e6) / 1e3 for call in calls
-        ]
+        linear = [event for event in trace.slices["process 0", "calls"] if event["name"] == "Linear"]
+        in_ns = [int(event["dur"] * 1000.0) for event in linear]  # as Perfetto reads it
+        assert in_ns == [round(call["wall_ms"] * 1e6) for call in calls]
         (dpmon.cwd / "go").touch()
         dpmon.exit()
 

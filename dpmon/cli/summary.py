@@ -15,7 +15,7 @@ from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info, short_name
 from dpmon.run.totals import Deleted, ModeTotals, Totals
 from dpmon.ui.format import compact, group, memory, ms
-from dpmon.ui.tail import Tail, last_line_of_traceback
+from dpmon.ui.tail import last_words
 from dpmon.ui.text import clean
 
 __all__ = ["ending_line", "summary_lines"]
@@ -23,7 +23,6 @@ __all__ = ["ending_line", "summary_lines"]
 _MAX_REPLICA_LINES = 40
 _MAX_STAGES = 8
 _MAX_WARNINGS = 5
-_MAX_WORDS = 300
 
 
 def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
@@ -87,13 +86,8 @@ def _raised(reader: RunReader, how: ExitInfo | None) -> list[str]:
     """What a script that failed under the screen has raised: its output went with the screen."""
     if how is None or not how.status or how.stopped or len(reader.output_paths) > 1:
         return []
-    tail = Tail(reader.output_paths[0])
-    try:
-        tail.refresh()
-        last = last_line_of_traceback(tail)
-    finally:
-        tail.close()
-    return [] if last is None else [f"its last words: {last[:_MAX_WORDS]}  (dpmon report {short_name(reader.info)})"]
+    last = last_words(reader.output_paths[0])
+    return [] if last is None else [f"its last words: {last}  (dpmon report {short_name(reader.info)})"]
 
 
 def duration(seconds: float) -> str:

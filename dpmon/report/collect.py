@@ -34,13 +34,11 @@ from dpmon.run.rollup import Rollup
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.state import run_state
 from dpmon.run.totals import Totals
-from dpmon.ui.tail import Tail, last_line_of_traceback
-from dpmon.ui.text import clean
+from dpmon.ui.tail import last_words
 
 __all__ = ["collect"]
 
 LINES_KEPT = 12
-MAX_WORDS = 300
 CHANGES_KEPT = 1000
 _TAIL_BYTES = 16384
 _DDP = "DistributedDataParallel"
@@ -96,7 +94,7 @@ def collect(directory: Path) -> Story:
         stages=tuple(totals.stages),
         warnings=tuple(dict.fromkeys(totals.warnings)),
         last_output=_last_output(reader) if how is not None and how.status else (),
-        raised=_raised(reader) if how is not None and how.status else None,
+        raised=last_words(reader.output_paths[-1]) if how is not None and how.status else None,
         host=collector.devices.host(),
         gpu_absent=collector.devices.gpu_absent,
         dropped=totals.dropped,
@@ -305,16 +303,6 @@ def _worth(found: Compared | None) -> Worth | None:
     if found is None or found.speedup is None or found.low is None or found.high is None or found.sentence is None:
         return None
     return Worth(found.speedup, found.low, found.high, found.sentence)
-
-
-def _raised(reader: RunReader) -> str | None:
-    tail = Tail(reader.output_paths[-1])
-    try:
-        tail.refresh(0)
-        last = last_line_of_traceback(tail)
-    finally:
-        tail.close()
-    return None if last is None else clean(last)[:MAX_WORDS]
 
 
 def _last_output(reader: RunReader) -> tuple[str, ...]:

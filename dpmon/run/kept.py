@@ -153,10 +153,10 @@ class Kept:
         """Those of WHOLE; they start where they end, with the first minute of which more is known."""
         if not self._has("rollups"):
             return
-        for (minute,) in self._all("SELECT min(start_s) FROM rollups WHERE width = 60", ()):
-            for rollup in self.rollups(WHOLE):
-                rollup.start_s = minute if type(minute) is int else 0
-                yield rollup
+        minute = self._first_minute()
+        for rollup in self.rollups(WHOLE):
+            rollup.start_s = minute
+            yield rollup
 
     def summed(self) -> tuple[int, int]:
         """The first second of which more is known than one sum of all before it, and the time (ns) from which on steps
@@ -164,9 +164,13 @@ class Kept:
         """
         if not self.pruned or not self._has("rollups"):
             return 0, 0
-        first = next(self._all("SELECT min(start_s) FROM rollups WHERE width = 60", ()), (None,))[0]
         full = self.time_from(0, events=False)
-        return first if type(first) is int else 0, self.newest_ns() if full is None else full
+        return self._first_minute(), self.newest_ns() if full is None else full
+
+    def _first_minute(self) -> int:
+        """The second with which the first minute that is left begins; 0 where there is none."""
+        first = next(self._all("SELECT min(start_s) FROM rollups WHERE width = 60", ()), (None,))[0]
+        return first if type(first) is int else 0
 
     def seconds_from(self) -> int:
         """The beginning of the first minute of which all seconds still have rollups of their own; 0 if none has."""

@@ -12,7 +12,9 @@ from array import array
 from bisect import bisect_left
 from pathlib import Path
 
-__all__ = ["Tail", "last_line_of_traceback"]
+from dpmon.ui.text import harmless
+
+__all__ = ["Tail", "last_line_of_traceback", "last_words"]
 
 _BLOCK = 1 << 16
 _LONG = 1 << 16
@@ -174,3 +176,14 @@ def last_line_of_traceback(tail: Tail) -> str | None:
         if after is not None and _ANY_NAME.match(after):
             return after.strip()
     return next((line.strip() for line in reversed(lines[-50:]) if _RAISED.match(line)), None)
+
+
+def last_words(path: Path, most: int = 300) -> str | None:
+    """The same of a file that nobody has open: at most so many characters, safe for a terminal."""
+    tail = Tail(path)
+    try:
+        tail.refresh(0)  # its size is all that is needed
+        found = last_line_of_traceback(tail)
+    finally:
+        tail.close()
+    return None if found is None else harmless(found)[:most]

@@ -84,6 +84,11 @@ class Patches:
                         delattr(owner, name)
         return len(self._with)
 
+    def take_all_out(self) -> None:
+        """As `taken_out`, for the first time: SystemExit if they are not there."""
+        if self.taken_out() < 10:
+            raise SystemExit("the tracer has not put itself in: this would measure nothing")
+
     def put_back(self) -> None:
         """As it was before they were taken out."""
         for owner, name, value in self._with:
@@ -125,8 +130,8 @@ class Loop:
                 before = processor()
 
 
-def child(case: str, blocks: int, steps: int) -> dict[str, list[float]]:
-    """Run one case in this process; the medians of its blocks, and of those of the yardstick."""
+def installed(case: str) -> tuple[Patches, Loop, Any]:
+    """Put the tracer into this process: its patches, the warm loop of a case, and what that calls without them."""
     import torch
     from torch import nn
 
@@ -137,11 +142,29 @@ def child(case: str, blocks: int, steps: int) -> dict[str, list[float]]:
     apart = untraced_data_parallel(replicas) if replicas else None
     patch.install()
     torch.set_num_threads(1)
-    loop, bare = Loop(depth, calls), Loop(1, 1)
-    alone = partial(apart, loop.model) if apart is not None else loop.model
+    loop = Loop(depth, calls)
     loop.run(loop.model, WARM_STEPS)
-    if patches.taken_out() < 10:
-        raise SystemExit("the tracer has not put itself in: this would measure nothing")
+    return patches, loop, partial(apart, loop.model) if apart is not None else loop.model
+
+
+def traced_run(case: str, run: str, command: list[str]) -> str:
+    """What a command prints that traces a case into the directory `run`; it must have recorded something."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("DPMON_")}
+    environment |= {"OMP_NUM_THREADS": "1", "DPMON_RUN": run, "DPMON_START_NS": "0", "DPMON_MODE": "auto"}
+    environment["PYTHONPATH"] = str(REPOSITORY)
+    if CASES[case][0]:
+        environment["DPMON_REPLICAS"] = str(CASES[case][0])
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    if not list(Path(run).glob("process-*.ring")):
+        raise SystemExit("the tracer recorded nothing: this would measure nothing")
+    return done.stdout
+
+
+def child(case: str, blocks: int, steps: int) -> dict[str, list[float]]:
+    """Run one case in this process; the medians of its blocks, and of those of the yardstick."""
+    patches, loop, alone = installed(case)
+    bare = Loop(1, 1)
+    patches.take_all_out()
     loop.run(alone, WARM_STEPS)
     bare.run(bare.model, WARM_STEPS)
     gc.collect()
@@ -179,15 +202,8 @@ def measure(case: str, blocks: int, steps: int) -> None:
     """One case in a process of its own; prints its line."""
     replicas, _, calls = CASES[case]
     with tempfile.TemporaryDirectory() as run:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("DPMON_")}
-        environment |= {"OMP_NUM_THREADS": "1", "DPMON_RUN": run, "DPMON_START_NS": "0", "DPMON_MODE": "auto"}
-        environment["PYTHONPATH"] = str(REPOSITORY)
-        if replicas:
-            environment["DPMON_REPLICAS"] = str(replicas)
         command = [sys.executable, __file__, "--child", case, "--blocks", str(blocks), "--steps", str(steps)]
-        found = json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
-        if not list(Path(run).glob("process-*.ring")):
-            raise SystemExit("the tracer recorded nothing: this would measure nothing")
+        found = json.loads(traced_run(case, run, command))
     without = found["without"]
     base = statistics.median(without)
     # The machine's speed changes while this runs: blocks beside each other are compared, as ratios.

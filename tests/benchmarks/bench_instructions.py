@@ -3,11 +3,12 @@
     python tests/benchmarks/bench_instructions.py [--cases usual calls deep dp2 dp8] [--steps 64]
 
 Times of some microseconds need an idle machine and many blocks (bench_inside.py); instructions are the same on a busy
-one and from run to run, to a few in ten thousand, so that a change of the hot path shows in one run of minutes. What
-they do not show is that code which the training has driven out of the processor's caches runs several times slower
-than code that has just run: the tracer's share of a step's time is up to two and a half times its share of the
-instructions. The same loops as in bench_inside.py, with the patches in and out in one process; needs `valgrind` and
-`callgrind_control`, which come together.
+one. From run to run a step's differ by half a percent and the tracer's part by a tenth (whether it looked for new roots
+meanwhile), so that a change of the hot path shows in one run of minutes. What they do not show is that code which the
+training has driven out of the processor's caches runs several times slower than code that has just run: the tracer's
+share of a step's time is up to two and a half times its share of the instructions. The same loops as in
+bench_inside.py, with the patches in and out in one process; needs `valgrind` and `callgrind_control`, which come
+together.
 """
 
 from __future__ import annotations
@@ -19,12 +20,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from bench_inside import CASES, REPOSITORY, WARM_STEPS, Loop, Patches
-from bench_tracer import untraced_data_parallel
+from bench_inside import CASES, WARM_STEPS, installed, traced_run
 
 SETTLE_STEPS = 64
 QUICK = {"usual", "calls"}
@@ -40,21 +38,11 @@ def control(*command: str) -> None:
 
 def child(case: str, steps: int) -> None:
     """Run one case under callgrind; it writes three dumps: nothing but the control, with patches, without."""
-    import torch
-    from torch import nn
-
-    patches = Patches((nn.Sequential,))
-    from dpmon.tracer import patch
+    patches, loop, alone = installed(case)
     from dpmon.tracer import steps as turns
 
     turns.QUICK_NS = 1 << 60 if case in QUICK else 0
-    replicas, depth, calls = CASES[case]
-    apart = untraced_data_parallel(replicas) if replicas else None
-    patch.install()
-    torch.set_num_threads(1)
-    loop = Loop(depth, calls)
-    alone: Any = partial(apart, loop.model) if apart is not None else loop.model
-    loop.run(loop.model, WARM_STEPS)
+    loop.run(loop.model, SETTLE_STEPS)
     gc.collect()
     gc.disable()
     control("-i", "on")
@@ -65,8 +53,7 @@ def child(case: str, steps: int) -> None:
     loop.run(loop.model, steps)
     control("-d")
     control("-i", "off")
-    if patches.taken_out() < 10:
-        raise SystemExit("the tracer has not put itself in: this would measure nothing")
+    patches.take_all_out()
     loop.run(alone, WARM_STEPS)
     control("-i", "on")
     loop.run(alone, SETTLE_STEPS)
@@ -77,18 +64,18 @@ def child(case: str, steps: int) -> None:
 
 def measure(case: str, steps: int) -> None:
     """One case in a process of its own; prints its line."""
-    replicas = CASES[case][0]
     with tempfile.TemporaryDirectory() as run:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("DPMON_")}
-        environment |= {"OMP_NUM_THREADS": "1", "DPMON_RUN": run, "DPMON_START_NS": "0", "DPMON_MODE": "auto"}
-        environment |= {"PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": "0"}
-        if replicas:
-            environment["DPMON_REPLICAS"] = str(replicas)
-        command = ["valgrind", "-q", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={run}/out"]
+        command = [
+            "env",
+            "PYTHONHASHSEED=0",
+            "valgrind",
+            "-q",
+            "--tool=callgrind",
+            "--instr-atstart=no",
+            f"--callgrind-out-file={run}/out",
+        ]
         command += [sys.executable, __file__, "--child", case, "--steps", str(steps)]
-        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
-        if not list(Path(run).glob("process-*.ring")):
-            raise SystemExit("the tracer recorded nothing: this would measure nothing")
+        traced_run(case, run, command)
         nothing, traced, bare = (_total(Path(run) / f"out.{number}") for number in (1, 2, 3))
     base, cost = (bare - nothing) / steps, (traced - bare) / steps
     print(

@@ -158,8 +158,8 @@ class Ring:
         self._block_end = 0
         """Where the block under way ends, as an offset like head; 0 before the first."""
         self.staged: tuple[int, ...] | None = None
-        self.held: deque[tuple[tuple[int, ...], tuple[int, ...]]] = deque()
-        """Pairs of records that are written together a little later: see `hold`."""
+        self.held: deque[tuple[tuple[int, ...], tuple[int, ...] | None]] = deque()
+        """Records that are written together a little later: each of STAGE's layout, with the one that follows it."""
         self.words = memoryview(self.map)[:HEADER_BYTES].cast("Q")
         # The magic comes last: a reader that sees it sees a complete header.
         _HEAD_STRUCT.pack_into(
@@ -206,11 +206,11 @@ class Ring:
     def _put_held(self) -> None:
         """As `put`, for all that is held; what cannot be written stays held.
 
-        Whatever an interrupt ends it by, each pair is written once: what was not finished is written by the next
-        flush. Raises struct.error for a pair whose values do not fit; that one is counted as lost.
+        Whatever an interrupt ends it by, each is written once: what was not finished is written by the next flush.
+        Raises struct.error for one whose values do not fit; that one is counted as lost.
         """
-        frame, held, token = self._pair, self.held, self._token
-        first, second = frame.keys
+        pairs, single, held, token = self._pair, self._stage_frame, self.held, self._token
+        first, second = pairs.keys
         pair: Any = None
         number = end = -1
         try:
@@ -224,23 +224,29 @@ class Ring:
                 # `pair`, hence their order.
                 number = self._sequence
                 head = self.head
+                frame = single if held[0][1] is None else pairs
                 end = head + frame.need
                 if end > self._block_end:
                     head = self._next_block()
                     end = head + frame.need
                 pair = held[0]
                 following = number + 1
-                frame.pack_into(
-                    self.map,
-                    HEADER_BYTES + head % self._capacity,
-                    (number << 32 & _UPPER) ^ first,
-                    number,
-                    *pair[0],
-                    (following << 32 & _UPPER) ^ second,
-                    following,
-                    *pair[1],
-                )
-                self._sequence = following + 1
+                at = HEADER_BYTES + head % self._capacity
+                if frame is single:
+                    frame.pack_into(self.map, at, (number << 32 & _UPPER) ^ first, number, *pair[0])
+                else:
+                    frame.pack_into(
+                        self.map,
+                        at,
+                        (number << 32 & _UPPER) ^ first,
+                        number,
+                        *pair[0],
+                        (following << 32 & _UPPER) ^ second,
+                        following,
+                        *pair[1],
+                    )
+                    following += 1
+                self._sequence = following
                 self.head = end
                 self.words[_HEAD] = end
                 del held[0]
@@ -249,8 +255,8 @@ class Ring:
                 if number >= 0:
                     self._sequence = number
                 if isinstance(error, struct.error):
+                    self.words[_LOST] += 1 if held[0][1] is None else 2
                     del held[0]
-                    self.words[_LOST] += 2
             elif held and held[0] is pair:
                 self.words[_HEAD] = end
                 del held[0]
@@ -307,7 +313,7 @@ class Ring:
         """Write what is held back, then the record that is staged, if there is one."""
         if self.held:
             self._put_held()
-            self.words[_HELD] = 2 * len(self.held)
+            self.words[_HELD] = sum(1 if second is None else 2 for _, second in self.held)
         staged: Any = None
         number = self._sequence
         try:

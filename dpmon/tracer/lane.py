@@ -181,6 +181,12 @@ class Lane:
             except Exception as error:  # noqa: BLE001 - sizes are not worth a training
                 session.fault("hooks", error)
 
+        def enter_outermost(module: Any, args: Any, kwargs: Any) -> None:
+            if seen[at + 2]:  # the module calls itself
+                local.depth += 2
+            else:
+                enter(module, args, kwargs)
+
         def stand(*args: Any, **kwargs: Any) -> Any:
             module, modules[index] = modules[index], None
             enter(module, args, kwargs)
@@ -193,7 +199,7 @@ class Lane:
             return result
 
         return stand, {
-            "_forward_pre_hooks": OrderedDict({KEY: enter}),
+            "_forward_pre_hooks": OrderedDict({KEY: enter_outermost}),
             "_forward_hooks": OrderedDict({KEY: leave}),
             "_forward_pre_hooks_with_kwargs": OrderedDict({KEY: True}),
             "_forward_hooks_with_kwargs": OrderedDict({KEY: True}),

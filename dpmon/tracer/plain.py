@@ -20,7 +20,7 @@ from dpmon.tracer.frames import drop_frames
 from dpmon.tracer.lane import lane_way
 from dpmon.tracer.modes import SINGLE
 from dpmon.tracer.replicas import KEY
-from dpmon.tracer.steps import LEARNS, PLAIN
+from dpmon.tracer.steps import HELD, LEARNS, MAX_HELD, PLAIN, QUICK_NS
 
 if TYPE_CHECKING:
     from dpmon.tracer.calls import Calls, Site
@@ -56,7 +56,7 @@ def short_way(
                 site is None
                 or steps.free != get_ident()
                 or steps.words[request] != modes.serial
-                or (steps.calls and not goes_on())
+                or (steps.calls and not (steps.quick and steps.loader) and not goes_on())
                 or tracing() is not None
                 or function_modes()
             ):
@@ -112,10 +112,18 @@ def short_way(
                 steps.samples = rows
             steps.count = count = steps.count + 1
             values = tags, steps.number, count, began, wall, inputs | outputs << 32
+            ring: Any = steps.ring  # there is one: see Steps.settle
             if steps.quick:
-                steps.ring.staged = values  # type: ignore[union-attr]  # there is one: see Steps.settle
+                before, ring.staged = ring.staged, values
+                if before is not None:
+                    held = ring.held
+                    held.append((before, None))
+                    steps.words[HELD] += 1
+                    if len(held) >= MAX_HELD or now - steps.start >= QUICK_NS:
+                        steps.quick = False
+                        ring.flush()
             else:
-                steps.ring.stage(values)  # type: ignore[union-attr]
+                ring.stage(values)
         except Exception as error:  # noqa: BLE001 - the result is the script's, whatever we make of it
             session.fault("end", error)
         return result

@@ -27,7 +27,7 @@ KEY = -7061
 class Probe:
     """What one replica did in one call: definitions of its sizes, 0 unknown; monotonic ns, 0 if it was not seen."""
 
-    __slots__ = ("began", "ended", "index", "inputs", "memos", "module", "outputs", "span", "watch")
+    __slots__ = ("began", "ended", "index", "inputs", "memos", "module", "nested", "outputs", "span", "watch")
 
     def __init__(self, watch: Watch, memos: tuple[Memo, Memo]) -> None:
         self.watch = watch
@@ -35,18 +35,26 @@ class Probe:
         self.module: Any = None
         """What it runs, where that is no replica of torch's making (`over`)."""
         self.inputs = self.outputs = 0
+        self.nested = 0
+        """Calls of it that have begun and not returned."""
         self.began = self.ended = 0
         self.index = len(watch.probes)
         self.span: Span | None = None
         """What it takes on its device, if that is a GPU."""
 
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook: runs on the replica's thread, and must change nothing."""
+        """Forward pre-hook: runs on the replica's thread, and must change nothing.
+
+        A module may call itself: it is the outermost call that says what the replica was given and what it returned.
+        """
         session = self.watch.session
         try:
+            session.local.depth += 2
+            self.nested += 1
+            if self.nested > 1:
+                return
             self.outputs = 0
             self.inputs = session.inputs(args, kwargs, self.memos[0])
-            session.local.depth += 2
             if self.watch.times is not None:
                 self.span = self.watch.times.begin_replica(self.index)
         except Exception as error:  # noqa: BLE001 - sizes are not worth a training
@@ -55,13 +63,17 @@ class Probe:
 
     def leave(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Forward hook."""
-        self.ended = monotonic_ns()
+        now = monotonic_ns()
         watch = self.watch
         session = watch.session
         try:
+            session.local.depth -= 2
+            self.nested -= 1
+            if self.nested:
+                return
+            self.ended = now
             if watch.times is not None:
                 watch.times.end_replica(self.span)
-            session.local.depth -= 2
             self.outputs = session.outputs(result, self.memos[1])
             if watch.odd is False and not gathers(result):
                 watch.odd = True
@@ -94,6 +106,7 @@ class Probe:
         finally:
             if entered:  # it raised
                 self.ended = monotonic_ns()
+                self.nested = 0
                 self.watch.session.local.depth -= 2
 
 

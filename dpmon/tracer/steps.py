@@ -663,7 +663,7 @@ class Steps:
         self.start = now
         self.calls = self.failed = self.data = self.forward = self.backward = self.optimizer = self.inner = 0
         if staged is not None and self.quick and now - start < QUICK_NS and len(held) < MAX_HELD:
-            self.words[HELD] = 2 * len(held)
+            self.words[HELD] += 2
         else:
             if now - start >= QUICK_NS:
                 self.hurry = max(self.hurry, QUICK_TURNS)

@@ -39,9 +39,10 @@ def control(*command: str) -> None:
 def child(case: str, steps: int) -> None:
     """Run one case under callgrind; it writes three dumps: nothing but the control, with patches, without."""
     patches, loop, alone = installed(case)
+    from dpmon.tracer import plain
     from dpmon.tracer import steps as turns
 
-    turns.QUICK_NS = 1 << 60 if case in QUICK else 0
+    turns.QUICK_NS = plain.QUICK_NS = 1 << 60 if case in QUICK else 0
     loop.run(loop.model, SETTLE_STEPS)
     gc.collect()
     gc.disable()

@@ -92,6 +92,35 @@ def test_turns_that_were_held_back_are_counted(tmp_path: Path) -> None:
     assert len(run.calls()) - len(run.steps()) in (0, 1)
 
 
+SEVERAL = """
+import os, signal, time
+import torch
+from torch.utils.data import DataLoader
+model = torch.nn.Linear(4, 1)
+for number, x in enumerate(DataLoader(torch.randn(4000, 4), batch_size=None), 1):
+    for call in range({calls}):
+        if number == 600 and call == 2:
+            time.sleep({pause})
+        loss = model(x)
+    loss.sum().backward()
+    if number == 600:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("calls", "pause", "most"), [(3, 0, 18), (17, 0, 18), (4, 0.05, 0)])
+def test_further_calls_of_a_turn_are_held_back_too(tmp_path: Path, calls: int, pause: float, most: int) -> None:
+    """In their order and counted; a bounded number of them, and none once the turn has become a long one."""
+    run = traced(tmp_path, SEVERAL.format(calls=calls, pause=pause))
+    assert run.status == -signal.SIGKILL
+    found = run.calls()
+    assert [call.call for call in found] == list(range(1, len(found) + 1))
+    assert {call.step for call in found} - {step.step for step in run.steps()} <= {found[-1].step}
+    assert run.held[0] <= most
+    # The call that was last may not have been told of: nothing is kept of it by itself while turns are short.
+    assert 600 * calls + 599 - len(found) - len(run.steps()) - run.held[0] in ((0, 1) if most else (0,))
+
+
 def test_none_is_held_back_when_the_loader_is_at_its_end(tmp_path: Path) -> None:
     run = traced(tmp_path, QUICKLY, 0)
     assert (run.status, run.held[0]) == (0, 0)

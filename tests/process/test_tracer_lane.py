@@ -36,7 +36,7 @@ def test_the_script_sees_nothing_of_it(runs: dict[tuple[str, bool], Traced], for
     assert [c for c in runs[form, True].complaints if failed not in c and refused not in c] == []
 
 
-@pytest.mark.parametrize("name", ["Usual", "Hooked", "Stopped"])
+@pytest.mark.parametrize("name", ["Usual", "Hooked", "Again", "Stopped"])
 def test_every_call_has_its_phases_and_replicas(runs: dict[tuple[str, bool], Traced], form: str, name: str) -> None:
     """The first call goes the long way, the later ones do not; the records say the same of all."""
     calls = [call for call in runs[form, True].calls(name) if not call.failed and call.phases]

@@ -167,9 +167,6 @@ def test_odd_things_to_do_in_a_forward(dp: Any, on_its_own: Any, name: str) -> N
         assert dp[name] == on_its_own[name]
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="its inputs and its start are those of the last call within"
-)
 def test_sizes_of_a_module_that_calls_itself(runs: dict[str, Traced]) -> None:
     (call,) = runs["dp"].calls("Recursive")
     assert [replica.outputs[0].shape for replica in call.replicas if replica.outputs] == [(1, 2), (1, 2)]

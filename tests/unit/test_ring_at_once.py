@@ -166,13 +166,12 @@ FIRST = {False: numbered(0, 10), True: numbered(0, BLOCK_BYTES - 130)}
 
 
 def holding(tmp_path: Path, name: object, full: bool) -> tuple[Ring, str]:
-    """A ring that holds two pairs back, 1 to 4, and has 5 staged; `full`: the second pair begins a new block."""
+    """A ring that holds back 1, 2 and 3 as a pair, 4, and has 5 staged; `full`: the pair begins a new block."""
     path = str(tmp_path / f"{name}-{full}.ring")
     ring = Ring(path, process=0, capacity=SMALL)
     ring.staging(PAIR, PAIR)
     assert ring.write(FIRST[full])
-    for number in (1, 3):
-        ring.held.append(((number, number), (number + 1, number + 1)))
+    ring.held.extend([((1, 1), None), ((2, 2), (3, 3)), ((4, 4), None)])
     ring.stage((5, 5))
     return ring, path
 
@@ -237,15 +236,20 @@ def test_a_signal_handler_that_flushes_while_what_was_held_is_written(tmp_path: 
     raise AssertionError("a flush has no end")
 
 
-def test_a_pair_that_cannot_be_written_is_counted_and_not_tried_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("at", "wrong", "left"), [(0, ((-1, 1), None), [0, 2, 3, 4, 5]), (1, ((2, 2), (-3, -3)), [0, 1, 4, 5])]
+)
+def test_what_cannot_be_written_is_counted_and_not_tried_again(
+    tmp_path: Path, at: int, wrong: tuple[tuple[int, ...], tuple[int, ...] | None], left: list[int]
+) -> None:
     ring, path = holding(tmp_path, "wrong", False)
-    ring.held[0] = ((1, 1), (-2, -2))
+    ring.held[at] = wrong
     with pytest.raises(struct.error):
         ring.flush()
     ring.flush()
     with opened(path) as reader:
-        assert numbers(everything(reader)) == [0, 3, 4, 5]
-        assert (reader.missed, reader.lost(), reader.held()) == (0, 2, 0)
+        assert numbers(everything(reader)) == left
+        assert (reader.missed, reader.lost(), reader.held()) == (0, 6 - len(left), 0)
 
 
 def test_signals_at_any_time(path: str) -> None:

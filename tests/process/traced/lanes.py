@@ -70,6 +70,18 @@ turns(hooked, 3)
 told["hooks of the module's own"] = [len(inner(hooked)._forward_hooks), len(inner(hooked)._forward_pre_hooks)]
 told["seen by them"] = sum(rows for rows, _ in seen)
 
+
+class Again(Net):
+    def forward(self, x, within=False):
+        return super().forward(x) if within else self(torch.cat([x, x]), within=True)[: len(x)]
+
+
+again = nn.DataParallel(Again()) if WRAPPED else Again()
+told["calls itself"] = turns(again, 4)
+handle = inner(again).register_forward_hook(lambda module, args, result: None)
+told["calls itself and has a hook"] = turns(again, 4)
+handle.remove()
+
 failing = made("Failing")
 turns(failing, 4)
 inner(failing).refuse = ValueError("not today")

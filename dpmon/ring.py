@@ -33,7 +33,6 @@ import stat
 import struct
 import sys
 import time
-from collections import deque
 from typing import Any
 
 __all__ = ["Activity", "Frame", "Ring", "RingError", "RingReader"]
@@ -158,8 +157,11 @@ class Ring:
         self._block_end = 0
         """Where the block under way ends, as an offset like head; 0 before the first."""
         self.staged: tuple[int, ...] | None = None
-        self.held: deque[tuple[tuple[int, ...], tuple[int, ...] | None]] = deque()
-        """Records that are written together a little later: each of STAGE's layout, with the one that follows it."""
+        self.held: list[tuple[tuple[int, ...], tuple[int, ...] | None]] = []
+        """Records that are written together a little later: each of STAGE's layout, with the one that follows it.
+
+        Whoever appends counts them in `words` before, with no call in between, where another thread's flush might come.
+        """
         self.words = memoryview(self.map)[:HEADER_BYTES].cast("Q")
         # The magic comes last: a reader that sees it sees a complete header.
         _HEAD_STRUCT.pack_into(
@@ -209,10 +211,13 @@ class Ring:
         Whatever an interrupt ends it by, each is written once: what was not finished is written by the next flush.
         Raises struct.error for one whose values do not fit; that one is counted as lost.
         """
-        pairs, single, held, token = self._pair, self._stage_frame, self.held, self._token
-        first, second = pairs.keys
-        pair: Any = None
-        number = end = -1
+        held, token, ours, words = self.held, self._token, self.map, self.words
+        single, pair = self._stage_frame, self._pair
+        alone, together = single.need, pair.need
+        first, second = pair.keys
+        item: Any = None
+        start = head = number = sequence = -1
+        count = 0
         try:
             token.pop()
         except IndexError:
@@ -220,46 +225,47 @@ class Ring:
                 return
         try:
             while held:
-                # An interrupt may come after any of these lines; what has changed by then is told from `end` and
-                # `pair`, hence their order.
-                number = self._sequence
-                head = self.head
-                frame = single if held[0][1] is None else pairs
-                end = head + frame.need
-                if end > self._block_end:
-                    head = self._next_block()
-                    end = head + frame.need
-                pair = held[0]
-                following = number + 1
-                at = HEADER_BYTES + head % self._capacity
-                if frame is single:
-                    frame.pack_into(self.map, at, (number << 32 & _UPPER) ^ first, number, *pair[0])
-                else:
-                    frame.pack_into(
-                        self.map,
-                        at,
-                        (number << 32 & _UPPER) ^ first,
-                        number,
-                        *pair[0],
-                        (following << 32 & _UPPER) ^ second,
-                        following,
-                        *pair[1],
-                    )
-                    following += 1
-                self._sequence = following
-                self.head = end
-                self.words[_HEAD] = end
-                del held[0]
+                # As many as the block under way has room for, and then one step forward, which makes them count. An
+                # interrupt may come after any of these lines: whether the step was made is told from `head`.
+                start = head = -1
+                item = held[0]
+                if self.head + (alone if item[1] is None else together) > self._block_end:
+                    self._next_block()
+                number = sequence = self._sequence
+                block_end = self._block_end
+                count = 0
+                start = head = self.head
+                offset = HEADER_BYTES + head % self._capacity - head
+                for staged, step in held:
+                    end = head + (alone if step is None else together)
+                    if end > block_end:
+                        break
+                    key = (number << 32 & _UPPER) ^ first
+                    if step is None:
+                        single.pack_into(ours, offset + head, key, number, *staged)
+                    else:
+                        following = number + 1
+                        key_of_step = (following << 32 & _UPPER) ^ second
+                        pair.pack_into(ours, offset + head, key, number, *staged, key_of_step, following, *step)
+                        number = following
+                    number += 1
+                    head = end
+                    count += 1
+                self._sequence = number
+                self.head = head
+                words[_HEAD] = head
+                del held[:count]
         except BaseException as error:
-            if self.head != end:  # not written
-                if number >= 0:
-                    self._sequence = number
-                if isinstance(error, struct.error):
-                    self.words[_LOST] += 1 if held[0][1] is None else 2
-                    del held[0]
-            elif held and held[0] is pair:
-                self.words[_HEAD] = end
-                del held[0]
+            if isinstance(error, struct.error):
+                words[_LOST] += 1 if held[count][1] is None else 2
+                del held[count]
+                self._sequence, self.head = number, head
+            if start >= 0 and self.head == head:
+                words[_HEAD] = head
+                if held and held[0] is item:
+                    del held[:count]
+            elif start >= 0:
+                self._sequence = sequence
             raise
         finally:
             token.append(None)
@@ -313,7 +319,7 @@ class Ring:
         """Write what is held back, then the record that is staged, if there is one."""
         if self.held:
             self._put_held()
-            self.words[_HELD] = sum(1 if second is None else 2 for _, second in self.held)
+            self.words[_HELD] = sum(1 if second is None else 2 for _, second in self.held) if self.held else 0
         staged: Any = None
         number = self._sequence
         try:

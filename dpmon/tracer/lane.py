@@ -295,7 +295,6 @@ def lane_way(calls: Calls, lanes: dict[int, Lane]) -> tuple[Callable[[Any], Lane
             if not steps.calls:
                 steps.mode = DP
             steps.calls += 1
-            steps.since_optimizer += 1
             steps.inner = 0
             steps.map[activity] = forward
             lane.start = now

@@ -20,7 +20,7 @@ from dpmon.tracer.frames import drop_frames
 from dpmon.tracer.lane import lane_way
 from dpmon.tracer.modes import SINGLE
 from dpmon.tracer.replicas import KEY
-from dpmon.tracer.steps import HELD, LEARNS, MAX_HELD, PLAIN, QUICK_NS
+from dpmon.tracer.steps import HELD, LEARNS, PLAIN, QUICK_NS
 
 if TYPE_CHECKING:
     from dpmon.tracer.calls import Calls, Site
@@ -48,19 +48,18 @@ def short_way(
     def __call__(module: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return original(module, *args, **kwargs)
-        began = inputs = 0
-        rows = -1
+        began = 0
         site = ready.get(id(module))
         try:
             if (
                 site is None
                 or steps.free != get_ident()
-                or steps.words[request] != modes.serial
-                or (steps.calls and not (steps.quick and steps.loader) and not goes_on())
+                or (not (steps.quick or goes_on()) if steps.calls else steps.words[request] != modes.serial)
                 or tracing() is not None
                 or function_modes()
             ):
                 return any_call(module, args, kwargs)
+            lone, inputs, rows = None, 0, -1
             began = clock()
             steps.free = PLAIN
             try:
@@ -73,18 +72,18 @@ def short_way(
                     and not kwargs
                 ):
                     inputs, rows = memo.number, memo.rows
+                    lone = value
                 else:
                     inputs = session.inputs(args, kwargs, memo)
                     rows = session.rows(inputs, 0)
                 if not steps.calls:
                     steps.mode = SINGLE
                 steps.calls += 1
-                steps.since_optimizer += 1
                 steps.inner = 0
                 steps.map[activity] = forward
             except Exception as error:  # noqa: BLE001 - ours must not reach the script
                 session.fault("begin", error)
-            result = original(module, *args, **kwargs)
+            result = original(module, *args, **kwargs) if lone is None else original(module, lone)
         except BaseException as error:
             if began and site is not None:
                 ended(module, site, began, 0, 0, (inputs, rows), None, FAILED)
@@ -102,24 +101,20 @@ def short_way(
             else:
                 outputs = session.outputs(result, memo)
             tags = site.tags
-            if module.training:
-                tags |= _TRAINING
-            if is_grad_enabled():
-                tags |= _GRAD
-            if not tags & _LEARNS:
-                steps.looks(rows)
-            elif rows > steps.samples:
-                steps.samples = rows
+            if is_grad_enabled() and module.training:
+                if rows > steps.samples:
+                    steps.samples = rows
+            else:
+                tags = otherwise(module, tags, rows)
             steps.count = count = steps.count + 1
             values = tags, steps.number, count, began, wall, inputs | outputs << 32
             ring: Any = steps.ring  # there is one: see Steps.settle
             if steps.quick:
                 before, ring.staged = ring.staged, values
                 if before is not None:
-                    held = ring.held
-                    held.append((before, None))
                     steps.words[HELD] += 1
-                    if len(held) >= MAX_HELD or now - steps.start >= QUICK_NS:
+                    ring.held.append((before, None))
+                    if now - steps.start >= QUICK_NS:
                         steps.quick = False
                         ring.flush()
             else:
@@ -128,10 +123,23 @@ def short_way(
             session.fault("end", error)
         return result
 
+    def otherwise(module: Any, tags: int, rows: int) -> int:
+        """The tags of a call that does not learn, or half: see Site.tags."""
+        tags &= ~_LEARNS
+        if module.training:
+            tags |= _TRAINING
+        elif is_grad_enabled():
+            tags |= _GRAD
+        else:
+            steps.looks(rows)
+        if tags & _LEARNS and rows > steps.samples:
+            steps.samples = rows
+        return tags
+
     def goes_on() -> bool:
-        """Whether a second call in a turn is as usual: the turns are the loader's."""
+        """Whether a second call in a turn is as usual: the turns are the loader's, and nobody asks for another mode."""
         ring = session.ring
-        if ring is None or not steps.loader:
+        if ring is None or not steps.loader or steps.words[request] != modes.serial:
             return False
         try:
             ring.flush()
@@ -225,7 +233,7 @@ def short_way(
             for memo in (site.inputs, site.outputs):
                 if memo.epoch != session.epoch:
                     memo.shape = None
-            site.tags = _TAGS | site.layout << 32
+            site.tags = _TAGS | _LEARNS | site.layout << 32
             ready[id(module)] = site
         except Exception as error:  # noqa: BLE001 - then it goes the long way
             session.fault("look", error)

@@ -55,7 +55,7 @@ HELD, PAUSE, PAUSE_ANSWERED = Ring.HELD, Ring.PAUSE, Ring.PAUSE_ANSWERED
 QUICK_NS = 1_000_000
 QUICK_TURNS = 4
 FIRST_TURNS = 64
-MAX_HELD = 16
+MAX_HELD = 32
 """Turns shorter than a millisecond are written MAX_HELD at a time, and the call of such a turn is not staged, once
 QUICK_TURNS of them have followed each other, and never among the first: a short run is recorded to its last call."""
 
@@ -97,6 +97,7 @@ class Steps:
         "on_pause",
         "on_unseen",
         "open",
+        "optimized",
         "optimizer",
         "other",
         "ours",
@@ -107,7 +108,6 @@ class Steps:
         "samples",
         "session",
         "since_fetch",
-        "since_optimizer",
         "start",
         "stepped",
         "stepping",
@@ -149,7 +149,7 @@ class Steps:
         once the tracer has given up."""
         self.ring: Ring | None = None
         self.quick = False
-        """Whether turns are so short that some may be held back, for one at most MAX_HELD ms old."""
+        """Whether turns, which are the loader's, are so short that some may be held back: for MAX_HELD ms at most."""
         self.hurry = FIRST_TURNS
         """Short turns yet to come before any is held back."""
         self.backwards = 0
@@ -172,7 +172,8 @@ class Steps:
         self.fetcher = 0
         self.boundary = self.other = 0
         self.boundary_lives: Callable[[], Any] = lambda: None
-        self.since_optimizer = 0
+        self.optimized = 0
+        """Calls until an optimizer stepped last."""
         self.root = 0
         self.stepped = self.outer = 0
         """When the optimizer that steps now began, 0 if none does, and `inner` as it was then."""
@@ -334,7 +335,6 @@ class Steps:
                 self.root = root
         self.calls += 1
         self.fetches = 0
-        self.since_optimizer += 1
         self.map[BYTE] = Activity.FORWARD
         if self.session.timing is not None:
             self.session.timing.begin(timing.FORWARD)
@@ -345,7 +345,7 @@ class Steps:
         self.thread = get_ident()
         if self.fetcher not in (0, self.thread):
             self.free = 0
-            self.loader = False
+            self.loader = self.quick = False
             self.since_fetch = 1
             if self.open:
                 self.open = False
@@ -361,7 +361,7 @@ class Steps:
             self.number -= 1
         self.thread = get_ident()
         self.free = self.mine = 0
-        self.loader = self.open = False
+        self.loader = self.open = self.quick = False
         self.since_fetch = 1
         self.calls = self.inner = 0
         return True
@@ -374,7 +374,7 @@ class Steps:
         if self.stepped:  # in a closure: the optimizer's step is not over
             return False
         # With an optimizer the turn ends there; with gradients but none yet, it will step soon, or never.
-        return self.since_optimizer > STALE_CALLS or not (self.boundary or self.backward)
+        return self.count - self.optimized > STALE_CALLS or not (self.boundary or self.backward)
 
     def ran_as(self, mode: int) -> None:
         """The turn's first call ran in another mode than it began in."""
@@ -514,7 +514,8 @@ class Steps:
                     return
                 self.last = now = clock()
                 self.optimizer += now - self.stepped - self.inner
-                self.stepped = self.since_optimizer = self.other = 0
+                self.stepped = self.other = 0
+                self.optimized = self.count
                 self.since_fetch = 1
                 self.free = self.mine
             except Exception as error:  # noqa: BLE001 - the step is done, whatever we make of it
@@ -574,7 +575,7 @@ class Steps:
         self.stepped = 0
         if self.stepping:
             self.stepped, self.outer = self.stepping.pop()
-        self.since_optimizer = 0
+        self.optimized = self.count
         if self.stepped:  # a part of the one that steps around it, which is the loop's
             return
         if self.boundary != id(optimizer):
@@ -594,7 +595,7 @@ class Steps:
         self.due = False
         self.since_fetch += 1
         if self.since_fetch > STALE_STEPS:
-            self.loader = False
+            self.loader = self.quick = False
         if self.loader or not self.open or self.session.off:
             return
         if self.calls:
@@ -656,15 +657,14 @@ class Steps:
             self.optimizer or -1,
         )
         if staged is not None:
+            self.words[HELD] += 2
             held.append((staged, step))
         # At once, before anything that an interrupt might end: it must not be written twice.
         self.number += 1
         self.samples = -1
         self.start = now
         self.calls = self.failed = self.data = self.forward = self.backward = self.optimizer = self.inner = 0
-        if staged is not None and self.quick and now - start < QUICK_NS and len(held) < MAX_HELD:
-            self.words[HELD] += 2
-        else:
+        if staged is None or not self.quick or now - start >= QUICK_NS or len(held) >= MAX_HELD:
             if now - start >= QUICK_NS:
                 self.hurry = max(self.hurry, QUICK_TURNS)
             elif self.hurry:
@@ -730,6 +730,7 @@ class Steps:
                 return
             staged, ring.staged = ring.staged, None
             if staged is not None:
+                self.words[HELD] += 2
                 ring.held.append((staged, step))
             ring.flush()
             if staged is None:

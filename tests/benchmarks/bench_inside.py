@@ -10,7 +10,8 @@ same comparison between two halves of the blocks without. What it does not see i
 the import, and memory.
 
 The budget is a figure for one machine. The yardstick tells how this one compares: the bare step of the first case,
-which took YARDSTICK_US there, is measured beside every case; the cost is printed as measured, and divided by that.
+which took YARDSTICK_US there, is measured beside every case; the cost is printed as measured, and divided by that. What
+the tracer takes for a short turn is as much longer here.
 """
 
 from __future__ import annotations
@@ -160,13 +161,21 @@ def traced_run(case: str, run: str, command: list[str]) -> str:
     return done.stdout
 
 
+def short_turns(slower: float) -> None:
+    """Let a turn count as short (see dpmon.tracer.steps) that would be so on the machine that the budget is for."""
+    from dpmon.tracer import plain
+    from dpmon.tracer import steps as turns
+
+    plain.QUICK_NS = turns.QUICK_NS = int(1e6 * slower)
+
+
 def child(case: str, blocks: int, steps: int) -> dict[str, list[float]]:
     """Run one case in this process; the medians of its blocks, and of those of the yardstick."""
     patches, loop, alone = installed(case)
     bare = Loop(1, 1)
     patches.take_all_out()
     loop.run(alone, WARM_STEPS)
-    bare.run(bare.model, WARM_STEPS)
+    short_turns(bare.run(bare.model, WARM_STEPS) / YARDSTICK_US)
     gc.collect()
     found: dict[str, list[float]] = {"without": [], "with": [], "yardstick": []}
 

@@ -52,7 +52,7 @@ def test_promise_7_how_it_ended(dpmon: Dpmon) -> None:
         slowest = max(slowest, time.monotonic() - began)
         assert (how["status"], how["signal"], how["unknown"]) == (status, number, None), name
         records = dpmon.records()
-        # 64 calls are written at once, then sixteen at a time: what a sudden end takes with it is counted.
+        # 64 calls are written at once, then up to thirty-two at a time: what a sudden end takes with it is counted.
         calls = [r["call"] for r in records if r["kind"] == "call"]
         dropped = next(r["count"] for r in records if r["kind"] == "dropped")
         assert calls == list(range(1, len(calls) + 1)), name

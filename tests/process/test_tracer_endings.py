@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tracing import Script, Traced, text_of, traced
 
-FIRST_TURNS, MAX_HELD = 64, 16
+FIRST_TURNS, MAX_HELD = 64, 32
 """Of dpmon.tracer.steps, which cannot be imported without torch."""
 
 
@@ -27,7 +27,7 @@ def check(run: Traced, pid: int, finished: int) -> None:
     turns = run.held[process] // 2
     if finished < FIRST_TURNS:
         assert turns == 0
-    assert turns < MAX_HELD
+    assert turns <= MAX_HELD
     # Killed between the call and what it told of it; a call whose turn would have been held is not kept for itself.
     assert finished - turns - (finished > FIRST_TURNS) <= len(calls) <= finished - turns + 1
     numbers = list(range(1, len(calls) + 1))
@@ -108,7 +108,7 @@ for number, x in enumerate(DataLoader(torch.randn(4000, 4), batch_size=None), 1)
 """
 
 
-@pytest.mark.parametrize(("calls", "pause", "most"), [(3, 0, 18), (17, 0, 18), (4, 0.05, 0)])
+@pytest.mark.parametrize(("calls", "pause", "most"), [(3, 0, 34), (17, 0, 50), (4, 0.05, 0)])
 def test_further_calls_of_a_turn_are_held_back_too(tmp_path: Path, calls: int, pause: float, most: int) -> None:
     """In their order and counted; a bounded number of them, and none once the turn has become a long one."""
     run = traced(tmp_path, SEVERAL.format(calls=calls, pause=pause))

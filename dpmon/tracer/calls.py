@@ -29,7 +29,7 @@ from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sizes import tensors_in
 from dpmon.tracer.stages import Stages, stages_of
 from dpmon.tracer.steps import Steps
-from dpmon.tracer.tables import buffers_of, modules_of
+from dpmon.tracer.tables import Place, buffers_of, modules_of
 from dpmon.tracer.timing import CallTimes, Timing, gpus_of, usable
 from dpmon.tracer.virtual import GATHER, PARALLEL_APPLY, REPLICATE, SCATTER, VERBS, Originals, with_globals
 
@@ -56,6 +56,7 @@ class Site:
         "module",
         "outputs",
         "own",
+        "place",
         "plain",
         "plan",
         "proven",
@@ -88,6 +89,8 @@ class Site:
         """dp has worked for it."""
         self.lane: Lane | None = None
         """Where its calls over virtual replicas leave what they did, if they may go the short way."""
+        self.place: Place | None = None
+        """Where the module lay when the plan was made; None where the plan does not depend on it."""
         self.layout = 0
         self.tags = 0
         """The beginning of a plain call's record."""
@@ -98,6 +101,14 @@ class Site:
         """The methods of DataParallel that the script's subclass has of its own."""
         self.absent: dict[str, str] = {}
         """What these bypass, with the reason."""
+
+    def holds(self) -> bool:
+        """Whether the module is still where it was when the plan was made."""
+        return self.place is None or not self.place.left()
+
+    def stays(self) -> bool:
+        """Whether it will be there as long as CUDA is not up, so that nobody need look."""
+        return (self.place is None or self.place.device is None or self.place.device.type == "cpu") and not usable()
 
     @classmethod
     def by_hand(cls, root: str, plan: Plan) -> Site:
@@ -606,6 +617,7 @@ class Calls:
             or site.epoch != epoch
             or self.session.off
             or self.sites.get(id(module)) is not site
+            or not site.stays()
         ):
             return
         for memo in (site.inputs, site.outputs):
@@ -710,6 +722,8 @@ class Calls:
             site = self.sites.get(key)
             if site is not None and given is not None and site.given != _as_given(given):
                 site = None
+            if site is not None and not site.holds():
+                site = None
             if ring is None:
                 return None
             if local.depth == 0 and ring.words[Ring.REQUEST] != self.modes.serial and self.modes.poll():
@@ -775,7 +789,9 @@ class Calls:
         site = self._keep(id(module), module, plan, via, dim or 0)
         if wrapper:
             site.own = own_methods(type(module))
-        elif plan.mode == SINGLE:
+        else:
+            site.place = Place(module)
+        if not wrapper and plan.mode == SINGLE:
             site.stages = stages_of(module.module if via is not None else module, self.session)
             site.plain = site.plain and site.stages is None
             if site.stages is not None:
@@ -795,6 +811,7 @@ class Calls:
         site = self._keep(id(module) + 1, module, plan, "data_parallel", given[2])
         site.root = type(module).__name__
         site.given = _as_given(given)
+        site.place = Place(module)
         return site
 
     def _keep(self, key: int, module: Any, plan: Plan, via: str | None, dim: int) -> Site:

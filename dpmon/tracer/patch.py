@@ -82,6 +82,9 @@ def install() -> None:
     optimizer.register_optimizer_step_pre_hook(before_step)
     optimizer.register_optimizer_step_post_hook(after_step)
     roots.watch()
+    queued = getattr(torch.cuda, "_queued_calls", None)  # run when CUDA comes up
+    if isinstance(queued, list):
+        queued.append((calls.go_long, []))
     _at_the_end(session, steps, modes, calls, memory)
     try:
         # A compiled DataParallel must begin with its forward: it is compiled as it is written, not traced.

@@ -169,6 +169,7 @@ def short_way(
             or tracing() is not None
             or function_modes()
             or session.off
+            or not site.holds()
             or ring.words[request] != modes.serial
         ):
             return long_way(module, args, kwargs)
@@ -228,7 +229,7 @@ def short_way(
     def look(module: Any, site: Site) -> None:
         """Let the next call go the short way, if what is remembered of this one is defined."""
         try:
-            if session.off or site.epoch != session.epoch or sites.get(id(module)) is not site:
+            if session.off or site.epoch != session.epoch or sites.get(id(module)) is not site or not site.stays():
                 return
             for memo in (site.inputs, site.outputs):
                 if memo.epoch != session.epoch:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["buffers_of", "modules_of", "parameters_of", "values_of"]
+__all__ = ["Place", "buffers_of", "modules_of", "parameters_of", "values_of"]
 
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
 
@@ -39,3 +40,31 @@ def buffers_of(root: Any) -> Iterator[Any]:
     """All its buffers; one that is shared comes more than once."""
     for module in modules_of(root):
         yield from values_of(module, BUFFERS)
+
+
+class Place:
+    """Where a module lies, as one of its parameters says, or one of its buffers.
+
+    The tensor is looked up by its name each time: torch does not swap tensors that somebody refers to weakly.
+    """
+
+    __slots__ = ("_module", "_name", "_table", "device")
+
+    def __init__(self, root: Any) -> None:
+        self.device: Any = None
+        """A torch.device; None for a module without tensors."""
+        for table in (PARAMETERS, BUFFERS):
+            for module in modules_of(root):
+                for name, tensor in list((module.__dict__.get(table) or {}).items()):
+                    if tensor is not None:
+                        self._module, self._table, self._name = weakref.ref(module), table, name
+                        self.device = tensor.device
+                        return
+
+    def left(self) -> bool:
+        """Whether the module lies elsewhere by now, or that tensor is gone."""
+        if self.device is None:
+            return False
+        module = self._module()
+        tensor = None if module is None else module.__dict__[self._table].get(self._name)
+        return tensor is None or bool(tensor.device != self.device)

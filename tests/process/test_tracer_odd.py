@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from tracing import Script, Traced, text_of
+from tracing import Script, Traced, text_of, traced
 
 WAYS: dict[str, dict[str, object]] = {
     "alone": {"run": False},
@@ -53,3 +55,11 @@ def test_nothing_is_said_by_it(runs: dict[str, Traced], way: str) -> None:
     assert runs[way].err == runs["alone"].err
     assert runs[way].unreadable == ()
     assert 0 < len(runs[way].complaints) < 20
+
+
+def test_a_model_that_is_moved(tmp_path: Path) -> None:
+    """Tried out on one device, trained on another: each call is said to be where it was."""
+    run = traced(tmp_path, text_of("moving"))
+    assert (run.status, run.complaints, run.err) == (0, [], "")
+    devices = [call.devices for call in run.calls("Net")]
+    assert devices == [("meta",)] * 1 + [("cpu",)] * 103 + [("meta",)] * 5

@@ -1,0 +1,41 @@
+"""A model that is called on one device, and then on another; how many calls there were on each is printed."""
+
+import json
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def turns(count):
+    for _, x in zip(range(count), DataLoader(torch.ones(count, 4), batch_size=None), strict=False):
+        loss = model(x.to(model.layer.weight.device)).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+with torch.device("meta"):
+    model = Net()
+model(torch.empty(3, 4, device="meta"))
+model.to_empty(device="cpu")
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+turns(100)
+# CUDA comes up, as it does when a model is first moved there; here the only other device is "meta".
+for call, _ in torch.cuda._queued_calls:
+    call()
+torch.cuda.is_initialized = lambda: True
+torch.cuda.memory_stats = lambda index: {}
+turns(3)
+model.to("meta")
+turns(5)
+print(json.dumps({"meta": 1, "cpu": 103, "meta again": 5}))

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from typing import Any, Protocol
 
 import torch
 
 from dpmon.records import Untimed
+from dpmon.tracer.captures import Captures
 
 __all__ = ["POOL_EVENTS", "DeviceTimes", "Events", "Span", "TorchEvents"]
 
@@ -33,7 +35,7 @@ class Events(Protocol):
     """What a device's events can do."""
 
     def capturing(self) -> bool:
-        """Whether what is queued now is captured into a graph."""
+        """Whether what is queued now may be captured into a graph, or a question may end a capture."""
 
     def make(self) -> Any:
         """A new event, of no device until it is recorded."""
@@ -48,6 +50,17 @@ class Events(Protocol):
         """The time between two that are done."""
 
 
+_captures: Captures | None = None
+
+
+def _watch_captures() -> None:
+    """Once a process, when it has come to its first GPU: graphs that are captured already are not known of."""
+    global _captures
+    _captures = Captures()
+    with suppress(AttributeError):
+        _captures.watch(_cuda.CUDAGraph)
+
+
 class TorchEvents:
     """torch.cuda's."""
 
@@ -55,10 +68,12 @@ class TorchEvents:
         self._current: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         """The current stream's handle, by device: a tenth of what the stream's object costs."""
         self._streams: dict[tuple[int, int], Any] = {}
+        if _captures is None:
+            _watch_captures()
 
     def capturing(self) -> bool:
-        """Of this thread's current stream."""
-        return bool(_cuda.is_current_stream_capturing())
+        """Of this thread's current stream, or anywhere in this process."""
+        return bool(_captures) or bool(_cuda.is_current_stream_capturing())
 
     def make(self) -> Any:
         """An event that keeps time; CUDA makes it when it is first recorded."""

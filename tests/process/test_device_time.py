@@ -60,12 +60,15 @@ def test_what_runs_inside_a_phase_is_not_counted_twice(plain: Traced) -> None:
     assert [step.device_ms for step in steps] == [STEP] * 3
 
 
-def test_nothing_is_recorded_nor_asked_while_a_graph_is_captured(plain: Traced) -> None:
-    steps, calls = part(plain, "captured")
+@pytest.mark.parametrize(
+    ("name", "after"), [("captured", "after it"), ("captured by another thread", "after that one")]
+)
+def test_nothing_is_recorded_nor_asked_while_a_graph_is_captured(plain: Traced, name: str, after: str) -> None:
+    steps, calls = part(plain, name)
     assert {step.untimed for step in steps} == {UNTIMED[Untimed.CAPTURED]}
     assert {call.absent["device_ms"] for call in calls} == {UNTIMED[Untimed.CAPTURED]}
     assert plain.said["untouched"] == [0, 0]
-    steps, calls = part(plain, "after it")
+    steps, calls = part(plain, after)
     assert [step.device_ms for step in steps[1:]] == [STEP] * 2
     assert [call.replicas[0].device_ms for call in calls] == [3.0] * 3
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dpmon.records import Untimed
+from dpmon.tracer.captures import Captures
 from dpmon.tracer.events import MAX_FAULTS, DeviceTimes, Span, TorchEvents
 
 
@@ -256,3 +257,41 @@ def test_the_stream_is_looked_up_once_and_is_the_current_one(monkeypatch: pytest
     events.record(Event(), 0)
     assert recorded == [(0, 11), (1, 11), (0, 11), (0, 12)]
     assert looked == [0, 1, 0]
+
+
+class Graph:
+    """As torch.cuda.CUDAGraph; its capture fails at a word."""
+
+    def capture_begin(self, how: str = "well") -> str:
+        if how == "refused":
+            raise RuntimeError("not now")
+        return how
+
+    def capture_end(self, how: str = "well") -> str:
+        if how == "spoilt":
+            raise RuntimeError("it was ended by somebody's question")
+        return how
+
+
+def test_captures_are_known_of_from_their_beginning_to_their_end() -> None:
+    class Kind(Graph):
+        pass
+
+    captures = Captures()
+    captures.watch(Kind)
+    one, two = Kind(), Kind()
+    assert not captures
+    assert (one.capture_begin(), two.capture_begin("so")) == ("well", "so")
+    assert one.capture_end() == "well"
+    assert captures
+    with pytest.raises(RuntimeError, match="somebody's question"):
+        two.capture_end("spoilt")
+    assert not captures
+    with pytest.raises(RuntimeError, match="not now"):
+        one.capture_begin("refused")
+    assert not captures
+    one.capture_begin()
+    assert captures
+    del one
+    assert not captures
+    assert (Kind.capture_begin.__name__, Kind.capture_end.__name__) == ("capture_begin", "capture_end")

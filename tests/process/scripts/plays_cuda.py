@@ -30,6 +30,9 @@ class Played:
     def __init__(self):
         self.devices = [Device() for _ in range(4)]
         self.capturing = False
+        """On the current stream."""
+        self.graphs = 0
+        """Graphs that are captured on any stream, by any thread."""
         self.broken = False
         self.recorded = [0, 0, 0, 0]
         self.made = 0
@@ -49,6 +52,14 @@ class Stream:
         self.device = device
 
 
+class Graph:
+    def capture_begin(self):
+        PLAYED.graphs += 1
+
+    def capture_end(self):
+        PLAYED.graphs -= 1
+
+
 class Event:
     def __init__(self, enable_timing=False):
         assert enable_timing
@@ -56,7 +67,7 @@ class Event:
         self.at = self.device = None
 
     def record(self, stream):
-        PLAYED.while_capturing += PLAYED.capturing
+        PLAYED.while_capturing += PLAYED.capturing or bool(PLAYED.graphs)
         if PLAYED.broken:
             raise RuntimeError("CUDA error: unspecified launch failure")
         assert self.device in (None, stream.device), "an event belongs to one device"
@@ -65,7 +76,7 @@ class Event:
         PLAYED.recorded[stream.device] += 1
 
     def query(self):
-        PLAYED.while_capturing += PLAYED.capturing
+        PLAYED.while_capturing += PLAYED.capturing or bool(PLAYED.graphs)
         if PLAYED.broken:
             raise RuntimeError("CUDA error: unspecified launch failure")
         PLAYED.asked_by.add(threading.get_ident())
@@ -88,6 +99,7 @@ def begin():
     """Let it be as if there were GPUs from here on."""
     torch.cuda.is_initialized = lambda: True
     torch.cuda.Event = Event
+    torch.cuda.CUDAGraph = Graph
     torch.cuda.current_stream = Stream
     torch.cuda.is_current_stream_capturing = lambda: PLAYED.capturing
     torch.cuda.memory_stats = lambda index: {}

@@ -94,6 +94,13 @@ def plain():
     part("captured", 2)
     PLAYED.capturing = False  # noqa: F821
     part("after it", 3)
+    graph = torch.cuda.CUDAGraph()  # noqa: F821
+    thread = threading.Thread(target=graph.capture_begin)
+    thread.start()
+    thread.join()
+    part("captured by another thread", 2)
+    graph.capture_end()
+    part("after that one", 3)
     model.raises = True
     first = turns + 1
     for _ in range(3):

@@ -157,8 +157,9 @@ class Ring:
         self._block_end = 0
         """Where the block under way ends, as an offset like head; 0 before the first."""
         self.staged: tuple[int, ...] | None = None
-        self.held: list[tuple[tuple[int, ...], tuple[int, ...] | None]] = []
-        """Records that are written together a little later: each of STAGE's layout, with the one that follows it.
+        self.held: list[tuple[tuple[int, ...], tuple[int, ...] | None, Frame | None]] = []
+        """Records that are written together a little later: of STAGE's layout, alone or with the one that follows, or
+        of a layout of their own.
 
         Whoever appends counts them in `words` before, with no call in between, where another thread's flush might come.
         """
@@ -213,7 +214,7 @@ class Ring:
         """
         held, token, ours, words = self.held, self._token, self.map, self.words
         single, pair = self._stage_frame, self._pair
-        alone, together = single.need, pair.need
+        needs = single.need, pair.need
         first, second = pair.keys
         item: Any = None
         start = head = number = sequence = -1
@@ -229,20 +230,21 @@ class Ring:
                 # interrupt may come after any of these lines: whether the step was made is told from `head`.
                 start = head = -1
                 item = held[0]
-                if self.head + (alone if item[1] is None else together) > self._block_end:
+                need = needs[item[1] is not None] if item[2] is None else item[2].need
+                if self.head + need > self._block_end:
                     self._next_block()
                 number = sequence = self._sequence
                 block_end = self._block_end
                 count = 0
                 start = head = self.head
                 offset = HEADER_BYTES + head % self._capacity - head
-                for staged, step in held:
-                    end = head + (alone if step is None else together)
+                for staged, step, frame in held:
+                    end = head + (needs[step is not None] if frame is None else frame.need)
                     if end > block_end:
                         break
-                    key = (number << 32 & _UPPER) ^ first
+                    key = (number << 32 & _UPPER) ^ (first if frame is None else frame.keys[0])
                     if step is None:
-                        single.pack_into(ours, offset + head, key, number, *staged)
+                        (frame or single).pack_into(ours, offset + head, key, number, *staged)
                     else:
                         following = number + 1
                         key_of_step = (following << 32 & _UPPER) ^ second
@@ -319,7 +321,7 @@ class Ring:
         """Write what is held back, then the record that is staged, if there is one."""
         if self.held:
             self._put_held()
-            self.words[_HELD] = sum(1 if second is None else 2 for _, second in self.held) if self.held else 0
+            self.words[_HELD] = sum(1 if step is None else 2 for _, step, _ in self.held) if self.held else 0
         staged: Any = None
         number = self._sequence
         try:

@@ -23,7 +23,7 @@ from dpmon.tracer.modes import DP
 from dpmon.tracer.replicas import KEY, Probe, Watch
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sizes import gathers
-from dpmon.tracer.steps import LEARNS, PLAIN
+from dpmon.tracer.steps import HELD, LEARNS, PLAIN, QUICK_NS
 from dpmon.tracer.virtual import VERBS
 
 if TYPE_CHECKING:
@@ -332,33 +332,40 @@ def lane_way(calls: Calls, lanes: dict[int, Lane]) -> tuple[Callable[[Any], Lane
             if ring is None:
                 return
             scatter, scattered, replicate, replicated, apply, applied, gather, gathered = lane.marks
+            frame = _frames[count] if count < len(_frames) else frame_of(count)
+            values = (
+                CALL_TAG,
+                DP,
+                flags,
+                0,
+                site.layout,
+                steps.number,
+                number,
+                began,
+                wall,
+                inputs,
+                outputs,
+                scatter - began,
+                scattered - scatter,
+                replicate - began,
+                replicated - replicate,
+                apply - began,
+                applied - apply,
+                gather - began,
+                gathered - gather,
+                *(lane.replicas[: 4 * count]),
+            )
+            if steps.quick and now - steps.start < QUICK_NS:
+                before, ring.staged = ring.staged, None
+                if before is not None:
+                    steps.words[HELD] += 1
+                    ring.held.append((before, None, None))
+                steps.words[HELD] += 1
+                ring.held.append((values, None, frame))
+                return
             if ring.held or ring.staged is not None:
                 ring.flush()
-            ring.put(
-                _frames[count] if count < len(_frames) else frame_of(count),
-                (
-                    CALL_TAG,
-                    DP,
-                    flags,
-                    0,
-                    site.layout,
-                    steps.number,
-                    number,
-                    began,
-                    wall,
-                    inputs,
-                    outputs,
-                    scatter - began,
-                    scattered - scatter,
-                    replicate - began,
-                    replicated - replicate,
-                    apply - began,
-                    applied - apply,
-                    gather - began,
-                    gathered - gather,
-                    *(lane.replicas[: 4 * count]),
-                ),
-            )
+            ring.put(frame, values)
             if ring.head >= session.renew_at:
                 session.renew()
         except Exception as error:  # noqa: BLE001 - the result is the script's, whatever we make of it

@@ -113,7 +113,7 @@ def short_way(
                 before, ring.staged = ring.staged, values
                 if before is not None:
                     steps.words[HELD] += 1
-                    ring.held.append((before, None))
+                    ring.held.append((before, None, None))
                     if now - steps.start >= QUICK_NS:
                         steps.quick = False
                         ring.flush()

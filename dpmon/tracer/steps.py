@@ -656,24 +656,30 @@ class Steps:
             self.backward or -1,
             self.optimizer or -1,
         )
+        at_once = False
         if staged is not None:
             self.words[HELD] += 2
-            held.append((staged, step))
+            held.append((staged, step, None))
+        elif held:
+            self.words[HELD] += 1
+            held.append((step, None, _FRAME))
+        else:
+            at_once = True
         # At once, before anything that an interrupt might end: it must not be written twice.
         self.number += 1
         self.samples = -1
         self.start = now
         self.calls = self.failed = self.data = self.forward = self.backward = self.optimizer = self.inner = 0
-        if staged is None or not self.quick or now - start >= QUICK_NS or len(held) >= MAX_HELD:
+        if at_once or not self.quick or now - start >= QUICK_NS or len(held) >= MAX_HELD:
             if now - start >= QUICK_NS:
                 self.hurry = max(self.hurry, QUICK_TURNS)
             elif self.hurry:
                 self.hurry -= 1
             self.quick = not self.hurry
-            if held:
-                ring.flush()
-            if staged is None:
+            if at_once:
                 ring.put(_FRAME, step)
+            else:
+                ring.flush()
             if ring.head >= self.session.renew_at:
                 self.session.renew()
             words = self.words
@@ -731,7 +737,7 @@ class Steps:
             staged, ring.staged = ring.staged, None
             if staged is not None:
                 self.words[HELD] += 2
-                ring.held.append((staged, step))
+                ring.held.append((staged, step, None))
             ring.flush()
             if staged is None:
                 ring.put(_FRAME, step)

@@ -22,10 +22,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench_inside import CASES, WARM_STEPS, installed, traced_run
+from bench_inside import CASES, WARM_STEPS, installed, short_turns, traced_run
 
 SETTLE_STEPS = 64
-QUICK = {"usual", "calls"}
+QUICK = {"usual", "calls", "dp2"}
 """Cases whose turns are shorter than a millisecond where the README's figures are from; under Valgrind none is."""
 
 
@@ -39,10 +39,7 @@ def control(*command: str) -> None:
 def child(case: str, steps: int) -> None:
     """Run one case under callgrind; it writes three dumps: nothing but the control, with patches, without."""
     patches, loop, alone = installed(case)
-    from dpmon.tracer import plain
-    from dpmon.tracer import steps as turns
-
-    turns.QUICK_NS = plain.QUICK_NS = 1 << 60 if case in QUICK else 0
+    short_turns(1 << 40 if case in QUICK else 0)
     loop.run(loop.model, SETTLE_STEPS)
     gc.collect()
     gc.disable()

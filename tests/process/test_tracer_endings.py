@@ -121,6 +121,47 @@ def test_further_calls_of_a_turn_are_held_back_too(tmp_path: Path, calls: int, p
     assert 600 * calls + 599 - len(found) - len(run.steps()) - run.held[0] in ((0, 1) if most else (0,))
 
 
+MIXED = """
+import os, signal, sys
+import torch
+from torch.utils.data import DataLoader
+for name in ("steps", "plain", "lane"):
+    sys.modules["dpmon.tracer." + name].QUICK_NS = 1 << 40  # on a slow machine these turns would be none
+over = torch.nn.DataParallel(torch.nn.Linear(4, 1))
+alone = torch.nn.Linear(4, 1)
+for number, x in enumerate(DataLoader(torch.randn(4000, 4), batch_size=8), 1):
+    if number % 3:
+        loss = over(x).sum() + alone(x).sum() + over(x).sum()
+    else:
+        loss = alone(x).sum() + over(x).sum()
+    loss.backward()
+    if number == 301:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_calls_over_replicas_are_held_back_too(tmp_path: Path) -> None:
+    """With others between them, in their order, whole and counted."""
+    run = traced(tmp_path, MIXED)
+    assert run.status == -signal.SIGKILL
+    found = run.calls()
+    turns = [
+        ("DataParallel", None, "DataParallel") if number % 3 else (None, "DataParallel") for number in range(1, 302)
+    ]
+    whole = [(number, via) for number, vias in enumerate(turns, 1) for via in vias]
+    assert [(call.step, call.via) for call in found] == whole[: len(found)]
+    assert [call.call for call in found] == list(range(1, len(found) + 1))
+    for call in found:
+        if call.via is not None:
+            assert [replica.inputs[0].shape for replica in call.replicas if replica.inputs] == [(4, 4), (4, 4)]
+            assert set(call.phases) == {"scatter", "replicate", "parallel_apply", "gather"}
+    steps = [step.step for step in run.steps()]
+    assert steps == list(range(1, len(steps) + 1))
+    assert run.missed == 0
+    assert 0 < run.held[0] < 40
+    assert len(whole) + 300 - len(found) - len(steps) - run.held[0] in (0, 1)
+
+
 def test_none_is_held_back_when_the_loader_is_at_its_end(tmp_path: Path) -> None:
     run = traced(tmp_path, QUICKLY, 0)
     assert (run.status, run.held[0]) == (0, 0)

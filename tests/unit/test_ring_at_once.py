@@ -16,7 +16,7 @@ import pytest
 from rings import SMALL, everything, number_of, numbered, opened
 
 import dpmon.ring
-from dpmon.ring import BLOCK_BYTES, MAX_PAYLOAD, Ring
+from dpmon.ring import BLOCK_BYTES, MAX_PAYLOAD, Frame, Ring
 
 
 @pytest.fixture
@@ -166,12 +166,15 @@ FIRST = {False: numbered(0, 10), True: numbered(0, BLOCK_BYTES - 130)}
 
 
 def holding(tmp_path: Path, name: object, full: bool) -> tuple[Ring, str]:
-    """A ring that holds back 1, 2 and 3 as a pair, 4, and has 5 staged; `full`: the pair begins a new block."""
+    """A ring that holds back 1 to 4 (1 with a layout of its own, 2 and 3 as a pair) and has 5 staged.
+
+    `full`: the pair begins a new block.
+    """
     path = str(tmp_path / f"{name}-{full}.ring")
     ring = Ring(path, process=0, capacity=SMALL)
     ring.staging(PAIR, PAIR)
     assert ring.write(FIRST[full])
-    ring.held.extend([((1, 1), None), ((2, 2), (3, 3)), ((4, 4), None)])
+    ring.held.extend([((1, 1), None, Frame(PAIR)), ((2, 2), (3, 3), None), ((4, 4), None, None)])
     ring.stage((5, 5))
     return ring, path
 
@@ -237,10 +240,10 @@ def test_a_signal_handler_that_flushes_while_what_was_held_is_written(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("at", "wrong", "left"), [(0, ((-1, 1), None), [0, 2, 3, 4, 5]), (1, ((2, 2), (-3, -3)), [0, 1, 4, 5])]
+    ("at", "wrong", "left"), [(0, ((-1, 1), None, None), [0, 2, 3, 4, 5]), (1, ((2, 2), (-3, -3), None), [0, 1, 4, 5])]
 )
 def test_what_cannot_be_written_is_counted_and_not_tried_again(
-    tmp_path: Path, at: int, wrong: tuple[tuple[int, ...], tuple[int, ...] | None], left: list[int]
+    tmp_path: Path, at: int, wrong: tuple[tuple[int, ...], tuple[int, ...] | None, Frame | None], left: list[int]
 ) -> None:
     ring, path = holding(tmp_path, "wrong", False)
     ring.held[at] = wrong

@@ -52,11 +52,11 @@ WORD, BYTE = Activity.WORD, Activity.BYTE
 _FRAME = Frame(STEP_WORDS)
 _STEP = struct.Struct(STEP_WORDS)
 HELD, PAUSE, PAUSE_ANSWERED = Ring.HELD, Ring.PAUSE, Ring.PAUSE_ANSWERED
-QUICK_NS = 1_000_000
+QUICK_NS = 2_000_000
 QUICK_TURNS = 4
 FIRST_TURNS = 64
 MAX_HELD = 32
-"""Turns shorter than a millisecond are written MAX_HELD at a time, and the call of such a turn is not staged, once
+"""Turns shorter than QUICK_NS are written up to MAX_HELD at a time, and the calls of such a turn are not staged, once
 QUICK_TURNS of them have followed each other, and never among the first: a short run is recorded to its last call."""
 
 
@@ -149,7 +149,7 @@ class Steps:
         once the tracer has given up."""
         self.ring: Ring | None = None
         self.quick = False
-        """Whether turns, which are the loader's, are so short that some may be held back: for MAX_HELD ms at most."""
+        """Whether turns, which are the loader's, are so short that some may be held back."""
         self.hurry = FIRST_TURNS
         """Short turns yet to come before any is held back."""
         self.backwards = 0

@@ -165,7 +165,7 @@ def short_turns(slower: float) -> None:
     """Let a turn count as short (see dpmon.tracer.steps) that would be so on the machine that the budget is for."""
     for name in ("steps", "plain", "lane"):
         module: Any = importlib.import_module(f"dpmon.tracer.{name}")
-        module.QUICK_NS = int(1e6 * slower)
+        module.QUICK_NS = int(module.QUICK_NS * slower)
 
 
 def child(case: str, blocks: int, steps: int) -> dict[str, list[float]]:

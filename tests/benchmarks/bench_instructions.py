@@ -25,8 +25,8 @@ from pathlib import Path
 from bench_inside import CASES, WARM_STEPS, installed, short_turns, traced_run
 
 SETTLE_STEPS = 64
-QUICK = {"usual", "calls", "dp2"}
-"""Cases whose turns are shorter than a millisecond where the README's figures are from; under Valgrind none is."""
+QUICK = {"usual", "calls", "deep", "dp2"}
+"""Cases whose turns are short (see dpmon.tracer.steps) where the README's figures are from; under Valgrind none is."""
 
 
 def control(*command: str) -> None:

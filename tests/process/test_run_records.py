@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 from collections import Counter
@@ -144,9 +145,18 @@ def test_without_any_history_the_rings_speak(dpmon: Dpmon) -> None:
     assert of_training(dpmon.records()) == whole == expected(3000)
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that has ended, to be copied."""
+    place = tmp_path_factory.mktemp("recorded")
+    runner = Dpmon(place / "state", place)
+    assert runner.run(WRITER, 2000, 10_000).status == 0
+    return runner.last()
+
+
 @pytest.mark.parametrize("damage", ["empty", "noise", "torn", "no table", "directory", "link"])
-def test_a_damaged_history_costs_no_more_than_itself(dpmon: Dpmon, damage: str, tmp_path: Path) -> None:
-    dpmon.run(WRITER, 2000, 10_000)
+def test_a_damaged_history_costs_no_more_than_itself(dpmon: Dpmon, recorded: Path, damage: str, tmp_path: Path) -> None:
+    shutil.copytree(recorded, dpmon.state / "dpmon" / "runs" / recorded.name)
     path = dpmon.last() / "history.sqlite"
     if damage == "empty":
         path.write_bytes(b"")

@@ -253,6 +253,8 @@ class Ring:
                     number += 1
                     head = end
                     count += 1
+                if not count:
+                    raise struct.error("a record that is larger than a block")
                 self._sequence = number
                 self.head = head
                 words[_HEAD] = head

@@ -255,6 +255,17 @@ def test_what_cannot_be_written_is_counted_and_not_tried_again(
         assert (reader.missed, reader.lost(), reader.held()) == (0, 6 - len(left), 0)
 
 
+def test_what_is_larger_than_a_block_is_not_tried_for_ever(tmp_path: Path) -> None:
+    ring, path = holding(tmp_path, "large", False)
+    ring.held.insert(1, ((b"",), None, Frame(f"<{BLOCK_BYTES}s")))  # type: ignore[arg-type]
+    with pytest.raises(struct.error):
+        ring.flush()
+    ring.flush()
+    with opened(path) as reader:
+        assert numbers(everything(reader)) == [0, 1, 2, 3, 4, 5]
+        assert (reader.missed, reader.lost(), reader.held()) == (0, 1, 0)
+
+
 def test_signals_at_any_time(path: str) -> None:
     """A real timer, a real handler."""
     ring = Ring(path, process=0, capacity=256 * BLOCK_BYTES)

@@ -147,6 +147,14 @@ def short_way(
             session.fault("begin", error)
         return True
 
+    def holds(site: Site) -> bool:
+        """Whether the module is where it was when its calls were planned."""
+        try:
+            return site.holds()
+        except Exception as error:  # noqa: BLE001 - ours must not reach the script
+            session.fault("place", error)
+            return False
+
     def any_call(module: Any, args: Any, kwargs: Any) -> Any:
         if (
             (steps.free == PLAIN and steps.thread == get_ident())
@@ -169,7 +177,7 @@ def short_way(
             or tracing() is not None
             or function_modes()
             or session.off
-            or not site.holds()
+            or not holds(site)
             or ring.words[request] != modes.serial
         ):
             return long_way(module, args, kwargs)

@@ -31,6 +31,7 @@ __all__ = [
     "Call",
     "Decoder",
     "Event",
+    "PartTimes",
     "Phase",
     "Record",
     "RecordError",
@@ -56,8 +57,10 @@ __all__ = [
     "pack_event",
     "pack_step",
     "pack_timed",
+    "part_times",
     "step_fields",
     "step_times",
+    "why_missing",
 ]
 
 MODES = ("", "dp", "single")
@@ -211,6 +214,17 @@ class Call:
     def __deepcopy__(self, memo: object) -> Call:
         """Nobody changes a record, so copies of what holds it share it."""
         return self
+
+
+class PartTimes(NamedTuple):
+    """What the devices took for each replica or stage of a call, in ms (None: not known), and why one is not known."""
+
+    ms: Sequence[float | None]
+    why: str
+
+    def of(self, index: int) -> float | None:
+        """Of the part at `index`."""
+        return self.ms[index] if index < len(self.ms) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -524,9 +538,11 @@ def _known_ms(time: float) -> float | None:
 
 
 def _reason(times: Iterable[float | None], why: int) -> str | None:
-    if all(time is not None for time in times):
-        return None
-    return UNTIMED[why] if 0 < why < len(UNTIMED) else _BEFORE
+    return None if all(time is not None for time in times) else _why(why)
+
+
+def _why(number: int) -> str:
+    return UNTIMED[number] if 0 < number < len(UNTIMED) else _BEFORE
 
 
 def _with_times(call: Call, times: Sequence[float], why: int) -> Call:
@@ -563,6 +579,19 @@ def known_times(payload: bytes) -> dict[str, float]:
     names = STEP_PHASES if len(payload) == _TIMED_HEAD.size + 4 * count else CALL_PHASES
     times = struct.unpack_from(f"<{min(count, len(names))}f", payload, len(payload) - 4 * count)
     return {name: time for name, one in zip(names, times, strict=False) if (time := _known_ms(one)) is not None}
+
+
+def why_missing(payload: bytes) -> str:
+    """Of a timed call, or of what `step_times` gave of a step: why a time that is not known is not."""
+    return _why(payload[1])
+
+
+def part_times(payload: bytes) -> PartTimes:
+    """Of a timed call: what is known of its replicas or stages, in their order, without decoding it."""
+    _, why, count, _ = _TIMED_HEAD.unpack_from(payload)
+    parts = max(count - len(CALL_PHASES), 0)
+    times = [_known_ms(time) for time in struct.unpack_from(f"<{parts}f", payload, len(payload) - 4 * parts)]
+    return PartTimes(times, _why(why))
 
 
 def kept_step_times(step: Step, kept: bytes) -> Step:

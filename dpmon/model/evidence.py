@@ -63,7 +63,7 @@ class BatchFacts(NamedTuple):
 
 
 class ReplicaFacts(NamedTuple):
-    """One replica in one mode: its rows (most often) and its forward's host time in ns."""
+    """One replica in one mode: its rows (most often) and its forward's host time in ns; its device's, where known."""
 
     mode: str
     root: str
@@ -74,6 +74,12 @@ class ReplicaFacts(NamedTuple):
     median_ns: float | None
     p95_ns: float | None
     virtual: bool
+    device_ns: float | None = None
+    """Median of what its device took for the forward."""
+    device_calls: int = 0
+    """In how many calls that is known."""
+    untimed: str | None = None
+    """Why it is known in none, if the record says."""
 
 
 @dataclass(frozen=True, slots=True)

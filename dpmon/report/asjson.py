@@ -12,11 +12,13 @@ evaluations   the same of steps without backward and optimizer, of modes whose o
 deleted       the same of steps of which only sums are left (medians and p95 within 3 %; evaluations are among
               them), and start_s, end_s, calls
 findings      kind, text, ground, advice, weight; the heaviest first
-replicas      mode, root, replica, device, calls, rows, median_ms, p95_ms, virtual; without evaluations
+replicas      mode, root, replica, device, calls, rows, median_ms, p95_ms, device_median_ms (of device_calls, those in
+              which it is known), virtual, absent: why it is in none; without evaluations
 sizes         mode, root, replica, device, inputs, outputs, calls: every size that a replica met
 ranks         process, rank, world, device, calls (all), steps, median_ms, samples_per_s (without evaluations), inputs,
-              outputs
-stages        root, stage, device, parts, calls, median_ms, inputs, outputs
+              outputs, forward_device_median_ms (of those steps, what the slowest of its devices took for the forward),
+              absent
+stages        root, stage, device, parts, calls, median_ms, device_median_ms, device_calls, inputs, outputs, absent
 devices       index, name, uuid, called, of_run, samples, util_median_pct, mem_used_max_bytes, mem_run_max_bytes,
               mem_total_bytes, temperature_max_c, power_max_w, throttled: {reason: samples}; gpu_absent: why none
 host          samples, cpu_median_pct, mem_used_max_bytes, mem_total_bytes; medians of cpus (how many processors),
@@ -134,8 +136,14 @@ def _replicas(story: Story) -> list[dict[str, Any]]:
     for fact in story.evidence.replicas:
         said = fact._asdict()
         times = {"median_ms": _ms(said.pop("median_ns")), "p95_ms": _ms(said.pop("p95_ns"))}
-        found.append({**said, **times})
+        on_device = _on_device(_ms(said.pop("device_ns")), said.pop("device_calls"), said.pop("untimed"))
+        found.append({**said, **times, **on_device})
     return found
+
+
+def _on_device(middle: float | None, calls: int, untimed: str | None) -> dict[str, Any]:
+    absent = {} if untimed is None else {"device_median_ms": untimed}
+    return {"device_median_ms": middle, "device_calls": calls, "absent": absent}
 
 
 def _ranks(story: Story) -> list[dict[str, Any]]:
@@ -143,7 +151,10 @@ def _ranks(story: Story) -> list[dict[str, Any]]:
     for line in story.ranks:
         said = line._asdict()
         walls = said.pop("walls")
-        found.append({**said, "median_ms": _ms(median(walls))})
+        del said["forward"]
+        name, why = "forward_device_median_ms", line.forward.untimed
+        on_device = {name: median(line.forward.ms), "absent": {} if why is None else {name: why}}
+        found.append({**said, "median_ms": _ms(median(walls)), **on_device})
     return found
 
 
@@ -151,8 +162,10 @@ def _stages(story: Story) -> list[dict[str, Any]]:
     found = []
     for line in story.stages:
         said = line._asdict()
-        walls = said.pop("walls")
-        found.append({**said, "parts": list(line.parts), "median_ms": _ms(median(walls))})
+        walls, times = said.pop("walls"), line.on_device
+        del said["on_device"]
+        on_device = _on_device(median(times.ms), len(times.ms), times.untimed)
+        found.append({**said, "parts": list(line.parts), "median_ms": _ms(median(walls)), **on_device})
     return found
 
 

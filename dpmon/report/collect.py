@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dpmon.model.evidence import (
-    WARM_UP_STEPS,
-    BatchFacts,
-    Evidence,
-    ReplicaFacts,
-    Worth,
-)
+from dpmon.model.evidence import WARM_UP_STEPS, Evidence, Worth
 from dpmon.model.findings import findings
 from dpmon.model.memory import held
-from dpmon.model.stats import median, percentile
-from dpmon.records import GRAD, MODES, TRAINING
+from dpmon.records import PartTimes
 from dpmon.report.compared import Settled, compared
 from dpmon.report.devices import Devices
 from dpmon.report.events import mode_change, process_facts
@@ -26,6 +18,7 @@ from dpmon.report.figures import deleted_facts, mode_facts
 from dpmon.report.longest import Longest
 from dpmon.report.pauses import There, any_of, together, within
 from dpmon.report.series import Series
+from dpmon.report.shares import Shares
 from dpmon.report.story import Compared, Deleted, ModeChange, ProcessFacts, Story
 from dpmon.run.add_up import add_up, why_nothing
 from dpmon.run.adder import Adder, is_evaluation
@@ -41,10 +34,7 @@ __all__ = ["collect"]
 LINES_KEPT = 12
 CHANGES_KEPT = 1000
 _TAIL_BYTES = 16384
-_DDP = "DistributedDataParallel"
-_VIRTUAL = 1
 _SECOND = 1_000_000_000
-_Share = tuple[int, int, int, int, bool]
 
 
 def collect(directory: Path) -> Story:
@@ -121,11 +111,8 @@ class _Collector(Adder):
         self._longest = Longest()
         self._seen: Counter[tuple[int, str]] = Counter()
         self._last_ns: int | None = None
-        self._shares: dict[_Share, tuple[list[array[int]], Counter[tuple[int, ...]]]] = {}
-        """By process, layout, number of the mode and of replicas, whether it evaluates: durations of each replica, and
-        how often the batch and they were of these sizes (definitions)."""
+        self._shares = Shares(self.definition)
         self.settled = Settled()
-        self._virtual: set[tuple[int, int]] = set()
 
     # ------------------------------------------------------------------------------------------ taking
 
@@ -154,21 +141,18 @@ class _Collector(Adder):
             return
         self._longest.step(process, number, mode, start, wall, phases, evaluation)
 
-    def called(self, process: int, head: Sequence[int], shares: Sequence[tuple[int, int, int, int]]) -> None:
+    def called(
+        self,
+        process: int,
+        head: Sequence[int],
+        shares: Sequence[tuple[int, int, int, int]],
+        parts: PartTimes | None,
+    ) -> None:
         """A call, as it lies in the record."""
-        mode, flags, _, layout, step, _, start, wall, inputs, _, *phases = head
+        _, _, _, _, step, _, start, wall, _, _, *phases = head
         self._there.take(process, start - self._origin, start - self._origin + max(wall, 0))
         self.settled.call(process, step, phases)
-        if flags & _VIRTUAL:
-            self._virtual.add((process, layout))
-        key = (process, layout, mode, len(shares), flags & (TRAINING | GRAD) == 0)
-        found = self._shares.get(key)
-        if found is None:
-            found = self._shares[key] = ([array("q") for _ in shares], Counter())
-        sizes = (inputs, *[got for got, _, _, _ in shares])
-        found[1][sizes] += 1
-        for times, (_, _, _, took) in zip(found[0], shares, strict=True):
-            times.append(took)
+        self._shares.call(process, head, shares, parts)
 
     def placed(self, mode: str, evaluation: bool, start: int, phases: Sequence[int]) -> None:
         """A call whose step is over."""
@@ -221,8 +205,8 @@ class _Collector(Adder):
         self.devices.paused = paused
         return Evidence(
             modes=tuple(mode_facts(name, mode, totals.virtual) for name, mode in sorted(totals.modes.items())),
-            batches=tuple(self._batch_facts()),
-            replicas=tuple(self._replica_facts()),
+            batches=tuple(self._shares.batches()),
+            replicas=tuple(self._shares.replicas()),
             devices=self.devices.facts(),
             host=self.devices.processors(),
             memory=tuple(held(totals.memory.values())),
@@ -235,68 +219,6 @@ class _Collector(Adder):
             paused_ns=within(paused, 0, last),
             paused_after_ns=within(paused, self._last_ns or 0, last),
         )
-
-    def _layout(self, process: int, layout: int) -> tuple[str, list[str]] | None:
-        """Root and devices of a layout; None for one that is unknown or DDP's, whose ranks are no replicas."""
-        value = self.definition(process, layout)
-        if not isinstance(value, dict) or value.get("via") == _DDP or not isinstance(value.get("devices"), list):
-            return None
-        return str(value.get("root")), [str(device) for device in value["devices"]]
-
-    def _rows_of(self, process: int, number: int) -> int | None:
-        """Rows of a definition of sizes: the first dimension of the first tensor that has one."""
-        value = self.definition(process, number) if number else None
-        for size in value if isinstance(value, list) else ():
-            if isinstance(size, list) and len(size) > 1 and isinstance(size[1], list) and size[1]:
-                return size[1][0] if type(size[1][0]) is int else None
-        return None
-
-    def _batch_facts(self) -> list[BatchFacts]:
-        found: dict[tuple[str, int], list[tuple[int, int | None, int]]] = {}
-        for (process, layout, mode, replicas, _), (_, sizes) in self._shares.items():
-            about = self._layout(process, layout)
-            if about is None or len(about[1]) < 2 or MODES[mode] != "dp":
-                continue
-            by_rows: Counter[int | None] = Counter()
-            for (inputs, *_), calls in sizes.items():
-                by_rows[self._rows_of(process, inputs)] += calls
-            for rows, calls in by_rows.items():
-                found.setdefault((about[0], len(about[1])), []).append((replicas, rows, calls))
-        facts = []
-        for (root, devices), groups in found.items():
-            idle = [(calls, rows, devices - replicas) for replicas, rows, calls in groups if replicas < devices]
-            calls = sum(calls for _, _, calls in groups)
-            if idle:
-                _, rows, without = max(idle, key=lambda group: group[0])
-                facts.append(BatchFacts(root, devices, calls, sum(count for count, _, _ in idle), rows, without))
-            else:
-                facts.append(BatchFacts(root, devices, calls, 0, None, 0))
-        return facts
-
-    def _replica_facts(self) -> list[ReplicaFacts]:
-        times: dict[tuple[str, str, int, str], array[int]] = {}
-        rows: dict[tuple[str, str, int, str], Counter[int | None]] = {}
-        virtual: set[tuple[str, str, int, str]] = set()
-        trained = {key[:3] for key in self._shares if not key[4]}
-        for (process, layout, mode, _, evaluation), (arrays, sizes) in self._shares.items():
-            about = self._layout(process, layout)
-            if about is None or (evaluation and (process, layout, mode) in trained):
-                continue
-            for index, took in enumerate(arrays[: len(about[1])]):
-                key = (MODES[mode], about[0], index, about[1][index])
-                times.setdefault(key, array("q")).extend(took)
-                if (process, layout) in self._virtual and MODES[mode] == "dp":
-                    virtual.add(key)
-                counts = rows.setdefault(key, Counter())
-                for (_, *got), count in sizes.items():
-                    counts[self._rows_of(process, got[index])] += count
-        facts = []
-        for key in sorted(times):
-            ordered = sorted(times[key])
-            often = rows[key].most_common(1)[0][0]
-            middle, tail = median(ordered), percentile(ordered, 0.95)
-            facts.append(ReplicaFacts(*key, len(ordered), often, middle, tail, key in virtual))
-        return facts
 
 
 def _worth(found: Compared | None) -> Worth | None:

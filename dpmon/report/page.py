@@ -19,7 +19,19 @@ from dpmon.report.plots import Plot, plots
 from dpmon.report.said import comparison, facts, findings_note, of_what_is_left, phase_table, step_rows
 from dpmon.report.story import Story
 from dpmon.report.text import MAX_ROWS
-from dpmon.report.words import Row, device_cells, ended, pause_rows, pauses_lost, rank_rows, replica_rows, stage_rows
+from dpmon.report.words import (
+    FORWARD_ON_DEVICE,
+    ON_DEVICE,
+    Row,
+    device_cells,
+    ended,
+    pause_rows,
+    pauses_lost,
+    rank_rows,
+    replica_rows,
+    stage_rows,
+    with_device,
+)
 from dpmon.run.rundir import short_name
 from dpmon.ui.format import UNKNOWN, clock, compact, memory, ms
 from dpmon.ui.text import clean
@@ -208,6 +220,7 @@ def _sized(title: str, rows: Sequence[Row], *, ranks: bool) -> Iterable[str]:
         head[3:5] = ["steps", "step", "samples/s"]
         for cells, row in zip(shown, rows, strict=False):
             cells[3:5] = [f"{row.steps:,}", ms(row.median_ns), compact(row.samples_per_s)]
+    head, *shown = map(list, with_device([head, *shown], rows, FORWARD_ON_DEVICE if ranks else ON_DEVICE))
     yield from _table(head, shown, (1, len(head) - 1))
     if len(rows) > MAX_ROWS:
         yield f"<p class=soft>and {len(rows) - MAX_ROWS:,} more; --json has them all</p>\n"

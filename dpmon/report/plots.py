@@ -231,10 +231,22 @@ def _replicas(story: Story) -> Plot | None:
     middles = [(fact.median_ns or 0) / 1e6 for fact in facts]
     above = [max((fact.p95_ns or 0) / 1e6 - middle, 0) for fact, middle in zip(facts, middles, strict=True)]
     error = {"type": "data", "symmetric": False, "array": above, "arrayminus": [0] * len(above)}
-    trace = {"type": "bar", "x": labels, "y": middles, "error_y": error, "marker": {"color": _COLOURS["forward"]}}
+    trace: dict[str, Any] = {
+        "type": "bar",
+        "x": labels,
+        "y": middles,
+        "error_y": error,
+        "marker": {"color": _COLOURS["forward"]},
+    }
+    traces, note = [trace], "median, the whisker to the 95th percentile"
     layout = _axes("ms (host)", x="", showlegend=False)
     layout["xaxis"] = {"automargin": True, "type": "category"}
-    return Plot("replicas", "Forward of the replicas", "median, the whisker to the 95th percentile", [trace], layout)
+    on_device = [None if fact.device_ns is None else fact.device_ns / 1e6 for fact in facts]
+    if any(middle is not None for middle in on_device):
+        beside = {"type": "bar", "x": labels, "y": on_device, "marker": {"color": _LINES[0]}, "name": "on device"}
+        traces, note = [{**trace, "name": "on the host"}, beside], f"{note} of host times"
+        layout |= {"barmode": "group", "showlegend": True, "yaxis": _axes("ms")["yaxis"]}
+    return Plot("replicas", "Forward of the replicas", note, traces, layout)
 
 
 def _devices(story: Story, what: str) -> Plot | None:

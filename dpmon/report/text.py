@@ -10,6 +10,7 @@ from dpmon.report.layout import cut, more, sized_table, table, wrap, wrapped
 from dpmon.report.said import comparison, facts, findings_note, is_mixed, of_what_is_left, phase_table, step_rows
 from dpmon.report.story import Story
 from dpmon.report.words import (
+    FORWARD_ON_DEVICE,
     device_cells,
     ended,
     pause_rows,
@@ -17,6 +18,7 @@ from dpmon.report.words import (
     rank_rows,
     replica_rows,
     stage_rows,
+    with_device,
 )
 from dpmon.run.rundir import short_name
 from dpmon.ui.format import UNKNOWN, clock, compact, memory, memory_of, ms
@@ -139,7 +141,7 @@ def _replicas(story: Story, width: int) -> list[str]:
         (row.label, row.device, f"{row.calls:,}", ms(row.median_ns), ms(row.p95_ns), row.sizes)
         for row in rows[:MAX_ROWS]
     ]
-    return [*lines, *sized_table([head, *shown], width), *more(len(rows), MAX_ROWS)]
+    return [*lines, *sized_table(with_device([head, *shown], rows), width), *more(len(rows), MAX_ROWS)]
 
 
 def _ranks(story: Story, width: int) -> list[str]:
@@ -161,7 +163,7 @@ def _ranks(story: Story, width: int) -> list[str]:
     ]
     return [
         *wrap(f"RANKS{of_what_is_left(story)}", width, ""),
-        *sized_table([head, *shown], width),
+        *sized_table(with_device([head, *shown], rows, FORWARD_ON_DEVICE), width),
         *more(len(rows), MAX_ROWS),
     ]
 
@@ -173,7 +175,7 @@ def _stages(story: Story, width: int) -> list[str]:
     lines = wrap(f"STAGES (parts of the model on several devices){of_what_is_left(story)}", width, "")
     head = ("", "device", "calls", "host time", "parts: received -> returned")
     shown = [(row.label, row.device, f"{row.calls:,}", ms(row.median_ns), row.sizes) for row in rows[:MAX_ROWS]]
-    return [*lines, *sized_table([head, *shown], width), *more(len(rows), MAX_ROWS)]
+    return [*lines, *sized_table(with_device([head, *shown], rows), width), *more(len(rows), MAX_ROWS)]
 
 
 def _devices(story: Story, width: int) -> list[str]:

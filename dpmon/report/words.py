@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dpmon.model.evidence import DeviceFacts, ModeFacts
@@ -11,9 +11,11 @@ from dpmon.model.finding import many, took
 from dpmon.model.stats import median
 from dpmon.report.story import ModeChange, Story
 from dpmon.run.pauses import Paused, PauseTotals
-from dpmon.ui.format import UNKNOWN, clock, memory, memory_of, percent
+from dpmon.ui.format import UNKNOWN, clock, memory, memory_of, ms, percent
 
 __all__ = [
+    "FORWARD_ON_DEVICE",
+    "ON_DEVICE",
     "Row",
     "device_cells",
     "duration",
@@ -28,7 +30,11 @@ __all__ = [
     "stage_rows",
     "times_paused",
     "what_ran",
+    "with_device",
 ]
+
+ON_DEVICE, FORWARD_ON_DEVICE = "on device", "forward on device"
+"""Titles of columns."""
 
 _NOT_SEEN = "sizes not seen"
 _PARTS_NAMED = 4
@@ -48,6 +54,8 @@ class Row(NamedTuple):
     p95_ns: float | None
     samples_per_s: float | None
     sizes: str
+    device_ns: float | None = None
+    """Median of what the device took: for the calls, of a rank for the forward of a step."""
 
 
 def duration(seconds: float) -> str:
@@ -160,6 +168,7 @@ def replica_rows(story: Story) -> list[Row]:
                 fact.p95_ns if fact is not None else None,
                 None,
                 _most(sizes),
+                fact.device_ns if fact is not None else None,
             )
         )
     return rows
@@ -178,8 +187,13 @@ def rank_rows(story: Story) -> list[Row]:
         label = f"process {line.process}" if line.rank is None else f"rank {line.rank} of {line.world or '?'}"
         flow = _flow(line.inputs, line.outputs)
         middle = median(line.walls)
-        rows.append(Row(label, line.device, line.calls, line.steps, middle, None, line.samples_per_s, flow))
+        forward = _ns(median(line.forward.ms))
+        rows.append(Row(label, line.device, line.calls, line.steps, middle, None, line.samples_per_s, flow, forward))
     return rows
+
+
+def _ns(ms: float | None) -> float | None:
+    return None if ms is None else ms * 1e6
 
 
 def stage_rows(story: Story) -> list[Row]:
@@ -190,8 +204,17 @@ def stage_rows(story: Story) -> list[Row]:
         if len(line.parts) > _PARTS_NAMED:
             parts += f" and {len(line.parts) - _PARTS_NAMED} more"
         flow = f"{parts}: {line.inputs or _NOT_SEEN} -> {line.outputs or 'not finished'}"
-        rows.append(Row(f"{line.root} {line.stage}", line.device, line.calls, 0, median(line.walls), None, None, flow))
+        label, device = f"{line.root} {line.stage}", _ns(median(line.on_device.ms))
+        rows.append(Row(label, line.device, line.calls, 0, median(line.walls), None, None, flow, device))
     return rows
+
+
+def with_device(cells: Sequence[Sequence[str]], rows: Sequence[Row], title: str = ON_DEVICE) -> list[tuple[str, ...]]:
+    """A table with its head (`cells`), and before its last column one of the devices' times where one is known."""
+    if all(row.device_ns is None for row in rows):
+        return [tuple(line) for line in cells]
+    column = [title, *(ms(row.device_ns) for row in rows)]
+    return [(*line[:-1], cell, line[-1]) for line, cell in zip(cells, column, strict=False)]
 
 
 def paused(story: Story) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from dpmon.records import (
@@ -13,14 +13,18 @@ from dpmon.records import (
     MODES,
     STEP_PHASES,
     TRAINING,
+    PartTimes,
     call_head,
     call_replicas,
     call_stages,
     is_timed,
     known_times,
+    part_times,
+    why_missing,
 )
 from dpmon.run.rollup import Rollup
-from dpmon.run.totals import Deleted, ModeTotals, RankLine, ReplicaLine, StageLine, Totals
+from dpmon.run.staged import Stages
+from dpmon.run.totals import Deleted, ModeTotals, OnDevice, RankLine, ReplicaLine, Totals, why_untimed
 
 __all__ = ["Adder", "is_evaluation"]
 
@@ -38,8 +42,8 @@ def is_evaluation(phases: Sequence[int | None]) -> bool:
     return phases[_BACKWARD] is None and phases[_OPTIMIZER] is None
 
 
-def _on_devices(mode: ModeTotals, times: bytes) -> None:
-    for name, took in known_times(times).items():
+def _on_devices(mode: ModeTotals, times: Mapping[str, float]) -> None:
+    for name, took in times.items():
         mode.device_ms.setdefault(name, array("d")).append(took)
 
 
@@ -63,12 +67,13 @@ class Adder:
         """Rank and world of each process, as it said itself."""
         self._walls: dict[tuple[int, str, bool], array[int]] = {}
         """By process, mode, and whether it is an evaluation."""
+        self._forwards: dict[tuple[int, str, bool], OnDevice] = {}
+        """The same of what the slowest device took for the forward of a step; only of steps that hold times of it."""
         self._modes: dict[tuple[str, bool], ModeTotals] = {}
         """By mode, and whether it is an evaluation."""
         self._calls: dict[int, list[_Waiting]] = {}
         """Of each process those whose step is not over: then it is known what they are part of."""
-        self._stages: dict[tuple[int, ...], list[Any]] = {}
-        """By process, layout, number of the stage, its definition and sizes: calls, durations."""
+        self._stages = Stages()
 
     def define(self, process: int, number: int, value: Any) -> None:
         """Remember a definition."""
@@ -132,7 +137,10 @@ class Adder:
         else:
             found.samples[process] += samples
         if times is not None:
-            _on_devices(found, times)
+            known = known_times(times)
+            _on_devices(found, known)
+            forward = self._forwards.setdefault((process, mode, evaluation), OnDevice())
+            forward.take(known.get("forward"), why_missing(times))
         for name, took in zip(STEP_PHASES, phases, strict=True):
             if took is not None:
                 _times(found.step_phases, name).append(took)
@@ -141,22 +149,19 @@ class Adder:
         """`payload`: of a call, as in the ring."""
         head = call_head(payload)
         shares = call_replicas(payload)
-        self.called(process, head, shares)
+        parts = part_times(payload) if is_timed(payload) else None
+        self.called(process, head, shares, parts)
         mode_number, flags, _, layout, step, _, start, _, _, _, *phases = head
         mode = MODES[mode_number]
         self._processes.add(process)
         waiting = self._calls.setdefault(process, [])
-        times = payload if is_timed(payload) else None
+        times = payload if parts is not None else None
         waiting.append((step, mode, flags & (TRAINING | GRAD) == 0, start, phases, times))
         if len(waiting) > _WAITING:  # a process whose calls are in no step
             self._count_call(*waiting.pop(0)[1:])
         sizes = tuple((got, gave) for got, gave, _, _ in shares)
         self._groups[process, mode, flags & 1, layout, sizes] += 1
-        for index, (number, got, gave, _, took) in enumerate(call_stages(payload)):
-            entry = self._stages.setdefault((process, layout, index, number, got, gave), [0, array("q")])
-            entry[0] += 1
-            if took >= 0:
-                entry[1].append(took)
+        self._stages.call(process, layout, call_stages(payload), parts)
 
     def _settle(self, process: int, step: int, evaluation: bool) -> None:
         """A step is over: its calls are what it is."""
@@ -174,7 +179,7 @@ class Adder:
         found = self._mode(mode, evaluation)
         found.calls += 1
         if times is not None:
-            _on_devices(found, times)
+            _on_devices(found, known_times(times))
         for index, name in enumerate(CALL_PHASES):
             if phases[2 * index] >= 0:
                 _times(found.call_phases, name).append(phases[2 * index + 1])
@@ -183,8 +188,17 @@ class Adder:
     def placed(self, mode: str, evaluation: bool, start: int, phases: Sequence[int]) -> None:
         """For those who want to know what a call was part of, too; `phases` as in `call_head`."""
 
-    def called(self, process: int, head: Sequence[int], shares: Sequence[tuple[int, int, int, int]]) -> None:
-        """For those who want more of a call than is added up here: as `call_head` and `call_replicas` give it."""
+    def called(
+        self,
+        process: int,
+        head: Sequence[int],
+        shares: Sequence[tuple[int, int, int, int]],
+        parts: PartTimes | None,
+    ) -> None:
+        """For those who want more of a call than is added up here: as `call_head` and `call_replicas` give it.
+
+        `parts`: as `part_times` does; None for a call that holds no times of devices.
+        """
 
     def event(self, kind: str, data: Any) -> None:
         """An event; `data` without its kind."""
@@ -233,50 +247,38 @@ class Adder:
         self.totals.replicas = [ReplicaLine._make((*key, count)) for key, count in sorted(lines.items(), key=_order)]
         self.totals.processes = len(self._processes)
         self.totals.pauses.settle()
-        self.totals.stages = self._stage_lines()
+        self.totals.stages = self._stages.lines(self.definition, self._text)
         if several:
             ranks = [self._rank_line(process) for process in self._processes]
             self.totals.ranks = sorted(ranks, key=lambda line: (line.rank is None, line.rank or 0, line.process))
         return self.totals
 
-    def _stage_lines(self) -> list[StageLine]:
-        lines: dict[tuple[Any, ...], StageLine] = {}
-        for (process, layout_number, index, number, got, gave), (calls, walls) in self._stages.items():
-            layout, stage = (self._definitions.get((process, which)) for which in (layout_number, number))
-            if not isinstance(layout, dict) or not isinstance(stage, dict):
-                continue
-            names = tuple(str(name) for name in stage.get("parts") or ())
-            key = (str(layout.get("root")), index, str(stage.get("device")), names, self._text(process, got),
-                   self._text(process, gave))  # fmt: skip
-            before = lines.get(key)
-            lines[key] = StageLine(
-                *key, calls + (before.calls if before else 0), walls + before.walls if before else walls
-            )
-        return sorted(lines.values(), key=lambda line: (line.root, line.stage, -line.calls))
-
     def _rank_line(self, process: int) -> RankLine:
         groups = [(count, key) for key, count in self._groups.items() if key[0] == process]
         calls = sum(count for count, _ in groups)
-        device, got, gave = "?", None, None
+        device, got, gave, untimed = "?", None, None, None
         if groups:
             _, (_, _, _, layout_number, sizes) = max(groups, key=lambda group: group[0])
             layout = self._definitions.get((process, layout_number))
             devices = layout.get("devices") if isinstance(layout, dict) else None
             device = " ".join(map(str, devices)) if devices else "?"
+            untimed = why_untimed(layout)
             if len(sizes) == 1:
                 got, gave = self._text(process, sizes[0][0]), self._text(process, sizes[0][1])
         # Of the steps that the modes' figures are of, too.
         kinds = [(mode, evaluation) for mode, evaluation in self._modes
                  if not evaluation or mode not in self.totals.evaluations]  # fmt: skip
-        walls = array("q")
+        walls, forward = array("q"), OnDevice()
         for kind in kinds:
-            walls.extend(self._walls.get((process, *kind), ()))
+            of_kind = self._walls.get((process, *kind), array("q"))
+            walls.extend(of_kind)
+            forward.add(self._forwards.get((process, *kind), OnDevice()), len(of_kind), untimed)
         spent = sum(walls)
         unknown = any(self._modes[kind].unknown_samples for kind in kinds)
         samples = sum(self._modes[kind].samples[process] for kind in kinds)
         speed = samples * 1e9 / spent if spent and not unknown else None
         rank, world = self._ranks.get(process, (None, None))
-        return RankLine(process, rank, world, device, got, gave, calls, len(walls), walls, speed)
+        return RankLine(process, rank, world, device, got, gave, calls, len(walls), walls, speed, forward)
 
     def _text(self, process: int, number: int) -> str | None:
         """Sizes as people write them, None if they were not seen: [30, 5] or x [30, 5], mask [30]."""

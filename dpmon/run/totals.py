@@ -10,13 +10,48 @@ from typing import Any, NamedTuple
 from dpmon.run.pauses import Pauses
 from dpmon.run.rollup import Rollup
 
-__all__ = ["Deleted", "ModeTotals", "RankLine", "ReplicaLine", "StageLine", "Totals"]
+__all__ = ["Deleted", "ModeTotals", "OnDevice", "RankLine", "ReplicaLine", "StageLine", "Totals", "why_untimed"]
 
 
 def _speed(samples: Counter[int], step_ns: Counter[int]) -> float | None:
     if not step_ns or not all(ns > 0 for ns in step_ns.values()):
         return None
     return sum(samples[process] * 1e9 / ns for process, ns in step_ns.items())
+
+
+@dataclass(slots=True)
+class OnDevice:
+    """What the device took for a part of calls or steps: ms of each of which it is known, and why not of how many."""
+
+    ms: array[float] = field(default_factory=lambda: array("d"))
+    why: Counter[str] = field(default_factory=Counter)
+
+    def take(self, took: float | None, why: str) -> None:
+        """Of one more; `why` it is not known, if it is not."""
+        if took is None:
+            self.why[why] += 1
+        else:
+            self.ms.append(took)
+
+    def add(self, other: OnDevice, count: int, otherwise: str | None) -> None:
+        """Add all of `other`, which is of so many; `otherwise`: why those that it does not have are not timed."""
+        self.ms.extend(other.ms)
+        self.why.update(other.why)
+        left = count - len(other.ms) - other.why.total()
+        if left > 0 and otherwise is not None:
+            self.why[otherwise] += left
+
+    @property
+    def untimed(self) -> str | None:
+        """Why nothing is known, most often; None if something is, or if the record does not say."""
+        return None if self.ms or not self.why else self.why.most_common(1)[0][0]
+
+
+def why_untimed(layout: Any) -> str | None:
+    """Why the calls of a layout (a definition) have no times of devices, as far as their records have none."""
+    absent = layout.get("absent") if isinstance(layout, dict) else None
+    reason = absent.get("device_ms") if isinstance(absent, dict) else None
+    return reason if isinstance(reason, str) else None
 
 
 @dataclass
@@ -104,6 +139,8 @@ class RankLine(NamedTuple):
     steps: int
     walls: array[int]
     samples_per_s: float | None
+    forward: OnDevice
+    """What the slowest of its devices took for the forward of those steps."""
 
 
 class StageLine(NamedTuple):
@@ -117,6 +154,7 @@ class StageLine(NamedTuple):
     outputs: Any
     calls: int
     walls: array[int]
+    on_device: OnDevice
 
 
 @dataclass

@@ -5,7 +5,9 @@
             of steps in the mode in force of the first process, ranks where several train, devices and host as in
             the record, warnings, dropped, absent: why something is null. phases are those of a step and together
             are the whole of it; call_phases are those of its calls (scatter, replicate, parallel_apply, gather),
-            which lie within the step's forward. A phase that did not run is not there
+            which lie within the step's forward. A phase that did not run is not there. device_median_ms beside the
+            host's times is what the slowest device took for the same, the median of the newest 128 steps in this mode
+            in which that is known; null where it is in none, and for other, which is on the host
     message text: what dpmon would have said in words
     exit    run, t_s, status, signal: the last line
 
@@ -28,7 +30,7 @@ from dpmon.model import State, fold
 from dpmon.model.history import figures, forward_figures
 from dpmon.model.ranks import training
 from dpmon.model.state import Process
-from dpmon.model.stats import PhaseFigures, speed
+from dpmon.model.stats import PhaseFigures, median, speed
 from dpmon.records import STEP_PHASES
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError
@@ -170,6 +172,10 @@ def _progress(focus: Process | None, now_ns: int | None, absent: dict[str, str])
     named = {phase.name: phase for phase in found.phases}
     # The whole forward of the steps: elsewhere the model has the phases of the calls apart from it.
     forward = forward_figures(focus, focus.mode, _SPAN_S)
+    on_device = _on_device(focus)
+    if found.steps and not on_device:
+        reason = _why_untimed(focus)
+        absent |= {} if reason is None else {"device_median_ms": reason}
     return {
         "step": focus.last_step.step,
         "steps_per_s": fast.steps_per_s,
@@ -177,8 +183,8 @@ def _progress(focus: Process | None, now_ns: int | None, absent: dict[str, str])
         "mode": focus.mode or None,
         "virtual": focus.virtual,
         "step_ms": _ms(found.median_ns, found.p95_ns) if found.steps else None,
-        "phases": _phases({**named, "forward": forward}, _STEP_PHASES) if found.steps else None,
-        "call_phases": _phases(named, _CALL_PHASES) if found.steps else None,
+        "phases": _phases({**named, "forward": forward}, _STEP_PHASES, on_device) if found.steps else None,
+        "call_phases": _phases(named, _CALL_PHASES, on_device) if found.steps else None,
     }
 
 
@@ -189,11 +195,28 @@ def _ms(median_ns: float | None, p95_ns: float | None) -> dict[str, float | None
     }
 
 
-def _phases(figures: Mapping[str, PhaseFigures], names: Mapping[str, str]) -> dict[str, Any]:
+def _on_device(focus: Process) -> dict[str, float]:
+    """Medians of what the slowest device took, by what the screen calls a phase, but of the whole forward; ms."""
+    track = focus.modes.get(focus.mode)
+    times = {} if track is None else {**track.device_ms, "forward": track.forward_ms}
+    return {name: middle for name, one in times.items() if (middle := median(one)) is not None}
+
+
+def _why_untimed(focus: Process) -> str | None:
+    """Why no time of a device is known, if the newest step or call says so."""
+    if focus.turn is not None and focus.turn.untimed is not None:
+        return focus.turn.untimed
+    return focus.calls_kept[-1].absent.get("device_ms") if focus.calls_kept else None
+
+
+def _phases(
+    figures: Mapping[str, PhaseFigures], names: Mapping[str, str], on_device: Mapping[str, float]
+) -> dict[str, Any]:
     """Of the phases in `names` (ours, the record's) those that ran."""
-    found = {said: figures[name] for name, said in names.items() if name in figures}
     return {
-        said: {**_ms(phase.median_ns, phase.p95_ns), "share": phase.share} for said, phase in found.items() if phase.ran
+        said: {**_ms(phase.median_ns, phase.p95_ns), "share": phase.share, "device_median_ms": on_device.get(name)}
+        for name, said in names.items()
+        if (phase := figures.get(name)) is not None and phase.ran
     }
 
 

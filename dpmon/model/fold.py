@@ -204,16 +204,20 @@ def _step(state: State, step: Step) -> None:
     _mark(process, sample)
     process.turn = step
     if step.device_ms is not None:
-        _device_phases(process, track, step)
+        _device_phases(process, track, step, sample)
     add_settled(process, track, sample)
     add_step(process, sample, mode)
 
 
-def _device_phases(process: Process, track: ModeTrack, step: Step) -> None:
+def _device_phases(process: Process, track: ModeTrack, step: Step, sample: StepSample) -> None:
     """What the devices took for each phase as it is shown: the phases of the calls are taken out of forward."""
     found = dict(step.device_ms or {})
+    whole = found.get("forward")
+    if whole is not None:
+        track.forward_ms.append(whole)
     number, inside = process.open_device
-    if number == step.step and inside:
+    # Where the host's times of them could not be told apart (see with_calls), its forward is whole: so is theirs.
+    if number == step.step and inside and any(took >= 0 for took in sample.phases[CALLS_AT]):
         found.update(inside)
         forward, known = found.get("forward"), [took for took in inside.values() if took is not None]
         if forward is not None:

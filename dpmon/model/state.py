@@ -152,6 +152,8 @@ class ModeTrack:
     """By device, how much memory was used while in this mode."""
     device_ms: dict[str, deque[float]] = field(default_factory=dict)
     """By phase (of PHASES): what the slowest device took, in the newest steps of which that is known."""
+    forward_ms: deque[float] = field(default_factory=lambda: deque(maxlen=CALLS_TIMED))
+    """The same of the whole forward, the phases of the calls within."""
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -95,6 +96,17 @@ def test_calls_that_took_longer_than_the_forward_leave_it_whole() -> None:
     found = phases_of(folded([a_call(phases={"parallel_apply": Phase(0, 11)}), a_step()]))
     assert found["forward"] == 10
     assert found["apply"] == NOT_RUN
+
+
+@pytest.mark.parametrize(("took", "forward", "apply"), [(9, [1.5], [2.5]), (11, [4.0], None)])
+def test_what_stands_by_itself_on_the_host_does_on_the_devices(
+    took: int, forward: list[float], apply: list[float] | None
+) -> None:
+    state = folded([a_call(phases={"parallel_apply": Phase(0, took, 2.5)}), a_step(device_ms={"forward": 4.0})])
+    track = state.processes[0].modes["dp"]
+    assert list(track.device_ms["forward"]) == forward
+    assert track.device_ms.get("apply") == (apply if apply is None else deque(apply))
+    assert list(track.forward_ms) == [4.0], "whole"
 
 
 def test_a_phase_that_did_not_run_has_no_figures() -> None:

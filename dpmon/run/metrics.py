@@ -1,8 +1,7 @@
 """A run's figures as a file in Prometheus' text format, for node_exporter's textfile collector. Off unless asked for.
 
-Written from the description of the exposition format (prometheus.io, "Exposition formats", 0.0.4). The file is replaced
-in one step, so that whoever collects it never sees half of it; everybody may read it, since the collector is another
-user.
+The file is replaced in one step, so that whoever collects it never sees half of it; everybody may read it, since the
+collector is another user.
 
 What only ever grows is a counter (or the histogram of step times): rates and quantiles are for Prometheus to make. What
 is not known is not there; it is never 0.
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.records import CALL_PHASES, STEP_PHASES, Call, Event, Record, Step
+from dpmon.run.exposition import histogram, metric
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, short_name
 
@@ -30,7 +29,6 @@ EVERY_S = 5.0
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 MAX_PROCESSES = 1024
 MAX_DEVICES = 256
-MAX_LABEL = 200
 
 # Field of a sample, name, what it is multiplied by, what it says.
 _DEVICE = (
@@ -59,9 +57,25 @@ def metrics_path(asked: str, info: RunInfo) -> Path:
     return path / f"dpmon-{short_name(info)}.prom" if path.is_dir() else path
 
 
+class _OnDevice:
+    """What devices took for each phase, in ms, over so many steps or calls: those in which it was known."""
+
+    __slots__ = ("known", "ms")
+
+    def __init__(self) -> None:
+        self.ms: dict[str, float] = {}
+        self.known: dict[str, int] = {}
+
+    def add(self, name: str, took: float | None) -> None:
+        """Of one more step or call; None: not known."""
+        if took is not None:
+            self.ms[name] = self.ms.get(name, 0.0) + took
+            self.known[name] = self.known.get(name, 0) + 1
+
+
 @dataclass(slots=True)
 class _Steps:
-    """What is counted of one process in one mode."""
+    """What is counted of the steps of one process in one mode."""
 
     buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
     count: int = 0
@@ -69,6 +83,16 @@ class _Steps:
     samples: int = 0
     unknown: int = 0
     phases: dict[str, int] = field(default_factory=dict)
+    on_device: _OnDevice = field(default_factory=_OnDevice)
+
+
+@dataclass(slots=True)
+class _Calls:
+    """The phases of the calls of one process in one mode."""
+
+    phases: dict[str, int] = field(default_factory=dict)
+    """On the host, ns."""
+    on_device: _OnDevice = field(default_factory=_OnDevice)
 
 
 class Metrics:
@@ -81,8 +105,8 @@ class Metrics:
         self._failing = self._over = False
         self._due = 0.0
         self._steps: dict[tuple[int, int | None, str], _Steps] = {}
-        self._calls: dict[tuple[int, int | None, str], dict[str, int]] = {}
-        """Host time (ns) of the phases of the calls, by process, rank and mode."""
+        self._calls: dict[tuple[int, int | None, str], _Calls] = {}
+        """By process, rank and mode."""
         self._last: dict[int, tuple[int, float]] = {}
         """By process: number of its newest step, and when it ended (s since 1970)."""
         self._devices: dict[int, Mapping[str, Any]] = {}
@@ -143,6 +167,8 @@ class Metrics:
             found.samples += step.samples
         for name, took in step.phases.items():
             found.phases[name] = found.phases.get(name, 0) + took
+        for name, spent in (step.device_ms or {}).items():
+            found.on_device.add(name, spent)
         ended = self._reader.info.started_unix + (step.start_ns + step.wall_ns) / 1e9
         self._last[step.process] = (step.step, ended)
 
@@ -150,10 +176,11 @@ class Metrics:
         key = (call.process, call.rank, call.mode)
         if not call.phases or (key not in self._calls and len(self._calls) >= 2 * MAX_PROCESSES):
             return
-        found = self._calls.setdefault(key, {})
+        found = self._calls.setdefault(key, _Calls())
         for name, phase in call.phases.items():
             if phase.host_ns >= 0:
-                found[name] = found.get(name, 0) + phase.host_ns
+                found.phases[name] = found.phases.get(name, 0) + phase.host_ns
+                found.on_device.add(name, phase.device_ms)
 
     # ------------------------------------------------------------------------------------------ writing
 
@@ -180,27 +207,27 @@ class Metrics:
         run = {"run": short_name(info)}
         about = {**run, "id": info.id, "name": info.name, "script": info.script}
         lines: list[str] = []
-        lines += _metric("run_info", "gauge", "The run that the others are of.", [(about, 1)])
+        lines += metric("run_info", "gauge", "The run that the others are of.", [(about, 1)])
         started = [(run, info.started_unix)]
-        lines += _metric("run_start_time_seconds", "gauge", "When the run began, since 1970.", started)
-        lines += _metric(
+        lines += metric("run_start_time_seconds", "gauge", "When the run began, since 1970.", started)
+        lines += metric(
             "run_running", "gauge", "1 while the run goes on, 0 when it has ended.", [(run, int(how is None))]
         )
         if how is not None and how.status is not None:
-            lines += _metric("run_exit_status", "gauge", "The status the run ended with.", [(run, how.status)])
+            lines += metric("run_exit_status", "gauge", "The status the run ended with.", [(run, how.status)])
         lines += self._step_lines(run)
-        lines += _metric(
+        lines += metric(
             "records_dropped_total", "counter", "Records that were lost before they were read.",
             [(run, self._reader.missed)],
         )  # fmt: skip
-        lines += _metric("warnings_total", "counter", "Warnings in the record.", [(run, self._warnings)])
+        lines += metric("warnings_total", "counter", "Warnings in the record.", [(run, self._warnings)])
         for source, name, scale, help_text in _DEVICE:
             values = [
                 ({**run, **_device_labels(index, data)}, data.get(source)) for index, data in self._devices.items()
             ]
-            lines += _metric(name, "gauge", help_text, _known(values, scale))
+            lines += metric(name, "gauge", help_text, _known(values, scale))
         for source, name, scale, help_text in _HOST:
-            lines += _metric(name, "gauge", help_text, _known([(run, self._host.get(source))], scale))
+            lines += metric(name, "gauge", help_text, _known([(run, self._host.get(source))], scale))
         return "\n".join(lines) + "\n"
 
     def _step_lines(self, run: Mapping[str, str]) -> list[str]:
@@ -208,25 +235,32 @@ class Metrics:
             ({**run, **_process_labels(process, rank), "mode": mode or "unknown"}, found)
             for (process, rank, mode), found in self._steps.items()
         ]
-        lines = _histogram("step_duration_seconds", "Time of a step.", series)
-        lines += _metric(
+        steps = [(labels, found.buckets, found.wall_ns / 1e9) for labels, found in series]
+        lines = histogram("step_duration_seconds", "Time of a step.", BOUNDS_S, steps)
+        lines += metric(
             "step_phase_seconds_total", "counter", "Time of the steps by phase.",
             [({**labels, "phase": name}, found.phases[name] / 1e9)
              for labels, found in series for name in STEP_PHASES if name in found.phases],
         )  # fmt: skip
-        lines += _metric(
+        lines += _on_device_lines("step", [(labels, found.on_device) for labels, found in series])
+        calls = [
+            ({**run, **_process_labels(process, rank), "mode": mode or "unknown"}, found)
+            for (process, rank, mode), found in self._calls.items()
+        ]
+        lines += metric(
             "call_phase_seconds_total", "counter", "Time of the calls by phase; it lies within the steps' forward.",
-            [({**run, **_process_labels(process, rank), "mode": mode or "unknown", "phase": name}, found[name] / 1e9)
-             for (process, rank, mode), found in self._calls.items() for name in CALL_PHASES if name in found],
+            [({**labels, "phase": name}, found.phases[name] / 1e9)
+             for labels, found in calls for name in CALL_PHASES if name in found.phases],
         )  # fmt: skip
-        lines += _metric(
+        lines += _on_device_lines("call", [(labels, found.on_device) for labels, found in calls])
+        lines += metric(
             "samples_total", "counter", "Samples of the steps that knew them.",
             [(labels, found.samples) for labels, found in series if found.count > found.unknown],
         )  # fmt: skip
         last = [({**run, "process": str(process)}, number) for process, (number, _) in self._last.items()]
-        lines += _metric("last_step", "gauge", "Number of the newest step.", last)
+        lines += metric("last_step", "gauge", "Number of the newest step.", last)
         ended = [({**run, "process": str(process)}, at) for process, (_, at) in self._last.items()]
-        return lines + _metric("last_step_time_seconds", "gauge", "When the newest step ended, since 1970.", ended)
+        return lines + metric("last_step_time_seconds", "gauge", "When the newest step ended, since 1970.", ended)
 
 
 def _process_labels(process: int, rank: int | None) -> dict[str, str]:
@@ -246,36 +280,18 @@ def _known(values: Iterable[tuple[Mapping[str, str], Any]], scale: float) -> lis
     ]
 
 
-# ------------------------------------------------------------------------------------------------ the format
-
-
-def _metric(name: str, kind: str, text: str, values: Iterable[tuple[Mapping[str, str], float]]) -> list[str]:
-    """One metric with its help and type; nothing without a value."""
-    samples = [f"dpmon_{name}{_labels(labels)} {_number(value)}" for labels, value in values]
-    return [f"# HELP dpmon_{name} {text}", f"# TYPE dpmon_{name} {kind}", *samples] if samples else []
-
-
-def _histogram(name: str, text: str, series: Iterable[tuple[Mapping[str, str], _Steps]]) -> list[str]:
-    lines = []
-    for labels, found in series:
-        below = 0
-        for bound, count in zip((*map(_number, BOUNDS_S), "+Inf"), found.buckets, strict=True):
-            below += count
-            lines.append(f"dpmon_{name}_bucket{_labels({**labels, 'le': bound})} {below}")
-        lines.append(f"dpmon_{name}_sum{_labels(labels)} {_number(found.wall_ns / 1e9)}")
-        lines.append(f"dpmon_{name}_count{_labels(labels)} {found.count}")
-    return [f"# HELP dpmon_{name} {text}", f"# TYPE dpmon_{name} histogram", *lines] if lines else []
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
-
-
-def _escaped(value: str) -> str:
-    # The three that the format escapes; other control characters would only harm whoever looks at it.
-    text = re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "?", value[:MAX_LABEL])
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _number(value: float) -> str:
-    return str(value) if isinstance(value, int) else repr(float(value))
+def _on_device_lines(what: str, series: Iterable[tuple[Mapping[str, str], _OnDevice]]) -> list[str]:
+    """Time on the devices of the steps or calls, and of how many it is: without these there is no mean of it."""
+    known = [({**labels, "phase": name}, found, name) for labels, found in series for name in found.ms]
+    return [
+        *metric(
+            f"{what}_phase_device_seconds_total", "counter",
+            f"Time of the slowest device by phase of the {what}s, of those in which it is known.",
+            [(labels, found.ms[name] / 1e3) for labels, found, name in known],
+        ),
+        *metric(
+            f"{what}_phase_device_known_total", "counter",
+            f"Phases of {what}s of which the time on the device is known.",
+            [(labels, found.known[name]) for labels, found, name in known],
+        ),
+    ]  # fmt: skip

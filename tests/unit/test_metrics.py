@@ -11,7 +11,7 @@ from kept import keep
 from prometheus_client.parser import text_string_to_metric_families
 from synthetic import Training, decoded, device_event, host_event
 
-from dpmon.records import CALL_PHASES, Call, pack_event, pack_step
+from dpmon.records import CALL_PHASES, Call, Untimed, kind_of, pack_event, pack_step, pack_timed
 from dpmon.ring import Ring
 from dpmon.run.metrics import BOUNDS_S, EVERY_S, Metrics, metrics_path
 from dpmon.run.rundir import ExitInfo, load_info
@@ -73,6 +73,43 @@ def test_what_the_record_says_stands_in_the_file(state: Path, tmp_path: Path) ->
     assert found["warnings_total", ()] == 1
     assert found["run_running", ()] == 1
     assert ("run_exit_status", ()) not in found
+    assert not [name for name, _ in found if "phase_device" in name], "no device's time was looked at"
+
+
+def test_time_on_the_device_is_counted_with_of_how_many_it_is_known(state: Path, tmp_path: Path) -> None:
+    """Of ten steps all but the first are timed, of their data all but three: every mean is of those that are."""
+    training = Training(devices=("cuda:0", "cuda:1"), virtual=False)
+    payloads, number = [], 0
+    for payload in training.run(10):
+        kind = kind_of(payload)
+        number += kind == "call"
+        if kind == "call":
+            payload = pack_timed(payload, (number, 1.0, None, 0.0, 9.0, 9.0), Untimed.LATE)
+        elif kind == "step" and number > 1:
+            payload = pack_timed(payload, (None if number < 5 else 2.0, 4.0, float(number), None), Untimed.LATE)
+        payloads.append(payload)
+    found = written(keep({0: payloads}, status=None), tmp_path / "it.prom")
+    who = (("mode", "dp"), ("process", "0"), ("rank", ""))
+    said = {
+        (name.removesuffix("_total"), dict(labels)["phase"]): value
+        for (name, labels), value in found.items()
+        if "_device_" in name and {*who} <= {*labels}
+    }
+    assert said == {
+        ("step_phase_device_seconds", "data"): pytest.approx(0.012),
+        ("step_phase_device_known", "data"): 6,
+        ("step_phase_device_seconds", "forward"): pytest.approx(0.036),
+        ("step_phase_device_known", "forward"): 9,
+        ("step_phase_device_seconds", "backward"): pytest.approx(0.054),
+        ("step_phase_device_known", "backward"): 9,
+        ("call_phase_device_seconds", "scatter"): pytest.approx(0.055),
+        ("call_phase_device_known", "scatter"): 10,
+        ("call_phase_device_seconds", "replicate"): pytest.approx(0.010),
+        ("call_phase_device_known", "replicate"): 10,
+        ("call_phase_device_seconds", "gather"): 0,
+        ("call_phase_device_known", "gather"): 10,
+    }, "what took no time has 0, what is not known is not there"
+    assert found["step_duration_seconds_count", who] == 10
 
 
 def test_the_histogram_counts_every_step_once_at_its_bound(state: Path, tmp_path: Path) -> None:

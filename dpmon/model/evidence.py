@@ -47,6 +47,10 @@ class ModeFacts(NamedTuple):
         """The part of all step time that phases took together (0 to 1)."""
         return sum(phase.share or 0.0 for phase in self.phases if phase.name in names)
 
+    def phase(self, name: str) -> PhaseFigures | None:
+        """The figures of one phase; None if it did not run."""
+        return next((phase for phase in self.phases if phase.name == name), None)
+
 
 class BatchFacts(NamedTuple):
     """The calls of one root under dp: how often devices went without rows."""

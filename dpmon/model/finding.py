@@ -56,7 +56,7 @@ def under(mode: ModeFacts, evidence: Evidence) -> str:
 
 def of(mode: ModeFacts, name: str) -> str:
     """Median and p95 of a phase."""
-    found = next((phase for phase in mode.phases if phase.name == name), None)
+    found = mode.phase(name)
     return "did not run" if found is None else f"median {took(found.median_ns)}, p95 {took(found.p95_ns)}"
 
 

@@ -40,14 +40,20 @@ _STALL_ADVICE = {
 
 
 def data(evidence: Evidence) -> Iterator[Finding]:
-    """Waiting for the loader."""
+    """Waiting for the loader.
+
+    Where it is known how long the devices waited, that counts: they may have work queued while the host waits.
+    """
     for mode in enough(evidence):
-        share = mode.share("data")
+        figures, share, on_device = mode.phase("data"), mode.share("data"), ""
+        if figures is not None and figures.device_share is not None and figures.device_count >= MIN_STEPS:
+            share, on_device = figures.device_share, f", on the device median {took(figures.device_ns)}"
         if share >= DATA_SHARE:
+            who = "GPU" if on_device else "training"
             yield Finding(
                 "data",
-                f"The training waits for data{under(mode, evidence)}: {percent(share)} of the time of its steps.",
-                f"data {of(mode, 'data')}; {basis(mode)}",
+                f"The {who} waits for data{under(mode, evidence)}: {percent(share)} of the time of its steps.",
+                f"data {of(mode, 'data')}{on_device}; {basis(mode)}",
                 _DATA_ADVICE,
                 share,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 
 from dpmon.model.evidence import BatchFacts, Evidence, ReplicaFacts
 from dpmon.model.finding import MIN_STEPS, Finding, gib, many, percent, times, took
@@ -14,7 +15,8 @@ IDLE_CALLS = 0.5
 ROWS_RATIO = 0.75
 """Smallest share of rows by the largest. torch.chunk leaves up to one row less on large batches, which is no matter."""
 TIME_RATIO = 1.5
-"""Slowest replica's median by the fastest one's, with equal rows: more than the spread of equal GPUs."""
+"""Slowest replica's median by the fastest one's, with equal rows: more than the spread of equal GPUs. Of what the
+devices took, where that is known of all."""
 FULLER_RATIO, FULLER_BYTES = 1.25, 512 << 20
 """First GPU by the fullest of the others, and at least so much more: a context alone is some hundreds of MiB."""
 THROTTLED = 0.05
@@ -84,20 +86,24 @@ def _uneven_rows(root: str, replicas: list[ReplicaFacts], devices: int) -> Itera
 
 
 def _uneven_times(root: str, replicas: list[ReplicaFacts]) -> Iterator[Finding]:
-    timed = [replica for replica in replicas if replica.median_ns]
+    # The host only queues what a GPU computes: its times say little of that where those of all devices are known.
+    on_device = all(replica.device_ns is not None and replica.device_calls >= MIN_STEPS for replica in replicas)
+    middles = [(replica.device_ns if on_device else replica.median_ns, replica) for replica in replicas]
+    timed = [(middle, replica) for middle, replica in middles if middle]
     # Virtual replicas share processors: which of them gets one first says nothing of the data.
-    if len(timed) < 2 or any(replica.virtual for replica in timed):
+    if len(timed) < 2 or any(replica.virtual for _, replica in timed):
         return
-    slow = max(timed, key=lambda replica: replica.median_ns or 0)
-    fast = min(timed, key=lambda replica: replica.median_ns or 0)
-    if (slow.median_ns or 0) >= TIME_RATIO * (fast.median_ns or 1):
+    slowest, slow = max(timed, key=itemgetter(0))
+    fastest, fast = min(timed, key=itemgetter(0))
+    if slowest >= TIME_RATIO * fastest:
+        where = "device" if on_device else "host"
         yield Finding(
             "uneven",
-            f"Replica {slow.replica} of {root} ({slow.device}) takes {times(slow.median_ns, fast.median_ns)} as long"
+            f"Replica {slow.replica} of {root} ({slow.device}) takes {times(slowest, fastest)} as long"
             f" as replica {fast.replica} ({fast.device}).",
-            f"forward on the host, median {took(slow.median_ns)} and {took(fast.median_ns)}, equal rows",
+            f"forward on the {where}, median {took(slowest)} and {took(fastest)}, equal rows",
             "another process on that GPU, a slower link or model of GPU, lower clocks: compare the devices",
-            1 - (fast.median_ns or 0) / (slow.median_ns or 1),
+            1 - fastest / slowest,
         )
 
 

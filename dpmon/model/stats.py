@@ -41,6 +41,10 @@ class PhaseFigures(NamedTuple):
     share: float | None
     device_ns: float | None = None
     """Median of what the slowest device took, where that is known."""
+    device_count: int = 0
+    """How often that is known."""
+    device_share: float | None = None
+    """Of all time of the steps (0 to 1), if the phase took it every time what it did where that is known."""
 
 
 class Summary(NamedTuple):

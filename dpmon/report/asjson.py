@@ -6,7 +6,7 @@ processes     process, rank, world, pid, python, torch
 steps, calls  how many there were, deleted ones too; dropped, pruned: records that are there no more
 nothing       why there is no step and no call, or null
 modes         mode, virtual, steps, median_ms, p95_ms, samples_per_s, phases: {name: share, median_ms, p95_ms,
-              device_median_ms, count}:
+              count, device_median_ms, device_count (how often that is known)}:
               of all that is in the record, without
 evaluations   the same of steps without backward and optimizer, of modes whose other steps have them
 deleted       the same of steps of which only sums are left (medians and p95 within 3 %; evaluations are among
@@ -124,6 +124,7 @@ def _mode(mode: ModeFacts) -> dict[str, Any]:
                 "median_ms": _ms(phase.median_ns),
                 "p95_ms": _ms(phase.p95_ns),
                 "device_median_ms": _ms(phase.device_ns),
+                "device_count": phase.device_count,
                 "count": phase.ran,
             }
             for phase in mode.phases

@@ -74,6 +74,12 @@ def deleted_facts(name: str, deleted: Deleted, virtual: bool) -> ModeFacts:
 def _figures(name: str, times: array[int], total: int, mode: ModeTotals) -> PhaseFigures:
     ordered = sorted(times)
     share = sum(ordered) / total if total else None
-    device = median(mode.device_ms.get(name) or ())
-    on_device = None if device is None else device * 1e6
-    return PhaseFigures(name, len(ordered), median(ordered), percentile(ordered, 0.95), share, on_device)
+    found = PhaseFigures(name, len(ordered), median(ordered), percentile(ordered, 0.95), share)
+    known = mode.device_ms.get(name)
+    middle = median(known or ())
+    if not known or middle is None:
+        return found
+    spent = sum(known) / len(known) * len(ordered) * 1e6
+    return found._replace(
+        device_ns=middle * 1e6, device_count=len(known), device_share=spent / total if total else None
+    )

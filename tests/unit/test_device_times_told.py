@@ -1,66 +1,22 @@
-"""What a report, the lines of a headless run, its metrics and the findings say of devices' times: synthetic records."""
+"""What a report and its findings say of devices' times, beside the host's: runs that never were."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kept import keep
 from synthetic import Training
+from timed import GPUS, HOST_ONLY, growing, staged, timed, trained
 
-from dpmon.cli.lines import Lines
-from dpmon.records import (
-    CALL_PHASES,
-    UNTIMED,
-    Untimed,
-    call_head,
-    kind_of,
-    pack_call,
-    pack_definition,
-    pack_step,
-    pack_timed,
-)
+from dpmon.records import UNTIMED, Untimed, kind_of
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.page import page
 from dpmon.report.plots import plots
-
-GPUS = ("cuda:0", "cuda:1")
-OF_CALL = (0.5, 1.0, 2.0, 0.25)
-OF_STEP = (0.25, 4.0, 3.0, 0.5)
-HOST_ONLY = "the devices are CPUs: host time is all there is"
-
-
-def timed(
-    payloads: Sequence[bytes],
-    replicas: Callable[[int], Sequence[float | None]] = lambda number: (1.5, 1.75),
-    why: int = Untimed.NONE,
-    of_step: Sequence[float | None] = OF_STEP,
-) -> list[bytes]:
-    """The records of a process whose devices are timed; `replicas`: what each took in the call of this number."""
-    found, number = [], 0
-    for payload in payloads:
-        kind = kind_of(payload)
-        number += kind == "call"
-        if kind == "call":
-            payload = pack_timed(payload, (*OF_CALL, *replicas(number)), why)
-        elif kind == "step":
-            payload = pack_timed(payload, of_step, why)
-        found.append(payload)
-    return found
-
-
-def growing(number: int) -> tuple[float, float]:
-    """1, 2, 3 ... ms for the first replica, twice that for the second."""
-    return float(number), 2.0 * number
-
-
-def trained(steps: int = 9, replicas: Any = growing, **how: Any) -> list[bytes]:
-    made = Training(devices=GPUS, virtual=False)
-    return [*made.begin(), *timed(made.run(steps), replicas, **how)]
 
 
 def cells(lines: Sequence[str], title: str) -> list[list[str]]:
@@ -69,9 +25,6 @@ def cells(lines: Sequence[str], title: str) -> list[list[str]]:
     end = next((number for number in range(begin, len(lines)) if not lines[number]), len(lines))
     head, *rows = lines[begin:end]
     return [head.split(), *(line.split() for line in rows if not line.startswith("      "))]
-
-
-# ------------------------------------------------------------------------------------------------ the report
 
 
 @pytest.mark.parametrize("drained", [True, False])
@@ -125,30 +78,9 @@ def test_a_page_has_the_column_and_the_bars(state: Path) -> None:
     assert row.endswith("<td>10.0 ms</td><td class=text>[15, 5] -&gt; [15, 2]</td>")
 
 
-def staged(process: int, calls: int, took: Callable[[int], Sequence[float | None]] | None) -> list[bytes]:
-    """Calls of a model of two stages; those of an even number met another size."""
-    absent = {"device_ms": HOST_ONLY}
-    layout = {"root": "Toy", "via": None, "virtual": False, "devices": list(GPUS), "absent": absent}
-    found = [
-        pack_definition(1, layout),
-        pack_definition(2, [["0", [30, 8], "int64", 1920]]),
-        pack_definition(3, [["", [30, 5], "float32", 600]]),
-        pack_definition(4, {"device": "cuda:0", "parts": ["embedding"]}),
-        pack_definition(5, {"device": "cuda:1", "parts": ["rnn"]}),
-        pack_definition(6, [["", [15, 5], "float32", 300]]),
-    ]
-    for number in range(1, calls + 1):
-        gave = 6 if number % 2 == 0 else 3
-        stages = (4, 2, 3, 0, 2_000_000, 5, 3, gave, 2_000_000, 5_000_000)
-        call = pack_call(2, 6, 1, number, number, number * 10**7, 9_000_000, 2, gave, (-1, 0) * 4, (), stages)
-        found.append(call if took is None else pack_timed(call, (*[None] * 4, *took(number)), Untimed.LATE))
-        found.append(pack_step(2, number, number * 10**7, 9_500_000, 30, (-1, 9_000_000, -1, -1)))
-    return found
-
-
 def test_a_stage_has_the_median_of_its_device(state: Path) -> None:
     """Two processes have the same stages: their calls are in one line."""
-    directory = keep({0: staged(0, 4, growing), 1: staged(1, 3, lambda n: (9.0, None))})
+    directory = keep({0: staged(4, growing), 1: staged(3, lambda n: (9.0, None))})
     lines = as_object(collect(directory))["stages"]
     found = {(line["stage"], line["outputs"]): line for line in lines}
     assert len(found) == len(lines) == 3
@@ -165,7 +97,7 @@ def test_a_stage_has_the_median_of_its_device(state: Path) -> None:
 
 @pytest.mark.parametrize(("took", "reason"), [(None, HOST_ONLY), (lambda number: (None, None), UNTIMED[Untimed.LATE])])
 def test_stages_without_times_of_devices_have_no_column_but_the_reason(state: Path, took: Any, reason: str) -> None:
-    directory = keep({0: staged(0, 3, took)})
+    directory = keep({0: staged(3, took)})
     for line in as_object(collect(directory))["stages"]:
         assert (line["device_median_ms"], line["device_calls"]) == (None, 0)
         assert line["absent"] == {"device_median_ms": reason}
@@ -190,6 +122,40 @@ def test_a_rank_has_what_its_device_took_for_the_forward(state: Path) -> None:
     assert rows[2].endswith("–")
 
 
+def test_findings_are_of_the_devices_where_their_times_are_known(state: Path) -> None:
+    """The host waits for the loader a quarter of its time; the devices have work meanwhile, and one of them is slow."""
+    found = {}
+    for name, of_step in (("busy", (0.01, 1.5, 0.7, 0.1)), ("idle", (None, 1.5, 0.7, 0.1))):
+        made = Training(devices=GPUS, virtual=False)
+        made.shares["dp"] |= {"data": 30, "replicate": 4}
+        payloads = timed(made.run(60), lambda number: (1.0, 1.4 + number % 3), Untimed.LATE, of_step)
+        said = as_object(collect(keep({0: [*made.begin(), *payloads]}, seconds=3.0)))
+        found[name] = {finding["kind"]: finding for finding in said["findings"]}
+        phases = said["modes"][0]["phases"]
+        assert phases["data"]["share"] > 0.25
+        assert (phases["forward"]["device_count"], phases["scatter"]["device_count"]) == (60, 60)
+        assert phases["data"]["device_count"] == (60 if name == "busy" else 0)
+    assert set(found["busy"]) == {"uneven"}
+    assert found["busy"]["uneven"]["ground"] == "forward on the device, median 2.40 ms and 1.00 ms, equal rows"
+    assert set(found["idle"]) == {"uneven", "data"}
+    assert "The training waits" in found["idle"]["data"]["text"]
+
+
+def test_the_share_that_a_device_waits_is_of_all_steps(state: Path) -> None:
+    """Known of half of the steps, 1 ms each; there were eighty of them, of about 2.4 ms."""
+    made = Training(devices=GPUS, virtual=False)
+    payloads = timed(made.run(40), of_step=(1.0, 1.5, 0.7, 0.1))
+    payloads += timed(made.run(40), of_step=(None, 1.5, 0.7, 0.1), why=Untimed.LATE)
+    story = collect(keep({0: payloads}))
+    figures = story.evidence.modes[0].phase("data")
+    assert figures is not None
+    walls = sum(one.wall_ns for one in story.bins)
+    assert (figures.device_count, figures.ran) == (40, 80)
+    assert figures.device_share == pytest.approx(80e6 / walls)
+    (finding,) = [finding for finding in story.findings if finding.kind == "data"]
+    assert finding.text.startswith(f"The GPU waits for data: {80e6 / walls * 100:.0f} %")
+
+
 def test_without_times_of_devices_nothing_is_said_of_them(state: Path) -> None:
     made = Training()
     directory = keep({0: [*made.begin(), *made.run(40)], 1: Training(process=1).run(40)})
@@ -204,69 +170,3 @@ def test_without_times_of_devices_nothing_is_said_of_them(state: Path) -> None:
     assert (len(plot.traces), "name" in plot.traces[0], plot.layout["showlegend"]) == (1, False, False)
     assert plot.note == "median, the whisker to the 95th percentile"
     assert json.loads(json.dumps(said)) == said
-
-
-# ------------------------------------------------------------------------------------------------ the lines of --json
-
-
-def line_of(payloads: Sequence[bytes]) -> dict[str, Any]:
-    """What a headless run says of these records."""
-    said: list[bytes] = []
-    lines = Lines(keep({0: payloads}, status=None, drained=False), lambda line: bool(said.append(line)) or True)
-    lines.tick(1e9)
-    lines.end(None)
-    found: dict[str, Any] = json.loads(said[0])
-    return found
-
-
-def on_device(phases: dict[str, dict[str, float | None]]) -> dict[str, float | None]:
-    return {name: phase["device_median_ms"] for name, phase in phases.items()}
-
-
-def test_a_line_has_the_device_beside_the_host_of_the_same_thing(state: Path) -> None:
-    said = line_of(trained(40))
-    # Whole, as the host's: the model has the phases of the calls apart, of which 0.25 ms would be left.
-    assert on_device(said["phases"]) == {
-        "data": 0.25, "forward": 4.0, "backward": 3.0, "optimizer": 0.5, "other": None,
-    }  # fmt: skip
-    assert on_device(said["call_phases"]) == dict(zip(CALL_PHASES, OF_CALL, strict=True))
-    whole = said["phases"]["forward"]["median_ms"]
-    assert whole > sum(phase["median_ms"] for phase in said["call_phases"].values()) * 0.9
-    assert "device_median_ms" not in said["absent"]
-
-
-def test_a_line_is_of_the_mode_in_force_and_of_its_newest_steps(state: Path) -> None:
-    made = Training(devices=GPUS, virtual=False)
-    payloads = timed(made.run(10), of_step=(0.25, 9.0, 3.0, 0.5)) + made.switch("single")
-    payloads += timed(made.run(5), lambda _: (2.0,), of_step=(None, 7.0, 3.0, 0.5), why=Untimed.LATE)
-    payloads += timed(made.run(128), lambda _: (2.0,), of_step=(None, 2.0, 1.0, 0.5), why=Untimed.LATE)
-    said = line_of(payloads)
-    assert (said["mode"], said["call_phases"]) == ("single", {})
-    assert on_device(said["phases"]) == {
-        "data": None, "forward": 2.0, "backward": 1.0, "optimizer": 0.5, "other": None,
-    }  # fmt: skip
-
-
-def test_several_calls_of_a_step_count_together_as_on_the_host(state: Path) -> None:
-    made = Training(devices=GPUS, virtual=False)
-    payloads: list[bytes] = []
-    for _ in range(20):
-        call = [payload for payload in made.step() if kind_of(payload) != "step"]
-        number = made.steps
-        made.steps -= 1
-        again = made.step()
-        assert made.steps == number
-        # Their forward on the host is that of both calls.
-        took = sum(call_head(payload)[7] for payload in (*call, *again) if kind_of(payload) == "call")
-        step = pack_step(1, number, made.now, 3 * took, 60, (-1, took, took, -1))
-        payloads += timed([*call, *again[:-1], step], of_step=(None, 8.0, 3.0, None))
-    said = line_of([*made.begin(), *payloads])
-    assert on_device(said["call_phases"]) == {name: 2 * took for name, took in zip(CALL_PHASES, OF_CALL, strict=True)}
-    assert on_device(said["phases"]) == {"forward": 8.0, "backward": 3.0, "other": None}
-
-
-@pytest.mark.parametrize(("took", "reason"), [(None, HOST_ONLY), (lambda number: (None, None), UNTIMED[Untimed.LATE])])
-def test_a_line_that_knows_no_device_says_why(state: Path, took: Any, reason: str) -> None:
-    said = line_of(staged(0, 9, took))
-    assert on_device(said["phases"]) == {"forward": None, "other": None}
-    assert said["absent"]["device_median_ms"] == reason

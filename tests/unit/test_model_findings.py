@@ -209,6 +209,58 @@ def test_a_slower_replica_is_named_with_both_times() -> None:
     assert "12.0 ms and 5.00 ms" in found.ground
 
 
+def on_device(number: int, ms: float, device_ms: float | None, calls: int = 1000) -> ReplicaFacts:
+    return replica(number, ms=ms, device_ns=None if device_ms is None else device_ms * MS, device_calls=calls)
+
+
+def test_a_slower_gpu_is_found_by_its_own_time() -> None:
+    """The host queues what both compute in the same time."""
+    (found,) = findings(replace(HEALTHY, replicas=(on_device(0, 5, 20), on_device(1, 5, 50))))
+    assert (found.kind, found.weight) == ("uneven", pytest.approx(0.6))
+    assert "Replica 1 of Model (cuda:1) takes 2.5 times as long as replica 0" in found.text
+    assert found.ground == "forward on the device, median 50.0 ms and 20.0 ms, equal rows"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "kinds_found"),
+    [
+        ((on_device(0, 5, 20), on_device(1, 15, 20)), []),  # one is queued later, and both compute as long
+        ((on_device(0, 5, 20), on_device(1, 5, None, 0)), []),
+        ((on_device(0, 5, 20), on_device(1, 15, None, 0)), ["uneven"]),  # as far as the host says
+        ((on_device(0, 5, 20), on_device(1, 5, 50, MIN_STEPS - 1)), []),
+        ((on_device(0, 5, 20), on_device(1, 5, 50, MIN_STEPS)), ["uneven"]),
+        ((on_device(0, 5, 20), on_device(1, 5, 50)._replace(virtual=True)), []),
+        ((on_device(0, 5, 20), on_device(1, 5, 29)), []),
+    ],
+)
+def test_devices_are_compared_where_all_are_known(replicas: tuple[ReplicaFacts, ...], kinds_found: list[str]) -> None:
+    assert kinds(replace(HEALTHY, replicas=replicas)) == kinds_found
+
+
+def waiting(host: float, device: float | None, count: int = 1000) -> Evidence:
+    """A training that waits for its loader for these shares of its steps of 20 ms."""
+    found = mode(data=host, forward=0.9 - host)
+    phases = [
+        phase._replace(device_share=device, device_count=count, device_ns=None if device is None else device * 20 * MS)
+        if phase.name == "data"
+        else phase
+        for phase in found.phases
+    ]
+    return replace(HEALTHY, modes=(found._replace(phases=tuple(phases)),))
+
+
+def test_who_waits_for_data_is_the_gpu_where_that_is_known() -> None:
+    assert findings(waiting(0.4, 0.01)) == [], "it has work while the host waits"
+    (found,) = findings(waiting(0.4, 0.35))
+    assert found.text == "The GPU waits for data: 35 % of the time of its steps."
+    assert "on the device median 7.00 ms; step median 20.0 ms" in found.ground
+    assert found.weight == 0.35
+    for unknown in (waiting(0.4, None, 0), waiting(0.4, 0.01, MIN_STEPS - 1)):
+        (found,) = findings(unknown)
+        assert found.text == "The training waits for data: 40 % of the time of its steps."
+        assert "device" not in found.ground
+
+
 def test_of_an_idle_device_and_unequal_rows_one_is_told() -> None:
     uneven = (replica(0, rows=2), replica(1, rows=1))
     assert kinds(replace(HEALTHY, replicas=uneven)) == ["uneven"]

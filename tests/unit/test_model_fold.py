@@ -114,7 +114,7 @@ def test_a_phase_that_did_not_run_has_no_figures() -> None:
     process = state.focus()
     assert process is not None
     figures = {phase.name: phase for phase in summary(list(process.modes["dp"].steps)).phases}
-    assert figures["backward"] == ("backward", 0, None, None, None, None)
+    assert figures["backward"] == ("backward", 0, None, None, None, None, 0, None)
     assert figures["forward"].median_ns == 15
     assert figures["forward"].share == pytest.approx(0.75)
 

@@ -1,0 +1,65 @@
+"""Records of a training whose devices are timed: those of `synthetic`, with times as the tracer adds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from synthetic import Training
+
+from dpmon.records import Untimed, kind_of, pack_call, pack_definition, pack_step, pack_timed
+
+GPUS = ("cuda:0", "cuda:1")
+OF_CALL = (0.5, 1.0, 2.0, 0.25)
+OF_STEP = (0.25, 4.0, 3.0, 0.5)
+HOST_ONLY = "the devices are CPUs: host time is all there is"
+
+
+def timed(
+    payloads: Sequence[bytes],
+    replicas: Callable[[int], Sequence[float | None]] = lambda number: (1.5, 1.75),
+    why: int = Untimed.NONE,
+    of_step: Sequence[float | None] = OF_STEP,
+) -> list[bytes]:
+    """The records of a process whose devices are timed; `replicas`: what each took in the call of this number."""
+    found, number = [], 0
+    for payload in payloads:
+        kind = kind_of(payload)
+        number += kind == "call"
+        if kind == "call":
+            payload = pack_timed(payload, (*OF_CALL, *replicas(number)), why)
+        elif kind == "step":
+            payload = pack_timed(payload, of_step, why)
+        found.append(payload)
+    return found
+
+
+def growing(number: int) -> tuple[float, float]:
+    """1, 2, 3 ... ms for the first replica, twice that for the second."""
+    return float(number), 2.0 * number
+
+
+def trained(steps: int = 9, replicas: Any = growing, **how: Any) -> list[bytes]:
+    made = Training(devices=GPUS, virtual=False)
+    return [*made.begin(), *timed(made.run(steps), replicas, **how)]
+
+
+def staged(calls: int, took: Callable[[int], Sequence[float | None]] | None) -> list[bytes]:
+    """Calls of a model of two stages; those of an even number met another size."""
+    absent = {"device_ms": HOST_ONLY}
+    layout = {"root": "Toy", "via": None, "virtual": False, "devices": list(GPUS), "absent": absent}
+    found = [
+        pack_definition(1, layout),
+        pack_definition(2, [["0", [30, 8], "int64", 1920]]),
+        pack_definition(3, [["", [30, 5], "float32", 600]]),
+        pack_definition(4, {"device": "cuda:0", "parts": ["embedding"]}),
+        pack_definition(5, {"device": "cuda:1", "parts": ["rnn"]}),
+        pack_definition(6, [["", [15, 5], "float32", 300]]),
+    ]
+    for number in range(1, calls + 1):
+        gave = 6 if number % 2 == 0 else 3
+        stages = (4, 2, 3, 0, 2_000_000, 5, 3, gave, 2_000_000, 5_000_000)
+        call = pack_call(2, 6, 1, number, number, number * 10**7, 9_000_000, 2, gave, (-1, 0) * 4, (), stages)
+        found.append(call if took is None else pack_timed(call, (*[None] * 4, *took(number)), Untimed.LATE))
+        found.append(pack_step(2, number, number * 10**7, 9_500_000, 30, (-1, 9_000_000, -1, -1)))
+    return found

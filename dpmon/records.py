@@ -41,6 +41,7 @@ __all__ = [
     "Step",
     "Untimed",
     "as_json",
+    "bare",
     "call_flags",
     "call_format",
     "call_head",
@@ -528,7 +529,8 @@ def is_timed(payload: bytes) -> bool:
     return payload[0] == _TIMED
 
 
-def _bare(payload: bytes) -> bytes:
+def bare(payload: bytes) -> bytes:
+    """A call or step without the times of devices that it may hold; struct.error if it is damaged."""
     return payload if payload[0] != _TIMED else _timed(payload)[0]
 
 
@@ -609,7 +611,7 @@ def call_head(payload: bytes) -> tuple[int, ...]:
     monotonic clock; layout, inputs and outputs by definition), then offset and duration for each of CALL_PHASES (offset
     -1: did not run).
     """
-    payload = _bare(payload)
+    payload = bare(payload)
     if payload[0] == PLAIN_TAG:
         return (*_PLAIN.unpack(payload)[1:], *_NO_PHASES)
     return _CALL_HEAD.unpack_from(payload)[1:]
@@ -617,7 +619,7 @@ def call_head(payload: bytes) -> tuple[int, ...]:
 
 def call_replicas(payload: bytes) -> list[tuple[int, int, int, int]]:
     """For each replica: inputs, outputs (definitions), offset_ns, host_ns; struct.error if cut off."""
-    payload = _bare(payload)
+    payload = bare(payload)
     if payload[0] == PLAIN_TAG:
         *_, wall, inputs, outputs = _PLAIN.unpack(payload)
         return [(inputs, outputs, 0, wall)]
@@ -626,7 +628,7 @@ def call_replicas(payload: bytes) -> list[tuple[int, int, int, int]]:
 
 def call_stages(payload: bytes) -> list[tuple[int, int, int, int, int]]:
     """For each stage: device and parts, inputs, outputs (definitions), offset_ns, host_ns; struct.error if cut off."""
-    payload = _bare(payload)
+    payload = bare(payload)
     if payload[0] == PLAIN_TAG or not payload[3]:
         return []
     return list(_CALL_STAGE.iter_unpack(memoryview(payload)[_stages_at(payload) :]))
@@ -645,7 +647,7 @@ def step_fields(payload: bytes) -> tuple[int, ...]:
 
     mode, 0, 0, step, start_ns (absolute), wall_ns, samples, the first four of STEP_PHASES; -1 for none.
     """
-    return _STEP_BODY.unpack(_bare(payload))[1:]
+    return _STEP_BODY.unpack(bare(payload))[1:]
 
 
 def definition(payload: bytes) -> tuple[int, Any]:

@@ -14,6 +14,7 @@ from dpmon.records import (
     STEP_PHASES,
     TRAINING,
     PartTimes,
+    bare,
     call_head,
     call_replicas,
     call_stages,
@@ -147,15 +148,17 @@ class Adder:
 
     def call(self, process: int, payload: bytes) -> None:
         """`payload`: of a call, as in the ring."""
+        times, parts = None, None
+        if is_timed(payload):
+            payload, times = bare(payload), payload
+            parts = part_times(times)
         head = call_head(payload)
         shares = call_replicas(payload)
-        parts = part_times(payload) if is_timed(payload) else None
         self.called(process, head, shares, parts)
         mode_number, flags, _, layout, step, _, start, _, _, _, *phases = head
         mode = MODES[mode_number]
         self._processes.add(process)
         waiting = self._calls.setdefault(process, [])
-        times = payload if parts is not None else None
         waiting.append((step, mode, flags & (TRAINING | GRAD) == 0, start, phases, times))
         if len(waiting) > _WAITING:  # a process whose calls are in no step
             self._count_call(*waiting.pop(0)[1:])

@@ -61,6 +61,9 @@ def test_lines_of_json_on_stderr_leave_stdout_to_the_script(dpmon: Dpmon, tmp_pa
     assert set(known[0]["call_phases"]) == {"scatter", "replicate", "parallel_apply", "gather"}
     within = sum(phase["share"] for phase in known[0]["call_phases"].values())
     assert 0 < within <= known[0]["phases"]["forward"]["share"]
+    parts = (*known[0]["phases"].values(), *known[0]["call_phases"].values())
+    assert {phase["device_median_ms"] for phase in parts} == {None}
+    assert known[0]["absent"]["device_median_ms"] == "the devices are CPUs: host time is all there is"
     assert known[0]["host"]["mem_total_bytes"] > 0
     times = [line["t_s"] for line in lines if line["kind"] == "status"]
     assert all(after > before for before, after in pairwise(times))

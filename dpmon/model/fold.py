@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import TypeVar
 
 from dpmon.model import state as kept
 from dpmon.model.devices import device_event, host_event, keep_peaks
@@ -31,6 +32,8 @@ from dpmon.model.state import (
 from dpmon.records import CALL_PHASES, MODES, STEP_PHASES, Call, Event, Record, Step
 
 __all__ = ["fold", "process_of", "refined"]
+
+_Key = TypeVar("_Key", int, str)
 
 
 def fold(state: State, record: Record) -> State:
@@ -164,8 +167,22 @@ def _time_stages(track: CallTrack, call: Call) -> None:
 
 def _time_devices(track: CallTrack, times: Sequence[float | None]) -> None:
     for index, time in enumerate(times[: kept.REPLICAS_TIMED]):
-        if time is not None:
-            track.device_ms.setdefault(index, deque(maxlen=kept.CALLS_TIMED)).append(time)
+        _keep_time(track.device_ms, index, time)
+
+
+def _keep_time(times: dict[_Key, deque[float]], key: _Key, took: float | None) -> None:
+    if took is not None or key in times:
+        _keep(times.setdefault(key, deque(maxlen=kept.CALLS_TIMED)), took)
+        if not times[key]:
+            del times[key]
+
+
+def _keep(times: deque[float], took: float | None) -> None:
+    """Keep the newest; each that is not known takes the oldest away, so that none is shown of a device that is lost."""
+    if took is not None:
+        times.append(took)
+    elif times:
+        times.popleft()
 
 
 # ------------------------------------------------------------------------------------------------ steps
@@ -212,9 +229,8 @@ def _step(state: State, step: Step) -> None:
 def _device_phases(process: Process, track: ModeTrack, step: Step, sample: StepSample) -> None:
     """What the devices took for each phase as it is shown: the phases of the calls are taken out of forward."""
     found = dict(step.device_ms or {})
-    whole = found.get("forward")
-    if whole is not None:
-        track.forward_ms.append(whole)
+    if "forward" in found:
+        _keep(track.forward_ms, found["forward"])
     number, inside = process.open_device
     # Where the host's times of them could not be told apart (see with_calls), its forward is whole: so is theirs.
     if number == step.step and inside and any(took >= 0 for took in sample.phases[CALLS_AT]):
@@ -223,8 +239,7 @@ def _device_phases(process: Process, track: ModeTrack, step: Step, sample: StepS
         if forward is not None:
             found["forward"] = max(0.0, forward - sum(known)) if len(known) == len(inside) else None
     for name, took in found.items():
-        if took is not None:
-            track.device_ms.setdefault(name, deque(maxlen=kept.CALLS_TIMED)).append(took)
+        _keep_time(track.device_ms, name, took)
 
 
 def refined(step: Step, of_calls: list[int] | None) -> tuple[int, ...]:

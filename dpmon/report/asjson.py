@@ -7,7 +7,7 @@ steps, calls  how many there were, deleted ones too; dropped, pruned: records th
 nothing       why there is no step and no call, or null
 modes         mode, virtual, steps, median_ms, p95_ms, samples_per_s, phases: {name: share, median_ms, p95_ms,
               count, device_median_ms, device_count (how often that is known)}:
-              of all that is in the record, without
+              of all that is in the record, without the evaluations
 evaluations   the same of steps without backward and optimizer, of modes whose other steps have them
 deleted       the same of steps of which only sums are left (medians and p95 within 3 %; evaluations are among
               them), and start_s, end_s, calls

@@ -14,7 +14,7 @@ from synthetic import SECOND, Training, chunks, decoded, device_event, host_even
 from dpmon.model import State, fold
 from dpmon.model.state import CALLS_KEPT, HISTORY_KEPT, NOT_RUN, PHASES, ROOTS_KEPT, STEPS_KEPT
 from dpmon.model.stats import median, percentile, speed, summary
-from dpmon.records import Call, Event, Phase, Record, Step
+from dpmon.records import Call, Event, Phase, Record, Replica, Step
 
 
 def folded(records: list[Record], state: State | None = None) -> State:
@@ -438,3 +438,22 @@ def test_a_pause_of_no_known_length() -> None:
     for seconds in (float("nan"), float("inf"), -1.0, "60", True):
         state = folded([a_pause(True, 1.0), a_pause(False, 2.0, paused_s=seconds)])
         assert (state.processes[0].paused_ns, state.pauses[1].paused_ns) == (0, None)
+
+
+def test_times_of_devices_that_are_not_known_any_more_are_not_shown_for_ever() -> None:
+    """A device is lost: each step and replica without a time takes the oldest away."""
+
+    def part(number: int, took: float | None) -> list[Record]:
+        call = a_call(step=number, replicas=(Replica(0, "cuda:0", 0, 1, (), (), took),))
+        return [call, a_step(step=number, device_ms={"forward": took, "backward": took})]
+
+    records = [record for number in range(1, 4) for record in part(number, float(number))]
+    state = folded(records)
+    process = state.processes[0]
+    (track,) = process.calls.values()
+    mode = process.modes["dp"]
+    assert (list(mode.forward_ms), list(track.device_ms[0])) == ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
+    for number in range(4, 9):
+        for record in part(number, None):
+            fold(state, record)
+    assert (list(mode.forward_ms), mode.device_ms, track.device_ms) == ([], {}, {})

@@ -55,7 +55,8 @@ class Place:
         """A torch.device; None for a module without tensors."""
         for table in (PARAMETERS, BUFFERS):
             for module in modules_of(root):
-                for name, tensor in list((module.__dict__.get(table) or {}).items()):
+                found = module.__dict__.get(table)
+                for name, tensor in [] if found is None else list(found.items()):
                     if tensor is not None:
                         self._module, self._table, self._name = weakref.ref(module), table, name
                         self.device = tensor.device
@@ -66,5 +67,6 @@ class Place:
         if self.device is None:
             return False
         module = self._module()
-        tensor = None if module is None else module.__dict__[self._table].get(self._name)
+        table = None if module is None else module.__dict__.get(self._table)
+        tensor = table[self._name] if table is not None and self._name in table else None
         return tensor is None or bool(tensor.device != self.device)

@@ -92,6 +92,8 @@ class AtLine:
 def at_line(line: int, act: Callable[[], object], event: str = "line") -> Iterator[AtLine]:
     hook = AtLine(line, act, event)
     before = sys.gettrace()
+    # Python 3.12 looks whether any frame wants its instructions traced when the hook is set, not later.
+    sys._getframe().f_trace_opcodes = event == "opcode"
     sys.settrace(hook)
     try:
         yield hook

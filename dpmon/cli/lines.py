@@ -30,7 +30,7 @@ from dpmon.model import State, fold
 from dpmon.model.history import figures, forward_figures
 from dpmon.model.ranks import training
 from dpmon.model.state import Process
-from dpmon.model.stats import PhaseFigures, median, speed
+from dpmon.model.stats import PhaseFigures, median_known, speed
 from dpmon.records import STEP_PHASES
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError
@@ -199,7 +199,7 @@ def _on_device(focus: Process) -> dict[str, float]:
     """Medians of what the slowest device took, by what the screen calls a phase, but of the whole forward; ms."""
     track = focus.modes.get(focus.mode)
     times = {} if track is None else {**track.device_ms, "forward": track.forward_ms}
-    return {name: middle for name, one in times.items() if (middle := median(one)) is not None}
+    return {name: middle for name, one in times.items() if (middle := median_known(one)) is not None}
 
 
 def _why_untimed(focus: Process) -> str | None:

@@ -170,19 +170,13 @@ def _time_devices(track: CallTrack, times: Sequence[float | None]) -> None:
         _keep_time(track.device_ms, index, time)
 
 
-def _keep_time(times: dict[_Key, deque[float]], key: _Key, took: float | None) -> None:
+def _keep_time(times: dict[_Key, deque[float | None]], key: _Key, took: float | None) -> None:
+    """Keep the newest, known or not; nothing at all where none is known any more, as of a device that is lost."""
     if took is not None or key in times:
-        _keep(times.setdefault(key, deque(maxlen=kept.CALLS_TIMED)), took)
-        if not times[key]:
+        found = times.setdefault(key, deque(maxlen=kept.CALLS_TIMED))
+        found.append(took)
+        if took is None and found.count(None) == len(found):
             del times[key]
-
-
-def _keep(times: deque[float], took: float | None) -> None:
-    """Keep the newest; each that is not known takes the oldest away, so that none is shown of a device that is lost."""
-    if took is not None:
-        times.append(took)
-    elif times:
-        times.popleft()
 
 
 # ------------------------------------------------------------------------------------------------ steps
@@ -230,7 +224,7 @@ def _device_phases(process: Process, track: ModeTrack, step: Step, sample: StepS
     """What the devices took for each phase as it is shown: the phases of the calls are taken out of forward."""
     found = dict(step.device_ms or {})
     if "forward" in found:
-        _keep(track.forward_ms, found["forward"])
+        track.forward_ms.append(found["forward"])
     number, inside = process.open_device
     # Where the host's times of them could not be told apart (see with_calls), its forward is whole: so is theirs.
     if number == step.step and inside and any(took >= 0 for took in sample.phases[CALLS_AT]):

@@ -150,9 +150,9 @@ class ModeTrack:
     virtual: bool = False
     peaks: dict[str, Peak] = field(default_factory=dict)
     """By device, how much memory was used while in this mode."""
-    device_ms: dict[str, deque[float]] = field(default_factory=dict)
-    """By phase (of PHASES): what the slowest device took, in the newest steps of which that is known."""
-    forward_ms: deque[float] = field(default_factory=lambda: deque(maxlen=CALLS_TIMED))
+    device_ms: dict[str, deque[float | None]] = field(default_factory=dict)
+    """By phase (of PHASES): what the slowest device took in the newest steps, None where that is not known."""
+    forward_ms: deque[float | None] = field(default_factory=lambda: deque(maxlen=CALLS_TIMED))
     """The same of the whole forward, the phases of the calls within."""
 
 
@@ -166,8 +166,8 @@ class CallTrack:
     """A deque a replica, newest last; begun anew when mode, devices or the number of replicas change."""
     stage_ns: dict[tuple[int, str, tuple[str, ...]], deque[int]] = field(default_factory=dict)
     """The same for stages, by number, device and parts."""
-    device_ms: dict[int, deque[float]] = field(default_factory=dict)
-    """By replica or stage: what its device took, in those calls of which that is known."""
+    device_ms: dict[int, deque[float | None]] = field(default_factory=dict)
+    """By replica or stage: what its device took in the newest calls, None where that is not known."""
     parts: list[CallTrack] = field(default_factory=list)
     """Where a step calls this root several times: its first call in a step, its second, PARTS_KEPT at most."""
 

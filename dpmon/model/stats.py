@@ -16,6 +16,7 @@ __all__ = [
     "Summary",
     "mean_speed",
     "median",
+    "median_known",
     "middle",
     "percentile",
     "phase_figures",
@@ -86,6 +87,11 @@ def middle(ordered: Sequence[float]) -> float | None:
 def median(values: Iterable[float]) -> float | None:
     """The middle value (the mean of the two middle ones), None of nothing."""
     return middle(sorted(values))
+
+
+def median_known(values: Iterable[float | None]) -> float | None:
+    """The median of those that are known."""
+    return median(value for value in values if value is not None)
 
 
 def rank(ordered: Sequence[float], fraction: float) -> float | None:

@@ -8,7 +8,7 @@ from dpmon.model.history import Picture, pictured
 from dpmon.model.history import figures as figures_of
 from dpmon.model.ranks import distributed, training
 from dpmon.model.state import PHASES, ModeTrack, Process
-from dpmon.model.stats import PhaseFigures, Summary, median, summary
+from dpmon.model.stats import PhaseFigures, Summary, median_known, summary
 from dpmon.model.turn import Turn, last_turn
 from dpmon.ui.batch_notes import notes
 from dpmon.ui.chart import stacked, top_of
@@ -165,7 +165,7 @@ def _devices(track: ModeTrack, numbers: Summary, width: int, look: Look) -> Row:
     label, cell = _columns(width)
     row: Row = [("device"[:label].ljust(label), "dim")]
     for phase in numbers.phases:
-        found = median(track.device_ms.get(phase.name) or ())
+        found = median_known(track.device_ms.get(phase.name) or ())
         row.append((right(_time(None if found is None else found * 1e6, cell), cell), "" if phase.ran else "dim"))
     return [*row, (" " * cell, "")]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dpmon.model.state import CallTrack, Process
-from dpmon.model.stats import median, percentile
+from dpmon.model.stats import median, median_known, percentile
 from dpmon.records import Call, Replica, Size, rows_of
 from dpmon.ui.chart import bar, range_bar
 from dpmon.ui.format import UNKNOWN, group, memory, ms
@@ -187,7 +187,7 @@ class _Table:
 
 def device_time(track: CallTrack, index: int) -> str:
     """The median of what the device of a replica or stage took for it."""
-    found = median(track.device_ms.get(index) or ())
+    found = median_known(track.device_ms.get(index) or ())
     return ms(None if found is None else found * 1e6)
 
 

@@ -13,7 +13,7 @@ from synthetic import SECOND, Training, chunks, decoded, device_event, host_even
 
 from dpmon.model import State, fold
 from dpmon.model.state import CALLS_KEPT, HISTORY_KEPT, NOT_RUN, PHASES, ROOTS_KEPT, STEPS_KEPT
-from dpmon.model.stats import median, percentile, speed, summary
+from dpmon.model.stats import median, median_known, percentile, speed, summary
 from dpmon.records import Call, Event, Phase, Record, Replica, Step
 
 
@@ -441,7 +441,7 @@ def test_a_pause_of_no_known_length() -> None:
 
 
 def test_times_of_devices_that_are_not_known_any_more_are_not_shown_for_ever() -> None:
-    """A device is lost: each step and replica without a time takes the oldest away."""
+    """A device is lost: what was known of it is among the newest for a while only."""
 
     def part(number: int, took: float | None) -> list[Record]:
         call = a_call(step=number, replicas=(Replica(0, "cuda:0", 0, 1, (), (), took),))
@@ -453,7 +453,10 @@ def test_times_of_devices_that_are_not_known_any_more_are_not_shown_for_ever() -
     (track,) = process.calls.values()
     mode = process.modes["dp"]
     assert (list(mode.forward_ms), list(track.device_ms[0])) == ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
-    for number in range(4, 9):
+    for number in range(4, 130):
         for record in part(number, None):
             fold(state, record)
-    assert (list(mode.forward_ms), mode.device_ms, track.device_ms) == ([], {}, {})
+    assert (median_known(mode.device_ms["backward"]), median_known(track.device_ms[0])) == (2.5, 2.5)
+    for record in [*part(130, None), *part(131, None)]:
+        fold(state, record)
+    assert (median_known(mode.forward_ms), mode.device_ms, track.device_ms) == (None, {}, {})

@@ -64,7 +64,9 @@ def process_of(state: State, number: int, rank: int | None) -> Process | None:
     return process
 
 
-def _saw(state: State, process: Process, end_ns: int) -> None:
+def _saw(state: State, process: Process, start_ns: int, end_ns: int) -> None:
+    if process.began_ns < 0:
+        process.began_ns = start_ns
     process.seen_ns = max(process.seen_ns, end_ns)
     state.newest_ns = max(state.newest_ns, end_ns)
 
@@ -79,7 +81,7 @@ def _call(state: State, call: Call) -> None:
     process = process_of(state, call.process, call.rank)
     if process is None:
         return
-    _saw(state, process, call.start_ns + call.wall_ns)
+    _saw(state, process, call.start_ns, call.start_ns + call.wall_ns)
     process.call_count += 1
     key = (call.root, call.via)
     track = process.calls.get(key)
@@ -190,7 +192,7 @@ def _step(state: State, step: Step) -> None:
     if process is None:
         return
     end = step.start_ns + step.wall_ns
-    _saw(state, process, end)
+    _saw(state, process, step.start_ns, end)
     if process.paused_since_ns is not None and step.start_ns >= process.paused_since_ns:
         process.paused_since_ns = None  # it goes on, though the record that says so was missed
         process.marks.clear()

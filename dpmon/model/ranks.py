@@ -13,7 +13,6 @@ __all__ = ["FORWARD", "RankRow", "distributed", "forward_of", "rank_rows", "togg
 
 DDP = "DistributedDataParallel"
 
-LATELY_NS = 30_000_000_000
 STEPS_COUNTED = 128
 FORWARD = (PHASES.index("scatter"), PHASES.index("replicate"), PHASES.index("apply"), PHASES.index("gather"),
             PHASES.index("forward"))  # fmt: skip
@@ -35,14 +34,12 @@ class RankRow(NamedTuple):
 
 
 def training(state: State) -> list[Process]:
-    """The processes that train now, by rank: those seen within half a minute of the newest, the newest of each rank.
+    """The processes that train now (`State.training`), by rank, the newest of each.
 
     A job that was started again (torchrun after a failure) has several processes of one rank.
     """
     found: dict[tuple[bool, int], Process] = {}
-    for process in state.processes.values():
-        if process.seen_ns < 0 or process.seen_ns < state.newest_ns - LATELY_NS:
-            continue
+    for process in state.training():
         key = (True, process.process) if process.rank is None else (False, process.rank)
         if key not in found or process.seen_ns > found[key].seen_ns:
             found[key] = process

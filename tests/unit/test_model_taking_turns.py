@@ -1,0 +1,100 @@
+"""Which process stands for a run of several: the one that trains now, and of those that train together always the same."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+
+from synthetic import SECOND, Training, decoded
+
+from dpmon.model import State, fold
+from dpmon.model.past import fold_past
+from dpmon.model.ranks import training
+from dpmon.past import Past
+from dpmon.records import Call, Record, Step
+from dpmon.ui import panel_ranks
+from dpmon.ui.scene import Scene
+
+
+def began(record: Record) -> int:
+    return record.start_ns if isinstance(record, (Call, Step)) else 0
+
+
+def numbered(one: Training, steps: int) -> list[Record]:
+    return decoded([*one.begin(), *one.run(steps)], one.process, one.rank)
+
+
+def in_time(*runs: Sequence[Record]) -> Iterator[tuple[State, Record]]:
+    """The state after each record of these processes, in order of time."""
+    state = State()
+    for record in heapq.merge(*runs, key=began):
+        state = fold(state, record)
+        yield state, record
+
+
+def focused(state: State) -> int:
+    process = state.focus()
+    assert process is not None
+    return process.process
+
+
+def test_a_training_that_follows_another_one_stands_for_the_run_soon() -> None:
+    first = Training(process=0, step_ns=SECOND // 100)
+    before = numbered(first, 500)
+    second = Training(process=1, step_ns=SECOND // 100, start_ns=first.now + SECOND, seed=2)
+    state, changes, shown = State(), 0, 0
+    for state, record in in_time(before, numbered(second, 500)):
+        changes += focused(state) != shown
+        shown = focused(state)
+        if isinstance(record, Step) and record.process == 1 and record.start_ns > first.now + 2 * SECOND:
+            assert shown == 1
+    assert changes == 1
+    assert [each.process for each in training(state)] == [1]
+    assert not panel_ranks.applies(Scene(state, state.newest_ns)), "they never trained side by side"
+
+
+def test_the_third_of_three_is_followed_too() -> None:
+    runs, start, state, seen = [], 2 * SECOND, State(), []
+    for number in range(3):
+        one = Training(process=number, step_ns=SECOND // 100, start_ns=start, seed=number)
+        runs.append(numbered(one, 400))
+        start = one.now + SECOND
+    for state, _ in in_time(*runs):
+        if seen[-1:] != [focused(state)]:
+            seen.append(focused(state))
+    assert seen == [0, 1, 2]
+
+
+def test_processes_that_train_together_do_not_take_turns() -> None:
+    """Ranks, and processes without a rank; one of them slow, one of them late, and with steps of many seconds."""
+    for ranks, step_ns in ((True, SECOND // 100), (False, SECOND // 100), (True, 9 * SECOND), (False, 9 * SECOND)):
+        runs = []
+        for number in range(3):
+            slow, late = (3 if number == 1 else 1), number * step_ns // 2
+            one = Training(process=number, rank=number if ranks else None, step_ns=step_ns * slow,
+                           start_ns=2 * SECOND + late, seed=number)  # fmt: skip
+            runs.append(numbered(one, 100))
+        ends = min(began(run[-1]) for run in runs)
+        assert {focused(state) for state, record in in_time(*runs) if began(record) < ends} == {0}
+
+
+def test_a_rank_that_was_started_again_stands_in_for_the_old_one() -> None:
+    old = [Training(process=rank, rank=rank, seed=rank) for rank in range(2)]
+    runs = [numbered(one, 400) for one in old]
+    start = max(one.now for one in old) + SECOND
+    new = [Training(process=2 + rank, rank=rank, seed=9 + rank, start_ns=start) for rank in range(2)]
+    state = State()
+    for state, _ in in_time(*runs, *(numbered(one, 1500) for one in new)):
+        pass
+    assert focused(state) == 2
+    assert [each.process for each in training(state)] == [2, 3]
+
+
+def test_what_is_only_in_the_past_of_a_late_reader_counts_too() -> None:
+    def of(process: int, start: int) -> Past:
+        return Past(process, None, "dp", start, 1, 100, 100, 0, 0, 100, {"step": SECOND}, {"step": 100}, ())
+
+    state = State()
+    for past in (of(0, 3), of(0, 4), of(1, 6), of(1, 9)):
+        state = fold_past(state, past)
+    assert focused(state) == 1

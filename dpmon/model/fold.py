@@ -25,6 +25,7 @@ from dpmon.model.state import (
     ModeTrack,
     PauseChange,
     Process,
+    Refusal,
     State,
     StepSample,
     WarningText,
@@ -299,6 +300,10 @@ def _mode_event(state: State, event: Event) -> None:
     state.mode_changes.append(change)
     state.mode_change_count += 1
     process.mode = mode
+    root = text_in(data, "root") or ""
+    process.refusals.pop(root, None)
+    if change.refused is not None and len(process.refusals) < kept.ROOTS_KEPT:
+        process.refusals[root] = Refusal("single" if mode == "dp" else "dp", change.refused)
     if change.refused is None:
         process.virtual, process.mode_reason = change.virtual, change.reason
         process.devices = devices or process.devices

@@ -26,6 +26,7 @@ __all__ = [
     "ModeTrack",
     "Peak",
     "Process",
+    "Refusal",
     "State",
     "StepSample",
     "WarningText",
@@ -189,6 +190,13 @@ class ModeChange(NamedTuple):
     refused: str | None
 
 
+class Refusal(NamedTuple):
+    """A mode that a root was asked for (or was to start in) and cannot have."""
+
+    mode: str
+    reason: str
+
+
 class PauseChange(NamedTuple):
     """The training paused after a step, or went on."""
 
@@ -223,6 +231,8 @@ class Process:
     virtual: bool = False
     devices: tuple[str, ...] = ()
     mode_reason: str | None = None
+    refusals: dict[str, Refusal] = field(default_factory=dict)
+    """By root, as long as the last answer that it gave was a refusal."""
     calls: dict[tuple[str, str | None], CallTrack] = field(default_factory=dict)
     newest: tuple[str, str | None] | None = None
     """The root that was called last."""

@@ -20,6 +20,8 @@ from dpmon.ui.waterfall import main_row
 __all__ = ["compare", "figures", "title"]
 
 _MODES = ("single", "dp")
+_REFUSED_ROWS = 3
+"""Rows at most for what was refused, where the panel is not in full screen."""
 _RANKS = "the ranks of DistributedDataParallel have no mode: they stand side by side in panels 2 and 3"
 _VIRTUAL_SHORT = "virtual replicas show behaviour, not speed"
 _VIRTUAL = "virtual replicas share one processor: this shows how dp behaves, not how fast it would be"
@@ -210,8 +212,16 @@ def _said(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
     """The verdict, or what it lacks; and what has to be known of it."""
     rows: list[Row] = []
     text = sentence(found)
+    refused = _refused(scene)
+    if refused:
+        lines = wrapped(refused, width)
+        if len(lines) > _REFUSED_ROWS and scene.view.zoom != "compare":
+            lines = [*lines[: _REFUSED_ROWS - 1], cut(" ".join(lines[_REFUSED_ROWS - 1 :]), width, look.glyphs.more)]
+        rows += [[(line, "wait")] for line in lines]
     if text is not None:
         rows += [[(line, "bold")] for line in wrapped(text, width)]
+    elif len(found.sides) == 1 and refused:
+        pass  # that is why the other was not seen
     elif len(found.sides) == 1 and scene.can_toggle and not scene.over:
         (other,) = (mode for mode in _MODES if mode not in found.sides)
         hint: Row = [(f"{other} was not seen yet: ", "dim"), ("d", "key"), (" switches the running job", "dim")]
@@ -229,6 +239,26 @@ def _said(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
         text = _of(found) if scene.view.zoom == "compare" else _of_in_short(found, width)
         rows += [[(line, "dim")] for line in wrapped(text, width) if line]
     return rows
+
+
+def _refused(scene: Scene) -> str:
+    """Which mode cannot be had, of which roots, and why; as long as that is the last that was answered.
+
+    Of a mode that other roots are in (a model, and not its loss) in full screen only.
+    """
+    process = scene.process
+    if process is None or not process.refusals:
+        return ""
+    several = len(process.calls) > 1
+    said: dict[str, list[str]] = {}
+    for root, refusal in process.refusals.items():
+        if refusal.mode == process.marks_mode and scene.view.zoom != "compare":
+            continue
+        said.setdefault(f"{refusal.mode} refused{{}}: {clean(refusal.reason, 300)}", []).append(clean(root, 60))
+    return "; ".join(
+        head.replace("{}", f" for {', '.join(roots)}" if several and all(roots) else "", 1)
+        for head, roots in said.items()
+    )
 
 
 def _drawn(found: Comparison) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which process stands for a run of several: the one that trains now, and of those that train together always the same."""
+"""Which process stands for a run of several: the one that trains now; of those that train together always the same."""
 
 from __future__ import annotations
 
@@ -83,9 +83,7 @@ def test_a_rank_that_was_started_again_stands_in_for_the_old_one() -> None:
     runs = [numbered(one, 400) for one in old]
     start = max(one.now for one in old) + SECOND
     new = [Training(process=2 + rank, rank=rank, seed=9 + rank, start_ns=start) for rank in range(2)]
-    state = State()
-    for state, _ in in_time(*runs, *(numbered(one, 1500) for one in new)):
-        pass
+    *_, (state, _) = in_time(*runs, *(numbered(one, 1500) for one in new))
     assert focused(state) == 2
     assert [each.process for each in training(state)] == [2, 3]
 

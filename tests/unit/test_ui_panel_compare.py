@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from situations import FACTS, LOOK, rows_text, scene_of, state_of
-from synthetic import Training
+from synthetic import Training, decoded
 
+from dpmon.model import fold
 from dpmon.model.compare import Interval
+from dpmon.model.state import ROOTS_KEPT
+from dpmon.records import Event
 from dpmon.ui import panel_compare
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Ended, Playing, Scene, View
@@ -113,3 +116,48 @@ def test_virtual_replicas_are_no_measure_of_speed() -> None:
     assert "this shows how dp behaves, not how fast it would be" in zoomed
     assert "without the 5 after each switch" in zoomed
     assert "efficiency" not in text
+
+
+def test_why_a_mode_was_refused_stays_to_be_read() -> None:
+    """As long as it is the last answer: the message in the status row goes after some seconds."""
+    training = Training(mode="single", devices=("cpu:0",))
+    reason = "BatchNorm over a chunk of one row " * 9
+    payloads = [*training.begin(), *training.run(60), training.mode_event("user", reason), *training.run(2000)]
+
+    def picture(*more: bytes, **changes: object) -> list[str]:
+        scene = Scene(state_of([*payloads, *more]), training.now, FACTS, alive=True, can_toggle=True)
+        return compare_text(replace(scene, **changes), 60, 12)  # type: ignore[arg-type]
+
+    lines = picture()
+    assert lines[-3].startswith("dp refused: BatchNorm over a chunk")
+    assert lines[-1].endswith(LOOK.glyphs.more)
+    assert "not seen yet" not in " ".join(lines), "the refusal says why"
+    assert " ".join(picture(view=View(zoom="compare"))).count("BatchNorm") == 9
+    over = picture(ended=Ended(0, None, 9), can_toggle=False)
+    assert over[-3].startswith("dp refused: ")
+    assert "refused" not in " ".join(picture(training.mode_event("user")))
+    granted = [*training.switch("dp"), *training.run(60)]
+    assert "refused" not in " ".join(picture(*granted))
+
+
+def test_a_refusal_names_its_root_where_there_are_several() -> None:
+    scene = scene_of(Training(mode="single"), 40)
+    fold(scene.state, Event("mode", {"process": 0, "mode": "single", "refused": "no parameters", "root": "Loss"}))
+    assert "dp refused: no parameters" in compare_text(scene, 60, 12)
+    for record in decoded(Training(mode="single", root="Other", via=None).run(40)):
+        fold(scene.state, record)
+    assert "dp refused for Loss: no parameters" in compare_text(scene, 60, 12)
+    process = scene.process
+    assert process is not None
+    process.marks_mode = "dp"
+    assert "refused" not in " ".join(compare_text(scene, 60, 12)), "the others have what was asked for"
+    assert "dp refused for Loss" in " ".join(compare_text(replace(scene, view=View(zoom="compare")), 60, 20))
+
+
+def test_refusals_by_roots_without_number_stay_bounded() -> None:
+    state = scene_of(Training(mode="single"), 2).state
+    for number in range(500):
+        fold(state, Event("mode", {"process": 0, "mode": "single", "refused": "no", "root": f"Net{number}"}))
+    process = state.focus()
+    assert process is not None
+    assert len(process.refusals) == ROOTS_KEPT

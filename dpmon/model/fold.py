@@ -28,6 +28,7 @@ from dpmon.model.state import (
     Refusal,
     State,
     StepSample,
+    Timed,
     WarningText,
 )
 from dpmon.records import CALL_PHASES, MODES, STEP_PHASES, Call, Event, Record, Step
@@ -144,7 +145,14 @@ def _part(process: Process, track: CallTrack, key: tuple[str, str | None], call:
 def _time_replicas(track: CallTrack, call: Call) -> None:
     before = track.last
     wanted = min(len(call.replicas), kept.REPLICAS_TIMED)
-    if before.mode != call.mode or before.devices != call.devices or len(track.replica_ns) > wanted:
+    if before.training != call.training:  # an evaluation's times are of other work, often of other batches
+        here = Timed(track.replica_ns, track.stage_ns, track.device_ms)
+        track.replica_ns, track.stage_ns, track.device_ms = track.aside or Timed([], {}, {})
+        track.aside = here
+    moved = before.mode != call.mode or before.devices != call.devices
+    if moved:
+        track.aside = None
+    if moved or len(track.replica_ns) > wanted:
         track.replica_ns.clear()
         track.device_ms.clear()
     while len(track.replica_ns) < wanted:

@@ -29,6 +29,7 @@ __all__ = [
     "Refusal",
     "State",
     "StepSample",
+    "Timed",
     "WarningText",
 ]
 
@@ -160,6 +161,14 @@ class ModeTrack:
     """The same of the whole forward, the phases of the calls within."""
 
 
+class Timed(NamedTuple):
+    """The times of a CallTrack: of replicas, of stages, and on devices."""
+
+    replica_ns: list[deque[int]]
+    stage_ns: dict[tuple[int, str, tuple[str, ...]], deque[int]]
+    device_ms: dict[int, deque[float | None]]
+
+
 @dataclass(slots=True)
 class CallTrack:
     """The last call of one root and how long each replica took in the calls before it that looked the same."""
@@ -167,11 +176,15 @@ class CallTrack:
     last: Call
     count: int = 0
     replica_ns: list[deque[int]] = field(default_factory=list)
-    """A deque a replica, newest last; begun anew when mode, devices or the number of replicas change."""
+    """A deque a replica, newest last; begun anew when mode, devices or the number of replicas change.
+
+    Like the other times of calls that trained as the last one did, or of such as did not."""
     stage_ns: dict[tuple[int, str, tuple[str, ...]], deque[int]] = field(default_factory=dict)
     """The same for stages, by number, device and parts."""
     device_ms: dict[int, deque[float | None]] = field(default_factory=dict)
     """By replica or stage: what its device took in the newest calls, None where that is not known."""
+    aside: Timed | None = None
+    """The times of the calls in the other of training and evaluation, until there are such calls again."""
     parts: list[CallTrack] = field(default_factory=list)
     """Where a step calls this root several times: its first call in a step, its second, PARTS_KEPT at most."""
 

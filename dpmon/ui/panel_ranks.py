@@ -6,7 +6,7 @@ from dpmon.model.ranks import RankRow, rank_rows, training
 from dpmon.records import rows_of
 from dpmon.ui.format import UNKNOWN, group, ms
 from dpmon.ui.look import Look
-from dpmon.ui.panel_replicas import shown, size_line, size_text
+from dpmon.ui.panel_replicas import kind, shown, size_line, size_text
 from dpmon.ui.rows import Row, cut, fit, right, span_width, wrapped
 from dpmon.ui.scene import Scene
 from dpmon.ui.text import clean
@@ -44,12 +44,14 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     dot = f" {look.glyphs.middot} "
     track = shown(scene)
     name = ""
+    of: Row = []
     if track is not None:
+        of = kind(track.last, look)
         via = clean(track.last.via, 40) if track.last.via else "bare module"
         name = f"{dot}{clean(track.last.root, 60)}{dot}{via}"
     newest = max((p.last_step.step for p in processes if p.last_step is not None), default=None)
     corner: Row = [("step", "dim"), (right(group(newest), 9), "")]
-    return [("2 Ranks", "title"), (name, "")], corner
+    return [("2 Ranks", "title"), *of, (name, "")], corner
 
 
 def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:

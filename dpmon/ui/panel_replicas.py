@@ -19,6 +19,7 @@ __all__ = [
     "choices",
     "chosen",
     "device_time",
+    "kind",
     "replicas",
     "shown",
     "size_line",
@@ -91,7 +92,13 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
     many = f"{dot}newest of {count}" if count > 1 and not which else f"{dot}{which} of {count}" if which else ""
     corner: Row = [("call", "dim"), (right(group(call.call), 9), "")]
     # Which of several comes first: of names a beginning says much, too.
-    return [(NAMES["replicas"], "title"), (many + part + name, "")], corner
+    return [(NAMES["replicas"], "title"), (many + part, ""), *kind(call, look), (name, "")], corner
+
+
+def kind(call: Call, look: Look) -> Row:
+    """That the call was an evaluation's (torch's eval mode), or that it had no gradients; nothing of one that trains."""
+    word = "" if call.training and call.grad else "no gradients" if call.training else "evaluation"
+    return [(f" {look.glyphs.middot} ", ""), (word, "wait")] if word else []
 
 
 def replicas(scene: Scene, width: int, height: int, look: Look) -> list[Row]:

@@ -9,11 +9,18 @@ from situations import FACTS, LOOK, rows_text, scene_of, situations, state_of, t
 from synthetic import Training, decoded
 
 from dpmon.model import State, fold
-from dpmon.records import Call, Event, Size
+from dpmon.records import Call, Event, Record, Size
 from dpmon.ui import panel_replicas
 from dpmon.ui.paint import places, scroll_room
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Scene, View
+
+
+def folded(records: list[Record]) -> State:
+    state = State()
+    for record in records:
+        state = fold(state, record)
+    return state
 
 
 def test_replicas_show_the_sizes_of_the_seeds() -> None:
@@ -138,3 +145,34 @@ def test_a_call_with_no_replicas_says_so() -> None:
     state = fold(State(), call)
     rows = rows_text(panel_replicas.replicas(Scene(state, 0, FACTS), 60, 6, LOOK))
     assert "the replicas of this call were not seen" in rows
+
+
+def test_sizes_of_an_evaluation_say_that_they_are() -> None:
+    """A run's last calls are often an evaluation's: its sizes and times are not those of the training."""
+    training = Training(batch=30)
+    records = decoded([*training.begin(), *training.run(50)])
+    before = scene_of(Training(), 1, state=folded(records))
+
+    def more(steps: int) -> list[Record]:
+        training.defined.clear()  # for a reader of its own
+        return decoded(training.run(steps))
+
+    def told(scene: Scene) -> str:
+        return plain(panel_replicas.title(scene, LOOK)[0])
+
+    assert told(before) == "2 Replicas · Model · DataParallel"
+    training.batch, training.step_ns = 8, 20_000_000
+    later = [replace(each, training=False, grad=False) if isinstance(each, Call) else each
+             for each in more(3)]  # fmt: skip
+    evaluated = scene_of(Training(), 1, state=folded(records + later))
+    assert told(evaluated) == "2 Replicas · evaluation · Model · DataParallel"
+    assert "evaluation" in text_of(evaluated, 80, 24)
+    rows = rows_text(panel_replicas.replicas(evaluated, 70, 9, LOOK))
+    assert "[4, 5]" in rows[1]
+    assert float(rows[1].split()[8]) > 2.0, "its own times, not the median of fifty steps of the training"
+    frozen = [replace(each, grad=False) if isinstance(each, Call) else each for each in more(1)]
+    assert "no gradients · Model" in told(scene_of(Training(), 1, state=folded(records + frozen)))
+    training.batch, training.step_ns = 30, 2_400_000
+    again = scene_of(Training(), 1, state=folded(records + later + more(1)))
+    (track,) = again.state.processes[0].calls.values()
+    assert [len(times) for times in track.replica_ns] == [51, 51], "the training's times are there again"

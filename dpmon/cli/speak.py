@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,15 @@ from dpmon.run.rundir import ExitInfo, RunError
 __all__ = ["closing", "speak"]
 
 UNKNOWN_STATUS = 2
+_HEAD = "dpmon: "
+_PROMPTS = 3
+"""Rows for the command that was typed and the prompt after it, which may have two."""
 
 
 def speak(text: str) -> None:
     """One line of dpmon's own on stderr; a closed stderr is no reason to fail."""
     with contextlib.suppress(OSError, ValueError):
-        print(f"dpmon: {text}", file=sys.stderr, flush=True)
+        print(f"{_HEAD}{text}", file=sys.stderr, flush=True)
 
 
 def closing(directory: Path, how: ExitInfo | None, say: Callable[[str], None] | None, *, brief: bool = False) -> int:
@@ -30,11 +34,28 @@ def closing(directory: Path, how: ExitInfo | None, say: Callable[[str], None] | 
     return UNKNOWN_STATUS if how is None or how.status is None else how.status
 
 
+def _room() -> tuple[int, int] | None:
+    """Rows and columns for lines on stderr's terminal, between the command and the next prompt; None: it has none."""
+    try:
+        columns, rows = os.get_terminal_size(sys.stderr.fileno())
+    except (OSError, ValueError, AttributeError):
+        return None
+    return (max(rows - _PROMPTS, 4), max(columns - len(_HEAD), 20)) if rows and columns else None
+
+
 def _sum_up(directory: Path, how: ExitInfo | None, say: Callable[[str], None], brief: bool) -> None:
-    from dpmon.cli.summary import ending_line, summary_lines
+    from dpmon.cli.summary import ending_line, fitted, summary, summary_lines
+    from dpmon.run.rundir import load_info, short_name
 
     try:
-        for line in [ending_line(directory, how)] if brief else summary_lines(directory, how):
+        room = _room() if say is speak else None
+        if brief:
+            lines = [ending_line(directory, how)]
+        elif room is None:
+            lines = summary_lines(directory, how)
+        else:
+            lines = fitted(summary(directory, how), *room, f"dpmon report {short_name(load_info(directory))}")
+        for line in lines:
             say(line)
     except (RunError, OSError) as error:
         say(f"no summary: {error}")

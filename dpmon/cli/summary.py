@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from dpmon.model.finding import many
 from dpmon.model.memory import held
@@ -15,14 +17,26 @@ from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info, short_name
 from dpmon.run.totals import Deleted, ModeTotals, Totals
 from dpmon.ui.format import compact, group, memory, ms
+from dpmon.ui.rows import span_width
 from dpmon.ui.tail import last_words
 from dpmon.ui.text import clean
 
-__all__ = ["ending_line", "summary_lines"]
+__all__ = ["Line", "ending_line", "fitted", "summary", "summary_lines"]
 
 _MAX_REPLICA_LINES = 40
 _MAX_STAGES = 8
 _MAX_WARNINGS = 5
+
+
+class Line(NamedTuple):
+    """A line of the summary; the higher its rank, the sooner it gives way where there is no room for all."""
+
+    rank: int
+    text: str
+
+
+_FIRST, _MODE, _STEP, _LACKS, _PHASE, _WHO, _PART = range(7)
+"""How it ended and where the record is; what was trained; its steps; what is missing; phases; who did it; the rest."""
 
 
 def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
@@ -31,33 +45,73 @@ def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
     Medians are the middle value, p95 the nearest rank (the smallest value that 95 % do not exceed), over every step
     that is still in the record.
     """
+    return [line.text for line in summary(directory, how)]
+
+
+def summary(directory: Path, how: ExitInfo | None) -> list[Line]:
+    """The same, each line with its rank."""
     reader = RunReader(directory)
     info = reader.info
     totals = add_up(directory)
-    lines = [_outcome(info, how), *_raised(reader, how)]
+    lines = [Line(_FIRST, _outcome(info, how)), *_ranked(_MODE, _raised(reader, how))]
     if not any(mode.walls or mode.calls for mode in totals.modes.values()):
         why = why_nothing(totals, reader)
-        lines.append(f"nothing was traced: {why}" if why else "nothing was traced")
+        lines.append(Line(_MODE, f"nothing was traced: {why}" if why else "nothing was traced"))
     for name, mode in sorted(totals.modes.items()):
         lines += _mode_lines(name, "", mode, totals)
         if name in totals.evaluations:
             lines += _mode_lines(name, ", evaluation", totals.evaluations[name], totals)
-    lines += [_deleted_line(name, gone) for name, gone in sorted(totals.deleted.items()) if gone.sums.steps]
-    lines += _rank_lines(totals)
-    lines += _stage_lines(totals)
-    lines += _replica_lines(totals)
-    lines += _memory_lines(totals)
+    gone = ((name, gone) for name, gone in sorted(totals.deleted.items()) if gone.sums.steps)
+    lines += _ranked(_STEP, (_deleted_line(*each) for each in gone))
+    lines += _ranked(_WHO, _rank_lines(totals))
+    lines += _ranked(_PART, _stage_lines(totals))
+    lines += _ranked(_WHO, _replica_lines(totals))
+    lines += _ranked(_PART, _memory_lines(totals))
     paused = totals.pauses.total(int(how.seconds * 1e9) if how is not None and how.by == "supervisor" else None)
+    lacks: list[str] = []
     if paused.times:
-        lines.append(f"{times_paused(paused, how is not None)}: that time is in no step and no phase")
+        lacks.append(f"{times_paused(paused, how is not None)}: that time is in no step and no phase")
     if totals.pruned:
         pruned = group(totals.pruned)
-        lines.append(f"{pruned} older records were deleted to bound the history: the figures are of the rest")
+        lacks.append(f"{pruned} older records were deleted to bound the history: the figures are of the rest")
     if totals.dropped:
-        lines.append(f"{group(totals.dropped)} records were dropped: the figures are of the rest")
-    lines += [f"warning: {text}" for text in list(dict.fromkeys(totals.warnings))[:_MAX_WARNINGS]]
-    lines.append(f"record: {directory}  (dpmon export {short_name(info)})")
-    return [clean(line) for line in lines]
+        lacks.append(f"{group(totals.dropped)} records were dropped: the figures are of the rest")
+    lacks += [f"warning: {text}" for text in list(dict.fromkeys(totals.warnings))[:_MAX_WARNINGS]]
+    lines += _ranked(_LACKS, lacks)
+    lines.append(Line(_FIRST, f"record: {directory}  (dpmon export {short_name(info)})"))
+    return [Line(rank, clean(text)) for rank, text in lines]
+
+
+def _ranked(rank: int, texts: Iterable[str]) -> list[Line]:
+    return [Line(rank, text) for text in texts]
+
+
+def fitted(lines: list[Line], rows: int, columns: int, more: str) -> list[str]:
+    """Those of the lines that have room in so many rows, the ones of the lowest ranks, in their order.
+
+    Where some are left out, how many is said with `more` before the last line, in a row that is one of `rows`.
+    """
+    def size(text: str) -> int:
+        return max(-(-span_width(text) // max(columns, 1)), 1)
+
+    sizes = [size(line.text) for line in lines]
+    if sum(sizes) <= rows:
+        return [line.text for line in lines]
+    room = rows - size(f"{many(len(lines), 'more line')}: {more}")
+    kept: set[int] = set()
+    for index in sorted(range(len(lines)), key=lambda index: lines[index].rank):
+        if lines[index].rank and sizes[index] > room:
+            break  # what follows is worth less, or goes on with this one
+        room -= sizes[index]
+        kept.add(index)
+    shown = [i for i in sorted(kept) if not _heads(lines, i) or i + 1 in kept]
+    said = f"{many(len(lines) - len(shown), 'more line')}: {more}"
+    return [*(lines[i].text for i in shown[:-1]), said, lines[shown[-1]].text]
+
+
+def _heads(lines: list[Line], index: int) -> bool:
+    """Whether a line says nothing without those under it."""
+    return lines[index].rank >= _WHO and not lines[index].text.startswith(" ")
 
 
 def ending_line(directory: Path, how: ExitInfo | None) -> str:
@@ -100,7 +154,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def _mode_lines(name: str, kind: str, mode: ModeTotals, totals: Totals) -> list[str]:
+def _mode_lines(name: str, kind: str, mode: ModeTotals, totals: Totals) -> list[Line]:
     if name == "single" and totals.distributed:
         name = "ddp"  # one device a rank: neither dp nor single
     title = (name or "mode unknown") + (" (virtual replicas)" if name == "dp" and totals.virtual else "") + kind
@@ -110,15 +164,17 @@ def _mode_lines(name: str, kind: str, mode: ModeTotals, totals: Totals) -> list[
         head += f", {compact(speed)} samples/s"
     if totals.processes > 1:
         head += f", {totals.processes} processes"
-    lines = [head]
-    rows = [("step", mode.walls)]
+    rows = [(_STEP, "step", mode.walls)]
     for phase in STEP_PHASES:
         if phase in mode.step_phases:
-            rows.append((f"  {phase}", mode.step_phases[phase]))
+            rows.append((_PHASE, f"  {phase}", mode.step_phases[phase]))
         if phase == "forward":
-            rows += [(f"    {part}", mode.call_phases[part]) for part in CALL_PHASES if part in mode.call_phases]
-    lines += [_phase_line(label, values, mode.device_ms.get(label.strip())) for label, values in rows if values]
-    return lines
+            rows += [(_PART, f"    {part}", mode.call_phases[part]) for part in CALL_PHASES if part in mode.call_phases]
+    times = mode.device_ms
+    return [
+        Line(_MODE, head),
+        *(Line(rank, _phase_line(label, took, times.get(label.strip()))) for rank, label, took in rows if took),
+    ]
 
 
 def _deleted_line(name: str, gone: Deleted) -> str:

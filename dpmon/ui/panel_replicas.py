@@ -96,7 +96,7 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
 
 
 def kind(call: Call, look: Look) -> Row:
-    """That the call was an evaluation's (torch's eval mode), or that it had no gradients; nothing of one that trains."""
+    """That a call was an evaluation's (torch's eval mode), or had no gradients; nothing of one that trains."""
     word = "" if call.training and call.grad else "no gradients" if call.training else "evaluation"
     return [(f" {look.glyphs.middot} ", ""), (word, "wait")] if word else []
 

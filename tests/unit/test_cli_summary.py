@@ -1,0 +1,97 @@
+"""The summary at the end where the terminal has no room for all of it: the least telling lines go, and are counted."""
+
+from __future__ import annotations
+
+import os
+import pty
+import struct
+import sys
+import termios
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+from test_run_playback import a_run
+
+from dpmon.cli.speak import closing, speak
+from dpmon.cli.summary import Line, fitted, summary, summary_lines
+from dpmon.run.rundir import load_exit
+
+MORE = "dpmon report linear-7f3a"
+
+
+def rows_of(lines: list[str], columns: int) -> int:
+    return sum(max(-(-len(line) // columns), 1) for line in lines)
+
+
+def test_all_of_it_where_there_is_room(state: Path) -> None:
+    directory = a_run()
+    lines = summary(directory, load_exit(directory))
+    assert fitted(lines, 100, 100, MORE) == summary_lines(directory, load_exit(directory)) == [t for _, t in lines]
+
+
+def a_summary() -> list[Line]:
+    """As of a run in two modes: about forty lines, some of them wide."""
+    lines = [Line(0, "examples/linear.py (linear-7f3a): finished in 3 min 41 s")]
+    for mode in ("dp", "single"):
+        lines += [Line(1, f"{mode}: 12,000 steps, 12,000 calls, 14.2k samples/s"), Line(2, f"  step {mode}")]
+        for phase in ("data", "forward", "backward", "optimizer", "other"):
+            lines.append(Line(4, f"    {phase}  {mode}"))
+            lines += [Line(6, f"      {part} {mode}") for part in ("scatter", "gather") if phase == "forward"]
+    lines += [Line(5, "replicas"), *(Line(5, f"  dp replica {i} cpu:{i} " + "[8, 5] " * 9) for i in range(8))]
+    lines += [Line(6, "memory"), Line(6, "  cuda:0 " + "model 3 GiB, " * 9)]
+    return [*lines, Line(3, "warning: lost"), Line(0, "record: /state/dpmon/runs/x  (dpmon export linear-7f3a)")]
+
+
+@pytest.mark.parametrize("columns", [40, 73, 113])
+def test_the_most_telling_lines_stay_in_their_order(columns: int) -> None:
+    lines = a_summary()
+    everything = [text for _, text in lines]
+    ranks = {text: rank for rank, text in lines}
+    before: set[str] = set()
+    for rows in range(8, rows_of(everything, columns)):
+        shown = fitted(lines, rows, columns, MORE)
+        assert rows_of(shown, columns) <= rows
+        assert shown[0] == everything[0], "how it ended"
+        assert shown[-1] == everything[-1], "where the record is"
+        said = shown.pop(-2)
+        assert said == f"{len(everything) - len(shown)} more line{'s' * (len(everything) - len(shown) > 1)}: {MORE}"
+        assert [text for text in everything if text in shown] == shown
+        assert before <= set(shown), "with more room there is more"
+        before = set(shown)
+        gone = [ranks[text] for text in everything if text not in before and text not in ("replicas", "memory")]
+        assert max(ranks[text] for text in shown) <= min(gone), "nothing stays for what is worth more"
+
+
+def test_no_heading_stays_without_what_is_under_it() -> None:
+    lines = [Line(0, "ended"), Line(1, "dp"), Line(5, "replicas"), Line(5, "  0"), Line(5, "  1"), Line(0, "record")]
+    assert fitted(lines, 4, 80, "more") == ["ended", "dp", "3 more lines: more", "record"]
+    assert fitted(lines, 5, 80, "more") == ["ended", "dp", "3 more lines: more", "record"]
+    assert fitted(lines, 6, 80, "more") == [text for _, text in lines]
+
+
+def test_a_warning_is_worth_more_than_a_phase() -> None:
+    lines = [Line(0, "ended"), Line(4, "  data"), Line(3, "warning: lost"), Line(0, "record")]
+    assert fitted(lines, 4, 80, "x") == [text for _, text in lines]
+    lines.insert(1, Line(1, "dp"))
+    assert fitted(lines, 4, 80, "x") == ["ended", "dp", "2 more lines: x", "record"]
+    assert fitted([*lines[:-1], Line(5, " r"), lines[-1]], 5, 80, "x")[1:3] == ["dp", "warning: lost"]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(24, 80), (12, 60)])
+def test_the_prompt_and_the_headline_have_room_on_the_terminal(
+    state: Path, monkeypatch: pytest.MonkeyPatch, rows: int, columns: int
+) -> None:
+    directory = a_run()
+    master, slave = pty.openpty()
+    ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    with os.fdopen(slave, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert closing(directory, load_exit(directory), speak) == 0
+        printed = os.read(master, 1 << 16).decode().splitlines()
+        monkeypatch.undo()
+    os.close(master)
+    assert rows_of(printed, columns) <= rows - 2
+    assert "finished in" in printed[0]
+    assert "more lines: dpmon report " in printed[-2]
+    assert printed[-1].startswith("dpmon: record: ")

@@ -83,7 +83,7 @@ class Progress:
                 return f"no step for {(now - since) / 1e9:.0f} s, in {name}"
         stage = self._reader.stage()
         if stage is None:
-            return "waiting for the first batch"
+            return "waiting for the first step"
         text, at = stage
-        text = "waiting for the first batch, torch imported" if text == "torch imported" else text
+        text = "waiting for the first step, torch imported" if text == "torch imported" else text
         return f"{text} ({(now - at) / 1e9:.0f} s)"

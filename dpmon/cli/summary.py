@@ -91,6 +91,7 @@ def fitted(lines: list[Line], rows: int, columns: int, more: str) -> list[str]:
 
     Where some are left out, how many is said with `more` before the last line, in a row that is one of `rows`.
     """
+
     def size(text: str) -> int:
         return max(-(-span_width(text) // max(columns, 1)), 1)
 

@@ -43,9 +43,9 @@ def _answer(scene: Scene, look: Look) -> Row:
     style = f"mode.{toggle.mode}"
     if toggle.status == "pending":
         waited = max(scene.now_ns - toggle.since_ns, 0) / 1e9
-        note = "the training answers at its next batch"
+        note = "the training answers at its next call"
         if not scene.reading and (scene.process is None or scene.process.seen_ns < 0):
-            note = "the training answers at its first batch"
+            note = "the training answers at its first call"
         elif scene.pausing.since_ns is not None:
             note = "the training answers once it goes on (p)"
         return [

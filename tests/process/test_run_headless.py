@@ -301,7 +301,7 @@ def test_a_line_of_the_script_is_never_cut_by_one_of_ours(dpmon: Dpmon) -> None:
     )
     lines = often(dpmon, "script.py")
     assert [line for line in lines if not line.startswith("dpmon: ")] == [f"begun {n} ended" for n in range(4)]
-    assert "dpmon: waiting for the first batch" in lines
+    assert "dpmon: waiting for the first step" in lines
 
 
 def test_what_the_tracer_could_not_record_is_told(dpmon: Dpmon) -> None:

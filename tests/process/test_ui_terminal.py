@@ -214,12 +214,12 @@ def test_from_the_first_second_to_the_end(run: Run, terminal: Start) -> None:
     seen.shows("importing torch")
     with (run.directory / "stages.log").open("a") as file:
         file.write(f"{os.getpid()} {time.monotonic_ns()} torch imported\n")
-    seen.shows("waiting for the first batch")
+    seen.shows("waiting for the first step")
     now = time.monotonic_ns()
     (run.directory / "waits-for-input").write_text(f"{now - 2_000_000_000} {now}")
     seen.shows("waiting for input")
     (run.directory / "waits-for-input").unlink()
-    seen.shows("waiting for the first batch")
+    seen.shows("waiting for the first step")
     run.train(100)
     run.log.write(b"epoch 1\n  0%|   |\r100%|###|\n")
     for word in ("● running", "dp ×3", "[10, 5]", "[10, 2]", "epoch 1", "100%|###|", "virtual replicas: no GPU"):

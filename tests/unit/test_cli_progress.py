@@ -70,12 +70,12 @@ def test_all_that_has_come_is_one_line() -> None:
 
 
 def test_without_steps_it_says_what_is_waited_for() -> None:
-    assert line() == "waiting for the first batch"
+    assert line() == "waiting for the first step"
     reader = FakeReader()
     reader.reached = ("importing torch", time.monotonic_ns() - 3 * 10**9)
     assert Progress(reader).line() == "importing torch (3 s)"  # type: ignore[arg-type]
     reader.reached = ("torch imported", time.monotonic_ns())
-    assert Progress(reader).line() == "waiting for the first batch, torch imported (0 s)"  # type: ignore[arg-type]
+    assert Progress(reader).line() == "waiting for the first step, torch imported (0 s)"  # type: ignore[arg-type]
     since = time.monotonic_ns() - 12 * 10**9
     assert line(activities={0: ("data", since)}) == "no step for 12 s, in data"
     assert line(activities={0: ("paused", since)}) == "paused for 12 s"

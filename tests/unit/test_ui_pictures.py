@@ -7,7 +7,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from situations import FACTS, LOOK, MONO_ASCII, scene_of, situations, text_of
+from situations import FACTS, LOOK, MONO_ASCII, scene_of, situations, state_of, text_of
 from synthetic import SECOND, Training
 
 from dpmon.model import State, fold
@@ -88,8 +88,17 @@ def test_the_first_seconds_tell_what_happens() -> None:
     importing = replace(before, alive=True, stage=("importing torch", SECOND))
     assert life(importing) == ("importing torch", "wait", "1 s")
     imported = replace(before, alive=True, stage=("torch imported", SECOND))
-    assert life(imported) == ("waiting for the first batch", "wait", "1 s")
+    assert life(imported) == ("waiting for the first step", "wait", "1 s")
     assert "importing torch 1 s" in text_of(importing, 80, 24)
+    # Only a loader hands over batches; a script without one has steps all the same.
+    begun = replace(imported, state=state_of(Training().begin()))
+    in_forward = replace(begun, activities={0: ("forward", SECOND // 2)})
+    assert life(in_forward) == ("first step", "wait", "in forward, 2 s")
+    assert life(replace(begun, activities={0: ("data", SECOND // 2)})) == (
+        "waiting for data",
+        "wait",
+        "first batch, 2 s",
+    )
 
 
 def test_a_script_that_waits_for_a_line_is_said_to_and_how_to_give_it_one() -> None:
@@ -165,7 +174,7 @@ def test_gone_without_a_record_is_said_and_no_status_invented() -> None:
 def test_a_toggle_is_pending_then_done_or_refused() -> None:
     scene = scene_of(Training())
     pending = replace(scene, toggle=Toggle("single", "pending", scene.now_ns - 2 * SECOND))
-    assert "→ single pending 2 s: the training answers at its next batch" in text_of(pending, 80, 24)
+    assert "→ single pending 2 s: the training answers at its next call" in text_of(pending, 80, 24)
     paused = replace(pending, pausing=Pausing(possible=True, wanted=True, since_ns=scene.now_ns - SECOND))
     assert "→ single pending 2 s: the training answers once it goes on (p)" in text_of(paused, 80, 24)
     done = replace(scene, toggle=Toggle("single", "done", scene.now_ns, step=12_340))

@@ -235,7 +235,7 @@ class Drawing(App[str]):
     def scene(self) -> Scene:
         """What is to be drawn: now, or the instant at which the picture was frozen."""
         if self._still is not None:
-            return replace(self._still, view=self.view)
+            return replace(self._still, view=self.view, scrolled_back=self.feed.output.top is not None)
         return self.feed.scene(self.view, self._stopping)
 
     def draw(self) -> None:

@@ -361,6 +361,7 @@ class Feed:
             can_toggle=self.can_toggle(),
             can_type=self._ended is None and self.can_type(),
             outputs=len(self.output.tails),
+            scrolled_back=self.output.top is not None,
             stopping=stopping,
             ending=self._ending,
             reading=not self._caught_up,

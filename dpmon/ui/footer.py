@@ -14,7 +14,7 @@ __all__ = ["at", "footer", "keys"]
 
 _LAST = ("?", "q", ":")
 """There at every width; the one called "more" has whatever has no room."""
-_ORDER = ("esc", "d", "p", "space", "n", "N", "/", "enter", "1-5", "w", "x", "i", "[ ]", "r", "e", "s", "t", "o")
+_ORDER = ("esc", "d", "p", "end", "space", "n", "N", "/", "enter", "1-5", "w", "x", "i", "[ ]", "r", "e", "s", "t", "o")
 """The most useful first; what is not named here comes after."""
 _OVER = ("r", "e")
 """What a run that is over is looked at for."""
@@ -24,6 +24,7 @@ _ALL = "list"
 """What `:` is called where nothing is left out; as long as the other word."""
 _SHORT = {
     "all panels": "back",
+    "to the end": "last",
     "end search": "end",
     "next call": "next",
     "warnings": "warn",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dpmon.model.state import PHASES
 from dpmon.ui.keys import DEEDS, PLAYED
-from dpmon.ui.look import Look
+from dpmon.ui.look import LETTERS, Look
 from dpmon.ui.rows import Row, cut, wrapped
 from dpmon.ui.scene import NAMES
 
@@ -57,13 +57,25 @@ def _entries(pairs: list[tuple[str, str, str]], label: int, width: int) -> list[
     return rows
 
 
+def _signs(look: Look, lettered: bool) -> tuple[str, str]:
+    """What else there is to know of the columns of panel 3, as they look here."""
+    little = "A small letter" if lettered else "The lowest block"
+    return (
+        f"{little} alone: steps too short for a cell of this scale (single beside dp); it is of their longest phase.",
+        f"{look.glyphs.cut_top} on top: longer than the scale, which 95 % of the columns stay under.",
+    )
+
+
 def help_rows(width: int, look: Look) -> list[Row]:
     """The help, in rows of at most `width` cells."""
     label = 14 if width < 90 else 22
     rows: list[Row] = [[("Panels", "title")]]
     rows += _entries([(name, "bold", text) for name, text in _PANELS], label, width)
     rows += [[], [("Phases of a step", "title")]]
-    rows += _entries([(name, f"phase.{name}", _PHASE_WORDS[name]) for name in PHASES], label, width)
+    lettered = not look.colour or look.glyphs.ascii
+    heads = {name: f"{LETTERS[name]} {name}" if lettered else name for name in PHASES}
+    rows += _entries([(heads[name], f"phase.{name}", _PHASE_WORDS[name]) for name in PHASES], label, width)
+    rows += _entries([("", "", text) for text in _signs(look, lettered)], label, width)
     rows += [[], [("Keys", "title")]]
     rows += _entries([(deed.key, "key", deed.says) for deed in DEEDS], label, width)
     rows += _entries([(keys, "key", text) for keys, text in _MOVES], label, width)

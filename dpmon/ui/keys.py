@@ -92,6 +92,13 @@ def _finding(scene: Scene) -> bool:
     return bool(scene.view.search) and scene.view.focus == "output"
 
 
+def _behind(scene: Scene) -> str | None:
+    """What `end` does where the output is not at its end; after a search nothing else goes back there."""
+    if not scene.scrolled_back or "output" not in (scene.view.focus, scene.view.zoom):
+        return None
+    return "to the end" if scene.over else "follow"
+
+
 DEEDS: tuple[Deed, ...] = (
     Deed("d", "d", "toggle_mode", _other_mode, "data parallel or single device, from the next batch on"),
     Deed("p", "p", "pause", _pause, "pause the training between two steps, or resume it"),
@@ -105,6 +112,7 @@ DEEDS: tuple[Deed, ...] = (
     ),
     Deed("n", "n", "next(1)", _when(_finding, "older"), "the next older line with what is searched for"),
     Deed("N", "N", "next(-1)", _when(_finding, "newer"), "the next newer one"),
+    Deed("end", "end", f"scroll({FAR})", _behind, "to the end of the output, and follow it"),
     Deed(
         "1-5",
         "",
@@ -113,7 +121,11 @@ DEEDS: tuple[Deed, ...] = (
         "go to a panel; once more: full screen and back. tab, arrows and the mouse do so too",
     ),
     Deed(
-        "enter", "enter", "zoom", lambda scene: None if scene.view.zoom else "zoom", "the panel in focus: full screen"
+        "enter",
+        "enter",
+        "zoom",
+        lambda scene: None if scene.view.zoom else "zoom",
+        "the panel in focus: full screen; a double click does so, too",
     ),
     Deed(
         "/",
@@ -195,7 +207,6 @@ def _bindings() -> list[BindingType]:
         "pageup": "scroll_page(-1)",
         "pagedown": "scroll_page(1)",
         "home": f"scroll(-{FAR})",
-        "end": f"scroll({FAR})",
         "ctrl+z": "suspend_process",
     }
     return [

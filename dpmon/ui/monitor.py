@@ -46,6 +46,8 @@ class Monitor(Drawing):
     _stop_done = False
     _said = 0
     """How often something was said."""
+    _clicked = View()
+    """What a click found before it did anything, with the panel that it was on in focus."""
     _unsaying: Timer | None = None
     """What takes back the last of it."""
 
@@ -80,9 +82,13 @@ class Monitor(Drawing):
     # ------------------------------------------------------------------------------------------ moving
 
     def on_panel_view_picked(self, event: PanelView.Picked) -> None:
-        """A click goes to a panel, or does what the footer names there."""
-        if event.panel in PANELS:
+        """A click goes to a panel, or does what the footer names there; two fast ones are enter on that panel."""
+        if event.panel in PANELS and event.nth == 1:
+            self._clicked = replace(self.view, focus=event.panel)
             self.action_panel(event.panel)
+        elif event.panel in PANELS:
+            # As enter would have done before the first of them, which may have moved everything under the mouse.
+            self._see(replace(self.view, focus=self._clicked.focus, zoom=keys.zoomed(self._clicked).zoom))
         elif event.panel == "footer":
             self.call_next(self._do_key, at(self.panel_rows("footer")[0], event.x))
 

@@ -120,6 +120,8 @@ def _told(numbers: Summary, width: int, look: Look) -> Row:
     """What the figures are of, and what in the waterfall was recorded and what was laid."""
     drawn = "" if numbers.sampled == numbers.steps else f", medians of {group(numbers.sampled)} evenly drawn"
     text = f"{group(numbers.steps)} steps{drawn}; in the last step backward and optimizer are laid in their order"
+    if not look.colour or look.glyphs.ascii:
+        text += "; a small letter: too short for a cell"
     return [(cut(text, width, look.glyphs.more), "dim")]
 
 

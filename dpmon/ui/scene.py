@@ -142,6 +142,8 @@ class Scene:
     can_type: bool = False
     outputs: int = 1
     """Files of output: two where the script's errors are kept apart."""
+    scrolled_back: bool = False
+    """Whether the output is shown as of another place than its end."""
     stopping: str | None = None
     ending: bool = False
     """The command is gone, and how it ended is not yet recorded."""
@@ -241,14 +243,18 @@ def life(scene: Scene) -> Life:
 def _before_first_batch(scene: Scene, doing: str, spent: int) -> Life:
     if doing == "data" and spent > WAIT_SHOWN_NS:
         return Life("waiting for data", "wait", f"first batch, {spent / 1e9:.0f} s")
-    if doing:
-        return Life("first batch", "wait", f"in {clean(doing, 20)}, {spent / 1e9:.0f} s" if spent > 0 else "")
+    if doing:  # a script without a loader has no batch that anybody saw
+        return Life(
+            "first batch" if doing == "data" else "first step",
+            "wait",
+            f"in {clean(doing, 20)}, {spent / 1e9:.0f} s" if spent > 0 else "",
+        )
     if scene.stage is None:
         what, since = ("starting python", 0)
     elif scene.stage[0] == "importing torch":
         what, since = ("importing torch", scene.stage[1])
     else:
-        what, since = ("waiting for the first batch", scene.stage[1])
+        what, since = ("waiting for the first step", scene.stage[1])
     if scene.alive is None:
         what = "starting"
     return Life(what, "wait", f"{max(scene.now_ns - since, 0) / 1e9:.0f} s")

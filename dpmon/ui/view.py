@@ -25,12 +25,13 @@ class PanelView(Widget):
     DEFAULT_CSS = "PanelView { position: absolute; padding: 0; margin: 0; }"
 
     class Picked(Message):
-        """A panel was clicked, in this column of it."""
+        """A panel was clicked, in this column of it; `nth` of clicks that follow each other fast in one place."""
 
-        def __init__(self, panel: str, x: int) -> None:
+        def __init__(self, panel: str, x: int, nth: int = 1) -> None:
             super().__init__()
             self.panel = panel
             self.x = x
+            self.nth = nth
 
     class Wheel(Message):
         """The wheel was turned over a panel, by so many steps down."""
@@ -120,7 +121,7 @@ class PanelView(Widget):
 
     def on_click(self, event: events.Click) -> None:
         """A click goes to the panel."""
-        self.post_message(self.Picked(self.panel, event.x))
+        self.post_message(self.Picked(self.panel, event.x, event.chain))
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
         """The wheel, towards the beginning."""

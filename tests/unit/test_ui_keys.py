@@ -16,8 +16,11 @@ from dpmon.records import Event
 from dpmon.ring import Ring
 from dpmon.ui import errands
 from dpmon.ui.dialogs import Choice, Commands, Pages
+from dpmon.ui.help import help_rows
 from dpmon.ui.keys import BINDINGS, DEEDS, neighbour, other_period, other_range
 from dpmon.ui.layout import arrange
+from dpmon.ui.look import look
+from dpmon.ui.rows import plain
 from dpmon.ui.scene import PANELS, RANGES, View
 
 
@@ -385,3 +388,36 @@ async def test_searching_the_output(tmp_path: Path) -> None:
         assert on.app.view.search == ""
         await on.press("n")
         assert "Needle" in on.text(), "n has no meaning any more"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+async def test_after_a_search_the_footer_says_how_to_follow_again(tmp_path: Path, width: int) -> None:
+    (tmp_path / "output.log").write_text("".join(f"line {i}\n" for i in range(200)))
+    async with stage(tmp_path, (width, 24)) as on:
+        await on.shows("following")
+        await on.press("5")
+        assert " end follow" not in on.app.text()[-1], "it follows"
+        await on.press("slash", *"line 17", "enter")
+        await on.until(lambda: " end follow" in on.app.text()[-1], "the way back")
+        for key in (" esc end", " n older"):
+            assert key in on.app.text()[-1]
+        await on.press("escape")
+        assert " end follow" in on.app.text()[-1], "the search is over, and it is still there"
+        await on.press("space")
+        assert " end follow" in on.app.text()[-1], "in a picture that is frozen, too"
+        await on.press("end")
+        assert " end follow" not in on.app.text()[-1]
+        await on.press("space", "home")
+        on.end(0)
+        await on.shows("finished")
+        assert f" end {'last' if width == 80 else 'to the end'}" in on.app.text()[-1]
+
+
+@pytest.mark.parametrize(
+    ("theme", "sign", "top"), [("dark", "The lowest block", "▲"), ("ascii", "A small letter", "^")]
+)
+def test_help_explains_the_signs_of_the_columns(theme: str, sign: str, top: str) -> None:
+    text = [plain(row) for row in help_rows(100, look(theme))]
+    assert any(f"{sign} alone: steps too short" in line for line in text)
+    assert any(f"{top} on top: longer than the scale" in line for line in text)
+    assert any(line.startswith("S scatter ") for line in text) == (theme == "ascii")

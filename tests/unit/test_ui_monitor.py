@@ -247,6 +247,22 @@ async def test_a_click_goes_to_a_panel_and_the_wheel_scrolls(tmp_path: Path) -> 
         await on.until(lambda: on.app.feed.output.top is not None, "scrolling")
 
 
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_a_double_click_zooms_as_enter_does(tmp_path: Path, size: tuple[int, int]) -> None:
+    """Wherever the focus was; and back, where the second click falls on whatever panel stands there then."""
+    async with stage(tmp_path, size) as on:
+        await on.shows("● running")
+        for panel in ("batch", "batch", "output", "devices"):  # devices is folded on the small one
+            await on.pilot.double_click(f"#{panel}", offset=(5, 0))
+            assert (on.app.view.focus, on.app.view.zoom) == (panel, panel)
+            await on.until(lambda p=panel: set(on.app.slots) == {"status", p, "footer"}, "the panel alone")
+            # In the middle, where other panels come to stand.
+            await on.pilot.double_click(offset=(size[0] // 2, size[1] // 2))
+            assert (on.app.view.focus, on.app.view.zoom) == (panel, None)
+        await on.pilot.click("#replicas", times=3)
+        assert (on.app.view.focus, on.app.view.zoom) == ("replicas", "replicas")
+
+
 async def test_the_output_scrolls_back_and_follows_again(tmp_path: Path) -> None:
     (tmp_path / "output.log").write_text("".join(f"line {i}\n" for i in range(100)))
     async with stage(tmp_path) as on:

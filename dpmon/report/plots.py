@@ -12,25 +12,16 @@ from typing import Any, NamedTuple
 from dpmon.report.said import is_mixed
 from dpmon.report.story import PARTS, Bin, Story
 from dpmon.report.words import mode_title
+from dpmon.ui.palettes import LIGHT
 from dpmon.ui.text import clean
 
 __all__ = ["Plot", "plots"]
 
-# Okabe and Ito's colours, which people who see fewer colours tell apart; data and replicate stand out.
-_COLOURS = {
-    "data": "#E69F00",
-    "scatter": "#56B4E9",
-    "replicate": "#D55E00",
-    "parallel_apply": "#009E73",
-    "gather": "#0072B2",
-    "forward": "#009E73",
-    "backward": "#CC79A7",
-    "optimizer": "#F0E442",
-    "other": "#999999",
-}
-_LIGHTER = {"forward": "#7FCEB9"}
+# As on the screen; the page is light.
+_COLOURS = {name.replace("apply", "parallel_apply"): colour for name, colour in LIGHT.by_phase.items()}
+_MODE_COLOURS = {"dp": LIGHT.dp, "single": LIGHT.single}
 _ORDER = ("data", "scatter", "replicate", "parallel_apply", "gather", "forward", "backward", "optimizer", "other")
-_LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+_LINES = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#000000", "#999999")
 _MAX_DEVICES = 16
 _MAX_PAUSES = 100
 
@@ -93,6 +84,12 @@ def _modes(story: Story) -> list[tuple[str, str, list[Bin]]]:
     ]
 
 
+def _mode_colour(mode: str, bins: Sequence[Bin], number: int) -> str:
+    """A mode's own colour for the steps that train in it; evaluations and what was deleted have others."""
+    own = None if bins[0].evaluation or bins[0].deleted else _MODE_COLOURS.get(mode)
+    return own or _LINES[number % len(_LINES)]
+
+
 def _with_gaps(story: Story, bins: Sequence[Bin], values: Sequence[float | None]) -> tuple[list[Any], list[Any]]:
     """x and y of a line that is broken where no step began for a while."""
     x: list[Any] = []
@@ -112,8 +109,8 @@ def _step_time(story: Story) -> Plot | None:
     if len(story.bins) < 2:
         return None
     traces: list[dict[str, Any]] = []
-    for number, (_, title, bins) in enumerate(_modes(story)):
-        colour = _LINES[number % len(_LINES)]
+    for number, (mode, title, bins) in enumerate(_modes(story)):
+        colour = _mode_colour(mode, bins, number)
         x, y = _with_gaps(story, bins, [one.wall_ns / one.steps / 1e6 for one in bins])
         line = {
             "type": "scatter",
@@ -135,12 +132,12 @@ def _speed(story: Story) -> Plot | None:
     if len(story.bins) < 2 or any(one.samples is None for one in story.bins):
         return None
     traces = []
-    for number, (_, title, bins) in enumerate(_modes(story)):
+    for number, (mode, title, bins) in enumerate(_modes(story)):
         x, y = _with_gaps(
             story, bins, [(one.samples or 0) / one.wall_ns * 1e9 if one.wall_ns else None for one in bins]
         )
         # A stretch's value holds until the next one begins: a long step lasts as long as it lasts.
-        line = {"type": "scatter", "mode": "lines", "line": {"color": _LINES[number % len(_LINES)], "shape": "hv"}}
+        line = {"type": "scatter", "mode": "lines", "line": {"color": _mode_colour(mode, bins, number), "shape": "hv"}}
         traces.append({**line, "name": _text(title), "x": x, "y": y})
     note = "samples of the steps by the time of the steps" + (
         ", of one process" if story.evidence.processes > 1 else ""
@@ -155,10 +152,6 @@ def _ran(bins: Sequence[Bin]) -> list[str]:
 
 def _label(name: str, names: Sequence[str]) -> str:
     return "forward, the rest" if name == "forward" and "parallel_apply" in names else name
-
-
-def _colour(name: str, names: Sequence[str]) -> str:
-    return _LIGHTER.get(name, _COLOURS[name]) if "parallel_apply" in names else _COLOURS[name]
 
 
 def _parts_over_time(story: Story) -> Plot | None:
@@ -185,7 +178,7 @@ def _parts_over_time(story: Story) -> Plot | None:
                 for found, count in zip(stretches.values(), steps, strict=True)
             ],
             "width": width,
-            "marker": {"color": _colour(name, names), "line": {"width": 0}},
+            "marker": {"color": _COLOURS[name], "line": {"width": 0}},
         }
         for name in names
     ]
@@ -210,7 +203,7 @@ def _parts_of_modes(story: Story) -> Plot | None:
                 "name": _label(name, names),
                 "y": [_text(title) for _, title, _ in modes],
                 "x": [round(mean, 6) for mean in means],
-                "marker": {"color": _colour(name, names)},
+                "marker": {"color": _COLOURS[name]},
             }
         )
     layout = {
@@ -236,14 +229,14 @@ def _replicas(story: Story) -> Plot | None:
         "x": labels,
         "y": middles,
         "error_y": error,
-        "marker": {"color": _COLOURS["forward"]},
+        "marker": {"color": _COLOURS["parallel_apply"]},
     }
     traces, note = [trace], "median, the whisker to the 95th percentile"
     layout = _axes("ms (host)", x="", showlegend=False)
     layout["xaxis"] = {"automargin": True, "type": "category"}
     on_device = [None if fact.device_ns is None else fact.device_ns / 1e6 for fact in facts]
     if any(middle is not None for middle in on_device):
-        beside = {"type": "bar", "x": labels, "y": on_device, "marker": {"color": _LINES[0]}, "name": "on device"}
+        beside = {"type": "bar", "x": labels, "y": on_device, "marker": {"color": _LINES[1]}, "name": "on device"}
         traces, note = [{**trace, "name": "on the host"}, beside], f"{note} of host times"
         layout |= {"barmode": "group", "showlegend": True, "yaxis": _axes("ms")["yaxis"]}
     return Plot("replicas", "Forward of the replicas", note, traces, layout)

@@ -9,7 +9,8 @@ from rich.style import Style
 
 from dpmon.config import THEMES
 from dpmon.model.state import PHASES
-from dpmon.ui.themes import MONO_STYLES, PALETTES, composed, styles_of
+from dpmon.ui.palettes import PALETTES
+from dpmon.ui.themes import MONO_STYLES, composed, styles_of
 
 __all__ = ["ASCII", "COLOUR", "LETTERS", "MONO", "UNICODE", "Glyphs", "Look", "choose", "look"]
 

@@ -10,8 +10,8 @@ from rich.color import Color
 from rich.style import Style
 
 from dpmon.ui.look import Look
+from dpmon.ui.palettes import PALETTES
 from dpmon.ui.rows import Row, span_width
-from dpmon.ui.themes import PALETTES
 
 __all__ = ["svg"]
 

@@ -36,6 +36,7 @@ from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, save, short_name
 from dpmon.run.state import run_state
 from dpmon.run.tables import BEFORE_S
+from dpmon.ui.look import look
 
 HOSTILE = '<script>alert(1)</script>\x1b]52;c;eA==\x07\x1b[31m\u202e<b onload="x">'
 
@@ -590,6 +591,25 @@ def test_modes_and_evaluations_are_told_apart_in_the_course_of_time(state: Path)
     assert "evaluations" not in bars.note
     (x,) = {tuple(trace["x"]) for trace in bars.traces}
     assert len(x) == len(set(x)), "where the mode changes, one bar is of both"
+
+
+def test_phases_and_modes_have_the_colours_that_they_have_on_the_screen(state: Path) -> None:
+    story = collect(keep({0: long_training(slow=0, evaluations=True)}, limit_bytes=1 << 18))
+    drawn = {plot.name: plot for plot in plots(story)}
+    styles = look("light").styles
+
+    def on_screen(name: str) -> str:
+        colour = styles[name].color
+        assert colour is not None
+        return colour.name
+
+    for name in ("phases", "modes"):
+        for trace in drawn[name].traces:
+            phase = trace["name"].removesuffix(", the rest").removeprefix("parallel_")
+            assert trace["marker"]["color"] == on_screen(f"phase.{phase}")
+    lines = [(trace["name"], trace["line"]["color"]) for trace in drawn["step-time"].traces if "line" in trace]
+    assert dict(lines)["dp: mean"] == on_screen("mode.dp")
+    assert len({colour for _, colour in lines}) == len(lines) == 4, "evaluations and deleted steps have their own"
 
 
 def test_a_verdict_and_tables_of_what_is_left_say_so(state: Path) -> None:

@@ -15,10 +15,10 @@ from dpmon.ui.footer import at, footer, keys
 from dpmon.ui.format import clock, compact, group, memory, memory_of, ms, percent, short_ms
 from dpmon.ui.help import help_rows
 from dpmon.ui.look import ASCII, COLOUR, LETTERS, MONO, UNICODE, Look, choose
+from dpmon.ui.palettes import PALETTES, Palette
 from dpmon.ui.panel_output import shifted
 from dpmon.ui.rows import box, cut, fit, kept_width, plain, span_width, width_of, wrapped
 from dpmon.ui.scene import Ended, Facts, Pausing, Scene, View
-from dpmon.ui.themes import PALETTES, Palette
 from dpmon.ui.waterfall import lane_row, main_row
 
 LOOK = Look(UNICODE, COLOUR, True)

@@ -1,0 +1,110 @@
+"""The palettes: which colour everything has in each theme, on the screen and in the report; data only.
+
+The phases' colours are Okabe and Ito's where they reach (they are told apart in every kind of colour vision). The dark
+and the light theme add green and red for good and bad; the colour-blind one does without that pair, for the script's
+output too. Colours are never alone: phases have a letter and an order, modes and states their word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dpmon.model.state import PHASES
+
+__all__ = ["LIGHT", "PALETTES", "Palette"]
+
+Ansi = tuple[str, str, str, str, str, str, str, str]
+
+
+@dataclass(frozen=True)
+class Palette:
+    """A theme's colours as "#rrggbb"; `phases` in the order of PHASES, `ansi` and `bright` the script's sixteen."""
+
+    name: str
+    background: str
+    text: str
+    dim: str
+    strong: str
+    frame: str
+    focus: str
+    good: str
+    wait: str
+    bad: str
+    bar: str
+    dp: str
+    single: str
+    phases: tuple[str, ...]
+    ansi: Ansi
+    bright: Ansi
+
+    @property
+    def by_phase(self) -> Mapping[str, str]:
+        """The phases' colours by their names."""
+        return dict(zip(PHASES, self.phases, strict=True))
+
+
+DARK = Palette(
+    name="dark",
+    background="#10141a",
+    text="#d6dbe1",
+    dim="#8b949e",
+    strong="#ffffff",
+    frame="#3d4650",
+    focus="#9fb0c3",
+    good="#3fbf8f",
+    wait="#f0c05a",
+    bad="#ff7b72",
+    bar="#8fb8de",
+    dp="#c4b5fd",
+    single="#5eead4",
+    phases=(
+        *("#cc79a7", "#f0e442", "#d55e00", "#56b4e9", "#e69f00"),
+        *("#a9d6f2", "#3f8fd6", "#009e73", "#7d8590"),
+    ),
+    ansi=("#5c6370", "#ff7b72", "#7ee787", "#e3b341", "#79c0ff", "#d2a8ff", "#76e3ea", "#c9d1d9"),
+    bright=("#8b949e", "#ffa198", "#a5f3b5", "#f2cc60", "#a5d6ff", "#e2c5ff", "#b3f0ff", "#ffffff"),
+)
+LIGHT = Palette(
+    name="light",
+    background="#fbfbf9",
+    text="#24292f",
+    dim="#616a73",
+    strong="#000000",
+    frame="#bcc4cc",
+    focus="#57606a",
+    good="#1a7f37",
+    wait="#8f5f00",
+    bad="#c01c28",
+    bar="#4a7fb5",
+    dp="#6d28d9",
+    single="#0b6e66",
+    phases=(
+        *("#b0568c", "#8f7d00", "#c45500", "#2385c4", "#b87400"),
+        *("#6ea8cf", "#0b5cab", "#007a58", "#6e7781"),
+    ),
+    ansi=("#24292f", "#c01c28", "#116329", "#7d4e00", "#0969da", "#8250df", "#1b7c83", "#57606a"),
+    bright=("#57606a", "#a40e26", "#1a7f37", "#8a6100", "#0550ae", "#6639ba", "#0f6d75", "#24292f"),
+)
+COLOUR_BLIND = Palette(
+    name="colour-blind",
+    background="#10141a",
+    text="#d6dbe1",
+    dim="#8b949e",
+    strong="#ffffff",
+    frame="#3d4650",
+    focus="#9fb0c3",
+    good="#56b4e9",
+    wait="#f0e442",
+    bad="#ff8a3d",
+    bar="#8fb8de",
+    dp="#e69f00",
+    single="#56b4e9",
+    phases=(
+        *("#cc79a7", "#f0e442", "#d55e00", "#56b4e9", "#e69f00"),
+        *("#b9e0f7", "#2a7fd4", "#009e73", "#8b949e"),
+    ),
+    ansi=("#5c6370", "#ee7733", "#33b899", "#f0e442", "#56b4e9", "#cc79a7", "#99ddff", "#c9d1d9"),
+    bright=("#8b949e", "#ff9e66", "#66d9bd", "#f7ef86", "#8dd0f5", "#e3a6c8", "#c2ebff", "#ffffff"),
+)
+PALETTES: Mapping[str, Palette] = {palette.name: palette for palette in (DARK, LIGHT, COLOUR_BLIND)}

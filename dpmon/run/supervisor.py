@@ -132,7 +132,9 @@ class Supervisor:
         self._handle_signals()
         try:
             if self._info.options.get("stdin") != "inherit":
-                self._terminal = Terminal(self._directory, *self._window())
+                # Without a screen the terminal that it is typed on echoes it, and the script's output is the script's.
+                echo = None if self._info.headless else self._directory / "output.log"
+                self._terminal = Terminal(self._directory, *self._window(), echo)
             command = Child(start_command(self._info, self._directory, self._terminal, os.environ))
         except OSError as error:
             text = f"{self._info.command[0]} cannot be started: {error.strerror or error}"

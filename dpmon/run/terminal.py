@@ -1,7 +1,8 @@
 """The terminal that the command has as its standard input when nobody pipes anything into it.
 
-A pseudo-terminal without echo that is not the command's controlling terminal: scripts that ask for its size or wait
-for a line find what they expect. Lines come from a fifo in the run's directory, which any screen may write to.
+A pseudo-terminal that is not the command's controlling terminal: scripts that ask for its size or wait for a line find
+what they expect. Lines come from a fifo in the run's directory, which any screen may write to. They are noted in a log
+as the terminal echoes them: while a script has switched the echo off (it reads a password) not at all.
 """
 
 from __future__ import annotations
@@ -18,19 +19,25 @@ __all__ = ["INPUT_FIFO", "Terminal", "send_input"]
 
 INPUT_FIFO = "input.fifo"
 _CHUNK = 4096
+_ECHO = termios.ECHO | termios.ECHOE | termios.ECHOK | termios.ECHONL
+_CONTROLS = {code: f"^{chr(code ^ 64)}".encode() for code in (*range(32), 127) if chr(code) not in "\t\n"}
 
 
 class Terminal:
     """The supervisor's end: gives the command a terminal and forwards what is written into the fifo."""
 
-    def __init__(self, directory: Path, rows: int, columns: int) -> None:
-        """Raises OSError if the machine has no pseudo-terminal left or the fifo cannot be made."""
+    def __init__(self, directory: Path, rows: int, columns: int, echo: Path | None = None) -> None:
+        """`echo`: the log for what is echoed; None: nothing is.
+
+        Raises OSError if the machine has no pseudo-terminal left or the fifo cannot be made.
+        """
         # openpty does not make it the controlling terminal, though the supervisor leads a session without one.
         self.master, self.slave = os.openpty()
         try:
-            attributes = termios.tcgetattr(self.slave)
-            attributes[3] &= ~(termios.ECHO | termios.ECHOE | termios.ECHOK | termios.ECHONL)
-            termios.tcsetattr(self.slave, termios.TCSANOW, attributes)
+            if echo is None:
+                attributes = termios.tcgetattr(self.slave)
+                attributes[3] &= ~_ECHO
+                termios.tcsetattr(self.slave, termios.TCSANOW, attributes)
             size = struct.pack("HHHH", max(rows, 1), max(columns, 1), 0, 0)
             fcntl.ioctl(self.slave, termios.TIOCSWINSZ, size)
             os.set_blocking(self.master, False)
@@ -44,6 +51,7 @@ class Terminal:
             os.close(self.slave)
             raise
         self._waiting = b""
+        self._echo = echo
 
     def register(self, poller: select.poll) -> None:
         """Ask `poller` for what concerns this terminal now."""
@@ -56,15 +64,42 @@ class Terminal:
             poller.register(self.fifo, select.POLLIN)
 
     def serve(self) -> None:
-        """Forward what has come, and throw away what the command wrote into its own input. Never blocks."""
+        """Forward what has come, and throw away the echo, which is noted by then, and what the command wrote into its
+        own input. Never blocks.
+        """
         with contextlib.suppress(OSError):
             while os.read(self.master, _CHUNK):
                 pass
         with contextlib.suppress(OSError):
             if not self._waiting:
                 self._waiting = os.read(self.fifo, _CHUNK)
+                # Before the command reads it: what it then prints comes after it.
+                self._note(self._echoed(self._waiting))
             if self._waiting:
                 self._waiting = self._waiting[os.write(self.master, self._waiting) :]
+
+    def _echoed(self, typed: bytes) -> bytes:
+        """What the terminal makes of `typed` as it is set now, by the command if need be (termios(3): ECHO, ECHONL)."""
+        if self._echo is None or not typed:
+            return b""
+        try:
+            flags = termios.tcgetattr(self.slave)[3]
+        except termios.error:
+            return b""
+        if flags & termios.ECHO:
+            return b"".join(_CONTROLS.get(code) or bytes((code,)) for code in typed)
+        return b"\n" * typed.count(b"\n") if flags & termios.ECHONL and flags & termios.ICANON else b""
+
+    def _note(self, echoed: bytes) -> None:
+        """Append to the log, which the command writes into as well; a full disk costs the echo, nothing else."""
+        if self._echo is None or not echoed:
+            return
+        with contextlib.suppress(OSError):
+            fd = os.open(self._echo, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                os.write(fd, echoed)
+            finally:
+                os.close(fd)
 
 
 def send_input(directory: Path, data: bytes) -> bool:

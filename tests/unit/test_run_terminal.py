@@ -1,0 +1,134 @@
+"""The terminal that a command has as its input: lines reach it, and the log has them as a terminal would."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dpmon.run.terminal import Terminal, send_input
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "output.log"
+    path.write_bytes(b"name? ")
+    return path
+
+
+@pytest.fixture
+def terminal(log: Path) -> Iterator[Terminal]:
+    made = Terminal(log.parent, 30, 90, log)
+    yield made
+    closed(made)
+
+
+def closed(made: Terminal) -> None:
+    for fd in (made.master, made.slave, made.fifo):
+        os.close(fd)
+
+
+def serve(terminal: Terminal, until: Callable[[], bool]) -> None:
+    """As the supervisor does, until something is so."""
+    limit = time.monotonic() + 60
+    while not until():
+        assert time.monotonic() < limit
+        poller = select.poll()
+        terminal.register(poller)
+        poller.poll(20)
+        terminal.serve()
+
+
+def given(terminal: Terminal, line: bytes) -> bytes:
+    """What the command reads when this is typed."""
+    assert send_input(terminal_directory(terminal), line)
+    serve(terminal, lambda: bool(select.select([terminal.slave], [], [], 0)[0]))
+    return os.read(terminal.slave, 4096)
+
+
+def terminal_directory(terminal: Terminal) -> Path:
+    return Path(os.readlink(f"/proc/self/fd/{terminal.fifo}")).parent
+
+
+def echo(terminal: Terminal, on: bool) -> None:
+    attributes = termios.tcgetattr(terminal.slave)
+    attributes[3] = attributes[3] | termios.ECHO if on else attributes[3] & ~termios.ECHO
+    termios.tcsetattr(terminal.slave, termios.TCSADRAIN, attributes)
+
+
+def test_what_is_typed_stands_where_a_terminal_would_have_it(terminal: Terminal, log: Path) -> None:
+    assert given(terminal, "Zoë\n".encode()) == "Zoë\n".encode()
+    with log.open("ab") as file:
+        file.write(b"hello\n")
+    assert log.read_bytes() == "name? Zoë\nhello\n".encode()
+
+
+def test_what_the_script_does_not_let_be_echoed_is_nowhere(terminal: Terminal, log: Path) -> None:
+    echo(terminal, False)
+    assert given(terminal, b"secret\n") == b"secret\n"
+    echo(terminal, True)
+    given(terminal, b"seen\n")
+    assert log.read_bytes() == b"name? seen\n"
+
+
+def test_a_password_is_read_by_getpass_without_a_trace(terminal: Terminal, log: Path) -> None:
+    """Its own way of switching the echo off, in a process whose terminal this is as under the supervisor."""
+    program = "import getpass, sys; a = input(); print(a, len(getpass.getpass('pass: ')), input(), flush=True)"
+    with log.open("ab") as file:
+        child = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", program],
+            stdin=terminal.slave, stdout=file, stderr=file, start_new_session=True,
+        )  # fmt: skip
+    try:
+        assert send_input(log.parent, b"me\n")
+        serve(terminal, lambda: b"pass: " in log.read_bytes())
+        assert send_input(log.parent, b"hunter2\n")
+        serve(terminal, lambda: b"pass: \n" in log.read_bytes())
+        assert send_input(log.parent, b"more\n")
+        serve(terminal, lambda: child.poll() is not None)
+    finally:
+        child.kill()
+        child.wait()
+    said = log.read_bytes()
+    assert child.returncode == 0, said
+    assert b"hunter2" not in said
+    assert b"name? me\n" in said
+    assert said.endswith(b"pass: \nmore\nme 7 more\n"), "what it prints comes after what it read"
+
+
+def test_what_the_command_writes_into_its_own_input_is_not_in_the_log(terminal: Terminal, log: Path) -> None:
+    os.write(terminal.slave, b"flood" * 200)
+    assert given(terminal, b"x\n") == b"x\n"
+    os.write(terminal.slave, b"flood" * 200)
+    serve(terminal, lambda: not select.select([terminal.master], [], [], 0)[0])
+    assert log.read_bytes() == b"name? x\n"
+
+
+def test_controls_are_shown_and_do_nothing(terminal: Terminal, log: Path) -> None:
+    given(terminal, b"a\x1b[2J\tb\n")
+    assert log.read_bytes() == b"name? a^[[2J\tb\n"
+
+
+@pytest.mark.parametrize("lines", [1, 500])
+def test_a_log_that_cannot_be_written_costs_the_echo_only(terminal: Terminal, log: Path, lines: int) -> None:
+    log.unlink()
+    for _ in range(lines):
+        assert given(terminal, b"go\n") == b"go\n"
+    assert not log.exists()
+
+
+def test_without_a_log_nothing_is_echoed(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, 30, 90)
+    try:
+        assert not termios.tcgetattr(terminal.slave)[3] & termios.ECHO
+        assert given(terminal, b"go\n") == b"go\n"
+        assert not select.select([terminal.master], [], [], 0)[0]
+    finally:
+        closed(terminal)

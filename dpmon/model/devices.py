@@ -14,6 +14,8 @@ from dpmon.records import Event
 __all__ = ["add_mean", "device_event", "host_event", "keep_peaks"]
 
 _GAP_NS = 5 * SECOND
+_LATE_NS = 2 * SECOND
+"""A sample that is so much older than the newest step is told by when it was taken, not by when it came."""
 _KEYS = ("util_pct", "cpu_pct")
 """What is called utilisation, of a device and of the host."""
 
@@ -31,7 +33,7 @@ def host_event(state: State, event: Event) -> None:
     _sample(state.host, event.data, _KEYS[True])
     process = state.focus()
     used = whole_in(event.data, "run_mem_bytes")
-    track = process.modes.get(process.marks_mode) if process is not None else None
+    track = process.modes.get(_visit(state, process, time_of(event.data))[0]) if process is not None else None
     if process is not None and track is not None and used is not None and used >= 0:
         before = track.peaks.get(kept.HOST)
         others = [m.peaks[kept.HOST].bytes for m in process.modes.values() if m is not track and kept.HOST in m.peaks]
@@ -39,6 +41,20 @@ def host_event(state: State, event: Event) -> None:
         exact = used > max(others, default=-1) or (before is not None and before.exact and used <= before.bytes)
         most = max(used, before.bytes if before is not None and (before.exact or not exact) else 0)
         track.peaks[kept.HOST] = Peak(most, exact)
+
+
+def _visit(state: State, process: Process, t_ns: int | None) -> tuple[str, int]:
+    """The mode in force when something was sampled, and the first step of that visit to it; "" where it is not known.
+
+    A late reader is given the sums of all steps before the events of the time in which they were taken.
+    """
+    if t_ns is None or t_ns >= process.seen_ns - _LATE_NS:
+        return process.marks_mode, process.visit
+    for change in reversed(state.mode_changes):
+        known = change.process == process.process and change.refused is None and change.t_ns is not None
+        if known and (change.t_ns or 0) <= t_ns:
+            return change.mode, change.step or 0
+    return "", 0
 
 
 def add_mean(state: State, past: DevicePast) -> None:
@@ -84,19 +100,20 @@ def _skip(track: DeviceTrack, now: int | None) -> None:
     track.count += len(missing)
 
 
-def keep_peaks(process: Process, devices: list[Any]) -> None:
+def keep_peaks(state: State, process: Process, data: Mapping[str, Any]) -> None:
     """What the allocator's peak says of the mode in force: it never falls, so it may be another mode's."""
-    track = process.modes.get(process.marks_mode)
+    mode, visit = _visit(state, process, time_of(data))
+    track = process.modes.get(mode)
     if track is None:
         return
-    for one in devices[: kept.DEVICES_KEPT]:
+    for one in data["devices"][: kept.DEVICES_KEPT]:
         if not isinstance(one, Mapping):
             continue
         name, peak, after = text_in(one, "device"), whole_in(one, "peak_bytes"), whole_in(one, "peak_after_step")
         if name is None or peak is None or peak < 0 or len(track.peaks) >= kept.DEVICES_KEPT:
             continue
         before = track.peaks.get(name)
-        if len(process.modes) == 1 or (after is not None and after >= process.visit):
+        if len(process.modes) == 1 or (after is not None and after >= visit):
             most = max(peak, before.bytes if before is not None and before.exact else 0)
             track.peaks[name] = Peak(most, True)
         elif before is None or not before.exact:

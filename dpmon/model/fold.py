@@ -345,7 +345,7 @@ def _memory_event(state: State, event: Event) -> None:
         state.ignored += process is not None or number is None
         return
     process.memory = event.data
-    keep_peaks(process, event.data["devices"])
+    keep_peaks(state, process, event.data)
 
 
 def _warning_event(state: State, event: Event) -> None:

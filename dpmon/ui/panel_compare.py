@@ -273,12 +273,18 @@ def _drawn(found: Comparison) -> list[str]:
 
 def _of_in_short(found: Comparison, width: int) -> str:
     """What is compared, where it is not all, in one line of `width` cells if there is a way to."""
-    text = "; ".join([*_drawn(found), *_left_out(found)])
+    text = "; ".join([*_no_memory(found), *_drawn(found), *_left_out(found)])
     drawn = [found.sides[mode] for mode in _MODES if mode in found.sides]
     parts = [f"{side.mode} {group(side.kept)} of {group(side.settled)}" for side in drawn if side.kept < side.settled]
     if not parts or span_width(text) <= width:
         return text
-    return "; ".join(["drawn evenly: " + ", ".join(parts), *_left_out(found)])
+    return "; ".join([*_no_memory(found), "drawn evenly: " + ", ".join(parts), *_left_out(found)])
+
+
+def _no_memory(found: Comparison) -> list[str]:
+    """Why one of the modes has a dash where the other one's memory stands: it was short, or long before the screen."""
+    without = [side.mode for side in found.sides.values() if not side.memory]
+    return [f"{mode}: no sample of its memory is in what was read" for mode in without if len(without) == 1]
 
 
 def _left_out(found: Comparison) -> list[str]:
@@ -293,7 +299,7 @@ def _left_out(found: Comparison) -> list[str]:
 
 def _of(found: Comparison) -> str:
     """What is compared and what is left out."""
-    parts = [*_left_out(found), *_drawn(found)]
+    parts = [*_left_out(found), *_drawn(found), *_no_memory(found)]
     parts += [f"median, p95 and phases without the {WARM_STEPS} after each switch", "samples/s of all steps"]
     if any(not peak.exact for side in found.sides.values() for peak in side.memory.values()):
         parts.append("≤: the peak came before this mode, its own is at most that")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from situations import FACTS, LOOK, rows_text, scene_of, state_of
-from synthetic import Training, decoded
+from synthetic import SECOND, Training, decoded, host_event
 
-from dpmon.model import fold
+from dpmon.model import State, fold
 from dpmon.model.compare import Interval
-from dpmon.model.state import ROOTS_KEPT
-from dpmon.records import Event
+from dpmon.model.past import fold_past
+from dpmon.model.state import HOST, ROOTS_KEPT
+from dpmon.past import Past
+from dpmon.records import Event, pack_event
 from dpmon.ui import panel_compare
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Ended, Playing, Scene, View
@@ -161,3 +164,53 @@ def test_refusals_by_roots_without_number_stay_bounded() -> None:
     process = state.focus()
     assert process is not None
     assert len(process.refusals) == ROOTS_KEPT
+
+
+def two_visits(kind: str) -> tuple[list[bytes], Training]:
+    """A hundred seconds in single, then as many in dp: what is recorded beside the steps, samples of memory `kind`."""
+    training = Training(mode="single", step_ns=SECOND // 20, devices=("cuda:0", "cuda:1"), virtual=False)
+    events = training.begin()[:1]
+
+    def sample(peak: int) -> bytes:
+        at = training.now / SECOND
+        if kind == "host":
+            return host_event(at, run_mem_bytes=peak)
+        one = {"device": "cuda:0", "peak_bytes": peak, "peak_after_step": training.steps}
+        return pack_event("memory", {"process": 0, "rank": None, "t_s": at, "devices": [one]})
+
+    for mode, peak in (("single", 300), ("dp", 700)):
+        events += training.switch(mode)
+        for second in range(100):
+            training.now, training.steps = training.now + SECOND, training.steps + 20
+            events.append(sample((peak + second) << 20))
+    return events, training
+
+
+@pytest.mark.parametrize(("kind", "name"), [("host", HOST), ("device", "cuda:0")])
+def test_a_late_reader_gives_each_mode_its_own_memory(kind: str, name: str) -> None:
+    """It folds the sums of all steps first, then the samples, whatever mode was in force when they were taken."""
+    events, training = two_visits(kind)
+    end = training.now // SECOND
+
+    def read(samples: list[bytes]) -> Scene:
+        state = State()
+        for mode, start in (("single", 2), ("dp", end // 2 + 2)):
+            past = Past(0, None, mode, start, 60, 2000, 2000, 0, 0, None, {"step": 9 * SECOND}, {"step": 2000}, ())
+            state = fold_past(state, past)
+        process = state.processes[0]
+        process.seen_ns = state.newest_ns = training.now
+        for record in decoded(samples):
+            state = fold(state, record)
+        return Scene(state, training.now, FACTS, alive=True)
+
+    found = panel_compare.figures(read(events)).sides
+    assert found["dp"].memory[name].bytes == 799 << 20
+    assert found["single"].memory[name].bytes == 399 << 20
+    assert "memory" not in compare_text(read(events), 60, 14)[-1]
+    changes = [each for each in events if b"cuda:0" in each and b"peak" not in each]
+    cut = panel_compare.figures(read([*changes, *events[-50:]])).sides
+    assert cut["dp"].memory[name].bytes == 799 << 20
+    assert not cut["single"].memory
+    for view in (View(), View(zoom="compare")):
+        text = " ".join(compare_text(replace(read([*changes, *events[-50:]]), view=view), 60, 20))
+        assert "single: no sample of its memory is in what was read" in text

@@ -59,7 +59,7 @@ def _entries(pairs: list[tuple[str, str, str]], label: int, width: int) -> list[
 
 def _signs(look: Look, lettered: bool) -> tuple[str, str]:
     """What else there is to know of the columns of panel 3, as they look here."""
-    little = "A small letter" if lettered else "The lowest block"
+    little = "A small letter (or a dot)" if lettered else "The lowest block"
     return (
         f"{little} alone: steps too short for a cell of this scale (single beside dp); it is of their longest phase.",
         f"{look.glyphs.cut_top} on top: longer than the scale, which 95 % of the columns stay under.",

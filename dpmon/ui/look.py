@@ -9,7 +9,7 @@ from rich.style import Style
 
 from dpmon.config import THEMES
 from dpmon.model.state import PHASES
-from dpmon.ui.palettes import PALETTES
+from dpmon.ui.palettes import PALETTES, named
 from dpmon.ui.themes import MONO_STYLES, composed, styles_of
 
 __all__ = ["ASCII", "COLOUR", "LETTERS", "MONO", "UNICODE", "Glyphs", "Look", "choose", "look"]
@@ -82,7 +82,7 @@ ASCII = Glyphs(
 )
 
 
-COLOUR = styles_of(PALETTES["dark"])
+COLOUR = styles_of(named("dark"))
 MONO = MONO_STYLES
 
 
@@ -99,20 +99,18 @@ class Look:
     """The terminal knows no other characters."""
     only_mono: bool = False
     """The terminal has no colours."""
+    few: bool = False
+    """It has sixteen."""
 
     def style(self, name: str) -> Style:
         """The style of that name; between two phases, "phase.a/b" is the colour of a upon that of b."""
         found = self.styles.get(name)
-        return found if found is not None else composed(name, self._palette if self.colour else None)
-
-    @property
-    def _palette(self) -> str:
-        return self.theme if self.theme in PALETTES else "dark"
+        return found if found is not None else composed(name, self.theme if self.colour else None, self.few)
 
     @property
     def background(self) -> str:
         """The colour behind everything; of no meaning in mono."""
-        return PALETTES[self._palette].background
+        return named(self.theme).background
 
     def next(self) -> Look:
         """The next theme that this terminal can show."""
@@ -122,15 +120,15 @@ class Look:
             for theme in rest
             if not (self.only_mono and theme in PALETTES) and not (self.only_ascii and theme == "ascii")
         )
-        return look(next(possible), only_ascii=self.only_ascii, only_mono=self.only_mono)
+        return look(next(possible), only_ascii=self.only_ascii, only_mono=self.only_mono, few=self.few)
 
 
-def look(theme: str, *, only_ascii: bool = False, only_mono: bool = False) -> Look:
-    """The look of a theme on a terminal that may know no more than ASCII, or no colours."""
+def look(theme: str, *, only_ascii: bool = False, only_mono: bool = False, few: bool = False) -> Look:
+    """The look of a theme on a terminal that may know no more than ASCII, no colours, or a few."""
     mono = theme == "mono" or only_mono
     glyphs = ASCII if only_ascii or theme == "ascii" else UNICODE
-    styles = MONO if mono else styles_of(PALETTES.get(theme, PALETTES["dark"]))
-    return Look(glyphs, styles, not mono, theme, only_ascii, only_mono)
+    styles = MONO if mono else styles_of(named(theme, few))
+    return Look(glyphs, styles, not mono, theme, only_ascii, only_mono, few)
 
 
 def choose(environ: Mapping[str, str], encoding: str | None, theme: str | None = None) -> Look:
@@ -145,4 +143,14 @@ def choose(environ: Mapping[str, str], encoding: str | None, theme: str | None =
     only_mono = terminal.startswith(("vt1", "vt2", "dumb"))
     if theme is None:
         theme = "mono" if environ.get("NO_COLOR") or only_mono else "dark"
-    return look(theme, only_ascii=only_ascii, only_mono=only_mono)
+    return look(theme, only_ascii=only_ascii, only_mono=only_mono, few=_few(environ))
+
+
+def _few(environ: Mapping[str, str]) -> bool:
+    """Whether the terminal will be sent sixteen colours at most, as Rich and Textual decide it (Rich 13, Textual 8)."""
+    system = environ.get("TEXTUAL_COLOR_SYSTEM", "auto")
+    if system in ("standard", "256", "truecolor"):
+        return system == "standard"
+    if environ.get("COLORTERM", "").strip().lower() in ("truecolor", "24bit"):
+        return False
+    return environ.get("TERM", "").strip().lower().rpartition("-")[2] not in ("256color", "kitty")

@@ -8,11 +8,11 @@ output too. Colours are never alone: phases have a letter and an order, modes an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpmon.model.state import PHASES
 
-__all__ = ["LIGHT", "PALETTES", "Palette"]
+__all__ = ["FEW", "LIGHT", "PALETTES", "Palette", "named"]
 
 Ansi = tuple[str, str, str, str, str, str, str, str]
 
@@ -108,3 +108,30 @@ COLOUR_BLIND = Palette(
     bright=("#8b949e", "#ff9e66", "#66d9bd", "#f7ef86", "#8dd0f5", "#e3a6c8", "#c2ebff", "#ffffff"),
 )
 PALETTES: Mapping[str, Palette] = {palette.name: palette for palette in (DARK, LIGHT, COLOUR_BLIND)}
+
+# The sixteen colours of a terminal that has no more, as Rich takes them: exactly these are not taken for others.
+_LOW = ("#000000", "#aa0000", "#00aa00", "#aa5500", "#0000aa", "#aa00aa", "#00aaaa", "#aaaaaa")
+_HIGH = ("#555555", "#ff5555", "#55ff55", "#ffff55", "#5555ff", "#ff55ff", "#55ffff", "#ffffff")
+
+
+def _few(palette: Palette, phases: tuple[int, ...], dp: int, single: int) -> Palette:
+    """A palette for a terminal of sixteen colours: the phases stay apart, which their own would not."""
+    sixteen = (*_LOW, *_HIGH)
+    shown = tuple(sixteen[number] for number in phases)
+    return replace(palette, name=f"{palette.name}/16", phases=shown, dp=sixteen[dp], single=sixteen[single])
+
+
+FEW: Mapping[str, Palette] = {
+    palette.name: palette
+    for palette in (
+        _few(DARK, (5, 11, 9, 14, 3, 6, 12, 10, 8), 13, 14),
+        _few(LIGHT, (5, 3, 9, 12, 1, 6, 4, 2, 8), 5, 4),
+        _few(COLOUR_BLIND, (13, 11, 9, 14, 3, 7, 12, 6, 8), 13, 14),
+    )
+}
+
+
+def named(theme: str, few: bool = False) -> Palette:
+    """The palette of a theme (those without one have the dark one's), `few` for a terminal of sixteen colours."""
+    palette = PALETTES.get(theme, DARK)
+    return FEW[f"{palette.name}/16"] if few else palette

@@ -10,7 +10,7 @@ from rich.color import Color
 from rich.style import Style
 
 from dpmon.ui.look import Look
-from dpmon.ui.palettes import PALETTES
+from dpmon.ui.palettes import named
 from dpmon.ui.rows import Row, span_width
 
 __all__ = ["svg"]
@@ -44,7 +44,7 @@ class _Page:
     """Collects the rules that the pieces of one image use."""
 
     def __init__(self, look: Look) -> None:
-        palette = PALETTES.get(look.theme, PALETTES["dark"])
+        palette = named(look.theme)
         self.look = look
         self.fore, self.back = palette.text, palette.background
         self.rules: dict[str, str] = {}

@@ -8,7 +8,7 @@ from functools import lru_cache
 from rich.style import Style
 
 from dpmon.model.state import PHASES
-from dpmon.ui.palettes import PALETTES, Palette
+from dpmon.ui.palettes import Palette, named
 
 __all__ = ["MONO_STYLES", "composed", "styles_of"]
 
@@ -43,7 +43,7 @@ def styles_of(palette: Palette) -> dict[str, Style]:
 
 
 def _mono_styles() -> dict[str, Style]:
-    styles = {name: Style() for name in styles_of(PALETTES["dark"])}
+    styles = {name: Style() for name in styles_of(named("dark"))}
     for name in ("bold", "title", "key", "mode.dp", "mode.single", "good"):
         styles[name] = Style(bold=True)
     styles["wait"] = Style(underline=True)
@@ -61,9 +61,9 @@ _LEVELS = (0, 95, 135, 175, 215, 255)
 
 
 @lru_cache(maxsize=1024)
-def composed(name: str, theme: str | None) -> Style:
+def composed(name: str, theme: str | None, few: bool = False) -> Style:
     """The style of a name that is made of parts: "sgr:<fg>:<bg>:<attributes>", "phase.a/b"; `theme` None: mono."""
-    palette = PALETTES.get(theme) if theme is not None else None
+    palette = named(theme, few) if theme is not None else None
     if name.startswith("sgr:"):
         front, back, attributes = name[4:].rsplit(":", 2)
         if palette is None:

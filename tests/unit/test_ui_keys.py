@@ -414,7 +414,7 @@ async def test_after_a_search_the_footer_says_how_to_follow_again(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("theme", "sign", "top"), [("dark", "The lowest block", "▲"), ("ascii", "A small letter", "^")]
+    ("theme", "sign", "top"), [("dark", "The lowest block", "▲"), ("ascii", "A small letter (or a dot)", "^")]
 )
 def test_help_explains_the_signs_of_the_columns(theme: str, sign: str, top: str) -> None:
     text = [plain(row) for row in help_rows(100, look(theme))]

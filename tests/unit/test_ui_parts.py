@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from rich.color import Color
+from rich.color import Color, ColorSystem
+from rich.console import Console
 from synthetic import SECOND, Training, decoded
 
 from dpmon.model import State, fold
@@ -212,6 +213,37 @@ def test_themes_take_turns_as_far_as_the_terminal_can(terminal: str, encoding: s
     for theme in turns:
         look = look.next()
         assert look.theme == theme
+
+
+@pytest.mark.parametrize("theme", PALETTES)
+def test_phases_stay_apart_on_a_terminal_of_sixteen_colours(theme: str) -> None:
+    """The colours that reach it, as Rich makes them of ours; their own would fall together there."""
+    look = choose({"TERM": "screen"}, "utf-8", theme)
+
+    def sent(name: str) -> Color:
+        style = look.style(name)
+        assert style.color is not None
+        return style.color.downgrade(ColorSystem.STANDARD)
+
+    back = look.style("").bgcolor
+    assert back is not None
+    seen = [sent(f"phase.{phase}") for phase in LETTERS]
+    assert len({*seen, back.downgrade(ColorSystem.STANDARD)}) == len(LETTERS) + 1
+    assert sent("mode.dp") != sent("mode.single")
+    between = look.style("phase.data/other")
+    assert between.color is not None
+    assert between.color.downgrade(ColorSystem.STANDARD) == sent("phase.data"), "in one cell of two colours, too"
+    assert look.next().few, "in the next theme, too"
+
+
+@pytest.mark.parametrize("term", ["xterm", "screen", "linux", "xterm-16color", "tmux-256color", "xterm-kitty", ""])
+@pytest.mark.parametrize("more", [{}, {"COLORTERM": "truecolor"}, {"COLORTERM": " 24bit"}, {"COLORTERM": "yes"}])
+def test_how_many_colours_there_are_is_known_as_rich_knows_it(term: str, more: dict[str, str]) -> None:
+    environ = {"TERM": term, **more}
+    rich = Console(force_terminal=True, _environ=environ).color_system
+    assert choose(environ, "utf-8", "dark").few == (rich == "standard")
+    for told in ("standard", "256", "truecolor"):
+        assert choose({**environ, "TEXTUAL_COLOR_SYSTEM": told}, "utf-8").few == (told == "standard")
 
 
 @pytest.mark.parametrize("palette", PALETTES.values(), ids=lambda p: p.name)

@@ -124,7 +124,7 @@ def _few(palette: Palette, phases: tuple[int, ...], dp: int, single: int) -> Pal
 FEW: Mapping[str, Palette] = {
     palette.name: palette
     for palette in (
-        _few(DARK, (5, 11, 9, 14, 3, 6, 12, 10, 8), 13, 14),
+        _few(DARK, (13, 11, 9, 14, 3, 6, 12, 10, 8), 13, 14),
         _few(LIGHT, (5, 3, 9, 12, 1, 6, 4, 2, 8), 5, 4),
         _few(COLOUR_BLIND, (13, 11, 9, 14, 3, 7, 12, 6, 8), 13, 14),
     )

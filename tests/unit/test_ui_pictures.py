@@ -101,6 +101,15 @@ def test_the_first_seconds_tell_what_happens() -> None:
     )
 
 
+def test_between_two_trainings_the_next_one_is_on_its_way() -> None:
+    scene = scene_of(Training())
+    ended = replace(scene, now_ns=scene.now_ns + 9 * SECOND, activities={0: ("ended", scene.now_ns)})
+    assert life(replace(ended, stage=("torch imported", SECOND))).word == "ending", "its own start was before its end"
+    next_one = replace(ended, stage=("importing torch", scene.now_ns + 7 * SECOND))
+    assert life(next_one) == ("importing torch", "wait", "2 s")
+    assert life(replace(next_one, ending=True)).word == "ending"
+
+
 def test_a_script_that_waits_for_a_line_is_said_to_and_how_to_give_it_one() -> None:
     before = Scene(State(), 5 * SECOND, FACTS, alive=True, stage=("torch imported", SECOND), reads_since_ns=2 * SECOND)
     assert life(before) == ("waiting for input", "wait", "3 s")

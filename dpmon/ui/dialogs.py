@@ -13,7 +13,7 @@ from dpmon.ui.rows import Row, box, cut, span_width, width_of
 from dpmon.ui.text import clean, harmless
 from dpmon.ui.view import PanelView
 
-__all__ = ["Choice", "Commands", "Line", "Pages", "key_name"]
+__all__ = ["Choice", "Commands", "Dialog", "Line", "Pages", "key_name"]
 
 
 def key_name(event: events.Key) -> str:
@@ -21,13 +21,13 @@ def key_name(event: events.Key) -> str:
     return clean(event.character if event.is_printable and event.character else event.key, 20)
 
 
-class _Dialog(ModalScreen[str | None]):
+class Dialog(ModalScreen[str | None]):
     """A framed box in the middle; sub-classes give its rows.
 
     Beside the box all is blank, so that no halves of words show there; above and below it the panels stay in sight.
     """
 
-    DEFAULT_CSS = "_Dialog { background: transparent; align: left top; }"
+    DEFAULT_CSS = "Dialog { background: transparent; align: left top; }"
 
     def __init__(self, title: str, look: Look) -> None:
         super().__init__()
@@ -38,6 +38,25 @@ class _Dialog(ModalScreen[str | None]):
         """Rows scrolled past."""
         self.pinned = 0
         """Rows that stay at the top when the others are scrolled."""
+        self.answered = False
+
+    def on_key(self, event: events.Key) -> None:
+        """A key that is for this dialog; what was typed ahead of its closing is for whatever is on the screen then."""
+        event.stop()
+        if self.answered:
+            self.app.post_message(events.Key(event.key, event.character))
+        else:
+            self.pressed(event)
+
+    def pressed(self, event: events.Key) -> None:
+        """Do what the key means here."""
+        raise NotImplementedError
+
+    def settle(self, answer: str | None) -> None:
+        """Be gone, with the answer; once: Textual takes a second time for a fault."""
+        if not self.answered:
+            self.answered = True
+            self.dismiss(answer)
 
     def compose(self) -> ComposeResult:
         """The box alone."""
@@ -78,7 +97,7 @@ class _Dialog(ModalScreen[str | None]):
         self.box.show([[(" " * left, ""), *row, (" " * (screen_width - width - left), "")] for row in framed])
 
 
-class Choice(_Dialog):
+class Choice(Dialog):
     """A question with a key for each answer; dismissed with the answer's name, None for staying."""
 
     def __init__(self, title: str, text: Sequence[str], answers: Sequence[tuple[str, str, str]], look: Look) -> None:
@@ -108,19 +127,18 @@ class Choice(_Dialog):
         """Whether that is one of the answers."""
         return any(name == each for _, each, _ in self.answers)
 
-    def on_key(self, event: events.Key) -> None:
+    def pressed(self, event: events.Key) -> None:
         """An answer's key answers; escape stays; any other is not passed over in silence."""
-        event.stop()
         pressed = "esc" if event.key == "escape" else event.key
         for keys, name, _ in self.answers:
             if pressed in keys.split(" or "):
-                self.dismiss(name)
+                self.settle(name)
                 return
         self.said = f"{key_name(event)} does nothing here"
         self.draw()
 
 
-class Pages(_Dialog):
+class Pages(Dialog):
     """Rows to read, with scrolling; any other key closes it."""
 
     def __init__(self, title: str, make: Callable[[int], list[Row]], look: Look) -> None:
@@ -144,18 +162,17 @@ class Pages(_Dialog):
         self.top = max(min(self.top, len(rows) - height), 0)
         return rows
 
-    def on_key(self, event: events.Key) -> None:
+    def pressed(self, event: events.Key) -> None:
         """Scroll, or close."""
-        event.stop()
         moves = {"up": -1, "down": 1, "pageup": -self.room, "pagedown": self.room, "home": -1 << 30, "end": 1 << 30}
         if event.key in moves:
             self.top += moves[event.key]
             self.draw()
         else:
-            self.dismiss(None)
+            self.settle(None)
 
 
-class Line(_Dialog):
+class Line(Dialog):
     """One line to type; dismissed with it, or None."""
 
     def __init__(self, title: str, note: str, look: Look, typed: str = "") -> None:
@@ -171,13 +188,12 @@ class Line(_Dialog):
         cursor = "_" if self.look.glyphs.ascii else "▏"
         return [[("> ", "key"), (shown, ""), (cursor, "key")], [], [(cut(self.note, width), "dim")]]
 
-    def on_key(self, event: events.Key) -> None:
+    def pressed(self, event: events.Key) -> None:
         """Edit, send, or give up."""
-        event.stop()
         if event.key == "enter":
-            self.dismiss(self.typed)
+            self.settle(self.typed)
         elif event.key in ("escape", "ctrl+c"):
-            self.dismiss(None)
+            self.settle(None)
         elif event.key in ("backspace", "ctrl+h"):
             self.typed = self.typed[:-1]
             self.draw()
@@ -191,11 +207,13 @@ class Line(_Dialog):
     def on_paste(self, event: events.Paste) -> None:
         """The first line of what is pasted."""
         event.stop()
+        if self.answered:
+            return
         self.typed += harmless((event.text.splitlines() or [""])[0])[:4000]
         self.draw()
 
 
-class Commands(_Dialog):
+class Commands(Dialog):
     """A list to choose from, shortened by typing; dismissed with the action that was chosen, or None."""
 
     def __init__(self, commands: Sequence[tuple[str, str, str]], look: Look) -> None:
@@ -235,15 +253,14 @@ class Commands(_Dialog):
             rows.append([("  nothing of that name can be done now", "dim")])
         return [*rows, *[[]] * (min(len(self.commands), room) - len(found))][: max(len(found), room) + 1]
 
-    def on_key(self, event: events.Key) -> None:
+    def pressed(self, event: events.Key) -> None:
         """Choose, shorten the list, or give up."""
-        event.stop()
         moves = {"up": -1, "down": 1, "pageup": -8, "pagedown": 8, "tab": 1, "shift+tab": -1}
         if event.key == "enter":
             found = self.matching()
-            self.dismiss(found[self.at][2] if found else None)
+            self.settle(found[self.at][2] if found else None)
         elif event.key in ("escape", "ctrl+c"):
-            self.dismiss(None)
+            self.settle(None)
         elif event.key in moves:
             self.at = max(self.at + moves[event.key], 0)
             self.draw()

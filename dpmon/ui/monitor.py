@@ -13,7 +13,7 @@ from textual.binding import BindingType
 from textual.timer import Timer
 
 from dpmon.ui import errands, keys
-from dpmon.ui.dialogs import Choice, Commands, Line, Pages, key_name
+from dpmon.ui.dialogs import Choice, Commands, Dialog, Line, Pages, key_name
 from dpmon.ui.drawing import Drawing
 from dpmon.ui.footer import at
 from dpmon.ui.format import clock
@@ -379,9 +379,9 @@ class Monitor(Drawing):
         if self.feed.scene(self.view).over:
             self.exit("ended")
             return
-        if self._dialog_open:
+        if isinstance(self.screen, Dialog):
             leaving = isinstance(self.screen, Choice) and self.screen.offers("left")
-            self.screen.dismiss("left" if interrupt and leaving else None)
+            self.screen.settle("left" if interrupt and leaving else None)
             return
         answers = [("l", "left", "leave it running; this screen closes (ctrl+c too)")]
         if self._stopping is None:

@@ -12,6 +12,7 @@ from textual.binding import Binding, BindingType
 from dpmon.model import State, fold
 from dpmon.model.past import fold_past
 from dpmon.run.playback import PlaybackReader
+from dpmon.ui.dialogs import Dialog
 from dpmon.ui.feed import Feed, Reader
 from dpmon.ui.keys import PLAYED
 from dpmon.ui.look import Look
@@ -172,7 +173,7 @@ class Playback(Monitor):
 
     def action_leave(self, interrupt: bool = False) -> None:
         """Close; nothing has to be asked."""
-        if self._dialog_open:
-            self.screen.dismiss(None)
+        if isinstance(self.screen, Dialog):
+            self.screen.settle(None)
         else:
             self.exit("ended")

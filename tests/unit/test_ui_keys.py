@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from stage import stage
 from synthetic import SECOND, Training, decoded
+from textual import events
 
 from dpmon.records import Event
 from dpmon.ring import Ring
@@ -237,6 +238,21 @@ async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         await on.until(lambda: on.app.return_value == "stopped", "the end of the screen")
         assert stopped == [tmp_path]
         await on.shows("by you, status 130")
+
+
+@pytest.mark.parametrize("opener", ["question_mark", "x", "q", "e", "slash", "colon"])
+async def test_keys_that_come_faster_than_a_dialog_closes_do_no_harm(tmp_path: Path, opener: str) -> None:
+    """A key held down, or typed ahead: all of it is in the queue before the first key is answered."""
+    async with stage(tmp_path) as on:
+        await on.shows("● running")
+        await on.press("5", opener)
+        dialog = on.app.screen
+        assert len(on.app.screen_stack) == 2
+        for key in ("escape", "escape", "escape", "1", "1"):
+            dialog.post_message(events.Key(key, key if key == "1" else None))
+        await on.until(lambda: on.app.view.zoom == "devices", "what was typed behind it reaches the panels")
+        assert len(on.app.screen_stack) == 1
+        assert on.app.return_value is None
 
 
 async def test_y_does_not_stop_where_leaving_is_the_question(tmp_path: Path) -> None:

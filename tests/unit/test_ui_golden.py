@@ -19,7 +19,7 @@ from recorded import linear_run
 from synthetic import SECOND, Training, decoded, host_event, whole_device_event
 
 from dpmon.model import State, fold
-from dpmon.records import Record, pack_event
+from dpmon.records import Call, Record, pack_event
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import paint, places
 from dpmon.ui.panel_output import Output
@@ -105,6 +105,18 @@ def recorded(part: float) -> Scene:
     return Scene(state, state.newest_ns, FACTS, alive=True, can_toggle=True)
 
 
+def evaluated() -> Scene:
+    """A script whose model cannot be run over several devices, as it evaluates: its last calls, and dp refused."""
+    training = Training(mode="single", devices=("cpu:0",), via=None)
+    payloads = [*training.begin(), *training.run(300)]
+    payloads.append(training.mode_event("user", "a module compiled by torch.compile cannot be replicated"))
+    first = len(decoded(payloads))
+    records = decoded([*payloads, *training.run(20)])
+    seen = [replace(one, training=False, grad=False) if index >= first and isinstance(one, Call) else one
+            for index, one in enumerate(records)]  # fmt: skip
+    return Scene(folded(seen), training.now, FACTS, alive=True, can_toggle=True)
+
+
 SITUATIONS: dict[str, tuple[Callable[[], Scene], int, int, Look]] = {
     "starting 120x40": (starting, 120, 40, DARK),
     "dp over 8 120x40": (lambda: gpus(8), 120, 40, DARK),
@@ -128,6 +140,7 @@ SITUATIONS: dict[str, tuple[Callable[[], Scene], int, int, Look]] = {
     "devices zoomed 120x40": (lambda: replace(gpus(2), view=View("devices", "devices")), 120, 40, DARK),
     "devices zoomed 80x24 ascii": (lambda: replace(gpus(2), view=View("devices", "devices")), 80, 24, BARE),
     "ranks 120x40": (ranks, 120, 40, DARK),
+    "evaluated and refused 120x40": (evaluated, 120, 40, DARK),
 }  # fmt: skip
 
 

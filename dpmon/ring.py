@@ -161,7 +161,8 @@ class Ring:
         """Records that are written together a little later: of STAGE's layout, alone or with the one that follows, or
         of a layout of their own.
 
-        Whoever appends counts them in `words` before, with no call in between, where another thread's flush might come.
+        Whoever appends counts them in `words` before, with no call in between (and `append` is one): where there is
+        none, no other thread's flush and no signal comes.
         """
         self.words = memoryview(self.map)[:HEADER_BYTES].cast("Q")
         # The magic comes last: a reader that sees it sees a complete header.
@@ -321,12 +322,13 @@ class Ring:
 
     def flush(self) -> None:
         """Write what is held back, then the record that is staged, if there is one."""
-        if self.held:
-            self._put_held()
-            self.words[_HELD] = sum(1 if step is None else 2 for _, step, _ in self.held) if self.held else 0
         staged: Any = None
+        anything = bool(self.held) or self.staged is not None
         number = self._sequence
         try:
+            if self.held:
+                self._put_held()
+                number = self._sequence
             staged, self.staged = self.staged, None
             if staged is not None:
                 self.put(self._stage_frame, staged)
@@ -334,6 +336,9 @@ class Ring:
             if staged is not None and self.staged is not staged:
                 self.words[_LOST] += self._sequence == number
             raise
+        finally:
+            if anything:
+                self.words[_HELD] = sum(1 if step is None else 2 for _, step, _ in self.held) if self.held else 0
 
     def staging(self, layout: str, second: str | None = None) -> None:
         """Say which layout `stage` takes, and which one the records have that are held with a staged one."""

@@ -225,7 +225,7 @@ def _step(state: State, step: Step) -> None:
         process.visit = step.step
     _mark(process, sample)
     process.turn = step
-    if step.device_ms is not None:
+    if step.device_ms is not None or track.device_ms:
         _device_phases(process, track, step, sample)
     add_settled(process, track, sample)
     add_step(process, sample, mode)
@@ -234,6 +234,9 @@ def _step(state: State, step: Step) -> None:
 def _device_phases(process: Process, track: ModeTrack, step: Step, sample: StepSample) -> None:
     """What the devices took for each phase as it is shown: the phases of the calls are taken out of forward."""
     found = dict(step.device_ms or {})
+    for name in step.phases:  # what ran on the host may not be known of the devices any more
+        if name in track.device_ms:
+            found.setdefault(name, None)
     if "forward" in found:
         track.forward_ms.append(found["forward"])
     number, inside = process.open_device

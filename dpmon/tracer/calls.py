@@ -30,7 +30,7 @@ from dpmon.tracer.sizes import tensors_in
 from dpmon.tracer.stages import Stages, stages_of
 from dpmon.tracer.steps import Steps
 from dpmon.tracer.tables import Place, buffers_of, modules_of
-from dpmon.tracer.timing import CallTimes, Timing, gpus_of, usable
+from dpmon.tracer.timing import CallTimes, Timing, gpus_of, may_be_used, usable
 from dpmon.tracer.virtual import GATHER, PARALLEL_APPLY, REPLICATE, SCATTER, VERBS, Originals, with_globals
 
 __all__ = ["Calls", "Site"]
@@ -108,7 +108,9 @@ class Site:
 
     def stays(self) -> bool:
         """Whether it will be there as long as CUDA is not up, so that nobody need look."""
-        return (self.place is None or self.place.device is None or self.place.device.type == "cpu") and not usable()
+        return (
+            self.place is None or self.place.device is None or self.place.device.type == "cpu"
+        ) and not may_be_used()
 
     @classmethod
     def by_hand(cls, root: str, plan: Plan) -> Site:

@@ -57,8 +57,9 @@ def _watch_captures() -> None:
     """Once a process, when it has come to its first GPU: graphs that are captured already are not known of."""
     global _captures
     _captures = Captures()
-    with suppress(AttributeError):
-        _captures.watch(_cuda.CUDAGraph)
+    for kind in (_cuda.CUDAGraph, getattr(getattr(torch, "accelerator", None), "Graph", None)):
+        with suppress(AttributeError):
+            _captures.watch(kind)
 
 
 class TorchEvents:

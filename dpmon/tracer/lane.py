@@ -51,6 +51,7 @@ class Lane:
 
     __slots__ = (
         "_modules",
+        "_nested",
         "_stands",
         "_tables",
         "blank",
@@ -81,6 +82,8 @@ class Lane:
         """As `Watch.odd`."""
         self._modules: list[Any] = [None] * len(site.replicas)
         """The replicas of the call under way, until they are run."""
+        self._nested = [0] * len(site.replicas)
+        """Calls of each replica that have begun and not returned, where they have hooks."""
         around = [self._around(index, *memos) for index, memos in enumerate(site.replicas)]
         self._stands = [stand for stand, _ in around]
         self._tables = [tables for _, tables in around]
@@ -122,6 +125,7 @@ class Lane:
             if not (first["_forward_pre_hooks"] or first["_forward_hooks"]):
                 self._modules[:count] = replicas
                 return self._stands[:count]
+            self._nested[:] = [0] * len(self._nested)
             for replica, tables in zip(replicas, self._tables, strict=False):
                 own = replica.__dict__
                 for name, hooks in tables.items():
@@ -181,11 +185,21 @@ class Lane:
             except Exception as error:  # noqa: BLE001 - sizes are not worth a training
                 session.fault("hooks", error)
 
+        nested = self._nested
+
         def enter_outermost(module: Any, args: Any, kwargs: Any) -> None:
-            if seen[at + 2]:  # the module calls itself
+            nested[index] += 1
+            if nested[index] > 1:  # the module calls itself
                 local.depth += 2
             else:
                 enter(module, args, kwargs)
+
+        def leave_outermost(module: Any, args: Any, kwargs: Any, result: Any) -> None:
+            nested[index] -= 1
+            if nested[index]:
+                local.depth -= 2
+            else:
+                leave(module, args, kwargs, result)
 
         def stand(*args: Any, **kwargs: Any) -> Any:
             module, modules[index] = modules[index], None
@@ -200,7 +214,7 @@ class Lane:
 
         return stand, {
             "_forward_pre_hooks": OrderedDict({KEY: enter_outermost}),
-            "_forward_hooks": OrderedDict({KEY: leave}),
+            "_forward_hooks": OrderedDict({KEY: leave_outermost}),
             "_forward_pre_hooks_with_kwargs": OrderedDict({KEY: True}),
             "_forward_hooks_with_kwargs": OrderedDict({KEY: True}),
         }
@@ -357,11 +371,11 @@ def lane_way(calls: Calls, lanes: dict[int, Lane]) -> tuple[Callable[[Any], Lane
             )
             if steps.quick and now - steps.start < QUICK_NS:
                 before, ring.staged = ring.staged, None
-                if before is not None:
-                    steps.words[HELD] += 1
-                    ring.held.append((before, None, None))
                 steps.words[HELD] += 1
-                ring.held.append((values, None, frame))
+                held = ring.held
+                if before is not None:
+                    held += ((before, None, None),)
+                held += ((values, None, frame),)
                 return
             if ring.held or ring.staged is not None:
                 ring.flush()

@@ -1,8 +1,8 @@
 """The short way: a bare root module that runs as it is written, on the training thread, with nothing else under way.
 
 This is what most scripts do most of the time, so it is one function, written out: what `Calls.root_call` does for every
-case, without a Trace and without phases, and with the first call of a turn staged rather than written. Whatever is out
-of the ordinary goes the long way. Why it looks as it does: see dpmon.tracer.steps.
+case, without a Trace and without phases, and with a call staged, or held back in a short turn, rather than written.
+Whatever is out of the ordinary goes the long way. Why it looks as it does: see dpmon.tracer.steps.
 """
 
 from __future__ import annotations
@@ -109,14 +109,15 @@ def short_way(
             steps.count = count = steps.count + 1
             values = tags, steps.number, count, began, wall, inputs | outputs << 32
             ring: Any = steps.ring  # there is one: see Steps.settle
-            if steps.quick:
+            if steps.quick:  # as Steps.stage
                 before, ring.staged = ring.staged, values
+                steps.words[HELD] += 1
                 if before is not None:
-                    steps.words[HELD] += 1
-                    ring.held.append((before, None, None))
-                    if now - steps.start >= QUICK_NS:
-                        steps.quick = False
-                        ring.flush()
+                    held = ring.held
+                    held += ((before, None, None),)
+                if now - steps.start >= QUICK_NS:
+                    steps.quick = False
+                    ring.flush()
             else:
                 ring.stage(values)
         except Exception as error:  # noqa: BLE001 - the result is the script's, whatever we make of it
@@ -228,6 +229,8 @@ def short_way(
             values = tags, steps.number, steps.count, began, now - began, inputs | outputs << 32
             if session.timing is not None:
                 session.timing.plain(values, site.gpus)
+            elif steps.ring is not None:
+                steps.stage(values, now)
             elif session.ring is not None:
                 session.ring.stage(values)
             steps.settle(was)

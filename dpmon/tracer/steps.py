@@ -97,7 +97,6 @@ class Steps:
         "on_pause",
         "on_unseen",
         "open",
-        "optimized",
         "optimizer",
         "other",
         "ours",
@@ -108,6 +107,7 @@ class Steps:
         "samples",
         "session",
         "since_fetch",
+        "since_optimizer",
         "start",
         "stepped",
         "stepping",
@@ -172,8 +172,8 @@ class Steps:
         self.fetcher = 0
         self.boundary = self.other = 0
         self.boundary_lives: Callable[[], Any] = lambda: None
-        self.optimized = 0
-        """Calls until an optimizer stepped last."""
+        self.since_optimizer = 0
+        """Outermost calls, but for those that went a short way: without a loader no more than one a turn does."""
         self.root = 0
         self.stepped = self.outer = 0
         """When the optimizer that steps now began, 0 if none does, and `inner` as it was then."""
@@ -334,6 +334,7 @@ class Steps:
             if not self.root:
                 self.root = root
         self.calls += 1
+        self.since_optimizer += 1
         self.fetches = 0
         self.map[BYTE] = Activity.FORWARD
         if self.session.timing is not None:
@@ -374,7 +375,7 @@ class Steps:
         if self.stepped:  # in a closure: the optimizer's step is not over
             return False
         # With an optimizer the turn ends there; with gradients but none yet, it will step soon, or never.
-        return self.count - self.optimized > STALE_CALLS or not (self.boundary or self.backward)
+        return self.since_optimizer > STALE_CALLS or not (self.boundary or self.backward)
 
     def ran_as(self, mode: int) -> None:
         """The turn's first call ran in another mode than it began in."""
@@ -394,6 +395,21 @@ class Steps:
             self.samples = rows
         self.fetches = 0
         self.failed = flags & FAILED
+
+    def stage(self, values: tuple[int, ...], now: int) -> None:
+        """Keep the record of a call that has ended: see Ring.stage and, in a short turn, Ring.held."""
+        ring: Any = self.ring
+        if self.quick:
+            before, ring.staged = ring.staged, values
+            self.words[HELD] += 1
+            if before is not None:
+                held = ring.held
+                held += ((before, None, None),)
+            if now - self.start >= QUICK_NS:
+                self.quick = False
+                ring.flush()
+        else:
+            ring.stage(values)
 
     def looks(self, rows: int) -> None:
         """The call that ends is one of an evaluation: its rows count only in a turn that has no others.
@@ -426,6 +442,7 @@ class Steps:
                 result = original(*args, **kwargs)
             except BaseException as error:
                 if began:
+                    self.backwards = 0  # before a call: a signal may be handled there
                     gone_back(began, 0, 0)
                 drop_frames(error)
                 raise
@@ -451,12 +468,12 @@ class Steps:
                     on_devices(self.session.timing.begin)
                 return original(*args, **kwargs)
             finally:
+                self.backwards = 0
                 gone_back(began, outer, was)
 
         def gone_back(began: int, outer: int, was: int) -> None:
             now = self.last = monotonic_ns()
             took = now - began
-            self.backwards = 0
             self.backward += took - self.inner
             self.inner = outer + took
             if self.session.timing is not None:
@@ -514,8 +531,7 @@ class Steps:
                     return
                 self.last = now = clock()
                 self.optimizer += now - self.stepped - self.inner
-                self.stepped = self.other = 0
-                self.optimized = self.count
+                self.stepped = self.since_optimizer = self.other = 0
                 self.since_fetch = 1
                 self.free = self.mine
             except Exception as error:  # noqa: BLE001 - the step is done, whatever we make of it
@@ -575,7 +591,7 @@ class Steps:
         self.stepped = 0
         if self.stepping:
             self.stepped, self.outer = self.stepping.pop()
-        self.optimized = self.count
+        self.since_optimizer = 0
         if self.stepped:  # a part of the one that steps around it, which is the loop's
             return
         if self.boundary != id(optimizer):
@@ -657,15 +673,15 @@ class Steps:
             self.optimizer or -1,
         )
         at_once = False
+        # No call until all of it is done: a signal would be handled there, and the turn be written twice.
         if staged is not None:
-            self.words[HELD] += 2
-            held.append((staged, step, None))
+            self.words[HELD] += 1
+            held += ((staged, step, None),)
         elif held:
             self.words[HELD] += 1
-            held.append((step, None, _FRAME))
+            held += ((step, None, _FRAME),)
         else:
             at_once = True
-        # At once, before anything that an interrupt might end: it must not be written twice.
         self.number += 1
         self.samples = -1
         self.start = now
@@ -736,7 +752,7 @@ class Steps:
                 return
             staged, ring.staged = ring.staged, None
             if staged is not None:
-                self.words[HELD] += 2
+                self.words[HELD] += 1
                 ring.held.append((staged, step, None))
             ring.flush()
             if staged is None:

@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 __all__ = ["Place", "buffers_of", "modules_of", "parameters_of", "values_of"]
 
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
@@ -67,6 +69,10 @@ class Place:
         if self.device is None:
             return False
         module = self._module()
+        with torch._C.DisableTorchFunction():  # the script's modes and subclasses see nothing of it
+            return self._lies_elsewhere(module)
+
+    def _lies_elsewhere(self, module: Any) -> bool:
         table = None if module is None else module.__dict__.get(self._table)
         tensor = table[self._name] if table is not None and self._name in table else None
         return tensor is None or bool(tensor.device != self.device)

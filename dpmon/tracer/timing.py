@@ -25,7 +25,19 @@ if TYPE_CHECKING:
     from dpmon.tracer.session import Session
     from dpmon.tracer.steps import Steps
 
-__all__ = ["BACKWARD", "DATA", "FORWARD", "OPTIMIZER", "CallTimes", "Timing", "gpu_of", "gpus_of", "usable"]
+__all__ = [
+    "BACKWARD",
+    "DATA",
+    "FORWARD",
+    "OPTIMIZER",
+    "CallTimes",
+    "Timing",
+    "comes_up",
+    "gpu_of",
+    "gpus_of",
+    "may_be_used",
+    "usable",
+]
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)
 MAX_OPEN = 64
@@ -142,6 +154,8 @@ class Timing:
         self.gpus: tuple[int, ...] = ()
         """Where the phases of the step under way may run: where its calls did, before the first those of the last."""
         self._used: tuple[int, ...] = ()
+        self._called = False
+        """Whether the step under way has a call."""
         self._of_call: tuple[int, ...] = ()
         self._open: list[_Stretch] = []
         self._ended: list[_Stretch] = []
@@ -157,6 +171,9 @@ class Timing:
     def runs_on(self, gpus: tuple[int, ...]) -> None:
         """The outermost call that begins now is on these."""
         self._of_call = gpus
+        if not (self._called or gpus):
+            self.gpus = ()  # the last step's do nothing in this one, as far as is known
+        self._called = True
         if gpus != self._used:
             self._used = tuple(dict.fromkeys((*self._used, *gpus)))
             self.gpus = tuple(dict.fromkeys((*self.gpus, *gpus)))
@@ -228,7 +245,9 @@ class Timing:
         except Exception as error:  # noqa: BLE001 - the training goes on without
             self._failed(error)
         self._ended, self._dropped = [], False
-        self.gpus, self._used = self._used or self.gpus, ()
+        if self._called:
+            self.gpus = self._used
+        self._used, self._called = (), False
         self.late.turn += 1
         self.read()
 
@@ -289,6 +308,19 @@ class Timing:
                 session.renew()
         except Exception as error:  # noqa: BLE001 - the training goes on without
             self._failed(error)
+
+
+_coming: list[bool] = []
+
+
+def comes_up() -> None:
+    """CUDA is about to be up: another thread may come before it is."""
+    _coming.append(True)
+
+
+def may_be_used() -> bool:
+    """Whether CUDA is up, or about to be."""
+    return bool(_coming) or usable()
 
 
 def usable() -> bool:

@@ -94,12 +94,15 @@ def test_turns_that_were_held_back_are_counted(tmp_path: Path) -> None:
 
 SEVERAL = """
 import os, signal, time
+import sys
 import torch
 from torch.utils.data import DataLoader
+for name in ("steps", "plain"):
+    sys.modules["dpmon.tracer." + name].QUICK_NS = 200_000_000  # on a slow machine these turns would be none
 model = torch.nn.Linear(4, 1)
 for number, x in enumerate(DataLoader(torch.randn(4000, 4), batch_size=None), 1):
     for call in range({calls}):
-        if number == 600 and call == 2:
+        if number == 600 and call == min(2, {calls} - 1):
             time.sleep({pause})
         loss = model(x)
     loss.sum().backward()
@@ -108,7 +111,7 @@ for number, x in enumerate(DataLoader(torch.randn(4000, 4), batch_size=None), 1)
 """
 
 
-@pytest.mark.parametrize(("calls", "pause", "most"), [(3, 0, 34), (17, 0, 50), (4, 0.05, 0)])
+@pytest.mark.parametrize(("calls", "pause", "most"), [(3, 0, 36), (17, 0, 52), (4, 0.3, 0), (1, 0.3, 0)])
 def test_further_calls_of_a_turn_are_held_back_too(tmp_path: Path, calls: int, pause: float, most: int) -> None:
     """In their order and counted; a bounded number of them, and none once the turn has become a long one."""
     run = traced(tmp_path, SEVERAL.format(calls=calls, pause=pause))
@@ -116,9 +119,8 @@ def test_further_calls_of_a_turn_are_held_back_too(tmp_path: Path, calls: int, p
     found = run.calls()
     assert [call.call for call in found] == list(range(1, len(found) + 1))
     assert {call.step for call in found} - {step.step for step in run.steps()} <= {found[-1].step}
-    assert run.held[0] <= most
-    # The call that was last may not have been told of: nothing is kept of it by itself while turns are short.
-    assert 600 * calls + 599 - len(found) - len(run.steps()) - run.held[0] in ((0, 1) if most else (0,))
+    assert bool(most) <= run.held[0] <= most
+    assert len(found) + len(run.steps()) + run.held[0] == 600 * calls + 599
 
 
 MIXED = """
@@ -159,7 +161,7 @@ def test_calls_over_replicas_are_held_back_too(tmp_path: Path) -> None:
     assert steps == list(range(1, len(steps) + 1))
     assert run.missed == 0
     assert 0 < run.held[0] < 40
-    assert len(whole) + 300 - len(found) - len(steps) - run.held[0] in (0, 1)
+    assert len(found) + len(steps) + run.held[0] == len(whole) + 300
 
 
 def test_none_is_held_back_when_the_loader_is_at_its_end(tmp_path: Path) -> None:

@@ -137,6 +137,13 @@ def test_turns_of_two_models_without_a_loader(loop: Callable[[str], Loop]) -> No
     assert [calls for _, _, calls in shape(found)] == [2, 3, 3, 3, 3, 1]
 
 
+def test_calls_within_calls_end_no_turn(loop: Callable[[str], Loop]) -> None:
+    """A step of an optimizer may be a long time coming."""
+    found = loop("long_accumulation_without_a_loader")
+    assert [(step.samples, set(step.phases)) for step in found.steps] == [(2, LEARN)] * 3
+    assert [call.root for call in found.calls] == ["Linear"] * 360
+
+
 def test_turns_of_a_closure(loop: Callable[[str], Loop]) -> None:
     """LBFGS calls the model in the middle of its step, which counts as forward and backward, not as optimizer too."""
     found = loop("closure")

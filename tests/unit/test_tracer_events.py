@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import struct
+import threading
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rings import everything, opened
 
-from dpmon.records import Untimed
+from dpmon.records import STEP_TAG, STEP_WORDS, Untimed, is_timed, known_times, step_times
+from dpmon.ring import Ring
 from dpmon.tracer.captures import Captures
 from dpmon.tracer.events import MAX_FAULTS, DeviceTimes, Span, TorchEvents
+from dpmon.tracer.timing import BACKWARD, DATA, FORWARD, OPTIMIZER, Timing
 
 
 class Device:
@@ -295,3 +302,34 @@ def test_captures_are_known_of_from_their_beginning_to_their_end() -> None:
     del one
     assert not captures
     assert (Kind.capture_begin.__name__, Kind.capture_end.__name__) == ("capture_begin", "capture_end")
+
+
+def test_what_runs_on_the_host_after_a_gpu_is_not_the_gpus(tmp_path: Path) -> None:
+    """The calls of some steps are on a GPU, those that follow on none: the events between stop, too."""
+    device = Device()
+    ring = Ring(str(tmp_path / "ring"), process=0)
+    session: Any = SimpleNamespace(ring=ring, renew_at=1 << 60, fault=lambda *_, **__: None)
+    steps: Any = SimpleNamespace(thread=threading.get_ident())
+    timing = Timing(session, steps, ring, device)
+
+    def step(number: int, gpus: tuple[int, ...]) -> None:
+        for phase in (DATA, FORWARD, BACKWARD, OPTIMIZER):
+            if phase == FORWARD:
+                timing.runs_on(gpus)
+            timing.begin(phase)
+            device.now += 5.0
+            timing.end(phase)
+        timing.step(struct.pack(STEP_WORDS, STEP_TAG, number, 0, 1, 4, 1, 1, 1, 1))
+
+    for number in range(1, 7):
+        step(number, (0,) if number < 4 else ())
+    device.reached = device.now
+    timing.read(Untimed.ENDED)
+    with opened(str(tmp_path / "ring")) as reader:
+        kept = [step_times(payload) if is_timed(payload) else None for payload in everything(reader)]
+    found = [known_times(times) if times is not None else {} for times in kept]
+    assert [set(times) for times in found[1:]] == [
+        *[{"data", "forward", "backward", "optimizer"}] * 2,
+        {"data"},  # which began before it was known that the GPU is not used any more
+        *[set()] * 2,
+    ]

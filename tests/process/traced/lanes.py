@@ -73,7 +73,9 @@ told["seen by them"] = sum(rows for rows, _ in seen)
 
 class Again(Net):
     def forward(self, x, within=False):
-        return super().forward(x) if within else self(torch.cat([x, x]), within=True)[: len(x)]
+        if within:  # what this returns, DataParallel would change
+            return {"name": "within", "out": super().forward(x)}
+        return self(torch.cat([x, x]), within=True)["out"][: len(x)]
 
 
 again = nn.DataParallel(Again()) if WRAPPED else Again()

@@ -149,6 +149,31 @@ def accumulation_without_a_loader():
         optimizer.zero_grad()
 
 
+class Thrice(Net):
+    """Calls three networks that are data parallel themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.DataParallel(nn.Linear(4, 4)) for _ in range(3))
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return super().forward(x)
+
+
+@loop
+def long_accumulation_without_a_loader():
+    """Forty calls a step, each with three within it."""
+    model = Thrice()
+    optimizer = sgd(model)
+    for _ in range(3):
+        for _ in range(40):
+            model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @loop
 def calls_only():
     model = Net()

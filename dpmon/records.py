@@ -208,6 +208,11 @@ class Call:
     """Of a model whose parts lie on several devices, which has no replicas."""
 
     @property
+    def evaluates(self) -> bool:
+        """Whether it is an evaluation's: a model may be trained in eval mode, or look ahead without gradients."""
+        return not (self.training or self.grad)
+
+    @property
     def rows(self) -> int | None:
         """Rows of the batch: the first tensor's size along dimension 0; None if it has none."""
         return rows_of(self.inputs)

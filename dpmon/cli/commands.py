@@ -16,7 +16,7 @@ from dpmon.run.guard import looked_after
 from dpmon.run.lock import goes_on_elsewhere, supervised
 from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
-from dpmon.run.rundir import RunError, RunInfo, find_run, list_runs, load_exit, load_info, short_name
+from dpmon.run.rundir import RunError, RunInfo, find_run, list_runs, load_exit, load_info, newest_run, short_name
 from dpmon.run.start import look_after
 from dpmon.run.state import command_alive, is_paused, run_state
 from dpmon.ui.text import clean
@@ -26,9 +26,14 @@ __all__ = ["attach", "export", "keep", "ls", "rm", "stop"]
 _LAST_OUTPUT = 4096
 
 
+def goes_on(info: RunInfo) -> bool:
+    """Whether a run is going on, as far as can be seen from this machine."""
+    return command_alive(info) or supervised(info)
+
+
 def attach(options: argparse.Namespace) -> int:
     """Show a run again: on a screen, or, without a terminal, its output from now on and its summary."""
-    directory = find_run(options.run)
+    directory = find_run(options.run) if options.run else newest_run(goes_on)
     if goes_on_elsewhere(directory, load_info(directory), load_exit(directory)):
         # Its processes and its clock are not to be seen from here: it would look as if it were over.
         raise RunError(f"{directory.name} is on another machine; attach to it there (dpmon report works here, too)")
@@ -62,7 +67,7 @@ def stop(options: argparse.Namespace) -> int:
     """Stop a run; 0 when it is over, 1 if it could not be stopped."""
     from dpmon.run.stop import NOTHING_RUNS, STOPPED_BY, otherwise, stop_run
 
-    directory = find_run(options.run, goes_on=lambda info: command_alive(info) or supervised(info))
+    directory = find_run(options.run, goes_on=goes_on)
     how = load_exit(directory)
     line = last = ""
     for line in stop_run(directory):

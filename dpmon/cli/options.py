@@ -126,7 +126,9 @@ def _command_parser(command: str) -> _Parser:
     elif command == "ls":
         parser.add_argument("--json", action="store_true", help="one JSON object a line")
     else:
-        optional = {"nargs": None} if command == "stop" else {"nargs": "?", "default": "last"}
+        # Who attaches without a word comes back to what goes on.
+        default = None if command == "attach" else "last"
+        optional = {"nargs": None} if command == "stop" else {"nargs": "?", "default": default}
         parser.add_argument("run", metavar="RUN", help="an id, its unique start, a name, or `last`", **optional)
     if command == "attach":
         parser.add_argument("--refresh", type=_seconds, metavar="SECONDS", help="how often the screen is drawn")

@@ -7,7 +7,7 @@ from typing import Any
 
 from dpmon.model import state as kept
 from dpmon.model.members import SECOND, number_in, text_in, time_of, whole_in
-from dpmon.model.state import DeviceTrack, Peak, Process, State
+from dpmon.model.state import DeviceTrack, ModeChange, Peak, Process, State
 from dpmon.past import DevicePast
 from dpmon.records import Event
 
@@ -50,11 +50,14 @@ def _visit(state: State, process: Process, t_ns: int | None) -> tuple[str, int]:
     """
     if t_ns is None or t_ns >= process.seen_ns - _LATE_NS:
         return process.marks_mode, process.visit
+    newest: dict[str, ModeChange] = {}  # of each root: one may be split and another beside it not
     for change in reversed(state.mode_changes):
-        known = change.process == process.process and change.refused is None and change.t_ns is not None
+        known = change.process == process.process and change.t_ns is not None
         if known and (change.t_ns or 0) <= t_ns:
-            return change.mode, change.step or 0
-    return "", 0
+            newest.setdefault(change.root, change)
+    split = [change for change in newest.values() if change.mode == "dp"]
+    found = max(split or newest.values(), key=lambda change: change.t_ns or 0, default=None)
+    return (found.mode, found.step or 0) if found is not None else ("", 0)
 
 
 def add_mean(state: State, past: DevicePast) -> None:

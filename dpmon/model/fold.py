@@ -35,6 +35,8 @@ from dpmon.records import CALL_PHASES, MODES, STEP_PHASES, Call, Event, Record, 
 
 __all__ = ["fold", "process_of", "refined"]
 
+ANSWERING_STEPS = 100
+"""Within which every root that is still called has answered a request."""
 _Key = TypeVar("_Key", int, str)
 
 
@@ -99,7 +101,11 @@ def _call(state: State, call: Call) -> None:
     track.count += 1
     process.newest = key
     process.calls_kept.append(call)
-    process.mode, process.virtual = call.mode or process.mode, call.virtual
+    # A bare root beside one that is split (a head, a teacher) does not make the step single.
+    if call.mode == "dp":
+        process.dp_step = call.step
+    if call.mode == "dp" or call.step > process.dp_step + 1 or call.step < process.dp_step:
+        process.mode, process.virtual = call.mode or process.mode, call.virtual
     if call.devices:
         process.devices = call.devices
         used = process.modes.get(call.mode)
@@ -145,7 +151,7 @@ def _part(process: Process, track: CallTrack, key: tuple[str, str | None], call:
 def _time_replicas(track: CallTrack, call: Call) -> None:
     before = track.last
     wanted = min(len(call.replicas), kept.REPLICAS_TIMED)
-    if before.training != call.training:  # an evaluation's times are of other work, often of other batches
+    if before.evaluates != call.evaluates:  # an evaluation's times are of other work, often of other batches
         here = Timed(track.replica_ns, track.stage_ns, track.device_ms)
         track.replica_ns, track.stage_ns, track.device_ms = track.aside or Timed([], {}, {})
         track.aside = here
@@ -307,11 +313,16 @@ def _mode_event(state: State, event: Event) -> None:
         data.get("virtual") is True,
         text_in(data, "reason"),
         text_in(data, "refused"),
+        text_in(data, "root") or "",
     )
     state.mode_changes.append(change)
     state.mode_change_count += 1
     process.mode = mode
-    root = text_in(data, "root") or ""
+    root = change.root
+    if change.requested_by == "user":
+        if (change.step or 0) > process.answered + ANSWERING_STEPS:
+            process.refusals.clear()  # of roots that may be gone: those that are called answer anew
+        process.answered = max(process.answered, change.step or 0)
     process.refusals.pop(root, None)
     if change.refused is not None and len(process.refusals) < kept.ROOTS_KEPT:
         process.refusals[root] = Refusal("single" if mode == "dp" else "dp", change.refused)

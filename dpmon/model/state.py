@@ -201,6 +201,7 @@ class ModeChange(NamedTuple):
     virtual: bool
     reason: str | None
     refused: str | None
+    root: str = ""
 
 
 class Refusal(NamedTuple):
@@ -246,6 +247,10 @@ class Process:
     mode_reason: str | None = None
     refusals: dict[str, Refusal] = field(default_factory=dict)
     """By root, as long as the last answer that it gave was a refusal."""
+    answered: int = 0
+    """The last step in which a root answered to what somebody asked for."""
+    dp_step: int = -2
+    """The last step with a call under dp."""
     calls: dict[tuple[str, str | None], CallTrack] = field(default_factory=dict)
     newest: tuple[str, str | None] | None = None
     """The root that was called last."""

@@ -27,6 +27,7 @@ __all__ = [
     "load_exit",
     "load_info",
     "mark_stop",
+    "newest_run",
     "ring_paths",
     "runs_directory",
     "save",
@@ -347,6 +348,12 @@ def list_runs(unreadable: list[str] | None = None) -> list[tuple[Path, RunInfo]]
 def short_name(info: RunInfo) -> str:
     """What people call the run: its name and the four digits that tell it from others of that name."""
     return f"{info.name}-{info.id[-4:]}"
+
+
+def newest_run(goes_on: Callable[[RunInfo], bool]) -> Path:
+    """The newest run that goes on, else the newest of all; RunError if there is none."""
+    going = [directory for directory, info in reversed(list_runs()) if goes_on(info)]
+    return going[0] if going else find_run()
 
 
 def find_run(what: str = "last", *, only: bool = False, goes_on: Callable[[RunInfo], bool] | None = None) -> Path:

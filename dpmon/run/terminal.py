@@ -15,7 +15,7 @@ import struct
 import termios
 from pathlib import Path
 
-__all__ = ["INPUT_FIFO", "Terminal", "send_input"]
+__all__ = ["INPUT_FIFO", "Terminal", "hides_input", "send_input"]
 
 INPUT_FIFO = "input.fifo"
 _CHUNK = 4096
@@ -100,6 +100,21 @@ class Terminal:
                 os.write(fd, echoed)
             finally:
                 os.close(fd)
+
+
+def hides_input(pid: int) -> bool:
+    """Whether a process has told the terminal that is its standard input not to echo lines (getpass does)."""
+    try:
+        fd = os.open(f"/proc/{pid}/fd/0", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        flags = termios.tcgetattr(fd)[3]
+    except termios.error:  # it is no terminal
+        return False
+    finally:
+        os.close(fd)
+    return bool(flags & termios.ICANON) and not flags & termios.ECHO
 
 
 def send_input(directory: Path, data: bytes) -> bool:

@@ -46,6 +46,8 @@ class Memory:
     def __init__(self, session: Session, calls: Calls) -> None:
         self.session = session
         self.calls = calls
+        self.on_optimizer: Callable[[], None] = lambda: None
+        """Called when an optimizer was made."""
         self._optimizers: list[Any] = []
         self._forgotten = 0
         """Optimizers that were alive when there were too many to remember them all."""
@@ -85,10 +87,15 @@ class Memory:
                 if len(self._optimizers) > MAX_OPTIMIZERS:
                     del self._optimizers[0]
                     self._forgotten += 1
+                self.on_optimizer()
             except Exception as error:  # noqa: BLE001 - the object is made, whatever we make of it
                 self.session.fault("optimizers", error, fatal=False)
 
         return named_like(__init__, original)
+
+    def soon(self) -> None:
+        """Let what `sharing` made be called, and call the other, when the next turn has ended."""
+        self._left = self._roots_left = self.calls.steps.countdown = 1
 
     def sharing(self, other: Callable[[], int]) -> Callable[[], int]:
         """What `Steps.on_close` is to be: calls `other` when it wants to be, and looks when a look is due."""

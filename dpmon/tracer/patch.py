@@ -65,7 +65,12 @@ def install() -> None:
         calls.heal()
         roots.watch()
 
+    def another() -> None:  # a loop is over, or an optimizer was made
+        if roots.expect():
+            memory.soon()
+
     steps.on_idle = idle
+    steps.on_end = memory.on_optimizer = another
     steps.on_pause = Pause(session).wait
     steps.on_unseen = roots.unseen
 

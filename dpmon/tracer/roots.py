@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from time import monotonic_ns
 from types import MethodType
 from typing import Any
 
@@ -32,6 +33,10 @@ WATCH_EVERY, WATCH_EVERY_SHORT = 256, 4096
 
 A watch changes the class of all modules, and Python looks up anew what it knew of them: some turns are slower for it.
 """
+
+
+EXPECTED, EXPECT_NS = 64, 250_000_000
+"""So many times a watch begins whenever a loop is over, and then not again so soon: epochs may be very short."""
 
 
 class _RootCall:
@@ -69,6 +74,9 @@ class Roots:
         self._watching = False
         self._rested = (0, 0)
         """Turn and time (monotonic, ns) of the last end of a watch."""
+        self._expected = 0
+        """How often another model was expected, and (monotonic, ns) when it was last."""
+        self._expected_ns = 0
         self._told = False
         """Whether a warning has said that calls are not seen, and why."""
         self._found = True
@@ -174,6 +182,17 @@ class Roots:
         if self._watching and not self._always and torch.nn.Module.__call__ is self.watcher:
             self._watching = False
             torch.nn.Module.__call__ = self.original  # type: ignore[method-assign]
+
+    def expect(self) -> bool:
+        """Watch for a turn, for another model may come; whether that watch begins now."""
+        now = monotonic_ns()
+        often = self._expected >= EXPECTED and now - self._expected_ns < EXPECT_NS
+        if self._watching or self.session.off or often:
+            return False
+        self._expected += 1
+        self._expected_ns = now
+        self.watch()
+        return self._watching
 
     def turns_closed(self) -> int:
         """Called after some turns of the loop, to start or end a watch; returns after how many to be called again."""

@@ -93,6 +93,7 @@ class Steps:
         "mode",
         "number",
         "on_close",
+        "on_end",
         "on_idle",
         "on_pause",
         "on_unseen",
@@ -122,6 +123,8 @@ class Steps:
         """Called when `countdown` turns have ended; returns the next countdown, and adds to `ours` what it took."""
         self.on_unseen: Callable[[], None] = lambda: None
         """Called when an optimizer steps and steps, and no call was ever seen."""
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when a loader has come to its end."""
         self.on_idle: Callable[[], None] = lambda: None
         self.on_pause: Callable[[int], None] = lambda step: None
         """Called between two turns, with the number of the one that is over, when a reader has asked for a pause."""
@@ -313,6 +316,7 @@ class Steps:
             self.ring.flush()
         elif self.session.timing is not None:
             self.session.timing.read()
+        self.on_end()
 
     # ---------------------------------------------------------------- calls
 

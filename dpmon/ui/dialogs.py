@@ -175,14 +175,16 @@ class Pages(Dialog):
 class Line(Dialog):
     """One line to type; dismissed with it, or None."""
 
-    def __init__(self, title: str, note: str, look: Look, typed: str = "") -> None:
+    def __init__(self, title: str, note: str, look: Look, typed: str = "", hidden: bool = False) -> None:
+        """`hidden`: show that something was typed, not what."""
         super().__init__(title, look)
         self.note = note
         self.typed = typed
+        self.hidden = hidden
 
     def content(self, width: int, height: int) -> list[Row]:
         """The line as far as it was typed, its end in sight, and what will happen."""
-        shown = self.typed
+        shown = "*" * len(self.typed) if self.hidden else self.typed
         while width_of([(shown, "")]) > width - 3:
             shown = shown[1:]
         cursor = "_" if self.look.glyphs.ascii else "▏"

@@ -115,6 +115,8 @@ class Feed:
         self._ending = False
         self._busy = False
         self._caught_up = False
+        self._recorded = any(directory.glob("process-*.ring"))
+        """Whether there is something to be read from the start: a run that is looked at again."""
         self._toggle: Toggle | None = None
         self._asked_at_change = 0
 
@@ -324,6 +326,13 @@ class Feed:
         except OSError:
             return False
 
+    def hides_input(self) -> bool:
+        """Whether what is typed to the script is not to be seen, as a password is not."""
+        from dpmon.run.terminal import hides_input
+
+        pid = None if self._reader is None else self._reader.info.command_pid
+        return pid is not None and hides_input(pid)
+
     def type_line(self, line: str) -> str | None:
         """Send a line to the script's standard input; None, or why that was not possible."""
         from dpmon.run.terminal import send_input
@@ -341,7 +350,7 @@ class Feed:
         """Everything as it is now, for the pictures."""
         reader = self._reader
         if reader is None:
-            return Scene(self.state, 0, self._facts, view)
+            return Scene(self.state, 0, self._facts, view, reading=self._recorded)
         start = self._facts.start_ns
         stage = reader.stage() if self._ended is None else None
         reads = reader.waits_for_input() if self._ended is None else None

@@ -317,7 +317,10 @@ class Monitor(Drawing):
                 problem = self.feed.type_line(line)
                 self._say(None if problem is None else f"the line was not sent: {problem}")
 
-        self.push_screen(Line("Input", "enter sends the line to the script, esc does not", self.look), send)
+        hidden = self.feed.hides_input()
+        note = "enter sends the line to the script, esc does not"
+        note += "; the script asked for it not to be shown" if hidden else ""
+        self.push_screen(Line("Input", note, self.look, hidden=hidden), send)
 
     # ------------------------------------------------------------------------------------------ files
 

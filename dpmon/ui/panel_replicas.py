@@ -96,8 +96,8 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
 
 
 def kind(call: Call, look: Look) -> Row:
-    """That a call was an evaluation's (torch's eval mode), or had no gradients; nothing of one that trains."""
-    word = "" if call.training and call.grad else "no gradients" if call.training else "evaluation"
+    """That a call was an evaluation's, or is one by half; nothing of one that trains."""
+    word = "evaluation" if call.evaluates else "no gradients" if not call.grad else "" if call.training else "eval mode"
     return [(f" {look.glyphs.middot} ", ""), (word, "wait")] if word else []
 
 

@@ -137,6 +137,12 @@ def test_turns_of_two_models_without_a_loader(loop: Callable[[str], Loop]) -> No
     assert [calls for _, _, calls in shape(found)] == [2, 3, 3, 3, 3, 1]
 
 
+def test_the_first_calls_of_a_model_that_comes_later_are_seen(loop: Callable[[str], Loop]) -> None:
+    """A loader has come to its end: another loop may be over another model."""
+    roots = [call.root for call in loop("one_model_after_another").calls]
+    assert roots == ["Small"] * 40 + ["Big"] * (3 + 4)
+
+
 def test_calls_within_calls_end_no_turn(loop: Callable[[str], Loop]) -> None:
     """A step of an optimizer may be a long time coming."""
     found = loop("long_accumulation_without_a_loader")

@@ -47,6 +47,7 @@ def test_what_means_nothing_is_one_sentence(words: list[str]) -> None:
 
 
 def test_runs_are_named_for_the_commands_that_look_at_them() -> None:
-    assert parse(["attach"])[1].run == "last"
+    assert parse(["attach"])[1].run is None
+    assert parse(["attach", "last"])[1].run == "last"
     assert parse(["export", "mine", "-o", "x"])[1].output == "x"
     assert parse(["stop", "mine"])[1].run == "mine"

@@ -460,3 +460,43 @@ def test_times_of_devices_that_are_not_known_any_more_are_not_shown_for_ever() -
     for record in [*part(130, None), *part(131, None)]:
         fold(state, record)
     assert (median_known(mode.forward_ms), mode.device_ms, track.device_ms) == (None, {}, {})
+
+
+def mode_event(root: str, mode: str, step: int, **more: object) -> Event:
+    data = {"process": 0, "t_s": float(step), "step": step, "root": root, "mode": mode, "requested_by": "user"}
+    return Event("mode", {**data, "devices": ["cpu:0"], "virtual": False, "reason": None, "refused": None, **more})
+
+
+def test_a_bare_root_beside_one_that_is_split_does_not_make_the_mode_single() -> None:
+    """A head, a teacher: each announces its own mode, and is called in each step."""
+    state = State()
+    modes = []
+    for number in range(1, 9):
+        mode = "dp" if number < 5 else "single"
+        for call in (a_call(step=number, mode=mode), a_call(step=number, root="Head", via=None, mode="single")):
+            state = fold(state, call)
+            modes.append(state.processes[0].mode)
+        state = fold(state, a_step(step=number, mode=mode))
+    assert modes == ["dp"] * 8 + ["dp"] * 2 + ["single"] * 6, "a step later than the last of it"
+
+
+def test_refusals_of_roots_that_are_gone_do_not_stay() -> None:
+    state = folded([a_call(), mode_event("Old", "single", 10, refused="it is compiled")])
+    process = state.processes[0]
+    assert list(process.refusals) == ["Old"]
+    fold(state, mode_event("New", "dp", 60))
+    assert list(process.refusals) == ["Old"], "it may have answered to the same request"
+    fold(state, mode_event("New", "single", 5000))
+    assert list(process.refusals) == []
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_evaluation_has_neither_training_nor_gradients(training: bool, grad: bool) -> None:
+    """Times of another kind are put aside only for what is one."""
+    state = folded([a_call(replicas=(Replica(0, "cuda:0", 0, 9, (), ()),)) for _ in range(3)])
+    (track,) = state.processes[0].calls.values()
+    call = a_call(replicas=(Replica(0, "cuda:0", 0, 1, (), ()),), training=training, grad=grad)
+    assert call.evaluates == (not training and not grad)
+    fold(state, call)
+    assert list(track.replica_ns[0]) == ([1] if call.evaluates else [9, 9, 9, 1])

@@ -21,6 +21,7 @@ from dpmon.run.rundir import (
     list_runs,
     load_exit,
     load_info,
+    newest_run,
     runs_directory,
     save,
     short_name,
@@ -92,6 +93,9 @@ def test_runs_are_found_by_all_their_names(state: Path) -> None:
     new, new_info = create_run(draft("a", 2000.0))
     other, other_info = create_run(draft("last-one", 1500.0))
     assert find_run() == find_run("last") == new
+    assert newest_run(lambda info: False) == new, "if none goes on, the newest of all"
+    assert newest_run(lambda info: info.id == old.name) == old
+    assert newest_run(lambda info: True) == new
     assert find_run("a") == new
     assert find_run(short_name(old_info)) == old
     assert find_run(old_info.id) == old

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.run.terminal import Terminal, send_input
+from dpmon.run.terminal import Terminal, hides_input, send_input
 
 
 @pytest.fixture
@@ -87,10 +87,13 @@ def test_a_password_is_read_by_getpass_without_a_trace(terminal: Terminal, log: 
             stdin=terminal.slave, stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
     try:
+        assert not hides_input(child.pid)
         assert send_input(log.parent, b"me\n")
         serve(terminal, lambda: b"pass: " in log.read_bytes())
+        assert hides_input(child.pid)
         assert send_input(log.parent, b"hunter2\n")
         serve(terminal, lambda: b"pass: \n" in log.read_bytes())
+        assert not hides_input(child.pid)
         assert send_input(log.parent, b"more\n")
         serve(terminal, lambda: child.poll() is not None)
     finally:

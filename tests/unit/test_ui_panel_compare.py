@@ -180,6 +180,8 @@ def two_visits(kind: str) -> tuple[list[bytes], Training]:
 
     for mode, peak in (("single", 300), ("dp", 700)):
         events += training.switch(mode)
+        beside = {"process": 0, "t_s": training.now / SECOND, "step": training.steps, "mode": "single", "root": "Head"}
+        events.append(pack_event("mode", {**beside, "devices": ["cuda:0"], "virtual": False}))
         for second in range(100):
             training.now, training.steps = training.now + SECOND, training.steps + 20
             events.append(sample((peak + second) << 20))

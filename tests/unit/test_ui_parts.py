@@ -12,6 +12,7 @@ from synthetic import SECOND, Training, decoded
 from dpmon.model import State, fold
 from dpmon.model.turn import Piece
 from dpmon.ui.chart import area, bar, ceiling, parts_bar, range_bar, resampled, spark
+from dpmon.ui.dialogs import Line
 from dpmon.ui.footer import at, footer, keys
 from dpmon.ui.format import clock, compact, group, memory, memory_of, ms, percent, short_ms
 from dpmon.ui.help import help_rows
@@ -347,3 +348,11 @@ def test_a_bar_of_parts() -> None:
     assert plain(parts_bar((0.001, 0.001), 8, ASCII)) == "=~......"
     assert plain(parts_bar((0.9, 0.9), 8, UNICODE)) == "━━━━━━━╍"
     assert width_of(parts_bar((0.0, 0.0), 5, UNICODE)) == 5
+
+
+def test_a_line_that_is_not_to_be_seen_is_typed_unseen() -> None:
+    line = Line("Input", "", LOOK, hidden=True)
+    line.typed = "hunter2"
+    text = "".join(part for row in line.content(40, 5) for part, _ in row)
+    assert "hunter2" not in text
+    assert "*" * 7 in text

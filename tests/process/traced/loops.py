@@ -174,6 +174,31 @@ def long_accumulation_without_a_loader():
         optimizer.zero_grad()
 
 
+class Small(Net):
+    pass
+
+
+class Big(Net):
+    pass
+
+
+@loop
+def one_model_after_another():
+    """Each with a loop and an evaluation of its own; that of the second comes before its training."""
+    small = Small()
+    optimizer = sgd(small)
+    for _ in range(10):
+        for x, y in loader():
+            learn(small, optimizer, x, y)
+    big = Big()
+    with torch.no_grad():
+        for _ in range(3):
+            big(torch.randn(5, 4))
+    optimizer = sgd(big)
+    for x, y in loader():
+        learn(big, optimizer, x, y)
+
+
 @loop
 def calls_only():
     model = Net()

@@ -15,9 +15,11 @@ from dpmon.model.state import (
     COLUMNS_KEPT,
     FULL_COLUMNS,
     LONG_KEPT,
+    NEWEST_COLUMNS,
     PHASES,
     SAMPLED,
     SAMPLED_LATER,
+    SAMPLED_NEWEST,
     SETTLED_KEPT,
     WARM_STEPS,
     Column,
@@ -50,8 +52,7 @@ def add_step(process: Process, sample: StepSample, mode: str) -> None:
         column = Column(process.columns_made, second, mode)
         process.columns_made += 1
         columns.append(column)
-        if len(columns) > FULL_COLUMNS:
-            del columns[-FULL_COLUMNS - 1].sampled[SAMPLED_LATER:]
+        _forget(process)
     column.count += 1
     column.wall_ns += sample.wall_ns
     if sample.samples is None:
@@ -62,15 +63,23 @@ def add_step(process: Process, sample: StepSample, mode: str) -> None:
     column.phases = [total + took if took > 0 else total for total, took in zip(column.phases, phases, strict=True)]
     column.ran = [count + (took >= 0) for count, took in zip(column.ran, phases, strict=True)]
     sampled = column.sampled
-    if len(sampled) < SAMPLED:
+    if len(sampled) < SAMPLED_NEWEST:
         # At a place by chance: what is drawn of a column later are its first places.
         sampled.append(sample)
         at = _chance(process, len(sampled))
         sampled[-1], sampled[at] = sampled[at], sampled[-1]
     else:
         at = _chance(process, column.count)
-        if at < SAMPLED:
+        if at < SAMPLED_NEWEST:
             sampled[at] = sample
+
+
+def _forget(process: Process) -> None:
+    """A column has begun: those before it keep fewer of their steps as they grow old."""
+    columns = process.columns
+    for age, kept in ((NEWEST_COLUMNS, SAMPLED), (FULL_COLUMNS, SAMPLED_LATER)):
+        if len(columns) > age:
+            del columns[-age - 1].sampled[kept:]
 
 
 def add_column(process: Process, column: Column, *, fine: bool) -> None:
@@ -81,8 +90,7 @@ def add_column(process: Process, column: Column, *, fine: bool) -> None:
         column.number = process.columns_made
         process.columns_made += 1
         process.columns.append(column)
-        if len(process.columns) > FULL_COLUMNS:
-            del process.columns[-FULL_COLUMNS - 1].sampled[SAMPLED_LATER:]
+        _forget(process)
     else:
         process.long_only = True
         process.long_s = max(process.long_s, 60)
@@ -119,6 +127,8 @@ def _remember_long(process: Process, done: Column) -> None:
         _merge(process, last, done)
     else:
         long.append(done.copy(len(long)))
+        if len(long) > NEWEST_COLUMNS:
+            del long[-NEWEST_COLUMNS - 1].sampled[SAMPLED:]
     if len(long) > LONG_KEPT:
         process.long_s *= 2
         halved: list[Column] = []

@@ -47,9 +47,12 @@ WARM_STEPS = 5
 MODES_COMPARED = ("single", "dp")
 HOST = "host"
 """The name under which a mode's peaks have the run's resident memory, of all its processes, as it was sampled."""
+SAMPLED_NEWEST = 256
+NEWEST_COLUMNS = 8
+"""Columns that keep SAMPLED_NEWEST of their steps: of a short run, or a mode that has just begun, all or nearly so."""
 SAMPLED = 8
 FULL_COLUMNS = 150
-"""Columns that keep SAMPLED of their steps; older ones keep SAMPLED_LATER."""
+"""Columns that keep SAMPLED of their steps at least; older ones keep SAMPLED_LATER."""
 SAMPLED_LATER = 2
 CALLS_KEPT = 64
 PARTS_KEPT = 8
@@ -118,7 +121,7 @@ class Column:
     ran: list[int] = field(default_factory=lambda: [0] * len(PHASES))
     """Steps in which each phase ran."""
     sampled: list[StepSample] = field(default_factory=list)
-    """At most SAMPLED of its steps, drawn evenly; each stands for `count` divided by how many there are."""
+    """At most SAMPLED_NEWEST of its steps, drawn evenly; each stands for `count` divided by how many there are."""
 
     def __deepcopy__(self, memo: object) -> Column:
         """By hand, since there are hundreds and a picture is to freeze at once."""

@@ -11,7 +11,17 @@ from synthetic import SECOND, Training, decoded
 
 from dpmon.model import State, fold
 from dpmon.model.history import add_step, columns_of, figures, pictured
-from dpmon.model.state import COLUMNS_KEPT, LONG_KEPT, NOT_RUN, PHASES, SAMPLED, Process, StepSample
+from dpmon.model.state import (
+    COLUMNS_KEPT,
+    LONG_KEPT,
+    NEWEST_COLUMNS,
+    NOT_RUN,
+    PHASES,
+    SAMPLED,
+    SAMPLED_NEWEST,
+    Process,
+    StepSample,
+)
 from dpmon.model.stats import summary
 from dpmon.records import Step
 
@@ -107,8 +117,21 @@ def test_the_history_of_a_whole_run_stays_small_and_exact() -> None:
     columns = columns_of(process, 0)
     assert sum(column.count for column in columns) == 30_000
     assert sum(column.wall_ns for column in columns) == 30_000 * 100_000_000
-    assert all(len(column.sampled) <= SAMPLED for column in [*process.columns, *process.long])
+    for kept in (process.columns, process.long):
+        assert all(len(column.sampled) <= SAMPLED for column in list(kept)[:-NEWEST_COLUMNS])
+        assert all(len(column.sampled) <= SAMPLED_NEWEST for column in kept)
     assert all(column.sampled for column in columns)
+
+
+@pytest.mark.parametrize("span", [0, 30])
+def test_the_median_of_a_short_run_is_that_of_its_steps(span: int) -> None:
+    """A few hundred steps within some seconds, of two kinds: none is left out by chance."""
+    walls = [4_000_000 if number % 3 else 9_000_000 for number in range(360)]
+    found = figures(process_of(walls), "dp", span)
+    assert (found.sampled, found.steps) == (360, 360)
+    assert found.median_ns == 4_000_000
+    fast = figures(process_of([1_000_000] * 20_000), "dp", span)
+    assert 250 < fast.sampled < 600
 
 
 def test_memory_is_flat_over_a_million_steps() -> None:

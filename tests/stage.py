@@ -32,6 +32,7 @@ class FakeReader:
             start_ns=SECOND,
             python="/usr/bin/python3",
             options={"mode": mode_option},
+            command_pid=None,
         )
         self.output_paths: tuple[Path, ...] = (directory / "output.log",)
         self.new: list[Record] = []

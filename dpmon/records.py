@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 __all__ = [
     "CALL_PHASES",
     "CALL_TAG",
+    "DDP",
     "MODES",
     "MORE",
     "PLAIN_FORMAT",
@@ -72,6 +73,8 @@ STEP_PHASES = ("data", "forward", "backward", "optimizer", "other")
 _DEFINE, CALL_TAG, STEP_TAG, _EVENT, PLAIN_TAG, _TIMED = 1, 2, 3, 4, 5, 6
 _KINDS = ("", "definition", "call", "step", "event", "call")
 VIRTUAL, TRAINING, GRAD, FAILED = 1, 2, 4, 8
+DDP = "DistributedDataParallel"
+"""`via` of a rank's call."""
 
 
 class Untimed:

@@ -13,22 +13,17 @@ from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
 from dpmon.run import retention
 from dpmon.run.guard import looked_after
-from dpmon.run.lock import goes_on_elsewhere, supervised
+from dpmon.run.lock import goes_on_elsewhere
 from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
 from dpmon.run.rundir import RunError, RunInfo, find_run, list_runs, load_exit, load_info, newest_run, short_name
 from dpmon.run.start import look_after
-from dpmon.run.state import command_alive, is_paused, run_state
+from dpmon.run.state import goes_on, is_paused, run_state
 from dpmon.ui.text import clean
 
 __all__ = ["attach", "export", "keep", "ls", "rm", "stop"]
 
 _LAST_OUTPUT = 4096
-
-
-def goes_on(info: RunInfo) -> bool:
-    """Whether a run is going on, as far as can be seen from this machine."""
-    return command_alive(info) or supervised(info)
 
 
 def attach(options: argparse.Namespace) -> int:

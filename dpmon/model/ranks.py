@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from dpmon.model.state import PHASES, CallTrack, Process, State, StepSample
 from dpmon.model.stats import median
+from dpmon.records import DDP
 
 __all__ = ["FORWARD", "RankRow", "distributed", "forward_of", "rank_rows", "toggle_refusal", "training", "world"]
-
-DDP = "DistributedDataParallel"
 
 STEPS_COUNTED = 128
 FORWARD = (PHASES.index("scatter"), PHASES.index("replicate"), PHASES.index("apply"), PHASES.index("gather"),

@@ -10,12 +10,11 @@ from typing import Any
 
 from dpmon.model.evidence import BatchFacts, ReplicaFacts
 from dpmon.model.stats import median, percentile
-from dpmon.records import GRAD, MODES, TRAINING, VIRTUAL, PartTimes
+from dpmon.records import DDP, GRAD, MODES, TRAINING, VIRTUAL, PartTimes
 from dpmon.run.totals import OnDevice, why_untimed
 
 __all__ = ["Shares"]
 
-_DDP = "DistributedDataParallel"
 _Key = tuple[int, int, int, int, bool]
 """Process, layout, number of the mode and of replicas, whether it evaluates."""
 _Replica = tuple[str, str, int, str]
@@ -77,7 +76,7 @@ class Shares:
     def _layout(self, process: int, layout: int) -> tuple[str, list[str]] | None:
         """Root and devices of a layout; None for one that is unknown or DDP's, whose ranks are no replicas."""
         value = self._definition(process, layout)
-        if not isinstance(value, dict) or value.get("via") == _DDP or not isinstance(value.get("devices"), list):
+        if not isinstance(value, dict) or value.get("via") == DDP or not isinstance(value.get("devices"), list):
             return None
         return str(value.get("root")), [str(device) for device in value["devices"]]
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from dpmon.records import (
     CALL_PHASES,
+    DDP,
     GRAD,
     MODES,
     STEP_PHASES,
@@ -29,7 +30,6 @@ from dpmon.run.totals import Deleted, ModeTotals, OnDevice, RankLine, ReplicaLin
 
 __all__ = ["Adder", "is_evaluation"]
 
-DDP = "DistributedDataParallel"
 _BACKWARD, _OPTIMIZER = STEP_PHASES.index("backward"), STEP_PHASES.index("optimizer")
 _WAITING = 4096
 

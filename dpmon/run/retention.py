@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.config import ConfigError, load
-from dpmon.run.lock import supervised, take_lock
+from dpmon.run.lock import take_lock
 from dpmon.run.rundir import RunError, RunInfo, list_runs, load_info
-from dpmon.run.state import command_alive, run_state
+from dpmon.run.state import goes_on, run_state
 
 __all__ = ["Limits", "is_kept", "keep", "limits", "prune_runs", "remove"]
 
@@ -109,7 +109,7 @@ def _delete(directory: Path, info: RunInfo) -> str | None:
     """None once it is deleted, else why not."""
     with contextlib.suppress(RunError):
         info = load_info(directory)  # the sizes of many runs were looked at since
-    if command_alive(info) or supervised(info):
+    if goes_on(info):
         return f"{directory.name} is running; dpmon stop {info.id} ends it"
     state, _ = run_state(directory, info)
     if state == "elsewhere":

@@ -12,7 +12,7 @@ from dpmon.run.ending import outcome
 from dpmon.run.lock import goes_on_elsewhere, supervised
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, ring_paths
 
-__all__ = ["YOUNG_S", "command_alive", "is_paused", "run_state"]
+__all__ = ["YOUNG_S", "command_alive", "goes_on", "is_paused", "run_state"]
 
 YOUNG_S = 60.0
 """A run that is no older may be about to start its command, however slow the machine."""
@@ -23,6 +23,11 @@ def command_alive(info: RunInfo) -> bool | None:
     if info.command_pid is None:
         return None
     return info.boot_id == proc.boot_id() and proc.alive(info.command_pid, info.command_started)
+
+
+def goes_on(info: RunInfo) -> bool:
+    """Whether a run is going on, as far as can be seen from this machine: its command, or its supervisor."""
+    return bool(command_alive(info)) or supervised(info)
 
 
 def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dpmon.records import CALL_PHASES, CALL_TAG, FAILED, GRAD, TRAINING, VIRTUAL, Untimed, pack_call
+from dpmon.records import CALL_PHASES, CALL_TAG, DDP, FAILED, GRAD, TRAINING, VIRTUAL, Untimed, pack_call
 from dpmon.ring import Ring
 from dpmon.tracer.byhand import ByHand
 from dpmon.tracer.events import Span
@@ -786,7 +786,7 @@ class Calls:
         if wrapper:
             via: str | None = type(module).__name__
         else:
-            via = "DistributedDataParallel" if _is_ddp(module) else None
+            via = DDP if _is_ddp(module) else None
         plan = self.modes.plan(module, wrapper)
         site = self._keep(id(module), module, plan, via, dim or 0)
         if wrapper:
@@ -1030,7 +1030,7 @@ def _spell(site: Site, plan: Plan) -> dict[str, Any]:
     devices, absent = plan.devices, plan.absent
     if site.stages is not None:
         devices, absent = site.stages.devices, site.stages.absent
-    if site.via == "DistributedDataParallel":
+    if site.via == DDP:
         absent = {**absent, "all_reduce": _IN_BACKWARD}
     return {"root": site.root, "via": site.via, "devices": list(devices), "absent": {**absent, **site.absent}}
 

@@ -34,7 +34,7 @@ from dpmon.tracer.pause import Pause
 from dpmon.tracer.roots import Roots
 from dpmon.tracer.session import Config, Session
 from dpmon.tracer.steps import Steps
-from dpmon.tracer.timing import comes_up
+from dpmon.tracer.timing import coming
 from dpmon.tracer.virtual import VERBS, Originals
 
 __all__ = ["install"]
@@ -90,7 +90,7 @@ def install() -> None:
     roots.watch()
     queued = getattr(torch.cuda, "_queued_calls", None)  # run when CUDA comes up
     if isinstance(queued, list):
-        queued += [(comes_up, []), (calls.go_long, [])]
+        queued += [(coming.set, []), (calls.go_long, [])]
     _at_the_end(session, steps, modes, calls, memory)
     try:
         # A compiled DataParallel must begin with its forward: it is compiled as it is written, not traced.

@@ -69,10 +69,7 @@ class Place:
         if self.device is None:
             return False
         module = self._module()
-        with torch._C.DisableTorchFunction():  # the script's modes and subclasses see nothing of it
-            return self._lies_elsewhere(module)
-
-    def _lies_elsewhere(self, module: Any) -> bool:
         table = None if module is None else module.__dict__.get(self._table)
-        tensor = table[self._name] if table is not None and self._name in table else None
-        return tensor is None or bool(tensor.device != self.device)
+        with torch._C.DisableTorchFunction():  # the script's modes and subclasses see nothing of it
+            tensor = table[self._name] if table is not None and self._name in table else None
+            return tensor is None or bool(tensor.device != self.device)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from threading import get_ident
+from threading import Event, get_ident
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +32,7 @@ __all__ = [
     "OPTIMIZER",
     "CallTimes",
     "Timing",
-    "comes_up",
+    "coming",
     "gpu_of",
     "gpus_of",
     "may_be_used",
@@ -310,17 +310,13 @@ class Timing:
             self._failed(error)
 
 
-_coming: list[bool] = []
-
-
-def comes_up() -> None:
-    """CUDA is about to be up: another thread may come before it is."""
-    _coming.append(True)
+coming = Event()
+"""Set when CUDA is about to be up: another thread may come before it is."""
 
 
 def may_be_used() -> bool:
     """Whether CUDA is up, or about to be."""
-    return bool(_coming) or usable()
+    return coming.is_set() or usable()
 
 
 def usable() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpmon.model.ranks import RankRow, rank_rows, training
-from dpmon.records import rows_of
+from dpmon.records import DDP, rows_of
 from dpmon.ui.format import UNKNOWN, group, ms
 from dpmon.ui.look import Look
 from dpmon.ui.panel_replicas import kind, shown, size_line, size_text
@@ -98,7 +98,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
         )
     drawn += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
     drawn += _missing(rows, count)
-    if any(row.track is not None and row.track.last.via == "DistributedDataParallel" for row in rows):
+    if any(row.track is not None and row.track.last.via == DDP for row in rows):
         drawn += [[(line, "dim")] for line in wrapped(_NOT_APART, width)]
     return drawn
 

@@ -48,6 +48,7 @@ __all__ = [
     "call_head",
     "call_replicas",
     "call_stages",
+    "copied_bytes",
     "definition",
     "is_timed",
     "kept_step_times",
@@ -63,12 +64,16 @@ __all__ = [
     "step_fields",
     "step_times",
     "why_missing",
+    "with_copies",
 ]
 
 MODES = ("", "dp", "single")
 """Modes by the number they have in records and in a ring's control block; 0 is none."""
 CALL_PHASES = ("scatter", "replicate", "parallel_apply", "gather")
-STEP_PHASES = ("data", "forward", "backward", "optimizer", "other")
+STEP_PHASES = ("data", "copy", "forward", "backward", "optimizer", "other")
+"""Copy: of tensors from the host to a GPU, by the script's own `.to` and `.cuda`."""
+_TIMED_PHASES = ("data", "forward", "backward", "optimizer", "copy")
+"""As they stand in a record, which has no copy where nothing was copied."""
 
 _DEFINE, CALL_TAG, STEP_TAG, _EVENT, PLAIN_TAG, _TIMED = 1, 2, 3, 4, 5, 6
 _KINDS = ("", "definition", "call", "step", "event", "call")
@@ -80,7 +85,7 @@ DDP = "DistributedDataParallel"
 class Untimed:
     """Why a device's own time is not known, as numbers in records: see UNTIMED."""
 
-    (NONE, LATE, CAPTURED, NO_EVENT, FAULT, ENDED, RAISED, ON_CPU, CROSSED, TOO_MANY) = range(10)
+    (NONE, LATE, CAPTURED, NO_EVENT, FAULT, ENDED, RAISED, ON_CPU, CROSSED, TOO_MANY, COPIES) = range(11)
 
 
 UNTIMED = (
@@ -94,6 +99,7 @@ UNTIMED = (
     "the device is the CPU: host time is all there is",
     "it began on one stream and ended on another, which was ahead",
     "the step has more phases than are timed: 4096",
+    "the step copies more tensors to devices than are timed: 16",
 )
 """The reasons by their numbers."""
 _BEFORE = "it ran before the first call on a GPU, or on a thread that does not train"
@@ -114,10 +120,12 @@ _CALL_HEAD = struct.Struct(_CALL_FORMAT)
 _CALL_REPLICA = struct.Struct("<IIqq")
 _CALL_STAGE = struct.Struct("<IIIxxxxqq")
 STEP_FORMAT = "<BBBxIQqqqqqqq"
-"""STEP_TAG, mode, 0, 0, step, start, wall, samples, four phases: see pack_step."""
+"""STEP_TAG, mode, 1 if it has copied else 0, 0, step, start, wall, samples, four phases: see pack_step."""
 STEP_WORDS = "<QQqqqqqqq"
 """The same bytes as fewer numbers: tag | mode << 8, then step and the others."""
 _STEP_BODY = struct.Struct(STEP_FORMAT)
+_STEP_COPY = struct.Struct("<qq")
+"""Follows the four phases of a step that has copied: how long, and how many bytes."""
 _call_structs: dict[int, struct.Struct] = {}
 _NAN = float("nan")
 
@@ -252,6 +260,8 @@ class Step:
     """What its devices took for the phases that ran on them; None: no device's time was looked at."""
     untimed: str | None = None
     """Why one of those is missing."""
+    copied: int | None = None
+    """Bytes that its phase copy brought to devices; None: no copy was seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,14 +350,23 @@ def pack_call(
 
 
 def pack_step(mode: int, step: int, start_ns: int, wall_ns: int, samples: int, phases: Sequence[int]) -> bytes:
-    """A step; `samples` -1 if unknown; `phases`: ns for the first four of STEP_PHASES, -1 for one that did not run."""
+    """A step that has copied nothing; `samples` -1 if unknown.
+
+    `phases`: ns for data, forward, backward and optimizer, -1 for one that did not run.
+    """
     return _STEP_BODY.pack(STEP_TAG, mode, 0, 0, step, start_ns, wall_ns, samples, *phases)
+
+
+def with_copies(step: bytes, took_ns: int, copied: int) -> bytes:
+    """The step that `pack_step` has packed, if tensors were copied to devices in it: how long, how many bytes."""
+    return bytes((*step[:2], 1)) + step[3:] + _STEP_COPY.pack(took_ns, copied)
 
 
 def pack_timed(record: bytes, times: Sequence[float | None], why: int) -> bytes:
     """A packed call or step, with the times that its devices took, in ms; `why` one is None: a number of Untimed.
 
-    Of a call: each of CALL_PHASES, then each replica or stage. Of a step: the first four of STEP_PHASES.
+    Of a call: each of CALL_PHASES, then each replica or stage. Of a step: data, forward, backward, optimizer, and copy
+    where it has copied.
     """
     known = [_NAN if time is None else time for time in times]
     return _TIMED_HEAD.pack(_TIMED, why, len(known), len(record)) + record + struct.pack(f"<{len(known)}f", *known)
@@ -493,7 +512,7 @@ class Decoder:
         return Stage(index, device, parts, offset, ended, self._known(got), self._known(gave))
 
     def _step(self, payload: bytes) -> Step:
-        _, mode, _, _, step, start, wall, samples, *phases = _STEP_BODY.unpack(payload)
+        mode, step, start, wall, samples, *phases = step_fields(payload)
         known = {name: took for name, took in zip(STEP_PHASES, phases, strict=False) if took >= 0}
         known["other"] = max(0, wall - sum(known.values()))
         return Step(
@@ -505,6 +524,7 @@ class Decoder:
             wall_ns=wall,
             samples=samples if samples >= 0 else None,
             phases=known,
+            copied=copied_bytes(payload),
         )
 
 
@@ -574,19 +594,22 @@ def _with_times(call: Call, times: Sequence[float], why: int) -> Call:
 
 def _with_step_times(step: Step, times: Sequence[float], why: int) -> Step:
     """The step with the times of its devices, as `pack_timed` takes them."""
-    found = {name: _known_ms(time) for name, time in zip(STEP_PHASES, times, strict=False) if name in step.phases}
+    found = {name: _known_ms(time) for name, time in zip(_TIMED_PHASES, times, strict=False) if name in step.phases}
     return replace(step, device_ms=found, untimed=_reason(found.values(), why))
 
 
 def step_times(payload: bytes) -> bytes | None:
     """What a step's record has of its devices, to be kept beside its columns; None if it has none."""
-    return None if payload[0] != _TIMED else payload[: _TIMED_HEAD.size] + payload[_TIMED_HEAD.size + _STEP_BODY.size :]
+    if payload[0] != _TIMED:
+        return None
+    head = _TIMED_HEAD.size
+    return payload[:head] + payload[head + _TIMED_HEAD.unpack_from(payload)[3] :]
 
 
 def known_times(payload: bytes) -> dict[str, float]:
     """Of a timed call, or of what `step_times` gave of a step: the device's times (ms) that are known, by phase."""
     _, _, count, _ = _TIMED_HEAD.unpack_from(payload)
-    names = STEP_PHASES if len(payload) == _TIMED_HEAD.size + 4 * count else CALL_PHASES
+    names = _TIMED_PHASES if len(payload) == _TIMED_HEAD.size + 4 * count else CALL_PHASES
     times = struct.unpack_from(f"<{min(count, len(names))}f", payload, len(payload) - 4 * count)
     return {name: time for name, one in zip(names, times, strict=False) if (time := _known_ms(one)) is not None}
 
@@ -653,9 +676,20 @@ def _stages_at(payload: bytes) -> int:
 def step_fields(payload: bytes) -> tuple[int, ...]:
     """A step's numbers; struct.error if it is cut off.
 
-    mode, 0, 0, step, start_ns (absolute), wall_ns, samples, the first four of STEP_PHASES; -1 for none.
+    mode, step, start_ns (absolute), wall_ns, samples, then STEP_PHASES without the last; -1 for none.
     """
-    return _STEP_BODY.unpack(bare(payload))[1:]
+    payload = bare(payload)
+    _, mode, _, _, step, start, wall, samples, data, *rest = _STEP_BODY.unpack_from(payload)
+    copy = -1
+    if len(payload) != _STEP_BODY.size:
+        copy, _ = _STEP_COPY.unpack(payload[_STEP_BODY.size :])
+    return (mode, step, start, wall, samples, data, copy, *rest)
+
+
+def copied_bytes(payload: bytes) -> int | None:
+    """How many bytes the copies of a step brought to devices; None if it has copied nothing."""
+    payload = bare(payload)
+    return None if len(payload) == _STEP_BODY.size else _STEP_COPY.unpack_from(payload, _STEP_BODY.size)[1]
 
 
 def definition(payload: bytes) -> tuple[int, Any]:
@@ -754,15 +788,13 @@ def _step_json(step: Step) -> dict[str, Any]:
         "samples": step.samples,
         "phases": {name: _ms(step.phases[name]) for name in STEP_PHASES if name in step.phases},
     }
+    if step.copied is not None:
+        found["copied_bytes"] = step.copied
     if step.device_ms is not None:
-        found["device_ms"] = dict(step.device_ms)
-        absent["copies"] = _COPIES
+        found["device_ms"] = {name: step.device_ms[name] for name in STEP_PHASES if name in step.device_ms}
         if step.untimed is not None:
             absent["device_ms"] = step.untimed
     return {**found, "absent": absent}
-
-
-_COPIES = "copies to the device are not told apart from what else the script does: they are in other"
 
 
 def as_json(record: Record) -> dict[str, Any]:

@@ -69,12 +69,12 @@ class RingError(Exception):
 class Activity:
     """What the training thread was last seen to begin, as numbers in the ring's header."""
 
-    OTHER, DATA, FORWARD, BACKWARD, OPTIMIZER, ENDED, PAUSED = range(7)
+    OTHER, DATA, FORWARD, BACKWARD, OPTIMIZER, ENDED, PAUSED, COPY = range(8)
     WORD = _ACTIVITY
     """Index in Ring.words: monotonic ns of the turn's start shifted left by three, and one of the numbers above."""
     BYTE = _ACTIVITY * 8
     """Index in Ring.map of the byte that holds the number (and a few low bits of the time, which do not matter)."""
-    NAMES = ("other", "data", "forward", "backward", "optimizer", "ended", "paused")
+    NAMES = ("other", "data", "forward", "backward", "optimizer", "ended", "paused", "copy")
 
 
 class Frame:
@@ -456,8 +456,7 @@ class RingReader:
         since when it waits.
         """
         word = self._words()[_ACTIVITY - 16]
-        what = word & 7
-        return what if what < len(Activity.NAMES) else Activity.OTHER, word >> 3
+        return word & 7, word >> 3
 
     def request(self, mode: int) -> int:
         """Ask the training process for `mode`; returns the request's serial, to compare with `acknowledged`."""

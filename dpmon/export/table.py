@@ -39,9 +39,9 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         "mode",
         "start_s",
         "wall_ms",
-        "samples",
+        *("samples", "copied_bytes"),
         *(f"{phase}_ms" for phase in STEP_PHASES),
-        *(f"{phase}_device_ms" for phase in STEP_PHASES[:4]),
+        *(f"{phase}_device_ms" for phase in STEP_PHASES[:-1]),
         "absent",
     ),
     # Also what only newer supervisors sample: a table keeps its columns.

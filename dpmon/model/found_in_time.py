@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dpmon.model.evidence import Evidence, LongStep, ModeFacts
 from dpmon.model.finding import MIN_STEPS, Finding, basis, clock, enough, of, of_process, percent, times, took, under
 
-__all__ = ["copies", "data", "drift", "quiet", "slower", "spread", "stalls"]
+__all__ = ["copies", "data", "drift", "quiet", "slower", "spread", "stalls", "transfers"]
 
 DATA_SHARE = 0.2
 """Of the step. A loader that keeps up shows a few per cent (a queue's get); a fifth is worth a worker more."""
 COPY_SHARE = 0.2
-"""Of the step, for replicate, or for scatter and gather: what DataParallel itself costs, and DDP mostly does not."""
+"""Of the step, for copies to the device; for replicate, or for scatter and gather: what DataParallel itself costs, and
+DDP mostly does not."""
 DRIFT_RATIO, DRIFT_STEPS = 1.2, 150
 """Last third's median by the first third's, from so many steps (50 a third): well above a median's own noise. And three
 quarters of the last third must be above three quarters of the first, lest a noisy machine is taken for a drift."""
@@ -32,6 +33,7 @@ _DATA_ADVICE = (
 _STALL_ADVICE = {
     "data": "the loader stood still: a new epoch that starts its workers anew (persistent_workers), a cold cache, a"
     " slow disk or network",
+    "copy": "the host waited in a copy for the device's other work, or for memory to be pinned",
     "forward": "a shape seen for the first time (compilation, kernel choice), or another process on the device",
     "backward": "a shape seen for the first time (compilation, kernel choice), or another process on the device",
     "optimizer": "a synchronisation in the optimizer or its scheduler",
@@ -57,6 +59,23 @@ def data(evidence: Evidence) -> Iterator[Finding]:
                 _DATA_ADVICE,
                 share,
             )
+
+
+def transfers(evidence: Evidence) -> Iterator[Finding]:
+    """Copying batches to the devices, by the devices' own time: a host that copies may wait there for other work."""
+    for mode in enough(evidence):
+        figures = mode.phase("copy")
+        share = figures.device_share if figures is not None else None
+        if figures is None or share is None or share < COPY_SHARE or figures.device_count < MIN_STEPS:
+            continue
+        yield Finding(
+            "copy",
+            f"Copying to the GPU{under(mode, evidence)} takes {percent(share)} of the time of its steps.",
+            f"copy on the device median {took(figures.device_ns)}, on the host {of(mode, 'copy')}; {basis(mode)}",
+            "pinned memory (DataLoader pin_memory) with .to(..., non_blocking=True); fewer bytes: copy as uint8 or"
+            " half precision, and convert on the GPU",
+            share,
+        )
 
 
 def slower(evidence: Evidence) -> Iterator[Finding]:

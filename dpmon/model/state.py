@@ -33,7 +33,7 @@ __all__ = [
     "WarningText",
 ]
 
-PHASES = ("data", "scatter", "replicate", "apply", "gather", "forward", "backward", "optimizer", "other")
+PHASES = ("data", "copy", "scatter", "replicate", "apply", "gather", "forward", "backward", "optimizer", "other")
 """Phases of a step as shown: the phases of its calls take their part out of `forward`, which keeps the rest."""
 NOT_RUN = -1
 

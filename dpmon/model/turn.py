@@ -1,8 +1,8 @@
 """The last step of a process laid out in time: what its main thread did when, and each replica beside it. Pure.
 
-Calls, their phases and their replicas are recorded with their starts. Backward and optimizer are recorded with their
-durations only, so they are laid where they can have been: after the first call, in that order, in the time that no
-call has; such a piece is marked as placed.
+Calls, their phases and their replicas are recorded with their starts. Copies, backward and optimizer are recorded with
+their durations only, so they are laid where they can have been: copies before the first call; the others after it, in
+that order, in the time that no call has; such a piece is marked as placed.
 """
 
 from __future__ import annotations
@@ -65,6 +65,10 @@ def last_turn(process: Process) -> Turn | None:
     data = step.phases.get("data", -1)
     if data > 0:
         main.append(Piece("data", 0, min(data, step.wall_ns)))
+    copy = step.phases.get("copy", -1)
+    if copy > 0:
+        first = min((call.start_ns - step.start_ns for call in calls), default=step.wall_ns)
+        main += _between("copy", max(data, 0), max(data, 0) + copy, min(first, step.wall_ns))
     for call in calls:
         main += _of_call(call, step)
     main = _apart(main)
@@ -72,6 +76,11 @@ def last_turn(process: Process) -> Turn | None:
     lanes, staged = _lanes(calls, step)
     main.sort(key=lambda piece: piece.start_ns)
     return Turn(step.step, step.mode, step.start_ns, step.wall_ns, len(calls), tuple(main), lanes, staged)
+
+
+def _between(phase: str, start: int, end: int, most: int) -> list[Piece]:
+    """A piece that was recorded without its place, as far as there is room for it."""
+    return [Piece(phase, start, min(end, most), True)] if min(end, most) > start else []
 
 
 def _of_call(call: Call, step: Step) -> list[Piece]:

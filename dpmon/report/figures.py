@@ -52,8 +52,8 @@ def deleted_facts(name: str, deleted: Deleted, virtual: bool) -> ModeFacts:
     sums = deleted.sums
     total = sums.sums[0]
     phases = []
-    for series, spent in zip(SERIES[1:], sums.sums[1:], strict=True):
-        ran = sums.ran(series)
+    for series in (*STEP_PHASES, *CALL_PHASES):
+        spent, ran = sums.sums[SERIES.index(series)], sums.ran(series)
         if spent is not None and ran > 0:
             share = spent / total if total else None
             middle, tail = sums.quantile(series, 0.5), sums.quantile(series, 0.95)

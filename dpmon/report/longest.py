@@ -74,7 +74,8 @@ def _evaluates(rollup: Rollup) -> bool:
 def _longest_of(width_s: int, rollup: Rollup, wall: int) -> LongStep:
     others = max((rollup.sums[0] or 0) - wall, 0)
     # As if all of the others had been in that phase: it was at least so long in this one.
-    spent, name = max((took or 0, name) for took, name in zip(rollup.sums[1:], STEP_PHASES, strict=False))
+    sums = dict(zip(SERIES, rollup.sums, strict=True))
+    spent, name = max((sums[name] or 0, name) for name in STEP_PHASES)
     least = spent - others
     known = 2 * least > wall
     start = max((rollup.start_s + width_s) * 1_000_000_000 - wall, 0)

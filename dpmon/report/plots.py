@@ -9,6 +9,7 @@ import html
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from dpmon.records import CALL_PHASES
 from dpmon.report.said import is_mixed
 from dpmon.report.story import PARTS, Bin, Story
 from dpmon.report.words import mode_title
@@ -20,7 +21,7 @@ __all__ = ["Plot", "plots"]
 # As on the screen; the page is light.
 _COLOURS = {name.replace("apply", "parallel_apply"): colour for name, colour in LIGHT.by_phase.items()}
 _MODE_COLOURS = {"dp": LIGHT.dp, "single": LIGHT.single}
-_ORDER = ("data", "scatter", "replicate", "parallel_apply", "gather", "forward", "backward", "optimizer", "other")
+_ORDER = ("data", "copy", *CALL_PHASES, "forward", "backward", "optimizer", "other")
 _LINES = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#000000", "#999999")
 _MAX_DEVICES = 16
 _MAX_PAUSES = 100

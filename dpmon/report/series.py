@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from dpmon.records import CALL_PHASES, STEP_PHASES
 from dpmon.report.story import PARTS, Bin
-from dpmon.run.rollup import Rollup
+from dpmon.run.rollup import SERIES, Rollup
 
 __all__ = ["BINS", "Series"]
 
@@ -84,8 +84,8 @@ class Series:
         found.longest_ns = max(found.longest_ns, rollup.high_ns or 0)
         found.samples += rollup.samples
         found.unknown += rollup.unknown
-        for slot, took in zip((*_STEP_SLOTS, *_CALL_SLOTS), rollup.sums[1:], strict=True):
-            found.parts[slot] += max(took or 0, 0)
+        for name, took in zip(SERIES[1:], rollup.sums[1:], strict=True):
+            found.parts[PARTS.index(name)] += max(took or 0, 0)
 
     def _sum(self, mode: str, kind: _Kind, start: int) -> _Sum:
         key = (start // self._width, mode, kind)

@@ -107,7 +107,7 @@ def _add_payload(adder: Adder, process: int, payload: bytes, origin: int) -> Non
     elif kind == "call":
         adder.call(process, payload)
     elif kind == "step":
-        mode, _, _, number, start, wall, samples, *phases = step_fields(payload)
+        mode, number, start, wall, samples, *phases = step_fields(payload)
         known: list[int | None] = [took if took >= 0 else None for took in phases]
         other = max(0, wall - sum(took for took in phases if took >= 0))
         known_samples = samples if samples >= 0 else None

@@ -34,6 +34,12 @@ _ROLLUPS_PART = 3
 _ROW_BYTES = 150
 """What a row of rollups takes beside its histogram, roughly."""
 _CACHED = 512
+_LATER: Mapping[str, Mapping[str, str]] = {
+    "steps": {"device": "BLOB", "copy_ns": "INTEGER", "copied_bytes": "INTEGER"},
+    "rings": {"first_id": "INTEGER", "last_id": "INTEGER"},
+    "rollups": {"copy_ns": "INTEGER"},
+}
+"""Columns, in their order, that the first version's tables did not have."""
 _ADD_DEVICE = """\
 INSERT INTO device_rollups {} ON CONFLICT (start_s, device, name) DO UPDATE SET
     count = count + excluded.count, total = total + excluded.total, low = min(low, excluded.low),
@@ -106,12 +112,11 @@ class History:
         if run("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
             check_version(self._db)
         self._db.executescript(SCHEMA)
-        if "device" not in (row[1] for row in run("PRAGMA table_info(steps)")):  # begun by an earlier version
-            run("ALTER TABLE steps ADD COLUMN device BLOB")
-        there = {row[1] for row in run("PRAGMA table_info(rings)")}
-        for name in ("first_id", "last_id"):
-            if name not in there:
-                run(f"ALTER TABLE rings ADD COLUMN {name} INTEGER")
+        for table, columns in _LATER.items():  # which a history lacks that an earlier version began
+            there = {row[1] for row in run(f"PRAGMA table_info({table})")}
+            for name, kind in columns.items():
+                if name not in there:
+                    run(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
         rows = {"schema": SCHEMA_VERSION, "limit_bytes": self._limit, "pruned": 0, **meta}
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", rows.items())
         self._page_bytes: int = run("PRAGMA page_size").fetchone()[0]
@@ -151,7 +156,7 @@ class History:
             self._db.execute("BEGIN IMMEDIATE")
             many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
             many("INSERT INTO calls VALUES (?,?,?,?,?,?,?,?,?)", batch.calls)
-            many("INSERT INTO steps VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", batch.steps)
+            many("INSERT INTO steps VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", batch.steps)
             many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
             many("INSERT OR REPLACE INTO rings VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", map(astuple, batch.rings))
             many(

@@ -13,17 +13,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpmon.records import CALL_PHASES, MODES, STEP_PHASES
+from dpmon.records import CALL_PHASES, MODES
 
 __all__ = ["SERIES", "WHOLE", "WIDTHS", "Gathered", "Rollup", "bucket", "bucket_middle"]
 
-SERIES = ("step", *STEP_PHASES, *CALL_PHASES)
-"""Durations of which sums and histograms are kept: of the whole step, of its phases, of the phases of its calls."""
+SERIES = ("step", "data", "forward", "backward", "optimizer", "other", *CALL_PHASES, "copy")
+"""Durations of which sums and histograms are kept: of the whole step, of its phases, of the phases of its calls.
+
+Their places are in histories: what is new comes last.
+"""
 WIDTHS = (1, 60)
 """Seconds that one row covers."""
 WHOLE = 0
 """The width of a row of all that was before the first minute that is left: when in that time is not known any more."""
-_CALLS_AT = 1 + len(STEP_PHASES)
+_CALLS_AT = SERIES.index(CALL_PHASES[0])
+_FIRST_KEPT = SERIES.index("copy")
+"""The sums from here on follow the histogram in a row: the first versions had no column for them."""
+_COLUMNS = (*enumerate(range(5), start=1), (SERIES.index("copy"), 6))
+"""Of a row of steps, after its samples: the series, and the place of the column. Between them is `device`."""
 _MAX_INT = (1 << 63) - 1
 _ENTRY = struct.Struct("<BHI")
 _SHIFT = 16
@@ -97,8 +104,9 @@ class Rollup:
             self.low_ns = low if self.low_ns is None else min(self.low_ns, low)
             self.high_ns = high if self.high_ns is None else max(self.high_ns, high)
             self._count(0, walls)
-            for index, column in enumerate(phases[: len(STEP_PHASES)], start=1):
-                self._count(index, [took for took in column if took is not None])
+            for series, place in _COLUMNS:
+                if place < len(phases):
+                    self._count(series, [took for took in phases[place] if took is not None])
         if calls:
             columns = list(zip(*calls, strict=True))
             for index in range(len(CALL_PHASES)):
@@ -172,14 +180,17 @@ class Rollup:
         )
         return (
             width, self.start_s, self.process, self.mode, self.steps, self.calls, self.samples, self.unknown,
-            self.last_step, self.low_ns, self.high_ns, *self.sums, data,
+            self.last_step, self.low_ns, self.high_ns, *self.sums[:_FIRST_KEPT], data, *self.sums[_FIRST_KEPT:],
         )  # fmt: skip
 
     @classmethod
     def of_row(cls, row: Sequence[object]) -> Rollup:
         """What `row` has written; ValueError if it is damaged (a database holds whatever was put into it)."""
         _, start, process, mode, steps, calls, samples, unknown, last, low, high, *rest = row
-        sums, data = rest[:-1], rest[-1]
+        if len(rest) <= _FIRST_KEPT:
+            raise ValueError("damaged row in rollups")
+        sums, data = [*rest[:_FIRST_KEPT], *rest[_FIRST_KEPT + 1 :]], rest[_FIRST_KEPT]
+        sums += [None] * (len(SERIES) - len(sums))  # a history of an earlier version
         whole = (start, process, steps, calls, samples, unknown)
         if not all(type(value) is int for value in whole) or mode not in MODES or not isinstance(data, bytes):
             raise ValueError("damaged row in rollups")

@@ -16,6 +16,7 @@ from dpmon.records import (
     RecordError,
     Step,
     call_head,
+    copied_bytes,
     definition,
     kept_step_times,
     kind_of,
@@ -30,6 +31,8 @@ from dpmon.run.tables import RingRow
 __all__ = ["Sorter", "decoders_of", "record_of", "step_columns", "step_device"]
 
 _MAX_INT = (1 << 63) - 1
+_DEVICE_AT = 9 + 5
+_COPY_AT = _DEVICE_AT + 1
 _WHOLE, _WHOLE_OR_NONE = {int}, {int, type(None)}
 
 
@@ -87,14 +90,16 @@ class Sorter:
         return row
 
     def _step(self, batch: Batch, number: int, payload: bytes) -> tuple[Any, ...]:
-        mode, _, _, step, start, wall, samples, *phases = step_fields(payload)
+        mode, step, start, wall, samples, *phases = step_fields(payload)
         began = start - self._start_ns
         _check(step, began, wall, began + wall)
-        known: list[int | None] = [took if took >= 0 else None for took in phases]
+        data, copy, *known = [took if took >= 0 else None for took in phases]
         other = max(0, wall - sum(took for took in phases if took >= 0))
-        known.append(other)
         count = samples if samples >= 0 else None
-        row = (number, self.row.process, step, MODES[mode], began, wall, count, *known, step_times(payload))
+        row = (
+            number, self.row.process, step, MODES[mode], began, wall, count,
+            data, *known, other, step_times(payload), copy, copied_bytes(payload),
+        )  # fmt: skip
         batch.rollup(began + wall, self.row.process, MODES[mode]).steps.append(row)
         self._place(number)
         self.row.steps += 1
@@ -171,7 +176,7 @@ def record_of(row: tuple[Any, ...], decoders: Mapping[int, Decoder]) -> Record:
 def step_columns(row: tuple[Any, ...]) -> tuple[int, int, str, int, int, int | None, list[int | None]]:
     """process, step, mode, start_ns, wall_ns, samples and the phases of a row of steps; RecordError if damaged."""
     _, _, _, process, step, mode, start_ns, wall_ns, samples = row[:9]
-    phases = list(row[9 : 9 + len(STEP_PHASES)])
+    phases = [*row[9:10], _later(row, _COPY_AT), *row[10:_DEVICE_AT]]
     # SQLite holds whatever was written into a column, of any type.
     if mode not in MODES or len(phases) != len(STEP_PHASES):
         raise RecordError("damaged row in steps")
@@ -194,12 +199,18 @@ def _step_of(row: tuple[Any, ...], decoders: Mapping[int, Decoder]) -> Step:
         wall_ns=wall_ns,
         samples=samples,
         phases={name: took for name, took in zip(STEP_PHASES, phases, strict=True) if took is not None},
+        copied=copied if type(copied := _later(row, _COPY_AT + 1)) is int else None,
     )
     times = step_device(row)
     return found if times is None else kept_step_times(found, times)
 
 
 def step_device(row: tuple[Any, ...]) -> bytes | None:
-    """What a row of steps has of its devices, as dpmon.records.step_times; an earlier version kept nothing."""
-    kept = row[9 + len(STEP_PHASES)] if len(row) > 9 + len(STEP_PHASES) else None
+    """What a row of steps has of its devices, as dpmon.records.step_times."""
+    kept = _later(row, _DEVICE_AT)
     return kept if isinstance(kept, bytes) else None
+
+
+def _later(row: tuple[Any, ...], at: int) -> Any:
+    """A column that a history lacks which an earlier version began."""
+    return row[at] if at < len(row) else None

@@ -12,6 +12,7 @@
 | torch.autograd._engine_run_backward | backward, whichever way it is asked for |
 | the global optimizer step hooks | optimizer |
 | Optimizer.__init__ | whose state is in memory |
+| Tensor.to, Tensor.cuda, of a torch that was built for GPUs | copies to them |
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 
 from dpmon.tracer import oom
 from dpmon.tracer.calls import Calls
+from dpmon.tracer.copies import Copies
 from dpmon.tracer.frames import drop_frames, hide_from_dynamo, named_like
 from dpmon.tracer.memory import Memory
 from dpmon.tracer.modes import Modes
@@ -87,6 +89,7 @@ def install() -> None:
     optimizer.Optimizer.__init__ = memory.constructing(optimizer.Optimizer.__init__)
     optimizer.register_optimizer_step_pre_hook(before_step)
     optimizer.register_optimizer_step_post_hook(after_step)
+    Copies(session, steps).install()
     roots.watch()
     queued = getattr(torch.cuda, "_queued_calls", None)  # run when CUDA comes up
     if isinstance(queued, list):

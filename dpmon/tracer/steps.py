@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from dpmon.records import FAILED, GRAD, STEP_TAG, STEP_WORDS, TRAINING, Untimed
+from dpmon.records import FAILED, GRAD, STEP_TAG, STEP_WORDS, TRAINING, Untimed, with_copies
 from dpmon.ring import HEADER_BYTES, Activity, Frame, Ring
 from dpmon.tracer import timing
 from dpmon.tracer.frames import drop_frames, named_like
@@ -73,7 +73,10 @@ class Steps:
         "backwards",
         "boundary",
         "boundary_lives",
+        "brought",
         "calls",
+        "copies",
+        "copying",
         "count",
         "countdown",
         "data",
@@ -169,6 +172,9 @@ class Steps:
         self.mode = 0
         self.start = self.last = 0
         self.data = self.forward = self.backward = self.optimizer = 0
+        self.copies = self.brought = 0
+        """Time (ns) in copies to devices, and their bytes: see dpmon.tracer.copies."""
+        self.copying = False
         self.loader = False
         self.fetches = 0
         self.since_fetch = 1
@@ -317,6 +323,20 @@ class Steps:
         elif self.session.timing is not None:
             self.session.timing.read()
         self.on_end()
+
+    def copy_ends(self, began: int, outer: int, activity: int, size: int) -> None:
+        """A copy to a device is over, which brought so many bytes; `outer` and `activity` as they were before it."""
+        try:
+            now = self.last = monotonic_ns()
+            took = now - began
+            self.copies += took - self.inner
+            self.brought += size
+            self.inner = outer + took
+            self.map[BYTE] = activity
+            if self.session.timing is not None:
+                self.session.timing.end(timing.COPY)
+        except Exception as error:  # noqa: BLE001 - the copy is there
+            self.session.fault("copy", error, fatal=False)
 
     # ---------------------------------------------------------------- calls
 
@@ -634,7 +654,7 @@ class Steps:
         self.samples = -1
         self.start = now
         self.data = self.forward = self.backward = self.optimizer = 0
-        self.inner = 0
+        self.inner = self.copies = self.brought = 0
         if not self.loader:
             self.words[WORD] = now << 3
 
@@ -752,7 +772,10 @@ class Steps:
                 self.optimizer or -1,
             )
             if session.timing is not None:
-                session.timing.step(_STEP.pack(*step))
+                payload = _STEP.pack(*step)
+                if self.copies:
+                    payload = with_copies(payload, self.copies, self.brought)
+                session.timing.step(payload)
                 return
             staged, ring.staged = ring.staged, None
             if staged is not None:

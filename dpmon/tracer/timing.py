@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BACKWARD",
+    "COPY",
     "DATA",
     "FORWARD",
     "OPTIMIZER",
@@ -39,7 +40,9 @@ __all__ = [
     "usable",
 ]
 
-DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)
+DATA, FORWARD, BACKWARD, OPTIMIZER, COPY = range(5)
+MAX_COPIES = 16
+"""Of one step: events are for its phases first."""
 MAX_OPEN = 64
 MAX_STRETCHES = 4096
 """Of one step: a turn may have any number of calls."""
@@ -160,6 +163,7 @@ class Timing:
         self._open: list[_Stretch] = []
         self._ended: list[_Stretch] = []
         self._dropped = False
+        self._copies = 0
         self.call: Sequence[Span] = _NOTHING
         """The forward that ended last, on its devices."""
 
@@ -178,15 +182,21 @@ class Timing:
             self._used = tuple(dict.fromkeys((*self._used, *gpus)))
             self.gpus = tuple(dict.fromkeys((*self.gpus, *gpus)))
 
-    def begin(self, phase: int) -> None:
-        """A phase of the step begins: a call on its own GPUs, any other on all of the step's."""
+    def copy_begins(self, gpu: int) -> None:
+        """A copy to one GPU begins."""
+        self._copies += 1
+        self.begin(COPY, (gpu,) if self._copies <= MAX_COPIES else ())
+
+    def begin(self, phase: int, where: tuple[int, ...] | None = None) -> None:
+        """A phase of the step begins: a call on its own GPUs, any other on all of the step's, or only where it runs."""
         if get_ident() != self._steps.thread:
             return
         try:
             if len(self._open) >= MAX_OPEN:  # a script that leaves its optimizers by exceptions
                 self._close_open()
             outer = self._open[-1].phase if self._open else -1
-            where = self._of_call if phase == FORWARD else self.gpus
+            if where is None:
+                where = self._of_call if phase == FORWARD else self.gpus
             self._open.append(_Stretch(phase, outer, [self.times.begin(gpu) for gpu in where]))
         except Exception as error:  # noqa: BLE001 - it is not timed
             self._failed(error)
@@ -233,18 +243,20 @@ class Timing:
         """The turn is over: its record."""
         try:
             self._close_open()
-            slots: list[list[tuple[Span, int]]] = [[], [], [], []]
+            slots: list[list[tuple[Span, int]]] = [[] for _ in range(5 if self._copies else 4)]
             for one in self._ended:
                 slots[one.phase] += [(span, 1) for span in one.spans]
                 if one.outer >= 0:
                     slots[one.outer] += [(span, -1) for span in one.spans]
+            why = Untimed.NONE
             if self._dropped:
-                self.late.add(payload, [(), (), (), ()], Untimed.TOO_MANY)
-            else:
-                self.late.add(payload, slots if any(slots) else None)
+                slots, why = [[] for _ in slots], Untimed.TOO_MANY
+            elif self._copies > MAX_COPIES:
+                slots[COPY], why = [], Untimed.COPIES
+            self.late.add(payload, slots if why or any(slots) else None, why)
         except Exception as error:  # noqa: BLE001 - the training goes on without
             self._failed(error)
-        self._ended, self._dropped = [], False
+        self._ended, self._dropped, self._copies = [], False, 0
         if self._called:
             self.gpus = self._used
         self._used, self._called = (), False
@@ -258,7 +270,7 @@ class Timing:
     def no_step(self) -> None:
         """What has run since the last one belongs to none."""
         self._close_open()
-        self._ended, self._dropped = [], False
+        self._ended, self._dropped, self._copies = [], False, 0
 
     def call_begins(self, devices: Sequence[str], outermost: bool) -> CallTimes:
         """A call that is data parallel, or may be, is about to begin on the training thread."""

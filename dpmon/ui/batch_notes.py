@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dpmon.model.phases import CALLS_AT
 from dpmon.model.ranks import distributed
 from dpmon.model.state import PHASES, Process
 from dpmon.model.stats import PhaseFigures, Summary
@@ -16,7 +17,7 @@ from dpmon.ui.text import clean
 
 __all__ = ["missing", "notes", "unevenness"]
 
-_OF_CALLS = dict(zip(PHASES[1 : 1 + len(CALL_PHASES)], CALL_PHASES, strict=True))
+_OF_CALLS = dict(zip(PHASES[CALLS_AT], CALL_PHASES, strict=True))
 """The phases of a call, by the names they have here."""
 _OWN = {
     "data": "no DataLoader",
@@ -55,6 +56,8 @@ def missing(process: Process, phases: Sequence[PhaseFigures]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for phase in phases:
         if not phase.ran:
+            if phase.name == "copy":  # it has no column then
+                continue
             reasons.setdefault(_why(process, call, phase.name), []).append(phase.name)
         elif phase.median_ns is None:
             reasons.setdefault(_RARE, []).append(phase.name)

@@ -18,6 +18,7 @@ _PHASE_WORDS = {
     "gather": "the replicas' outputs are brought together on one device.",
     "forward": "what is left of the forward; in single mode this is the whole of it.",
     "backward": "autograd computes the gradients, and sums those of the replicas.",
+    "copy": "the script copies tensors from the host to a GPU (.to, .cuda).",
     "optimizer": "the optimizer changes the parameters.",
     "other": "the rest of the step: the script's own work between these.",
 }

@@ -14,7 +14,7 @@ from dpmon.ui.themes import MONO_STYLES, composed, styles_of
 
 __all__ = ["ASCII", "COLOUR", "LETTERS", "MONO", "UNICODE", "Glyphs", "Look", "choose", "look"]
 
-LETTERS: Mapping[str, str] = dict(zip(PHASES, "DSRAGFBO.", strict=True))
+LETTERS: Mapping[str, str] = dict(zip(PHASES, "DCSRAGFBO.", strict=True))
 """A letter a phase; what is left over has a dot."""
 
 

@@ -59,7 +59,7 @@ DARK = Palette(
     dp="#c4b5fd",
     single="#5eead4",
     phases=(
-        *("#cc79a7", "#f0e442", "#d55e00", "#56b4e9", "#e69f00"),
+        *("#cc79a7", "#e8dcc0", "#f0e442", "#d55e00", "#56b4e9", "#e69f00"),
         *("#a9d6f2", "#3f8fd6", "#009e73", "#7d8590"),
     ),
     ansi=("#5c6370", "#ff7b72", "#7ee787", "#e3b341", "#79c0ff", "#d2a8ff", "#76e3ea", "#c9d1d9"),
@@ -80,7 +80,7 @@ LIGHT = Palette(
     dp="#6d28d9",
     single="#0b6e66",
     phases=(
-        *("#b0568c", "#8f7d00", "#c45500", "#2385c4", "#b87400"),
+        *("#b0568c", "#5f4b32", "#8f7d00", "#c45500", "#2385c4", "#b87400"),
         *("#6ea8cf", "#0b5cab", "#007a58", "#6e7781"),
     ),
     ansi=("#24292f", "#c01c28", "#116329", "#7d4e00", "#0969da", "#8250df", "#1b7c83", "#57606a"),
@@ -101,7 +101,7 @@ COLOUR_BLIND = Palette(
     dp="#e69f00",
     single="#56b4e9",
     phases=(
-        *("#cc79a7", "#f0e442", "#d55e00", "#56b4e9", "#e69f00"),
+        *("#cc79a7", "#e8dcc0", "#f0e442", "#d55e00", "#56b4e9", "#e69f00"),
         *("#b9e0f7", "#2a7fd4", "#009e73", "#8b949e"),
     ),
     ansi=("#5c6370", "#ee7733", "#33b899", "#f0e442", "#56b4e9", "#cc79a7", "#99ddff", "#c9d1d9"),
@@ -124,9 +124,9 @@ def _few(palette: Palette, phases: tuple[int, ...], dp: int, single: int) -> Pal
 FEW: Mapping[str, Palette] = {
     palette.name: palette
     for palette in (
-        _few(DARK, (13, 11, 9, 14, 3, 6, 12, 10, 8), 13, 14),
-        _few(LIGHT, (5, 3, 9, 12, 1, 6, 4, 2, 8), 5, 4),
-        _few(COLOUR_BLIND, (13, 11, 9, 14, 3, 7, 12, 6, 8), 13, 14),
+        _few(DARK, (13, 15, 11, 9, 14, 3, 6, 12, 10, 8), 13, 14),
+        _few(LIGHT, (5, 0, 3, 9, 12, 1, 6, 4, 2, 8), 5, 4),
+        _few(COLOUR_BLIND, (13, 15, 11, 9, 14, 3, 7, 12, 6, 8), 13, 14),
     )
 }
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from dpmon.model.history import Picture, pictured
 from dpmon.model.history import figures as figures_of
 from dpmon.model.ranks import distributed, training
-from dpmon.model.state import PHASES, ModeTrack, Process
+from dpmon.model.state import ModeTrack, Process
 from dpmon.model.stats import PhaseFigures, Summary, median_known, summary
 from dpmon.model.turn import Turn, last_turn
 from dpmon.ui.batch_notes import notes
@@ -88,7 +88,7 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     height -= len(said)
     table = _table(numbers, width, look, with_median=height >= 3, with_tail=height >= _TALL - 1)
     track = process.modes.get(process.mode)
-    if track is not None and track.device_ms and height >= 6 and _columns(width)[0]:
+    if track is not None and track.device_ms and height >= 6 and _widths(width, 0)[0]:
         table.insert(3, _devices(track, numbers, width, look))
     if scene.view.zoom == "batch":
         table.append(_told(numbers, width, look))
@@ -119,7 +119,8 @@ def _others(scene: Scene) -> list[tuple[str, Turn]]:
 def _told(numbers: Summary, width: int, look: Look) -> Row:
     """What the figures are of, and what in the waterfall was recorded and what was laid."""
     drawn = "" if numbers.sampled == numbers.steps else f", medians of {group(numbers.sampled)} evenly drawn"
-    text = f"{group(numbers.steps)} steps{drawn}; in the last step backward and optimizer are laid in their order"
+    laid = ("copy, " if any(phase.ran for phase in numbers.phases if phase.name == "copy") else "") + "backward"
+    text = f"{group(numbers.steps)} steps{drawn}; in the last step {laid} and optimizer are laid in their order"
     if not look.colour or look.glyphs.ascii:
         text += "; a small letter: too short for a cell"
     return [(cut(text, width, look.glyphs.more), "dim")]
@@ -134,7 +135,8 @@ def _name(phase: str, room: int, look: Look) -> Row:
 
 
 def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_tail: bool) -> list[Row]:
-    label, cell = _columns(width)
+    shown = _columns(numbers)
+    label, cell = _widths(width, len(shown))
 
     def head(phase: str) -> Row:
         name = _name(phase, cell, look)
@@ -142,17 +144,17 @@ def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_
 
     def line(word: str, last: str, value: dict[str, str], style: str) -> Row:
         row: Row = [(word.ljust(label)[:label], "dim")]
-        for phase in numbers.phases:
+        for phase in shown:
             row.append((right(value[phase.name], cell), style if phase.ran else "dim"))
         row.append((right(last, cell), style))
         return row
 
     def each(show: str) -> dict[str, str]:
-        return {p.name: _value(p, show, cell) for p in numbers.phases}
+        return {p.name: _value(p, show, cell) for p in shown}
 
     header: Row = [(" " * label, "")]
-    for phase in PHASES:
-        header += head(phase)
+    for phase in shown:
+        header += head(phase.name)
     header.append((right("step", cell), "dim"))
     rows = [header, line("share", "", each("share"), "bold")]
     if with_median:
@@ -164,18 +166,24 @@ def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_
 
 def _devices(track: ModeTrack, numbers: Summary, width: int, look: Look) -> Row:
     """What the slowest device took for each phase: medians of its newest steps, whatever the time range."""
-    label, cell = _columns(width)
+    shown = _columns(numbers)
+    label, cell = _widths(width, len(shown))
     row: Row = [("device"[:label].ljust(label), "dim")]
-    for phase in numbers.phases:
+    for phase in shown:
         found = median_known(track.device_ms.get(phase.name) or ())
         row.append((right(_time(None if found is None else found * 1e6, cell), cell), "" if phase.ran else "dim"))
     return [*row, (" " * cell, "")]
 
 
-def _columns(width: int) -> tuple[int, int]:
-    """The width of the label and of a column."""
+def _columns(numbers: Summary) -> list[PhaseFigures]:
+    """The phases that have a column: all, but copies only where there are any, which takes a GPU."""
+    return [phase for phase in numbers.phases if phase.ran or phase.name != "copy"]
+
+
+def _widths(width: int, columns: int) -> tuple[int, int]:
+    """The width of the label and of a column, of which there is one more, for the step."""
     label = 7 if width >= 100 else 6 if width >= 70 else 0
-    return label, min(max((width - label) // (len(PHASES) + 1), 4), 12)
+    return label, min(max((width - label) // (columns + 1), 4), 12)
 
 
 def _time(ns: float | None, cell: int) -> str:

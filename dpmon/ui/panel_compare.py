@@ -164,6 +164,8 @@ class _Table:
         rows = []
         for index, name in enumerate(PHASES):
             phases = {m: s.phases[index] for m, s in self.found.sides.items()}
+            if name == "copy" and not any(phase.ran for phase in phases.values()):  # as in panel 3
+                continue
             times = {m: phase.median_ns for m, phase in phases.items()}
             single, dp = times.get("single"), times.get("dp")
             note: Row = []

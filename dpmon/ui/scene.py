@@ -235,7 +235,7 @@ def life(scene: Scene) -> Life:
             return _before_first_batch(scene, "", 0)
         return Life("ending", "wait", "the training process is at its end")
     quiet = scene.now_ns - process.seen_ns
-    if quiet > QUIET_SHOWN_NS and doing in ("forward", "backward", "optimizer"):
+    if quiet > QUIET_SHOWN_NS and doing in ("copy", "forward", "backward", "optimizer"):
         return Life(f"in {doing}", "wait", f"{spent / 1e9:.0f} s")
     if quiet > QUIET_SHOWN_NS:
         return Life("running", "good", f"quiet {quiet / 1e9:.0f} s")

@@ -37,6 +37,7 @@ from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.text import report_text
 from dpmon.run.export import history
+from dpmon.run.kept import Kept
 from dpmon.run.rundir import load_info
 from dpmon.ui import panel_batch, panel_replicas
 from dpmon.ui.look import COLOUR, UNICODE, Look
@@ -170,18 +171,26 @@ def test_history_exports_and_report_have_them(state: Path, drained: bool) -> Non
     assert "on device  3.00 ms" in said
 
 
-def test_a_history_of_an_earlier_version_is_gone_on_with_and_read(state: Path) -> None:
+@pytest.mark.parametrize("lacks", [("device", "copy_ns", "copied_bytes"), ("copy_ns", "copied_bytes")])
+def test_a_history_of_an_earlier_version_is_gone_on_with_and_read(state: Path, lacks: tuple[str, ...]) -> None:
     made = Training()
     directory = keep({0: [*made.begin(), *made.run(5)]})
     with closing(sqlite3.connect(directory / "history.sqlite")) as db, db:
-        db.execute("ALTER TABLE steps DROP COLUMN device")
+        for column in lacks:
+            db.execute(f"ALTER TABLE steps DROP COLUMN {column}")
+        db.execute("ALTER TABLE rollups DROP COLUMN copy_ns")
     old = [record for record in history(directory) if isinstance(record, Step)]
     assert len(old) == 5
     assert {step.device_ms for step in old} == {None}
     from dpmon.run.history import History
 
+    with closing(Kept(directory)) as kept:
+        sums = list(kept.rollups(1))
+    assert sum(rollup.steps for rollup in sums) == 5
     History(directory, {}).close()  # a supervisor that takes over
     assert [record for record in history(directory) if isinstance(record, Step)] == old
+    with closing(Kept(directory)) as kept:
+        assert list(kept.rollups(1)) == sums
 
 
 def test_a_damaged_column_is_a_damaged_row(state: Path) -> None:

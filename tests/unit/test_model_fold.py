@@ -70,6 +70,7 @@ def test_the_phases_of_calls_take_their_part_out_of_forward() -> None:
     found = phases_of(folded([a_call(phases=phases), a_step()]))
     assert found == {
         "data": 1,
+        "copy": NOT_RUN,
         "scatter": 1,
         "replicate": 2,
         "apply": 3,
@@ -79,7 +80,7 @@ def test_the_phases_of_calls_take_their_part_out_of_forward() -> None:
         "optimizer": 2,
         "other": 2,
     }
-    assert sum(found.values()) == 20
+    assert sum(took for took in found.values() if took != NOT_RUN) == 20
 
 
 def test_several_calls_of_a_step_add_up_and_those_of_another_step_do_not() -> None:

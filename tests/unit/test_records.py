@@ -34,13 +34,18 @@ from dpmon.records import (
     call_head,
     call_replicas,
     definition,
+    kept_step_times,
     kind_of,
+    known_times,
     mode_number,
     pack_call,
     pack_definition,
     pack_event,
     pack_step,
+    pack_timed,
     step_fields,
+    step_times,
+    with_copies,
 )
 from dpmon.ring import BLOCK_BYTES, Ring, RingReader
 
@@ -173,7 +178,36 @@ def test_a_step() -> None:
         phases={"data": 100, "forward": 200, "backward": 300, "optimizer": 50, "other": 350},
     )
     assert kind_of(payload) == "step"
-    assert step_fields(payload) == (DP, 0, 0, 12, ORIGIN + 5, 1000, 30, 100, 200, 300, 50)
+    assert step_fields(payload) == (DP, 12, ORIGIN + 5, 1000, 30, 100, -1, 200, 300, 50)
+
+
+def test_a_step_that_has_copied() -> None:
+    payload = with_copies(pack_step(DP, 12, ORIGIN, 1000, 30, (100, 200, 300, 50)), 40, 1 << 20)
+    step = read(payload)
+    assert isinstance(step, Step)
+    assert step.phases == {"data": 100, "copy": 40, "forward": 200, "backward": 300, "optimizer": 50, "other": 310}
+    assert list(step.phases) == list(STEP_PHASES)
+    assert (step.copied, kind_of(payload)) == (1 << 20, "step")
+    assert step_fields(payload) == (DP, 12, ORIGIN, 1000, 30, 100, 40, 200, 300, 50)
+    timed = pack_timed(payload, [1.0, 2.0, 3.0, 4.0, 0.5], 0)
+    times = {"data": 1.0, "forward": 2.0, "backward": 3.0, "optimizer": 4.0, "copy": 0.5}
+    found, kept = read(timed), step_times(timed)
+    assert isinstance(found, Step)
+    assert kept is not None
+    assert found.device_ms == known_times(kept) == times
+    assert kept_step_times(step, kept) == found
+    said = as_json(found)
+    assert (said["phases"]["copy"], said["copied_bytes"]) == (4e-5, 1 << 20)
+    assert list(said["device_ms"]) == list(STEP_PHASES[:-1])
+    for missing in (1, 8, 15):
+        with pytest.raises(RecordError):
+            Decoder(7).decode(payload[:-missing])
+
+
+def test_a_step_that_has_copied_nothing_says_nothing_of_copies() -> None:
+    step = read(pack_step(DP, 12, ORIGIN, 1000, 30, (100, 200, 300, 50)))
+    assert isinstance(step, Step)
+    assert (step.copied, "copy" in step.phases, "copied_bytes" in as_json(step)) == (None, False, False)
 
 
 @pytest.mark.parametrize("ran", range(16))
@@ -181,7 +215,7 @@ def test_phases_that_did_not_run_are_missing(ran: int) -> None:
     took = tuple(10 * (k + 1) if ran & 1 << k else -1 for k in range(4))
     step = read(pack_step(SINGLE, 1, 0, 1000, -1, took))
     assert isinstance(step, Step)
-    names = [name for k, name in enumerate(STEP_PHASES[:4]) if ran & 1 << k]
+    names = [name for k, name in enumerate(("data", "forward", "backward", "optimizer")) if ran & 1 << k]
     assert list(step.phases) == [*names, "other"]
     assert sum(step.phases.values()) == step.wall_ns
     assert step.samples is None

@@ -312,7 +312,9 @@ def test_a_history_that_does_not_know_what_it_lacks_is_told(state: Path) -> None
 def test_stretches_stay_few_and_lose_nothing() -> None:
     series = Series()
     for number in range(50_000):
-        series.step("dp" if number % 7 else "single", False, number * 50_000_000, 40_000_000, 4, (1, 2, 3, None, 4))
+        series.step(
+            "dp" if number % 7 else "single", False, number * 50_000_000, 40_000_000, 4, (1, None, 2, 3, None, 4)
+        )
         series.call("dp", False, number * 50_000_000, (0, 1, -1, 9, 1, 1, 2, 0))
     width, bins = series.result()
     assert len(bins) <= BINS
@@ -452,15 +454,15 @@ def test_the_steps_that_are_compared_leave_out_those_after_a_change() -> None:
         mode = "dp" if number <= 20 or number > 40 else "single"
         if mode == "dp":
             settled.call(0, number, (0, 10, 1, 20, 2, 30, 3, 5))
-        settled.step(0, number, mode, number * 1000, 500, 4, (50, 100, 200, None, 150))
-        settled.step(1, number, mode, number * 1000, 500, 4, (50, 100, 200, None, 150))
+        settled.step(0, number, mode, number * 1000, 500, 4, (50, None, 100, 200, None, 150))
+        settled.step(1, number, mode, number * 1000, 500, 4, (50, None, 100, 200, None, 150))
     assert settled.seen == {"dp": 40, "single": 20}, "of the first process only"
     assert [step.step for step in settled.steps["single"]] == list(range(21 + WARM_UP_STEPS, 41))
     assert len(settled.steps["dp"]) == 40 - 2 * WARM_UP_STEPS
     step = settled.steps["dp"][0]
     assert dict(zip(PHASES, step.phases, strict=True)) == {
-        "data": 50, "scatter": 10, "replicate": 20, "apply": 30, "gather": 5, "forward": 35, "backward": 200,
-        "optimizer": NOT_RUN, "other": 150,
+        "data": 50, "copy": NOT_RUN, "scatter": 10, "replicate": 20, "apply": 30, "gather": 5, "forward": 35,
+        "backward": 200, "optimizer": NOT_RUN, "other": 150,
     }  # fmt: skip
     assert step.end_ns == step.step * 1000 + 500
 
@@ -469,7 +471,7 @@ def test_it_is_said_of_how_many_steps_those_that_are_compared_were_drawn() -> No
     settled = Settled()
     for number in range(2 * KEPT + 400):
         mode = "single" if number < 100 else "dp"
-        settled.step(1, number, mode, number * 1000, 900 + number % 7, 8, (50, 100, 200, None, 150))
+        settled.step(1, number, mode, number * 1000, 900 + number % 7, 8, (50, None, 100, 200, None, 150))
     found = compared(settled, False, [])
     assert found is not None
     ((mode, kept, count),) = found.drawn
@@ -481,7 +483,7 @@ def test_it_is_said_of_how_many_steps_those_that_are_compared_were_drawn() -> No
 def test_of_very_many_steps_those_that_are_compared_are_of_the_whole_run() -> None:
     settled = Settled()
     for number in range(1, 4 * KEPT + 1):
-        settled.step(0, number, "dp", number * 1000, 500, 4, (50, 100, 200, None, 150))
+        settled.step(0, number, "dp", number * 1000, 500, 4, (50, None, 100, 200, None, 150))
     steps = [step.step for step in settled.steps["dp"]]
     assert len(set(steps)) == KEPT
     for quarter in range(4):
@@ -510,7 +512,7 @@ def test_a_verdict_that_the_means_do_not_share_has_their_ratio_too(both: Path) -
     for number in range(1, 601):
         mode = "single" if number <= 300 else "dp"
         wall = 1000 if mode == "single" else 3000 if number % 3 == 0 else 100
-        settled.step(0, number, mode, number * 5000, wall, 4, (wall // 2, wall // 4, wall // 4, None, 0))
+        settled.step(0, number, mode, number * 5000, wall, 4, (wall // 2, None, wall // 4, wall // 4, None, 0))
     found = compared(settled, False, [])
     assert found is not None
     assert found.speedup == pytest.approx(10)

@@ -258,11 +258,6 @@ def test_a_request_for_a_pause_and_its_answer(ring: Ring, reader: RingReader) ->
     assert (ring.request_serial, reader.acknowledged()) == (0, (0, 0))
 
 
-def test_an_activity_of_a_later_version(ring: Ring, reader: RingReader) -> None:
-    ring.activity(7, 1000)
-    assert reader.activity() == (Activity.OTHER, 1000)
-
-
 def test_what_the_training_is_in(ring: Ring, reader: RingReader) -> None:
     assert reader.activity() == (Activity.OTHER, 0)
     for what in range(len(Activity.NAMES)):

@@ -56,16 +56,19 @@ def test_quantiles_are_within_three_per_cent(seed: int) -> None:
 def test_a_row_comes_back_as_it_was_and_damage_is_noticed() -> None:
     rollup = Rollup(7, 3, "single")
     gathered = Gathered()
-    gathered.steps = [(1, 3, 5, "single", 0, 1000, None, 1, 2, 3, 4, 990)]
+    gathered.steps = [(1, 3, 5, "single", 0, 1000, None, 1, 2, 3, 4, 983, None, 7, 4096)]
     gathered.calls = [[0, 10, -1, 0, 5, 20, 30, 1]]
     rollup.add(gathered)
     row = rollup.row(1)
     assert Rollup.of_row(row) == rollup
     assert rollup.unknown == 1
-    assert [rollup.ran(name) for name in SERIES[-4:]] == [1, 0, 1, 1]
+    assert [rollup.ran(name) for name in SERIES[-5:]] == [1, 0, 1, 1, 1]
+    assert (rollup.sums[SERIES.index("copy")], rollup.sums[SERIES.index("other")]) == (7, 983)
+    older = Rollup.of_row(row[:-1])  # as a version wrote it that knew no copies
+    assert older.sums == [*rollup.sums[:-1], None]
     beyond = struct.pack("<BHI", 0, 0xFFFF, 5)
     for at, wrong in (
-        (1, "x"), (3, 4), (3, "m7"), (4, None), (11, 1.5), (-1, b"12345"), (-1, "text"), (-1, beyond),
+        (1, "x"), (3, 4), (3, "m7"), (4, None), (11, 1.5), (-1, "text"), (-2, b"12345"), (-2, "text"), (-2, beyond),
     ):  # fmt: skip
         damaged = list(row)
         damaged[at] = wrong
@@ -78,7 +81,7 @@ def steps(count: int, per_second: int = 10) -> list[tuple[int, tuple[object, ...
     found = []
     for n in range(1, count + 1):
         start, wall = n * SECOND // per_second, 1000 * n
-        found.append((start + wall, (n, 0, n, "dp", start, wall, 4, None, None, None, None, wall, None)))
+        found.append((start + wall, (n, 0, n, "dp", start, wall, 4, None, None, None, None, wall, None, None, None)))
     return found
 
 
@@ -184,7 +187,7 @@ def test_the_drain_rolls_up_calls_steps_and_samples(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     minutes = list(kept.rollups(60))
     assert [(m.mode, m.steps, m.calls, m.samples) for m in minutes] == [("dp", 100, 100, 1600)]
-    assert [minutes[0].ran(name) for name in SERIES] == [100, 100, 100, 0, 100, 100, 100, 0, 100, 100]
+    assert [minutes[0].ran(name) for name in SERIES] == [100, 100, 100, 0, 100, 100, 100, 0, 100, 100, 0]
     assert minutes[0].quantile("gather", 0.5) == pytest.approx(5000, rel=0.032)
     assert list(kept.device_rollups()) == [
         (0, -1, "cpu_pct", 60, 3000.0, 50.0, 50.0),

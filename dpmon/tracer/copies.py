@@ -1,0 +1,121 @@
+"""Copies from the host to a GPU, as a phase of the step: what the script asks for by `Tensor.to` and `Tensor.cuda`.
+
+These methods are replaced where torch was built for GPUs, when torch has just been imported: whoever knows them by
+identity (a subclass in its `__torch_function__`, torch.overrides) then knows the replaced ones, which torch's own
+dispatch gives them, too (torch/csrc/utils/python_arg_parser.cpp looks the method up in torch.Tensor). Until a call has
+run on a GPU they do nothing but go on.
+
+A copy inside another phase is taken off that one. Only those of the training thread, in a turn of the loop, count; a
+batch that is scattered, parameters that are replicated, `Tensor.copy_`, and what is made on a GPU at once are no copies
+in this sense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from time import monotonic_ns
+from typing import Any
+
+import torch
+
+from dpmon.ring import Activity
+from dpmon.tracer.frames import drop_frames
+from dpmon.tracer.session import Session
+from dpmon.tracer.steps import Steps
+
+__all__ = ["Copies", "where_cuda", "where_to"]
+
+_Original = Callable[..., Any]
+_Where = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+_HOST, _GPU = "cpu", "cuda"
+
+
+class Copies:
+    """The copies of one process; nothing here raises."""
+
+    def __init__(self, session: Session, steps: Steps) -> None:
+        self._session = session
+        self._steps = steps
+
+    def install(self, kind: Any = torch.Tensor) -> None:
+        """Put the traced methods into torch's class of tensors, if there can be a GPU to copy to."""
+        if torch.version.cuda is None and torch.version.hip is None:
+            return
+        kind.to = self.traced(kind.to, where_to)
+        kind.cuda = self.traced(kind.cuda, where_cuda)
+
+    def traced(self, original: _Original, where: _Where) -> _Original:
+        """The traced form of a method that copies; `where` finds in its arguments the device it was given."""
+        session, steps = self._session, self._steps
+
+        def method(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                if session.timing is None or steps.copying or not steps.open or steps.thread != get_ident():
+                    return original(tensor, *args, **kwargs)
+                gpu = self._gpu(tensor, where, args, kwargs)
+                if gpu < 0:
+                    return original(tensor, *args, **kwargs)
+                return copied(gpu, tensor, args, kwargs)
+            except BaseException as error:
+                drop_frames(error)
+                raise
+
+        def copied(gpu: int, tensor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            activity = began = outer = 0
+            try:
+                steps.copying = True
+                activity, steps.map[Activity.BYTE] = steps.map[Activity.BYTE], Activity.COPY
+                outer, steps.inner = steps.inner, 0
+                if session.timing is not None:
+                    session.timing.copy_begins(gpu)
+                began = monotonic_ns()
+                return original(tensor, *args, **kwargs)
+            finally:
+                steps.copying = False
+                if began:
+                    steps.copy_ends(began, outer, activity, _bytes(tensor))
+
+        method.__module__, method.__name__, method.__doc__ = "torch", original.__name__, original.__doc__
+        method.__qualname__ = f"Tensor.{original.__name__}"  # where pickle finds it, with dpmon and without
+        method.__dict__["__wrapped__"] = original
+        return method
+
+    def _gpu(self, tensor: Any, where: _Where, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The GPU that a tensor of the host is copied to; -1 for none."""
+        try:
+            with torch._C.DisableTorchFunction():  # nobody's subclass or mode sees that somebody looks
+                if tensor.device.type != _HOST:
+                    return -1
+                device = where(args, kwargs)
+                if isinstance(device, torch.Tensor):
+                    device = device.device
+                elif isinstance(device, str):
+                    device = torch.device(device)
+            if isinstance(device, int) and not isinstance(device, bool):
+                return device
+            if not isinstance(device, torch.device) or device.type != _GPU:
+                return -1
+            return torch.cuda.current_device() if device.index is None else device.index
+        except Exception:  # noqa: BLE001 - the original says what is wrong with its arguments
+            return -1
+
+
+def where_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of to(device, ...), to(other, ...) and to(dtype, ...), or by name."""
+    return args[0] if args else kwargs.get("device", kwargs.get("other"))
+
+
+def where_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of cuda(device=None, ...)."""
+    device = args[0] if args else kwargs.get("device")
+    return _GPU if device is None else device
+
+
+def _bytes(tensor: Any) -> int:
+    """How many bytes the tensor's elements take; 0 where it does not say."""
+    try:
+        with torch._C.DisableTorchFunction():
+            return int(tensor.nelement() * tensor.element_size())
+    except Exception:  # noqa: BLE001 - sparse tensors, and others that have no elements of one size
+        return 0

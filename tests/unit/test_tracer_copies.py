@@ -1,0 +1,239 @@
+"""Copies from the host to a GPU: what counts as one, and that nobody sees it counted. The GPU is played."""
+
+from __future__ import annotations
+
+import pickle  # noqa: TID251
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from rings import everything, opened
+from test_tracer_events import Device
+
+from dpmon.records import Decoder, Step, Untimed
+from dpmon.ring import Activity, Ring
+from dpmon.tracer.copies import Copies, where_cuda, where_to
+from dpmon.tracer.steps import Steps
+from dpmon.tracer.timing import FORWARD, MAX_COPIES, Timing
+
+
+class Setting:
+    """Steps in a turn, with devices that are timed; `copy` stands for Tensor.to: 3 ms on the device."""
+
+    def __init__(self, path: Path) -> None:
+        self.device = Device()
+        self.path = str(path / "ring")
+        self.ring = Ring(self.path, process=0)
+        self.faults: list[Any] = []
+        session: Any = SimpleNamespace(
+            ring=self.ring, renew_at=1 << 60, timing=None, off=False, local=SimpleNamespace(depth=0),
+            fault=lambda *what, **_: self.faults.append(what),
+        )  # fmt: skip
+        self.session = session
+        self.steps = Steps(session)
+        self.steps.attach(self.ring)
+        self.timing = session.timing = Timing(session, self.steps, self.ring, self.device)
+        self.steps.thread = threading.get_ident()
+        self.steps._begin(1)
+        self.seen: list[tuple[Any, ...]] = []
+        self.copies = Copies(session, self.steps)
+        self.to = self.copies.traced(self.original, where_to)
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        what = self.ring.words[Activity.WORD] & 7
+        self.seen.append((what, self.steps.copying))
+        self.device.now += 3.0
+        if kwargs.get("fails"):
+            raise RuntimeError("no room")
+        return "copied"
+
+    def step(self) -> Step:
+        """The turn is over: its record."""
+        self.steps.close(self.steps.last or 2)
+        self.device.reached = self.device.now
+        self.timing.read(Untimed.ENDED)
+        with opened(self.path) as reader:
+            found = Decoder(0).decode(everything(reader)[-1])
+        assert isinstance(found, Step)
+        assert self.faults == []
+        return found
+
+
+@pytest.fixture
+def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    return Setting(tmp_path)
+
+
+def test_a_copy_is_a_phase_of_the_step(setting: Setting) -> None:
+    batch = torch.zeros(4, 5)
+    assert setting.to(batch, "cuda:0", non_blocking=True) == "copied"
+    assert setting.to(batch, device=torch.device("cuda", 0)) == "copied"
+    assert setting.seen == [(Activity.COPY, True)] * 2
+    assert setting.ring.words[Activity.WORD] & 7 == Activity.OTHER
+    step = setting.step()
+    assert step.copied == 2 * 80
+    assert step.device_ms == {"copy": 6.0}
+    assert 0 < step.phases["copy"] <= step.wall_ns
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("cuda",), {}),
+        (("cuda:3", torch.float16), {}),
+        ((torch.device("cuda"),), {}),
+        ((2,), {}),
+        ((), {"device": "cuda:0"}),
+        ((torch.empty(1),), {}),
+    ],
+)
+def test_what_is_copied_to_a_gpu_counts(setting: Setting, args: Any, named: Any) -> None:
+    if args and isinstance(args[0], torch.Tensor):
+        args = (SimpleTensor(),)
+    setting.to(torch.zeros(3), *args, **named)
+    step = setting.step()
+    assert (step.copied, step.device_ms) == (12, {"copy": 3.0})
+
+
+class SimpleTensor(torch.Tensor):
+    """One that says it is on a GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda:1")
+
+
+def test_what_stays_on_the_host_or_comes_from_a_gpu_does_not(setting: Setting) -> None:
+    here = torch.zeros(3)
+    for args, named in (
+        (("cpu",), {}), ((torch.float16,), {}), ((here,), {}), ((), {"dtype": torch.int8}), ((), {}), ((None,), {}),
+        ((True,), {}), (("no device",), {}), ((), {"device": None}),
+    ):  # fmt: skip
+        setting.to(here, *args, **named)
+    setting.to(SimpleTensor(), "cuda:0")
+    setting.to(torch.zeros(1, device="meta"), "cuda:0")
+    setting.to("no tensor at all", "cuda:0")
+    assert {copying for _, copying in setting.seen} == {False}
+    step = setting.step()
+    assert (step.copied, step.device_ms, "copy" in step.phases) == (None, None, False)
+
+
+def test_cuda_goes_to_the_current_gpu_or_to_the_one_it_names(setting: Setting) -> None:
+    cuda = setting.copies.traced(setting.original, where_cuda)
+    cuda(torch.zeros(1))
+    cuda(torch.zeros(1), 3, non_blocking=True)
+    cuda(torch.zeros(1), device="cuda:2")
+    assert [device for device, _ in setting.device.recorded] == [1, 1, 3, 3, 2, 2]
+    assert setting.step().device_ms == {"copy": 3.0}, "of the slowest device"
+
+
+def test_a_copy_within_a_phase_is_taken_off_it(setting: Setting) -> None:
+    setting.timing.runs_on((0,))
+    setting.timing.begin(FORWARD)
+    outer, setting.steps.inner = setting.steps.inner, 0
+    setting.device.now += 2.0
+    setting.to(torch.zeros(1), "cuda:0")
+    setting.device.now += 4.0
+    began = setting.steps.last - setting.steps.inner - 1000
+    setting.steps.call_ends(began, setting.steps.last, outer, 1, 0)
+    step = setting.step()
+    assert step.device_ms == {"forward": 6.0, "copy": 3.0}
+    assert step.phases["forward"] == 1000
+
+
+def test_a_method_that_a_copy_goes_through_again_counts_once(setting: Setting) -> None:
+    """As a subclass's __torch_function__ does."""
+    again = setting.copies.traced(lambda *args: setting.to(*args), where_to)
+    again(torch.zeros(2), "cuda:0")
+    assert setting.step().copied == 8
+
+
+def test_a_copy_that_fails_raises_what_it_raised_and_took_its_time(setting: Setting) -> None:
+    with pytest.raises(RuntimeError, match="no room") as caught:
+        setting.to(torch.zeros(1), "cuda:0", fails=True)
+    files = [str(entry.path) for entry in caught.traceback]
+    assert not any(name.endswith("copies.py") for name in files), "nothing of ours is in the traceback"
+    assert not setting.steps.copying
+    assert setting.step().device_ms == {"copy": 3.0}
+
+
+def test_more_copies_than_are_timed_have_a_reason(setting: Setting) -> None:
+    for _ in range(MAX_COPIES + 1):
+        setting.to(torch.zeros(1), "cuda:0")
+    assert len(setting.device.recorded) == 2 * MAX_COPIES
+    step = setting.step()
+    assert step.device_ms == {"copy": None}
+    assert step.untimed == "the step copies more tensors to devices than are timed: 16"
+    assert step.copied == 4 * (MAX_COPIES + 1)
+
+
+def test_other_threads_and_times_without_a_turn_are_left_alone(setting: Setting) -> None:
+    other = threading.Thread(target=setting.to, args=(torch.zeros(1), "cuda:0"))
+    other.start()
+    other.join()
+    setting.steps.open = False
+    setting.to(torch.zeros(1), "cuda:0")
+    setting.steps.open = True
+    timing, setting.session.timing = setting.session.timing, None
+    setting.to(torch.zeros(1), "cuda:0")
+    setting.session.timing = timing
+    assert len(setting.seen) == 3
+    assert {copying for _, copying in setting.seen} == {False}
+    assert setting.device.recorded == []
+
+
+def test_nobodys_subclass_or_mode_sees_that_somebody_looks(setting: Setting) -> None:
+    seen: list[str] = []
+
+    class Watching(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(getattr(func, "__name__", str(func)))
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(getattr(func, "__name__", str(func)))
+            return func(*args, **(kwargs or {}))
+
+    tensor = torch.zeros(2).as_subclass(Watching)
+    seen.clear()
+    with Mode():
+        setting.to(tensor, "cuda:0")
+    assert seen == []
+    assert setting.step().copied == 8
+
+
+def test_the_methods_are_torchs_own_to_all_who_know_them(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a torch for GPUs, whose names, pickles and dispatch are as before; one for the CPU is not touched."""
+    before = torch.Tensor.to, torch.Tensor.cuda
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    setting.copies.install()
+    assert (torch.Tensor.to, torch.Tensor.cuda) == before
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.Tensor, "to", torch.Tensor.to)
+    monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.cuda)
+    setting.copies.install()
+    assert torch.Tensor.to is not before[0]
+    assert (torch.Tensor.to.__name__, torch.Tensor.to.__doc__) == (before[0].__name__, before[0].__doc__)
+    assert pickle.loads(pickle.dumps(torch.Tensor.to)) is torch.Tensor.to
+    assert torch.zeros(1).to(torch.float64).dtype is torch.float64
+
+    class Knowing(torch.Tensor):
+        known: ClassVar[dict[Any, str]] = {torch.Tensor.to: "to"}
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in cls.known:
+                assert func is torch.Tensor.to
+                return cls.known[func]
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    assert torch.zeros(1).as_subclass(Knowing).to(torch.float64) == "to"
+    assert torch.overrides.resolve_name(torch.Tensor.to) == "torch.Tensor.to"
+    torch.overrides.get_testing_overrides.cache_clear()

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import get_ident
 from time import monotonic_ns
+from types import MethodDescriptorType, MethodType
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class Copies:
     def traced(self, original: _Original, where: _Where) -> _Original:
         """The traced form of a method that copies; `where` finds in its arguments the device it was given."""
         session, steps = self._session, self._steps
+        name = original.__name__
 
         def method(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -76,10 +78,8 @@ class Copies:
                 if began:
                     steps.copy_ends(began, outer, activity, _bytes(tensor))
 
-        method.__module__, method.__name__, method.__doc__ = "torch", original.__name__, original.__doc__
-        method.__qualname__ = f"Tensor.{original.__name__}"  # where pickle finds it, with dpmon and without
-        method.__dict__["__wrapped__"] = original
-        return method
+        method.__module__, method.__name__, method.__qualname__ = "torch", name, f"Tensor.{name}"
+        return _Method(original, method)
 
     def _gpu(self, tensor: Any, where: _Where, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The GPU that a tensor of the host is copied to; -1 for none."""
@@ -99,6 +99,49 @@ class Copies:
             return torch.cuda.current_device() if device.index is None else device.index
         except Exception:  # noqa: BLE001 - the original says what is wrong with its arguments
             return -1
+
+
+class _Method:
+    """What stands in torch.Tensor for a method written in C: a descriptor, as that is, which torch.compile goes by.
+
+    It is equal to the original, for tables that were made before it was replaced.
+    """
+
+    __objclass__ = torch._C.TensorBase
+
+    def __init__(self, original: _Original, function: _Original) -> None:
+        self.__module__ = "torch"
+        self.__name__ = original.__name__
+        self.__qualname__ = f"Tensor.{original.__name__}"
+        self.__doc__ = original.__doc__
+        self.__wrapped__ = original
+        self._function = function
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return MethodDescriptorType
+
+    def __get__(self, tensor: Any, kind: Any = None) -> Any:
+        return self if tensor is None else MethodType(self._function, tensor)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._function(*args, **kwargs)
+        except BaseException as error:
+            drop_frames(error)
+            raise
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.__wrapped__
+
+    def __hash__(self) -> int:
+        return hash(self.__wrapped__)
+
+    def __repr__(self) -> str:
+        return repr(self.__wrapped__)
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # where pickle finds it in torch, with dpmon and without
 
 
 def where_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

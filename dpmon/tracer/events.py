@@ -69,12 +69,19 @@ class TorchEvents:
         self._current: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         """The current stream's handle, by device: a tenth of what the stream's object costs."""
         self._streams: dict[tuple[int, int], Any] = {}
+        base = getattr(torch._C, "_CudaEventBase", None)
+        kind: Any = base if isinstance(base, type) and issubclass(_cuda.Event, base) else _cuda.Event
+        # Of the class that is torch's own in C: those above it only pass these on, at twice the cost.
+        self._record, self._query, self._elapsed = kind.record, kind.query, kind.elapsed_time
+        self._is_captured = (
+            getattr(torch._C, "_cuda_isCurrentStreamCapturing", None) or _cuda.is_current_stream_capturing
+        )
         if _captures is None:
             _watch_captures()
 
     def capturing(self) -> bool:
         """Of this thread's current stream, or anywhere in this process."""
-        return bool(_captures) or bool(_cuda.is_current_stream_capturing())
+        return bool(_captures) or bool(self._is_captured())
 
     def make(self) -> Any:
         """An event that keeps time; CUDA makes it when it is first recorded."""
@@ -83,7 +90,7 @@ class TorchEvents:
     def record(self, event: Any, device: int) -> None:
         """On the stream that is current in this thread."""
         if self._current is None:
-            event.record(_cuda.current_stream(device))
+            self._record(event, _cuda.current_stream(device))
             return
         key = device, self._current(device)
         stream = self._streams.get(key)
@@ -91,15 +98,15 @@ class TorchEvents:
             if len(self._streams) >= MAX_STREAMS:
                 self._streams.clear()
             stream = self._streams[key] = _cuda.current_stream(device)
-        event.record(stream)
+        self._record(event, stream)
 
     def done(self, event: Any) -> bool:
         """cudaEventQuery."""
-        return bool(event.query())
+        return bool(self._query(event))
 
     def between_ms(self, first: Any, last: Any) -> float:
         """cudaEventElapsedTime."""
-        return float(first.elapsed_time(last))
+        return float(self._elapsed(first, last))
 
 
 class _Mark:

@@ -32,8 +32,7 @@ def drop_frames(error: BaseException) -> None:
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_HERE):
         traceback = traceback.tb_next
-    if traceback is not None:
-        error.__traceback__ = traceback
+    error.__traceback__ = traceback
 
 
 def named_like(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -104,7 +104,7 @@ def begin():
     torch.cuda.is_current_stream_capturing = lambda: PLAYED.capturing
     torch.cuda.memory_stats = lambda index: {}
     # Of a torch that is made for CUDA: they would look for a driver.
-    torch._C._cuda_getCurrentRawStream = None
+    torch._C._cuda_getCurrentRawStream = torch._C._cuda_isCurrentStreamCapturing = None
     torch._C._cuda_attach_out_of_memory_observer = lambda observer: None
     timing = sys.modules.get("dpmon.tracer.timing")
     if timing is not None:  # else there is no tracer here

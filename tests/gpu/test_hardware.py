@@ -223,7 +223,7 @@ def large(tmp_path_factory: pytest.TempPathFactory, device: str) -> Traced:
     return run
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+@pytest.mark.parametrize("phase", ["copy", "forward", "backward", "optimizer"])
 def test_device_times_are_the_profilers(gpu: str, large: Traced, row: Any, phase: str) -> None:
     """Device time of each phase, the median of the same steps, within 5 % of torch.profiler's."""
     steps = large.steps()[LARGE_WARM_UP : LARGE_WARM_UP + LARGE_STEPS]
@@ -234,6 +234,10 @@ def test_device_times_are_the_profilers(gpu: str, large: Traced, row: Any, phase
     known = [one for one in ours if one is not None]
     row(f"{phase}, device time, median of {LARGE_STEPS} steps", statistics.median(known), statistics.median(theirs),
         "ms", 0.05)  # fmt: skip
+
+
+def test_copies_have_their_bytes(gpu: str, large: Traced) -> None:
+    assert {step.copied for step in large.steps()[LARGE_WARM_UP:]} == {4 * (4096 * 4096 + 4096)}
 
 
 def test_calls_and_steps_agree_on_their_device(gpu: str, large: Traced) -> None:
@@ -309,7 +313,7 @@ def test_the_command_line_without_a_screen(dpmon: Dpmon, gpu: str) -> None:
     steps = [record for record in records if record["kind"] == "step"]
     assert len(steps) == 30
     for step in steps[5:-1]:
-        assert set(step["device_ms"]) == {"data", "forward", "backward", "optimizer"}
+        assert set(step["device_ms"]) == {"data", "copy", "forward", "backward", "optimizer"}
         assert step["device_ms"]["backward"] > step["device_ms"]["forward"] > 1
     calls = [record for record in records if record["kind"] == "call"]
     assert all(call["replicas"][0]["device_ms"] > 1 for call in calls[5:-1])

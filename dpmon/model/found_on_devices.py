@@ -17,6 +17,9 @@ ROWS_RATIO = 0.75
 TIME_RATIO = 1.5
 """Slowest replica's median by the fastest one's, with equal rows: more than the spread of equal GPUs. Of what the
 devices took, where that is known of all."""
+HOST_BOUND = 1.2
+"""A replica's time on its device by that on the host, up to which the device was waiting for what the host queues: then
+its time is the host's (between two events, idleness counts)."""
 FULLER_RATIO, FULLER_BYTES = 1.25, 512 << 20
 """First GPU by the fullest of the others, and at least so much more: a context alone is some hundreds of MiB."""
 THROTTLED = 0.05
@@ -95,6 +98,8 @@ def _uneven_times(root: str, replicas: list[ReplicaFacts]) -> Iterator[Finding]:
         return
     slowest, slow = max(timed, key=itemgetter(0))
     fastest, fast = min(timed, key=itemgetter(0))
+    if on_device and slowest <= HOST_BOUND * (slow.median_ns or 0):
+        return  # threads that queue it take turns
     if slowest >= TIME_RATIO * fastest:
         where = "device" if on_device else "host"
         yield Finding(

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 __all__ = ["Held", "held"]
 
 MAX_DEVICES = 256
+TRIFLE_BYTES = 1 << 20
+"""Less than that on the host is no row beside those of GPUs."""
 
 
 class Held(NamedTuple):
@@ -37,7 +39,12 @@ def held(records: Iterable[Mapping[str, Any]]) -> list[Held]:
                 rows[new.device] = new
             elif before is not None:
                 rows[new.device] = _both(before, new)
-    return [rows[device] for device in sorted(rows)]
+    return [rows[device] for device in sorted(rows) if len(rows) == 1 or not _is_trifle(rows[device])]
+
+
+def _is_trifle(row: Held) -> bool:
+    """Beside GPUs: the few bytes that optimizers keep on the host (Adam's step counters)."""
+    return row.device.partition(":")[0] == "cpu" and sum(part or 0 for part in row[1:5]) < TRIFLE_BYTES
 
 
 def _row(one: Mapping[str, Any]) -> Held:

@@ -86,3 +86,11 @@ def test_the_screen_stays_whole(size: tuple[int, int]) -> None:
             assert {width_of(row) for row in rows} == {size[0]}
     if size[1] == 60:
         assert any("cuda:7" in plain(row) and "peak" in plain(row) for row in rows)
+
+
+def test_the_few_bytes_that_adam_keeps_on_the_host_are_no_row_beside_a_gpu() -> None:
+    gpu = one("cuda:0", 1 << 20, 1 << 20, 2 << 20, 0, 4 << 20)
+    few, many = one("cpu", 0, 0, 16, None, None, rest_bytes=WHY), one("cpu", 1 << 20, 0, 0, None, None, rest_bytes=WHY)
+    assert [row.device for row in held([record(0, gpu, few)])] == ["cuda:0"]
+    assert [row.device for row in held([record(0, gpu, many)])] == ["cpu", "cuda:0"]
+    assert [row.device for row in held([record(0, few)])] == ["cpu"]

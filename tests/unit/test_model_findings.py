@@ -231,6 +231,8 @@ def test_a_slower_gpu_is_found_by_its_own_time() -> None:
         ((on_device(0, 5, 20), on_device(1, 5, 50, MIN_STEPS)), ["uneven"]),
         ((on_device(0, 5, 20), on_device(1, 5, 50)._replace(virtual=True)), []),
         ((on_device(0, 5, 20), on_device(1, 5, 29)), []),
+        ((on_device(0, 5, 5.1), on_device(1, 19, 20)), []),  # the device waits for the thread that queues its work
+        ((on_device(0, 5, 5.1), on_device(1, 16, 20)), ["uneven"]),
     ],
 )
 def test_devices_are_compared_where_all_are_known(replicas: tuple[ReplicaFacts, ...], kinds_found: list[str]) -> None:
@@ -259,6 +261,22 @@ def test_who_waits_for_data_is_the_gpu_where_that_is_known() -> None:
         (found,) = findings(unknown)
         assert found.text == "The training waits for data: 40 % of the time of its steps."
         assert "device" not in found.ground
+
+
+def test_copies_are_judged_by_the_devices_own_time() -> None:
+    """The host may wait in a copy for what else the device does."""
+    for device, count, expected in ((0.3, 1000, ["copy"]), (0.1, 1000, []), (None, 0, []), (0.3, MIN_STEPS - 1, [])):
+        found = mode(copy=0.4, forward=0.5)
+        ms = None if device is None else device * 20 * MS
+        phases = [
+            phase._replace(device_share=device, device_count=count, device_ns=ms) if phase.name == "copy" else phase
+            for phase in found.phases
+        ]
+        said = findings(replace(HEALTHY, modes=(found._replace(phases=tuple(phases)),)))
+        assert [one.kind for one in said] == expected, (device, count)
+        if said:
+            assert "takes 30 % of the time of its steps" in said[0].text
+            assert "on the device median 6.00 ms, on the host median 8.00 ms" in said[0].ground
 
 
 def test_of_an_idle_device_and_unequal_rows_one_is_told() -> None:

@@ -12,6 +12,9 @@ the import, and memory.
 The budget is a figure for one machine. The yardstick tells how this one compares: the bare step of the first case,
 which took YARDSTICK_US there, is measured beside every case; the cost is printed as measured, and divided by that. What
 the tracer takes for a short turn is as much longer here.
+
+The cases `gpu` and `gpu2` copy each batch to a GPU, and train there; the second over two GPUs, under DataParallel. The
+budget is then larger by 12 us a phase and device.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench_tracer import network, untraced_data_parallel
 
@@ -37,15 +40,40 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 YARDSTICK_US = 178.0
 """The bare step of the case "usual" on the machine that the budget is for."""
 WARM_STEPS, SETTLE_STEPS = 600, 16
+PHASE_US = 12
+"""A phase's budget on a device."""
+
+
+class Case(NamedTuple):
+    """What is trained."""
+
+    replicas: int
+    """Virtual ones; 0: the bare module."""
+    depth: int
+    """Pairs of layers inside the network."""
+    calls: int
+    """A step."""
+    gpus: int = 0
+
+    @property
+    def budget_us(self) -> int:
+        """Of a step: on GPUs data, forward, backward and optimizer on each, a copy to the first, and of a call that is
+        data parallel its four phases on each, and its replicas.
+        """
+        phases = (4 * self.gpus + 1 if self.gpus else 0) + (5 * self.gpus if self.gpus > 1 else 0)
+        return 15 + 5 * max(self.replicas, self.gpus, 1) * self.calls + PHASE_US * phases
+
+
 CASES = {
-    "usual": (0, 1, 1),
-    "calls": (0, 1, 3),
-    "deep": (0, 25, 1),
-    "dp2": (2, 1, 1),
-    "dp8": (8, 1, 1),
-    "dp2x3": (2, 1, 3),
+    "usual": Case(0, 1, 1),
+    "calls": Case(0, 1, 3),
+    "deep": Case(0, 25, 1),
+    "dp2": Case(2, 1, 1),
+    "dp8": Case(8, 1, 1),
+    "dp2x3": Case(2, 1, 3),
+    "gpu": Case(0, 1, 1, 1),
+    "gpu2": Case(0, 1, 1, 2),
 }
-"""Virtual replicas (0: the bare module), pairs of layers inside the network, calls a step."""
 
 
 class Patches:
@@ -60,8 +88,14 @@ class Patches:
         loader: Any = importlib.import_module("torch.utils.data.dataloader")
         optimizer: Any = importlib.import_module("torch.optim.optimizer")
         functions: Any = importlib.import_module("torch.nn.parallel._functions")
-        self._owners = [*modules, *kinds, torch.nn.Module, torch.nn.DataParallel, loader._BaseDataLoaderIter]
-        self._owners += [optimizer.Optimizer, functions.Scatter, functions.Broadcast, functions.Gather]
+        self._owners = [*modules, *kinds, torch.nn.Module, torch.nn.DataParallel, torch.Tensor]
+        self._owners += [
+            loader._BaseDataLoaderIter,
+            optimizer.Optimizer,
+            functions.Scatter,
+            functions.Broadcast,
+            functions.Gather,
+        ]
         self._hooks = [optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks]
         self._without = [dict(vars(owner)) for owner in self._owners]
         self._with: list[tuple[Any, str, Any]] = []
@@ -101,12 +135,17 @@ class Patches:
 class Loop:
     """A training loop over one small network."""
 
-    def __init__(self, depth: int, calls: int) -> None:
+    def __init__(self, depth: int, calls: int, gpus: int = 0) -> None:
         """`depth`: pairs of layers inside the network. `calls`: of it, with a backward pass each, in a step."""
         import torch
 
         torch.manual_seed(0)
+        self.gpu = gpus > 0
         self.model = network(depth)
+        if gpus:
+            self.model.cuda()
+        if gpus > 1:
+            self.model = torch.nn.DataParallel(self.model, list(range(gpus)))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.batches = [torch.randn(64, 16) for _ in range(50)]
         self.calls = calls
@@ -120,6 +159,8 @@ class Loop:
         while True:
             before = processor()
             for batch in DataLoader(self.batches, batch_size=None):
+                if self.gpu:
+                    batch = batch.to("cuda", non_blocking=True)
                 self.optimizer.zero_grad()
                 for _ in range(self.calls):
                     loss = forward(batch).pow(2).mean()
@@ -139,11 +180,11 @@ def installed(case: str) -> tuple[Patches, Loop, Any]:
     patches = Patches((nn.Sequential,))
     from dpmon.tracer import patch
 
-    replicas, depth, calls = CASES[case]
+    replicas, depth, calls, gpus = CASES[case]
     apart = untraced_data_parallel(replicas) if replicas else None
     patch.install()
     torch.set_num_threads(1)
-    loop = Loop(depth, calls)
+    loop = Loop(depth, calls, gpus)
     loop.run(loop.model, WARM_STEPS)
     return patches, loop, partial(apart, loop.model) if apart is not None else loop.model
 
@@ -152,9 +193,9 @@ def traced_run(case: str, run: str, command: list[str]) -> str:
     """What a command prints that traces a case into the directory `run`; it must have recorded something."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("DPMON_")}
     environment |= {"OMP_NUM_THREADS": "1", "DPMON_RUN": run, "DPMON_START_NS": "0", "DPMON_MODE": "auto"}
-    environment["PYTHONPATH"] = str(REPOSITORY)
-    if CASES[case][0]:
-        environment["DPMON_REPLICAS"] = str(CASES[case][0])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    if CASES[case].replicas:
+        environment["DPMON_REPLICAS"] = str(CASES[case].replicas)
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
     if not list(Path(run).glob("process-*.ring")):
         raise SystemExit("the tracer recorded nothing: this would measure nothing")
@@ -208,7 +249,6 @@ def middle(values: list[float]) -> tuple[float, float]:
 
 def measure(case: str, blocks: int, steps: int) -> None:
     """One case in a process of its own; prints its line."""
-    replicas, _, calls = CASES[case]
     with tempfile.TemporaryDirectory() as run:
         command = [sys.executable, __file__, "--child", case, "--blocks", str(blocks), "--steps", str(steps)]
         found = json.loads(traced_run(case, run, command))
@@ -220,11 +260,10 @@ def measure(case: str, blocks: int, steps: int) -> None:
         base * x for x in middle([a / b - 1 for a, b in zip(without[::2], without[1::2], strict=False)])
     )
     slower = statistics.median(found["yardstick"]) / YARDSTICK_US
-    budget = 15 + 5 * max(replicas, 1) * calls
     print(
         f"{case:>6}  step {base:7.0f} us   tracer {cost:+6.1f} ±{error:4.1f} us ({cost / base:+.1%})   "
         f"A/A {noise:+5.1f} ±{noise_error:4.1f} us   this machine: {slower:.1f} times the yardstick, "
-        f"so {cost / slower:+5.1f} ±{error / slower:4.1f} us of {budget}",
+        f"so {cost / slower:+5.1f} ±{error / slower:4.1f} us of {CASES[case].budget_us}",
         flush=True,
     )
 
@@ -232,7 +271,8 @@ def measure(case: str, blocks: int, steps: int) -> None:
 def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    usual = [name for name, case in CASES.items() if not case.gpus]
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=usual, help="gpu and gpu2 need as many GPUs")
     parser.add_argument("--blocks", type=int, default=400)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--child", choices=CASES)

@@ -127,6 +127,7 @@ _STEP_BODY = struct.Struct(STEP_FORMAT)
 _STEP_COPY = struct.Struct("<qq")
 """Follows the four phases of a step that has copied: how long, and how many bytes."""
 _call_structs: dict[int, struct.Struct] = {}
+_time_structs: dict[int, struct.Struct] = {}
 _NAN = float("nan")
 
 MORE = "\u2026"
@@ -368,8 +369,12 @@ def pack_timed(record: bytes, times: Sequence[float | None], why: int) -> bytes:
     Of a call: each of CALL_PHASES, then each replica or stage. Of a step: data, forward, backward, optimizer, and copy
     where it has copied.
     """
+    count = len(times)
+    packer = _time_structs.get(count)
+    if packer is None:
+        packer = _time_structs[count] = struct.Struct(f"<{count}f")
     known = [_NAN if time is None else time for time in times]
-    return _TIMED_HEAD.pack(_TIMED, why, len(known), len(record)) + record + struct.pack(f"<{len(known)}f", *known)
+    return _TIMED_HEAD.pack(_TIMED, why, count, len(record)) + record + packer.pack(*known)
 
 
 # ------------------------------------------------------------------------------------------------ decoding

@@ -29,7 +29,7 @@ __all__ = ["Copies", "where_cuda", "where_to"]
 
 _Original = Callable[..., Any]
 _Where = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-_HOST, _GPU = "cpu", "cuda"
+_GPU = "cuda"
 
 
 class Copies:
@@ -84,10 +84,12 @@ class Copies:
     def _gpu(self, tensor: Any, where: _Where, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The GPU that a tensor of the host is copied to; -1 for none."""
         try:
+            device = where(args, kwargs)
+            if device is None or type(device) is torch.dtype:
+                return -1
             with torch._C.DisableTorchFunction():  # nobody's subclass or mode sees that somebody looks
-                if tensor.device.type != _HOST:
+                if not tensor.is_cpu:
                     return -1
-                device = where(args, kwargs)
                 if isinstance(device, torch.Tensor):
                     device = device.device
                 elif isinstance(device, str):

@@ -178,7 +178,10 @@ class DeviceTimes:
                 self._release(span.device, span.first)
                 span.first = None
                 return
-        self._pending.setdefault(span.device, deque()).append(span)
+        pending = self._pending.get(span.device)
+        if pending is None:
+            pending = self._pending.setdefault(span.device, deque())
+        pending.append(span)
 
     def lap(self, span: Span) -> None:
         """It may have ended here: this is taken for its end if no later lap is."""
@@ -240,17 +243,18 @@ class DeviceTimes:
 
     def _mark(self, device: int) -> tuple[_Mark | None, int]:
         """An event recorded now, or why there is none."""
-        if self.off:
+        if self._faults >= MAX_FAULTS:
             return None, Untimed.FAULT
         event = None
         try:
-            if self._events.capturing():
+            events = self._events
+            if events.capturing():
                 return None, Untimed.CAPTURED
             event = self._take(device)
             if event is None:
                 self.untimed += 1
                 return None, Untimed.NO_EVENT
-            self._events.record(event, device)
+            events.record(event, device)
         except Exception as error:  # noqa: BLE001 - it is not timed
             if event is not None:
                 self._free.setdefault(device, []).append(event)
@@ -259,7 +263,9 @@ class DeviceTimes:
         return _Mark(event), Untimed.NONE
 
     def _take(self, device: int) -> Any:
-        free = self._free.setdefault(device, [])
+        free = self._free.get(device)
+        if free is None:
+            free = self._free.setdefault(device, [])
         try:
             return free.pop()
         except IndexError:  # other threads take from it too

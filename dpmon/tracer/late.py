@@ -47,6 +47,9 @@ class _Record:
         why = Untimed.NONE
         times: list[float | None] = []
         for slot in self.slots:
+            if len(slot) == 1 and slot[0][0].ms is not None:  # what most are
+                times.append(slot[0][0].ms)
+                continue
             by_device: dict[int, float] = {}
             missing = not slot
             for span, sign in slot:

@@ -206,13 +206,13 @@ class Timing:
         if get_ident() != self._steps.thread:
             return
         try:
-            if not any(one.phase == phase for one in self._open):
-                return
-            while self._open:
-                one = self._open.pop()
-                if one.phase == phase:
-                    break
-                self._abandon(one)
+            opened = self._open
+            if not opened or opened[-1].phase != phase:
+                if not any(one.phase == phase for one in opened):
+                    return
+                while opened[-1].phase != phase:
+                    self._abandon(opened.pop())
+            one = opened.pop()
             for span in one.spans:
                 self.times.end(span)
             if phase == FORWARD:

@@ -106,6 +106,10 @@ class SimpleTensor(torch.Tensor):
     """One that says it is on a GPU."""
 
     @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cuda:1")
 

@@ -1,10 +1,7 @@
-"""What a record is: the bytes a training process writes into its ring, and the objects everybody else sees.
+"""What a record is to everybody but the training process: objects, and how they are read from its bytes.
 
-The tracer encodes (`pack_call` and the others; on its hot path it fills the formats itself), all others decode with
-a `Decoder` and turn records into JSON with `as_json`. What does not change from batch to batch (names, devices,
-shapes) is sent once as a *definition* and referred to by number, so that a call over 8 replicas takes 304 bytes.
-
-Standard library only: this module is imported into the training process.
+`dpmon.packing` makes the bytes; a `Decoder` makes objects of them. What only counts and adds up reads single numbers
+instead, without decoding a record.
 """
 
 from __future__ import annotations
@@ -15,10 +12,51 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from dpmon.packing import (
+    CALL_FORMAT,
+    CALL_PHASES,
+    CALL_STAGE,
+    CALL_TAG,
+    DDP,
+    DEFINE_HEAD,
+    DEFINE_TAG,
+    EVENT_TAG,
+    FAILED,
+    GRAD,
+    MODES,
+    MORE,
+    PLAIN_FORMAT,
+    PLAIN_TAG,
+    PLAIN_WORDS,
+    STEP_BODY,
+    STEP_COPY,
+    STEP_FORMAT,
+    STEP_PHASES,
+    STEP_TAG,
+    STEP_WORDS,
+    TIMED_HEAD,
+    TIMED_PHASES,
+    TIMED_TAG,
+    TRAINING,
+    VIRTUAL,
+    Untimed,
+    call_flags,
+    call_format,
+    mode_number,
+    pack_call,
+    pack_definition,
+    pack_event,
+    pack_step,
+    pack_timed,
+    with_copies,
+)
+
 __all__ = [
     "CALL_PHASES",
     "CALL_TAG",
     "DDP",
+    "FAILED",
+    "GRAD",
     "MODES",
     "MORE",
     "PLAIN_FORMAT",
@@ -28,7 +66,9 @@ __all__ = [
     "STEP_PHASES",
     "STEP_TAG",
     "STEP_WORDS",
+    "TRAINING",
     "UNTIMED",
+    "VIRTUAL",
     "Call",
     "Decoder",
     "Event",
@@ -41,7 +81,6 @@ __all__ = [
     "Stage",
     "Step",
     "Untimed",
-    "as_json",
     "bare",
     "call_flags",
     "call_format",
@@ -67,27 +106,6 @@ __all__ = [
     "with_copies",
 ]
 
-MODES = ("", "dp", "single")
-"""Modes by the number they have in records and in a ring's control block; 0 is none."""
-CALL_PHASES = ("scatter", "replicate", "parallel_apply", "gather")
-STEP_PHASES = ("data", "copy", "forward", "backward", "optimizer", "other")
-"""Copy: of tensors from the host to a GPU, by the script's own `.to` and `.cuda`."""
-_TIMED_PHASES = ("data", "forward", "backward", "optimizer", "copy")
-"""As they stand in a record, which has no copy where nothing was copied."""
-
-_DEFINE, CALL_TAG, STEP_TAG, _EVENT, PLAIN_TAG, _TIMED = 1, 2, 3, 4, 5, 6
-_KINDS = ("", "definition", "call", "step", "event", "call")
-VIRTUAL, TRAINING, GRAD, FAILED = 1, 2, 4, 8
-DDP = "DistributedDataParallel"
-"""`via` of a rank's call."""
-
-
-class Untimed:
-    """Why a device's own time is not known, as numbers in records: see UNTIMED."""
-
-    (NONE, LATE, CAPTURED, NO_EVENT, FAULT, ENDED, RAISED, ON_CPU, CROSSED, TOO_MANY, COPIES) = range(11)
-
-
 UNTIMED = (
     "",
     "the device had not come to its end when 64 more steps were over",
@@ -103,35 +121,13 @@ UNTIMED = (
 )
 """The reasons by their numbers."""
 _BEFORE = "it ran before the first call on a GPU, or on a thread that does not train"
-_TIMED_HEAD = struct.Struct("<BBHI")
-"""_TIMED, why one is missing, how many times, bytes of the call or step that follows; then times (ms, NaN: none)."""
+_KINDS = ("", "definition", "call", "step", "event", "call")
 _MAX_TIMES = 1 << 13
-
-_DEFINE_HEAD = struct.Struct("<B3xI")
-PLAIN_FORMAT = "<BBBBIQQqqII"
-"""A call without phases, whose one replica is the whole of it: PLAIN_TAG, then as pack_call takes them."""
-PLAIN_WORDS = "<QQQqqQ"
-"""The same bytes as fewer numbers: tag | mode << 8 | flags << 16 | layout << 32, step, call, start, wall,
-inputs | outputs << 32."""
 _PLAIN = struct.Struct(PLAIN_FORMAT)
 _NO_PHASES = (-1, 0) * len(CALL_PHASES)
-_CALL_FORMAT = PLAIN_FORMAT + "qq" * len(CALL_PHASES)
-_CALL_HEAD = struct.Struct(_CALL_FORMAT)
+_CALL_HEAD = struct.Struct(CALL_FORMAT)
 _CALL_REPLICA = struct.Struct("<IIqq")
-_CALL_STAGE = struct.Struct("<IIIxxxxqq")
-STEP_FORMAT = "<BBBxIQqqqqqqq"
-"""STEP_TAG, mode, 1 if it has copied else 0, 0, step, start, wall, samples, four phases: see pack_step."""
-STEP_WORDS = "<QQqqqqqqq"
-"""The same bytes as fewer numbers: tag | mode << 8, then step and the others."""
-_STEP_BODY = struct.Struct(STEP_FORMAT)
-_STEP_COPY = struct.Struct("<qq")
-"""Follows the four phases of a step that has copied: how long, and how many bytes."""
-_call_structs: dict[int, struct.Struct] = {}
-_time_structs: dict[int, struct.Struct] = {}
-_NAN = float("nan")
 
-MORE = "\u2026"
-"""Path of a size that stands for tensors that are not listed; it has no shape, no dtype and no bytes."""
 MAX_REPLICAS = 4096
 MAX_DEFINITIONS = 1 << 16
 """Definitions a decoder remembers; the writer repeats those in use, so the oldest may be forgotten."""
@@ -284,99 +280,6 @@ def rows_of(sizes: Sequence[Size] | None) -> int | None:
     return None
 
 
-def mode_number(mode: str) -> int:
-    """The number of a mode by its name; ValueError for a name that is none."""
-    return MODES.index(mode)
-
-
-# ------------------------------------------------------------------------------------------------ encoding
-
-
-def pack_definition(number: int, value: Any) -> bytes:
-    """A definition: a layout (root, via, devices, absent), a stage (device, parts) or a list of sizes.
-
-    A size is (path, shape, dtype, bytes).
-    """
-    return _DEFINE_HEAD.pack(_DEFINE, number) + json.dumps(value, separators=(",", ":")).encode()
-
-
-def pack_event(kind: str, data: Mapping[str, Any]) -> bytes:
-    """A rare record, as JSON; `data` without its kind."""
-    return bytes((_EVENT,)) + json.dumps({"kind": kind, **data}, separators=(",", ":")).encode()
-
-
-def call_flags(virtual: bool, training: bool, grad: bool, failed: bool) -> int:
-    """The flag byte of a call."""
-    return virtual * VIRTUAL | training * TRAINING | grad * GRAD | failed * FAILED
-
-
-def call_format(replicas: int) -> str:
-    """The struct format of a call without stages over so many replicas.
-
-    CALL_TAG, mode, flags, number of stages, then as pack_call takes them.
-    """
-    return _CALL_FORMAT + "IIqq" * replicas
-
-
-def pack_call(
-    mode: int,
-    flags: int,
-    layout: int,
-    step: int,
-    call: int,
-    start_ns: int,
-    wall_ns: int,
-    inputs: int,
-    outputs: int,
-    phases: Sequence[int],
-    replicas: Sequence[int],
-    stages: Sequence[int] = (),
-) -> bytes:
-    """A call.
-
-    `phases`: offset and duration (ns) for each of CALL_PHASES, offset -1 for one that did not run. `replicas`: four
-    numbers a replica: inputs, outputs (definitions, 0 unknown), offset, duration. `stages`: five numbers a stage, at
-    most 255 of them: device and parts (a definition), then as for a replica, duration -1 for one that did not end.
-    Clocks are monotonic ns.
-    """
-    count = len(replicas) >> 2
-    packer = _call_structs.get(count)
-    if packer is None:
-        packer = _call_structs[count] = struct.Struct(call_format(count))
-    last = len(stages) // 5
-    head = packer.pack(
-        CALL_TAG, mode, flags, last, layout, step, call, start_ns, wall_ns, inputs, outputs, *phases, *replicas
-    )
-    return head + b"".join(_CALL_STAGE.pack(*stages[5 * i : 5 * i + 5]) for i in range(last))
-
-
-def pack_step(mode: int, step: int, start_ns: int, wall_ns: int, samples: int, phases: Sequence[int]) -> bytes:
-    """A step that has copied nothing; `samples` -1 if unknown.
-
-    `phases`: ns for data, forward, backward and optimizer, -1 for one that did not run.
-    """
-    return _STEP_BODY.pack(STEP_TAG, mode, 0, 0, step, start_ns, wall_ns, samples, *phases)
-
-
-def with_copies(step: bytes, took_ns: int, copied: int) -> bytes:
-    """The step that `pack_step` has packed, if tensors were copied to devices in it: how long, how many bytes."""
-    return bytes((*step[:2], 1)) + step[3:] + _STEP_COPY.pack(took_ns, copied)
-
-
-def pack_timed(record: bytes, times: Sequence[float | None], why: int) -> bytes:
-    """A packed call or step, with the times that its devices took, in ms; `why` one is None: a number of Untimed.
-
-    Of a call: each of CALL_PHASES, then each replica or stage. Of a step: data, forward, backward, optimizer, and copy
-    where it has copied.
-    """
-    count = len(times)
-    packer = _time_structs.get(count)
-    if packer is None:
-        packer = _time_structs[count] = struct.Struct(f"<{count}f")
-    known = [_NAN if time is None else time for time in times]
-    return _TIMED_HEAD.pack(_TIMED, why, count, len(record)) + record + packer.pack(*known)
-
-
 # ------------------------------------------------------------------------------------------------ decoding
 
 
@@ -425,15 +328,15 @@ class Decoder:
                 return self._call(payload)
             if kind == STEP_TAG:
                 return self._step(payload)
-            if kind == _TIMED:
+            if kind == TIMED_TAG:
                 inner, times, why = _timed(payload)
                 if inner[0] == STEP_TAG:
                     return _with_step_times(self._step(inner), times, why)
                 return _with_times(self._call(inner), times, why)
-            if kind == _EVENT:
+            if kind == EVENT_TAG:
                 data = json.loads(payload[1:])
                 return Event(str(data.pop("kind")), data)
-            if kind == _DEFINE:
+            if kind == DEFINE_TAG:
                 self._define(payload)
                 return None
         except (
@@ -449,8 +352,8 @@ class Decoder:
         raise RecordError(f"unknown kind of record: {kind}")
 
     def _define(self, payload: bytes) -> None:
-        _, number = _DEFINE_HEAD.unpack_from(payload)
-        value = json.loads(payload[_DEFINE_HEAD.size :])
+        _, number = DEFINE_HEAD.unpack_from(payload)
+        value = json.loads(payload[DEFINE_HEAD.size :])
         if isinstance(value, dict) and "parts" in value:
             self._stages.pop(number, None)
             self._stages[number] = str(value["device"]), tuple(str(name) for name in value["parts"])
@@ -539,18 +442,18 @@ class Decoder:
 def kind_of(payload: bytes) -> str:
     """What a payload is, without decoding it: definition, call, step, event, or "" for none of ours."""
     if payload[:1] == _TIMED_BYTE:
-        inner = payload[_TIMED_HEAD.size : _TIMED_HEAD.size + 1]
+        inner = payload[TIMED_HEAD.size : TIMED_HEAD.size + 1]
         return _KINDS[inner[0]] if inner and inner[0] in (CALL_TAG, PLAIN_TAG, STEP_TAG) else ""
     return _KINDS[payload[0]] if payload and payload[0] < len(_KINDS) else ""
 
 
-_TIMED_BYTE = bytes((_TIMED,))
+_TIMED_BYTE = bytes((TIMED_TAG,))
 
 
 def _timed(payload: bytes) -> tuple[bytes, tuple[float, ...], int]:
     """The call or step in a timed record, its times (NaN: none) and why one is missing; struct.error if damaged."""
-    _, why, count, size = _TIMED_HEAD.unpack_from(payload)
-    start = _TIMED_HEAD.size
+    _, why, count, size = TIMED_HEAD.unpack_from(payload)
+    start = TIMED_HEAD.size
     inner = payload[start : start + size]
     if len(inner) != size or not inner or inner[0] not in (CALL_TAG, PLAIN_TAG, STEP_TAG) or count > _MAX_TIMES:
         raise struct.error("a timed record is cut off")
@@ -559,12 +462,12 @@ def _timed(payload: bytes) -> tuple[bytes, tuple[float, ...], int]:
 
 def is_timed(payload: bytes) -> bool:
     """Whether the record of a call or step holds times of devices."""
-    return payload[0] == _TIMED
+    return payload[0] == TIMED_TAG
 
 
 def bare(payload: bytes) -> bytes:
     """A call or step without the times of devices that it may hold; struct.error if it is damaged."""
-    return payload if payload[0] != _TIMED else _timed(payload)[0]
+    return payload if payload[0] != TIMED_TAG else _timed(payload)[0]
 
 
 def _known_ms(time: float) -> float | None:
@@ -599,22 +502,22 @@ def _with_times(call: Call, times: Sequence[float], why: int) -> Call:
 
 def _with_step_times(step: Step, times: Sequence[float], why: int) -> Step:
     """The step with the times of its devices, as `pack_timed` takes them."""
-    found = {name: _known_ms(time) for name, time in zip(_TIMED_PHASES, times, strict=False) if name in step.phases}
+    found = {name: _known_ms(time) for name, time in zip(TIMED_PHASES, times, strict=False) if name in step.phases}
     return replace(step, device_ms=found, untimed=_reason(found.values(), why))
 
 
 def step_times(payload: bytes) -> bytes | None:
     """What a step's record has of its devices, to be kept beside its columns; None if it has none."""
-    if payload[0] != _TIMED:
+    if payload[0] != TIMED_TAG:
         return None
-    head = _TIMED_HEAD.size
-    return payload[:head] + payload[head + _TIMED_HEAD.unpack_from(payload)[3] :]
+    head = TIMED_HEAD.size
+    return payload[:head] + payload[head + TIMED_HEAD.unpack_from(payload)[3] :]
 
 
 def known_times(payload: bytes) -> dict[str, float]:
     """Of a timed call, or of what `step_times` gave of a step: the device's times (ms) that are known, by phase."""
-    _, _, count, _ = _TIMED_HEAD.unpack_from(payload)
-    names = _TIMED_PHASES if len(payload) == _TIMED_HEAD.size + 4 * count else CALL_PHASES
+    _, _, count, _ = TIMED_HEAD.unpack_from(payload)
+    names = TIMED_PHASES if len(payload) == TIMED_HEAD.size + 4 * count else CALL_PHASES
     times = struct.unpack_from(f"<{min(count, len(names))}f", payload, len(payload) - 4 * count)
     return {name: time for name, one in zip(names, times, strict=False) if (time := _known_ms(one)) is not None}
 
@@ -626,7 +529,7 @@ def why_missing(payload: bytes) -> str:
 
 def part_times(payload: bytes) -> PartTimes:
     """Of a timed call: what is known of its replicas or stages, in their order, without decoding it."""
-    _, why, count, _ = _TIMED_HEAD.unpack_from(payload)
+    _, why, count, _ = TIMED_HEAD.unpack_from(payload)
     parts = max(count - len(CALL_PHASES), 0)
     times = [_known_ms(time) for time in struct.unpack_from(f"<{parts}f", payload, len(payload) - 4 * parts)]
     return PartTimes(times, _why(why))
@@ -634,10 +537,10 @@ def part_times(payload: bytes) -> PartTimes:
 
 def kept_step_times(step: Step, kept: bytes) -> Step:
     """The step with what `step_times` gave of it; struct.error if that is damaged."""
-    _, why, count, _ = _TIMED_HEAD.unpack_from(kept)
+    _, why, count, _ = TIMED_HEAD.unpack_from(kept)
     if count > _MAX_TIMES:
         raise struct.error("more times than a step has phases")
-    return _with_step_times(step, struct.unpack_from(f"<{count}f", kept, _TIMED_HEAD.size), why)
+    return _with_step_times(step, struct.unpack_from(f"<{count}f", kept, TIMED_HEAD.size), why)
 
 
 def call_head(payload: bytes) -> tuple[int, ...]:
@@ -667,12 +570,12 @@ def call_stages(payload: bytes) -> list[tuple[int, int, int, int, int]]:
     payload = bare(payload)
     if payload[0] == PLAIN_TAG or not payload[3]:
         return []
-    return list(_CALL_STAGE.iter_unpack(memoryview(payload)[_stages_at(payload) :]))
+    return list(CALL_STAGE.iter_unpack(memoryview(payload)[_stages_at(payload) :]))
 
 
 def _stages_at(payload: bytes) -> int:
     """Where the stages begin: they come last."""
-    at = len(payload) - payload[3] * _CALL_STAGE.size
+    at = len(payload) - payload[3] * CALL_STAGE.size
     if at < _CALL_HEAD.size:
         raise struct.error("a call is cut off")
     return at
@@ -684,128 +587,19 @@ def step_fields(payload: bytes) -> tuple[int, ...]:
     mode, step, start_ns (absolute), wall_ns, samples, then STEP_PHASES without the last; -1 for none.
     """
     payload = bare(payload)
-    _, mode, _, _, step, start, wall, samples, data, *rest = _STEP_BODY.unpack_from(payload)
+    _, mode, _, _, step, start, wall, samples, data, *rest = STEP_BODY.unpack_from(payload)
     copy = -1
-    if len(payload) != _STEP_BODY.size:
-        copy, _ = _STEP_COPY.unpack(payload[_STEP_BODY.size :])
+    if len(payload) != STEP_BODY.size:
+        copy, _ = STEP_COPY.unpack(payload[STEP_BODY.size :])
     return (mode, step, start, wall, samples, data, copy, *rest)
 
 
 def copied_bytes(payload: bytes) -> int | None:
     """How many bytes the copies of a step brought to devices; None if it has copied nothing."""
     payload = bare(payload)
-    return None if len(payload) == _STEP_BODY.size else _STEP_COPY.unpack_from(payload, _STEP_BODY.size)[1]
+    return None if len(payload) == STEP_BODY.size else STEP_COPY.unpack_from(payload, STEP_BODY.size)[1]
 
 
 def definition(payload: bytes) -> tuple[int, Any]:
     """A definition's number and value; ValueError or struct.error if it is damaged."""
-    return _DEFINE_HEAD.unpack_from(payload)[1], json.loads(payload[_DEFINE_HEAD.size :])
-
-
-# ------------------------------------------------------------------------------------------------ JSON
-
-
-def _ms(ns: int) -> float:
-    return ns / 1e6
-
-
-def _sizes_json(sizes: tuple[Size, ...] | None) -> list[dict[str, Any]] | None:
-    if sizes is None:
-        return None
-    return [
-        {"path": s.path, "shape": list(s.shape), "dtype": s.dtype, "bytes": s.bytes} for s in sizes if s.path != MORE
-    ]
-
-
-def _call_json(call: Call) -> dict[str, Any]:
-    absent = dict(call.absent)
-    for what in ("inputs", "outputs"):
-        if any(size.path == MORE for part in (call, *call.replicas) for size in getattr(part, what) or ()):
-            absent[what] = "too large to be listed to its end: there may be more tensors"
-    if call.failed:
-        absent["outputs"] = "the forward raised an exception"
-    elif (
-        call.inputs is None or call.outputs is None or any(r.inputs is None or r.outputs is None for r in call.replicas)
-    ):
-        absent.setdefault("sizes", "not seen by a forward hook")
-    found: dict[str, Any] = {
-        "kind": "call",
-        "process": call.process,
-        "rank": call.rank,
-        "step": call.step,
-        "call": call.call,
-        "root": call.root,
-        "via": call.via,
-        "mode": call.mode,
-        "virtual": call.virtual,
-        "training": call.training,
-        "grad": call.grad,
-        "start_s": call.start_ns / 1e9,
-        "wall_ms": _ms(call.wall_ns),
-        "devices": list(call.devices),
-        "phases": {name: {"host_ms": _ms(p.host_ns), "device_ms": p.device_ms} for name, p in call.phases.items()},
-        "replicas": [
-            {
-                "replica": r.replica,
-                "device": r.device,
-                "host_ms": _ms(r.host_ns),
-                "device_ms": r.device_ms,
-                "inputs": _sizes_json(r.inputs),
-                "outputs": _sizes_json(r.outputs),
-            }
-            for r in call.replicas
-        ],
-        "inputs": _sizes_json(call.inputs),
-        "outputs": _sizes_json(call.outputs),
-        "absent": absent,
-    }
-    if call.stages:
-        found["stages"] = [_stage_json(stage, call) for stage in call.stages]
-    return found
-
-
-def _stage_json(stage: Stage, call: Call) -> dict[str, Any]:
-    before = call.stages[stage.stage - 1].device if stage.stage else None
-    return {
-        "stage": stage.stage,
-        "device": stage.device,
-        "parts": list(stage.parts),
-        "start_ms": _ms(stage.offset_ns),
-        "host_ms": None if stage.host_ns is None else _ms(stage.host_ns),
-        "device_ms": stage.device_ms,
-        "from": before,
-        "crossed_bytes": stage.crossed,
-        "inputs": _sizes_json(stage.inputs),
-        "outputs": _sizes_json(stage.outputs),
-    }
-
-
-def _step_json(step: Step) -> dict[str, Any]:
-    absent = {} if step.samples is not None else {"samples": "no call of this step had a tensor with rows"}
-    found: dict[str, Any] = {
-        "kind": "step",
-        "process": step.process,
-        "rank": step.rank,
-        "step": step.step,
-        "mode": step.mode or None,
-        "start_s": step.start_ns / 1e9,
-        "wall_ms": _ms(step.wall_ns),
-        "samples": step.samples,
-        "phases": {name: _ms(step.phases[name]) for name in STEP_PHASES if name in step.phases},
-    }
-    if step.copied is not None:
-        found["copied_bytes"] = step.copied
-    if step.device_ms is not None:
-        found["device_ms"] = {name: step.device_ms[name] for name in STEP_PHASES if name in step.device_ms}
-        if step.untimed is not None:
-            absent["device_ms"] = step.untimed
-    return {**found, "absent": absent}
-
-
-def as_json(record: Record) -> dict[str, Any]:
-    """The record as an object of `dpmon export --format jsonl`: times in ms, starts in s since the run's start."""
-    if isinstance(record, Call):
-        return _call_json(record)
-    if isinstance(record, Step):
-        return _step_json(record)
-    return {"kind": record.kind, **record.data}
+    return DEFINE_HEAD.unpack_from(payload)[1], json.loads(payload[DEFINE_HEAD.size :])

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from dpmon.records import Call, Decoder, Event, Record, RecordError, Step, as_json
+from dpmon.asjson import as_json
+from dpmon.records import Call, Decoder, Event, Record, RecordError, Step
 from dpmon.ring import RingError, RingReader
 from dpmon.run.kept import Kept
 from dpmon.run.proc import alive

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dpmon.records import CALL_PHASES, CALL_TAG, DDP, FAILED, GRAD, TRAINING, VIRTUAL, Untimed, pack_call
+from dpmon.packing import CALL_PHASES, CALL_TAG, DDP, FAILED, GRAD, TRAINING, VIRTUAL, Untimed, pack_call
 from dpmon.ring import Ring
 from dpmon.tracer.byhand import ByHand
 from dpmon.tracer.events import Span
@@ -918,7 +918,7 @@ class Calls:
         return number
 
     def _replicas(self, trace: Trace, outputs: int, now: int) -> tuple[int, ...] | list[int]:
-        """Four numbers a replica, as dpmon.records.pack_call takes them."""
+        """Four numbers a replica, as dpmon.packing.pack_call takes them."""
         start = trace.start
         if trace.share is not None:
             args, kwargs = trace.share

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpmon.records import CALL_TAG, GRAD, TRAINING, VIRTUAL, call_format
+from dpmon.packing import CALL_TAG, GRAD, TRAINING, VIRTUAL, call_format
 from dpmon.ring import Activity, Frame, Ring
 from dpmon.tracer.frames import drop_frames
 from dpmon.tracer.modes import DP
@@ -76,7 +76,7 @@ class Lane:
         self.count = 0
         """Replicas in this call."""
         self.replicas = [0] * (4 * len(site.replicas))
-        """Four numbers each, as dpmon.records.pack_call takes them."""
+        """Four numbers each, as dpmon.packing.pack_call takes them."""
         self.blank = tuple(self.replicas)
         self.odd: bool | None = False if site.via is None else None
         """As `Watch.odd`."""
@@ -90,7 +90,7 @@ class Lane:
 
     @property
     def phases(self) -> list[int]:
-        """As dpmon.records.pack_call takes them: of each verb its start after the call's own, -1 if it was not run to
+        """As dpmon.packing.pack_call takes them: of each verb its start after the call's own, -1 if it was not run to
         its end, and its duration."""
         phases = [-1, 0] * len(VERBS)
         for at in range(0, len(self.marks) & ~1, 2):

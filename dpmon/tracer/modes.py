@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dpmon.records import MODES
+from dpmon.packing import MODES
 from dpmon.tracer.session import Session
 from dpmon.tracer.tables import buffers_of, modules_of, parameters_of
 from dpmon.tracer.virtual import Originals, VirtualDevices

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpmon.records import PLAIN_WORDS, STEP_WORDS, pack_definition, pack_event
+from dpmon.packing import PLAIN_WORDS, STEP_WORDS, pack_definition, pack_event
 from dpmon.ring import DEFAULT_CAPACITY, Ring
 from dpmon.tracer import sizes
 from dpmon.tracer.inject import note

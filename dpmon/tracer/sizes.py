@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dpmon.records import MORE
+from dpmon.packing import MORE
 
 __all__ = ["first_rows", "gathers", "leaves", "signature_of_call", "signature_of_value", "spell_out", "tensors_in"]
 

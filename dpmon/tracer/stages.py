@@ -212,7 +212,7 @@ class Stages:
                 self.session.fault("stages", error)
 
     def packed(self, start: int) -> list[int]:
-        """Five numbers a stage, as dpmon.records.pack_call takes them; `start` of the call, monotonic ns."""
+        """Five numbers a stage, as dpmon.packing.pack_call takes them; `start` of the call, monotonic ns."""
         flat: list[int] = []
         for stage in self._ran:
             names = tuple(stage.names)

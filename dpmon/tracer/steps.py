@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from dpmon.records import FAILED, GRAD, STEP_TAG, STEP_WORDS, TRAINING, Untimed, with_copies
+from dpmon.packing import FAILED, GRAD, STEP_TAG, STEP_WORDS, TRAINING, Untimed, with_copies
 from dpmon.ring import HEADER_BYTES, Activity, Frame, Ring
 from dpmon.tracer import timing
 from dpmon.tracer.frames import drop_frames, named_like
@@ -407,7 +407,7 @@ class Steps:
             self.mode = mode
 
     def call_ends(self, began: int, now: int, outer: int, rows: int, flags: int) -> None:
-        """The outermost call is over; `rows` of its batch, -1 if unknown; `flags` as dpmon.records has them."""
+        """The outermost call is over; `rows` of its batch, -1 if unknown; `flags` as dpmon.packing has them."""
         if self.session.timing is not None:
             self.session.timing.end(timing.FORWARD)
         self.forward += now - began - self.inner

@@ -9,7 +9,8 @@ from running import Dpmon
 from sidebyside import ROOT, of_kind
 from tracing import Traced, alone, text_of, traced
 
-from dpmon.records import Call, as_json
+from dpmon.asjson import as_json
+from dpmon.records import Call
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ import pytest
 from test_tracer_modes import DP, SINGLE, Steered
 from tracing import Script, Traced, traced
 
-from dpmon.records import Call, as_json
+from dpmon.asjson import as_json
+from dpmon.records import Call
 
 VERBS = ["scatter", "replicate", "parallel_apply", "gather"]
 

@@ -15,6 +15,7 @@ import pytest
 from kept import keep
 from synthetic import SECOND, Training, decoded
 
+from dpmon.asjson import as_json
 from dpmon.cli.summary import summary_lines
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables
@@ -26,7 +27,6 @@ from dpmon.records import (
     RecordError,
     Step,
     Untimed,
-    as_json,
     call_head,
     call_replicas,
     kind_of,

@@ -65,21 +65,21 @@ def test_a_plain_question_loads_nothing_heavy(
 
 
 def test_the_training_process_loads_only_the_standard_library() -> None:
-    for part in ("dpmon.records", "dpmon.ring", "dpmon.tracer", "dpmon.tracer.inject"):
+    for part in ("dpmon.packing", "dpmon.ring", "dpmon.tracer", "dpmon.tracer.inject"):
         added = tops(added_by(f"import {part}")) - {"dpmon"}
         assert added <= sys.stdlib_module_names, part
         assert not added & {"sqlite3", "asyncio", "subprocess", "socket", "ssl", "logging"}, part
 
 
-def test_the_tracer_loads_of_dpmon_only_itself_ring_and_records() -> None:
+def test_the_tracer_loads_of_dpmon_only_itself_ring_and_packing() -> None:
     added = loaded_by("import dpmon.tracer.patch", beyond="import torch")
-    assert {name for name in added if name.startswith("dpmon.")} >= {"dpmon.ring", "dpmon.records", "dpmon.tracer"}
+    assert {name for name in added if name.startswith("dpmon.")} >= {"dpmon.ring", "dpmon.packing", "dpmon.tracer"}
     for name in added:
         top = name.partition(".")[0]
         assert (
             top == "torch"
             or top in sys.stdlib_module_names
-            or name.startswith(("dpmon.tracer", "dpmon.ring", "dpmon.records"))
+            or name.startswith(("dpmon.tracer", "dpmon.ring", "dpmon.packing"))
             or name == "dpmon"
         ), name
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dpmon.asjson import as_json
 from dpmon.records import (
     CALL_PHASES,
     FAILED,
@@ -29,7 +30,6 @@ from dpmon.records import (
     Replica,
     Size,
     Step,
-    as_json,
     call_flags,
     call_head,
     call_replicas,

@@ -7,13 +7,13 @@ import struct
 import pytest
 from synthetic import SECOND
 
+from dpmon.asjson import as_json
 from dpmon.model import State, fold
 from dpmon.records import (
     Call,
     Decoder,
     Record,
     RecordError,
-    as_json,
     call_replicas,
     call_stages,
     pack_call,

@@ -1,0 +1,115 @@
+"""Records as JSON: what `dpmon export --format jsonl` writes, a line each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dpmon.records import MORE, STEP_PHASES, Call, Record, Size, Stage, Step
+
+__all__ = ["as_json"]
+
+
+def _ms(ns: int) -> float:
+    return ns / 1e6
+
+
+def _sizes_json(sizes: tuple[Size, ...] | None) -> list[dict[str, Any]] | None:
+    if sizes is None:
+        return None
+    return [
+        {"path": s.path, "shape": list(s.shape), "dtype": s.dtype, "bytes": s.bytes} for s in sizes if s.path != MORE
+    ]
+
+
+def _call_json(call: Call) -> dict[str, Any]:
+    absent = dict(call.absent)
+    for what in ("inputs", "outputs"):
+        if any(size.path == MORE for part in (call, *call.replicas) for size in getattr(part, what) or ()):
+            absent[what] = "too large to be listed to its end: there may be more tensors"
+    if call.failed:
+        absent["outputs"] = "the forward raised an exception"
+    elif (
+        call.inputs is None or call.outputs is None or any(r.inputs is None or r.outputs is None for r in call.replicas)
+    ):
+        absent.setdefault("sizes", "not seen by a forward hook")
+    found: dict[str, Any] = {
+        "kind": "call",
+        "process": call.process,
+        "rank": call.rank,
+        "step": call.step,
+        "call": call.call,
+        "root": call.root,
+        "via": call.via,
+        "mode": call.mode,
+        "virtual": call.virtual,
+        "training": call.training,
+        "grad": call.grad,
+        "start_s": call.start_ns / 1e9,
+        "wall_ms": _ms(call.wall_ns),
+        "devices": list(call.devices),
+        "phases": {name: {"host_ms": _ms(p.host_ns), "device_ms": p.device_ms} for name, p in call.phases.items()},
+        "replicas": [
+            {
+                "replica": r.replica,
+                "device": r.device,
+                "host_ms": _ms(r.host_ns),
+                "device_ms": r.device_ms,
+                "inputs": _sizes_json(r.inputs),
+                "outputs": _sizes_json(r.outputs),
+            }
+            for r in call.replicas
+        ],
+        "inputs": _sizes_json(call.inputs),
+        "outputs": _sizes_json(call.outputs),
+        "absent": absent,
+    }
+    if call.stages:
+        found["stages"] = [_stage_json(stage, call) for stage in call.stages]
+    return found
+
+
+def _stage_json(stage: Stage, call: Call) -> dict[str, Any]:
+    before = call.stages[stage.stage - 1].device if stage.stage else None
+    return {
+        "stage": stage.stage,
+        "device": stage.device,
+        "parts": list(stage.parts),
+        "start_ms": _ms(stage.offset_ns),
+        "host_ms": None if stage.host_ns is None else _ms(stage.host_ns),
+        "device_ms": stage.device_ms,
+        "from": before,
+        "crossed_bytes": stage.crossed,
+        "inputs": _sizes_json(stage.inputs),
+        "outputs": _sizes_json(stage.outputs),
+    }
+
+
+def _step_json(step: Step) -> dict[str, Any]:
+    absent = {} if step.samples is not None else {"samples": "no call of this step had a tensor with rows"}
+    found: dict[str, Any] = {
+        "kind": "step",
+        "process": step.process,
+        "rank": step.rank,
+        "step": step.step,
+        "mode": step.mode or None,
+        "start_s": step.start_ns / 1e9,
+        "wall_ms": _ms(step.wall_ns),
+        "samples": step.samples,
+        "phases": {name: _ms(step.phases[name]) for name in STEP_PHASES if name in step.phases},
+    }
+    if step.copied is not None:
+        found["copied_bytes"] = step.copied
+    if step.device_ms is not None:
+        found["device_ms"] = {name: step.device_ms[name] for name in STEP_PHASES if name in step.device_ms}
+        if step.untimed is not None:
+            absent["device_ms"] = step.untimed
+    return {**found, "absent": absent}
+
+
+def as_json(record: Record) -> dict[str, Any]:
+    """The record as an object of `dpmon export --format jsonl`: times in ms, starts in s since the run's start."""
+    if isinstance(record, Call):
+        return _call_json(record)
+    if isinstance(record, Step):
+        return _step_json(record)
+    return {"kind": record.kind, **record.data}

@@ -1,0 +1,189 @@
+"""How a training process packs its records: the bytes that it writes into its ring.
+
+On its hot path the tracer fills the formats itself. What does not change from batch to batch (names, devices, shapes)
+is sent once as a *definition* and referred to by number, so that a call over 8 replicas takes 304 bytes. What these
+bytes mean to everybody else is in dpmon.records.
+
+Standard library only, and little of that: this module is imported into the training process.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = [
+    "CALL_FORMAT",
+    "CALL_PHASES",
+    "CALL_STAGE",
+    "CALL_TAG",
+    "DDP",
+    "DEFINE_HEAD",
+    "DEFINE_TAG",
+    "EVENT_TAG",
+    "FAILED",
+    "GRAD",
+    "MODES",
+    "MORE",
+    "PLAIN_FORMAT",
+    "PLAIN_TAG",
+    "PLAIN_WORDS",
+    "STEP_BODY",
+    "STEP_COPY",
+    "STEP_FORMAT",
+    "STEP_PHASES",
+    "STEP_TAG",
+    "STEP_WORDS",
+    "TIMED_HEAD",
+    "TIMED_PHASES",
+    "TIMED_TAG",
+    "TRAINING",
+    "VIRTUAL",
+    "Untimed",
+    "call_flags",
+    "call_format",
+    "mode_number",
+    "pack_call",
+    "pack_definition",
+    "pack_event",
+    "pack_step",
+    "pack_timed",
+    "with_copies",
+]
+
+MODES = ("", "dp", "single")
+"""Modes by the number they have in records and in a ring's control block; 0 is none."""
+CALL_PHASES = ("scatter", "replicate", "parallel_apply", "gather")
+STEP_PHASES = ("data", "copy", "forward", "backward", "optimizer", "other")
+"""Copy: of tensors from the host to a GPU, by the script's own `.to` and `.cuda`."""
+TIMED_PHASES = ("data", "forward", "backward", "optimizer", "copy")
+"""As they stand in a record, which has no copy where nothing was copied."""
+
+DEFINE_TAG, CALL_TAG, STEP_TAG, EVENT_TAG, PLAIN_TAG, TIMED_TAG = 1, 2, 3, 4, 5, 6
+VIRTUAL, TRAINING, GRAD, FAILED = 1, 2, 4, 8
+DDP = "DistributedDataParallel"
+"""`via` of a rank's call."""
+
+
+class Untimed:
+    """Why a device's own time is not known, as numbers in records: dpmon.records.UNTIMED has the words."""
+
+    (NONE, LATE, CAPTURED, NO_EVENT, FAULT, ENDED, RAISED, ON_CPU, CROSSED, TOO_MANY, COPIES) = range(11)
+
+
+TIMED_HEAD = struct.Struct("<BBHI")
+"""TIMED_TAG, why one is missing, how many times, bytes of the call or step that follows; then times (ms, NaN: none)."""
+
+DEFINE_HEAD = struct.Struct("<B3xI")
+PLAIN_FORMAT = "<BBBBIQQqqII"
+"""A call without phases, whose one replica is the whole of it: PLAIN_TAG, then as pack_call takes them."""
+PLAIN_WORDS = "<QQQqqQ"
+"""The same bytes as fewer numbers: tag | mode << 8 | flags << 16 | layout << 32, step, call, start, wall,
+inputs | outputs << 32."""
+CALL_FORMAT = PLAIN_FORMAT + "qq" * len(CALL_PHASES)
+CALL_STAGE = struct.Struct("<IIIxxxxqq")
+STEP_FORMAT = "<BBBxIQqqqqqqq"
+"""STEP_TAG, mode, 1 if it has copied else 0, 0, step, start, wall, samples, four phases: see pack_step."""
+STEP_WORDS = "<QQqqqqqqq"
+"""The same bytes as fewer numbers: tag | mode << 8, then step and the others."""
+STEP_BODY = struct.Struct(STEP_FORMAT)
+STEP_COPY = struct.Struct("<qq")
+"""Follows the four phases of a step that has copied: how long, and how many bytes."""
+_call_structs: dict[int, struct.Struct] = {}
+_time_structs: dict[int, struct.Struct] = {}
+_NAN = float("nan")
+
+MORE = "\u2026"
+"""Path of a size that stands for tensors that are not listed; it has no shape, no dtype and no bytes."""
+
+
+def mode_number(mode: str) -> int:
+    """The number of a mode by its name; ValueError for a name that is none."""
+    return MODES.index(mode)
+
+
+def pack_definition(number: int, value: Any) -> bytes:
+    """A definition: a layout (root, via, devices, absent), a stage (device, parts) or a list of sizes.
+
+    A size is (path, shape, dtype, bytes).
+    """
+    return DEFINE_HEAD.pack(DEFINE_TAG, number) + json.dumps(value, separators=(",", ":")).encode()
+
+
+def pack_event(kind: str, data: Mapping[str, Any]) -> bytes:
+    """A rare record, as JSON; `data` without its kind."""
+    return bytes((EVENT_TAG,)) + json.dumps({"kind": kind, **data}, separators=(",", ":")).encode()
+
+
+def call_flags(virtual: bool, training: bool, grad: bool, failed: bool) -> int:
+    """The flag byte of a call."""
+    return virtual * VIRTUAL | training * TRAINING | grad * GRAD | failed * FAILED
+
+
+def call_format(replicas: int) -> str:
+    """The struct format of a call without stages over so many replicas.
+
+    CALL_TAG, mode, flags, number of stages, then as pack_call takes them.
+    """
+    return CALL_FORMAT + "IIqq" * replicas
+
+
+def pack_call(
+    mode: int,
+    flags: int,
+    layout: int,
+    step: int,
+    call: int,
+    start_ns: int,
+    wall_ns: int,
+    inputs: int,
+    outputs: int,
+    phases: Sequence[int],
+    replicas: Sequence[int],
+    stages: Sequence[int] = (),
+) -> bytes:
+    """A call.
+
+    `phases`: offset and duration (ns) for each of CALL_PHASES, offset -1 for one that did not run. `replicas`: four
+    numbers a replica: inputs, outputs (definitions, 0 unknown), offset, duration. `stages`: five numbers a stage, at
+    most 255 of them: device and parts (a definition), then as for a replica, duration -1 for one that did not end.
+    Clocks are monotonic ns.
+    """
+    count = len(replicas) >> 2
+    packer = _call_structs.get(count)
+    if packer is None:
+        packer = _call_structs[count] = struct.Struct(call_format(count))
+    last = len(stages) // 5
+    head = packer.pack(
+        CALL_TAG, mode, flags, last, layout, step, call, start_ns, wall_ns, inputs, outputs, *phases, *replicas
+    )
+    return head + b"".join(CALL_STAGE.pack(*stages[5 * i : 5 * i + 5]) for i in range(last))
+
+
+def pack_step(mode: int, step: int, start_ns: int, wall_ns: int, samples: int, phases: Sequence[int]) -> bytes:
+    """A step that has copied nothing; `samples` -1 if unknown.
+
+    `phases`: ns for data, forward, backward and optimizer, -1 for one that did not run.
+    """
+    return STEP_BODY.pack(STEP_TAG, mode, 0, 0, step, start_ns, wall_ns, samples, *phases)
+
+
+def with_copies(step: bytes, took_ns: int, copied: int) -> bytes:
+    """The step that `pack_step` has packed, if tensors were copied to devices in it: how long, how many bytes."""
+    return bytes((*step[:2], 1)) + step[3:] + STEP_COPY.pack(took_ns, copied)
+
+
+def pack_timed(record: bytes, times: Sequence[float | None], why: int) -> bytes:
+    """A packed call or step, with the times that its devices took, in ms; `why` one is None: a number of Untimed.
+
+    Of a call: each of CALL_PHASES, then each replica or stage. Of a step: data, forward, backward, optimizer, and copy
+    where it has copied.
+    """
+    count = len(times)
+    packer = _time_structs.get(count)
+    if packer is None:
+        packer = _time_structs[count] = struct.Struct(f"<{count}f")
+    known = [_NAN if time is None else time for time in times]
+    return TIMED_HEAD.pack(TIMED_TAG, why, count, len(record)) + record + packer.pack(*known)

@@ -31,6 +31,7 @@ from dpmon.model.history import figures, forward_figures
 from dpmon.model.ranks import training
 from dpmon.model.state import Process
 from dpmon.model.stats import PhaseFigures, median_known, speed
+from dpmon.model.turns import ended_of
 from dpmon.records import STEP_PHASES
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError
@@ -118,6 +119,7 @@ class Lines:
             for record in records:
                 self._state = fold(self._state, record)
             if not records:
+                self._state.ended = ended_of(self._reader.activities())
                 break
 
     def _put(self, said: dict[str, Any]) -> None:

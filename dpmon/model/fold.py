@@ -31,6 +31,7 @@ from dpmon.model.state import (
     Timed,
     WarningText,
 )
+from dpmon.model.turns import saw
 from dpmon.records import CALL_PHASES, MODES, STEP_PHASES, Call, Event, Record, Step
 
 __all__ = ["fold", "process_of", "refined"]
@@ -69,9 +70,7 @@ def process_of(state: State, number: int, rank: int | None) -> Process | None:
 
 
 def _saw(state: State, process: Process, start_ns: int, end_ns: int) -> None:
-    if process.began_ns < 0:
-        process.began_ns = start_ns
-    process.seen_ns = max(process.seen_ns, end_ns)
+    saw(process, start_ns, end_ns)
     state.newest_ns = max(state.newest_ns, end_ns)
 
 

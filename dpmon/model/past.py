@@ -56,7 +56,7 @@ def fold_past(state: State, past: Past | Drawn | DevicePast) -> State:
     track.samples += past.samples
     track.unknown += past.unknown
     if process.began_ns < 0:
-        process.began_ns = past.start_s * _SECOND if past.width_s else 0
+        process.began_ns = process.resumed_ns = past.start_s * _SECOND if past.width_s else 0
     process.seen_ns = max(process.seen_ns, past.start_s * _SECOND)
     state.newest_ns = max(state.newest_ns, process.seen_ns)
     if past.width_s:

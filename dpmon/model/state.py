@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from dpmon.model.turns import standing_for, taking_turns
 from dpmon.records import Call, Step
 
 __all__ = [
@@ -65,9 +66,6 @@ DEVICES_KEPT = 256
 HISTORY_KEPT = 640
 TEXTS_KEPT = 100
 OPEN_STEPS_KEPT = 64
-_LATELY_NS = 30_000_000_000
-_TURN_NS, _TURN_STEPS = 2_000_000_000, 3
-"""So long, and so many of its steps, a process is silent before another one that began since stands for the run."""
 
 
 class StepSample(NamedTuple):
@@ -264,6 +262,8 @@ class Process:
     last_step: StepSample | None = None
     began_ns: int = -1
     """When the first of its steps and calls that were seen began."""
+    resumed_ns: int = -1
+    """When it took up work again after its last silence; when it began, where there was none."""
     seen_ns: int = -1
     """When its newest step or call ended."""
     modes: dict[str, ModeTrack] = field(default_factory=dict)
@@ -341,29 +341,13 @@ class State:
     exit: Mapping[str, Any] | None = None
     newest_ns: int = -1
 
+    ended: frozenset[int] = frozenset()
+    """Processes that train no more, as far as a reader knows; no record says so."""
+
     def training(self) -> list[Process]:
-        """Those that train now: seen within half a minute of the newest, and no other training has taken over since."""
-        lately = [p for p in self.processes.values() if p.seen_ns >= max(self.newest_ns - _LATELY_NS, 0)]
-        if len(lately) < 2:
-            return lately
-        began: dict[int | None, int] = {}
-        for one in lately:
-            began[one.rank] = max(began.get(one.rank, -1), one.began_ns)
-        return [process for process in lately if not self._took_over(process, began)] or lately
+        """Those that train now (`dpmon.model.turns`)."""
+        return taking_turns(self)
 
     def focus(self) -> Process | None:
         """The process whose numbers stand for the run: the first of those that train now, by rank."""
-        return min(self.training(), key=lambda p: (p.rank is None, p.rank or 0, p.process), default=None) or (
-            next(iter(self.processes.values()), None)
-        )
-
-    def _took_over(self, process: Process, began: Mapping[int | None, int]) -> bool:
-        """Whether another training began after all that was seen of `process`, which has been silent since.
-
-        Of processes that train together none takes over from another: a rank only from one of the same number, and a
-        silence is measured by the process's own steps. `began`: by rank, when the last one began.
-        """
-        rivals = began.values() if process.rank is None else (began.get(process.rank, -1), began.get(None, -1))
-        usual = process.last_step.wall_ns if process.last_step is not None else 0
-        silence = max(_TURN_NS, _TURN_STEPS * usual)
-        return max(rivals) > process.seen_ns and self.newest_ns - process.seen_ns >= silence
+        return standing_for(self)

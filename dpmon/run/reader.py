@@ -86,6 +86,10 @@ class _Tail:
             return "ended", 0
         return Activity.NAMES[what], since
 
+    def doing(self) -> tuple[str, int]:
+        """Its activity, of a living process."""
+        return self.activity() if self.alive() else ("ended", 0)
+
     def request(self, mode: int) -> bool:
         try:
             self.asked = self.ring.request(mode)
@@ -283,8 +287,8 @@ class RunReader:
         return waits_since(self.directory)
 
     def activities(self) -> dict[int, tuple[str, int]]:
-        """What each training process is in, and since when (monotonic ns)."""
-        return {tail.ring.process: tail.activity() for tail in self._tails.values() if tail.ring.process >= 0}
+        """What each training process is in, and since when (monotonic ns); "ended" of one that was killed, too."""
+        return {tail.ring.process: tail.doing() for tail in self._tails.values() if tail.ring.process >= 0}
 
     def exit(self) -> ExitInfo | None:
         """How the run ended; None while it goes on."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from dpmon.model import State, fold
 from dpmon.model.past import fold_past
 from dpmon.model.ranks import toggle_refusal, training
+from dpmon.model.turns import ended_of
 from dpmon.past import DevicePast, Drawn, Past
 from dpmon.records import Record
 from dpmon.ui.panel_output import Output
@@ -201,6 +202,7 @@ class Feed:
                 return
         self._busy = False
         self._caught_up = True
+        self.state.ended = ended_of(reader.activities())
 
     def _at_head(self) -> bool:
         """Whether the newest steps of all that train are of just now: of a flood no poll may ever come back empty."""

@@ -231,7 +231,8 @@ def life(scene: Scene) -> Life:
     if doing == "data" and spent > WAIT_SHOWN_NS:
         return Life("waiting for data", "wait", f"{spent / 1e9:.0f} s")
     if doing == "ended":
-        if scene.stage is not None and scene.stage[1] > process.seen_ns:  # the next training is on its way
+        # Another training is on its way, and nothing of it was seen yet.
+        if scene.stage is not None and scene.stage[1] > max(scene.state.newest_ns, process.seen_ns):
             return _before_first_batch(scene, "", 0)
         return Life("ending", "wait", "the training process is at its end")
     quiet = scene.now_ns - process.seen_ns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from synthetic import SECOND, Training, decoded
 
@@ -24,10 +24,10 @@ def numbered(one: Training, steps: int) -> list[Record]:
     return decoded([*one.begin(), *one.run(steps)], one.process, one.rank)
 
 
-def in_time(*runs: Sequence[Record]) -> Iterator[tuple[State, Record]]:
+def in_time(*runs: Sequence[Record], key: Callable[[Record], int] = began) -> Iterator[tuple[State, Record]]:
     """The state after each record of these processes, in order of time."""
     state = State()
-    for record in heapq.merge(*runs, key=began):
+    for record in heapq.merge(*runs, key=key):
         state = fold(state, record)
         yield state, record
 
@@ -96,3 +96,88 @@ def test_what_is_only_in_the_past_of_a_late_reader_counts_too() -> None:
     for past in (of(0, 3), of(0, 4), of(1, 6), of(1, 9)):
         state = fold_past(state, past)
     assert focused(state) == 1
+
+
+# ------------------------------------------------------------------------------------------------ a second process
+
+
+def ended(record: Record) -> int:
+    return record.start_ns + record.wall_ns if isinstance(record, (Call, Step)) else 0
+
+
+def with_an_evaluation(*, within: bool = False) -> tuple[Training, list[list[Record]]]:
+    """An evaluation of 8 s, and its two: a training that starts it after 500 steps, waits for it, and goes on.
+
+    `within`: the wait lies in a step, behind its call; else between two steps.
+    """
+    first = Training(process=0, step_ns=SECOND // 100)
+    payloads = [*first.begin(), *first.run(500)]
+    evaluation = Training(process=1, step_ns=SECOND // 100, start_ns=first.now + SECOND, seed=2)
+    during = numbered(evaluation, 800)
+    pause = evaluation.now + SECOND // 10 - first.now
+    if within:
+        usual = first.shares["dp"]["backward"]
+        first.shares["dp"]["backward"] = pause * 120 // first.step_ns
+        payloads += first.step()
+        first.shares["dp"]["backward"] = usual
+    else:
+        first.now += pause
+    payloads += first.run(500)
+    return evaluation, [decoded(payloads, 0), during]
+
+
+def test_a_training_that_goes_on_after_its_evaluation_stands_for_the_run_again() -> None:
+    for within in (False, True):
+        evaluation, runs = with_an_evaluation(within=within)
+        seen: list[list[int]] = []
+        for state, record in in_time(*runs, key=ended):
+            shown = [each.process for each in training(state)]
+            if seen[-1:] != [shown]:
+                seen.append(shown)
+            # Without anything but the record, as in a playback: after two seconds of the training's own.
+            assert shown in ([0], []) or ended(record) < evaluation.now + 6 * SECOND
+        assert seen == [[], [0], [0, 1], [1], [0, 1], [0]], (within, seen)
+
+
+def test_an_evaluation_that_has_ended_is_no_rank_from_then_on() -> None:
+    evaluation, runs = with_an_evaluation()
+    after = [record for record in runs[0] if began(record) > evaluation.now]
+    *_, (state, _) = in_time(runs[0][: -len(after)], runs[1], key=ended)
+    assert [each.process for each in training(state)] == [1]
+    state.ended = frozenset({1})
+    assert [each.process for each in training(state)] == [1], "the training has not gone on yet"
+    state = fold(state, after[0])
+    assert [each.process for each in training(state)] == [0], "at once, not half a minute later"
+    state.ended = frozenset({0, 1})
+    assert [each.process for each in training(state)] == [0, 1], "of those that have ended all"
+
+
+def test_a_rank_without_a_successor_is_left_behind_by_those_that_were_started_again() -> None:
+    """An elastic job of three ranks goes on with two."""
+    old = [Training(process=rank, rank=rank, seed=rank) for rank in range(3)]
+    runs = [numbered(one, 400) for one in old]
+    start = max(one.now for one in old) + SECOND
+    new = [Training(process=3 + rank, rank=rank, seed=9 + rank, start_ns=start + rank * SECOND) for rank in range(2)]
+    runs += [numbered(one, 1500) for one in new]
+    *_, (state, _) = in_time(*runs)
+    assert [each.process for each in training(state)] == [3, 4]
+    for state, record in in_time(*runs):
+        late = isinstance(record, Step) and record.process == 3
+        state.ended = frozenset({0, 1, 2}) if late else frozenset()
+        if late:
+            assert {each.process for each in training(state)} <= {3, 4}
+
+
+def test_ranks_that_all_wait_for_one_stay_ranks() -> None:
+    """Rank 0 evaluates for ten seconds; all go on after it, a moment apart, also soon after a restart."""
+    old = [Training(process=rank, rank=rank, seed=rank) for rank in range(3)]
+    runs = [numbered(one, 100) for one in old]
+    start = max(one.now for one in old) + 3 * SECOND
+    for rank in range(3):
+        one = Training(process=3 + rank, rank=rank, seed=9 + rank, start_ns=start + rank * SECOND // 5)
+        before = [*one.begin(), *one.run(1000)]
+        one.now += 10 * SECOND + rank * SECOND // 10
+        runs.append(decoded([*before, *one.run(1000)], one.process, rank))
+    for state, record in in_time(*runs):
+        if began(record) > start + 3 * SECOND:
+            assert [each.process for each in training(state)] == [3, 4, 5], began(record)

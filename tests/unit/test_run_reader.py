@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -253,6 +255,20 @@ def test_activities_and_stages(run: tuple[Path, RunInfo], reader: RunReader) -> 
     name, since = reader.activities()[0]
     assert name == "data"
     assert since == pytest.approx(77_000, abs=64)
+
+
+def test_a_process_that_was_killed_has_ended_though_it_could_not_say_so(
+    run: tuple[Path, RunInfo], reader: RunReader
+) -> None:
+    writer = Writer(run[0])
+    reader.poll()
+    writer.ring.activity(Activity.BACKWARD, 77_000)
+    assert reader.activities()[0][0] == "backward"
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (tail,) = reader._tails.values()
+    tail.ring.pid = gone.pid
+    assert reader.activities()[0] == ("ended", 0)
 
 
 def test_the_end_is_read_from_the_file_or_the_ring(run: tuple[Path, RunInfo], reader: RunReader) -> None:

@@ -142,3 +142,25 @@ def test_a_command_that_is_gone_has_its_exit_read_before_it_is_called_unknown(tm
     feed.tick()
     feed.tick()
     assert life(feed.scene(View())).detail == "status unknown"
+
+
+def test_a_slow_training_after_another_one_is_not_waited_for_once_it_steps(tmp_path: Path) -> None:
+    """The first one's steps take twenty seconds each: a silence of a minute would say nothing of it, its end does."""
+    first = Training(start_ns=5 * SECOND, step_ns=20 * SECOND)
+    second = Training(process=1, step_ns=20 * SECOND, seed=2)
+    reader = FakeReader(tmp_path)
+    reader.new = decoded([*first.begin(), *first.run(4)])
+    second.now = first.now + 9 * SECOND
+    now = reader.info.start_ns + second.now
+    feed = Feed(tmp_path, lambda: reader, lambda: now)
+    feed.start()
+    reader.doing = {0: ("ended", 0)}
+    reader.stage = lambda: ("torch imported", reader.info.start_ns + first.now + 8 * SECOND)  # type: ignore[method-assign]
+    feed.tick()
+    assert life(feed.scene(View())).word == "waiting for the first step"
+    reader.new = decoded([*second.begin(), *second.run(1)], 1)
+    reader.doing = {0: ("ended", 0), 1: ("backward", 0)}
+    now = reader.info.start_ns + second.now
+    feed.tick()
+    assert life(feed.scene(View())).word == "running"
+    assert [each.process for each in feed.state.training()] == [1]

@@ -1,0 +1,124 @@
+"""Whose turn it is where a run has several processes: which of them train now, and which one stands for the run. Pure.
+
+Trainings may follow each other, one may start another (an evaluation of its own) and go on after it, and a job that was
+started again leaves its old ranks behind. What a process is known by are its steps and calls: when the first of them
+began, when it took up work again after a silence, when the newest ended; and that it has ended, where a reader knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from dpmon.model.state import Process, State
+
+__all__ = ["ended_of", "saw", "standing_for", "taking_turns"]
+
+_LATELY_NS = 30_000_000_000
+_TURN_NS, _TURN_STEPS = 2_000_000_000, 3
+"""So long, and so many of its steps, a process is silent before another one that began since stands for the run."""
+
+
+class _Rivals(NamedTuple):
+    """The newest beginning and the newest resumption among processes, ns (-1: none).
+
+    Only who began before `of_ns` gives way to them.
+    """
+
+    began_ns: int = -1
+    resumed_ns: int = -1
+    of_ns: int = -1
+
+
+def ended_of(activities: Mapping[int, tuple[str, int]]) -> frozenset[int]:
+    """The processes that have ended, by what a reader of the run says that each is in."""
+    return frozenset(number for number, (what, _) in activities.items() if what == "ended")
+
+
+def saw(process: Process, start_ns: int, end_ns: int) -> None:
+    """Note that a step or call of `process` was seen; one that comes after a silence is a resumption.
+
+    A step holds the time from one batch to the next: a long silence may be before it or within it.
+    """
+    if process.began_ns < 0:
+        process.began_ns = process.resumed_ns = start_ns
+    elif end_ns - process.seen_ns >= _TURN_NS:  # most come without
+        silence = _silence(process)
+        resumed = next((at for at in (start_ns, end_ns) if at - process.seen_ns >= silence), None)
+        process.resumed_ns = process.resumed_ns if resumed is None else resumed
+    process.seen_ns = max(process.seen_ns, end_ns)
+
+
+def taking_turns(state: State) -> list[Process]:
+    """Those that train now: seen within half a minute of the newest, and not silent since another took over.
+
+    Of these only those that have not ended, if there are any: a process that took over is shown until another goes on.
+    """
+    lately = [p for p in state.processes.values() if p.seen_ns >= max(state.newest_ns - _LATELY_NS, 0)]
+    if len(lately) < 2:
+        return lately
+    everybody = _newest(lately, state.newest_ns)
+    apart = _newest([process for process in lately if process.rank is None], state.newest_ns)
+    again = _started_again(lately)
+    found = [
+        process
+        for process in lately
+        if not any(
+            _gave_way(process, rivals, state.newest_ns)
+            for rivals in ((everybody,) if process.rank is None else (apart, again))
+        )
+    ]
+    return [process for process in found if process.process not in state.ended] or found or lately
+
+
+def standing_for(state: State) -> Process | None:
+    """The process whose numbers stand for the run: the first of those that train now, by rank."""
+    return min(taking_turns(state), key=lambda p: (p.rank is None, p.rank or 0, p.process), default=None) or (
+        next(iter(state.processes.values()), None)
+    )
+
+
+def _silence(process: Process) -> int:
+    """How long a process is silent before that says something: some seconds, and some of its own steps."""
+    usual = process.last_step.wall_ns if process.last_step is not None else 0
+    return max(_TURN_NS, _TURN_STEPS * usual)
+
+
+def _newest(processes: Sequence[Process], of_ns: int) -> _Rivals:
+    began = max((process.began_ns for process in processes), default=-1)
+    return _Rivals(began, max((process.resumed_ns for process in processes), default=-1), of_ns)
+
+
+def _gave_way(process: Process, rivals: _Rivals, now_ns: int) -> bool:
+    """Whether one of `rivals` began, or went on, after all that was seen of `process`, which has been silent since.
+
+    Processes that train together may all be silent and go on one after the other: the last has its time for it.
+    """
+    if process.began_ns > rivals.of_ns:
+        return False
+    silence = _silence(process)
+    if rivals.began_ns > process.seen_ns and now_ns - process.seen_ns >= silence:
+        return True
+    return rivals.resumed_ns > process.seen_ns and now_ns - rivals.resumed_ns >= silence
+
+
+def _started_again(lately: Sequence[Process]) -> _Rivals:
+    """Ranks that have taken the place of another process of the same rank.
+
+    All that trained beside such a one are left behind, also a rank that has no successor: of four, three may go on.
+    """
+    by_rank: dict[int, list[Process]] = {}
+    for process in lately:
+        if process.rank is not None:
+            by_rank.setdefault(process.rank, []).append(process)
+    began = resumed = of = -1
+    for fellows in by_rank.values():
+        if len(fellows) < 2:
+            continue
+        heir = max(fellows, key=lambda process: process.resumed_ns)
+        before = [one.seen_ns for one in fellows if one is not heir and one.seen_ns < heir.resumed_ns]
+        if before:
+            of, resumed = max(of, *before), max(resumed, heir.resumed_ns)
+            began = max(began, heir.began_ns)
+    return _Rivals(began, resumed, of)

@@ -11,6 +11,7 @@ from dpmon.ui.format import compact, group
 __all__ = ["Progress"]
 
 _POLLS = 16
+_SHOWN_NS = 1_000_000_000
 
 
 class Progress:
@@ -76,6 +77,9 @@ class Progress:
     def _waiting(self) -> str:
         activities = self._reader.activities()
         now = time.monotonic_ns()
+        reads = self._reader.waits_for_input()
+        if reads is not None and now - reads > _SHOWN_NS:
+            return f"waiting for input for {(now - reads) / 1e9:.0f} s"
         for name, since in activities.values():
             if name == "paused":
                 return f"paused for {(now - since) / 1e9:.0f} s"

@@ -11,6 +11,7 @@ from dpmon.model.finding import many
 from dpmon.model.memory import held
 from dpmon.model.stats import median, percentile
 from dpmon.records import CALL_PHASES, STEP_PHASES
+from dpmon.report.said import waited
 from dpmon.report.words import times_paused
 from dpmon.run.add_up import add_up, why_nothing
 from dpmon.run.reader import RunReader
@@ -71,6 +72,8 @@ def summary(directory: Path, how: ExitInfo | None) -> list[Line]:
     lacks: list[str] = []
     if paused.times:
         lacks.append(f"{times_paused(paused, how is not None)}: that time is in no step and no phase")
+    if inputs := totals.inputs.spans():
+        lacks.append(waited([(process, *span) for process, span in inputs]))
     if totals.pruned:
         pruned = group(totals.pruned)
         lacks.append(f"{pruned} older records were deleted to bound the history: the figures are of the rest")

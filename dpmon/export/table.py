@@ -66,6 +66,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         "absent",
     ),
     "pause": (*_WHO, "t_s", "step", "paused", "paused_s", "reason", "refused"),
+    "input": ("pid", "t_s", "waited_s"),
     "process": (*_WHO, "t_s", "world", "pid", "argv", "python", "torch", "device_kind", "absent"),
     "warning": (*_WHO, "t_s", "text"),
     "oom": (

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, exp, log, sqrt
 from typing import NamedTuple
 
+from dpmon.model.inputs import INPUT, SAID
 from dpmon.model.numbers import duration, share, times
 from dpmon.model.state import (
     MODES_COMPARED,
@@ -186,11 +187,13 @@ def compare(
     devices: Sequence[str] = (),
     virtual: bool = False,
     memory: Mapping[str, Mapping[str, Peak]] | None = None,
+    waits: Sequence[tuple[int, int]] = (),
 ) -> Comparison:
     """Compare the steps of "dp" with those of "single", oldest first, without those after a change of mode.
 
     `seen`: how many steps of each mode there were in all, if not those; `settled`: from how many of each they were
-    drawn, if not from those; `devices`: those of dp; `memory`: by mode and device, the peak.
+    drawn, if not from those; `devices`: those of dp; `memory`: by mode and device, the peak; `waits`: from when to when
+    the script waited for input.
     """
     counts = dict(seen) if seen is not None else {mode: len(found) for mode, found in steps.items()}
     there = [mode for mode in MODES_COMPARED if counts.get(mode)]
@@ -217,7 +220,7 @@ def compare(
     left_out = sum(sum(each.values()) - each[kind] for each in kinds.values())
     passes = sum(count for each in kinds.values() for other, count in each.items() if other[1] != kind[1])
     base = replace(base, samples=kind[0], left_out=left_out, left_backward=passes, trained=kind[1])
-    return _judged(base, taken)
+    return _judged(base, taken, waits)
 
 
 def _common(kinds: Mapping[str, Counter[_Kind]]) -> _Kind | None:
@@ -278,7 +281,9 @@ def _side(mode: str, steps: Sequence[StepSample], seen: int, memory: Mapping[str
     )
 
 
-def _judged(base: Comparison, taken: Mapping[str, Sequence[StepSample]]) -> Comparison:
+def _judged(
+    base: Comparison, taken: Mapping[str, Sequence[StepSample]], waits: Sequence[tuple[int, int]]
+) -> Comparison:
     single, dp = (median_interval([step.wall_ns for step in taken[mode]]) for mode in MODES_COMPARED)
     found = ratio(single, dp) if single is not None and dp is not None else None
     if found is None:
@@ -288,7 +293,7 @@ def _judged(base: Comparison, taken: Mapping[str, Sequence[StepSample]]) -> Comp
     cost = _cost(base.sides["dp"])
     ground = _largest(base.sides, outcome)
     means = _means(found, taken)
-    why = _least_alike(taken) if means is not None else None
+    why = _least_alike(taken, waits) if means is not None else None
     base = replace(base, by_mean=means, uneven=why)
     return replace(base, speedup=found, efficiency=each, outcome=outcome, ground=ground, cost=cost)
 
@@ -304,12 +309,14 @@ def _means(found: Interval, taken: Mapping[str, Sequence[StepSample]]) -> float 
     return None if found.low / _APART <= means <= found.high * _APART else means
 
 
-def _least_alike(taken: Mapping[str, Sequence[StepSample]]) -> tuple[str, Uneven] | None:
+def _least_alike(
+    taken: Mapping[str, Sequence[StepSample]], waits: Sequence[tuple[int, int]]
+) -> tuple[str, Uneven] | None:
     """The mode whose mean and median step are further apart, if they are far."""
     most, found = 0.0, None
     for mode in MODES_COMPARED:
         mean, middle = _mean(taken[mode]), median([step.wall_ns for step in taken[mode]])
-        how = uneven([(step, 1.0) for step in taken[mode]], mean, middle)
+        how = uneven([(step, 1.0) for step in taken[mode]], mean, middle, waits)
         if how is not None and middle and abs(log(mean / middle)) > most:
             most, found = abs(log(mean / middle)), (mode, how)
     return found
@@ -357,14 +364,16 @@ def compared(process: Process) -> Comparison:
     seen = {mode: track.count for mode, track in tracks.items()}
     memory = {mode: dict(track.peaks) for mode, track in tracks.items()}
     many = all(track.settled_count >= SETTLED_MANY for track in tracks.values())
-    key = (devices, virtual, *(track.settled_count // SETTLED_AT_ONCE for track in tracks.values()))
+    counts = (track.settled_count // SETTLED_AT_ONCE for track in tracks.values())
+    key = (devices, virtual, *counts, *list(process.inputs)[-1:])
     known = process.memo.get("compared")
     if many and known is not None and known[0] == key:
         found: Comparison = known[1]
     else:
         steps = {mode: process.settled_of(mode) for mode in tracks}
         settled = {mode: track.settled_of for mode, track in tracks.items()}
-        found = compare(steps, seen=seen, settled=settled, devices=devices, virtual=virtual)
+        waits = tuple(process.inputs)
+        found = compare(steps, seen=seen, settled=settled, devices=devices, virtual=virtual, waits=waits)
         process.memo["compared"] = (key, found) if many else None
     sides = {
         mode: side._replace(seen=seen[mode], samples_per_s=_speed(tracks[mode]), memory=memory[mode])
@@ -402,7 +411,8 @@ def _why_uneven(found: Comparison) -> str:
     if found.uneven is None:
         return ""
     mode, how = found.uneven
-    return f": of the steps in {mode}, about {share(how.steps)} take {share(how.time)} of the time"
+    by = f" ({SAID})" if how.phase == INPUT else ""
+    return f": of the steps in {mode}, about {share(how.steps)} take {share(how.time)} of the time{by}"
 
 
 def _ground(found: Comparison) -> str:

@@ -137,7 +137,8 @@ class LongStep(NamedTuple):
     """A step among the longest of the run, and the phase that took most of it.
 
     Of one that was deleted (its number is None) the sums of its second or minute tell how long it took, about when it
-    began, and how much of it at least was in that phase; None where none took most of it for certain.
+    began, and how much of it at least was in that phase; None where none took most of it for certain. INPUT: most of
+    it was a wait for a line of input.
     """
 
     process: int
@@ -180,5 +181,7 @@ class Evidence:
     """When the run ended; None while it goes on."""
     paused_ns: int = 0
     """In pauses of all processes at once, which are in no step."""
+    inputs: tuple[tuple[int | None, int, int], ...] = ()
+    """Which process waited for a line of input (None: one that does not train), from when to when."""
     paused_after_ns: int = 0
     """The part of it that was after the last step."""

@@ -351,6 +351,16 @@ def _pause_event(state: State, event: Event) -> None:
         process.marks.clear()  # a speed never counts the time of a pause
 
 
+def _input_event(state: State, event: Event) -> None:
+    at, seconds, pid = time_of(event.data), number_in(event.data, "waited_s"), whole_in(event.data, "pid")
+    if at is None or seconds is None or not 0 <= seconds < 1e9 or pid is None:
+        state.ignored += 1
+        return
+    for process in state.processes.values():  # none of them: a launcher waited
+        if whole_in(process.info, "pid") == pid:
+            process.inputs.append((at, at + int(seconds * SECOND)))
+
+
 def _memory_event(state: State, event: Event) -> None:
     number = whole_in(event.data, "process")
     process = process_of(state, number, whole_in(event.data, "rank")) if number is not None else None
@@ -382,6 +392,7 @@ _EVENTS = {
     "process": _process_event,
     "mode": _mode_event,
     "pause": _pause_event,
+    "input": _input_event,
     "warning": _warning_event,
     "device": device_event,
     "memory": _memory_event,

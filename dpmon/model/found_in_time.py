@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from dpmon.model.evidence import Evidence, LongStep, ModeFacts
 from dpmon.model.finding import MIN_STEPS, Finding, basis, clock, enough, of, of_process, percent, times, took, under
+from dpmon.model.inputs import INPUT, SAID, waited_ns
 
 __all__ = ["copies", "data", "drift", "quiet", "slower", "spread", "stalls", "transfers"]
 
@@ -161,13 +162,14 @@ def stalls(evidence: Evidence) -> Iterator[Finding]:
         if _is_spread(mode):
             medians.pop(mode.mode, None)
     total = sum((mode.median_ns or 0) * mode.steps for mode in (*evidence.modes, *evidence.deleted))
-    stalls = [step for step in evidence.longest if _is_stall(step, medians.get(step.mode))]
+    longest = [step for step in evidence.longest if step.phase != INPUT]  # nobody is to blame for those
+    stalls = [step for step in longest if _is_stall(step, medians.get(step.mode))]
     lost = sum(step.wall_ns for step in stalls)
     if not stalls or (lost < STALLS_SHARE * (total + lost) and lost < STALLS_NS):
         return
     worst = stalls[0]
     # Of those that were deleted only the longest of each sum is known, of the others so many as are kept.
-    least = len(stalls) == len(evidence.longest) > 1 or any(step.step is None for step in stalls)
+    least = len(stalls) == len(longest) > 1 or any(step.step is None for step in stalls)
     count = "one" if len(stalls) == 1 else str(len(stalls))
     count = f"At least {count}" if least else count.capitalize()
     if len(stalls) > 1:
@@ -208,7 +210,9 @@ def _is_spread(mode: ModeFacts) -> bool:
 def spread(evidence: Evidence) -> Iterator[Finding]:
     """Times that are all over the place."""
     for mode in enough(evidence):
-        if _is_spread(mode) and (mode.p95_ns or 0) >= SPREAD_NS:
+        # Where one step in twenty has waited for somebody to type, a p95 says nothing else.
+        typed = len(evidence.inputs) >= mode.steps / 20
+        if _is_spread(mode) and (mode.p95_ns or 0) >= SPREAD_NS and not typed:
             share, phase = max(((phase.share or 0.0, phase.name) for phase in mode.phases), default=(0.0, "none"))
             yield Finding(
                 "spread",
@@ -230,11 +234,14 @@ def quiet(evidence: Evidence) -> Iterator[Finding]:
     """A run that goes on after its last step."""
     if evidence.end_ns is None or evidence.last_step_ns is None or not list(enough(evidence)):
         return
-    # A pause is no silence of the script's.
-    quiet = evidence.end_ns - evidence.last_step_ns - evidence.paused_after_ns
+    # A pause is no silence of the script's, nor is a wait for whoever is to type.
+    waits = [(begin, end) for _, begin, end in evidence.inputs]
+    waited = waited_ns(waits, evidence.last_step_ns, evidence.end_ns)
+    quiet = evidence.end_ns - evidence.last_step_ns - evidence.paused_after_ns - waited
     whole = evidence.end_ns - evidence.paused_ns
     if quiet >= max(QUIET_NS, QUIET_SHARE * whole):
         paused = f", {took(evidence.paused_after_ns)} of it paused" if evidence.paused_after_ns else ""
+        paused += f", {took(waited)} of it {SAID}" if waited else ""
         yield Finding(
             "quiet",
             f"No step ended in the last {took(evidence.end_ns - evidence.last_step_ns)} of the run{paused}.",

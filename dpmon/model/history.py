@@ -271,7 +271,7 @@ def figures(process: Process, mode: str, span_s: int) -> Summary:
         phases=tuple(phases),
         sampled=len(drawn),
         mean_ns=total / count,
-        uneven=uneven(drawn, total / count, middle),
+        uneven=uneven(drawn, total / count, middle, tuple(process.inputs)),
     )
 
 

@@ -287,6 +287,8 @@ class Process:
     """None while it is not paused."""
     paused_ns: int = 0
     """In all pauses that are over: time that is in no step."""
+    inputs: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=TEXTS_KEPT))
+    """From when to when it waited for a line of input: that time is in its steps."""
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """What was worked out of the rest, with what it depends on."""
     visit: int = 0

@@ -36,6 +36,7 @@ paused        what all pauses come to, those left out too: times, seconds (of th
               processes pause at once is one pause), unended (their end was not recorded), on (one had not ended),
               alone_s (of their time: another process was there and was not paused). No step and no phase has any
               of that time; use of devices and host has that of alone_s
+inputs        process (null: one that does not train), t_s, seconds: waits for a line of input; steps have that time
 warnings      texts
 time          timeless: deleted steps of which it is not known when they were, in no stretch; width_s; stretches:
               start_s, mode, evaluation, deleted (by their sums, evaluations among them), steps, mean_ms,
@@ -97,6 +98,10 @@ def as_object(story: Story) -> dict[str, Any]:
         "pauses": _pauses(story),
         "pauses_left_out": story.pauses_left_out,
         "refusals_left_out": story.refusals_left_out,
+        "inputs": [
+            {"process": process, "t_s": begin / 1e9, "seconds": (end - begin) / 1e9}
+            for process, begin, end in story.evidence.inputs
+        ],
         "warnings": list(story.warnings),
         "time": {
             "timeless": story.timeless,

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dpmon.model.evidence import WARM_UP_STEPS, Evidence, Worth
+from dpmon.model.evidence import WARM_UP_STEPS, Evidence, LongStep, Worth
 from dpmon.model.findings import findings
+from dpmon.model.inputs import INPUT, is_wait, waited_ns
 from dpmon.model.memory import held
 from dpmon.records import PartTimes
 from dpmon.report.compared import Settled, compared
@@ -49,7 +50,7 @@ def collect(directory: Path) -> Story:
         for name, one in sorted(totals.deleted.items())
         if one.sums.steps
     )
-    verdict = compared(collector.settled, totals.virtual, collector.changes, gone)
+    verdict = compared(collector.settled, totals.virtual, collector.changes, gone, totals.inputs.spans())
     evidence = collector.evidence(totals, how, verdict, gone)
     bin_ns, bins = collector.series.result()
     there = [*totals.modes.values(), *totals.evaluations.values()]
@@ -203,6 +204,7 @@ class _Collector(Adder):
         last = max([end or 0, *(stop for _, stop in of_any)])
         self.paused_alone_ns = within(of_any, 0, last) - within(paused, 0, last)
         self.devices.paused = paused
+        inputs = tuple((process, *span) for process, span in totals.inputs.spans())
         return Evidence(
             modes=tuple(mode_facts(name, mode, totals.virtual) for name, mode in sorted(totals.modes.items())),
             batches=tuple(self._shares.batches()),
@@ -210,7 +212,8 @@ class _Collector(Adder):
             devices=self.devices.facts(),
             host=self.devices.processors(),
             memory=tuple(held(totals.memory.values())),
-            longest=self._longest.steps(totals),
+            longest=tuple(_named(step, inputs) for step in self._longest.steps(totals)),
+            inputs=inputs,
             deleted=tuple(one.facts for one in deleted),
             worth=_worth(verdict),
             processes=totals.processes,
@@ -219,6 +222,14 @@ class _Collector(Adder):
             paused_ns=within(paused, 0, last),
             paused_after_ns=within(paused, self._last_ns or 0, last),
         )
+
+
+def _named(step: LongStep, inputs: Sequence[tuple[int | None, int, int]]) -> LongStep:
+    """The same; one that was mostly a wait for input is called so."""
+    spans = [(begin, end) for process, begin, end in inputs if process == step.process]
+    if not is_wait(spans, step.start_ns, step.start_ns + step.wall_ns):
+        return step
+    return step._replace(phase=INPUT, phase_ns=waited_ns(spans, step.start_ns, step.start_ns + step.wall_ns))
 
 
 def _worth(found: Compared | None) -> Worth | None:

@@ -27,14 +27,15 @@ class Settled:
         self._settled: dict[str, int] = {}
         self._chance = 1
         self.seen: dict[str, int] = {}
-        self._process: int | None = None
+        self.process: int | None = None
+        """Whose steps they are."""
         self._mode: str | None = None
         self._since = 0
         self._open: dict[int, list[int]] = {}
 
     def call(self, process: int, step: int, phases: Sequence[int]) -> None:
         """A call; `phases`: offset (-1: did not run) and duration for each of CALL_PHASES."""
-        if self._process not in (None, process) or max(phases[::2]) < 0:
+        if self.process not in (None, process) or max(phases[::2]) < 0:
             return
         pairs = zip(phases[::2], phases[1::2], strict=True)
         add_call(self._open, step, [took if offset >= 0 else NOT_RUN for offset, took in pairs])
@@ -50,9 +51,9 @@ class Settled:
         phases: Sequence[int | None],
     ) -> None:
         """A step; `phases` as in STEP_PHASES."""
-        if self._process is None:
-            self._process = process
-        if process != self._process:
+        if self.process is None:
+            self.process = process
+        if process != self.process:
             return
         inside = self._open.pop(number, None)
         self._since = self._since + 1 if mode == self._mode else 0
@@ -78,7 +79,11 @@ class Settled:
 
 
 def compared(
-    settled: Settled, virtual: bool, changes: Sequence[ModeChange], deleted: Sequence[Deleted] = ()
+    settled: Settled,
+    virtual: bool,
+    changes: Sequence[ModeChange],
+    deleted: Sequence[Deleted] = (),
+    inputs: Sequence[tuple[int | None, tuple[int, int]]] = (),
 ) -> Compared | None:
     """The verdict; None where not both modes were seen. Deleted steps have no part in it; its note tells of them."""
     gone = {one.facts.mode: one.facts for one in deleted}
@@ -90,8 +95,9 @@ def compared(
         missing = f"no verdict: the steps in {' and '.join(lost)} were deleted"
         return Compared(None, missing, None, None, None, None, None, tuple(settled.seen.items()), note=note)
     devices = next((change.devices for change in changes if change.mode == "dp" and change.refused is None), ())
+    waits = [span for process, span in inputs if process == settled.process]
     steps = {mode: sorted(found, key=lambda each: each.end_ns) for mode, found in settled.steps.items()}
-    found = compare(steps, seen=settled.seen, devices=devices, virtual=virtual)
+    found = compare(steps, seen=settled.seen, devices=devices, virtual=virtual, waits=waits)
     speedup = found.speedup
     return Compared(
         sentence=sentence(found),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from dpmon.model.evidence import ModeFacts
-from dpmon.model.finding import many
+from dpmon.model.finding import many, took
 from dpmon.model.findings import MIN_STEPS
 from dpmon.model.stats import PhaseFigures
 from dpmon.records import CALL_PHASES
@@ -27,6 +28,7 @@ __all__ = [
     "phase_rows",
     "phase_table",
     "step_rows",
+    "waited",
 ]
 
 
@@ -39,11 +41,23 @@ def facts(story: Story) -> list[str]:
     pauses = paused(story)
     if pauses is not None:
         found.append(pauses)
+    if story.evidence.inputs:
+        found.append(waited(story.evidence.inputs))
     if story.pruned:
         found.append(pruned(story))
     if story.dropped:
         found.append(f"{story.dropped:,} records were dropped: the figures are of the rest")
     return found
+
+
+def waited(inputs: Sequence[tuple[int | None, int, int]]) -> str:
+    """How often and for how long the script waited for a line of input, and where that time is."""
+    times = "once" if len(inputs) == 1 else f"{len(inputs):,} times"
+    in_all = sum(end - begin for _, begin, end in inputs)
+    where = ""
+    if any(who is not None for who, _, _ in inputs):
+        where = ": that time is in the steps it fell into, in their sums and in samples/s"
+    return f"waited for a line of input {times}, for {took(in_all)}{' in all' if len(inputs) > 1 else ''}{where}"
 
 
 def pruned(story: Story) -> str:

@@ -209,11 +209,14 @@ class Adder:
             self.totals.warnings.append(data["text"])
         elif kind == "pause" and type(data.get("process")) is int:
             self.totals.pauses.event(data)
+        elif kind == "input":
+            self.totals.inputs.event(data)
         elif kind == "memory" and type(data.get("process")) is int:
             self.totals.memory[data["process"]] = data
         elif kind == "process" and type(data.get("process")) is int:
             rank, world = (value if type(value := data.get(key)) is int else None for key in ("rank", "world"))
             self._ranks[data["process"]] = rank, world
+            self.totals.inputs.process(data)
         elif kind == "mode" and isinstance(data.get("reason"), str) and data["reason"] not in self.totals.reasons:
             self.totals.reasons.append(data["reason"])
 

@@ -264,7 +264,7 @@ class Supervisor:
             if isinstance(elsewhere, str):
                 sampler.emit("warning", {"process": None, "text": elsewhere})
         poller = self._poller(command.pid)
-        reads = InputWatch(self._directory, command.pid)
+        reads = InputWatch(self._directory, command.pid, lambda *wait: self._tell_wait(sampler, command.pid, *wait))
         drain.heard = sampler.heard
         while self._leave_at is None or time.monotonic() < self._leave_at:
             ended = command.over()
@@ -290,6 +290,11 @@ class Supervisor:
             drain.flush()
             drain.close()
             sampler.stop()
+
+    def _tell_wait(self, sampler: _Sampler, pid: int, since_ns: int, seen_ns: int) -> None:
+        """The command has waited for a line of input: so that no step is called slow for it."""
+        seconds = (since_ns - self._info.start_ns) / 1e9
+        sampler.emit("input", {"pid": pid, "t_s": seconds, "waited_s": (seen_ns - since_ns) / 1e9})
 
     def _set_aside(self) -> None:
         """Hold what exit.json will need, so that how the run ended is known on a full disk too."""

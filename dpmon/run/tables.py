@@ -52,7 +52,7 @@ BEFORE_S = -1
 """The start of device_rollups that are of all the time before the first minute that is left."""
 HISTORY_FILE = "history.sqlite"
 SCHEMA_VERSION = 3
-LASTING = "kind IN ('process', 'mode', 'exit', 'warning', 'pause')"
+LASTING = "kind IN ('process', 'mode', 'exit', 'warning', 'pause', 'input')"
 """Events that are never deleted: few, and what they say holds for all that follows."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from dpmon.run.inputs import Inputs
 from dpmon.run.pauses import Pauses
 from dpmon.run.rollup import Rollup
 
@@ -174,6 +175,7 @@ class Totals:
     """The newest record of each process of what the devices' memory holds."""
     processes: int = 0
     pauses: Pauses = field(default_factory=Pauses)
+    inputs: Inputs = field(default_factory=Inputs)
     virtual: bool = False
     distributed: bool = False
     """Whether a call was of a DistributedDataParallel: its ranks have no mode of their own."""

@@ -11,6 +11,7 @@ import contextlib
 import os
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 __all__ = ["FILE", "InputWatch", "reads_input", "waits_since"]
@@ -19,7 +20,10 @@ FILE = "waits-for-input"
 """There while it waits; since when, and when that was last so (monotonic ns, both of 20 digits), is in it."""
 _READ_CALL = {"x86_64": 0, "aarch64": 63, "riscv64": 63, "ppc64le": 3, "s390x": 3}.get(os.uname().machine)
 """The number of read(2), by machine (syscalls(2) and the kernel's tables)."""
-_EVERY_S = 1.0
+_EVERY_S = 0.2
+"""How often it is asked, and with it how well the begin and the end of a wait are known."""
+_TOLD_NS = 1_000_000_000
+"""A wait that was seen for so long is told once it is over: less is not worth a word."""
 _TRUE_NS = 10_000_000_000
 """For so long what is in the file holds: a supervisor that was stopped or killed leaves it behind."""
 
@@ -68,18 +72,20 @@ def _sleeps(pid: int) -> str | None:
 
 
 class InputWatch:
-    """Keeps that file."""
+    """Keeps that file; `tell` is called for each wait that is over, with when it was first and last seen (ns)."""
 
-    def __init__(self, directory: Path, pid: int) -> None:
+    def __init__(self, directory: Path, pid: int, tell: Callable[[int, int], None] = lambda since, seen: None) -> None:
         self._path = directory / FILE
         self._pid = pid
+        self._tell = tell
         self._since: int | None = None
+        self._seen = 0
         self._sleeps: str | None = None
         self._next = 0.0
         self.close()  # what a supervisor that was killed has left
 
     def look(self, now: float) -> None:
-        """Once a second: ask, and write down what was found. `now` monotonic, in s."""
+        """Ask, if it is time to, and write down what was found. `now` monotonic, in s."""
         if now < self._next:
             return
         self._next = now + _EVERY_S
@@ -89,14 +95,21 @@ class InputWatch:
             return
         sleeps, seen = _sleeps(self._pid), time.monotonic_ns()
         if self._since is None or sleeps != self._sleeps:  # it has worked in between: this is another wait
+            self._over()
             self._since, self._sleeps = seen, sleeps
+        self._seen = seen
         self._write(self._since, seen)
 
     def close(self) -> None:
         """It waits no more."""
-        self._since = None
+        self._over()
         with contextlib.suppress(OSError):
             self._path.unlink()
+
+    def _over(self) -> None:
+        if self._since is not None and self._seen - self._since >= _TOLD_NS:
+            self._tell(self._since, self._seen)
+        self._since = None
 
     def _write(self, since: int, seen: int) -> None:
         """In one write over what is there, which is as long: a reader finds the old or the new."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dpmon.model.inputs import INPUT, SAID
 from dpmon.model.phases import CALLS_AT
 from dpmon.model.ranks import distributed
 from dpmon.model.state import PHASES, Process
@@ -46,7 +47,7 @@ def unevenness(numbers: Summary) -> list[str]:
     found = numbers.uneven
     if found is None:
         return []
-    by = f", longer by {found.phase}" if found.phase is not None else ""
+    by = f", longer by {SAID if found.phase == INPUT else found.phase}" if found.phase is not None else ""
     return [f"uneven steps: about {percent(found.steps)} take {percent(found.time)} of the time{by}"]
 
 

@@ -20,12 +20,16 @@ class FakeReader:
         self._polls = [*polls]
         self._activities = activities or {}
         self.reached: tuple[str, int] | None = None
+        self.waits: int | None = None
 
     def poll(self) -> list[Record]:
         return self._polls.pop(0) if self._polls else []
 
     def activities(self) -> Mapping[int, tuple[str, int]]:
         return self._activities
+
+    def waits_for_input(self) -> int | None:
+        return self.waits
 
     def stage(self) -> tuple[str, int] | None:
         return self.reached
@@ -95,3 +99,9 @@ def test_a_pause_is_no_part_of_the_speed() -> None:
 )
 def test_durations_are_read_at_a_glance(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_wait_for_input_is_said() -> None:
+    reader = FakeReader(activities={0: ("backward", time.monotonic_ns() - 12 * 10**9)})
+    reader.waits = time.monotonic_ns() - 11 * 10**9
+    assert Progress(reader).line() == "waiting for input for 11 s"  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def test_a_read_of_standard_input_is_seen_and_its_end_too(asking: subprocess.Pop
     assert not reads_input(asking.pid)
 
 
-def test_the_file_is_there_while_it_waits_and_asked_once_a_second(
+def test_the_file_is_there_while_it_waits_and_asked_five_times_a_second(
     asking: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     now = time.monotonic_ns()
@@ -65,8 +65,8 @@ def test_the_file_is_there_while_it_waits_and_asked_once_a_second(
     assert waits_since(tmp_path) == since, "it still waits, since then"
     answer(asking)
     wait_for(lambda: reads_input(asking.pid) is False, what="the end of the wait")
-    watch.look(102.0)
-    assert waits_since(tmp_path) == since, "not asked again within a second"
+    watch.look(101.6)
+    assert waits_since(tmp_path) == since, "not asked again within a fifth of a second"
     watch.look(103.0)
     assert waits_since(tmp_path) is None
 
@@ -128,3 +128,37 @@ def test_what_is_no_regular_file_is_no_wait_and_holds_nobody_up(tmp_path: Path, 
     asked += "; print(waits_since(Path(sys.argv[1])))"
     answered = subprocess.run([sys.executable, "-c", asked, tmp_path], capture_output=True, text=True, timeout=60)
     assert answered.stdout == "None\n", answered.stderr
+
+
+def test_a_wait_is_told_once_it_is_over_and_was_not_short(
+    asking: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    watch = InputWatch(tmp_path, asking.pid, lambda since, seen: told.append((since, seen)))
+    wait_for(lambda: reads_input(asking.pid), what="the wait for a line")
+    clock = iter(range(10**9, 10**11, 10**9))
+    monkeypatch.setattr("dpmon.run.waiting.time.monotonic_ns", lambda: next(clock))
+    for now in (100.0, 101.0, 101.1, 102.0):
+        watch.look(now)
+    assert told == []
+    answer(asking)
+    wait_for(lambda: reads_input(asking.pid) is False, what="the end of the wait")
+    watch.look(103.0)
+    watch.look(104.0)
+    watch.close()
+    assert told == [(10**9, 3 * 10**9)], "once, from the first look to the last one that saw it"
+
+
+def test_a_short_wait_is_not_told_and_one_that_the_end_cuts_off_is(
+    asking: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    wait_for(lambda: reads_input(asking.pid), what="the wait for a line")
+    for step, expected in ((10**8, []), (10**9, [(10**9, 2 * 10**9)])):
+        clock = iter((10**9, 10**9 + step))
+        monkeypatch.setattr("dpmon.run.waiting.time.monotonic_ns", lambda clock=clock: next(clock))
+        watch = InputWatch(tmp_path, asking.pid, lambda since, seen: told.append((since, seen)))
+        watch.look(100.0)
+        watch.look(101.0)
+        watch.close()
+        assert told == expected

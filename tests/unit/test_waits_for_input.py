@@ -1,0 +1,148 @@
+"""A step in which the script waited for a line of input is named so: by panels, findings, report and summary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from kept import keep
+from stage import LOOK
+from synthetic import SECOND, Training, decoded
+
+from dpmon.cli.summary import summary_lines
+from dpmon.model import State, fold
+from dpmon.model.compare import compared, sentence
+from dpmon.model.inputs import INPUT, is_wait
+from dpmon.records import Event, pack_event
+from dpmon.report import collect, report_text
+from dpmon.report.asjson import as_object
+from dpmon.run.inputs import Inputs
+from dpmon.ui.paint import whole
+from dpmon.ui.panel_output import Output
+from dpmon.ui.rows import plain
+from dpmon.ui.scene import Scene
+
+PID = 4242
+"""That of a Training."""
+Wait = tuple[float, float]
+
+
+def with_waits(*seconds: float, mode: str = "single") -> tuple[Training, list[bytes], list[Wait]]:
+    """A hundred steps of 20 ms, one in which the script waited for so long, and so on; the waits (s)."""
+    training = Training(mode=mode, step_ns=SECOND // 50)
+    payloads, waits = [*training.begin(), *training.run(100)], []
+    for wait in seconds:
+        usual = training.shares[mode]["backward"]
+        training.shares[mode]["backward"] = int(wait * SECOND) * 100 // training.step_ns
+        began = training.now
+        payloads += training.step()
+        training.shares[mode]["backward"] = usual
+        # As it was seen: it began a moment before, and went on for a moment.
+        waits.append((began / SECOND + 0.3, (training.now - began) / SECOND - 0.6))
+        payloads += training.run(100)
+    return training, payloads, waits
+
+
+def told(waits: Sequence[Wait], pid: int = PID) -> list[bytes]:
+    return [pack_event("input", {"pid": pid, "t_s": at, "waited_s": took}) for at, took in waits]
+
+
+def folded(payloads: Sequence[bytes], waits: Sequence[Wait], pid: int = PID) -> State:
+    state = State()
+    for record in (*decoded(payloads), *decoded(told(waits, pid), -1)):
+        state = fold(state, record)
+    return state
+
+
+def drawn(state: State) -> str:
+    scene = Scene(state, state.newest_ns, alive=True)
+    return " ".join(" ".join(plain(row) for row in whole(scene, Output(), 120, 60, LOOK)).split())
+
+
+def test_the_batch_panel_names_a_wait_and_not_the_phase_it_fell_into() -> None:
+    _, payloads, waits = with_waits(12.0, 8.0)
+    assert "longer by waiting for input" in drawn(folded(payloads, waits))
+    assert "longer by backward" in drawn(folded(payloads, []))
+    assert "longer by backward" in drawn(folded(payloads, waits, pid=PID + 1)), "a launcher's own"
+    short = [(waits[0][0], 2.0)]
+    assert "longer by backward" in drawn(folded(payloads, short)), "most of it was something else"
+
+
+def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:
+    training, payloads, waits = with_waits(40.0)
+    payloads += [*training.switch("dp"), *training.run(100)]
+    process = folded(payloads, waits).focus()
+    assert process is not None
+    assert "(waiting for input)" in (sentence(compared(process)) or "")
+    story = collect(keep({0: payloads, -1: told(waits)}, seconds=training.now / SECOND))
+    assert story.compared is not None
+    assert "(waiting for input)" in (story.compared.sentence or "")
+
+
+def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
+    training, payloads, waits = with_waits(12.0, 8.0)
+    seconds = training.now / SECOND
+    blamed = collect(keep({0: payloads}, seconds=seconds, id="one"))
+    assert [each.kind for each in blamed.findings] == ["stall"]
+    story = collect(directory := keep({0: payloads, -1: told(waits)}, seconds=seconds))
+    assert story.findings == ()
+    assert [step.phase for step in story.evidence.longest[:3]] == [INPUT, INPUT, "backward"]
+    assert story.evidence.longest[0].phase_ns == pytest.approx(waits[0][1] * SECOND, abs=2)
+    said = as_object(story)["inputs"]
+    assert [(one["process"], one["t_s"], one["seconds"]) for one in said] == [
+        (0, pytest.approx(at), pytest.approx(took)) for at, took in waits
+    ]
+    words = "waited for a line of input 2 times, for"
+    assert words in " ".join(" ".join(report_text(directory, 100)).split())
+    assert any(line.startswith(words) for line in summary_lines(directory, story.exit))
+
+
+def test_a_stall_beside_a_wait_is_still_found(state: Path) -> None:
+    training, payloads, waits = with_waits(12.0, 8.0)
+    story = collect(keep({0: payloads, -1: told(waits[:1])}, seconds=training.now / SECOND))
+    (found,) = story.findings
+    assert found.kind == "stall"
+    assert found.text.startswith("One step took")
+
+
+def test_a_script_that_waits_at_its_end_was_not_silent(state: Path) -> None:
+    training, payloads, _ = with_waits()
+    end = training.now / SECOND
+    assert [each.kind for each in collect(keep({0: payloads}, seconds=end + 90, id="one")).findings] == ["quiet"]
+    waits = [(end + 1, 80.0)]
+    assert collect(keep({0: payloads, -1: told(waits)}, seconds=end + 90)).findings == ()
+
+
+def test_a_launcher_waits_in_no_step(state: Path) -> None:
+    training, payloads, waits = with_waits(12.0)
+    directory = keep({0: payloads, -1: told(waits, PID + 1)}, seconds=training.now / SECOND)
+    assert collect(directory).evidence.inputs[0][0] is None
+    (line,) = [line for line in summary_lines(directory, None) if line.startswith("waited")]
+    assert "steps" not in line
+
+
+NAMES = ("pid", "t_s", "waited_s")
+
+
+@pytest.mark.parametrize(
+    "values", [("x", 1, 1), (PID, "x", 1), (PID, 1, None), (PID, 1, -1), (PID, math.nan, 1), (PID, 1, math.inf), ()]
+)
+def test_what_makes_no_sense_is_no_wait(values: tuple[object, ...]) -> None:
+    data = dict(zip(NAMES, values, strict=False))
+    found = Inputs()
+    found.event(data)
+    assert [who for who, _ in found.spans() if who is not None] == []
+    state = folded(with_waits()[1], [])
+    ignored = state.ignored
+    state = fold(state, Event("input", data))
+    assert state.ignored == ignored + 1
+    assert not state.processes[0].inputs
+
+
+def test_most_of_a_step_is_more_than_half_of_it() -> None:
+    assert is_wait([(10, 30), (40, 60)], 0, 79)
+    assert not is_wait([(10, 30), (40, 60)], 0, 80)
+    assert not is_wait([], 0, 80)
+    assert not is_wait([(0, 10)], 5, 5)

@@ -52,6 +52,9 @@ class Drawn(NamedTuple):
     switches: tuple[int, ...]
     """Steps with which a mode began."""
     steps: tuple[Kept, ...]
+    """In the order of the draw."""
+    own_switches: tuple[int, ...] = ()
+    """Of `switches` those to this mode."""
 
 
 class DevicePast(NamedTuple):

@@ -53,6 +53,9 @@ class FakeReader:
     def past(self) -> Iterator[Past | Drawn]:
         return iter(())
 
+    def of_both(self) -> Iterator[Drawn | None]:
+        return iter(())
+
     def poll(self, most: int | None = None) -> list[Record]:
         self.polls += 1
         found, self.new = self.new[:most], self.new[most:] if most is not None else []

@@ -106,7 +106,7 @@ def add_settled(process: Process, track: ModeTrack, sample: StepSample) -> None:
         track.settled.append(sample)
     else:
         at = _chance(process, track.settled_of)
-        if at >= SETTLED_KEPT:
+        if at >= len(track.settled):
             return
         track.settled[at] = sample
     track.settled_count += 1

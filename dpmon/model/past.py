@@ -16,6 +16,7 @@ from dpmon.model.state import (
     PHASES,
     SAMPLED,
     SETTLED_KEPT,
+    SETTLED_MOST,
     WARM_STEPS,
     Column,
     ModeTrack,
@@ -97,6 +98,8 @@ def _slots(values: Mapping[str, float]) -> list[int]:
 
 def _settle(track: ModeTrack, drawn: Drawn) -> None:
     warm = {first + index for first in drawn.switches for index in range(WARM_STEPS)}
-    track.settled = [sample for sample in _samples(drawn.steps) if sample.step not in warm][:SETTLED_KEPT]
-    track.settled_of = max(drawn.of if drawn.of > SETTLED_KEPT else 0, len(track.settled))
-    track.settled_count = len(track.settled)
+    track.settled = [sample for sample in _samples(drawn.steps) if sample.step not in warm][:SETTLED_MOST]
+    newest = max((step.step for step, _ in drawn.steps), default=0)
+    left_out = WARM_STEPS * sum(first <= newest for first in drawn.own_switches)
+    track.settled_of = max(drawn.of - left_out if drawn.of > SETTLED_KEPT else 0, len(track.settled))
+    track.settled_count += len(track.settled)

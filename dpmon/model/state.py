@@ -18,6 +18,7 @@ __all__ = [
     "NOT_RUN",
     "PHASES",
     "SETTLED_KEPT",
+    "SETTLED_MOST",
     "WARM_STEPS",
     "CallTrack",
     "Column",
@@ -41,7 +42,8 @@ NOT_RUN = -1
 STEPS_KEPT = 1024
 COLUMNS_KEPT = 640
 LONG_KEPT = 256
-SETTLED_KEPT = 512
+SETTLED_KEPT, SETTLED_MOST = 512, 4096
+"""Steps of each mode that are kept to be compared while a run goes on, and once it is over."""
 SETTLED_MANY, SETTLED_AT_ONCE = 128, 32
 WARM_STEPS = 5
 """Steps after a change of mode that are left out where modes are compared."""
@@ -147,7 +149,8 @@ class ModeTrack:
     unknown: int = 0
     """Steps that did not know their samples."""
     settled: list[StepSample] = field(default_factory=list)
-    """At most SETTLED_KEPT steps, every one that did not follow a change of mode as likely as any other; unordered."""
+    """At most SETTLED_KEPT steps (SETTLED_MOST after the end): of those that did not follow a change of mode each is as
+    likely as any other; unordered."""
     settled_of: int = 0
     """Of how many they were drawn."""
     settled_count: int = 0

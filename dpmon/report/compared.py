@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from heapq import heappush, heapreplace
 
 from dpmon.model.compare import compare, sentence
 from dpmon.model.evidence import WARM_UP_STEPS, ModeFacts
@@ -11,10 +12,12 @@ from dpmon.model.phases import add_call, with_calls
 from dpmon.model.state import NOT_RUN, StepSample
 from dpmon.model.stats import median
 from dpmon.report.story import Compared, Deleted, ModeChange
+from dpmon.run.draws import ALL_DRAWN
+from dpmon.run.kept import chance
 
 __all__ = ["Settled", "compared"]
 
-KEPT = 4096
+KEPT = ALL_DRAWN
 
 
 class Settled:
@@ -23,9 +26,9 @@ class Settled:
     """
 
     def __init__(self) -> None:
-        self.steps: dict[str, list[StepSample]] = {}
+        self._kept: dict[str, list[tuple[int, int, StepSample]]] = {}
+        """By mode a heap of its steps, that which goes first on top: as the screen draws them."""
         self._settled: dict[str, int] = {}
-        self._chance = 1
         self.seen: dict[str, int] = {}
         self.process: int | None = None
         """Whose steps they are."""
@@ -61,17 +64,25 @@ class Settled:
         self.seen[mode] = self.seen.get(mode, 0) + 1
         if self._since < WARM_UP_STEPS:
             return
-        kept = self.steps.setdefault(mode, [])
+        kept = self._kept.setdefault(mode, [])
         count = self._settled[mode] = self._settled.get(mode, 0) + 1
-        at = len(kept)
-        if count > KEPT:
-            # The same record gives the same draw.
-            self._chance = (self._chance * 6364136223846793005 + 1442695040888963407) & (1 << 64) - 1
-            at = (self._chance >> 33) % count
-            if at >= KEPT:
-                return
+        place = -chance(number)
+        if len(kept) >= KEPT and place <= kept[0][0]:
+            return
         slots = with_calls((NOT_RUN if took is None else took for took in phases), inside)
-        kept[at : at + 1] = [StepSample(number, start + wall, wall, samples, slots)]
+        entry = (place, count, StepSample(number, start + wall, wall, samples, slots))
+        if len(kept) < KEPT:
+            heappush(kept, entry)
+        else:
+            heapreplace(kept, entry)
+
+    @property
+    def steps(self) -> dict[str, list[StepSample]]:
+        """By mode, in the order of time."""
+        return {
+            mode: sorted((step for _, _, step in kept), key=lambda each: each.end_ns)
+            for mode, kept in self._kept.items()
+        }
 
     def drawn(self) -> tuple[tuple[str, int, int], ...]:
         """Of modes of which not all steps were kept: how many were, and of how many."""
@@ -96,8 +107,7 @@ def compared(
         return Compared(None, missing, None, None, None, None, None, tuple(settled.seen.items()), note=note)
     devices = next((change.devices for change in changes if change.mode == "dp" and change.refused is None), ())
     waits = [span for process, span in inputs if process == settled.process]
-    steps = {mode: sorted(found, key=lambda each: each.end_ns) for mode, found in settled.steps.items()}
-    found = compare(steps, seen=settled.seen, devices=devices, virtual=virtual, waits=waits)
+    found = compare(settled.steps, seen=settled.seen, devices=devices, virtual=virtual, waits=waits)
     speedup = found.speedup
     return Compared(
         sentence=sentence(found),

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from dpmon.past import Kept as Drew
 from dpmon.records import CALL_PHASES, STEP_PHASES, RecordError, Step, call_head
-from dpmon.run.kept import Kept, chance
+from dpmon.run.kept import Kept
 from dpmon.run.rows import step_columns
 
-__all__ = ["Draws"]
+__all__ = ["ALL_DRAWN", "Draws"]
 
 _DRAWN = 512
-"""Steps drawn of each mode: as many as are compared."""
+"""Steps drawn of each mode: as many as are compared while the run goes on."""
+ALL_DRAWN = 4096
+"""As many as are compared once it is over, by screen and report alike."""
 _PAIRS = 16
 """Of so many processes and modes at most."""
 _REMEMBERED = 8 * _DRAWN
@@ -30,15 +32,15 @@ _IDS, _AT_ONCE = 20_000, 50
 """So many ids are looked through, so many steps taken in, between two turns of somebody else."""
 
 
-_Drawn = tuple[dict[tuple[int, str], int], dict[tuple[int, str], list[int]]]
-"""How many steps there are of each process and mode, and the ids of those that are drawn, in the order of the draw."""
+_Drawn = tuple[dict[tuple[int, str], int], dict[tuple[int, str], list[tuple[int, int]]]]
+"""How many steps there are of each process and mode, and chances and ids of those that are drawn, in that order."""
 
 
 class _Mode(NamedTuple):
     """What is remembered of one process in one mode."""
 
-    ids: Sequence[int]
-    """Drawn from the whole history, in the order of the draw."""
+    ids: Sequence[tuple[int, int]]
+    """Drawn from the whole history, in the order of the draw: chance and id."""
     blocks: Sequence[int]
     """Of ids, those in which it has steps; in order."""
     counts: Sequence[int]
@@ -61,7 +63,7 @@ class Draws:
         What is drawn is the same at every time. None in between: there is more to come, which takes a while.
         """
         counts, drawn = self._remembered(first) if self._again else (yield from self._looked_up(0, first))
-        close = {pair: [number for number in ids if near < number <= first] for pair, ids in drawn.items()}
+        close = {pair: [one for one in ids if near < one[1] <= first] for pair, ids in drawn.items()}
         if any(len(close[pair]) < _ENOUGH and len(drawn[pair]) < counts[pair] for pair in counts):
             _, close = yield from self._looked_up(near, first)
         for (process, mode), ids in drawn.items():
@@ -69,7 +71,19 @@ class Draws:
             last = yield from self._of(close.get((process, mode), ())[:_DRAWN])
             yield process, mode, counts[process, mode], here, last
 
-    def _looked_up(self, after: int, until: int) -> Generator[None, None, _Drawn]:
+    def of_both(self, first: int, spare: int) -> Iterator[tuple[int, str, int, list[Drew]] | None]:
+        """ALL_DRAWN steps and `spare` more with ids up to `first`, of each mode of the processes that have several.
+
+        Process, mode, how many steps there are of it, and the steps in the order of the draw. None in between.
+        """
+        most = ALL_DRAWN + spare
+        counts, drawn = yield from self._looked_up(0, first, most)
+        modes = Counter(process for process, _ in counts)
+        for (process, mode), ids in drawn.items():
+            if modes[process] > 1:
+                yield process, mode, counts[process, mode], (yield from self._of(ids))
+
+    def _looked_up(self, after: int, until: int, most: int = _DRAWN) -> Generator[None, None, _Drawn]:
         """Piece by piece, since nobody has looked at the rows before."""
         sums: dict[tuple[int, str], int] = defaultdict(int)
         for piece in _pieces(after, until):
@@ -77,11 +91,11 @@ class Draws:
                 sums[process, mode] += count
             yield
         counts = {pair: sums[pair] for pair in sorted(sums)[:_PAIRS]}
-        drawn: dict[tuple[int, str], list[int]] = {pair: [] for pair in counts}
+        drawn: dict[tuple[int, str], list[tuple[int, int]]] = {pair: [] for pair in counts}
         for piece in _pieces(after, until):
-            for pair, ids in self._kept.drawn_ids(*piece, counts, _DRAWN).items():
+            for pair, ids in self._kept.drawn_ids(*piece, counts, most).items():
                 if ids:
-                    drawn[pair] = sorted((*drawn[pair], *ids), key=chance)[:_DRAWN]
+                    drawn[pair] = sorted((*drawn[pair], *ids))[:most]
             yield
         return counts, drawn
 
@@ -96,7 +110,7 @@ class Draws:
             count = known.counts[bisect_right(known.blocks, first // _BLOCK - 1)] + in_block.get(pair, 0)
             if count:
                 counts[pair] = count
-                drawn[pair] = [number for number in known.ids if number <= first]
+                drawn[pair] = [one for one in known.ids if one[1] <= first]
         short = [pair for pair, ids in drawn.items() if len(ids) < min(counts[pair], _DRAWN)]
         if short:
             drawn.update(self._kept.drawn_ids(0, first, {pair: counts[pair] for pair in short}, _DRAWN))
@@ -113,11 +127,11 @@ class Draws:
         drawn = self._kept.drawn_ids(0, self._kept.last_id, counts_of, _REMEMBERED)
         return {pair: _Mode(drawn[pair], *blocks[pair]) for pair in pairs}
 
-    def _of(self, ids: Sequence[int]) -> Generator[None, None, list[Drew]]:
+    def _of(self, ids: Sequence[tuple[int, int]]) -> Generator[None, None, list[Drew]]:
         if len(self._decoded) > _DECODED:
             self._decoded.clear()
         found = []
-        for place, number in enumerate(ids, 1):
+        for place, (_, number) in enumerate(ids, 1):
             if number not in self._decoded:
                 for step in self._steps(self._kept.steps_at(number)):
                     self._decoded[number] = step

@@ -22,13 +22,14 @@ DISORDER = 16_000
 
 _NEAR_STEP = 4096
 """Ids before a step's in which its calls are looked for."""
-_CHANCE = "(id * 2654435761 & 4294967295)"
-"""What is drawn is what has the lowest; so a part of it is drawn evenly too: all that have ids below some place."""
+_CHANCE = "(step * 2654435761 & 4294967295)"
+"""What is drawn is what has the lowest; so a part of it is drawn evenly too: all that have ids below some place. And of
+the same steps the same are drawn by everybody."""
 _CHANCES = 1 << 32
 
 
 def chance(number: int) -> int:
-    """By what an id is drawn: the lowest are."""
+    """By what the step of this number is drawn: the lowest are."""
     return number * 2654435761 & 4294967295
 
 
@@ -250,9 +251,10 @@ class Kept:
 
     def drawn_ids(
         self, after: int, until: int, counts: Mapping[tuple[int, str], int], most: int
-    ) -> dict[tuple[int, str], list[int]]:
-        """Of each process and mode, of which there are so many, the ids of `most` steps, drawn evenly from those above
-        `after` up to `until`; or of all. In the order of the draw. However many there are, it looks at each row once.
+    ) -> dict[tuple[int, str], list[tuple[int, int]]]:
+        """Of each process and mode, of which there are so many, the chances and ids of `most` steps, drawn evenly from
+        those above `after` up to `until`; or of all. In the order of the draw. However many there are, it looks at each
+        row once.
         """
         found: dict[tuple[int, str], list[tuple[int, int]]] = {pair: [] for pair in counts}
         whens, values = [], []
@@ -268,7 +270,7 @@ class Kept:
         )
         for chance, number, process, mode in self._all(query, (after, until, *values)):
             found[process, mode].append((chance, number))
-        return {pair: [number for _, number in sorted(rows)[:most]] for pair, rows in found.items()}
+        return {pair: sorted(rows)[:most] for pair, rows in found.items()}
 
     def steps_at(self, number: int) -> Iterator[tuple[Any, ...]]:
         """The step with this id, as in `rows`, if there is one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import takewhile
 
@@ -22,6 +22,8 @@ __all__ = ["Before", "deleted", "past_of"]
 _SECOND = 1_000_000_000
 _FINE_S = 660
 """So far back samples of devices are told by the means of their minutes."""
+_WARM_SPARE = 64
+"""So many are drawn beyond what is wanted, since the first ones after a change of mode are left out then."""
 _MINUTES_KEPT = 20_000
 """Of a history that is asked again and again so many minutes are remembered, of a longer one none."""
 
@@ -67,7 +69,7 @@ class Before:
         self._spans = Spans(kept)
         self._draws = Draws(kept, self._ranks, again=again)
         self._minutes: list[Past] | None = None
-        self._switches: dict[int, list[int]] | None = None
+        self._switches: dict[int, list[tuple[int, str]]] | None = None
 
     def of(self, first: int, until_ns: int | None = None) -> Iterator[Past | Drawn]:
         """All that was over before the records with an id above `first`, oldest first; then the drawn steps.
@@ -84,15 +86,12 @@ class Before:
         edges = Edges(kept, self._spans, first, until_ns)
         drawn: list[Drawn] = []
         placed: dict[tuple[int, int, int, str], list[Drew]] = defaultdict(list)
-        if self._switches is None:
-            self._switches = _switches(kept)
         for drew in self._draws.until(first, kept.id_at(edges.fine * _SECOND)):
             if drew is None:
                 yield None
                 continue
             process, mode, count, steps, near = drew
-            switches = tuple(self._switches.get(process, ()))
-            drawn.append(Drawn(process, self._ranks.get(process), mode, count, switches, tuple(steps)))
+            drawn.append(self._drawn(process, mode, count, steps))
             for width, found in ((60, steps), (1, near)):
                 for step, inside in found:
                     second = (step.start_ns + step.wall_ns) // _SECOND
@@ -103,6 +102,28 @@ class Before:
                 continue
             yield past._replace(drawn=tuple(placed[past.width_s, past.start_s, past.process, past.mode]))
         yield from drawn
+
+    def of_both(self, first: int) -> Iterator[Drawn | None]:
+        """Of the processes that have trained in both modes as many steps of each as a report compares.
+
+        From those with ids up to `first`. None in between: there is more to come, which takes a while.
+        """
+        for drew in self._draws.of_both(first, _WARM_SPARE):
+            yield None if drew is None else self._drawn(*drew)
+
+    def _drawn(self, process: int, mode: str, count: int, steps: Sequence[Drew]) -> Drawn:
+        if self._switches is None:
+            self._switches = _switches(self._kept)
+        switches = self._switches.get(process, ())
+        return Drawn(
+            process,
+            self._ranks.get(process),
+            mode,
+            count,
+            tuple(step for step, _ in switches),
+            tuple(steps),
+            tuple({step for step, to in switches if to == mode}),
+        )
 
     def given_until(self, first: int, until_ns: int) -> int:
         """The highest id of the calls and steps with ids above `first` that were over by then; `first` without one."""
@@ -225,11 +246,11 @@ class _Inside:
         return sums, {name: count for name, count in ran.items() if count > 0}
 
 
-def _switches(kept: Kept) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = defaultdict(list)
+def _switches(kept: Kept) -> dict[int, list[tuple[int, str]]]:
+    found: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for process, text in kept.modes():
         with suppress(ValueError, TypeError, AttributeError):
             data = json.loads(text)
             if data.get("refused") is None and type(data.get("step")) is int:
-                found[process].append(data["step"])
+                found[process].append((data["step"], str(data.get("mode"))))
     return found

@@ -136,6 +136,15 @@ class PlaybackReader:
         except (HistoryError, ValueError):
             return  # damaged: what could be read is better than nothing
 
+    def of_both(self) -> Iterator[Drawn | None]:
+        """Of the steps until now as many of both modes as a report compares. None: there is more to come."""
+        here = self.position_ns
+        try:
+            last = self._kept.last_id if here >= self.length_ns else self._kept.id_at(here)
+            yield from self._before.of_both(last)
+        except (HistoryError, ValueError):
+            return
+
     def poll(self, most: int | None = None) -> list[Record]:
         """What happened between the last time and now; after the clock was set, what a late reader would be given.
 

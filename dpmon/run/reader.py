@@ -198,6 +198,23 @@ class RunReader:
         except (HistoryError, OSError, ValueError):
             return  # damaged: what could be read is better than nothing
 
+    def of_both(self) -> Iterator[Drawn | None]:
+        """Of a run that is over: as many steps of both modes as a report compares. None: there is more to come."""
+        from dpmon.run.kept import Kept
+        from dpmon.run.past import Before
+        from dpmon.run.tables import HistoryError
+
+        try:
+            kept = Kept(self.directory)
+        except (HistoryError, OSError):
+            return
+        try:
+            yield from Before(kept).of_both(kept.last_id)
+        except (HistoryError, ValueError):
+            return
+        finally:
+            kept.close()
+
     @property
     def missed(self) -> int:
         """Records overwritten before they were read, unreadable, or lost by their writers; over all rings."""

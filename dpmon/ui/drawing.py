@@ -152,7 +152,7 @@ class Drawing(App[str]):
         if self._draw_by is not None and (not busy or self._clock() >= self._draw_by):
             self._draw_by = None
             self._picture()
-        if busy and self._sipping is None:
+        if self.feed.sipping and self._sipping is None:
             self._sip_in(_REST_S)
 
     def _sip_in(self, seconds: float) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from dpmon.model import State, fold
 from dpmon.model.past import fold_past
 from dpmon.model.ranks import toggle_refusal, training
+from dpmon.model.state import SETTLED_MOST
 from dpmon.model.turns import ended_of
 from dpmon.past import DevicePast, Drawn, Past
 from dpmon.records import Record
@@ -46,6 +47,9 @@ class Reader(Protocol):
 
     def past(self) -> Iterator[Past | Drawn | DevicePast | None]:
         """What was before the records that `poll` gives, to be used up before it; None: it takes a while."""
+
+    def of_both(self) -> Iterator[Drawn | None]:
+        """Steps of both modes, as many as a report compares; None: there is more to come."""
 
     def poll(self, most: int | None = None) -> list[Record]:
         """New records: about `most` at most, and none only where there are none just now."""
@@ -115,6 +119,8 @@ class Feed:
         self._gone_ns: int | None = None
         self._ending = False
         self._busy = False
+        self._more: Iterator[Drawn | None] | None = None
+        """Steps for the comparison, which are taken in between two pictures."""
         self._caught_up = False
         self._recorded = any(directory.glob("process-*.ring"))
         """Whether there is something to be read from the start: a run that is looked at again."""
@@ -172,18 +178,42 @@ class Feed:
         self._look_alive(reader)
         self._take_in(reader, budget_s)
         self._settle(reader)
+        if budget_s is None:
+            self._compare_more(None)
 
     @property
     def busy(self) -> bool:
         """Whether records are left to be taken in."""
         return self._busy
 
+    @property
+    def sipping(self) -> bool:
+        """Whether anything is left to be done by `sip`."""
+        return self._busy or self._more is not None
+
     def sip(self, budget_s: float | None = None) -> bool:
         """Between two pictures: take in records, if some are left; whether more are left then."""
         if self._busy and self._reader is not None:
             self._take_in(self._reader, budget_s)
             self._settle(self._reader)
-        return self._busy
+        elif self._more is not None:
+            self._compare_more(budget_s)
+        return self.sipping
+
+    def _to_compare(self, reader: Reader) -> Iterator[Drawn | None] | None:
+        """Nothing follows: where not all steps are kept that a report compares, they are read."""
+        there = (process.modes.values() for process in self.state.processes.values() if len(process.modes) > 1)
+        lacks = any(len(track.settled) < min(track.settled_of, SETTLED_MOST) for tracks in there for track in tracks)
+        return reader.of_both() if lacks else None
+
+    def _compare_more(self, budget_s: float | None) -> None:
+        until = None if budget_s is None else time.perf_counter() + budget_s
+        for drawn in self._more or ():
+            if drawn is not None:
+                self.state = fold_past(self.state, drawn)
+            if until is not None and time.perf_counter() > until:
+                return
+        self._more = None
 
     def _take_in(self, reader: Reader, budget_s: float | None) -> None:
         until = None if budget_s is None else time.perf_counter() + budget_s
@@ -215,6 +245,7 @@ class Feed:
             return
         if self._exit is not None and self._ended is None:
             self._end(self._exit)
+            self._more = self._to_compare(reader)
         self._answer(reader)
 
     def _look_alive(self, reader: Reader) -> None:

@@ -34,6 +34,7 @@ class _PlaybackFeed(Feed):
         self._open_player = open_player
         self._caught_up = True  # a poll gives all that is due
         self.player: PlaybackReader | None = None
+        self._stands: tuple[int, int] | None = None
 
     def _opened(self) -> Reader:
         self.player = self._open_player()
@@ -54,7 +55,7 @@ class _PlaybackFeed(Feed):
         """The clock may come to the end at any time it is looked at: then the end is known in the same picture."""
         player = self.player
         if player is not None and self._ended is None and player.exit() is not None:
-            super().tick()
+            super().tick(0.0)
 
     def _take_in(self, reader: Reader, budget_s: float | None) -> None:
         player = self.player
@@ -69,6 +70,10 @@ class _PlaybackFeed(Feed):
         for record in records:
             self.state = fold(self.state, record)
         self._busy = False
+        # Where it stands still as much is compared as a report does.
+        stands = (player.generation, player.position_ns) if not player.playing else None
+        if stands != self._stands:
+            self._stands, self._more = stands, self._to_compare(player) if stands is not None else None
 
     def toggle_refusal(self) -> str | None:
         """Nobody is there to be asked."""

@@ -343,7 +343,7 @@ def test_the_screen_takes_it_in_by_sips(long_run: Path) -> None:
     feed.tick(0.0)
     assert feed.busy
     while feed.sip(0.0):
-        assert feed.busy
+        assert feed.sipping
         assert feed.scene(View()).reading
     assert not feed.scene(View()).reading
     process = feed.state.processes[0]

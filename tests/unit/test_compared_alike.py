@@ -1,0 +1,93 @@
+"""Panel 4 and the report judge dp by the same steps once a run is over, and both say how many these are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kept import keep
+from stage import LOOK
+from synthetic import SECOND, Training
+
+from dpmon.model.compare import Comparison, compared
+from dpmon.report import collect
+from dpmon.report.said import comparison
+from dpmon.run.draws import ALL_DRAWN
+from dpmon.run.playback import PlaybackReader
+from dpmon.run.reader import RunReader
+from dpmon.ui import panel_compare
+from dpmon.ui.feed import Feed
+from dpmon.ui.playback import _PlaybackFeed
+from dpmon.ui.rows import plain
+from dpmon.ui.scene import View
+
+TURNS = ((500, "single"), (5000, "dp"), (3000, "single"), (300, ""))
+"""After so many steps, to that mode; dp first. Of dp all are compared, of single some."""
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        training = Training(step_ns=SECOND // 200)
+        payloads = training.begin()
+        for steps, then in TURNS:
+            training.step_ns = SECOND // (200 if training.mode == "dp" else 330)
+            payloads += training.run(steps)
+            payloads += training.switch(then) if then else []
+        return keep({0: payloads}, seconds=training.now / SECOND + 1)
+
+
+def judged(feed: Feed) -> tuple[Comparison, str]:
+    process = feed.state.focus()
+    assert process is not None
+    scene = feed.scene(View(zoom="compare"))
+    found = compared(process)
+    return found, " ".join(plain(row) for row in panel_compare.compare(scene, 100, 30, found, LOOK))
+
+
+def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long: Path) -> None:
+    said = collect(long).compared
+    assert said is not None
+    assert said.speedup is not None
+    drawn = {mode: (kept, of) for mode, kept, of in said.drawn}
+    assert drawn == {"single": (ALL_DRAWN, 5000 + 300 - 10)}, "of dp all are compared"
+    assert dict(said.steps) == {"single": ALL_DRAWN, "dp": 500 + 3000 - 10}
+    reader = Feed(long, lambda: RunReader(long))
+    player = _PlaybackFeed(long, lambda: PlaybackReader(long))
+    for feed in (reader, player):
+        feed.start()
+        feed.tick(0.0)
+        while feed.sip(0.0):
+            pass
+        assert feed.ended is not None
+        found, text = judged(feed)
+        assert found.speedup == (said.speedup, said.low, said.high)
+        assert {mode: side.steps for mode, side in found.sides.items()} == dict(said.steps)
+        assert f"single: medians of {ALL_DRAWN:,} drawn evenly of 5,290" in text
+        assert f"{ALL_DRAWN:,} drawn evenly from 5,290" in " ".join(comparison(said))
+        feed.close()
+
+
+def test_a_playback_compares_more_where_it_stands_still_and_what_was_until_then(long: Path) -> None:
+    feed = _PlaybackFeed(long, lambda: PlaybackReader(long))
+    feed.start()
+    feed.tick()
+    player = feed.player
+    assert player is not None
+    player.seek(player.length_ns * 6 // 10)
+    feed.tick(0.0)
+    before, _ = judged(feed)
+    assert sum(side.steps for side in before.sides.values()) < 2 * 600
+    while feed.sip(0.0):
+        pass
+    found, _ = judged(feed)
+    there = {mode: side.seen for mode, side in found.sides.items()}
+    assert there["dp"] < 3500, "what came later has no part in it"
+    warm = {"single": 5, "dp": 10}
+    for mode, side in found.sides.items():
+        assert side.steps == pytest.approx(min(there[mode] - warm[mode], ALL_DRAWN), abs=3)
+    player.play()
+    feed.tick(0.0)
+    assert not feed.sipping, "while it plays there is no time for it"
+    feed.close()

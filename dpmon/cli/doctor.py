@@ -14,6 +14,7 @@ from dpmon.cli.checks.installed import installed
 from dpmon.cli.checks.machine import limits, logout, state_directory
 from dpmon.cli.checks.terminal import terminal
 from dpmon.cli.checks.trial import trial
+from dpmon.ui.ascii import in_stream
 from dpmon.ui.text import clean
 
 __all__ = ["doctor"]
@@ -34,7 +35,7 @@ def doctor(options: argparse.Namespace) -> int:
         found = []
         for check in _checks(options.python):
             found.append(check)
-            print("\n".join(_lines(check, coloured=_coloured())), flush=True)
+            print(in_stream("\n".join(_lines(check, coloured=_coloured())), sys.stdout), flush=True)
         print(_sum(found))
     return int(any(check.state == PROBLEM for check in found))
 

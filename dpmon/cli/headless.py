@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, mark_stop, short_name
 from dpmon.run.state import run_state
 from dpmon.run.terminal import send_input
+from dpmon.ui.ascii import in_stream
 
 __all__ = ["Follower", "Stream"]
 
@@ -208,7 +210,7 @@ class Follower:
         if self._speaks_json:
             self._put_line(json.dumps({"kind": "message", "text": text}).encode() + b"\n")
         else:
-            self._put_line(f"dpmon: {text}\n".encode("utf-8", "replace"))
+            self._put_line(in_stream(f"dpmon: {text}\n", sys.stderr).encode("utf-8", "replace"))
 
     def _put_line(self, line: bytes) -> bool:
         fresh = self._err.last == b"\n" and (not _same_file(1, 2) or self._streams[0].last == b"\n")

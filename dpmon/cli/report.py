@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dpmon.export.target import opened, stdout
 from dpmon.run.rundir import RunError, find_run, load_info, short_name
+from dpmon.ui.ascii import in_stream
 
 __all__ = ["report"]
 
@@ -47,7 +48,8 @@ def _text(directory: Path, output: str | None) -> str:
     lines = report_text(directory, width)
     if terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb":
         lines = [f"\x1b[1m{line}\x1b[0m" if line and not line.startswith(" ") else line for line in lines]
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    return in_stream(text, sys.stdout) if terminal else text
 
 
 def _page(directory: Path, output: str | None) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dpmon.run.rundir import ExitInfo, RunError
+from dpmon.ui.ascii import in_stream
 
 __all__ = ["closing", "speak"]
 
@@ -21,7 +22,7 @@ _PROMPTS = 3
 def speak(text: str) -> None:
     """One line of dpmon's own on stderr; a closed stderr is no reason to fail."""
     with contextlib.suppress(OSError, ValueError):
-        print(f"{_HEAD}{text}", file=sys.stderr, flush=True)
+        print(in_stream(f"{_HEAD}{text}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def closing(directory: Path, how: ExitInfo | None, say: Callable[[str], None] | None, *, brief: bool = False) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,13 +19,17 @@ from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info, short_name
 from dpmon.run.totals import Deleted, ModeTotals, Totals
 from dpmon.ui.format import compact, group, memory, ms
-from dpmon.ui.rows import span_width
+from dpmon.ui.rows import cut, span_width
 from dpmon.ui.tail import last_words
 from dpmon.ui.text import clean
 
 __all__ = ["Line", "ending_line", "fitted", "summary", "summary_lines"]
 
 _MAX_REPLICA_LINES = 40
+_MAX_SIZES = 3
+"""Sizes told of one replica, those of most calls."""
+_MAX_ROWS = 2
+"""Rows of the terminal that a line may take where there is no room for all; but for how it ended and where it is."""
 _MAX_STAGES = 8
 _MAX_WARNINGS = 5
 
@@ -101,6 +106,9 @@ def fitted(lines: list[Line], rows: int, columns: int, more: str) -> list[str]:
     sizes = [size(line.text) for line in lines]
     if sum(sizes) <= rows:
         return [line.text for line in lines]
+    # One long line is not worth all those that would have had room instead.
+    lines = [line._replace(text=cut(line.text, _MAX_ROWS * columns)) if line.rank else line for line in lines]
+    sizes = [size(line.text) for line in lines]
     room = rows - size(f"{many(len(lines), 'more line')}: {more}")
     kept: set[int] = set()
     for index in sorted(range(len(lines)), key=lambda index: lines[index].rank):
@@ -243,12 +251,21 @@ def _rank_lines(totals: Totals) -> list[str]:
 
 
 def _replica_lines(totals: Totals) -> list[str]:
-    lines = []
-    for line in totals.replicas[:_MAX_REPLICA_LINES]:
-        sizes = f"{line.inputs or 'sizes not seen'} -> {line.outputs or 'sizes not seen'}"
-        times = many(line.calls, "call")
-        lines.append(f"  {line.mode or '?'} replica {line.replica} {line.device}  {sizes}  {times}")
-    more = len(totals.replicas) - len(lines)
-    if more > 0:
-        lines.append(f"  and {more} more; dpmon export has them all")
+    lines: list[str] = []
+    several = len({line.root for line in totals.replicas}) > 1
+    groups = [list(found) for _, found in groupby(totals.replicas, key=lambda line: line[:4])]
+    told = 0
+    for found in groups:
+        if len(lines) >= _MAX_REPLICA_LINES:
+            break
+        told += 1
+        for line in found[:_MAX_SIZES]:
+            whose = f"{line.root} " if several else ""
+            sizes = f"{line.inputs or 'sizes not seen'} -> {line.outputs or 'sizes not seen'}"
+            who = f"{line.mode or '?'} {whose}replica {line.replica} {line.device}"
+            lines.append(f"  {who}  {sizes}  {many(line.calls, 'call')}")
+        if others := found[_MAX_SIZES:]:
+            lines.append(f"    and {many(len(others), 'other size')}, {many(sum(o.calls for o in others), 'call')}")
+    if told < len(groups):
+        lines.append(f"  and {len(groups) - told} more; dpmon export has them all")
     return ["replicas", *lines] if lines else []

@@ -9,6 +9,7 @@ from rich.style import Style
 
 from dpmon.config import THEMES
 from dpmon.model.state import PHASES
+from dpmon.ui.ascii import knows_only_ascii
 from dpmon.ui.palettes import PALETTES, named
 from dpmon.ui.themes import MONO_STYLES, composed, styles_of
 
@@ -137,9 +138,8 @@ def choose(environ: Mapping[str, str], encoding: str | None, theme: str | None =
     `theme`: what the user has set, if anything; it comes before NO_COLOR (https://no-color.org), which is for programs
     that were told nothing.
     """
-    utf8 = (encoding or "").lower().replace("-", "").replace("_", "") == "utf8"
     terminal = environ.get("TERM", "")
-    only_ascii = not utf8 or terminal.startswith(("linux", "vt1", "vt2", "dumb"))
+    only_ascii = knows_only_ascii(environ, encoding)
     only_mono = terminal.startswith(("vt1", "vt2", "dumb"))
     if theme is None:
         theme = "mono" if environ.get("NO_COLOR") or only_mono else "dark"

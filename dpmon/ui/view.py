@@ -12,9 +12,10 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
+from dpmon.ui.ascii import ascii_text
 from dpmon.ui.direct import patch_row
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, plain, span_width, width_of
+from dpmon.ui.rows import Row, plain, width_of
 
 __all__ = ["PanelView", "in_ascii"]
 
@@ -132,37 +133,6 @@ class PanelView(Widget):
         self.post_message(self.Wheel(self.panel, 3))
 
 
-_ASCII = {
-    "–": "-",
-    "µ": "u",
-    "°": " ",
-    "…": ">",
-    "·": "-",
-    "×": "x",
-    "≤": "<",
-    "→": ">",
-    "─": "-",
-    "━": "=",
-    "│": "|",
-    # Bars as tqdm draws them.
-    "█": "#",
-    "▉": "#",
-    "▊": "#",
-    "▋": "=",
-    "▌": "=",
-    "▍": "-",
-    "▎": "-",
-    "▏": "|",
-}
-
-
-def _ascii(char: str) -> str:
-    """One character for a terminal that knows only ASCII, as wide as before."""
-    if char.isascii():
-        return char
-    return _ASCII.get(char, "?" * span_width(char))
-
-
 def in_ascii(row: Row) -> Row:
     """The row as a terminal shows it that knows only ASCII; as wide as before."""
-    return [(text if text.isascii() else "".join(map(_ascii, text)), style) for text, style in row]
+    return [(ascii_text(text), style) for text, style in row]

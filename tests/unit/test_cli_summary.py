@@ -11,11 +11,14 @@ from fcntl import ioctl
 from pathlib import Path
 
 import pytest
+from kept import keep
+from synthetic import Training
 from test_run_playback import a_run
 
 from dpmon.cli.speak import closing, speak
 from dpmon.cli.summary import Line, fitted, summary, summary_lines
 from dpmon.run.rundir import load_exit
+from dpmon.ui.rows import cut
 
 MORE = "dpmon report linear-7f3a"
 
@@ -46,6 +49,8 @@ def a_summary() -> list[Line]:
 @pytest.mark.parametrize("columns", [40, 73, 113])
 def test_the_most_telling_lines_stay_in_their_order(columns: int) -> None:
     lines = a_summary()
+    # A long one is cut, all the same however many rows there are.
+    lines = [Line(rank, cut(text, 2 * columns) if rank else text) for rank, text in lines]
     everything = [text for _, text in lines]
     ranks = {text: rank for rank, text in lines}
     before: set[str] = set()
@@ -61,6 +66,69 @@ def test_the_most_telling_lines_stay_in_their_order(columns: int) -> None:
         before = set(shown)
         gone = [ranks[text] for text in everything if text not in before and text not in ("replicas", "memory")]
         assert max(ranks[text] for text in shown) <= min(gone), "nothing stays for what is worth more"
+
+
+def test_a_long_line_does_not_end_the_search_for_room() -> None:
+    lines = [Line(0, "ended"), Line(1, "dp"), Line(3, "warning: " + "lost " * 100), Line(4, "  data"), Line(5, "who"),
+             Line(5, "  0"), *[Line(6, f"    {number}") for number in range(9)], Line(0, "record")]  # fmt: skip
+    shown = fitted(lines, 9, 40, "x")
+    assert [line.strip()[:6] for line in shown] == ["ended", "dp", "warnin", "data", "who", "0", "9 more", "record"]
+    assert rows_of(shown, 40) == 9
+    assert shown[2].endswith("lost…"[-1])
+
+
+def replicas_of(*calls: list[bytes], state: Path) -> list[str]:
+    payloads = [payload for each in calls for payload in each]
+    directory = keep({0: payloads})
+    lines = [line for _, line in summary(directory, load_exit(directory))]
+    first = lines.index("replicas")
+    return [line for line in lines[first:] if line.startswith("  ") and ("replica" in line or "other size" in line)]
+
+
+def test_of_many_sizes_the_most_frequent_are_told_and_the_others_counted(state: Path) -> None:
+    training = Training()
+    payloads = [*training.begin(), *training.run(20)]
+    for rows in range(2, 30, 2):
+        payloads += training.step(rows)
+    lines = replicas_of(payloads, state=state)
+    assert len(lines) == 2 * (3 + 1), "two replicas"
+    assert lines[0].startswith("  dp replica 0 cpu:0  [15, 5] -> [15, 2]  20 calls")
+    assert lines[3] == "    and 12 other sizes, 12 calls"
+
+
+def test_a_replica_is_named_after_its_model_where_there_are_several(state: Path) -> None:
+    one = Training(root="Generator")
+    payloads = [*one.begin(), *one.run(3)]
+    assert replicas_of(payloads, state=state)[0].startswith("  dp replica 0 cpu:0")
+    one.root = "Critic"
+    lines = replicas_of([*payloads, *one.run(3)], state=state)
+    assert [line.split()[1:4] for line in lines] == [
+        [name, "replica", number] for name in ("Critic", "Generator") for number in ("0", "1")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("term", "encoding", "plain"),
+    [("xterm", "utf-8", False), ("vt100", "utf-8", True), ("xterm", "latin-1", True), ("linux", "utf-8", True)],
+)
+def test_a_terminal_is_told_in_what_it_knows(
+    monkeypatch: pytest.MonkeyPatch, term: str, encoding: str, plain: bool
+) -> None:
+    master, slave = pty.openpty()
+    monkeypatch.setenv("TERM", term)
+    with os.fdopen(slave, "w", encoding=encoding) as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        speak("median 120 µs, rest –")
+        printed = os.read(master, 1 << 16)
+        monkeypatch.undo()
+    os.close(master)
+    assert printed == ("dpmon: median 120 us, rest -" if plain else "dpmon: median 120 µs, rest –").encode() + b"\r\n"
+
+
+def test_a_file_is_told_as_ever(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TERM", "vt100")
+    speak("median 120 µs")
+    assert capsys.readouterr().err == "dpmon: median 120 µs\n"
 
 
 def test_no_heading_stays_without_what_is_under_it() -> None:

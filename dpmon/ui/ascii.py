@@ -1,0 +1,64 @@
+"""What stands for a sign where a terminal knows only ASCII, and which terminals do.
+
+Standard library only, so that the command line can use it without importing anything of the screen.
+"""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["ascii_for", "ascii_text", "in_stream", "knows_only_ascii"]
+
+_SIGNS = {
+    "–": "-",
+    "µ": "u",
+    "°": " ",
+    "…": ">",
+    "·": "-",
+    "×": "x",
+    "≤": "<",
+    "→": ">",
+    "±": "~",
+    "─": "-",
+    "━": "=",
+    "│": "|",
+    # Columns of a history, and bars as tqdm draws them.
+    **dict(zip("▁▂▃▄▅▆▇█", ".:-=+*##", strict=True)),
+    "▉": "#",
+    "▊": "#",
+    "▋": "=",
+    "▌": "=",
+    "▍": "-",
+    "▎": "-",
+    "▏": "|",
+}
+
+
+def knows_only_ascii(environ: Mapping[str, str], encoding: str | None) -> bool:
+    """Whether a terminal knows no other characters, by its environment and the encoding of what is written to it."""
+    utf8 = (encoding or "").lower().replace("-", "").replace("_", "") == "utf8"
+    return not utf8 or environ.get("TERM", "").startswith(("linux", "vt1", "vt2", "dumb"))
+
+
+def ascii_for(char: str) -> str:
+    """What stands for one character, as wide as it is."""
+    if char.isascii():
+        return char
+    return _SIGNS.get(char, "?" * (2 if unicodedata.east_asian_width(char) in "WF" else 1))
+
+
+def ascii_text(text: str) -> str:
+    """The text in ASCII, as wide as before."""
+    return text if text.isascii() else "".join(map(ascii_for, text))
+
+
+def in_stream(text: str, stream: Any) -> str:
+    """The text as it can be written to `stream`, where that is a terminal; for a file or a pipe it stays as it is."""
+    try:
+        shown = stream.isatty()
+    except (AttributeError, ValueError, OSError):
+        return text
+    return ascii_text(text) if shown and knows_only_ascii(os.environ, getattr(stream, "encoding", None)) else text

@@ -136,7 +136,9 @@ class Lines:
         absent: dict[str, str] = {}
         said: dict[str, Any] = {"kind": "status", "run": info.id, "t_s": round(now_ns / 1e9, 3)}
         said["state"] = "ended" if over else self._doing(focus)
-        said |= _progress(focus, None if over else now_ns, absent)
+        progress, lacks = _progress(focus, None if over else now_ns)
+        said |= progress
+        absent |= lacks
         trained = training(state)
         said["processes"] = len(trained)
         if len(trained) > 1:
@@ -157,12 +159,13 @@ class Lines:
         return "running"
 
 
-def _progress(focus: Process | None, now_ns: int | None, absent: dict[str, str]) -> dict[str, Any]:
-    """Step, speeds and times of the process that stands for the run."""
+def _progress(focus: Process | None, now_ns: int | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Step, speeds and times of the process that stands for the run; and why some of them are null, by their names."""
+    absent: dict[str, str] = {}
     if focus is None or focus.last_step is None:
         names = ("step", "steps_per_s", "samples_per_s", "mode", "virtual", "step_ms", "phases", "call_phases")
         absent.update(dict.fromkeys(names, "no step has ended yet"))
-        return dict.fromkeys(names)
+        return dict.fromkeys(names), absent
     fast = speed(focus, now_ns)
     if fast.reason is not None:
         absent["steps_per_s"] = absent["samples_per_s"] = fast.reason
@@ -178,7 +181,7 @@ def _progress(focus: Process | None, now_ns: int | None, absent: dict[str, str])
     if found.steps and not on_device:
         reason = _why_untimed(focus)
         absent |= {} if reason is None else {"device_median_ms": reason}
-    return {
+    said = {
         "step": focus.last_step.step,
         "steps_per_s": fast.steps_per_s,
         "samples_per_s": fast.samples_per_s,
@@ -188,6 +191,7 @@ def _progress(focus: Process | None, now_ns: int | None, absent: dict[str, str])
         "phases": _phases({**named, "forward": forward}, _STEP_PHASES, on_device) if found.steps else None,
         "call_phases": _phases(named, _CALL_PHASES, on_device) if found.steps else None,
     }
+    return said, absent
 
 
 def _ms(median_ns: float | None, p95_ns: float | None) -> dict[str, float | None]:

@@ -89,7 +89,9 @@ class Drawing(App[str]):
         from textual.drivers.linux_driver import LinuxDriver
 
         from dpmon.ui.driver import Driver
+        from dpmon.ui.typed import install_parser
 
+        install_parser()
         found = super().get_driver_class()
         return Driver if found is LinuxDriver else found
 
@@ -179,8 +181,19 @@ class Drawing(App[str]):
             self.draw()
         self.after_tick()
 
+    @property
+    def _dialog_open(self) -> bool:
+        return len(self.screen_stack) > 1
+
     async def on_event(self, event: events.Event) -> None:
-        """Keys and clicks are answered before more records are taken in."""
+        """Keys and clicks are answered before more records are taken in.
+
+        Of several keys that come at once the first may open a dialog while the others are on their way through the
+        panels' screen: they were typed for the dialog. (What a dialog was given comes back here never.)
+        """
+        if isinstance(event, events.Key) and event.is_forwarded and self._dialog_open:
+            self.post_message(events.Key(event.key, event.character))
+            return
         self._key_came = self._key_came or isinstance(event, (events.Key, events.MouseDown))
         await super().on_event(event)
 

@@ -14,7 +14,7 @@ __all__ = ["at", "footer", "keys"]
 
 _LAST = ("?", "q", ":")
 """There at every width; the one called "more" has whatever has no room."""
-_ORDER = ("esc", "d", "p", "end", "space", "n", "N", "/", "enter", "1-5", "w", "x", "i", "[ ]", "r", "e", "s", "t", "o")
+_ORDER = ("esc", "d", "p", "end", "space", "n", "N", "/", "x", "enter", "1-5", "w", "i", "[ ]", "r", "e", "s", "t", "o")
 """The most useful first; what is not named here comes after."""
 _OVER = ("r", "e")
 """What a run that is over is looked at for."""
@@ -28,6 +28,7 @@ _SHORT = {
     "end search": "end",
     "next call": "next",
     "warnings": "warn",
+    "freeze": "hold",
     "picture": "svg",
     "refresh": "rate",
     "output file": "file",

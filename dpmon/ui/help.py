@@ -14,7 +14,7 @@ _PHASE_WORDS = {
     "data": "waiting until the loader hands over the next batch.",
     "scatter": "the batch is cut into chunks, one a device, and sent there.",
     "replicate": "the module's parameters are copied to every device, for every batch anew.",
-    "apply": "every replica computes its forward at the same time (torch calls it parallel_apply).",
+    "apply": "all replicas compute their forward at once (torch: parallel_apply); it ends with the slowest of them.",
     "gather": "the replicas' outputs are brought together on one device.",
     "forward": "what is left of the forward; in single mode this is the whole of it.",
     "backward": "autograd computes the gradients, and sums those of the replicas.",

@@ -51,10 +51,6 @@ class Monitor(Drawing):
     _unsaying: Timer | None = None
     """What takes back the last of it."""
 
-    @property
-    def _dialog_open(self) -> bool:
-        return len(self.screen_stack) > 1
-
     def _say(self, message: str | None) -> None:
         if self._unsaying is not None:  # one clock at a time: a key that is held down says the same again and again
             self._unsaying.stop()
@@ -315,7 +311,10 @@ class Monitor(Drawing):
         def send(line: str | None) -> None:
             if line is not None:
                 problem = self.feed.type_line(line)
-                self._say(None if problem is None else f"the line was not sent: {problem}")
+                # The output of a headless run is the script's alone: nothing of this stands there.
+                apart = len(self.feed.output.tails) > 1
+                sent = f"sent to the script: {clean(line, 200)}" if apart and not hidden else None
+                self._say(sent if problem is None else f"the line was not sent: {problem}")
 
         hidden = self.feed.hides_input()
         note = "enter sends the line to the script, esc does not"
@@ -346,8 +345,10 @@ class Monitor(Drawing):
         """What happened in the run so far, to read."""
         if self._dialog_open:
             return
-        self._say("the report is being made; the screen goes on")
         directory, width = self.feed.directory, max(min(self.size.width - 4, 108), 20)
+        rows: list[Row] = [[("the report is being made; the training goes on", "dim")]]
+        # Open from the start: what is read later does not come over something else that one has gone on to.
+        pages = Pages("Report", lambda _: rows, self.look)
         lines: list[str] = []
 
         def make() -> str | None:
@@ -355,11 +356,16 @@ class Monitor(Drawing):
             return None
 
         def show(problem: str | None) -> None:
-            self._say(problem)
-            if problem is None and not self._dialog_open:
-                rows: list[Row] = [[(line, "title" if line[:1] not in ("", " ") else "")] for line in lines]
-                self.push_screen(Pages("Report", lambda _: rows, self.look))
+            if pages.answered:
+                return
+            if problem is not None:
+                pages.settle(None)
+                self._say(problem)
+                return
+            rows[:] = [[(line, "title" if line[:1] not in ("", " ") else "")] for line in lines]
+            pages.draw()
 
+        self.push_screen(pages)
         self._beside(make, show)
 
     def _beside(self, job: Callable[[], str | None], then: Callable[[str | None], None]) -> None:

@@ -124,9 +124,9 @@ def _few(palette: Palette, phases: tuple[int, ...], dp: int, single: int) -> Pal
 FEW: Mapping[str, Palette] = {
     palette.name: palette
     for palette in (
-        _few(DARK, (13, 15, 11, 9, 14, 3, 6, 12, 10, 8), 13, 14),
-        _few(LIGHT, (5, 0, 3, 9, 12, 1, 6, 4, 2, 8), 5, 4),
-        _few(COLOUR_BLIND, (13, 15, 11, 9, 14, 3, 7, 12, 6, 8), 13, 14),
+        _few(DARK, (5, 15, 11, 9, 14, 3, 6, 12, 10, 8), 13, 14),
+        _few(LIGHT, (13, 0, 3, 9, 12, 1, 6, 4, 2, 8), 5, 4),
+        _few(COLOUR_BLIND, (5, 15, 11, 9, 14, 3, 7, 12, 6, 8), 13, 14),
     )
 }
 

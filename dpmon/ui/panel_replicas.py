@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dpmon.model.finding import many
 from dpmon.model.state import CallTrack, Process
 from dpmon.model.stats import median, median_known, percentile
 from dpmon.records import Call, Replica, Size, rows_of
 from dpmon.ui.chart import bar, range_bar
 from dpmon.ui.format import UNKNOWN, group, memory, ms
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, cut, fit, right, span_width
+from dpmon.ui.rows import Row, cut, fit, right, span_width, wrapped
 from dpmon.ui.scene import NAMES, Scene, mode_words
 from dpmon.ui.text import clean
 
@@ -39,6 +40,7 @@ class Choice(NamedTuple):
     of: int
 
 
+_RANGE = "5 to 95 %"
 _FRESH = 64
 """Steps after which a call that a step no longer makes cannot be chosen any more."""
 
@@ -161,11 +163,19 @@ class _Table:
             ((" " + "share".ljust(self.bar)) if self.bar else "", "dim"),
             (" host time", "dim"),
             (" on device" if self.on_device else "", "dim"),
-            (
-                ("  " + ("5 to 95 %" if self.spread >= 9 else "spread").ljust(self.spread)) if self.spread else "",
-                "dim",
-            ),
+            (("  " + self._scale()) if self.spread else "", "dim"),
         ]
+
+    def _scale(self) -> str:
+        """What the last column is, and where it ends: its right edge is the slowest replica's 95 %."""
+        if self.spread < len(_RANGE):
+            return "spread".ljust(self.spread)
+        end = ms(self.top) if self.top else ""
+        return (
+            f"{_RANGE}{end:>{self.spread - len(_RANGE)}}"
+            if self.spread > len(_RANGE) + len(end)
+            else (_RANGE.ljust(self.spread))
+        )
 
     def row(self, replica: Replica) -> Row:
         look = self.look
@@ -228,6 +238,18 @@ def _idle(call: Call, look: Look) -> list[Row]:
     ]
 
 
+def _what_times(track: CallTrack) -> str:
+    """Of how many calls the times are medians, and why they are not those of a phase."""
+    calls = max(map(len, track.replica_ns), default=0)
+    figures = [percentile(times, fraction) for times in track.replica_ns for fraction in (0.05, 0.95)]
+    known = [took for took in figures if took is not None]
+    if not known:
+        return ""
+    said = f"host time: each replica's own forward, the median of its last {many(calls, 'call')}; 5 % of all to 95 %:"
+    said += f" {ms(min(known))} to {ms(max(known))}"
+    return said + "; apply, in panels 3 and 4, lasts until the slowest is done" if len(track.replica_ns) > 1 else said
+
+
 def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel at full size: the table, then every size of every replica by its path."""
     rows = replicas(scene, width, height, look)
@@ -235,7 +257,9 @@ def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     if track is None:
         return rows
     mode, where = mode_words(scene.process, look.glyphs.times)
-    rows += [[], [(f"mode {mode}  {where}", "dim")], []]
+    rows += [[], [(f"mode {mode}  {where}", "dim")]]
+    rows += [[(line, "dim")] for line in wrapped(_what_times(track), width)]
+    rows.append([])
     for replica in track.last.replicas:
         rows.append([(f"{right(str(replica.replica), 2)} {clean(replica.device, 40)}", "bold")])
         for word, sizes in (("in ", replica.inputs), ("out", replica.outputs)):

@@ -258,8 +258,10 @@ def _facts(scene: Scene, look: Look, width: int) -> Row:
         if process.virtual and process.mode == "dp":
             parts.append("virtual replicas: " + clean(process.mode_reason or "devices are shared", 200))
         if len(scene.state.processes) > 1:
-            who = f"process {process.process}" if process.rank is None else f"rank {process.rank}"
-            parts.append(f"{who} of {world(process) or len(scene.state.processes)}")
+            many = world(process) or len(scene.state.processes)
+            # Processes are numbered from 0 as ranks are, but nobody reads "process 1 of 2" so.
+            one = f"process {process.process}, one of {many}"
+            parts.append(one if process.rank is None else f"rank {process.rank} of {many}")
         for key in ("python", "torch"):
             value = process.info.get(key)
             if isinstance(value, str):

@@ -12,7 +12,7 @@ from kept import keep
 from synthetic import Training
 from timed import GPUS, HOST_ONLY, OF_CALL, staged, timed, trained
 
-from dpmon.cli.lines import Lines
+from dpmon.cli.lines import Lines, _progress
 from dpmon.records import CALL_PHASES, UNTIMED, Untimed, call_head, kind_of, pack_step
 
 
@@ -77,3 +77,9 @@ def test_a_line_that_knows_no_device_says_why(state: Path, took: Any, reason: st
     said = line_of(staged(9, took))
     assert on_device(said["phases"]) == {"forward": None, "other": None}
     assert said["absent"]["device_median_ms"] == reason
+
+
+def test_why_something_is_null_is_given_back_and_changes_nothing_of_the_callers() -> None:
+    progress, absent = _progress(None, None)
+    assert progress.keys() == absent.keys()
+    assert set(absent.values()) == {"no step has ended yet"}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
+import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from stage import stage
+from stage import Stage, stage
 from synthetic import SECOND, Training, decoded
 from textual import events
 
@@ -23,6 +27,8 @@ from dpmon.ui.layout import arrange
 from dpmon.ui.look import look
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import PANELS, RANGES, View
+from dpmon.ui.tail import Tail
+from dpmon.ui.typed import Parser, install_parser
 
 
 @pytest.fixture(autouse=True)
@@ -152,8 +158,8 @@ async def test_an_export_that_fails_is_told_and_leaves_no_file(tmp_path: Path) -
 async def test_a_report_that_fails_is_told(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
         await on.press("r")
-        await on.shows("the report is being made")
         await on.shows("the report failed: ")
+        assert len(on.app.screen_stack) == 1, "its page is closed"
 
 
 def a_run(tmp_path: Path) -> Path:
@@ -208,6 +214,115 @@ async def test_a_report_is_shown_to_be_read(tmp_path: Path) -> None:
         await on.until(lambda: isinstance(on.app.screen, Pages), "the report")
         box = on.app.screen.box  # type: ignore[attr-defined]
         await on.until(lambda: any("steps" in row for row in box.text()), "its text")
+
+
+async def test_a_report_that_was_closed_before_it_was_made_comes_over_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, made = threading.Event(), threading.Event()
+
+    def report(directory: Path, width: int) -> list[str]:
+        assert go.wait(60)
+        made.set()
+        return ["steps"]
+
+    monkeypatch.setattr(errands, "report", report)
+    async with stage(tmp_path) as on:
+        await on.press("r")
+        await on.until(lambda: isinstance(on.app.screen, Pages), "the place where it will be")
+        assert "is being made" in " ".join(on.app.screen.box.text())  # type: ignore[attr-defined]
+        await on.press("escape")
+        await on.press("colon")
+        await on.until(lambda: isinstance(on.app.screen, Commands), "something else")
+        polls = on.reader.polls
+        go.set()
+        await on.until(made.is_set, "the report")
+        await on.until(lambda: on.reader.polls > polls + 3, "some pictures")
+        assert isinstance(on.app.screen, Commands)
+
+
+@contextmanager
+def the_script_reads(directory: Path) -> Iterator[Callable[[], bytes]]:
+    """Gives what was typed so far."""
+    os.mkfifo(directory / "input.fifo")
+    fd = os.open(directory / "input.fifo", os.O_RDWR | os.O_NONBLOCK)
+    found = bytearray()
+
+    def read() -> bytes:
+        with suppress(BlockingIOError):
+            found.extend(os.read(fd, 4096))
+        return bytes(found)
+
+    yield read
+    os.close(fd)
+
+
+async def test_what_is_typed_before_a_dialog_is_open_is_for_the_dialog(tmp_path: Path) -> None:
+    with the_script_reads(tmp_path) as typed:
+        async with stage(tmp_path) as on:
+            await typed_ahead(on, typed)
+
+
+async def typed_ahead(on: Stage, typed: Callable[[], bytes]) -> None:
+    for key in ("i", *"hello", "enter"):
+        on.app.post_message(events.Key(key, key if len(key) == 1 else "\r"))
+    await on.until(lambda: typed() == b"hello\n", "the line, sent")
+    for key in (":", *"freeze"):
+        on.app.post_message(events.Key("colon" if key == ":" else key, key))
+    await on.until(lambda: getattr(on.app.screen, "typed", "") == "freeze", "the search")
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+async def test_a_line_to_a_headless_run_is_said_to_be_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: bool
+) -> None:
+    """Its output is the script's alone, byte for byte: what was typed does not stand there."""
+    for name in ("stdout.log", "stderr.log"):
+        (tmp_path / name).write_text("")
+    with the_script_reads(tmp_path) as typed:
+        async with stage(tmp_path) as on:
+            on.app.feed.output.tails = [Tail(tmp_path / name) for name in ("stdout.log", "stderr.log")]
+            monkeypatch.setattr(on.app.feed, "hides_input", lambda: hidden)
+            await on.press("i", "y", "e", "s", "enter")
+            await on.until(lambda: typed() == b"yes\n", "the line")
+            if hidden:
+                await on.press("t")
+                await on.shows("theme")
+            else:
+                await on.shows("sent to the script: yes")
+            assert ("yes" in on.text()) != hidden
+
+
+@pytest.mark.parametrize(
+    ("typed", "keys"),
+    [
+        ("\x1b2", ["escape", "2"]),
+        ("\x1bd", ["escape", "d"]),
+        ("\x1bf", ["escape", "f"]),
+        ("\x1bN", ["escape", "N"]),
+        ("\x1b", ["escape"]),
+        ("2d", ["2", "d"]),
+        ("\x1b[A", ["up"]),
+        ("\x1bOA", ["up"]),
+        ("\x1b[1;3A", ["alt+up"]),
+        ("\x1b[21~", ["f10"]),
+        ("\u2122", ["trade_mark_sign"]),
+    ],
+)
+def test_an_escape_with_a_key_right_behind_it_is_two_keys(typed: str, keys: list[str]) -> None:
+    parser = Parser()
+    found = list(parser.feed(typed))
+    deadline = time.monotonic() + 60
+    while len(found) < len(keys) and time.monotonic() < deadline:
+        found += parser.tick()
+    assert [each.key for each in found if isinstance(each, events.Key)] == keys
+
+
+def test_textual_reads_keys_with_it() -> None:
+    from textual.drivers import linux_driver
+
+    install_parser()
+    assert linux_driver.XTermParser is Parser  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("key", ["s", "y"])

@@ -9,8 +9,10 @@ from situations import FACTS, LOOK, rows_text, scene_of, situations, state_of, t
 from synthetic import Training, decoded
 
 from dpmon.model import State, fold
+from dpmon.model.stats import percentile
 from dpmon.records import Call, Event, Record, Size
 from dpmon.ui import panel_replicas
+from dpmon.ui.format import ms
 from dpmon.ui.paint import places, scroll_room
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Scene, View
@@ -91,6 +93,19 @@ def test_the_share_and_the_spread_have_room_at_120_columns() -> None:
         header, row, *_ = rows_text(panel_replicas.replicas(scene, width, 9, LOOK))
         assert ("━" in row) == ("share" in header), "no column without its heading"
         assert ("├" in row) == ("spread" in header or "5 to 95 %" in header)
+
+
+def test_the_spread_has_a_scale_and_full_screen_says_what_the_times_are() -> None:
+    scene = scene_of(Training(devices=[f"cpu:{i}" for i in range(2)]))
+    process = scene.process
+    assert process is not None
+    (track,) = process.calls.values()
+    slowest = max(percentile(times, 0.95) or 0 for times in track.replica_ns)
+    header = rows_text(panel_replicas.replicas(scene, 90, 9, LOOK))[0]
+    assert header.endswith(f"5 to 95 %{ms(slowest):>{len(header) - header.index('5 to 95 %') - 9}}")
+    said = " ".join(rows_text(panel_replicas.zoomed(scene, 100, 40, LOOK)))
+    assert f"its last {len(track.replica_ns[0])} calls" in said
+    assert f" to {ms(slowest)}; apply, in panels 3 and 4, lasts until the slowest is done" in said
 
 
 def several_calls() -> Scene:

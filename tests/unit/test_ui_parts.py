@@ -17,7 +17,7 @@ from dpmon.ui.footer import at, footer, keys
 from dpmon.ui.format import clock, compact, group, memory, memory_of, ms, percent, short_ms
 from dpmon.ui.help import help_rows
 from dpmon.ui.look import ASCII, COLOUR, LETTERS, MONO, UNICODE, Look, choose
-from dpmon.ui.palettes import PALETTES, Palette
+from dpmon.ui.palettes import FEW, PALETTES, Palette
 from dpmon.ui.panel_output import shifted
 from dpmon.ui.rows import box, cut, fit, kept_width, plain, span_width, width_of, wrapped
 from dpmon.ui.scene import Ended, Facts, Pausing, Scene, View
@@ -64,7 +64,7 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
         for key in named:
             assert at(row, text.index(f" {key} ") + 1) == key
     assert least >= 4
-    wanted = "r report e export" if over else "d single p pause space freeze 1-5 panel enter zoom"
+    wanted = "r report e export" if over else "d single p pause space hold 1-5 panel enter zoom x stop"
     assert set(wanted.split()) <= set(plain(footer(scene, 80, LOOK)[0]).split())
 
 
@@ -245,6 +245,13 @@ def test_how_many_colours_there_are_is_known_as_rich_knows_it(term: str, more: d
     assert choose(environ, "utf-8", "dark").few == (rich == "standard")
     for told in ("standard", "256", "truecolor"):
         assert choose({**environ, "TEXTUAL_COLOR_SYSTEM": told}, "utf-8").few == (told == "standard")
+
+
+@pytest.mark.parametrize("palette", FEW.values(), ids=lambda p: p.name)
+def test_of_sixteen_colours_dp_has_one_that_no_phase_has(palette: Palette) -> None:
+    assert palette.dp not in palette.phases
+    assert palette.dp != palette.single
+    assert len(set(palette.phases)) == len(palette.phases)
 
 
 @pytest.mark.parametrize("palette", PALETTES.values(), ids=lambda p: p.name)

@@ -57,6 +57,14 @@ def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
     assert toggle_refusal(State()) is not None
 
 
+def test_a_process_without_a_rank_is_numbered_and_not_counted() -> None:
+    scene = scene_of(2)
+    for process in scene.state.processes.values():
+        process.rank, process.info = None, {}
+    text = plain(status(scene, 160, 2, LOOK)[1])
+    assert "process 1, one of 2" in text, "they are numbered from 0: that is the second"
+
+
 def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:
     scene = scene_of(3)
     assert panel_ranks.applies(scene)

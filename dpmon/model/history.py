@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from dpmon.model.inputs import INPUT
 from dpmon.model.ranks import FORWARD, forward_of
 from dpmon.model.state import (
     COLUMNS_KEPT,
@@ -28,13 +29,15 @@ from dpmon.model.state import (
     StepSample,
 )
 from dpmon.model.stats import PhaseFigures, Summary, summary, weighed_middle, weighed_phase, weighed_rank
-from dpmon.model.uneven import uneven
+from dpmon.model.uneven import Uneven, uneven
 
 __all__ = ["Picture", "add_column", "add_settled", "add_step", "columns_of", "figures", "forward_figures", "pictured"]
 
 _SECOND = 1_000_000_000
 _FIGURED = 500
 """At most about so many steps go into medians."""
+_LITTLE = 0.2
+"""Of the time: a mean that has no more beyond the median is near it."""
 _NICE = (1, 2, 5, 10, 15, 30, 60)
 
 
@@ -271,8 +274,28 @@ def figures(process: Process, mode: str, span_s: int) -> Summary:
         phases=tuple(phases),
         sampled=len(drawn),
         mean_ns=total / count,
-        uneven=uneven(drawn, total / count, middle, tuple(process.inputs)),
+        uneven=_waited(process, mode, span_s, total, count, middle)
+        or uneven(drawn, total / count, middle, tuple(process.inputs)),
     )
+
+
+def _waited(process: Process, mode: str, span_s: int, total: int, count: int, middle: float | None) -> Uneven | None:
+    """Whether waits for input are what the mean has beyond the median: the few steps with them may not be drawn."""
+    if not process.inputs or middle is None:
+        return None
+    columns = columns_of(process, span_s)
+    width = process.long_s if not span_s and (process.columns_made > COLUMNS_KEPT or process.long_only) else 1
+    waited = steps = 0
+    for begin, end in process.inputs:
+        at = end // _SECOND
+        # The step ended in the same second, or soon after.
+        of = next((column for column in columns if column.second + width > at), None)
+        if of is not None and of.mode == mode and (of is not columns[0] or at >= of.second):
+            waited, steps = waited + end - begin, steps + 1
+    beyond = total - middle * count
+    if 2 * waited <= beyond or beyond <= total * _LITTLE:
+        return None
+    return Uneven(steps / count, min(waited / total, 1.0), INPUT)
 
 
 def forward_figures(process: Process, mode: str, span_s: int) -> PhaseFigures:

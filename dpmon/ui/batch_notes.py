@@ -47,7 +47,9 @@ def unevenness(numbers: Summary) -> list[str]:
     found = numbers.uneven
     if found is None:
         return []
-    by = f", longer by {SAID if found.phase == INPUT else found.phase}" if found.phase is not None else ""
+    if found.phase == INPUT:
+        return [f"{SAID} took {percent(found.time)} of the time: it is in the mean"]
+    by = f", longer by {found.phase}" if found.phase is not None else ""
     return [f"uneven steps: about {percent(found.steps)} take {percent(found.time)} of the time{by}"]
 
 

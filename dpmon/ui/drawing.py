@@ -23,6 +23,7 @@ from dpmon.ui.look import Look
 from dpmon.ui.paint import paint, places, scroll_room
 from dpmon.ui.rows import Row, plain
 from dpmon.ui.scene import PANELS, Scene, View
+from dpmon.ui.typed import InOrder
 from dpmon.ui.view import PanelView
 
 __all__ = ["Drawing"]
@@ -80,6 +81,7 @@ class Drawing(App[str]):
         self._ticking: Timer | None = None
         self._sipping: asyncio.TimerHandle | None = None
         self._key_came = False
+        self._typed = InOrder(super().on_event, lambda: not self._dialog_open)
         self._draw_by: float | None = None
         """When to draw although not everything was taken in; None after it was drawn."""
         self._panels = {name: PanelView(name, look) for name in _PLACES}
@@ -186,16 +188,15 @@ class Drawing(App[str]):
         return len(self.screen_stack) > 1
 
     async def on_event(self, event: events.Event) -> None:
-        """Keys and clicks are answered before more records are taken in.
-
-        Of several keys that come at once the first may open a dialog while the others are on their way through the
-        panels' screen: they were typed for the dialog. (What a dialog was given comes back here never.)
-        """
-        if isinstance(event, events.Key) and event.is_forwarded and self._dialog_open:
-            self.post_message(events.Key(event.key, event.character))
-            return
+        """Keys and clicks are answered before more records are taken in; keys in their order."""
         self._key_came = self._key_came or isinstance(event, (events.Key, events.MouseDown))
-        await super().on_event(event)
+        if not isinstance(event, events.Key):
+            await super().on_event(event)
+        elif event.is_forwarded:
+            await super().on_event(event)
+            await self._typed.done()
+        else:
+            await self._typed.came(event)
 
     def _look_at_size(self) -> None:
         """Take up the terminal's size where no signal told of it (or it came while nobody could hear it)."""

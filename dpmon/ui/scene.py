@@ -230,7 +230,8 @@ def life(scene: Scene) -> Life:
         return _before_first_batch(scene, doing, spent)
     if doing == "data" and spent > WAIT_SHOWN_NS:
         return Life("waiting for data", "wait", f"{spent / 1e9:.0f} s")
-    if doing == "ended":
+    # One that has ended while another goes on (an evaluation, and the training that waits for it) is no end.
+    if doing == "ended" and at_its_end(scene.state, scene.activities):
         # Another training is on its way, and nothing of it was seen yet.
         if scene.stage is not None and scene.stage[1] > max(scene.state.newest_ns, process.seen_ns):
             return _before_first_batch(scene, "", 0)

@@ -1,4 +1,4 @@
-"""What is typed fast: an escape with a key right behind it.
+"""What is typed fast: an escape with a key right behind it, and keys for a dialog that is not open yet.
 
 Textual takes an escape and the character behind it for one key (alt and that key; for digits a sign that some keyboards
 have there). Nothing here is bound to such keys, and who presses esc and then 2 within a tenth of a second means both.
@@ -6,14 +6,19 @@ have there). Nothing here is bound to such keys, and who presses esc and then 2 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
 
 from textual import events
 from textual._xterm_parser import XTermParser
 
-__all__ = ["Parser", "install_parser"]
+__all__ = ["InOrder", "Parser", "install_parser"]
 
 ESC = "\x1b"
+_MOST = 10_000
+_LOST_S = 1.0
+"""A key that the panels' screen has had for so long does not come back: the others wait no longer."""
 
 
 class Parser(XTermParser):
@@ -34,3 +39,43 @@ def install_parser() -> None:
 
     if getattr(linux_driver, "XTermParser", None) is XTermParser:
         linux_driver.XTermParser = Parser  # type: ignore[attr-defined]
+
+
+class InOrder:
+    """Hands keys on one after the other: of several at once the first may open a dialog that the others are meant for.
+
+    A key for the panels goes to their screen, and comes back from there to the application, which does what it is bound
+    to; a key for a dialog is the dialog's own affair.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[events.Key], Awaitable[None]],
+        to_panels: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`forward`: hands a key to the screen that is on top; `to_panels`: whether that is theirs now."""
+        self._forward = forward
+        self._to_panels = to_panels
+        self._clock = clock
+        self._waiting: deque[events.Key] = deque(maxlen=_MOST)
+        self._away: float | None = None
+        """Since when a key is with the panels' screen."""
+
+    async def came(self, event: events.Key) -> None:
+        """A key was pressed."""
+        self._waiting.append(event)
+        await self._go_on()
+
+    async def done(self) -> None:
+        """What came back from the panels' screen has been done."""
+        self._away = None
+        await self._go_on()
+
+    async def _go_on(self) -> None:
+        while self._waiting and (self._away is None or self._clock() - self._away > _LOST_S):
+            event, panels = self._waiting.popleft(), self._to_panels()
+            self._away = None
+            await self._forward(event)
+            if panels and event.is_forwarded:  # else it was done at once
+                self._away = self._clock()

@@ -28,7 +28,7 @@ from dpmon.ui.look import look
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import PANELS, RANGES, View
 from dpmon.ui.tail import Tail
-from dpmon.ui.typed import Parser, install_parser
+from dpmon.ui.typed import InOrder, Parser, install_parser
 
 
 @pytest.fixture(autouse=True)
@@ -264,9 +264,13 @@ async def test_what_is_typed_before_a_dialog_is_open_is_for_the_dialog(tmp_path:
 
 
 async def typed_ahead(on: Stage, typed: Callable[[], bytes]) -> None:
-    for key in ("i", *"hello", "enter"):
+    keys = ("2", "2", "i", *"hello", "enter", "t", "i", *"you", "enter", "3")
+    for key in keys:
         on.app.post_message(events.Key(key, key if len(key) == 1 else "\r"))
-    await on.until(lambda: typed() == b"hello\n", "the line, sent")
+    await on.until(lambda: typed() == b"hello\nyou\n", "both lines, sent")
+    await on.until(lambda: on.app.view.focus == "batch", "what was typed after them")
+    assert on.app.look.theme == "light"
+    assert on.app.view.zoom is None, "it was zoomed, and back"
     for key in (":", *"freeze"):
         on.app.post_message(events.Key("colon" if key == ":" else key, key))
     await on.until(lambda: getattr(on.app.screen, "typed", "") == "freeze", "the search")
@@ -316,6 +320,27 @@ def test_an_escape_with_a_key_right_behind_it_is_two_keys(typed: str, keys: list
     while len(found) < len(keys) and time.monotonic() < deadline:
         found += parser.tick()
     assert [each.key for each in found if isinstance(each, events.Key)] == keys
+
+
+async def test_a_key_that_never_comes_back_holds_the_others_up_for_a_moment_only() -> None:
+    sent: list[str] = []
+    now = 0.0
+
+    async def forward(event: events.Key) -> None:
+        sent.append(event.key)
+        event._set_forwarded()
+
+    keys = InOrder(forward, lambda: True, lambda: now)
+    for key in "abc":
+        await keys.came(events.Key(key, key))
+    assert sent == ["a"]
+    await keys.done()
+    assert sent == ["a", "b"]
+    now = 2.0
+    await keys.came(events.Key("d", "d"))
+    assert sent == ["a", "b", "c"], "b is lost"
+    await keys.done()
+    assert sent == ["a", "b", "c", "d"]
 
 
 def test_textual_reads_keys_with_it() -> None:

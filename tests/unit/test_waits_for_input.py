@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from synthetic import SECOND, Training, decoded
 from dpmon.cli.summary import summary_lines
 from dpmon.model import State, fold
 from dpmon.model.compare import compared, sentence
+from dpmon.model.history import figures
 from dpmon.model.inputs import INPUT, is_wait
 from dpmon.records import Event, pack_event
 from dpmon.report import collect, report_text
@@ -63,11 +65,28 @@ def drawn(state: State) -> str:
 
 def test_the_batch_panel_names_a_wait_and_not_the_phase_it_fell_into() -> None:
     _, payloads, waits = with_waits(12.0, 8.0)
-    assert "longer by waiting for input" in drawn(folded(payloads, waits))
+    assert re.search(r"waiting for input took 7\d % of the time", drawn(folded(payloads, waits)))
     assert "longer by backward" in drawn(folded(payloads, []))
     assert "longer by backward" in drawn(folded(payloads, waits, pid=PID + 1)), "a launcher's own"
     short = [(waits[0][0], 2.0)]
     assert "longer by backward" in drawn(folded(payloads, short)), "most of it was something else"
+
+
+def test_a_wait_is_named_where_the_step_it_was_in_is_none_of_those_drawn() -> None:
+    """Some hundred of some thousand steps are drawn for medians; of the sums it is known all the same."""
+    training, payloads, waits = with_waits(12.0)
+    training.step_ns = SECOND // 1000
+    payloads += training.run(5000)
+    state = folded(payloads, waits)
+    process = state.focus()
+    assert process is not None
+    for span in (0, 120):
+        found = figures(process, "single", span).uneven
+        assert found is not None
+        assert found.phase == INPUT
+        assert found.time == pytest.approx(waits[0][1] / (training.now / SECOND - 2), rel=0.05)
+    assert figures(process, "single", 3).uneven is None, "the last seconds are without it"
+    assert figures(folded(payloads, []).processes[0], "single", 0).uneven != found
 
 
 def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:

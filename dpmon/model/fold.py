@@ -328,6 +328,9 @@ def _mode_event(state: State, event: Event) -> None:
     if change.refused is None:
         process.virtual, process.mode_reason = change.virtual, change.reason
         process.devices = devices or process.devices
+        track = process.modes.get(mode)
+        if track is not None and not track.devices and devices:  # a late reader is not given the calls of long ago
+            track.devices, track.virtual = devices, change.virtual
 
 
 def _pause_event(state: State, event: Event) -> None:

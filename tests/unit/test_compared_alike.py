@@ -9,7 +9,7 @@ from kept import keep
 from stage import LOOK
 from synthetic import SECOND, Training
 
-from dpmon.model.compare import Comparison, compared
+from dpmon.model.compare import Comparison, compared, sentence
 from dpmon.report import collect
 from dpmon.report.said import comparison
 from dpmon.run.draws import ALL_DRAWN
@@ -21,7 +21,7 @@ from dpmon.ui.playback import _PlaybackFeed
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import View
 
-TURNS = ((500, "single"), (5000, "dp"), (3000, "single"), (300, ""))
+TURNS = ((500, "single"), (5000, "dp"), (3000, "single"), (4500, ""))
 """After so many steps, to that mode; dp first. Of dp all are compared, of single some."""
 
 
@@ -51,7 +51,7 @@ def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long:
     assert said is not None
     assert said.speedup is not None
     drawn = {mode: (kept, of) for mode, kept, of in said.drawn}
-    assert drawn == {"single": (ALL_DRAWN, 5000 + 300 - 10)}, "of dp all are compared"
+    assert drawn == {"single": (ALL_DRAWN, 5000 + 4500 - 10)}, "of dp all are compared"
     assert dict(said.steps) == {"single": ALL_DRAWN, "dp": 500 + 3000 - 10}
     reader = Feed(long, lambda: RunReader(long))
     player = _PlaybackFeed(long, lambda: PlaybackReader(long))
@@ -62,10 +62,12 @@ def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long:
             pass
         assert feed.ended is not None
         found, text = judged(feed)
+        assert (found.devices, found.virtual) == (("cpu:0", "cpu:1"), True), "though the last calls are all single"
+        assert sentence(found) == said.sentence
         assert found.speedup == (said.speedup, said.low, said.high)
         assert {mode: side.steps for mode, side in found.sides.items()} == dict(said.steps)
-        assert f"single: medians of {ALL_DRAWN:,} drawn evenly of 5,290" in text
-        assert f"{ALL_DRAWN:,} drawn evenly from 5,290" in " ".join(comparison(said))
+        assert f"single: medians of {ALL_DRAWN:,} drawn evenly of 9,490" in text
+        assert f"{ALL_DRAWN:,} drawn evenly from 9,490" in " ".join(comparison(said))
         feed.close()
 
 

@@ -19,7 +19,6 @@ __all__ = ["INPUT_FIFO", "Terminal", "hides_input", "send_input"]
 
 INPUT_FIFO = "input.fifo"
 _CHUNK = 4096
-_ECHO = termios.ECHO | termios.ECHOE | termios.ECHOK | termios.ECHONL
 _CONTROLS = {code: f"^{chr(code ^ 64)}".encode() for code in (*range(32), 127) if chr(code) not in "\t\n"}
 
 
@@ -27,17 +26,13 @@ class Terminal:
     """The supervisor's end: gives the command a terminal and forwards what is written into the fifo."""
 
     def __init__(self, directory: Path, rows: int, columns: int, echo: Path | None = None) -> None:
-        """`echo`: the log for what is echoed; None: nothing is.
+        """`echo`: the log for what is echoed; None: nothing is noted (that it would be is left to be asked for).
 
         Raises OSError if the machine has no pseudo-terminal left or the fifo cannot be made.
         """
         # openpty does not make it the controlling terminal, though the supervisor leads a session without one.
         self.master, self.slave = os.openpty()
         try:
-            if echo is None:
-                attributes = termios.tcgetattr(self.slave)
-                attributes[3] &= ~_ECHO
-                termios.tcsetattr(self.slave, termios.TCSANOW, attributes)
             size = struct.pack("HHHH", max(rows, 1), max(columns, 1), 0, 0)
             fcntl.ioctl(self.slave, termios.TIOCSWINSZ, size)
             os.set_blocking(self.master, False)

@@ -127,11 +127,20 @@ def test_a_log_that_cannot_be_written_costs_the_echo_only(terminal: Terminal, lo
     assert not log.exists()
 
 
-def test_without_a_log_nothing_is_echoed(tmp_path: Path) -> None:
+def test_without_a_log_nothing_is_noted_and_only_what_the_script_hides_is_hidden(tmp_path: Path) -> None:
+    """As of a headless run: a screen that is attached to it shows what is typed there."""
     terminal = Terminal(tmp_path, 30, 90)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=terminal.slave, stdout=subprocess.DEVNULL)
     try:
-        assert not termios.tcgetattr(terminal.slave)[3] & termios.ECHO
-        assert given(terminal, b"go\n") == b"go\n"
-        assert not select.select([terminal.master], [], [], 0)[0]
+        assert not hides_input(child.pid)
+        echo(terminal, False)
+        assert hides_input(child.pid)
+        echo(terminal, True)
+        assert send_input(tmp_path, b"go\n")
+        serve(terminal, lambda: child.poll() is not None)
+        serve(terminal, lambda: not select.select([terminal.master], [], [], 0)[0])
+        assert [path.name for path in tmp_path.iterdir()] == ["input.fifo"]
     finally:
+        child.kill()
+        child.wait()
         closed(terminal)

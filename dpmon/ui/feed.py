@@ -139,6 +139,7 @@ class Feed:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+        self._more = None
         for tail in self.output.tails:
             tail.close()
 

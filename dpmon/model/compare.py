@@ -364,7 +364,8 @@ def compared(process: Process) -> Comparison:
     seen = {mode: track.count for mode, track in tracks.items()}
     memory = {mode: dict(track.peaks) for mode, track in tracks.items()}
     many = all(track.settled_count >= SETTLED_MANY for track in tracks.values())
-    counts = (track.settled_count // SETTLED_AT_ONCE for track in tracks.values())
+    # Where many are compared a few more make little difference, and each time costs more.
+    counts = (track.settled_count // max(SETTLED_AT_ONCE, len(track.settled) // 16) for track in tracks.values())
     key = (devices, virtual, *counts, *list(process.inputs)[-1:])
     known = process.memo.get("compared")
     if many and known is not None and known[0] == key:

@@ -201,6 +201,8 @@ class Calls:
         """By id, the bare roots whose next call may go the short way; empty whenever that has to be looked into."""
         self.lanes: tuple[dict[int, Lane], dict[int, Lane]] = ({}, {})
         """By id, the bare roots and the DataParallels whose next call over virtual replicas may; emptied likewise."""
+        self.on_site: Callable[[], None] = lambda: None
+        """Called when a module is called for the first time (or planned anew)."""
         session.on_change = self.look_again
         self.reset()
 
@@ -822,6 +824,7 @@ class Calls:
         known: Any = self.sites, self.ready, *self.lanes
         gone: Callable[[Any], object] = lambda _: [table.pop(key, None) for table in known]  # noqa: E731
         site = self.sites[key] = Site(module, plan, via, dim, gone)
+        self.on_site()
         return site
 
     def look_again(self) -> None:

@@ -26,6 +26,8 @@ __all__ = ["Memory"]
 FIRST_TURNS = 3
 """Turns before the first look: by then the optimizers have made their states."""
 EVERY_NS = 5_000_000_000
+SOON_NS = 500_000_000
+"""How long after a look a model that is new since waits for one at least."""
 SAME_NS = 60_000_000_000
 """How long nothing is said while nothing changes."""
 MAX_SHARE = 1000
@@ -55,7 +57,7 @@ class Memory:
 
     def reset(self) -> None:
         """Start afresh, as after a fork."""
-        self._due = 0
+        self._due = self._soonest = 0
         self._since = 0
         self._turns = 0
         self._faults = 0
@@ -96,6 +98,12 @@ class Memory:
     def soon(self) -> None:
         """Let what `sharing` made be called, and call the other, when the next turn has ended."""
         self._left = self._roots_left = self.calls.steps.countdown = 1
+
+    def new_model(self) -> None:
+        """A model is called that may not have been looked at: look as soon as that costs no more than it may."""
+        if self._due > self._soonest:
+            self._due = self._soonest
+            self.soon()
 
     def sharing(self, other: Callable[[], int]) -> Callable[[], int]:
         """What `Steps.on_close` is to be: calls `other` when it wants to be, and looks when a look is due."""
@@ -149,6 +157,7 @@ class Memory:
         self._spent += ended - now
         if over:
             self._due = ended + max(EVERY_NS, self._spent * MAX_SHARE)
+            self._soonest = ended + max(SOON_NS, self._spent * MAX_SHARE)
             self._since, self._turns = ended, FIRST_TURNS
 
     def _say(self, walk: Walk, now: int) -> None:

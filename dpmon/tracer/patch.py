@@ -73,6 +73,7 @@ def install() -> None:
 
     steps.on_idle = idle
     steps.on_end = memory.on_optimizer = another
+    calls.on_site = memory.new_model
     steps.on_pause = Pause(session).wait
     steps.on_unseen = roots.unseen
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 from time import monotonic_ns
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from running import Dpmon
 from tracing import text_of, traced
 
+from dpmon.tracer.memory import Memory
 from dpmon.tracer.storages import AT_ONCE, MAX_TENSORS, Walk
 
 
@@ -53,6 +55,20 @@ def test_the_summary_says_it_and_why_the_rest_is_not_known(dpmon: Dpmon) -> None
     assert (
         "cpu  model 4.64 KiB, gradients 1.55 KiB, optimizer 2.26 KiB, rest –, peak –  (torch keeps no" in result.errors
     )
+
+
+def test_a_model_that_is_called_later_is_looked_at_soon_unless_looks_are_dear() -> None:
+    """Without a process of its own: how soon depends on what a look takes, which depends on the machine."""
+    steps = SimpleNamespace(countdown=99)
+    memory = Memory(SimpleNamespace(), SimpleNamespace(steps=steps))  # type: ignore[arg-type]
+    memory.new_model()
+    assert steps.countdown == 99, "before the first look, which is due anyway"
+    memory._due, memory._soonest = 9_000, 4_000
+    memory.new_model()
+    assert (memory._due, steps.countdown) == (4_000, 1)
+    steps.countdown = 99
+    memory.new_model()
+    assert (memory._due, steps.countdown) == (4_000, 99), "models that are planned anew again and again change nothing"
 
 
 # ------------------------------------------------------------------------------------------------ one look

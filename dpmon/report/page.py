@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from dpmon.extras import how_to_plot
 from dpmon.report.plots import Plot, plots
-from dpmon.report.said import comparison, facts, findings_note, of_what_is_left, phase_table, step_rows
+from dpmon.report.said import comparison, facts, findings_note, of_what_is_left, phase_notes, phase_table, step_rows
 from dpmon.report.story import Story
 from dpmon.report.text import MAX_ROWS
 from dpmon.report.words import (
@@ -141,6 +141,7 @@ def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
         yield f"<h2>Phases of a step, {_text(title)}</h2>\n"
         head, *rows = phase_table(mode)
         yield from _table(head, rows)
+        yield "".join(f"<p class=soft>{_text(note)}</p>\n" for note in phase_notes(mode))
     if story.compared is not None:
         yield "<h2>dp against single</h2>\n"
         yield "".join(f"<p>{_text(line)}</p>\n" for line in comparison(story.compared))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dpmon.model.evidence import ModeFacts
 from dpmon.model.finding import many, took
 from dpmon.model.findings import MIN_STEPS
+from dpmon.model.host_waits import host_waits
 from dpmon.model.stats import PhaseFigures
 from dpmon.records import CALL_PHASES
 from dpmon.report.story import Compared, Story
@@ -25,6 +26,7 @@ __all__ = [
     "findings_note",
     "is_mixed",
     "of_what_is_left",
+    "phase_notes",
     "phase_rows",
     "phase_table",
     "step_rows",
@@ -124,6 +126,11 @@ def phase_table(mode: ModeFacts) -> list[tuple[str, ...]]:
         device = (ms(figures.device_ns),) if timed else ()
         rows.append((label, percent(figures.share), ms(figures.median_ns), ms(figures.p95_ns), *device))
     return rows
+
+
+def phase_notes(mode: ModeFacts) -> list[str]:
+    """What has to be known of the times of phases, in sentences."""
+    return host_waits(mode.phases, {phase.name: phase.device_ns for phase in mode.phases})
 
 
 def comparison(found: Compared) -> list[str]:

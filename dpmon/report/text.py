@@ -7,7 +7,16 @@ from pathlib import Path
 from dpmon.model.evidence import ModeFacts
 from dpmon.report.collect import collect
 from dpmon.report.layout import cut, more, sized_table, table, wrap, wrapped
-from dpmon.report.said import comparison, facts, findings_note, is_mixed, of_what_is_left, phase_table, step_rows
+from dpmon.report.said import (
+    comparison,
+    facts,
+    findings_note,
+    is_mixed,
+    of_what_is_left,
+    phase_notes,
+    phase_table,
+    step_rows,
+)
 from dpmon.report.story import Story
 from dpmon.report.words import (
     FORWARD_ON_DEVICE,
@@ -122,7 +131,7 @@ def _over_time(story: Story, width: int) -> list[str]:
 
 
 def _phases(title: str, mode: ModeFacts, width: int) -> list[str]:
-    return [f"PHASES of a step, {clean(title)}", *table(phase_table(mode), width)]
+    return [f"PHASES of a step, {clean(title)}", *table(phase_table(mode), width), *wrapped(phase_notes(mode), width)]
 
 
 def _compared(story: Story, width: int) -> list[str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dpmon.model.host_waits import host_waits
 from dpmon.model.inputs import INPUT, SAID
 from dpmon.model.phases import CALLS_AT
 from dpmon.model.ranks import distributed
 from dpmon.model.state import PHASES, Process
-from dpmon.model.stats import PhaseFigures, Summary
+from dpmon.model.stats import PhaseFigures, Summary, median_known
 from dpmon.records import CALL_PHASES, Call
 from dpmon.ui.format import percent
 from dpmon.ui.look import Look
@@ -33,13 +34,21 @@ _RARE = "in none of the steps drawn for medians"
 
 def notes(scene: Scene, process: Process, numbers: Summary, width: int, most: int, look: Look) -> list[Row]:
     """At most `most` rows: what has to be said of the figures, or nothing."""
-    said = [*unevenness(numbers), *missing(process, numbers.phases)]
+    said = [*unevenness(numbers), *_host_waits(process, numbers), *missing(process, numbers.phases)]
     if not said:
         return []
     lines = wrapped(f" {look.glyphs.middot} ".join(said), width)
     if len(lines) > most:
         lines = [*lines[: most - 1], cut(" ".join(lines[most - 1 :]), width, look.glyphs.more)]
     return [[(line, "dim")] for line in lines]
+
+
+def _host_waits(process: Process, numbers: Summary) -> list[str]:
+    track = process.modes.get(process.mode)
+    if track is None or not track.device_ms:
+        return []
+    middles = {name: median_known(times) for name, times in track.device_ms.items()}
+    return host_waits(numbers.phases, {name: None if ms is None else ms * 1e6 for name, ms in middles.items()})
 
 
 def unevenness(numbers: Summary) -> list[str]:

@@ -1,0 +1,35 @@
+"""Where the host only waits for the GPU: said of phases that are long on the host and short on the device."""
+
+from __future__ import annotations
+
+import pytest
+
+from dpmon.model.host_waits import host_waits
+from dpmon.model.stats import PhaseFigures
+
+MS = 1e6
+
+
+def phase(name: str, ms: float | None, share: float | None) -> PhaseFigures:
+    return PhaseFigures(name, 100, None if ms is None else ms * MS, None, share)
+
+
+def test_a_copy_that_waits_for_the_gpu_is_told_with_its_own_time() -> None:
+    found = host_waits([phase("data", 1, 0.3), phase("copy", 13.4, 0.7)], {"data": 0.0, "copy": 0.342 * MS})
+    assert found == ["in copy the host waits for the GPU's earlier work: its own time there is 342 µs"]
+
+
+@pytest.mark.parametrize(
+    ("name", "ms", "share", "device_ms"),
+    [
+        ("copy", 13.4, 0.7, 7.0),  # half of it is its own
+        ("copy", 13.4, 0.19, 0.3),
+        ("copy", 13.4, 0.7, None),
+        ("copy", None, None, 0.3),
+        ("data", 13.4, 0.7, 0.3),
+        ("other", 13.4, 0.7, 0.3),
+        ("forward", 5.0, 0.7, 20.0),
+    ],
+)
+def test_what_is_no_wait_is_not_told(name: str, ms: float, share: float, device_ms: float | None) -> None:
+    assert host_waits([phase(name, ms, share)], {name: None if device_ms is None else device_ms * MS}) == []

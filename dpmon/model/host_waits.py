@@ -1,4 +1,4 @@
-"""Where the host stands still in a phase until the GPU has done what was queued before: that time is not the phase's."""
+"""Where the host stands still in a phase until the GPU has done what was queued before: time that is not its own."""
 
 from __future__ import annotations
 

@@ -196,12 +196,14 @@ _servers: dict[tuple[tuple[str, str], ...], _Server] = {}
 
 
 def _server(env: Mapping[str, str]) -> _Server:
-    """The server whose interpreter came up with these variables for Python; it is started when first asked.
+    """The server whose interpreter came up with these variables for Python and the linker; started when first asked.
 
     Not what a fork makes up for: paths, and whether streams have buffers.
     """
     made_up = ("PYTHONPATH", "PYTHONUNBUFFERED")
-    own = {name: value for name, value in env.items() if name.startswith("PYTHON") and name not in made_up}
+    own = {
+        name: value for name, value in env.items() if name.startswith(("PYTHON", "LD_PRELOAD")) and name not in made_up
+    }
     key = tuple(sorted(own.items()))
     if key in _servers and _servers[key].process.poll() is not None:
         raise AssertionError(f"the server of scripts ended with {_servers[key].process.returncode}")

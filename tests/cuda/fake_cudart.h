@@ -64,7 +64,7 @@ struct CUevent_st {
     struct capture *captured; /* recorded last within this capture; never dereferenced */
 };
 
-enum kind { KERNEL, COPY, SET, GRAPH, COLLECTIVE, EVENT, WAIT, MARK };
+enum kind { KERNEL, COPY, SET, GRAPH, COLLECTIVE, EVENT, UNTIL, WAIT, MARK }; /* UNTIL: a stream waits; WAIT: the host */
 struct op {
     enum kind kind;
     const char *name;

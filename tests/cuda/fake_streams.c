@@ -33,7 +33,7 @@ cudaError_t wait_until(ns_t time, const char *function) {
 
 static FILE *trace_file;
 static int trace_looked;
-static const char *const KINDS[] = {"kernel", "copy", "set", "graph", "collective", "event", "wait", "mark"};
+static const char *const KINDS[] = {"kernel", "copy", "set", "graph", "collective", "event", "until", "wait", "mark"};
 
 void trace(enum kind kind, int device, int stream, ns_t start, ns_t end, ns_t host, size_t bytes, const char *name) {
     static pthread_mutex_t writing = PTHREAD_MUTEX_INITIALIZER;
@@ -305,7 +305,10 @@ EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, u
     } else if (stream->capture) {
         stream->capture->status = cudaStreamCaptureStatusInvalidated;
         error = cudaErrorStreamCaptureIsolation;
-    } else if (event->time > stream->end) stream->end = event->time;
+    } else if (event->time > stream->end) {
+        stream->end = event->time;
+        trace(UNTIL, stream->device, stream->number, stream->end, stream->end, now_ns(), 0, "");
+    }
     pthread_mutex_unlock(&lock);
     return error ? fail(error, __func__, "of a capture and not of it") : cudaSuccess;
 }

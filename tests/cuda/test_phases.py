@@ -1,0 +1,139 @@
+"""Device time of every phase, by torch's own events, against what the simulated devices did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from simulated import Simulated, Truth
+from tracing import Traced, traced
+
+pytestmark = pytest.mark.simulated
+
+TEXT = (Path(__file__).parent / "scripts" / "phases.py").read_text()
+STEP = ("data", "forward", "backward", "optimizer")
+FIRST = 4
+"""Steps that are left out: CUDA is found to be up in the first, then everything is allocated."""
+STEPS = 14
+Bounds = list[tuple[int, int]]
+
+
+def times(truth: Truth, label: str) -> list[int]:
+    return [host for name, host in truth.marks() if name == label]
+
+
+def stretches(truth: Truth, first: str, last: str = "") -> Bounds:
+    """From a mark to the next one of the other kind."""
+    begun, ended = (times(truth, one) for one in ((first, last) if last else (f"{first} <", f"{first} >")))
+    return [(one, next(host for host in ended if host > one)) for one in begun if ended[-1] > one]
+
+
+def steps_of(run: Traced, name: str) -> list[float | None]:
+    return [(step.device_ms or {}).get(name) for step in run.steps()]
+
+
+def calls_of(run: Traced, name: str) -> list[float | None]:
+    return [call.phases[name].device_ms for call in run.calls()]
+
+
+def each(ours: Sequence[float | None], theirs: Sequence[float]) -> None:
+    """Every one within 5 % (where the host has no share in it), 10 µs for what lies between a mark and an event."""
+    assert len(ours) == len(theirs)
+    pairs = list(zip(ours, theirs, strict=True))[FIRST:]
+    far = [(mine, true) for mine, true in pairs if mine is None or abs(mine - true) > 0.05 * true + 0.01]
+    assert not far, (len(far), len(pairs), far[:8])
+
+
+def run_of(
+    tmp_path: Path, gpus: Simulated, form: str, count: int, kernel_us: float, **more: Any
+) -> tuple[Traced, Truth]:
+    words = form, STEPS, more.pop("side", 0), more.pop("layers", 6), more.pop("second_us", 0)
+    run = traced(tmp_path, TEXT, *words, env=gpus.environment(count, kernel_us=kernel_us), **more)
+    assert run.status == 0, run.err
+    assert run.complaints == []
+    assert len(run.steps()) == len(run.calls()) == STEPS
+    return run, gpus.truth()
+
+
+def check_steps(run: Traced, truth: Truth, count: int) -> None:
+    for phase in STEP:
+        each(steps_of(run, phase), [truth.spent_ms(*one, range(count)) for one in stretches(truth, phase)[:STEPS]])
+
+
+def check_calls(run: Traced, truth: Truth, count: int) -> None:
+    """What is between two phases queues nothing."""
+    phases = {
+        "scatter": ("forward <", "broadcast_coalesced <"),
+        "replicate": ("broadcast_coalesced <", "broadcast_coalesced >"),
+        "parallel_apply": ("broadcast_coalesced >", "gather <"),
+        "gather": ("gather <", "forward >"),
+    }
+    for name, (first, last) in phases.items():
+        each(calls_of(run, name), [truth.spent_ms(*one, range(count)) for one in stretches(truth, first, last)])
+    for index in range(count):
+        ours = [call.replicas[index].device_ms for call in run.calls()]
+        each(ours, [truth.spent_ms(*one, (index,)) for one in stretches(truth, f"replica {index}")])
+
+
+# A kernel takes so many µs that the devices are the slow part by far: the host has no share in any of their times.
+SLOW = {1: 400.0, 2: 1500.0, 4: 3000.0}
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["default stream", "side stream"])
+def test_one_slow_device(tmp_path: Path, gpus: Simulated, side: int) -> None:
+    run, truth = run_of(tmp_path, gpus, "bare", 1, SLOW[1], side=side, mode="script")
+    check_steps(run, truth, 1)
+    forwards = [truth.spent_ms(*one, (0,)) for one in stretches(truth, "forward")]
+    each([call.replicas[0].device_ms for call in run.calls()], forwards)
+    assert forwards[-1] == pytest.approx(6 * 0.4)  # a product a layer, and nothing of the host's
+
+
+@pytest.mark.parametrize(("count", "side"), [(2, 0), (2, 1), (4, 0)])
+def test_slow_devices_in_parallel(tmp_path: Path, gpus: Simulated, count: int, side: int) -> None:
+    run, truth = run_of(tmp_path, gpus, "dp", count, SLOW[count], side=side, mode="script")
+    assert {call.devices for call in run.calls()} == {tuple(f"cuda:{one}" for one in range(count))}
+    check_steps(run, truth, count)
+    check_calls(run, truth, count)
+
+
+def test_one_device_of_two_is_three_times_as_slow(tmp_path: Path, gpus: Simulated) -> None:
+    run, truth = run_of(tmp_path, gpus, "dp", 2, SLOW[2], second_us=3 * SLOW[2], mode="script")
+    check_steps(run, truth, 2)
+    check_calls(run, truth, 2)
+    first, second = (replica.device_ms for replica in run.calls()[-1].replicas)
+    assert first is not None
+    assert second == pytest.approx(3 * first, rel=0.05)
+
+
+def test_virtual_replicas_on_one_slow_device(tmp_path: Path, gpus: Simulated) -> None:
+    run, truth = run_of(tmp_path, gpus, "dp", 1, SLOW[2], replicas=4)
+    assert {call.devices for call in run.calls()} == {tuple(f"cuda:0/{one}" for one in range(4))}
+    check_steps(run, truth, 1)
+    begun, ended, scattered = (times(truth, label) for label in ("replica 0 <", "replica 0 >", "scatter >"))
+    for number, call in list(enumerate(run.calls()))[FIRST:]:
+        whole, applied = call.phases, slice(4 * number, 4 * number + 4)
+        forward = stretches(truth, "forward")[number]
+        over = next(host for host in scattered if host > forward[0])  # gather's way back is a scatter, too
+        for name, first, last in (
+            ("scatter", forward[0], over),
+            ("replicate", over, begun[applied][0]),
+            ("parallel_apply", begun[applied][0], max(ended[applied])),
+            ("gather", max(ended[applied]), forward[1]),
+        ):
+            assert whole[name].device_ms == pytest.approx(truth.spent_ms(first, last, (0,)), rel=0.05, abs=0.01), name
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_devices_that_wait_for_the_host(tmp_path: Path, gpus: Simulated, count: int) -> None:
+    """What is between two events is the device's work and its idleness: nearly all is that here, so it is host time."""
+    run, truth = run_of(tmp_path, gpus, "dp" if count > 1 else "bare", count, 1.0, layers=40, mode="script")
+    for phase in STEP[1:]:
+        ours = [one for one in steps_of(run, phase)[FIRST:] if one is not None]
+        assert len(ours) == STEPS - FIRST
+        host = [step.phases[phase] / 1e6 for step in run.steps()][FIRST:]
+        assert median(ours) == pytest.approx(median(host), rel=0.05, abs=0.15), phase
+        marked = [truth.spent_ms(*one, range(count)) for one in stretches(truth, phase)][FIRST:]
+        assert median(ours) < median(marked), phase  # the marks are outside of everything

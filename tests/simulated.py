@@ -18,7 +18,7 @@ from typing import Any
 
 from fake_nvml import compiler
 
-__all__ = ["WAITING", "Op", "Simulated", "Truth", "built", "why_not"]
+__all__ = ["NO_CUDNN", "WAITING", "Op", "Simulated", "Truth", "built", "why_not"]
 
 SOURCES = Path(__file__).parent / "cuda"
 WAITING = (
@@ -26,6 +26,9 @@ WAITING = (
     *("cudaFree", "cudaFreeHost", "cudaMalloc", "cudaHostAlloc", "cudaStreamQuery"),
 )
 """Functions that wait for a device, or may."""
+
+NO_CUDNN = "import torch; torch.backends.cudnn.enabled = False\n"
+"""What a script with recurrent, convolutional or normalising layers begins with here: cuDNN is not simulated."""
 
 
 def _headers() -> Path | None:
@@ -146,7 +149,7 @@ class Simulated:
     made: int = 0
 
     def environment(self, gpus: int = 1, **settings: Any) -> dict[str, str]:
-        """For a process with so many GPUs, which `truth` and `counts` are of; settings: FAKE_CUDART_*, in small letters."""
+        """For a process with so many GPUs, which `truth` and `counts` are of; settings: FAKE_CUDART_* in lower case."""
         self.made += 1
         env = {f"FAKE_CUDART_{name.upper()}": str(value) for name, value in settings.items()}
         return {

@@ -1,0 +1,80 @@
+"""What the tracer asks of the CUDA runtime: nothing that waits, and a bounded number of events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from simulated import NO_CUDNN, WAITING, Simulated
+from tracing import Traced, traced
+
+from dpmon.records import UNTIMED, Untimed
+
+pytestmark = pytest.mark.simulated
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = {
+    "linear": ("--steps", 40),
+    "tutorial": (),
+    "primitives": ("--steps", 20),
+    "nested": ("--steps", 20),
+    "model_parallel": ("--steps", 20),
+}
+EVENTS = ("cudaEventRecord", "cudaEventRecordWithFlags", "cudaEventCreateWithFlags", "cudaEventQuery")
+WORK = ("__cudaLaunchKernel", "cudaLaunchKernel", "cublasSgemm_v2", "cublasLtMatmul", "cudaMemcpyAsync", "ncclBcast")
+
+
+def with_and_without(
+    tmp_path: Path, gpus: Simulated, text: str, words: Sequence[object], count: int, **more: float
+) -> tuple[Traced, dict[str, int], dict[str, int]]:
+    """The run under the tracer, and how often each function was called: with it, without it."""
+    counts = []
+    for run in (False, True):
+        env = gpus.environment(count, **more)
+        last = traced(tmp_path, text, *words, env=env, run=run, mode="script" if run else None)
+        assert last.status == 0, last.err
+        counts.append(gpus.counts())
+    assert last.complaints == []
+    return last, counts[1], counts[0]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", STEPS)
+def test_examples_wait_no_more_than_without(tmp_path: Path, gpus: Simulated, name: str, count: int) -> None:
+    text = (NO_CUDNN if name == "model_parallel" else "") + (EXAMPLES / f"{name}.py").read_text()
+    run, ours, theirs = with_and_without(tmp_path, gpus, text, STEPS[name], count, kernel_us=5)
+    for function in (*WAITING, *WORK):
+        assert ours.get(function, 0) == theirs.get(function, 0), function
+    assert sum(ours.get(function, 0) for function in WORK) >= 8  # else there was nothing to compare
+    extra = {name: ours.get(name, 0) - theirs.get(name, 0) for name in (*EVENTS, "cudaEventElapsedTime")}
+    # A span is a phase of a step or of a call, or a replica, on one device; it has two events, or shares one.
+    spans = len(run.steps()) * 4 * count + len(run.calls()) * (6 * count + 4)
+    assert 0 < extra["cudaEventElapsedTime"] <= spans
+    assert extra["cudaEventRecordWithFlags"] + extra["cudaEventRecord"] <= 2 * spans
+    assert extra["cudaEventQuery"] <= 4 * spans + 2 * count * len(run.steps())
+    assert extra["cudaEventCreateWithFlags"] <= 64 * count
+
+
+BEHIND = """
+import torch
+model = torch.nn.Linear(4, 1).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+x = torch.ones(2, 4, device="cuda")
+for _ in range(400):
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_device_that_is_far_behind(tmp_path: Path, gpus: Simulated) -> None:
+    """It comes to the first step's end when all have been queued: the pool is empty, and stays as it is."""
+    run, ours, theirs = with_and_without(tmp_path, gpus, BEHIND, (), 1, kernel_us=200_000, queue=100_000)
+    assert ours["cudaEventCreateWithFlags"] - theirs.get("cudaEventCreateWithFlags", 0) == 256
+    for function in WAITING:
+        assert ours.get(function, 0) == theirs.get(function, 0), function
+    assert len(run.steps()) == len(run.calls()) == 400
+    reasons = [step.untimed for step in run.steps()[1:]]
+    assert None not in reasons
+    assert set(reasons[-100:]) == {UNTIMED[Untimed.NO_EVENT]}

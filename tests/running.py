@@ -77,14 +77,15 @@ class Dpmon:
         env = {name: value for name, value in os.environ.items() if name not in left_out}
         return {**env, "XDG_STATE_HOME": str(self.state), **(extra or {})}
 
-    def warm(self) -> tuple[str, ...]:
+    def warm(self, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
         """Options with which a script runs in a fork of a Python that has torch (see `warm`); none in a long run.
 
-        For a script that only has to leave a record, since the import takes longer than what most of them do.
+        For a script that only has to leave a record, since the import takes longer than what most of them do. `env`:
+        what else it is to come up with.
         """
         if LONG or self.python != sys.executable:
             return ()
-        return "--python", python({**self.environment(), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"})
+        return "--python", python({**self.environment(env), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"})
 
     def words(self, *words: object) -> list[str]:
         """The command line that runs dpmon."""

@@ -309,12 +309,12 @@ class Modes:
         config = self.session.config
         devices = [torch.device(name) for name in config.devices]
         if devices:
-            if len(set(devices)) == len(devices) and devices[0].type != "cpu":
+            if len(set(devices)) == len(devices) and all(device.type != "cpu" for device in devices):
                 return self._real([d.index or 0 for d in devices], base)
             if len({(d.type, d.index or 0) for d in devices}) > 1:
                 reason = "virtual replicas share one device; --devices names several"
                 return Plan(SINGLE, (str(base),), None, None, reason, True)
-            if devices[0].type != base.type:
+            if devices[0].type != base.type or (base.type == "cuda" and (devices[0].index or 0) != (base.index or 0)):
                 reason = f"--devices says {devices[0]}, but the module is on {base}"
                 return Plan(SINGLE, (str(base),), None, None, reason, True)
             return self._share(len(devices), base, "asked for by --devices")

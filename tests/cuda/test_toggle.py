@@ -1,0 +1,104 @@
+"""From data-parallel to single and back, over one, two and four simulated GPUs, in a training that runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import wait_for
+from simulated import Simulated
+from tracing import Script, traced
+
+from dpmon.records import mode_number
+
+pytestmark = pytest.mark.simulated
+
+TEXT = (Path(__file__).parent / "scripts" / "toggled.py").read_text()
+PHASES = {"scatter", "replicate", "parallel_apply", "gather"}
+SHARES = {2: [15, 15], 4: [8, 8, 8, 6]}
+
+
+@pytest.mark.parametrize(
+    ("form", "count", "replicas", "asked"),
+    [
+        ("dp", 2, 2, {}),
+        ("dp", 4, 4, {}),
+        ("bare", 2, 2, {"mode": "dp"}),
+        ("bare", 1, 4, {"replicas": 4}),
+        ("dp", 1, 2, {"devices": "cuda:0,cuda:0"}),
+    ],
+    ids=["written over 2", "written over 4", "bare over 2", "4 virtual", "written, 2 virtual"],
+)
+def test_there_and_back(
+    tmp_path: Path, gpus: Simulated, form: str, count: int, replicas: int, asked: dict[str, Any]
+) -> None:
+    script = Script(tmp_path, TEXT, form, env=gpus.environment(count, kernel_us=5), **asked)
+    assert script.line() == "begun", script.end().err
+    ring = script.ring()
+    try:
+        for name in ("single", "dp", "single", "dp"):
+            wanted = ring.request(mode_number(name)), mode_number(name)
+            wait_for(lambda wanted=wanted: ring.acknowledged() == wanted, what=f"{name} to be acted upon")
+            more: list[bytes] = []
+            wait_for(lambda more=more: more.extend(ring.read()) or len(more) >= 30, what="some steps more")
+    finally:
+        ring.close()
+        (script.cwd / "stop").touch()
+    run = script.end()
+    assert run.complaints == []
+    modes = [call.mode for call in run.calls()]
+    assert [mode for i, mode in enumerate(modes) if i == 0 or mode != modes[i - 1]] == [
+        *("dp", "single", "dp", "single", "dp")
+    ]
+    virtual = count < replicas or "devices" in asked
+    for call in run.calls():
+        assert set(call.phases) == PHASES if call.mode == "dp" else not set(call.phases) - {"scatter"}
+        assert [one.inputs[0].shape[0] for one in call.replicas if one.inputs] == (
+            SHARES[replicas] if call.mode == "dp" else [30]
+        )
+        assert call.virtual == (virtual and call.mode == "dp")
+    timed = [call for call in run.calls()[2:] if call.absent == {}]
+    assert len(timed) > 0.9 * len(run.calls()) - 8
+    for call in timed:
+        assert all(phase.device_ms is not None for phase in call.phases.values())
+        assert all(replica.device_ms is not None for replica in call.replicas)
+    # As the replicas themselves have it.
+    by_size = {len(sizes): (sizes, on, found) for sizes, on, found in run.said}
+    assert set(by_size) == {1, replicas}
+    sizes, on, found = by_size[replicas]
+    assert sizes == SHARES[replicas]
+    assert on == ([0] * replicas if virtual else list(range(replicas)))
+    assert found["apart"]
+    assert found["shared"]
+    assert found["others"]
+    assert sum(one["calls"] for _, _, one in by_size.values()) == len(run.calls())
+    # Nothing has waited for a device: neither the training nor the changes of mode.
+    truth = gpus.truth()
+    (first,), (last,) = ([host for name, host in truth.marks() if name == label] for label in ("settled", "over"))
+    assert [op for op in truth.of("wait") if first < op.host < last] == []
+
+
+REFUSED = """
+import torch
+net = torch.nn.Linear(4, 2).cuda()
+for _ in range(3):
+    net(torch.ones(8, 4, device="cuda")).sum().backward()
+print(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("devices", "reason"),
+    [
+        ("cuda:1,cuda:1", "--devices says cuda:1, but the module is on cuda:0"),
+        ("cuda:1,cuda:0", "the module is on cuda:0, the first of the devices is cuda:1"),
+        ("cuda:0,cpu", "virtual replicas share one device; --devices names several"),
+        ("cpu,cpu", "--devices says cpu, but the module is on cuda:0"),
+    ],
+)
+def test_devices_that_the_module_is_not_on(tmp_path: Path, gpus: Simulated, devices: str, reason: str) -> None:
+    run = traced(tmp_path, REFUSED, env=gpus.environment(2), devices=devices)
+    assert run.said == 1
+    assert {(call.mode, call.devices) for call in run.calls()} == {("single", ("cuda:0",))}
+    assert run.complaints == [f"dp was asked for, but Linear runs on one device: {reason}"]

@@ -1065,10 +1065,14 @@ _OVERLAID = frozenset(("device_ids", "src_device_obj", "output_device", "dim"))
 
 
 def _in_a_line(error: Exception | str) -> str:
-    kind, text = type(error).__name__, _last_line(error)
-    return text if text.startswith(f"{kind}: ") else f"{kind}: {text}"  # torch's retelling of a replica's has it
+    kind, text = type(error).__name__, _gist(error)
+    # torch's retelling of a replica's has its kind, and may have the module it is from.
+    return text if text.partition(": ")[0].rpartition(".")[2] == kind else f"{kind}: {text}"
 
 
-def _last_line(error: object) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1][:300] if lines else ""
+def _gist(error: object) -> str:
+    """The first line of what it says; of one that torch retells with its traceback, that of the one it retells."""
+    lines = str(error).strip().splitlines() or [""]
+    indented = [number for number, line in enumerate(lines) if line.startswith(" ")]
+    retold = lines[0].startswith("Caught ") and bool(indented)
+    return lines[min(indented[-1] + 1, len(lines) - 1) if retold else 0][:300]

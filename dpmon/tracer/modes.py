@@ -341,6 +341,10 @@ class Modes:
         if ids[0] != (base.index or 0) or base.type != "cuda":
             reason = f"the module is on {base}, the first of the devices is cuda:{ids[0]}"
             return Plan(SINGLE, (str(base),), None, None, reason, True)
+        count = torch.cuda.device_count()  # CUDA_VISIBLE_DEVICES may leave fewer than the machine has
+        if max(ids) >= count:
+            reason = f"there is no cuda:{max(ids)} for this process, it has {count} GPU{'s' if count > 1 else ''}"
+            return Plan(SINGLE, (str(base),), None, None, reason, True)
         return Plan(DP, tuple(f"cuda:{i}" for i in ids), tuple(ids))
 
     def _share(self, count: int, base: torch.device, reason: str) -> Plan:

@@ -51,7 +51,8 @@ def run_of(
     tmp_path: Path, gpus: Simulated, form: str, count: int, kernel_us: float, **more: Any
 ) -> tuple[Traced, Truth]:
     words = form, STEPS, more.pop("side", 0), more.pop("layers", 6), more.pop("second_us", 0)
-    run = traced(tmp_path, TEXT, *words, env=gpus.environment(count, kernel_us=kernel_us), **more)
+    env = gpus.environment(count, kernel_us=kernel_us, copy_us=more.pop("copy_us", 10))
+    run = traced(tmp_path, TEXT, *words, env=env, **more)
     assert run.status == 0, run.err
     assert run.complaints == []
     assert len(run.steps()) == len(run.calls()) == STEPS
@@ -84,10 +85,13 @@ SLOW = {1: 400.0, 2: 1500.0, 4: 3000.0}
 
 @pytest.mark.parametrize("side", [0, 1], ids=["default stream", "side stream"])
 def test_one_slow_device(tmp_path: Path, gpus: Simulated, side: int) -> None:
-    run, truth = run_of(tmp_path, gpus, "bare", 1, SLOW[1], side=side, mode="script")
+    run, truth = run_of(tmp_path, gpus, "bare", 1, SLOW[1], side=side, copy_us=500, mode="script")
     check_steps(run, truth, 1)
     forwards = [truth.spent_ms(*one, (0,)) for one in stretches(truth, "forward")]
     each([call.replicas[0].device_ms for call in run.calls()], forwards)
+    copies = [truth.spent_ms(*one, (0,)) for one in stretches(truth, "copy")]
+    each(steps_of(run, "copy"), copies)
+    assert copies[-1] == pytest.approx(0.5, rel=0.01)
     assert forwards[-1] == pytest.approx(6 * 0.4)  # a product a layer, and nothing of the host's
 
 

@@ -92,6 +92,7 @@ print(1)
     ("devices", "reason"),
     [
         ("cuda:1,cuda:1", "--devices says cuda:1, but the module is on cuda:0"),
+        ("cuda:0,cuda:2", "there is no cuda:2 for this process, it has 2 GPUs"),
         ("cuda:1,cuda:0", "the module is on cuda:0, the first of the devices is cuda:1"),
         ("cuda:0,cpu", "virtual replicas share one device; --devices names several"),
         ("cpu,cpu", "--devices says cpu, but the module is on cuda:0"),

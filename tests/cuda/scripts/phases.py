@@ -65,7 +65,9 @@ with torch.cuda.stream(stream) if side else contextlib.nullcontext():
     for (batch,) in loader:
         mark("data >")
         if form == "bare":
+            mark("copy <")
             batch = batch.cuda(non_blocking=True)
+            mark("copy >")
         optimizer.zero_grad()
         mark("forward <")
         out = model(batch)

@@ -110,13 +110,14 @@ class TorchEvents:
 
 
 class _Mark:
-    """A recorded event, and how many spans still need it."""
+    """A recorded event, how many spans still need it, and whether it is known to have come."""
 
-    __slots__ = ("event", "users")
+    __slots__ = ("come", "event", "users")
 
     def __init__(self, event: Any) -> None:
         self.event = event
         self.users = 1
+        self.come = False
 
 
 class Span:
@@ -222,7 +223,7 @@ class DeviceTimes:
         assert last is not None
         try:
             # The first may be on another stream, where it is behind.
-            if not (self._events.done(last.event) and self._events.done(first.event)):
+            if not (self._come(last) and self._come(first)):
                 return False
             took = self._events.between_ms(first.event, last.event)
             if took >= 0:
@@ -236,6 +237,10 @@ class DeviceTimes:
         self._release(span.device, last)
         span.first = span.last = None
         return True
+
+    def _come(self, mark: _Mark) -> bool:
+        mark.come = mark.come or self._events.done(mark.event)  # one that ends a phase may begin the next
+        return mark.come
 
     def waiting(self) -> int:
         """Phases whose times have not been read."""

@@ -170,12 +170,19 @@ def profiled(tmp_path_factory: pytest.TempPathFactory, device: str) -> Traced:
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
 def test_phases_are_the_profilers(profiled: Traced, row: Any, phase: str) -> None:
-    """Host time of each phase, the median of the same steps, within 5 % of torch.profiler's."""
+    """Host time of each phase, the median of the same steps, within 5 % of torch.profiler's.
+
+    What a record_function takes itself, at both ends, is in the profiler's and not in ours: a phase of a host that
+    only queues work lasts so short that it is more than 5 %. So ours is to lie between that and the operations alone.
+    """
     steps = profiled.steps()[WARM_UP : WARM_UP + STEPS]
-    theirs = profiled.said["spent_us"][phase]
-    assert len(steps) == len(theirs) == STEPS
+    whole, inside = (profiled.said[name][phase] for name in ("spent_us", "inside_us"))
+    assert len(steps) == len(whole) == len(inside) == STEPS
     ours = statistics.median(step.phases[phase] for step in steps) / 1e6
-    row(f"{phase}, host time, median of {STEPS} steps", ours, statistics.median(theirs) / 1e3, "ms", 0.05)
+    least, most = statistics.median(inside) / 1e3, statistics.median(whole) / 1e3
+    assert least > 0.5 * most, "the operations are nearly all of it"
+    within = 0.05 if ours > most else 1 - 0.95 * least / most
+    row(f"{phase}, host time, median of {STEPS} steps", ours, most, "ms", round(within, 3))
 
 
 def test_events_give_the_devices_own_time(gpu: str, row: Any) -> None:

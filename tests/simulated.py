@@ -18,7 +18,7 @@ from typing import Any
 
 from fake_nvml import compiler
 
-__all__ = ["NO_CUDNN", "WAITING", "Op", "Simulated", "Truth", "built", "why_not"]
+__all__ = ["NO_CUDNN", "WAITING", "WORK", "Op", "Simulated", "Truth", "built", "why_not"]
 
 SOURCES = Path(__file__).parent / "cuda"
 WAITING = (
@@ -27,6 +27,11 @@ WAITING = (
 )
 """Functions that wait for a device, or may."""
 
+WORK = (
+    *("__cudaLaunchKernel", "cudaLaunchKernel", "cublasSgemm_v2", "cublasGemmEx", "cublasLtMatmul"),
+    *("cudaMemcpyAsync", "cudaMemsetAsync", "ncclBcast", "ncclReduce"),
+)
+"""Functions that give a device something to do."""
 NO_CUDNN = "import torch; torch.backends.cudnn.enabled = False\n"
 """What a script with recurrent, convolutional or normalising layers begins with here: cuDNN is not simulated."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from simulated import NO_CUDNN, WAITING, Simulated
+from simulated import NO_CUDNN, WAITING, WORK, Simulated
 from tracing import Traced, traced
 
 from dpmon.records import UNTIMED, Untimed
@@ -22,7 +22,6 @@ STEPS = {
     "model_parallel": ("--steps", 20),
 }
 EVENTS = ("cudaEventRecord", "cudaEventRecordWithFlags", "cudaEventCreateWithFlags", "cudaEventQuery")
-WORK = ("__cudaLaunchKernel", "cudaLaunchKernel", "cublasSgemm_v2", "cublasLtMatmul", "cudaMemcpyAsync", "ncclBcast")
 
 
 def with_and_without(

@@ -1,0 +1,54 @@
+"""Ways to train on GPUs: each as it is without the tracer, with the devices' own time of every step and call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+import pytest
+from simulated import WAITING, WORK, Simulated, Truth
+from tracing import alone, traced
+
+pytestmark = pytest.mark.simulated
+
+TEXT = (Path(__file__).parent / "scripts" / "forms.py").read_text()
+FORMS = ("amp", "stages", "moved", "elsewhere", "evaluated", "accumulate", "closure", "threads", "over some")
+LAST = 5
+"""The newest calls are compared: a model that was moved has been on its device for so long."""
+
+
+def forwards(truth: Truth, device: int) -> list[float]:
+    marks = truth.marks()
+    begun, ended = ([host for name, host in marks if name == label] for label in ("forward <", "forward >"))
+    return [truth.spent_ms(*one, (device,)) for one in zip(begun, ended, strict=True)]
+
+
+@pytest.mark.parametrize("which", FORMS)
+def test_each_form_is_as_without_us(tmp_path: Path, gpus: Simulated, which: str) -> None:
+    without = alone(tmp_path, TEXT, which, env=gpus.environment(2, kernel_us=1500))
+    theirs = gpus.counts()
+    run = traced(tmp_path, TEXT, which, env=gpus.environment(2, kernel_us=1500), mode="script")
+    ours, truth = gpus.counts(), gpus.truth()
+    assert run.said == without.said
+    assert run.complaints == []
+    for function in (*WAITING, *(WORK if which != "threads" else ())):
+        assert ours.get(function, 0) == theirs.get(function, 0), function
+    home = 1 if which in ("moved", "elsewhere") else 0
+    trained = [step for step in run.steps() if step.device_ms and "backward" in step.device_ms]
+    assert len(trained) >= 11  # CUDA may come up within the first
+    assert {step.untimed for step in trained[1:]} == {None}
+    calls = [call for call in run.calls() if which != "threads" or call.devices == ("cuda:0",)]
+    if which == "stages":
+        assert {call.devices for call in calls} == {("cuda:0", "cuda:1")}
+        assert [stage.device_ms for call in calls[-LAST:] for stage in call.stages] == [1.5] * 2 * LAST
+        return
+    assert calls[-1].devices == (f"cuda:{home}",)
+    # Which thread trains is known once one of them goes backward.
+    assert {call.absent == {} for call in calls[2:]} == {True}
+    found = [call.replicas[0].device_ms for call in calls][-LAST:]
+    assert median([one for one in found if one is not None]) == pytest.approx(
+        median(forwards(truth, home)[-LAST:]), rel=0.05, abs=0.2
+    )
+    if which == "threads":
+        others = [call for call in run.calls() if call.devices == ("cuda:1",)]
+        assert "only calls of the thread that trains" in others[-1].absent["device_ms"]

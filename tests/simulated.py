@@ -23,9 +23,9 @@ __all__ = ["NO_CUDNN", "WAITING", "WORK", "Op", "Simulated", "Truth", "built", "
 SOURCES = Path(__file__).parent / "cuda"
 WAITING = (
     *("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemset"),
-    *("cudaFree", "cudaFreeHost", "cudaMalloc", "cudaHostAlloc", "cudaStreamQuery"),
+    *("cudaFree", "cudaFreeHost", "cudaStreamQuery"),
 )
-"""Functions that wait for a device, or may."""
+"""Functions that wait for a device, or may. (How often torch's allocator asks for memory hangs on how threads meet.)"""
 
 WORK = (
     *("__cudaLaunchKernel", "cudaLaunchKernel", "cublasSgemm_v2", "cublasGemmEx", "cublasLtMatmul"),
@@ -139,6 +139,10 @@ class Truth:
         hosts, ends = self._lines[key]
         place = bisect.bisect_right(hosts, host)
         return max(host, ends[place - 1] if place else 0)
+
+    def behind(self, host: int, devices: Iterable[int]) -> bool:
+        """Whether all of these have work left at this time of the host, so that it has no share in what they take."""
+        return all(self.clock(host, one) > host for one in devices)
 
     def spent_ms(self, first: int, last: int, devices: Iterable[int]) -> float:
         """What passes on the slowest of these devices between two times of the host."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,10 +39,17 @@ def calls_of(run: Traced, name: str) -> list[float | None]:
     return [call.phases[name].device_ms for call in run.calls()]
 
 
-def each(ours: Sequence[float | None], theirs: Sequence[float]) -> None:
-    """Every one within 5 % (where the host has no share in it), 10 µs for what lies between a mark and an event."""
-    assert len(ours) == len(theirs)
-    pairs = list(zip(ours, theirs, strict=True))[FIRST:]
+def each(ours: Sequence[float | None], truth: Truth, bounds: Bounds, devices: Iterable[int]) -> None:
+    """Every one within 5 %, of those in which the devices were behind at both ends: the host may have been held up."""
+    bounds = bounds[: len(ours)]
+    assert len(ours) == len(bounds)
+    devices = tuple(devices)
+    pairs = [
+        (mine, truth.spent_ms(*one, devices))
+        for mine, one in list(zip(ours, bounds, strict=True))[FIRST:]
+        if all(truth.behind(end, devices) for end in one)
+    ]
+    assert len(pairs) >= 3
     far = [(mine, true) for mine, true in pairs if mine is None or abs(mine - true) > 0.05 * true + 0.01]
     assert not far, (len(far), len(pairs), far[:8])
 
@@ -61,7 +68,7 @@ def run_of(
 
 def check_steps(run: Traced, truth: Truth, count: int) -> None:
     for phase in STEP:
-        each(steps_of(run, phase), [truth.spent_ms(*one, range(count)) for one in stretches(truth, phase)[:STEPS]])
+        each(steps_of(run, phase), truth, stretches(truth, phase), range(count))
 
 
 def check_calls(run: Traced, truth: Truth, count: int) -> None:
@@ -73,26 +80,25 @@ def check_calls(run: Traced, truth: Truth, count: int) -> None:
         "gather": ("gather <", "forward >"),
     }
     for name, (first, last) in phases.items():
-        each(calls_of(run, name), [truth.spent_ms(*one, range(count)) for one in stretches(truth, first, last)])
+        each(calls_of(run, name), truth, stretches(truth, first, last), range(count))
     for index in range(count):
         ours = [call.replicas[index].device_ms for call in run.calls()]
-        each(ours, [truth.spent_ms(*one, (index,)) for one in stretches(truth, f"replica {index}")])
+        each(ours, truth, stretches(truth, f"replica {index}"), (index,))
 
 
 # A kernel takes so many µs that the devices are the slow part by far: the host has no share in any of their times.
-SLOW = {1: 400.0, 2: 1500.0, 4: 3000.0}
+SLOW = {1: 800.0, 2: 1500.0, 4: 3000.0}
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["default stream", "side stream"])
 def test_one_slow_device(tmp_path: Path, gpus: Simulated, side: int) -> None:
     run, truth = run_of(tmp_path, gpus, "bare", 1, SLOW[1], side=side, copy_us=500, mode="script")
     check_steps(run, truth, 1)
-    forwards = [truth.spent_ms(*one, (0,)) for one in stretches(truth, "forward")]
-    each([call.replicas[0].device_ms for call in run.calls()], forwards)
-    copies = [truth.spent_ms(*one, (0,)) for one in stretches(truth, "copy")]
-    each(steps_of(run, "copy"), copies)
-    assert copies[-1] == pytest.approx(0.5, rel=0.01)
-    assert forwards[-1] == pytest.approx(6 * 0.4)  # a product a layer, and nothing of the host's
+    each([call.replicas[0].device_ms for call in run.calls()], truth, stretches(truth, "forward"), (0,))
+    each(steps_of(run, "copy"), truth, stretches(truth, "copy"), (0,))
+    assert median([one for one in steps_of(run, "copy") if one is not None]) == pytest.approx(0.5, rel=0.01)
+    forwards = [one for one in steps_of(run, "forward") if one is not None]
+    assert median(forwards) == pytest.approx(6 * SLOW[1] / 1e3)  # a product a layer, and nothing of the host's
 
 
 @pytest.mark.parametrize(("count", "side"), [(2, 0), (2, 1), (4, 0)])
@@ -116,10 +122,14 @@ def test_virtual_replicas_on_one_slow_device(tmp_path: Path, gpus: Simulated) ->
     run, truth = run_of(tmp_path, gpus, "dp", 1, SLOW[2], replicas=4)
     assert {call.devices for call in run.calls()} == {tuple(f"cuda:0/{one}" for one in range(4))}
     check_steps(run, truth, 1)
+    compared = 0
     begun, ended, scattered = (times(truth, label) for label in ("replica 0 <", "replica 0 >", "scatter >"))
     for number, call in list(enumerate(run.calls()))[FIRST:]:
         whole, applied = call.phases, slice(4 * number, 4 * number + 4)
         forward = stretches(truth, "forward")[number]
+        if not all(truth.behind(end, (0,)) for end in forward):
+            continue  # the host was held up
+        compared += 1
         over = next(host for host in scattered if host > forward[0])  # gather's way back is a scatter, too
         for name, first, last in (
             ("scatter", forward[0], over),
@@ -128,6 +138,7 @@ def test_virtual_replicas_on_one_slow_device(tmp_path: Path, gpus: Simulated) ->
             ("gather", max(ended[applied]), forward[1]),
         ):
             assert whole[name].device_ms == pytest.approx(truth.spent_ms(first, last, (0,)), rel=0.05, abs=0.01), name
+    assert compared >= 3
 
 
 @pytest.mark.parametrize("count", [1, 2])

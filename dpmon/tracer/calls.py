@@ -20,6 +20,7 @@ import torch
 from dpmon.packing import CALL_PHASES, CALL_TAG, DDP, FAILED, GRAD, TRAINING, VIRTUAL, Untimed, pack_call
 from dpmon.ring import Ring
 from dpmon.tracer.byhand import ByHand
+from dpmon.tracer.errors import in_a_line
 from dpmon.tracer.events import Span
 from dpmon.tracer.frames import OF_CALLS, drop_frames, named_like, outwards
 from dpmon.tracer.lane import ODD, Lane, Unsuited, frame_of, lane_way
@@ -531,7 +532,7 @@ class Calls:
             if trace.before is not None:
                 trace.before.restore()
             known = isinstance(why, (str, Unsuited))
-            reason = str(why) if known else _in_a_line(why)
+            reason = str(why) if known else in_a_line(why)
             plan = self.modes.failed(module, reason, final, trace.number)
             if plan is None:
                 plan = self._new_site(module, wrapper).plan
@@ -1062,17 +1063,3 @@ def _view(module: Any, plan: Plan, dim: int, kind: type | None = None) -> Any:
 
 _IN_BACKWARD = "the ranks average their gradients within the backward pass; that time is not told apart"
 _OVERLAID = frozenset(("device_ids", "src_device_obj", "output_device", "dim"))
-
-
-def _in_a_line(error: Exception | str) -> str:
-    kind, text = type(error).__name__, _gist(error)
-    # torch's retelling of a replica's has its kind, and may have the module it is from.
-    return text if text.partition(": ")[0].rpartition(".")[2] == kind else f"{kind}: {text}"
-
-
-def _gist(error: object) -> str:
-    """The first line of what it says; of one that torch retells with its traceback, that of the one it retells."""
-    lines = str(error).strip().splitlines() or [""]
-    indented = [number for number, line in enumerate(lines) if line.startswith(" ")]
-    retold = lines[0].startswith("Caught ") and bool(indented)
-    return lines[min(indented[-1] + 1, len(lines) - 1) if retold else 0][:300]

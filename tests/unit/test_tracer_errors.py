@@ -1,0 +1,36 @@
+"""What is said of an error in one line."""
+
+from __future__ import annotations
+
+from dpmon.tracer.errors import in_a_line
+
+RETOLD = """Caught {kind} in replica 1 on device 1.
+Original Traceback (most recent call last):
+  File "parallel_apply.py", line 97, in _worker
+    output = module(*input, **kwargs)
+             ^^^^^^^^^^^^^^^^^^^^^^^^
+{raised}
+"""
+
+
+class AcceleratorError(RuntimeError):
+    """As torch's."""
+
+
+def test_what_has_happened_comes_first() -> None:
+    error = AcceleratorError("CUDA error: invalid device ordinal\nGPU device may be out of range\nFor more, look there")
+    assert in_a_line(error) == "AcceleratorError: CUDA error: invalid device ordinal"
+
+
+def test_a_replicas_error_is_told_as_it_was_raised() -> None:
+    raised = "ValueError: as it pleases\nand as it goes on"
+    assert in_a_line(ValueError(RETOLD.format(kind="ValueError", raised=raised))) == "ValueError: as it pleases"
+    raised = "torch.AcceleratorError: CUDA error: no room\nFor more, look there"
+    told = in_a_line(AcceleratorError(RETOLD.format(kind="AcceleratorError", raised=raised)))
+    assert told == "torch.AcceleratorError: CUDA error: no room"
+
+
+def test_an_error_that_says_nothing_or_too_much() -> None:
+    assert in_a_line(KeyError()) == "KeyError: "
+    assert len(in_a_line(ValueError("x" * 1000))) == 300
+    assert in_a_line(ValueError("Caught it")) == "ValueError: Caught it"

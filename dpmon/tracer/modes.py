@@ -267,25 +267,20 @@ class Modes:
         mode = self.chosen or DP
         here = (str(inner or "cpu"),)
         if mode == SINGLE:
-            if len(own) > 1:
-                for name in ("forward", "scatter"):
-                    if overrides(type(module), name):
-                        reason = f"{type(module).__name__} has its own {name}, which may not bear one device"
-                        return Plan(DP, own, None, None, reason, True)
-                return Plan(SINGLE, own[:1], tuple(module.device_ids[:1]))
-            return Plan(SINGLE, own or here)
+            return _on_one(module, own) if len(own) > 1 else Plan(SINGLE, own or here)
         refusal = self._refusal(module)
         if refusal is None and not own and self.dim_of(module) is None:
             refusal = "this DataParallel was copied or loaded: its dim is not known"
         if refusal is None and not own:
             refusal = _unreplicable(module.module)
         if refusal is not None:
-            return Plan(SINGLE, own or here, tuple(module.device_ids[:1]) if own else None, None, refusal, True)
-        if own and not self.session.config.explicit:
-            if len(own) > 1 or not self.by_user:
-                return Plan(DP, own)
-            return self._spread(inner, False)
-        return self._spread(inner, False)
+            return Plan(SINGLE, own[:1] or here, tuple(module.device_ids[:1]) if own else None, None, refusal, True)
+        if own and not self.session.config.explicit and (len(own) > 1 or not self.by_user):
+            return Plan(DP, own)
+        plan = self._spread(inner, False)
+        if plan.refused and len(own) > 1:  # as it is written it would run on all of its own
+            return _on_one(module, own, plan.reason)
+        return plan
 
     def _for_root(self, module: torch.nn.Module) -> Plan:
         inner = _device_of(module)
@@ -357,6 +352,15 @@ class Modes:
         if virtual is None:
             virtual = self._virtual[key] = VirtualDevices(count, base, self.originals)
         return virtual
+
+
+def _on_one(module: Any, own: tuple[str, ...], reason: str | None = None) -> Plan:
+    """A DataParallel over several devices of its own on the first of them; `reason`: why, if that was not asked for."""
+    for name in ("forward", "scatter"):
+        if overrides(type(module), name):
+            odd = f"{type(module).__name__} has its own {name}, which may not bear one device"
+            return Plan(DP, own, None, None, odd, True)
+    return Plan(SINGLE, own[:1], tuple(module.device_ids[:1]), None, reason, reason is not None)
 
 
 def overrides(kind: type, name: str) -> bool:

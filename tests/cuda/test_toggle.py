@@ -26,7 +26,7 @@ SHARES = {2: [15, 15], 4: [8, 8, 8, 6]}
         ("dp", 4, 4, {}),
         ("bare", 2, 2, {"mode": "dp"}),
         ("bare", 1, 4, {"replicas": 4}),
-        ("dp", 1, 2, {"devices": "cuda:0,cuda:0"}),
+        ("dp", 2, 2, {"devices": "cuda:0,cuda:0"}),
     ],
     ids=["written over 2", "written over 4", "bare over 2", "4 virtual", "written, 2 virtual"],
 )
@@ -80,14 +80,27 @@ def test_there_and_back(
 
 
 REFUSED = """
+import sys
 import torch
-net = torch.nn.Linear(4, 2).cuda()
+
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        seen.add((len(x), x.device.index))
+        return super().forward(x)
+
+
+seen = set()
+net = Net(4, 2).cuda()
+if sys.argv[1] == "dp":
+    net = torch.nn.DataParallel(net)
 for _ in range(3):
     net(torch.ones(8, 4, device="cuda")).sum().backward()
-print(1)
+print(sorted(seen))
 """
 
 
+@pytest.mark.parametrize("form", ["bare", "dp"])
 @pytest.mark.parametrize(
     ("devices", "reason"),
     [
@@ -98,8 +111,9 @@ print(1)
         ("cpu,cpu", "--devices says cpu, but the module is on cuda:0"),
     ],
 )
-def test_devices_that_the_module_is_not_on(tmp_path: Path, gpus: Simulated, devices: str, reason: str) -> None:
-    run = traced(tmp_path, REFUSED, env=gpus.environment(2), devices=devices)
-    assert run.said == 1
+def test_devices_that_cannot_be_had(tmp_path: Path, gpus: Simulated, devices: str, reason: str, form: str) -> None:
+    """It runs on one device then, and is not called so while it runs on those that it was written for."""
+    run = traced(tmp_path, REFUSED, form, env=gpus.environment(2), devices=devices)
+    assert run.out.splitlines()[-1:] == ["[(8, 0)]"], run.err
     assert {(call.mode, call.devices) for call in run.calls()} == {("single", ("cuda:0",))}
-    assert run.complaints == [f"dp was asked for, but Linear runs on one device: {reason}"]
+    assert run.complaints == [f"dp was asked for, but Net runs on one device: {reason}"]

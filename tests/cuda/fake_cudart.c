@@ -84,6 +84,7 @@ cudaError_t not_played(const char *function) {
     X(cudaErrorStreamCaptureIsolation, "dependency created on uncaptured work in another stream")                        \
     X(cudaErrorStreamCaptureImplicit, "operation would make the legacy stream depend on a capturing blocking stream")    \
     X(cudaErrorCapturedEvent, "operation not permitted on an event last recorded in a capturing stream")                 \
+    X(cudaErrorIllegalAddress, "an illegal memory access was encountered")                                               \
     X(cudaErrorIllegalState, "operation is not legal in this state")
 
 EXPORT const char *cudaGetErrorName(cudaError_t error) {
@@ -298,7 +299,7 @@ EXPORT cudaError_t cudaMalloc(void **pointer, size_t size) {
     struct device *d = &devices[current];
     size = (size + 511) & ~(size_t)511;
     pthread_mutex_lock(&lock);
-    cudaError_t error = device_count ? unsafe(__func__) : cudaErrorNoDevice;
+    cudaError_t error = lost ? (cudaError_t)lost : device_count ? unsafe(__func__) : cudaErrorNoDevice;
     void *made = MAP_FAILED;
     if (!error) {
         d->active = 1;

@@ -94,6 +94,7 @@ extern ns_t copy_ns;
 extern double bytes_per_ns;
 extern _Thread_local int current;
 extern struct capture *captures;
+extern int lost; /* an error that stays, as after a kernel that went wrong: what asks the device fails with it */
 
 /* Every function begins with one of these: it is counted under its name, and there are devices from then on. */
 struct counter {

@@ -50,6 +50,9 @@ void trace(enum kind kind, int device, int stream, ns_t start, ns_t end, ns_t ho
     pthread_mutex_unlock(&writing);
 }
 
+int lost;
+EXPORT void fake_cudart_lose(void) { lost = cudaErrorIllegalAddress; }
+
 EXPORT void fake_cudart_mark(const char *label) { /* for scripts: something of theirs begins or ends here */
     ns_t now = now_ns();
     trace(MARK, -1, -1, now, now, now, 0, label);
@@ -89,6 +92,7 @@ void put(struct CUstream_st *stream, struct op *op, ns_t start) {
 cudaError_t queue(cudaStream_t handle, struct op *op, ns_t *ended) {
     cudaError_t error = cudaSuccess;
     if (ended) *ended = 0;
+    if (lost) return (cudaError_t)lost;
     for (;;) {
         pthread_mutex_lock(&lock);
         struct CUstream_st *stream = stream_of(handle);
@@ -171,7 +175,7 @@ EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 static cudaError_t end_of(cudaStream_t handle, const char *function, ns_t *end) {
     pthread_mutex_lock(&lock);
     struct CUstream_st *stream = stream_of(handle);
-    cudaError_t error = unsafe(function);
+    cudaError_t error = lost ? (cudaError_t)lost : unsafe(function);
     if (!error && stream->capture) {
         stream->capture->status = cudaStreamCaptureStatusInvalidated;
         error = cudaErrorStreamCaptureUnsupported;
@@ -198,7 +202,7 @@ EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) {
 EXPORT cudaError_t cudaDeviceSynchronize(void) {
     CALLED;
     pthread_mutex_lock(&lock);
-    cudaError_t error = unsafe(__func__);
+    cudaError_t error = lost ? (cudaError_t)lost : unsafe(__func__);
     pthread_mutex_unlock(&lock);
     return error ? quiet(error) : wait_until(device_end(current), __func__);
 }
@@ -225,7 +229,8 @@ static cudaError_t record(cudaEvent_t event, cudaStream_t handle, unsigned flags
     cudaError_t error = cudaSuccess;
     pthread_mutex_lock(&lock);
     struct CUstream_st *stream = stream_of(handle);
-    if (event->device >= 0 && event->device != stream->device) error = cudaErrorInvalidResourceHandle;
+    if (lost) error = (cudaError_t)lost;
+    else if (event->device >= 0 && event->device != stream->device) error = cudaErrorInvalidResourceHandle;
     else if (stream->capture && flags & cudaEventRecordExternal) {
         error = capture_op(stream, &(struct op){.kind = EVENT, .name = "external", .event = event});
     } else if (stream->capture && stream->capture->status != cudaStreamCaptureStatusActive) {
@@ -238,6 +243,7 @@ static cudaError_t record(cudaEvent_t event, cudaStream_t handle, unsigned flags
               stream->capture ? "captured" : event->flags & cudaEventDisableTiming ? "untimed" : "timed");
     }
     pthread_mutex_unlock(&lock);
+    if (lost && error) return quiet(error);
     return error ? fail(error, function, "an event of another device, or a capture that is broken") : cudaSuccess;
 }
 
@@ -253,7 +259,7 @@ EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 
 static cudaError_t time_of(cudaEvent_t event, const char *function, ns_t *time) {
     pthread_mutex_lock(&lock);
-    cudaError_t error = unsafe(function);
+    cudaError_t error = lost ? (cudaError_t)lost : unsafe(function);
     if (!error && event->captured) {
         error = cudaErrorCapturedEvent;
         for (struct capture *c = captures; c; c = c->next)
@@ -284,6 +290,7 @@ EXPORT cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t first, cudaEvent_
         (first->flags | last->flags) & cudaEventDisableTiming)
         return fail(cudaErrorInvalidResourceHandle, __func__, "never recorded, of two devices, or without timing");
     if (first->captured || last->captured) return fail(cudaErrorCapturedEvent, __func__, "captured");
+    if (lost) return quiet((cudaError_t)lost);
     ns_t now = now_ns();
     if (first->time > now || last->time > now) return quiet(cudaErrorNotReady);
     *ms = (float)(round((double)(last->time - first->time) / 500.0) * 0.0005); /* half a microsecond, as documented */

@@ -1,8 +1,9 @@
 /*
  * A simulated CUDA runtime, so that torch's own CUDA build can be run where there is no GPU. What follows is shared by
  * its files:
- *     fake_cudart.c   devices, memory, kernels, copies          fake_streams.c    streams, events, the time line
- *     fake_graphs.c   capture into graphs                       fake_libraries.c  cuBLAS, NCCL, the driver, the rest
+ *     fake_cudart.c   devices, memory, copies     fake_streams.c    streams, events, the time line
+ *     fake_kernels.c  kernels and their launch    fake_graphs.c     capture into graphs
+ *     fake_libraries.c  cuBLAS, NCCL, the driver, what is not played
  *
  * Kernels compute nothing: memory is zero when it is allocated, copies and memsets are really done. So what a training
  * computes here means nothing; sizes, memory, the order of things, what waits for what and how long the simulated
@@ -126,10 +127,10 @@ void put(struct CUstream_st *stream, struct op *op, ns_t start);
 void do_copies(const struct op *op);
 cudaError_t capture_op(struct CUstream_st *stream, const struct op *op);
 cudaError_t unsafe(const char *function); /* what a capture forbids to this thread ends that capture */
-void forget_captures(struct CUstream_st *stream);
 
 /* Without it: */
 cudaError_t queue(cudaStream_t stream, struct op *op, ns_t *ended); /* waits for room; `ended` 0 if it is captured */
+cudaError_t launch(const char *name, cudaStream_t stream);
 cudaError_t wait_until(ns_t time, const char *function);
 ns_t device_end(int device);
 #endif

@@ -10,8 +10,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-cudaError_t launch(const char *name, cudaStream_t stream);
-
 /* ------------------------------------------------------------------------------------------ cuBLAS */
 
 struct blas { cudaStream_t stream; int math, pointers; };

@@ -149,6 +149,8 @@ def test_devices_that_wait_for_the_host(tmp_path: Path, gpus: Simulated, count: 
         ours = [one for one in steps_of(run, phase)[FIRST:] if one is not None]
         assert len(ours) == STEPS - FIRST
         host = [step.phases[phase] / 1e6 for step in run.steps()][FIRST:]
-        assert median(ours) == pytest.approx(median(host), rel=0.05, abs=0.15), phase
+        # Of the same steps: a busy machine holds single ones up, between a clock and an event, too.
+        apart = median(abs(mine - other) for mine, other in zip(ours, host, strict=True))
+        assert apart <= 0.05 * median(host) + 0.2, (phase, ours, host)
         marked = [truth.spent_ms(*one, range(count)) for one in stretches(truth, phase)][FIRST:]
-        assert median(ours) < median(marked), phase  # the marks are outside of everything
+        assert all(mine <= true + 0.1 for mine, true in zip(ours, marked, strict=True)), phase  # marks are outside

@@ -276,6 +276,8 @@ class Steps:
                         self.stepping.clear()
                         was = 0 if was == -self.thread else was
                     began = self._next(began, was != PLAIN)
+                    if session.timing is not None:
+                        began = monotonic_ns()  # what reading the devices' times took is no wait for data
                 if self.fetches == IDLE_FETCHES:
                     self.on_idle()
                 self.words[WORD] = began << 3 | Activity.DATA

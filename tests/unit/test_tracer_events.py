@@ -16,6 +16,7 @@ from dpmon.records import STEP_TAG, STEP_WORDS, Untimed, is_timed, known_times, 
 from dpmon.ring import Ring
 from dpmon.tracer.captures import Captures
 from dpmon.tracer.events import MAX_FAULTS, DeviceTimes, Span, TorchEvents
+from dpmon.tracer.steps import Steps
 from dpmon.tracer.timing import BACKWARD, DATA, FORWARD, OPTIMIZER, Timing
 
 
@@ -336,3 +337,26 @@ def test_what_runs_on_the_host_after_a_gpu_is_not_the_gpus(tmp_path: Path) -> No
         {"data"},  # which began before it was known that the GPU is not used any more
         *[set()] * 2,
     ]
+
+
+def test_reading_the_devices_times_is_no_wait_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100]
+
+    def taking(ns: int) -> Any:
+        def work(*_: Any) -> None:
+            now[0] += ns
+
+        return work
+
+    monkeypatch.setattr("dpmon.tracer.steps.monotonic_ns", lambda: now[0])
+    timing = SimpleNamespace(step=taking(1000), begin=taking(0), end=taking(0))
+    session: Any = SimpleNamespace(
+        ring=object(), timing=timing, off=False, fault=pytest.fail, local=SimpleNamespace(depth=0)
+    )
+    steps = Steps(session)
+    steps.thread = threading.get_ident()
+    fetch = steps.fetching(taking(7))
+    fetch(iter(()))
+    steps.calls = 1
+    fetch(iter(()))
+    assert (steps.number, steps.start, steps.data) == (2, 107, 7), "the reading is in the step, but not in its data"

@@ -6,8 +6,8 @@ dispatch gives them, too (torch/csrc/utils/python_arg_parser.cpp looks the metho
 run on a GPU they do nothing but go on.
 
 A copy inside another phase is taken off that one. Only those of the training thread, in a turn of the loop, count; a
-batch that is scattered, parameters that are replicated, `Tensor.copy_`, and what is made on a GPU at once are no copies
-in this sense.
+batch that is scattered, parameters that are replicated, `Tensor.copy_`, what is made on a GPU at once, and tensors of a
+class with a `__torch_dispatch__` of its own (torch.compile traces with such) are no copies in this sense.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from dpmon.ring import Activity
 from dpmon.tracer.frames import drop_frames
-from dpmon.tracer.session import Session
+from dpmon.tracer.session import Session, raise_from_signal
 from dpmon.tracer.steps import Steps
 
 __all__ = ["Copies", "where_cuda", "where_to"]
@@ -30,6 +30,14 @@ __all__ = ["Copies", "where_cuda", "where_to"]
 _Original = Callable[..., Any]
 _Where = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _GPU = "cuda"
+_PYTHON: Any = torch._C.DispatchKey.Python
+_COLUMNS, _ROWS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _COLUMNS),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _ROWS),
+}
+"""Methods that give what a sparse tensor is made of: its own elements are all that it stands for."""
 
 
 class Copies:
@@ -55,7 +63,7 @@ class Copies:
             try:
                 if session.timing is None or steps.copying or not steps.open or steps.thread != get_ident():
                     return original(tensor, *args, **kwargs)
-                gpu = self._gpu(tensor, where, args, kwargs)
+                gpu = -1 if session.off else self._gpu(tensor, where, args, kwargs)
                 if gpu < 0:
                     return original(tensor, *args, **kwargs)
                 return copied(gpu, tensor, args, kwargs)
@@ -64,19 +72,25 @@ class Copies:
                 raise
 
         def copied(gpu: int, tensor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            activity = began = outer = 0
+            activity = began = outer = brought = 0
             try:
                 steps.copying = True
-                activity, steps.map[Activity.BYTE] = steps.map[Activity.BYTE], Activity.COPY
                 outer, steps.inner = steps.inner, 0
-                if session.timing is not None:
-                    session.timing.copy_begins(gpu)
                 began = monotonic_ns()
-                return original(tensor, *args, **kwargs)
+                try:
+                    activity, steps.map[Activity.BYTE] = steps.map[Activity.BYTE], Activity.COPY
+                    if session.timing is not None:
+                        session.timing.copy_begins(gpu)
+                    began = monotonic_ns()
+                except Exception as error:  # noqa: BLE001 - it is copied all the same
+                    session.fault("copy", error, fatal=False)
+                result = original(tensor, *args, **kwargs)
+                brought = self._bytes(result)
+                return result
             finally:
                 steps.copying = False
                 if began:
-                    steps.copy_ends(began, outer, activity, _bytes(tensor))
+                    steps.copy_ends(began, outer, activity, brought)
 
         method.__module__, method.__name__, method.__qualname__ = "torch", name, f"Tensor.{name}"
         return _Method(original, method)
@@ -88,7 +102,7 @@ class Copies:
             if device is None or type(device) is torch.dtype:
                 return -1
             with torch._C.DisableTorchFunction():  # nobody's subclass or mode sees that somebody looks
-                if not tensor.is_cpu:
+                if torch._C._dispatch_keys(tensor).has(_PYTHON) or not tensor.is_cpu:
                     return -1
                 if isinstance(device, torch.Tensor):
                     device = device.device
@@ -99,8 +113,20 @@ class Copies:
             if not isinstance(device, torch.device) or device.type != _GPU:
                 return -1
             return torch.cuda.current_device() if device.index is None else device.index
-        except Exception:  # noqa: BLE001 - the original says what is wrong with its arguments
+        except Exception as error:  # noqa: BLE001 - the original says what is wrong with its arguments
+            raise_from_signal(error)
             return -1
+
+    def _bytes(self, copied: Any) -> int:
+        """How many bytes a copy has brought: those of its result, since the host converts the dtype; 0 if unknown."""
+        try:
+            with torch._C.DisableTorchFunction():
+                parts = _PARTS.get(copied.layout)
+                held = [copied] if parts is None else [getattr(copied, name)() for name in parts]
+                return sum(part.nelement() * part.element_size() for part in held)
+        except Exception as error:  # noqa: BLE001 - the copy is there
+            raise_from_signal(error)
+            return 0
 
 
 class _Method:
@@ -155,12 +181,3 @@ def where_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of cuda(device=None, ...)."""
     device = args[0] if args else kwargs.get("device")
     return _GPU if device is None else device
-
-
-def _bytes(tensor: Any) -> int:
-    """How many bytes the tensor's elements take; 0 where it does not say."""
-    try:
-        with torch._C.DisableTorchFunction():
-            return int(tensor.nelement() * tensor.element_size())
-    except Exception:  # noqa: BLE001 - sparse tensors, and others that have no elements of one size
-        return 0

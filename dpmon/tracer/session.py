@@ -27,7 +27,7 @@ from dpmon.tracer.inject import note
 if TYPE_CHECKING:
     from dpmon.tracer.timing import Timing
 
-__all__ = ["Config", "Local", "Memo", "Session"]
+__all__ = ["Config", "Local", "Memo", "Session", "raise_from_signal"]
 
 Tensor = torch.Tensor
 
@@ -321,8 +321,7 @@ class Session:
 
         Raises nothing but what a signal handler of the script has raised while we were at work.
         """
-        if _from_a_signal(error):
-            raise error
+        raise_from_signal(error)
         try:
             count = self._faults[where] = self._faults.get(where, 0) + 1
             if len(self._faults) == count == 1:  # the first of all: what follows mostly follows from it
@@ -335,6 +334,12 @@ class Session:
                 self.warn(f"dpmon's tracer gave up after {count} faults in {where}: nothing more is recorded")
         except Exception:  # noqa: BLE001 - nothing more can be done, and the script must not notice
             self.off = True
+
+
+def raise_from_signal(error: BaseException) -> None:
+    """Raise it again if a signal handler of the script has raised it while we were at work; ours to swallow else."""
+    if _from_a_signal(error):
+        raise error
 
 
 def _from_a_signal(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -51,7 +52,7 @@ class Setting:
         self.device.now += 3.0
         if kwargs.get("fails"):
             raise RuntimeError("no room")
-        return "copied"
+        return args[0].type(args[2]) if len(args) == 3 else args[0]
 
     def step(self) -> Step:
         """The turn is over: its record."""
@@ -73,8 +74,8 @@ def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
 
 def test_a_copy_is_a_phase_of_the_step(setting: Setting) -> None:
     batch = torch.zeros(4, 5)
-    assert setting.to(batch, "cuda:0", non_blocking=True) == "copied"
-    assert setting.to(batch, device=torch.device("cuda", 0)) == "copied"
+    assert setting.to(batch, "cuda:0", non_blocking=True) is batch
+    assert setting.to(batch, device=torch.device("cuda", 0)) is batch
     assert setting.seen == [(Activity.COPY, True)] * 2
     assert setting.ring.words[Activity.WORD] & 7 == Activity.OTHER
     step = setting.step()
@@ -87,7 +88,7 @@ def test_a_copy_is_a_phase_of_the_step(setting: Setting) -> None:
     ("args", "named"),
     [
         (("cuda",), {}),
-        (("cuda:3", torch.float16), {}),
+        (("cuda:3", torch.float32), {}),
         ((torch.device("cuda"),), {}),
         ((2,), {}),
         ((), {"device": "cuda:0"}),
@@ -127,6 +128,75 @@ def test_what_stays_on_the_host_or_comes_from_a_gpu_does_not(setting: Setting) -
     assert {copying for _, copying in setting.seen} == {False}
     step = setting.step()
     assert (step.copied, step.device_ms, "copy" in step.phases) == (None, None, False)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "size"),
+    [
+        (torch.zeros(10).to_sparse(), 0),
+        (torch.eye(3).to_sparse(), 3 * 2 * 8 + 3 * 4),
+        (torch.zeros(2).expand(5, 2), 40),
+    ],
+)
+def test_bytes_are_those_that_there_are(setting: Setting, tensor: torch.Tensor, size: int) -> None:
+    setting.to(tensor, "cuda:0")
+    assert setting.step().copied == size
+
+
+def test_the_host_converts_before_it_copies(setting: Setting) -> None:
+    """As torch does (aten/src/ATen/native/cuda/Copy.cu)."""
+    setting.to(torch.zeros(10), "cuda:0", torch.float16)
+    assert setting.step().copied == 20
+
+
+def test_what_is_traced_with_is_not_copied(setting: Setting) -> None:
+    """A size that torch.compile has made a variable of stays one: else there is a compilation for each."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    shapes = ShapeEnv()
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    with FakeTensorMode(shape_env=shapes) as mode:
+        setting.to(mode.from_tensor(torch.zeros(7, 4), symbolic_context=context), "cuda:0")
+        setting.to(mode.from_tensor(torch.zeros(3)), "cuda:0")
+    assert (shapes.guards, setting.device.recorded) == ([], [])
+    assert "copy" not in setting.step().phases
+
+
+def test_a_tracer_that_has_given_up_times_nothing(setting: Setting) -> None:
+    setting.session.off = True
+    setting.to(torch.zeros(1), "cuda:0")
+    assert (len(setting.seen), setting.device.recorded, setting.steps.copies) == (1, [], 0)
+
+
+def test_our_own_fault_stops_no_copy(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(gpu: int) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(setting.timing, "copy_begins", fails)
+    batch = torch.zeros(1)
+    assert setting.to(batch, "cuda:0") is batch
+    assert [what[0] for what in setting.faults] == ["copy"]
+    assert not setting.steps.copying
+    assert setting.ring.words[Activity.WORD] & 7 == Activity.OTHER
+
+
+def test_what_a_signal_handler_raises_goes_on_to_the_script(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_late(*_: object) -> None:
+        raise TimeoutError("the script's own")
+
+    def interrupted() -> int:
+        signal.raise_signal(signal.SIGUSR1)
+        return 0
+
+    before = signal.signal(signal.SIGUSR1, too_late)
+    try:
+        monkeypatch.setattr(torch.cuda, "current_device", interrupted)
+        with pytest.raises(TimeoutError, match="own"):
+            setting.to(torch.zeros(1), "cuda")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert setting.seen == []
 
 
 def test_cuda_goes_to_the_current_gpu_or_to_the_one_it_names(setting: Setting) -> None:

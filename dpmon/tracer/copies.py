@@ -108,11 +108,12 @@ class Copies:
                     device = device.device
                 elif isinstance(device, str):
                     device = torch.device(device)
-            if isinstance(device, int) and not isinstance(device, bool):
-                return device
-            if not isinstance(device, torch.device) or device.type != _GPU:
-                return -1
-            return torch.cuda.current_device() if device.index is None else device.index
+            index: Any = device
+            if not isinstance(device, int) or isinstance(device, bool):
+                if not isinstance(device, torch.device) or device.type != _GPU:
+                    return -1
+                index = torch.cuda.current_device() if device.index is None else device.index
+            return index if index < torch.cuda.device_count() else -1
         except Exception as error:  # noqa: BLE001 - the original says what is wrong with its arguments
             raise_from_signal(error)
             return -1

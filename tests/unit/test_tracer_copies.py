@@ -69,6 +69,7 @@ class Setting:
 @pytest.fixture
 def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     return Setting(tmp_path)
 
 
@@ -119,7 +120,8 @@ def test_what_stays_on_the_host_or_comes_from_a_gpu_does_not(setting: Setting) -
     here = torch.zeros(3)
     for args, named in (
         (("cpu",), {}), ((torch.float16,), {}), ((here,), {}), ((), {"dtype": torch.int8}), ((), {}), ((None,), {}),
-        ((True,), {}), (("no device",), {}), ((), {"device": None}),
+        ((True,), {}), (("no device",), {}), ((), {"device": None}), ((-1,), {}),
+        (("cuda:4",), {}), ((4,), {}),  # no such GPUs: an event there would fail, and three such are the last
     ):  # fmt: skip
         setting.to(here, *args, **named)
     setting.to(SimpleTensor(), "cuda:0")

@@ -164,6 +164,8 @@ class Timing:
         self._ended: list[_Stretch] = []
         self._dropped = False
         self._copies = 0
+        self._mixed: set[int] = set()
+        """Phases with copies inside that are not timed any more: what is theirs alone is not known."""
         self.call: Sequence[Span] = _NOTHING
         """The forward that ended last, on its devices."""
 
@@ -185,7 +187,10 @@ class Timing:
     def copy_begins(self, gpu: int) -> None:
         """A copy to one GPU begins."""
         self._copies += 1
-        self.begin(COPY, (gpu,) if self._copies <= MAX_COPIES else ())
+        timed = self._copies <= MAX_COPIES
+        if not timed and self._open:
+            self._mixed.add(self._open[-1].phase)
+        self.begin(COPY, (gpu,) if timed else ())
 
     def begin(self, phase: int, where: tuple[int, ...] | None = None) -> None:
         """A phase of the step begins: a call on its own GPUs, any other on all of the step's, or only where it runs."""
@@ -252,11 +257,13 @@ class Timing:
             if self._dropped:
                 slots, why = [[] for _ in slots], Untimed.TOO_MANY
             elif self._copies > MAX_COPIES:
-                slots[COPY], why = [], Untimed.COPIES
+                why = Untimed.COPIES
+                for phase in (COPY, *self._mixed):
+                    slots[phase] = []
             self.late.add(payload, slots if why or any(slots) else None, why)
         except Exception as error:  # noqa: BLE001 - the training goes on without
             self._failed(error)
-        self._ended, self._dropped, self._copies = [], False, 0
+        self._forget()
         if self._called:
             self.gpus = self._used
         self._used, self._called = (), False
@@ -270,7 +277,11 @@ class Timing:
     def no_step(self) -> None:
         """What has run since the last one belongs to none."""
         self._close_open()
+        self._forget()
+
+    def _forget(self) -> None:
         self._ended, self._dropped, self._copies = [], False, 0
+        self._mixed.clear()
 
     def call_begins(self, devices: Sequence[str], outermost: bool) -> CallTimes:
         """A call that is data parallel, or may be, is about to begin on the training thread."""

@@ -19,7 +19,7 @@ from dpmon.records import Decoder, Step, Untimed
 from dpmon.ring import Activity, Ring
 from dpmon.tracer.copies import Copies, where_cuda, where_to
 from dpmon.tracer.steps import Steps
-from dpmon.tracer.timing import FORWARD, MAX_COPIES, Timing
+from dpmon.tracer.timing import BACKWARD, FORWARD, MAX_COPIES, Timing
 
 SCRIPT = str(Path(__file__).parents[1] / "process" / "scripts" / "knows_methods.py")
 
@@ -248,6 +248,25 @@ def test_more_copies_than_are_timed_have_a_reason(setting: Setting) -> None:
     assert step.device_ms == {"copy": None}
     assert step.untimed == "the step copies more tensors to devices than are timed: 16"
     assert step.copied == 4 * (MAX_COPIES + 1)
+
+
+def test_a_phase_with_copies_that_are_not_timed_has_no_time_of_its_own(setting: Setting) -> None:
+    setting.timing.runs_on((0,))
+    for copies in (MAX_COPIES + 1, 1):
+        setting.steps.open = True
+        setting.timing.begin(FORWARD)
+        for _ in range(copies):
+            setting.to(torch.zeros(1), "cuda:0")
+        setting.timing.end(FORWARD)
+        setting.timing.begin(BACKWARD)
+        setting.device.now += 2.0
+        setting.timing.end(BACKWARD)
+        setting.steps.forward = setting.steps.backward = 1000
+        step = setting.step()
+        if copies > 1:
+            assert step.device_ms == {"forward": None, "backward": 2.0, "copy": None}
+            setting.steps._begin(setting.steps.last)
+    assert step.device_ms == {"forward": 0.0, "backward": 2.0, "copy": 3.0}
 
 
 def test_other_threads_and_times_without_a_turn_are_left_alone(setting: Setting) -> None:

@@ -18,6 +18,7 @@ from dpmon.report.words import (
     paused,
     what_ran,
 )
+from dpmon.run.inputs import KEPT
 from dpmon.ui.format import clock, ms, percent
 
 __all__ = [
@@ -55,11 +56,12 @@ def facts(story: Story) -> list[str]:
 def waited(inputs: Sequence[tuple[int | None, int, int]]) -> str:
     """How often and for how long the script waited for a line of input, and where that time is."""
     times = "once" if len(inputs) == 1 else f"{len(inputs):,} times"
+    times = times if len(inputs) < KEPT else f"at least {times}"
     in_all = sum(end - begin for _, begin, end in inputs)
     where = ""
     if any(who is not None for who, _, _ in inputs):
         where = ": that time is in the steps it fell into, in their sums and in samples/s"
-    return f"waited for a line of input {times}, for {took(in_all)}{' in all' if len(inputs) > 1 else ''}{where}"
+    return f"waited for a line of input {times}, for {took(in_all)}{' in all' if 1 < len(inputs) < KEPT else ''}{where}"
 
 
 def pruned(story: Story) -> str:

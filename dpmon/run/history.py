@@ -29,7 +29,7 @@ __all__ = ["LIMIT_BYTES", "Batch", "History"]
 
 LIMIT_BYTES = 256 << 20
 _PRUNE_PART = 16
-_WARNINGS_KEPT = 10_000
+_LASTING_KEPT = 10_000
 _ROLLUPS_PART = 3
 _ROW_BYTES = 150
 """What a row of rollups takes beside its histogram, roughly."""
@@ -111,6 +111,9 @@ class History:
         run("PRAGMA cache_size=-2000")
         if run("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
             check_version(self._db)
+            # An index of an earlier version covers fewer events; and that version must not read what is written now.
+            if run("UPDATE meta SET value = ? WHERE key = 'schema' AND value < ?", [SCHEMA_VERSION] * 2).rowcount:
+                run("DROP INDEX IF EXISTS lasting")
         self._db.executescript(SCHEMA)
         for table, columns in _LATER.items():  # which a history lacks that an earlier version began
             there = {row[1] for row in run(f"PRAGMA table_info({table})")}
@@ -228,7 +231,7 @@ class History:
         self._db.execute("UPDATE meta SET value = value + ? WHERE key = 'pruned'", (gone,))
 
     def _prune_rollups(self) -> None:
-        """Keep them, and the warnings, from taking all the room in runs of many days or processes."""
+        """Keep them, warnings and waits for input from taking all the room in runs of many days or processes."""
         run = self._db.execute
         for width in WIDTHS:
             query = "SELECT count(*), total(length(histogram)), min(start_s), max(start_s) FROM rollups WHERE width = ?"
@@ -243,11 +246,12 @@ class History:
         count, first, last = run(query, (BEFORE_S,)).fetchone()
         if count * _ROW_BYTES > self._limit / _ROLLUPS_PART:
             self._add_devices_up(first + max((last - first) // 8, 1))
-        run(
-            "DELETE FROM events WHERE kind = 'warning' AND id <"
-            " (SELECT id FROM events WHERE kind = 'warning' ORDER BY id DESC LIMIT 1 OFFSET ?)",
-            (_WARNINGS_KEPT,),
-        )
+        for kind in ("warning", "input"):  # of the events that last, those that a script can make any number of
+            run(
+                "DELETE FROM events WHERE kind = ? AND id <"
+                " (SELECT id FROM events WHERE kind = ? ORDER BY id DESC LIMIT 1 OFFSET ?)",
+                (kind, kind, _LASTING_KEPT),
+            )
 
     def _add_devices_up(self, before: int) -> None:
         """Of what devices did in the minutes before this second leave one sum a device and name."""

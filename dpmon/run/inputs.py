@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from heapq import heappush, heappushpop
 from typing import Any
 
 from dpmon.run.pauses import Span
 
-__all__ = ["Inputs"]
+__all__ = ["KEPT", "Inputs"]
 
 KEPT = 1000
+"""The longest waits: where there were more, they are what a step can have been long by."""
 
 
 class Inputs:
@@ -18,7 +20,8 @@ class Inputs:
     def __init__(self) -> None:
         self._pids: dict[int, int] = {}
         """By pid, the number of the process that had it last."""
-        self._found: list[tuple[int | None, Span]] = []
+        self._found: list[tuple[int, Span, int]] = []
+        """A heap, by how long they were: that, from when to when, and whose (a pid; -1: not told)."""
 
     def process(self, data: Mapping[str, Any]) -> None:
         """A `process` record; its process must be a number."""
@@ -28,14 +31,18 @@ class Inputs:
     def event(self, data: Mapping[str, Any]) -> None:
         """An `input` record: times in s since the run's start; what makes no sense is left out."""
         at, took, pid = data.get("t_s"), data.get("waited_s"), data.get("pid")
-        if len(self._found) >= KEPT or not (_is_time(at) and _is_time(took)):
+        if not (_is_time(at) and _is_time(took)):
             return
-        begin = int(at * 1e9)  # type: ignore[operator]
-        self._found.append((pid if type(pid) is int else None, (begin, begin + int(took * 1e9))))  # type: ignore[operator]
+        begin, lasted = int(at * 1e9), int(took * 1e9)  # type: ignore[operator]
+        one = lasted, (begin, begin + lasted), pid if type(pid) is int else -1
+        if len(self._found) < KEPT:
+            heappush(self._found, one)
+        else:
+            heappushpop(self._found, one)
 
     def spans(self) -> list[tuple[int | None, Span]]:
         """From when to when (ns) which process waited; None: one that does not train, such as a launcher."""
-        return [(None if pid is None else self._pids.get(pid), span) for pid, span in self._found]
+        return [(self._pids.get(pid), span) for _, span, pid in sorted(self._found, key=lambda one: one[1])]
 
 
 def _is_time(value: object) -> bool:

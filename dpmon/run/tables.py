@@ -53,7 +53,7 @@ BEFORE_S = -1
 HISTORY_FILE = "history.sqlite"
 SCHEMA_VERSION = 3
 LASTING = "kind IN ('process', 'mode', 'exit', 'warning', 'pause', 'input')"
-"""Events that are never deleted: few, and what they say holds for all that follows."""
+"""Events that outlive the steps around them (of warnings and waits the newest): they hold for what follows."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rings (

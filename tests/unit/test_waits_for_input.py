@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,10 @@ from dpmon.model.inputs import INPUT, is_wait
 from dpmon.records import Event, pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
-from dpmon.run.inputs import Inputs
+from dpmon.report.said import waited
+from dpmon.run.history import Batch, History
+from dpmon.run.inputs import KEPT, Inputs
+from dpmon.run.kept import Kept
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_output import Output
 from dpmon.ui.rows import plain
@@ -140,6 +144,35 @@ def test_a_launcher_waits_in_no_step(state: Path) -> None:
     assert collect(directory).evidence.inputs[0][0] is None
     (line,) = [line for line in summary_lines(directory, None) if line.startswith("waited")]
     assert "steps" not in line
+
+
+def test_a_script_that_waits_all_day_does_not_fill_its_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpmon.run.history._LASTING_KEPT", 50)
+    writer = History(tmp_path, {}, 1 << 16)
+    for first in range(0, 2000, 100):
+        batch = Batch()
+        batch.events = [(n, None, "input", n * SECOND, '{"pid": 1}') for n in range(first + 1, first + 101)]
+        writer.write(batch)
+    writer.close()
+    with closing(Kept(tmp_path)) as kept:
+        ids = [row[0] for row in kept.rows()]
+    assert ids[-1] == 2000
+    assert 50 <= len(ids) < 1500
+
+
+def test_of_very_many_waits_the_longest_are_known_and_there_were_at_least_so_many() -> None:
+    found = Inputs()
+    found.process({"process": 3, "pid": PID})
+    for number in range(2 * KEPT):
+        found.event({"pid": PID, "t_s": 2.0 * number, "waited_s": 1.0 + number % 2 / 2})
+    spans = found.spans()
+    assert [span for _, span in spans] == [
+        (2 * number * SECOND, (2 * number) * SECOND + 3 * SECOND // 2) for number in range(1, 2 * KEPT, 2)
+    ]
+    assert {who for who, _ in spans} == {3}
+    waits = [(process, *span) for process, span in spans]
+    assert waited(waits).startswith("waited for a line of input at least 1,000 times, for 25 min 00 s: that")
+    assert waited(waits[1:]).startswith("waited for a line of input 999 times, for 24 min 58 s in all: ")
 
 
 NAMES = ("pid", "t_s", "waited_s")

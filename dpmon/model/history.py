@@ -288,9 +288,11 @@ def _waited(process: Process, mode: str, span_s: int, total: int, count: int, mi
     waited = steps = 0
     for begin, end in process.inputs:
         at = end // _SECOND
-        # The step ended in the same second, or soon after.
+        # The step ended in the same second, or soon after, if there is one: the wait may have been between two loops.
         of = next((column for column in columns if column.second + width > at), None)
-        if of is not None and of.mode == mode and (of is not columns[0] or at >= of.second):
+        if of is None or of.mode != mode or of.wall_ns < end - begin:
+            continue
+        if of is not columns[0] or at >= of.second:
             waited, steps = waited + end - begin, steps + 1
     beyond = total - middle * count
     if 2 * waited <= beyond or beyond <= total * _LITTLE:

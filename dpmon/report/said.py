@@ -60,7 +60,7 @@ def waited(inputs: Sequence[tuple[int | None, int, int]]) -> str:
     in_all = sum(end - begin for _, begin, end in inputs)
     where = ""
     if any(who is not None for who, _, _ in inputs):
-        where = ": that time is in the steps it fell into, in their sums and in samples/s"
+        where = ": that time is in the steps it fell into, if any, in their sums and in samples/s"
     return f"waited for a line of input {times}, for {took(in_all)}{' in all' if 1 < len(inputs) < KEPT else ''}{where}"
 
 

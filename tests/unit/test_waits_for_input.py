@@ -93,6 +93,26 @@ def test_a_wait_is_named_where_the_step_it_was_in_is_none_of_those_drawn() -> No
     assert figures(folded(payloads, []).processes[0], "single", 0).uneven != found
 
 
+def test_a_wait_between_two_trainings_is_in_no_step() -> None:
+    """And what makes the steps uneven is not said to be the wait."""
+    training, payloads, _ = with_waits()
+    usual = training.shares["single"]["data"]
+    for first in (True, False):
+        for _ in range(20):
+            training.shares["single"]["data"] = 2000
+            payloads += training.step()
+            training.shares["single"]["data"] = usual
+            payloads += training.run(20)
+        if first:
+            wait = training.now / SECOND + 0.3, 59.0
+            training.now += 60 * SECOND
+    state = folded(payloads, [wait])
+    found = figures(state.processes[0], "single", 0).uneven
+    assert found is not None
+    assert found.phase == "data"
+    assert "waiting for input" not in drawn(state)
+
+
 def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:
     training, payloads, waits = with_waits(40.0)
     payloads += [*training.switch("dp"), *training.run(100)]

@@ -99,8 +99,8 @@ class Copies:
         """The GPU that a tensor of the host is copied to; -1 for none."""
         try:
             device = where(args, kwargs)
-            if device is None or type(device) is torch.dtype:
-                return -1
+            if device is None or type(device) is torch.dtype or torch._C._get_tracing_state() is not None:
+                return -1  # torch.jit.trace would write down that somebody looks
             with torch._C.DisableTorchFunction():  # nobody's subclass or mode sees that somebody looks
                 if torch._C._dispatch_keys(tensor).has(_PYTHON) or not tensor.is_cpu:
                     return -1

@@ -165,6 +165,15 @@ def test_what_is_traced_with_is_not_copied(setting: Setting) -> None:
     assert "copy" not in setting.step().phases
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_trace_of_the_script_is_as_without_us(setting: Setting) -> None:
+    def function(copy: Any) -> Any:
+        return lambda tensor: copy(tensor, "cuda:0", torch.float64) * 2
+
+    codes = [torch.jit.trace(function(copy), torch.ones(2)).code for copy in (setting.to, setting.original)]
+    assert codes[0] == codes[1]
+
+
 def test_a_tracer_that_has_given_up_times_nothing(setting: Setting) -> None:
     setting.session.off = True
     setting.to(torch.zeros(1), "cuda:0")

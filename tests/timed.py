@@ -20,6 +20,7 @@ def timed(
     replicas: Callable[[int], Sequence[float | None]] = lambda number: (1.5, 1.75),
     why: int = Untimed.NONE,
     of_step: Sequence[float | None] = OF_STEP,
+    of_call: Sequence[float | None] = OF_CALL,
 ) -> list[bytes]:
     """The records of a process whose devices are timed; `replicas`: what each took in the call of this number."""
     found, number = [], 0
@@ -27,7 +28,7 @@ def timed(
         kind = kind_of(payload)
         number += kind == "call"
         if kind == "call":
-            payload = pack_timed(payload, (*OF_CALL, *replicas(number)), why)
+            payload = pack_timed(payload, (*of_call, *replicas(number)), why)
         elif kind == "step":
             payload = pack_timed(payload, of_step, why)
         found.append(payload)

@@ -134,7 +134,8 @@ def test_findings_are_of_the_devices_where_their_times_are_known(state: Path) ->
     for name, of_step in (("busy", (0.01, 1.5, 0.7, 0.1)), ("idle", (None, 1.5, 0.7, 0.1))):
         made = Training(devices=GPUS, virtual=False)
         made.shares["dp"] |= {"data": 30, "replicate": 4}
-        payloads = timed(made.run(60), lambda number: (1.0, 1.4 + number % 3), Untimed.LATE, of_step)
+        of_call = (0.05, 0.1, 1.3, 0.05)
+        payloads = timed(made.run(60), lambda number: (1.0, 1.4 + number % 3), Untimed.LATE, of_step, of_call)
         said = as_object(collect(keep({0: [*made.begin(), *payloads]}, seconds=3.0)))
         found[name] = {finding["kind"]: finding for finding in said["findings"]}
         phases = said["modes"][0]["phases"]

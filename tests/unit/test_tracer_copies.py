@@ -170,7 +170,8 @@ def test_a_trace_of_the_script_is_as_without_us(setting: Setting) -> None:
     def function(copy: Any) -> Any:
         return lambda tensor: copy(tensor, "cuda:0", torch.float64) * 2
 
-    codes = [torch.jit.trace(function(copy), torch.ones(2)).code for copy in (setting.to, setting.original)]
+    trace: Any = torch.jit.trace
+    codes = [trace(function(copy), torch.ones(2)).code for copy in (setting.to, setting.original)]
     assert codes[0] == codes[1]
 
 

@@ -13,6 +13,7 @@ STEP_SLOTS = tuple(PHASES.index(name) for name in STEP_PHASES)
 """Where in PHASES each of STEP_PHASES is."""
 FORWARD = PHASES.index("forward")
 _FIRST = PHASES.index(CALL_PHASES[0])
+_COPY, _APPLY = PHASES.index("copy"), CALL_PHASES.index("parallel_apply")
 CALLS_AT = slice(_FIRST, _FIRST + len(CALL_PHASES))
 """Where in PHASES those of CALL_PHASES are, one after the other."""
 
@@ -37,6 +38,11 @@ def with_calls(own: Iterable[int], of_calls: Sequence[int] | None) -> tuple[int,
     forward = slots[FORWARD]
     if of_calls is not None and forward >= 0:
         inside = sum(took for took in of_calls if took > 0)
+        over, applied = inside - forward, of_calls[_APPLY]
+        if 0 < over <= min(slots[_COPY], applied):
+            # A lone replica runs on the training thread, whose copies are taken off the forward, not off the call.
+            of_calls = [applied - over if at == _APPLY else took for at, took in enumerate(of_calls)]
+            inside = forward
         # More than the whole means that calls ran elsewhere too (recomputed in backward): they cannot be told apart.
         if inside <= forward:
             slots[CALLS_AT] = of_calls

@@ -12,9 +12,10 @@ import pytest
 from synthetic import SECOND, Training, chunks, decoded, device_event, host_event
 
 from dpmon.model import State, fold
+from dpmon.model.phases import with_calls
 from dpmon.model.state import CALLS_KEPT, HISTORY_KEPT, NOT_RUN, PHASES, ROOTS_KEPT, STEPS_KEPT
 from dpmon.model.stats import median, median_known, percentile, speed, summary
-from dpmon.records import Call, Event, Phase, Record, Replica, Step
+from dpmon.records import STEP_PHASES, Call, Event, Phase, Record, Replica, Step
 
 
 def folded(records: list[Record], state: State | None = None) -> State:
@@ -501,3 +502,13 @@ def test_an_evaluation_has_neither_training_nor_gradients(training: bool, grad: 
     assert call.evaluates == (not training and not grad)
     fold(state, call)
     assert list(track.replica_ns[0]) == ([1] if call.evaluates else [9, 9, 9, 1])
+
+
+def test_what_a_lone_replica_copies_is_in_one_phase_only() -> None:
+    """It runs on the training thread: the step's forward is without its copies, the call's own phase with them."""
+    own = dict.fromkeys(STEP_PHASES, 0) | {"copy": 9_000, "forward": 2_000}
+    found = dict(zip(PHASES, with_calls(own.values(), [200, 300, 10_100, 100]), strict=True))
+    names = ("scatter", "replicate", "apply", "gather", "forward", "copy")
+    assert [found[name] for name in names] == [200, 300, 1_400, 100, 0, 9_000]
+    elsewhere = dict(zip(PHASES, with_calls(own.values(), [200, 300, 20_000, 100]), strict=True))
+    assert [elsewhere[name] for name in names] == [NOT_RUN] * 4 + [2_000, 9_000], "more than the copies explain"

@@ -47,14 +47,6 @@ class ModeFacts(NamedTuple):
         """The part of all step time that phases took together (0 to 1)."""
         return sum(phase.share or 0.0 for phase in self.phases if phase.name in names)
 
-    def device_share(self, least: int, *names: str) -> float | None:
-        """The same of what the devices took, idle or not; None if that is known of fewer steps than `least`."""
-        found = [phase for phase in self.phases if phase.name in names]
-        known = [
-            phase.device_share for phase in found if phase.device_share is not None and phase.device_count >= least
-        ]
-        return sum(known) if found and len(known) == len(found) else None
-
     def phase(self, name: str) -> PhaseFigures | None:
         """The figures of one phase; None if it did not run."""
         return next((phase for phase in self.phases if phase.name == name), None)

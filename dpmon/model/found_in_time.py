@@ -94,43 +94,31 @@ def slower(evidence: Evidence) -> Iterator[Finding]:
 
 
 def copies(evidence: Evidence) -> Iterator[Finding]:
-    """What DataParallel itself takes: replicate; scatter and gather. Of the devices' time where that is known."""
+    """What DataParallel itself takes: replicate; scatter and gather."""
     for mode in enough(evidence):
         if mode.mode != "dp":
             continue
-        share = _share(mode, "replicate")
+        share = mode.share("replicate")
         virtual = " These replicas are virtual: on GPUs the share is another." if mode.virtual else ""
         if share >= COPY_SHARE:
             yield Finding(
                 "replicate",
                 f"Copying the model to the devices takes {percent(share)} of the time of the steps.{virtual}",
-                f"{_both(mode, 'replicate')}; {basis(mode)}",
+                f"replicate {of(mode, 'replicate')}; {basis(mode)}",
                 "DistributedDataParallel copies nothing in a step; under DataParallel larger batches and gradient"
                 " accumulation make fewer copies",
                 share,
             )
-        share = _share(mode, "scatter", "gather")
+        share = mode.share("scatter", "gather")
         if share >= COPY_SHARE:
             yield Finding(
                 "transfer",
                 f"Scattering inputs and gathering outputs takes {percent(share)} of the time of the steps.{virtual}",
-                f"{_both(mode, 'scatter')}; {_both(mode, 'gather')}; {basis(mode)}",
+                f"scatter {of(mode, 'scatter')}; gather {of(mode, 'gather')}; {basis(mode)}",
                 "compute the loss inside the forward, so that a number is gathered and not the outputs; pinned memory;"
                 " DistributedDataParallel",
                 share,
             )
-
-
-def _share(mode: ModeFacts, *names: str) -> float:
-    on_devices = mode.device_share(MIN_STEPS, *names)
-    return mode.share(*names) if on_devices is None else on_devices
-
-
-def _both(mode: ModeFacts, name: str) -> str:
-    """A phase's median and p95 on the host, and its median on the device where that is known."""
-    figures = mode.phase(name)
-    device = "" if figures is None or figures.device_ns is None else f", on the device {took(figures.device_ns)}"
-    return f"{name} {of(mode, name)}{device}"
 
 
 def drift(evidence: Evidence) -> Iterator[Finding]:

@@ -263,27 +263,6 @@ def test_who_waits_for_data_is_the_gpu_where_that_is_known() -> None:
         assert "device" not in found.ground
 
 
-def test_what_data_parallel_takes_is_judged_by_the_devices_where_they_are_known() -> None:
-    """The host may queue it for long while the devices have work, or queue it at once."""
-
-    def with_device(host: float, share: float | None, count: int = 1000) -> Evidence:
-        found = mode(data=0.02, forward=0.7, replicate=host, backward=0.28)
-        phases = [
-            phase._replace(device_share=share, device_count=count, device_ns=None if share is None else share * 20 * MS)
-            if phase.name == "replicate"
-            else phase
-            for phase in found.phases
-        ]
-        return replace(HEALTHY, modes=(found._replace(phases=tuple(phases)),))
-
-    assert kinds(with_device(0.48, 0.05)) == []
-    (found,) = findings(with_device(0.05, 0.48))
-    assert "takes 48 % of the time" in found.text
-    assert "on the device 9.60 ms; step median" in found.ground
-    for unknown in (with_device(0.48, None), with_device(0.48, 0.05, MIN_STEPS - 1)):
-        assert kinds(unknown) == ["replicate"]
-
-
 def test_copies_are_judged_by_the_devices_own_time() -> None:
     """The host may wait in a copy for what else the device does."""
     for device, count, expected in ((0.3, 1000, ["copy"]), (0.1, 1000, []), (None, 0, []), (0.3, MIN_STEPS - 1, [])):

@@ -110,7 +110,7 @@ UNTIMED = (
     "",
     "the device had not come to its end when 64 more steps were over",
     "a CUDA graph was being captured: what is recorded then becomes a part of it",
-    "no event was free: the device is so far behind that all 256 of its events are under way",
+    "too few events were free: the device is so far behind that most of its 256 events are under way",
     "the device's events failed",
     "the process ended before the device had come to its end",
     "it raised an exception",

@@ -215,6 +215,8 @@ class Follower:
     def _put_line(self, line: bytes) -> bool:
         fresh = self._err.last == b"\n" and (not _same_file(1, 2) or self._streams[0].last == b"\n")
         self._err.write((b"" if fresh else b"\n") + line)
+        if _same_file(1, 2):
+            self._streams[0].last = b"\n"
         return True
 
     def _say_status(self) -> None:

@@ -93,7 +93,7 @@ class Copies:
                     steps.copy_ends(began, outer, activity, brought)
 
         method.__module__, method.__name__, method.__qualname__ = "torch", name, f"Tensor.{name}"
-        return _Method(original, method)
+        return _Method(original, method, session)
 
     def _gpu(self, tensor: Any, where: _Where, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The GPU that a tensor of the host is copied to; -1 for none."""
@@ -138,20 +138,25 @@ class _Method:
 
     __objclass__ = torch._C.TensorBase
 
-    def __init__(self, original: _Original, function: _Original) -> None:
+    def __init__(self, original: Any, function: _Original, session: Session) -> None:
         self.__module__ = "torch"
         self.__name__ = original.__name__
         self.__qualname__ = f"Tensor.{original.__name__}"
         self.__doc__ = original.__doc__
         self.__wrapped__ = original
         self._function = function
+        self._session = session
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return MethodDescriptorType
 
     def __get__(self, tensor: Any, kind: Any = None) -> Any:
-        return self if tensor is None else MethodType(self._function, tensor)
+        if tensor is None:
+            return self
+        if self._session.timing is None:  # no call has run on a GPU yet: the original, at the cost of this question
+            return self.__wrapped__.__get__(tensor, kind)
+        return MethodType(self._function, tensor)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:

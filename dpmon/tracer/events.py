@@ -148,6 +148,14 @@ class DeviceTimes:
         self._limit = pool_events
         self._free: dict[int, list[Any]] = {}
         self._made: dict[int, Iterator[int]] = {}
+        self._handed: dict[int, int] = {}
+        """Events that were made, by device."""
+        self._taken: dict[int, int] = {}
+        """Events of the turn under way, by device."""
+        self._needs: dict[int, int] = {}
+        """The most that a turn has taken lately."""
+        self._spares = False
+        """Whether the turn under way is not timed."""
         self._pending: dict[int, deque[Span]] = {}
         self._faults = 0
         self.untimed = 0
@@ -250,6 +258,9 @@ class DeviceTimes:
         """An event recorded now, or why there is none."""
         if self._faults >= MAX_FAULTS:
             return None, Untimed.FAULT
+        if self._spares:
+            self.untimed += 1
+            return None, Untimed.NO_EVENT
         event = None
         try:
             events = self._events
@@ -267,7 +278,21 @@ class DeviceTimes:
             return None, Untimed.FAULT
         return _Mark(event), Untimed.NONE
 
+    def turn(self) -> None:
+        """A turn of the loop is over. The next is timed as a whole or not at all: were it timed as far as the events
+        last, the last phases of a device that is far behind would never be.
+        """
+        for device, taken in self._taken.items():
+            before = self._needs.get(device, 0)
+            self._needs[device] = max(taken, before - (before >> 3))  # a long evaluation is forgotten in some turns
+        self._taken.clear()
+        self._spares = any(
+            len(self._free.get(device, ())) + self._limit - self._handed.get(device, 0) < min(need, self._limit)
+            for device, need in self._needs.items()
+        )
+
     def _take(self, device: int) -> Any:
+        self._taken[device] = self._taken.get(device, 0) + 1
         free = self._free.get(device)
         if free is None:
             free = self._free.setdefault(device, [])
@@ -276,8 +301,10 @@ class DeviceTimes:
         except IndexError:  # other threads take from it too
             pass
         # A counter that threads may share: each number is given out once.
-        if next(self._made.setdefault(device, count())) >= self._limit:
+        number = next(self._made.setdefault(device, count()))
+        if number >= self._limit:
             return None
+        self._handed[device] = number + 1
         return self._events.make()
 
     def _release(self, device: int, mark: _Mark) -> None:

@@ -23,19 +23,23 @@ MAX_RECORDS = 1024
 """Held at most: a turn may have any number of calls."""
 
 Slot = Sequence[tuple[Span, int]]
-"""One time of a record: spans that are added (1) or taken off (-1) on each device, of which the slowest counts."""
+"""One time of a record: spans that are added (1) or taken off (-1) on each device, of which the slowest counts.
+
+Of the wait for data the one that waits least: the others may be waiting for that one, which has work.
+"""
 
 
 class _Record:
     """One that is not written yet."""
 
-    __slots__ = ("payload", "slots", "turn", "why")
+    __slots__ = ("least", "payload", "slots", "turn", "why")
 
-    def __init__(self, payload: bytes, slots: Sequence[Slot] | None, why: int, turn: int) -> None:
+    def __init__(self, payload: bytes, slots: Sequence[Slot] | None, why: int, turn: int, least: int) -> None:
         self.payload = payload
         self.slots = slots
         self.why = why
         self.turn = turn
+        self.least = least
 
     def settled(self) -> bool:
         return all(span.settled for slot in self.slots or () for span, _ in slot)
@@ -46,7 +50,7 @@ class _Record:
             return self.payload
         why = Untimed.NONE
         times: list[float | None] = []
-        for slot in self.slots:
+        for index, slot in enumerate(self.slots):
             if len(slot) == 1 and slot[0][0].ms is not None:  # what most are
                 times.append(slot[0][0].ms)
                 continue
@@ -58,7 +62,8 @@ class _Record:
                     why = why or span.why or unread
                 else:
                     by_device[span.device] = by_device.get(span.device, 0.0) + sign * span.ms
-            times.append(None if missing else max(0.0, *by_device.values()))
+            of_all = min if index == self.least else max
+            times.append(None if missing else max(0.0, of_all(by_device.values())))
         return pack_timed(self.payload, times, why or self.why)
 
 
@@ -73,12 +78,14 @@ class Late:
         self.turn = 0
         """Turns that have ended."""
 
-    def add(self, payload: bytes, slots: Sequence[Slot] | None = None, why: int = Untimed.NONE) -> None:
+    def add(
+        self, payload: bytes, slots: Sequence[Slot] | None = None, why: int = Untimed.NONE, least: int = -1
+    ) -> None:
         """A record of which these times are still to come (of any thread); None: of which there is nothing to come.
 
-        `why`: the reason for times that have no spans.
+        `why`: the reason for times that have no spans. `least`: the one of the times of which the least counts.
         """
-        self._queue.append(_Record(payload, slots, why, self.turn))
+        self._queue.append(_Record(payload, slots, why, self.turn, least))
         if len(self._queue) > 4 * MAX_RECORDS:  # they cannot be written
             self._queue.popleft()
             self._ring.words[Ring.LOST] += 1

@@ -789,10 +789,15 @@ class Steps:
             if ring.head >= session.renew_at:
                 session.renew()
 
+    def _is_cut(self) -> bool:
+        """Whether an exception (an interrupt, say) ends a turn that was to learn before it did: no evaluation."""
+        learns = self.samples >= -1 and not (self.backward or self.optimizer)
+        return learns and getattr(sys, "last_type", None) is not None
+
     def at_exit(self) -> None:
         """The process ends: write the turn under way, up to the end of its last phase."""
         try:
-            if self.open and self.calls and not self.failed:
+            if self.open and self.calls and not self.failed and not self._is_cut():
                 self.close(self.last)
             if self.session.timing is not None:
                 self.session.timing.read(Untimed.ENDED)

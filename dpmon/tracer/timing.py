@@ -260,7 +260,7 @@ class Timing:
                 why = Untimed.COPIES
                 for phase in (COPY, *self._mixed):
                     slots[phase] = []
-            self.late.add(payload, slots if why or any(slots) else None, why)
+            self.late.add(payload, slots if why or any(slots) else None, why, least=DATA)
         except Exception as error:  # noqa: BLE001 - the training goes on without
             self._failed(error)
         self._forget()
@@ -269,6 +269,7 @@ class Timing:
         self._used, self._called = (), False
         self.late.turn += 1
         self.read()
+        self.times.turn()
 
     def ran_before(self, spans: Sequence[Span]) -> None:
         """These belong to the forward of the step, too: parts of a call that is composed by hand."""

@@ -137,6 +137,7 @@ def _name(phase: str, room: int, look: Look) -> Row:
 def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_tail: bool) -> list[Row]:
     shown = _columns(numbers)
     label, cell = _widths(width, len(shown))
+    whole = _has_step(width, len(shown))
 
     def head(phase: str) -> Row:
         name = _name(phase, cell, look)
@@ -146,7 +147,8 @@ def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_
         row: Row = [(word.ljust(label)[:label], "dim")]
         for phase in shown:
             row.append((right(value[phase.name], cell), style if phase.ran else "dim"))
-        row.append((right(last, cell), style))
+        if whole:
+            row.append((right(last, cell), style))
         return row
 
     def each(show: str) -> dict[str, str]:
@@ -155,7 +157,8 @@ def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_
     header: Row = [(" " * label, "")]
     for phase in shown:
         header += head(phase.name)
-    header.append((right("step", cell), "dim"))
+    if whole:
+        header.append((right("step", cell), "dim"))
     rows = [header, line("share", "", each("share"), "bold")]
     if with_median:
         rows.append(line("median", _time(numbers.median_ns, cell), each("median"), ""))
@@ -172,7 +175,7 @@ def _devices(track: ModeTrack, numbers: Summary, width: int, look: Look) -> Row:
     for phase in shown:
         found = median_known(track.device_ms.get(phase.name) or ())
         row.append((right(_time(None if found is None else found * 1e6, cell), cell), "" if phase.ran else "dim"))
-    return [*row, (" " * cell, "")]
+    return [*row, (" " * cell, "")] if _has_step(width, len(shown)) else row
 
 
 def _columns(numbers: Summary) -> list[PhaseFigures]:
@@ -181,9 +184,15 @@ def _columns(numbers: Summary) -> list[PhaseFigures]:
 
 
 def _widths(width: int, columns: int) -> tuple[int, int]:
-    """The width of the label and of a column, of which there is one more, for the step."""
+    """The width of the label and of a column, of which there is one more, for the step, where there is room."""
     label = 7 if width >= 100 else 6 if width >= 70 else 0
-    return label, min(max((width - label) // (columns + 1), 4), 12)
+    return label, min(max((width - label) // (columns + _has_step(width, columns)), 4), 12)
+
+
+def _has_step(width: int, columns: int) -> bool:
+    """Whether the step has a column: its times stand in the title, and figures without a gap cannot be read."""
+    label = 6 if width >= 70 else 0
+    return (width - label) // (columns + 1) >= 7 or (width - label) // columns < 7
 
 
 def _time(ns: float | None, cell: int) -> str:

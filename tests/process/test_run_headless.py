@@ -304,6 +304,14 @@ def test_a_line_of_the_script_is_never_cut_by_one_of_ours(dpmon: Dpmon) -> None:
     assert "dpmon: waiting for the first step" in lines
 
 
+def test_no_line_is_empty_behind_a_script_whose_last_line_has_no_end(dpmon: Dpmon) -> None:
+    dpmon.script("print('no end', end='', flush=True)")
+    out = dpmon.run("script.py", stderr=subprocess.STDOUT).out.decode().splitlines()
+    assert out[0] == "no end"
+    assert len(out) > 2
+    assert all(line.startswith("dpmon: ") for line in out[1:])
+
+
 def test_what_the_tracer_could_not_record_is_told(dpmon: Dpmon) -> None:
     """A torch that is not known, a disk without room: the tracer leaves a line, the run has a warning."""
     dpmon.script(

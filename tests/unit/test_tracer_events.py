@@ -12,10 +12,11 @@ import pytest
 import torch
 from rings import everything, opened
 
-from dpmon.records import STEP_TAG, STEP_WORDS, Untimed, is_timed, known_times, step_times
+from dpmon.records import STEP_TAG, STEP_WORDS, Untimed, is_timed, known_times, pack_step, step_times
 from dpmon.ring import Ring
 from dpmon.tracer.captures import Captures
 from dpmon.tracer.events import MAX_FAULTS, DeviceTimes, Span, TorchEvents
+from dpmon.tracer.late import Late
 from dpmon.tracer.steps import Steps
 from dpmon.tracer.timing import BACKWARD, DATA, FORWARD, OPTIMIZER, Timing
 
@@ -360,3 +361,58 @@ def test_reading_the_devices_times_is_no_wait_for_data(monkeypatch: pytest.Monke
     steps.calls = 1
     fetch(iter(()))
     assert (steps.number, steps.start, steps.data) == (2, 107, 7), "the reading is in the step, but not in its data"
+
+
+def test_a_device_that_is_far_behind_has_whole_turns_timed_or_none() -> None:
+    """Else the first phases of a turn would take all the events there are, and its last never have one."""
+    bench = Bench(pool_events=8)
+    timed: list[list[bool]] = []
+    for number in range(40):
+        spans = [bench.phase(1.0) for _ in range(3)]
+        timed.append([span.why == Untimed.NONE for span in spans])
+        bench.device.reached = bench.device.now - 30.0  # ten turns behind
+        bench.times.collect()
+        bench.times.turn()
+        assert len(spans) == 3, number
+    assert {tuple(one) for one in timed[1:]} == {(True,) * 3, (False,) * 3}
+    assert sum(all(one) for one in timed) >= 4, "those that it comes to make room for others"
+
+
+def test_a_turn_that_took_many_events_is_forgotten_in_some_turns() -> None:
+    bench = Bench(pool_events=8)
+    for _ in range(4):  # as an evaluation of many calls
+        bench.phase(1.0)
+    bench.device.reached = bench.device.now
+    bench.times.collect()
+    bench.times.turn()
+    held: list[Span] = []
+    known = 0
+    for _ in range(30):
+        held.append(bench.begin())  # one event is always under way
+        bench.device.now += 1.0
+        known += held[-1].why == Untimed.NONE
+        if len(held) > 1:
+            bench.times.end(held.pop(0))
+        bench.device.reached = bench.device.now
+        bench.times.collect()
+        bench.times.turn()
+    assert known > 10
+
+
+def test_of_the_wait_for_data_the_device_counts_that_waits_least(tmp_path: Path) -> None:
+    ring = Ring(str(tmp_path / "ring"), process=0)
+    times = DeviceTimes(Device(), pytest.fail)
+    late = Late(ring, times)
+    spans = []
+    for device, ms in ((0, 0.5), (1, 7.0)):
+        span = Span(device)
+        span.ms = ms
+        spans.append((span, 1))
+    payload = pack_step(1, 1, 0, 10, 4, (1, 2, 3, 4))
+    late.add(payload, [spans, spans, spans, spans], least=DATA)
+    late.write()
+    with opened(str(tmp_path / "ring")) as reader:
+        (found,) = everything(reader)
+    kept = step_times(found)
+    assert kept is not None
+    assert known_times(kept) == {"data": 0.5, "forward": 7.0, "backward": 7.0, "optimizer": 7.0}

@@ -10,7 +10,7 @@ from dpmon.model.finding import many, took
 from dpmon.model.findings import MIN_STEPS
 from dpmon.model.host_waits import host_waits
 from dpmon.model.stats import PhaseFigures
-from dpmon.records import CALL_PHASES
+from dpmon.records import CALL_PHASES, STEP_PHASES
 from dpmon.report.story import Compared, Story
 from dpmon.report.words import (
     machine,
@@ -33,6 +33,10 @@ __all__ = [
     "step_rows",
     "waited",
 ]
+
+
+KNOWN = 0.9
+"""Of the steps: where the devices' times are known of fewer, that is said."""
 
 
 def facts(story: Story) -> list[str]:
@@ -132,7 +136,12 @@ def phase_table(mode: ModeFacts) -> list[tuple[str, ...]]:
 
 def phase_notes(mode: ModeFacts) -> list[str]:
     """What has to be known of the times of phases, in sentences."""
-    return host_waits(mode.phases, {phase.name: phase.device_ns for phase in mode.phases})
+    said = host_waits(mode.phases, {phase.name: phase.device_ns for phase in mode.phases})
+    timed = [phase for phase in mode.phases if phase.device_count and phase.name in STEP_PHASES]
+    fewest = min(timed, key=lambda phase: phase.device_count / phase.ran, default=None)
+    if fewest is not None and fewest.device_count < KNOWN * fewest.ran:
+        said.append(f"on device: of {fewest.device_count:,} of the {many(fewest.ran, 'step')}, as far as it is known")
+    return said
 
 
 def comparison(found: Compared) -> list[str]:

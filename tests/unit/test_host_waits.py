@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from dpmon.model.evidence import ModeFacts
 from dpmon.model.host_waits import host_waits
 from dpmon.model.stats import PhaseFigures
+from dpmon.report.said import phase_notes
 
 MS = 1e6
 
@@ -33,3 +35,13 @@ def test_a_copy_that_waits_for_the_gpu_is_told_with_its_own_time() -> None:
 )
 def test_what_is_no_wait_is_not_told(name: str, ms: float, share: float, device_ms: float | None) -> None:
     assert host_waits([phase(name, ms, share)], {name: None if device_ms is None else device_ms * MS}) == []
+
+
+@pytest.mark.parametrize(("known", "said"), [(100, []), (90, []), (89, ["on device: of 89 of the 100 steps"]), (0, [])])
+def test_of_how_many_steps_the_devices_are_known_is_said_where_it_is_few(known: int, said: list[str]) -> None:
+    phases = tuple(
+        phase(name, 1, 0.1)._replace(device_ns=MS, device_count=count)
+        for name, count in (("forward", 100), ("backward", known))
+    )
+    mode = ModeFacts("dp", False, 100, MS, MS, None, phases, {}, {})
+    assert [note.partition(",")[0] for note in phase_notes(mode)] == said

@@ -17,18 +17,21 @@ __all__ = ["InOrder", "Parser", "install_parser"]
 
 ESC = "\x1b"
 _MOST = 10_000
+_TO_THE_TRAINING = frozenset("dpx")
+"""Keys that ask something of the training: held with alt they do nothing, whatever that may have been meant for."""
 _LOST_S = 1.0
 """A key that the panels' screen has had for so long does not come back: the others wait no longer."""
 
 
 class Parser(XTermParser):
-    """Textual's parser, but for an escape with a letter or a digit behind it: these are two keys."""
+    """Textual's parser, but for an escape with a letter or a digit behind it: most of these are two keys."""
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:
-        if alt:
+        if alt and sequence not in _TO_THE_TRAINING:
             return [events.Key("escape", ESC), *super()._sequence_to_key_events(sequence)]
-        usual = list(super()._sequence_to_key_events(sequence))
-        if usual and len(sequence) == 2 and sequence[0] == ESC and sequence[1].isalnum():
+        usual = list(super()._sequence_to_key_events(sequence, alt))
+        behind = sequence[1:] if len(sequence) == 2 and sequence[0] == ESC else ""
+        if usual and behind.isalnum() and behind not in _TO_THE_TRAINING:
             return [events.Key("escape", ESC), *super()._sequence_to_key_events(sequence[1])]
         return usual
 

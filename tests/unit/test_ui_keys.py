@@ -301,7 +301,8 @@ async def test_a_line_to_a_headless_run_is_said_to_be_sent(
     ("typed", "keys"),
     [
         ("\x1b2", ["escape", "2"]),
-        ("\x1bd", ["escape", "d"]),
+        ("\x1bd", ["alt+d"]),  # bound to nothing: d asks something of the training
+        ("\x1bx", ["alt+x"]),
         ("\x1bf", ["escape", "f"]),
         ("\x1bN", ["escape", "N"]),
         ("\x1b", ["escape"]),

@@ -213,19 +213,22 @@ class Follower:
             self._put_line(in_stream(f"dpmon: {text}\n", sys.stderr).encode("utf-8", "replace"))
 
     def _put_line(self, line: bytes) -> bool:
-        fresh = self._err.last == b"\n" and (not _same_file(1, 2) or self._streams[0].last == b"\n")
-        self._err.write((b"" if fresh else b"\n") + line)
-        if _same_file(1, 2):
+        shared = _same_file(1, 2)
+        self._err.write((b"" if self._begins_line(shared) else b"\n") + line)
+        if shared:
             self._streams[0].last = b"\n"
         return True
+
+    def _begins_line(self, shared: bool) -> bool:
+        """Whether what is written to stderr now begins a line; `shared`: stdout goes to the same place."""
+        return self._err.last == b"\n" and (not shared or self._streams[0].last == b"\n")
 
     def _say_status(self) -> None:
         """The line of progress; not while the script is within a line (a bar, a prompt)."""
         if self._speaks_json:
             return
         text = self._progress.line()
-        shared = _same_file(1, 2)
-        if text and self._err.last == b"\n" and (not shared or self._streams[0].last == b"\n"):
+        if text and self._begins_line(_same_file(1, 2)):
             if not self._named:  # by which it is found again, should this terminal go
                 self._named = True
                 text = f"{text}  (run {short_name(self._reader.info)})"

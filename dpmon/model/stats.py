@@ -21,6 +21,7 @@ __all__ = [
     "percentile",
     "phase_figures",
     "rank",
+    "shown",
     "speed",
     "summary",
     "weighed_middle",
@@ -172,6 +173,11 @@ def _phases(steps: Sequence[tuple[int, ...]], total: int) -> tuple[PhaseFigures,
         share = sum(took for took in times if took >= 0) / total if ran and total else None
         found.append(phase_figures(name, ran, times, share))
     return tuple(found)
+
+
+def shown(phases: Sequence[PhaseFigures]) -> list[PhaseFigures]:
+    """The phases that are worth a column: all, but copies only where there are any, which takes a GPU."""
+    return [phase for phase in phases if phase.ran or phase.name != "copy"]
 
 
 def phase_figures(name: str, ran: int, times: Iterable[int], share: float | None) -> PhaseFigures:

@@ -9,7 +9,7 @@ from dpmon.model.inputs import INPUT, SAID
 from dpmon.model.phases import CALLS_AT
 from dpmon.model.ranks import distributed
 from dpmon.model.state import PHASES, Process
-from dpmon.model.stats import PhaseFigures, Summary, median_known
+from dpmon.model.stats import PhaseFigures, Summary, median_known, shown
 from dpmon.records import CALL_PHASES, Call
 from dpmon.ui.format import percent
 from dpmon.ui.look import Look
@@ -66,10 +66,8 @@ def missing(process: Process, phases: Sequence[PhaseFigures]) -> list[str]:
     """Each reason why phases have a dash, after their names; several phases of one reason together."""
     call = process.calls[process.newest].last if process.newest is not None else None
     reasons: dict[str, list[str]] = {}
-    for phase in phases:
+    for phase in shown(phases):
         if not phase.ran:
-            if phase.name == "copy":  # it has no column then
-                continue
             reasons.setdefault(_why(process, call, phase.name), []).append(phase.name)
         elif phase.median_ns is None:
             reasons.setdefault(_RARE, []).append(phase.name)

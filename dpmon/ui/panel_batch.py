@@ -8,7 +8,7 @@ from dpmon.model.history import Picture, pictured
 from dpmon.model.history import figures as figures_of
 from dpmon.model.ranks import distributed, training
 from dpmon.model.state import ModeTrack, Process
-from dpmon.model.stats import PhaseFigures, Summary, median_known, summary
+from dpmon.model.stats import PhaseFigures, Summary, median_known, shown, summary
 from dpmon.model.turn import Turn, last_turn
 from dpmon.ui.batch_notes import notes
 from dpmon.ui.chart import stacked, top_of
@@ -135,9 +135,9 @@ def _name(phase: str, room: int, look: Look) -> Row:
 
 
 def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_tail: bool) -> list[Row]:
-    shown = _columns(numbers)
-    label, cell = _widths(width, len(shown))
-    whole = _has_step(width, len(shown))
+    columns = shown(numbers.phases)
+    label, cell = _widths(width, len(columns))
+    whole = _has_step(width, len(columns))
 
     def head(phase: str) -> Row:
         name = _name(phase, cell, look)
@@ -145,17 +145,17 @@ def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_
 
     def line(word: str, last: str, value: dict[str, str], style: str) -> Row:
         row: Row = [(word.ljust(label)[:label], "dim")]
-        for phase in shown:
+        for phase in columns:
             row.append((right(value[phase.name], cell), style if phase.ran else "dim"))
         if whole:
             row.append((right(last, cell), style))
         return row
 
     def each(show: str) -> dict[str, str]:
-        return {p.name: _value(p, show, cell) for p in shown}
+        return {p.name: _value(p, show, cell) for p in columns}
 
     header: Row = [(" " * label, "")]
-    for phase in shown:
+    for phase in columns:
         header += head(phase.name)
     if whole:
         header.append((right("step", cell), "dim"))
@@ -169,18 +169,13 @@ def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_
 
 def _devices(track: ModeTrack, numbers: Summary, width: int, look: Look) -> Row:
     """What the slowest device took for each phase: medians of its newest steps, whatever the time range."""
-    shown = _columns(numbers)
-    label, cell = _widths(width, len(shown))
+    columns = shown(numbers.phases)
+    label, cell = _widths(width, len(columns))
     row: Row = [("device"[:label].ljust(label), "dim")]
-    for phase in shown:
+    for phase in columns:
         found = median_known(track.device_ms.get(phase.name) or ())
         row.append((right(_time(None if found is None else found * 1e6, cell), cell), "" if phase.ran else "dim"))
-    return [*row, (" " * cell, "")] if _has_step(width, len(shown)) else row
-
-
-def _columns(numbers: Summary) -> list[PhaseFigures]:
-    """The phases that have a column: all, but copies only where there are any, which takes a GPU."""
-    return [phase for phase in numbers.phases if phase.ran or phase.name != "copy"]
+    return [*row, (" " * cell, "")] if _has_step(width, len(columns)) else row
 
 
 def _widths(width: int, columns: int) -> tuple[int, int]:

@@ -32,7 +32,7 @@ class Parser(XTermParser):
         usual = list(super()._sequence_to_key_events(sequence, alt))
         behind = sequence[1:] if len(sequence) == 2 and sequence[0] == ESC else ""
         if usual and behind.isalnum() and behind not in _TO_THE_TRAINING:
-            return [events.Key("escape", ESC), *super()._sequence_to_key_events(sequence[1])]
+            return [events.Key("escape", ESC), *super()._sequence_to_key_events(behind)]
         return usual
 
 

@@ -62,11 +62,16 @@ class Hand:
         self.leaves: list[Any] = []
         """Signatures of what was scattered, in order."""
         self.given = 0
-        self.devices: Any = None
+        self.devices: tuple[Any, ...] | None = None
+        """A copy: the script's own list is not kept alive."""
         self.trace: Trace | None = None
         self.flags = 0
         self.spans: list[list[Span]] = [[], [], [], []]
         """Of each verb: what it takes on the GPUs."""
+
+    def hands(self, devices: Any) -> None:
+        """Note the devices that the script hands a verb."""
+        self.devices = tuple(devices) if isinstance(devices, (list, tuple, range)) else None
 
     def ran(self, index: int, began: int, ended: int) -> None:
         """A verb has run."""
@@ -211,20 +216,20 @@ class ByHand:
             if number == 0:  # scatter_kwargs(inputs, kwargs, devices)
                 named = args[1] if len(args) > 1 else kwargs.get("kwargs")
                 hand.scattered(args[0] if args else kwargs["inputs"], named or {})
-                hand.devices = args[2] if len(args) > 2 else kwargs.get("target_gpus")
+                hand.hands(args[2] if len(args) > 2 else kwargs.get("target_gpus"))
             elif number == 4:  # scatter(inputs, devices)
                 value = args[0] if args else kwargs["inputs"]
                 if isinstance(value, dict):
                     hand.scattered((), value)
                 else:
                     hand.scattered(tuple(value) if type(value) in (tuple, list) else (value,), {})
-                hand.devices = args[1] if len(args) > 1 else kwargs.get("target_gpus")
+                hand.hands(args[1] if len(args) > 1 else kwargs.get("target_gpus"))
             else:  # Scatter.apply(devices, sizes, dim, tensor)
                 hand.scattered(args[3:], {})
-                hand.devices = args[0]
+                hand.hands(args[0])
         elif hand.devices is None:
             position = 0 if number == 6 else 1  # Broadcast.apply(devices, *tensors); replicate(module, devices)
-            hand.devices = args[position] if len(args) > position else kwargs.get("devices")
+            hand.hands(args[position] if len(args) > position else kwargs.get("devices"))
 
     # ---------------------------------------------------------------- a call
 
@@ -298,6 +303,8 @@ class ByHand:
         hand.ran(PARALLEL_APPLY, began, now)
         trace = hand.trace
         assert trace is not None
+        if trace.watch is not None:
+            trace.watch.release()  # the gather may come late, or never
         if trace.outer >= 0:
             self.calls.steps.call_ends(began, now, trace.outer, trace.rows, hand.flags)
             self.calls.steps.settle(trace.free)
@@ -356,6 +363,8 @@ class ByHand:
             site.absent = absent
             site.epoch = -1
         self.calls.write(trace, hand.flags | failed * FAILED, outputs, hand.ended)
+        if trace.watch is not None:
+            trace.watch.close()
 
     def _site(self, modules: Any, hand: Hand, virtual: Any) -> Site:
         from dpmon.tracer.calls import Site
@@ -363,7 +372,7 @@ class ByHand:
         modes = self.calls.modes
         first = modules[0]
         root = _name(first)
-        offered = hand.devices if isinstance(hand.devices, (list, tuple, range)) else range(len(modules))
+        offered = range(len(modules)) if hand.devices is None else hand.devices
         count = max(len(offered), len(modules))
         if virtual is not None:
             devices = tuple(f"cpu:{i}" for i in range(count))

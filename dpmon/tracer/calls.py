@@ -280,6 +280,7 @@ class Calls:
                 ended = clock()
             except BaseException as error:
                 drop_frames(error)
+                args, kwargs, trace = (), {}, None
                 raise
             try:
                 phases = trace.phases
@@ -338,6 +339,8 @@ class Calls:
                 local.depth = depth
                 if trace is not None:
                     self.end(trace, bound[0], failed, result)
+                if failed:
+                    args, kwargs, bound, before, trace = (), {}, None, None, None
             return result
 
         return named_like(data_parallel, original)
@@ -412,6 +415,7 @@ class Calls:
                     return short_way(original, lane, module, args, kwargs)
                 except BaseException as error:
                     drop_frames(error)
+                    module, args, kwargs = None, (), {}
                     raise
             before, depth = local.call, local.depth
             trace: Trace | None = None
@@ -439,6 +443,8 @@ class Calls:
                 local.depth = depth  # a hook that was passed over by an exception did not count down
                 if trace is not None:
                     self.end(trace, module, failed, result)
+                if failed:
+                    module, args, kwargs, before, trace = None, (), {}, None, None
             return result
 
         return named_like(forward, original)
@@ -541,6 +547,13 @@ class Calls:
             self.steps.ran_as(plan.mode)
         except Exception as error:  # noqa: BLE001 - the call goes on as it is written
             self.session.fault("fall back", error)
+        finally:
+            if watch is not None:
+                watch.close()
+            if isinstance(why, Exception):
+                # torch raises a replica's error from a variable of the frame that is in its traceback, a cycle that
+                # would keep the call's arguments until the garbage collector comes.
+                why.__traceback__ = None
 
     # ---------------------------------------------------------------- bare roots
 
@@ -570,6 +583,7 @@ class Calls:
             failed = False
         finally:
             local.depth = 0
+            local.root = None
             if stages is not None:
                 stages.end(trace.site)
             self.end(trace, module, failed, result)
@@ -698,7 +712,7 @@ class Calls:
             result = original(module, *args, **kwargs)
             failed = False
         finally:
-            local.call = None
+            local.call = local.root = None
             local.depth = 0
             self.end(trace, module, failed, result)
         return result
@@ -860,6 +874,9 @@ class Calls:
                 self._open_lane(trace, module)
         except Exception as error:  # noqa: BLE001 - the result is the script's, whatever we make of it
             self.session.fault("end", error)
+        finally:
+            if trace.watch is not None:
+                trace.watch.close()
 
     def write(self, trace: Trace, flags: int, outputs: int, now: int) -> None:
         """Write the record of a call that was over at `now`; `flags` without VIRTUAL. Never raises."""

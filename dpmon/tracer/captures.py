@@ -41,18 +41,21 @@ class Captures:
             except BaseException as error:
                 graphs.pop(key, None)
                 drop_frames(error)
+                graph, args, kwargs = None, (), {}
                 raise
 
         return named_like(capture_begin, original)
 
     def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            key = id(graph)
             try:
                 return original(graph, *args, **kwargs)
             except BaseException as error:
                 drop_frames(error)
+                graph, args, kwargs = None, (), {}
                 raise
             finally:
-                self._graphs.pop(id(graph), None)
+                self._graphs.pop(key, None)
 
         return named_like(capture_end, original)

@@ -69,6 +69,7 @@ class Copies:
                 return copied(gpu, tensor, args, kwargs)
             except BaseException as error:
                 drop_frames(error)
+                tensor, args, kwargs = None, (), {}
                 raise
 
         def copied(gpu: int, tensor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,6 +164,7 @@ class _Method:
             return self._function(*args, **kwargs)
         except BaseException as error:
             drop_frames(error)
+            args, kwargs = (), {}
             raise
 
     def __eq__(self, other: object) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from inspect import CO_OPTIMIZED
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
-__all__ = ["OF_CALLS", "drop_frames", "hide_from_dynamo", "named_like", "outwards"]
+__all__ = ["OF_CALLS", "drop_frames", "first_argument", "hide_from_dynamo", "named_like", "outwards"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 OF_CALLS = frozenset(f"{_HERE}{name}.py" for name in ("calls", "lane", "plain", "roots"))
@@ -24,13 +26,36 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def first_argument(frame: FrameType) -> Any:
+    """The value of a function's first argument, while the function runs; None if it has none.
+
+    Until Python 3.13, `f_locals` of a function is a dict that the frame keeps. It would hold every variable of the
+    function up to its return, also those that the function deletes, so it is emptied again: unless the script has the
+    same dict from `locals()`, or a debugger is about to write it back.
+    """
+    code = frame.f_code
+    if not code.co_argcount or not code.co_flags & CO_OPTIMIZED:
+        return None
+    values: Any = frame.f_locals
+    found = values.get(code.co_varnames[0])
+    if type(values) is dict and sys.getrefcount(values) <= 3 and sys.gettrace() is None:
+        values.clear()
+    return found
+
+
 def drop_frames(error: BaseException) -> None:
     """Take our frames off the head of the traceback of an exception that the caller is about to raise again.
 
     Python 3.11 and later keep the change when the exception is raised again by a bare `raise`.
+
+    The frames that stay in the traceback still lead to ours (`f_back`). `traceback.clear_frames` does not clear ours,
+    so what they hold would live as long as the exception. The frames that are over are cleared here; the caller,
+    which still runs, sets its own variables to None.
     """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_HERE):
+        with suppress(RuntimeError):  # it is the caller's, or one around it
+            traceback.tb_frame.clear()
         traceback = traceback.tb_next
     error.__traceback__ = traceback
 

@@ -112,6 +112,7 @@ class Lane:
                 mark(clock())
             except BaseException as error:
                 drop_frames(error)
+                args, kwargs = (), {}
                 raise
             return self._watched(result) if makes else result
 
@@ -208,6 +209,7 @@ class Lane:
                 result = module(*args, **kwargs)
             except BaseException as error:
                 drop_frames(error)
+                module, args, kwargs = None, (), {}
                 raise
             leave(module, args, kwargs, result)
             return result

@@ -82,6 +82,7 @@ class Memory:
                 original(self_, *args, **kwargs)
             except BaseException as error:
                 drop_frames(error)
+                self_, args, kwargs = None, (), {}
                 raise
             try:
                 self._optimizers = [known for known in self._optimizers if known() is not None]

@@ -277,6 +277,9 @@ class Modes:
             return Plan(SINGLE, own[:1] or here, tuple(module.device_ids[:1]) if own else None, None, refusal, True)
         if own and not self.session.config.explicit and (len(own) > 1 or not self.by_user):
             return Plan(DP, own)
+        finalised = _finalised(module)
+        if finalised is not None:
+            return Plan(DP if len(own) > 1 else SINGLE, own or here, None, None, finalised, True)
         plan = self._spread(inner, False)
         if plan.refused and len(own) > 1:  # as it is written it would run on all of its own
             return _on_one(module, own, plan.reason)
@@ -356,6 +359,9 @@ class Modes:
 
 def _on_one(module: Any, own: tuple[str, ...], reason: str | None = None) -> Plan:
     """A DataParallel over several devices of its own on the first of them; `reason`: why, if that was not asked for."""
+    finalised = _finalised(module)
+    if finalised is not None:
+        return Plan(DP, own, None, None, finalised, True)
     for name in ("forward", "scatter"):
         if overrides(type(module), name):
             odd = f"{type(module).__name__} has its own {name}, which may not bear one device"
@@ -390,9 +396,21 @@ def _unsplittable(module: torch.nn.Module) -> str | None:
     return None
 
 
+def _finalised(module: Any) -> str | None:
+    """Why no short-lived copies of a module itself can be made; None if they can.
+
+    A copy shares what the module holds. Its finaliser would close the module's files, or count one module as several.
+    """
+    kind = type(module)
+    return f"{kind.__name__} has a __del__, which every copy would run, too" if hasattr(kind, "__del__") else None
+
+
 def _unreplicable(module: torch.nn.Module) -> str | None:
     """Why virtual replicas of a module cannot be made; None if they can."""
     for inner in modules_of(module):
+        finalised = _finalised(inner)
+        if finalised is not None:
+            return finalised
         compiled = getattr(inner, "_compiled_call_impl", None) is not None
         # On the instance (its forward is compiled, and bound to the one module) or on the class.
         compiled |= getattr(getattr(inner, "forward", None), "_torchdynamo_orig_callable", None) is not None

@@ -119,6 +119,7 @@ def _constructing(original: Callable[..., Any], modes: Modes, calls: Calls) -> C
             original(self, module, device_ids, output_device, dim)
         except BaseException as error:
             drop_frames(error)
+            self = module = None
             raise
         try:
             modes.constructed(self, dim)

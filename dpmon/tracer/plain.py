@@ -49,6 +49,7 @@ def short_way(
         if is_compiling():
             return original(module, *args, **kwargs)
         began = 0
+        lone: Any = None
         site = ready.get(id(module))
         try:
             if (
@@ -59,7 +60,7 @@ def short_way(
                 or function_modes()
             ):
                 return any_call(module, args, kwargs)
-            lone, inputs, rows = None, 0, -1
+            inputs, rows = 0, -1
             began = clock()
             steps.free = PLAIN
             try:
@@ -88,6 +89,7 @@ def short_way(
             if began and site is not None:
                 ended(module, site, began, 0, 0, (inputs, rows), None, FAILED)
             drop_frames(error)
+            module, args, kwargs, lone, value = None, (), {}, None, None
             raise
         steps.free = steps.mine  # first: no signal is handled between the call and here
         now = clock()

@@ -102,6 +102,7 @@ class Probe:
             return result
         except BaseException as error:
             drop_frames(error)
+            args, kwargs = (), {}
             raise
         finally:
             if entered:  # it raised
@@ -142,3 +143,13 @@ class Watch:
             probe = Probe(self, memos)
             probe.hook(replica)
             self.probes.append(probe)
+
+    def release(self) -> None:
+        """parallel_apply is over: hold none of the modules that it ran."""
+        for probe in self.probes:
+            probe.module = None
+
+    def close(self) -> None:
+        """The call is over: break the cycle of probes and watch, so that nothing waits for the garbage collector."""
+        self.release()
+        self.probes = []

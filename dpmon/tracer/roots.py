@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dpmon.tracer.calls import Calls
-from dpmon.tracer.frames import named_like
+from dpmon.tracer.frames import first_argument, named_like
 from dpmon.tracer.plain import short_way
 from dpmon.tracer.session import Session
 from dpmon.tracer.tables import modules_of, parameters_of
@@ -69,7 +69,12 @@ class Roots:
         self.original: Callable[..., Any] = torch.nn.Module.__call__
         self.called = short_way(calls, self.original, self._slow)
         self.watcher = named_like(short_way(calls, self.original, self._slow), self.original)
-        self._classes: set[type] = set()
+        self._classes: dict[int, Any] = {}
+        """By id, weak references to the classes of the roots that were found.
+
+        Not a WeakSet: a metaclass may compare and hash as it likes. Not the classes: the methods of one refer to the
+        globals of `__main__`. Whoever holds these when Python ends keeps the script's objects from their finalisers.
+        """
         self._verdicts: dict[int, tuple[Any, bool]] = {}
         self._watching = False
         self._rested = (0, 0)
@@ -131,9 +136,8 @@ class Roots:
         """Say, once, if `module` is a part of one whose forward the script calls itself: only the parts are seen."""
         frame: Any = sys._getframe(1)
         while frame is not None:
-            code = frame.f_code
-            if code.co_name == "forward" and code.co_argcount:
-                owner = frame.f_locals.get(code.co_varnames[0])
+            if frame.f_code.co_name == "forward":
+                owner = first_argument(frame)
                 parts = modules_of(owner) if isinstance(owner, torch.nn.Module) else ()
                 if owner is not module and any(part is module for part in parts):
                     self._tell(
@@ -156,10 +160,12 @@ class Roots:
             self.session.warn(text)
 
     def _register(self, kind: type) -> None:
-        if kind in self._classes:
+        key = id(kind)
+        known = self._classes.get(key)
+        if known is not None and known() is kind:
             return
         self._found = True
-        self._classes.add(kind)
+        self._classes[key] = weakref.ref(kind, self._class_gone(key))
         if any(isinstance(base.__dict__.get("__call__"), _RootCall) for base in kind.__mro__):
             return  # it derives from a root's class and has its call
         try:
@@ -168,6 +174,10 @@ class Roots:
             kind.__call__ = _RootCall(self)  # type: ignore[method-assign, assignment]  # a descriptor
         except Exception:  # noqa: BLE001 - a class may refuse in any way; then the watch simply goes on
             self._always = True
+
+    def _class_gone(self, key: int) -> Callable[[Any], object]:
+        classes = self._classes
+        return lambda _: classes.pop(key, None)
 
     # ---------------------------------------------------------------- the watch
 

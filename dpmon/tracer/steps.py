@@ -250,6 +250,7 @@ class Steps:
                 if began:
                     fetched(began, 0, 0, True)
                 drop_frames(error)
+                iterator = None
                 raise
             self.free = self.mine  # first: no signal is handled between the fetch and here
             self.last = now = clock()
@@ -471,6 +472,7 @@ class Steps:
                     self.backwards = 0  # before a call: a signal may be handled there
                     gone_back(began, 0, 0)
                 drop_frames(error)
+                args, kwargs = (), {}
                 raise
             self.backwards = 0
             self.free = self.mine

@@ -1,0 +1,84 @@
+"""Each of the script's objects goes when it goes alone, and the script leaves the same bytes and finalisers behind.
+
+The moments within a run are looked at with the garbage collector off: what waits for it is told from what goes at once.
+The end is looked at in a fresh interpreter, since a fork of a warm one does not take down all that it has.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tracing import Traced, alone, text_of, traced
+
+RANDOM = re.compile("(?<=^kept).*|(?<=^gone).*")
+"""What `tempfile` adds to a name."""
+NUMBERS = re.compile("0x[0-9a-f]+|Thread-[0-9]+")
+
+
+def left(run: Traced) -> dict[str, Any]:
+    """All that a script leaves behind: status, output, and its files with their bytes."""
+    place = run.directory.parent
+    files = {
+        RANDOM.sub("", path.name): path.read_bytes()
+        for path in sorted(place.iterdir())
+        if path.is_file() and path.name != "script.py"
+    }
+    order = files.pop("order", b"").decode().splitlines()
+    errors = NUMBERS.sub("", run.err.replace(str(place), ""))
+    return {"status": run.status, "out": run.out, "err": errors, "order": order, **files}
+
+
+FORMS = (
+    *("bare", "dp", "subclass", "ddp", "functional", "hand", "ungathered", "inside", "stages", "forward", "compiled"),
+    *("finalised", "dp-finalised", "subclass-finalised", "functional-finalised"),
+)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_lives_longer_than_alone(tmp_path: Path, form: str) -> None:
+    """Neither batches, results, activations and losses nor models, optimizers and what failed; no finaliser more."""
+    text, words = text_of("lifetimes"), (form, "list", "return")
+    expected = left(alone(tmp_path, text, *words))
+    assert "deleted: []" in expected["order"]
+    for mode in (None, "script"):
+        run = traced(tmp_path, text, *words, mode=mode)
+        assert left(run) == expected
+        assert len(run.calls()) > 8
+        assert run.complaints == (
+            [] if form != "forward" else [text for text in run.complaints if "forward() is called directly" in text]
+        )
+
+
+def test_nothing_lives_longer_under_a_mode_that_was_asked_for(tmp_path: Path) -> None:
+    text, words = text_of("lifetimes"), ("bare", "list", "return")
+    expected = left(alone(tmp_path, text, *words))
+    for mode in ("dp", "single"):
+        run = traced(tmp_path, text, *words, mode=mode, replicas=3)
+        assert left(run) == expected
+        assert {call.mode for call in run.calls()} >= {mode}
+
+
+@pytest.mark.parametrize(
+    ("form", "batches", "end"),
+    [
+        ("bare", "list", "return"),
+        ("bare", "2", "interrupt"),
+        ("dp", "0", "raise"),
+        ("subclass", "list", "exit"),
+        ("ddp", "list", "inside"),
+        ("hand", "list", "thread"),
+        ("functional", "list", "_exit"),
+    ],
+)
+def test_a_script_ends_as_alone(tmp_path: Path, form: str, batches: str, end: str) -> None:
+    """The tails of its files, its finalisers and their order, its threads, its status."""
+    text, words = text_of("lifetimes"), (form, batches, end)
+    expected = left(alone(tmp_path, text, *words, fresh=True))
+    assert left(traced(tmp_path, text, *words, fresh=True)) == expected
+    if end != "_exit":
+        assert expected["inner"] == b"tail"
+        assert len(expected["log"].splitlines()) == 2000
+        assert expected["order"][-1] == "global of a thread gone"

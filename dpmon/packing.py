@@ -25,6 +25,7 @@ __all__ = [
     "EVENT_TAG",
     "FAILED",
     "GRAD",
+    "MAX_JSON",
     "MODES",
     "MORE",
     "PLAIN_FORMAT",
@@ -50,6 +51,7 @@ __all__ = [
     "pack_event",
     "pack_step",
     "pack_timed",
+    "shortened",
     "with_copies",
 ]
 
@@ -96,7 +98,13 @@ _time_structs: dict[int, struct.Struct] = {}
 _NAN = float("nan")
 
 MORE = "\u2026"
-"""Path of a size that stands for tensors that are not listed; it has no shape, no dtype and no bytes."""
+"""Path of a size that stands for tensors that are not listed; it has no shape, no dtype and no bytes. At the end of a
+name or a text it says that the rest was cut off."""
+MAX_NAME = 200
+MAX_JSON = 60_000
+"""Bytes of JSON in one record, which is never larger than a block of the ring."""
+_LENGTHS = (4096, 1024, 256, 64, 16)
+"""Characters that each text is cut to, one after the other, until a record fits."""
 
 
 def mode_number(mode: str) -> int:
@@ -104,17 +112,44 @@ def mode_number(mode: str) -> int:
     return MODES.index(mode)
 
 
+def shortened(text: str, most: int = MAX_NAME) -> str:
+    """A name that came from the script, cut to `most` characters; a mark at its end says so.
+
+    The result is a plain str: a name may be of a class of the script's own, which records must not keep alive.
+    """
+    text = "".join((text,))
+    return text if len(text) <= most else text[: most - 1] + MORE
+
+
+def _json(value: Any) -> bytes:
+    """As JSON, in which long texts are cut where the record would not fit into the ring otherwise."""
+    packed = json.dumps(value, separators=(",", ":"))
+    for most in _LENGTHS:
+        if len(packed) <= MAX_JSON:
+            break
+        packed = json.dumps(_cut(value, most), separators=(",", ":"))
+    return packed.encode()
+
+
+def _cut(value: Any, most: int) -> Any:
+    if isinstance(value, str):
+        return shortened(value, most)
+    if isinstance(value, Mapping):
+        return {_cut(key, most): _cut(child, most) for key, child in value.items()}
+    return [_cut(child, most) for child in value] if isinstance(value, (list, tuple)) else value
+
+
 def pack_definition(number: int, value: Any) -> bytes:
     """A definition: a layout (root, via, devices, absent), a stage (device, parts) or a list of sizes.
 
     A size is (path, shape, dtype, bytes).
     """
-    return DEFINE_HEAD.pack(DEFINE_TAG, number) + json.dumps(value, separators=(",", ":")).encode()
+    return DEFINE_HEAD.pack(DEFINE_TAG, number) + _json(value)
 
 
 def pack_event(kind: str, data: Mapping[str, Any]) -> bytes:
     """A rare record, as JSON; `data` without its kind."""
-    return bytes((EVENT_TAG,)) + json.dumps({"kind": kind, **data}, separators=(",", ":")).encode()
+    return bytes((EVENT_TAG,)) + _json({"kind": kind, **data})
 
 
 def call_flags(virtual: bool, training: bool, grad: bool, failed: bool) -> int:

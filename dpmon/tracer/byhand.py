@@ -21,6 +21,7 @@ from dpmon.packing import FAILED, GRAD, TRAINING
 from dpmon.ring import Ring
 from dpmon.tracer.frames import OF_CALLS, outwards
 from dpmon.tracer.modes import DP
+from dpmon.tracer.names import name_of
 from dpmon.tracer.replicas import Watch
 from dpmon.tracer.sizes import leaves
 from dpmon.tracer.virtual import GATHER, PARALLEL_APPLY, REPLICATE, SCATTER
@@ -371,7 +372,7 @@ class ByHand:
 
         modes = self.calls.modes
         first = modules[0]
-        root = _name(first)
+        root = name_of(first)
         offered = range(len(modules)) if hand.devices is None else hand.devices
         count = max(len(offered), len(modules))
         if virtual is not None:
@@ -393,11 +394,3 @@ class ByHand:
 
 def _since(began: int, took: int, start: int) -> tuple[int, int]:
     return (began - start if began >= 0 else -1), took
-
-
-def _name(called: Any) -> str:
-    """What to call a thing that is no module: functools.partial has the name of its function."""
-    if isinstance(called, torch.nn.Module):
-        return type(called).__name__
-    inner = getattr(called, "func", called)
-    return str(getattr(inner, "__name__", type(inner).__name__))

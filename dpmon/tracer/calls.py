@@ -25,6 +25,7 @@ from dpmon.tracer.events import Span
 from dpmon.tracer.frames import OF_CALLS, drop_frames, named_like, outwards
 from dpmon.tracer.lane import ODD, Lane, Unsuited, frame_of, lane_way
 from dpmon.tracer.modes import DP, SINGLE, Modes, Plan, overrides
+from dpmon.tracer.names import class_name
 from dpmon.tracer.replicas import Watch
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sizes import tensors_in
@@ -76,9 +77,8 @@ class Site:
         self.plain = plan.mode == SINGLE and (via is None or _is_ddp(module)) and not _holds_wrapper(module)
         """Whether nothing but the module's own code runs: no phases, no DataParallel inside."""
         self.via = via
-        self.root = type(
-            module.module if isinstance(module, torch.nn.DataParallel) or _is_ddp(module) else module
-        ).__name__
+        wraps = isinstance(module, torch.nn.DataParallel) or _is_ddp(module)
+        self.root = class_name(module.module if wraps else module)
         self.dim = dim
         self.inputs = Memo()
         self.outputs = Memo()
@@ -801,7 +801,7 @@ class Calls:
     def _new_site(self, module: Any, wrapper: bool) -> Site:
         dim = self.modes.dim_of(module) if wrapper else 0
         if wrapper:
-            via: str | None = type(module).__name__
+            via: str | None = class_name(module)
         else:
             via = DDP if _is_ddp(module) else None
         plan = self.modes.plan(module, wrapper)
@@ -828,7 +828,7 @@ class Calls:
     def _functional_site(self, module: Any, given: Any) -> Site:
         plan = self.modes.functional(module, given[0])
         site = self._keep(id(module) + 1, module, plan, "data_parallel", given[2])
-        site.root = type(module).__name__
+        site.root = class_name(module)
         site.given = _as_given(given)
         site.place = Place(module)
         return site

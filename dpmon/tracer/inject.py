@@ -27,6 +27,7 @@ def note(text: str, file: str = "stages.log") -> None:
     if not directory:
         return
     try:
+        text = text[:4096]  # a script's names may be of any length
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         fd = os.open(os.path.join(directory, file), flags, 0o600)
         try:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dpmon.packing import MODES
+from dpmon.tracer.names import class_name
 from dpmon.tracer.session import Session
 from dpmon.tracer.tables import buffers_of, modules_of, parameters_of
 from dpmon.tracer.virtual import Originals, VirtualDevices
@@ -113,7 +114,7 @@ class Modes:
         plan = self._for_wrapper(module) if wrapper else self._for_root(module)
         root = module.module if wrapper else module
         holds = plan.refused and not wrapper and (plan.reason or "").startswith(_HOLDS)
-        (self.doubtful if holds else self.unannounced).append((type(root).__name__, plan))
+        (self.doubtful if holds else self.unannounced).append((class_name(root), plan))
         return plan
 
     def failed(self, module: torch.nn.Module, reason: str, final: bool, call: int) -> Plan | None:
@@ -190,7 +191,7 @@ class Modes:
     def functional(self, module: torch.nn.Module, device_ids: Any) -> Plan:
         """Make the plan for torch's functional data_parallel of `module` over `device_ids` (None: all there are)."""
         plan = self._for_functional(module, device_ids)
-        self.unannounced.append((type(module).__name__, plan))
+        self.unannounced.append((class_name(module), plan))
         return plan
 
     def unrecorded(self, module: torch.nn.Module, device_ids: Any) -> Plan | None:
@@ -364,7 +365,7 @@ def _on_one(module: Any, own: tuple[str, ...], reason: str | None = None) -> Pla
         return Plan(DP, own, None, None, finalised, True)
     for name in ("forward", "scatter"):
         if overrides(type(module), name):
-            odd = f"{type(module).__name__} has its own {name}, which may not bear one device"
+            odd = f"{class_name(module)} has its own {name}, which may not bear one device"
             return Plan(DP, own, None, None, odd, True)
     return Plan(SINGLE, own[:1], tuple(module.device_ids[:1]), None, reason, reason is not None)
 
@@ -388,7 +389,7 @@ def _unsplittable(module: torch.nn.Module) -> str | None:
         return unfit
     for inner in modules_of(module):
         if isinstance(inner, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-            return f"{_HOLDS} {type(inner).__name__} of its own"
+            return f"{_HOLDS} {class_name(inner)} of its own"
     devices = {str(tensor.device) for tensor in parameters_of(module)}
     devices |= {str(tensor.device) for tensor in buffers_of(module)}
     if len(devices) > 1:
@@ -401,8 +402,9 @@ def _finalised(module: Any) -> str | None:
 
     A copy shares what the module holds. Its finaliser would close the module's files, or count one module as several.
     """
-    kind = type(module)
-    return f"{kind.__name__} has a __del__, which every copy would run, too" if hasattr(kind, "__del__") else None
+    if not hasattr(type(module), "__del__"):
+        return None
+    return f"{class_name(module)} has a __del__, which every copy would run, too"
 
 
 def _unreplicable(module: torch.nn.Module) -> str | None:

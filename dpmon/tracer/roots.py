@@ -18,6 +18,7 @@ import torch
 
 from dpmon.tracer.calls import Calls
 from dpmon.tracer.frames import first_argument, named_like
+from dpmon.tracer.names import class_name
 from dpmon.tracer.plain import short_way
 from dpmon.tracer.session import Session
 from dpmon.tracer.tables import modules_of, parameters_of
@@ -141,7 +142,7 @@ class Roots:
                 parts = modules_of(owner) if isinstance(owner, torch.nn.Module) else ()
                 if owner is not module and any(part is module for part in parts):
                     self._tell(
-                        f"{type(owner).__name__}.forward() is called directly, past Module.__call__, where a call "
+                        f"{class_name(owner)}.forward() is called directly, past Module.__call__, where a call "
                         "cannot be seen: the calls of the modules in it are recorded in its place"
                     )
                     return

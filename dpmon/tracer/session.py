@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpmon.packing import PLAIN_WORDS, STEP_WORDS, pack_definition, pack_event
+from dpmon.packing import PLAIN_WORDS, STEP_WORDS, pack_definition, pack_event, shortened
 from dpmon.ring import DEFAULT_CAPACITY, Ring
 from dpmon.tracer import sizes
 from dpmon.tracer.inject import note
@@ -201,7 +201,7 @@ class Session:
             "rank": self.rank,
             "world": self.world,
             "pid": os.getpid(),
-            "argv": [argument[:200] for argument in sys.argv[:32]],
+            "argv": [shortened(str(argument)) for argument in sys.argv[:32]],
             "python": platform.python_version(),
             "torch": str(torch.__version__),
             # Asking whether CUDA is available may initialise the driver, which forked children do not survive.

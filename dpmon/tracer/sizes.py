@@ -13,9 +13,19 @@ from typing import Any
 
 import torch
 
-from dpmon.packing import MORE
+from dpmon.packing import MORE, shortened
+from dpmon.tracer.names import class_name
 
-__all__ = ["first_rows", "gathers", "leaves", "signature_of_call", "signature_of_value", "spell_out", "tensors_in"]
+__all__ = [
+    "MAX_PATH",
+    "first_rows",
+    "gathers",
+    "leaves",
+    "signature_of_call",
+    "signature_of_value",
+    "spell_out",
+    "tensors_in",
+]
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -27,6 +37,8 @@ MAX_VISITED = 512
 MAX_CHECKED = 4096
 MAX_DEPTH = 16
 MAX_PATH = 120
+MAX_EXTENTS = 2048
+"""Of all the shapes of one definition."""
 
 
 def signature_of_value(value: Any) -> Hashable:
@@ -47,7 +59,7 @@ def signature_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hasha
     for index, value in enumerate(args):
         _walk(value, str(index), found, budget, 0)
     for name, value in kwargs.items():
-        _walk(value, str(name), found, budget, 0)
+        _walk(value, shortened(str(name), MAX_PATH), found, budget, 0)
     return _bounded(found, budget)
 
 
@@ -70,12 +82,15 @@ def _walk(value: Any, path: str, found: list[Any], budget: list[int], depth: int
         return
     budget[0] -= 1
     if isinstance(value, Tensor):
-        found.append((path[:MAX_PATH], *_looks_of(value)))
+        found.append((path, *_looks_of(value)))
         return
     if value is None or isinstance(value, (str, bytes, int, float, bool)):
         return
     for name, child in _children(value):
-        _walk(child, f"{path}.{name}" if path else name, found, budget, depth + 1)
+        inner = f"{path}.{name}" if path else name
+        if len(inner) > MAX_PATH:
+            inner = shortened(inner, MAX_PATH)
+        _walk(child, inner, found, budget, depth + 1)
         if len(found) > MAX_LEAVES or budget[0] < 0:
             return
 
@@ -85,7 +100,10 @@ def _looks_of(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
     if type(tensor) is Tensor or type(tensor) is Parameter:
         return tensor.shape, tensor.dtype
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.shape, tensor.dtype
+        shape, dtype = tensor.shape, tensor.dtype
+    if type(dtype) is not torch.dtype:
+        raise TypeError(f"the dtype of a {class_name(tensor)} is no torch.dtype")
+    return torch.Size(shape), dtype  # it may have properties of its own: nothing of the script's is kept
 
 
 def _children(value: Any) -> Any:
@@ -117,10 +135,14 @@ def spell_out(signature: Any, lone_path: str) -> list[tuple[str, list[int], str,
     if len(signature) == 2 and isinstance(signature[1], torch.dtype):
         signature = ((lone_path, *signature),)
     result: list[tuple[str, list[int], str, int]] = []
+    extents = 0
     for path, shape, dtype in signature:
         if path == MORE:
             result.append((MORE, [], "", 0))
             continue
+        extents += len(shape)
+        if extents > MAX_EXTENTS:
+            return [*result, (MORE, [], "", 0)]
         count = dtype.itemsize
         for extent in shape:
             count *= int(extent)

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dpmon.packing import shortened
 from dpmon.tracer.session import Memo, Session
-from dpmon.tracer.sizes import tensors_in
+from dpmon.tracer.sizes import MAX_PATH, tensors_in
 from dpmon.tracer.tables import buffers_of, modules_of, parameters_of
 from dpmon.tracer.timing import gpu_of
 
@@ -272,7 +273,7 @@ def _parts(module: Any, prefix: str, depth: int) -> Iterator[Part]:
         if len(devices) > 1 and depth < MAX_DEPTH:
             yield from _parts(child, f"{path}.", depth + 1)
         elif not isinstance(child, torch.jit.ScriptModule):
-            yield Part(path[:120], child, devices[0] if devices else None)
+            yield Part(shortened(path, MAX_PATH), child, devices[0] if devices else None)
 
 
 def _compiled(module: Any) -> bool:

@@ -1,0 +1,46 @@
+"""A record of JSON fits into the ring, whatever texts it has."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dpmon.packing import DEFINE_HEAD, MAX_JSON, MORE, pack_definition, pack_event, shortened
+from dpmon.ring import MAX_PAYLOAD
+
+
+def test_a_name_is_cut_with_a_mark() -> None:
+    assert shortened("short") == "short"
+    assert shortened("x" * 200) == "x" * 200
+    assert shortened("x" * 201) == "x" * 199 + MORE
+    assert shortened("abcdef", 3) == "ab" + MORE
+
+
+def test_a_name_is_a_plain_text() -> None:
+    class Name(str):
+        __slots__ = ()
+
+    assert type(shortened(Name("short"))) is str
+
+
+@pytest.mark.parametrize("character", ["x", "\U0001f600", "\udcff", '"'])
+@pytest.mark.parametrize(("count", "length"), [(1, 1_000_000), (64, 120), (64, 5000)])
+def test_a_definition_always_fits(character: str, count: int, length: int) -> None:
+    sizes = [(character * length, [3, 4], "float32", 48)] * count
+    packed = pack_definition(7, sizes)
+    assert len(packed) <= MAX_JSON + DEFINE_HEAD.size < MAX_PAYLOAD
+    found = json.loads(packed[DEFINE_HEAD.size :])
+    assert [size[1:] for size in found] == [[[3, 4], "float32", 48]] * count
+    assert found[0][0].rstrip(MORE) in character * length
+
+
+def test_an_event_always_fits() -> None:
+    packed = pack_event("warning", {"text": "t" * 1_000_000, "absent": {"devices": "d" * 100_000}})
+    assert len(packed) < MAX_PAYLOAD
+    assert json.loads(packed[1:])["text"] == "t" * 4095 + MORE
+
+
+def test_what_fits_stays_as_it_is() -> None:
+    text = "t" * 50_000
+    assert json.loads(pack_event("warning", {"text": text})[1:])["text"] == text

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from _thread import get_ident
 from time import monotonic_ns
 
 TYPE_CHECKING = False
@@ -71,17 +72,31 @@ class _Loader:
 class _Finder:
     """Answers for `torch` only; everything else is left to the other finders."""
 
+    def __init__(self) -> None:
+        self._asking: set[int] = set()
+        """The threads that are asking the other finders. One of these may call importlib.util.find_spec, which comes
+        back here (wrapt's does): it gets the spec as it is, and only the outermost question wraps the loader."""
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         _hide_sitecustomize()
-        if name != "torch":
+        thread = get_ident()
+        if name != "torch" or thread in self._asking:
             return None
+        self._asking.add(thread)
+        try:
+            spec = self._ask_others(name, path, target)
+        finally:
+            self._asking.discard(thread)
+        if spec is not None and hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, _Loader):
+            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]  # all that is asked of one
+        return spec
+
+    def _ask_others(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
         for finder in list(sys.meta_path):
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
             spec: ModuleSpec | None = finder.find_spec(name, path, target)
             if spec is not None:
-                if hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]  # all that is asked of one
                 return spec
         return None
 

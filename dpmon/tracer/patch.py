@@ -42,8 +42,15 @@ from dpmon.tracer.virtual import VERBS, Originals
 __all__ = ["install"]
 
 
+_installed = False
+"""Whether this process has the tracer: a second one would record every call twice."""
+
+
 def install() -> None:
-    """Put the tracer into this process's torch; raises if it is not a torch we know, then nothing is touched."""
+    """Put the tracer into this process's torch, once; raises if it is not a torch we know, then nothing is touched."""
+    global _installed
+    if _installed:
+        return
     data_parallel: Any = importlib.import_module("torch.nn.parallel.data_parallel")
     scatter_gather: Any = importlib.import_module("torch.nn.parallel.scatter_gather")
     loader: Any = importlib.import_module("torch.utils.data.dataloader")
@@ -56,6 +63,7 @@ def install() -> None:
 
     originals = Originals(data_parallel, scatter_gather)
     session = Session(Config.from_environment())
+    _installed = True
     steps = Steps(session)
     modes = Modes(session, originals)
     calls = Calls(session, steps, modes, originals)

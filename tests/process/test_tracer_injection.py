@@ -284,3 +284,58 @@ def test_the_real_torch_in_a_run_that_is_gone(tmp_path: Path) -> None:
     run = traced(tmp_path, text, env={"DPMON_RUN": str(tmp_path / "gone")})
     assert run.status == 0, run.err
     assert list(run.directory.iterdir()) == []
+
+
+POST_IMPORT_HOOKS = """
+import importlib.util, sys
+
+class Chained:
+    def __init__(self, loader):
+        self.loader = loader
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+    def exec_module(self, module):
+        self.loader.exec_module(module)
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+class Hooks:
+    asking = False
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch" or self.asking:
+            return None
+        self.asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.asking = False
+        if spec is not None and not isinstance(spec.loader, Chained):
+            spec.loader = Chained(spec.loader)
+        return spec
+
+def insert(at):
+    sys.meta_path.insert(at, Hooks())
+"""
+"""Runs code after a module's import, by a finder that asks importlib for the spec it wraps, as wrapt's hooks do."""
+
+
+@pytest.mark.parametrize("places", [(0,), (1,), (99,), (0, 1), (1, 1)])
+def test_a_finder_that_asks_importlib_for_torch(tmp_path: Path, places: tuple[int, ...]) -> None:
+    """Whether it stands before or behind ours: the tracer is installed once, and every call is recorded once."""
+    env = package(tmp_path, "hooks", POST_IMPORT_HOOKS)
+    text = f"""
+import importlib.util, hooks
+for place in {places}:
+    hooks.insert(place)
+spec = importlib.util.find_spec("torch")
+import torch
+model = torch.nn.DataParallel(torch.nn.Linear(2, 1))
+for _ in range(3):
+    model(torch.ones(4, 2))
+"""
+    run = traced(tmp_path, text, env=env)
+    assert (run.status, run.err) == (0, "")
+    assert [ring.name for ring in run.directory.glob("*.ring")] == ["process-0.ring"]
+    calls = run.calls()
+    assert len(calls) == 3
+    assert all(set(call.phases) == {"scatter", "replicate", "parallel_apply", "gather"} for call in calls)

@@ -200,9 +200,9 @@ class Modes:
         return plan if plan.virtual is not None else None
 
     def _for_functional(self, module: torch.nn.Module, device_ids: Any) -> Plan:
-        inner = _device_of(module)
-        here = (str(inner or "cpu"),)
-        if self.locked or inner is None or inner.type not in ("cpu", "cuda"):
+        inner = _device_of(module) or _default_device()
+        here = (str(inner),)
+        if self.locked or inner.type not in ("cpu", "cuda"):
             return Plan(DP, here)
         if inner.type == "cpu":
             if torch.cuda.is_available():
@@ -261,12 +261,13 @@ class Modes:
 
     def _for_wrapper(self, module: Any) -> Plan:
         own = tuple(f"{module.src_device_obj.type}:{i}" for i in module.device_ids)
-        inner = _device_of(module.module)
+        # A module without parameters (a loss, say) runs wherever its inputs are sent.
+        inner = _device_of(module.module) or (module.src_device_obj if own else _default_device())
+        here = (str(inner),)
         if self.locked:
             mode = DP if len(own) > 1 else SINGLE
-            return Plan(mode, own or (str(inner or "cpu"),))
+            return Plan(mode, own or here)
         mode = self.chosen or DP
-        here = (str(inner or "cpu"),)
         if mode == SINGLE:
             return _on_one(module, own) if len(own) > 1 else Plan(SINGLE, own or here)
         refusal = self._refusal(module)
@@ -380,6 +381,11 @@ def _device_of(module: torch.nn.Module) -> torch.device | None:
     if tensor is None:
         tensor = next(buffers_of(module), None)
     return None if tensor is None else tensor.device
+
+
+def _default_device() -> torch.device:
+    """Where torch's data parallelism runs a module that has no parameters or buffers to say so."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _unsplittable(module: torch.nn.Module) -> str | None:

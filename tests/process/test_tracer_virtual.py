@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tracing import Script, Traced, text_of
+from tracing import Script, Traced, alone, text_of, traced
 
 TABLES = {
     1: [[30], [30], [30], [10]],
@@ -163,3 +163,39 @@ def test_every_call_of_it_ran_over_all_replicas(numbers: dict[int, Traced], coun
     grads = [call.grad for call in calls]
     assert grads.count(False) == 3  # under no_grad and inference_mode
     assert [call.training for call in calls].count(False) == 1
+
+
+WITHOUT_PARAMETERS = """
+import torch
+from torch import nn
+from torch.nn.parallel import data_parallel
+
+class Loss(nn.Module):
+    def forward(self, one, other):
+        return (one - other).pow(2).mean().reshape(1)
+
+wrapped, loss = nn.DataParallel(nn.Identity(), dim=1), nn.DataParallel(Loss())
+for _ in range(2):
+    print(list(wrapped(torch.ones(4, 6)).shape))
+print(list(loss(torch.ones(5, 2), torch.zeros(5, 2)).shape))
+print(list(data_parallel(Loss(), (torch.ones(5, 2), torch.zeros(5, 2))).shape))
+"""
+
+
+def test_a_module_without_parameters_is_split_like_any_other(tmp_path: Any) -> None:
+    run = traced(tmp_path, WITHOUT_PARAMETERS)
+    assert run.status == 0, run.err
+    assert run.out.splitlines() == ["[4, 6]", "[4, 6]", "[2]", "[2]"]
+    received = [[list(replica.inputs[0].shape) for replica in call.replicas] for call in run.calls()]
+    assert received == [[[4, 3]] * 2, [[4, 3]] * 2, [[3, 2], [2, 2]], [[3, 2], [2, 2]]]
+    assert {call.mode for call in run.calls()} == {"dp"}
+    assert run.complaints == []
+
+
+def test_mode_script_leaves_a_module_without_parameters_alone(tmp_path: Any) -> None:
+    """On the CPU torch runs the wrapped module itself, and refuses the functional form."""
+    run = traced(tmp_path, WITHOUT_PARAMETERS, mode="script")
+    expected = alone(tmp_path, WITHOUT_PARAMETERS)
+    assert (run.status, run.out) == (expected.status, expected.out)
+    assert run.out.splitlines() == ["[4, 6]", "[4, 6]", "[1]"]
+    assert run.err.splitlines()[-1] == expected.err.splitlines()[-1]

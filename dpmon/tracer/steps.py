@@ -81,6 +81,7 @@ class Steps:
         "countdown",
         "data",
         "due",
+        "exhausted",
         "failed",
         "fetcher",
         "fetches",
@@ -91,6 +92,7 @@ class Steps:
         "last",
         "learns",
         "loader",
+        "looking",
         "map",
         "mine",
         "mode",
@@ -176,6 +178,11 @@ class Steps:
         """Time (ns) in copies to devices, and their bytes: see dpmon.tracer.copies."""
         self.copying = False
         self.loader = False
+        self.exhausted = False
+        """The loader has come to its end and nothing has been fetched since: a turn that begins now (an iterator that
+        fetches one batch ahead hands out its last one then) ends with its last phase, not at the next loop's fetch."""
+        self.looking = False
+        """Without a loader: the turn before this one was of an evaluation."""
         self.fetches = 0
         self.since_fetch = 1
         self.fetcher = 0
@@ -214,7 +221,7 @@ class Steps:
                 and self.ring is not None
                 and self.thread == get_ident()
                 and not (self.backwards or self.stepped or self.stepping or self.due)
-                and not (self.session.off or self.session.local.depth)
+                and not (self.session.off or self.session.local.depth or self.exhausted)
             ):
                 was = self.mine = self.thread
         self.free = was
@@ -276,9 +283,10 @@ class Steps:
                         self.stepped = 0
                         self.stepping.clear()
                         was = 0 if was == -self.thread else was
-                    began = self._next(began, was != PLAIN)
+                    began = self._next(began, was != PLAIN, self.last if self.exhausted else 0)
                     if session.timing is not None:
                         began = monotonic_ns()  # what reading the devices' times took is no wait for data
+                self.exhausted = False
                 if self.fetches == IDLE_FETCHES:
                     self.on_idle()
                 self.words[WORD] = began << 3 | Activity.DATA
@@ -316,6 +324,7 @@ class Steps:
 
     def _abandon(self) -> None:
         # The loader is at its end: what follows is no turn until the next fetch.
+        self.exhausted = True
         if self.open and not self.calls:
             self.open = False
             self.number -= 1
@@ -349,8 +358,9 @@ class Steps:
         Returns when it begins: later than `now` if the training was paused before it; `outside` as for `_next`.
         """
         if self.calls:
-            if root == self.root and not self.loader and (self._evaluates() or self._by_calls()):
-                now = self._next(now, outside)
+            ends = None if self.loader else self._ends_before(root, now)
+            if ends is not None:
+                now = self._next(now, outside, ends)
                 self.mode = mode
         else:
             if not self.thread:
@@ -393,6 +403,20 @@ class Steps:
         self.since_fetch = 1
         self.calls = self.inner = 0
         return True
+
+    def _ends_before(self, root: int, now: int) -> int | None:
+        """When the turn is over, if a call of the module with id `root` at `now` begins another; without a loader.
+
+        A training that follows an evaluation does not belong to it, nor does the time between them.
+        """
+        looks = self._evaluates()
+        learns = looks and torch.is_grad_enabled()
+        if root != self.root:
+            return self.last if learns and self.looking else None
+        if not looks and not self._by_calls():
+            return None
+        self.looking = looks
+        return self.last if learns else now
 
     def _evaluates(self) -> bool:
         # A loop that only looks, without a loader: each of its calls is a turn.
@@ -639,7 +663,7 @@ class Steps:
         self.due = False
         self.since_fetch += 1
         if self.since_fetch > STALE_STEPS:
-            self.loader = self.quick = False
+            self.loader = self.quick = self.exhausted = False
         if self.loader or not self.open or self.session.off:
             return
         if self.calls:
@@ -662,15 +686,17 @@ class Steps:
         if not self.loader:
             self.words[WORD] = now << 3
 
-    def _next(self, now: int, outside: bool = True) -> int:
-        """The turn under way, if there is one, is over at `now`; returns when the next has begun.
+    def _next(self, now: int, outside: bool = True, ends: int = 0) -> int:
+        """The next turn begins at `now`, and the one under way, if there is one, is over at `ends` (0: then, too).
 
-        That is later if we looked at something of our own, or if the training was paused; `outside` says that this is
-        no place within a call, where it may not be.
+        Returns when the next has begun: later if we looked at something of our own, or if the training was paused;
+        `outside` says that this is no place within a call, where it may not be.
         """
         ended = self.open
         if ended:
-            self.close(now)
+            if self.backward or self.optimizer:
+                self.looking = False
+            self.close(ends or now)
         self._begin(now)
         if ended:
             self.countdown -= 1

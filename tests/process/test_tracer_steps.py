@@ -91,6 +91,7 @@ BATCHES = (30, 30, 30, 10)
         ("gan", [(rows, FETCH, 4) for rows in BATCHES]),
         ("accumulation", [(10, FETCH - {"optimizer"}, 1), (10, FETCH, 1)] * 3),
         ("optimizer_only", [(12, LEARN, 1)] * 6),
+        ("taught_without_a_loader", [(12, LEARN, 2)] * 5),
         ("accumulation_without_a_loader", [(12, LEARN, 3)] * 4),
         # Two batches in the one turn whose optimizer raised.
         ("optimizers_that_raise", [(12, LEARN, 1), (12, LEARN, 2)] + [(12, LEARN, 1)] * 6),
@@ -117,6 +118,21 @@ def test_turns(loop: Callable[[str], Loop], name: str, expected: list[Any]) -> N
     found = loop(name)
     assert shape(found) == expected
     assert found.warnings == []
+
+
+def test_an_evaluation_ends_with_its_last_call(loop: Callable[[str], Loop]) -> None:
+    """What the script does before it trains on, 0.3 s of sleep here, is in no turn of either."""
+    for name, looks, learns in (
+        ("fetched_one_ahead", [10] * 3, [10] * 4),
+        ("training_after_an_evaluation_without_a_loader", [12] * 3, [12] * 4),
+    ):
+        found = loop(name)
+        assert [samples for samples, _, _ in shape(found)] == (looks + learns) * 2
+        assert [calls for _, _, calls in shape(found)] == [1] * 14
+        learnt = ["backward" in phases for _, phases, _ in shape(found)]
+        assert learnt == ([False] * 3 + [True] * 4) * 2
+        between = [step.wall_ns for step in found.steps if step.wall_ns > 300_000_000]
+        assert between == [], name
 
 
 def test_turns_follow_each_other(loop: Callable[[str], Loop]) -> None:

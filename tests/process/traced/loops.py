@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import sys
+import time
 import traceback
 import warnings
 
@@ -126,6 +127,63 @@ def accumulation():
         if number % 2:
             optimizer.step()
             optimizer.zero_grad()
+
+
+def one_ahead(batches):
+    """As accelerate's loaders do, so that the last batch is known to be the last when it is used."""
+    batches = iter(batches)
+    batch = next(batches)
+    for following in batches:
+        yield batch
+        batch = following
+    yield batch
+
+
+@loop
+def fetched_one_ahead():
+    """An evaluation, a pause of the script's, a training: the last batch of each comes after the loader's end."""
+    model = Net()
+    optimizer = sgd(model)
+    for _ in range(2):
+        model.eval()
+        with torch.no_grad():
+            for x, _ in one_ahead(loader(rows=30, batch=10)):
+                model(x)
+        model.train()
+        time.sleep(0.3)
+        for x, y in one_ahead(loader(rows=40, batch=10)):
+            learn(model, optimizer, x, y)
+        time.sleep(0.3)
+
+
+@loop
+def training_after_an_evaluation_without_a_loader():
+    """As on the ranks that are sent their batches: first the bare model is evaluated, then a wrapper trains."""
+    model = Net()
+    wrapper = nn.Sequential(model)
+    optimizer = sgd(model)
+    x, y = torch.randn(12, 4), torch.randn(12, 1)
+    for _ in range(2):
+        model.eval()
+        with torch.no_grad():
+            for _ in range(3):
+                model(x)
+        wrapper.train()
+        time.sleep(0.3)
+        for _ in range(4):
+            learn(wrapper, optimizer, x, y)
+
+
+@loop
+def taught_without_a_loader():
+    """A teacher that is only looked at, before the student that learns: one turn, not two."""
+    teacher, student = Critic().eval(), Net()
+    optimizer = sgd(student)
+    x = torch.randn(12, 4)
+    for _ in range(5):
+        with torch.no_grad():
+            y = teacher(x)
+        learn(student, optimizer, x, y)
 
 
 @loop

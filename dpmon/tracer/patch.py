@@ -8,6 +8,7 @@
 | forward of a subclass of DataParallel that has its own | calls |
 | DataParallel.forward, DataParallel.__init__ | calls; the dim and devices a machine without GPUs throws away |
 | Module.__call__, for a while | bare root modules |
+| the global hooks on the registration of parameters and modules | models that are made |
 | _BaseDataLoaderIter.__next__ | turns of the loop, waiting for data |
 | torch.autograd._engine_run_backward | backward, whichever way it is asked for |
 | the global optimizer step hooks | optimizer |
@@ -73,14 +74,14 @@ def install() -> None:
 
     def idle() -> None:  # batches come, but no call is seen
         calls.heal()
-        roots.watch()
+        roots.watch(missed=True)
 
-    def another() -> None:  # a loop is over, or an optimizer was made
+    def another() -> None:  # a loop is over, or an optimizer or a module was made
         if roots.expect():
             memory.soon()
 
     steps.on_idle = idle
-    steps.on_end = memory.on_optimizer = another
+    steps.on_end = memory.on_optimizer = roots.on_made = another
     calls.on_site = memory.new_model
     steps.on_pause = Pause(session).wait
     steps.on_unseen = roots.unseen
@@ -99,6 +100,7 @@ def install() -> None:
     optimizer.register_optimizer_step_pre_hook(before_step)
     optimizer.register_optimizer_step_post_hook(after_step)
     Copies(session, steps).install()
+    roots.listen()
     roots.watch()
     queued = getattr(torch.cuda, "_queued_calls", None)  # run when CUDA comes up
     if isinstance(queued, list):

@@ -1,8 +1,10 @@
 """Finding the modules that a script calls itself: bare roots, which no wrapper announces.
 
-For the first turns of the loop, and for one turn now and then, Module.__call__ itself is watched; the class of every
-root that turns up gets a `__call__` of its own, and the watch ends, so that the hundreds of modules inside a network
-cost nothing. Nothing is put on an instance: what is pickled or copied is the script's alone.
+For the first turns of the loop, whenever modules are made, and for one turn now and then, Module.__call__ itself is
+watched; the class of every root that turns up gets a `__call__` of its own, and the watch ends, so that the hundreds of
+modules inside a network cost nothing. At the end of a watch the same is done for what the script may call itself later:
+the models that were made and are part of no other, and their larger parts. Nothing is put on an instance: what is
+pickled or copied is the script's alone.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from dpmon.tracer.frames import first_argument, named_like
 from dpmon.tracer.names import class_name
 from dpmon.tracer.plain import short_way
 from dpmon.tracer.session import Session
-from dpmon.tracer.tables import modules_of, parameters_of
+from dpmon.tracer.tables import MODULES, modules_of, parameters_of, values_of
 
 __all__ = ["Roots"]
 
@@ -36,6 +38,12 @@ A watch changes the class of all modules, and Python looks up anew what it knew 
 """
 
 
+MAX_MADE = 1 << 14
+"""Modules that are remembered between two watches, weakly; of more than that the oldest are forgotten."""
+MAX_LATE = 8
+"""Warnings of classes that were first seen when calls of theirs may have been missed."""
+WRAPPED = frozenset(("module", "_orig_mod"))
+"""What wrappers call the model inside: DataParallel and its like, AveragedModel; torch.compile."""
 EXPECTED, EXPECT_NS = 64, 250_000_000
 """So many times a watch begins whenever a loop is over, and then not again so soon: epochs may be very short."""
 
@@ -89,6 +97,13 @@ class Roots:
         """Whether a root turned up since the last look."""
         self._always = False
         """A root's class has a `__call__` of its own: the watch cannot end."""
+        self._made: dict[int, weakref.ref[Any]] = {}
+        """By id, the modules that were given a parameter or a part since the last watch ended."""
+        self._missed = False
+        """Whether this watch began without a sign: what it finds may have been called before."""
+        self._late = 0
+        self.on_made: Callable[[], object] = lambda: None
+        """Called when a module is made while nothing is watched."""
 
     def _slow(self, module: Any, args: Any, kwargs: Any) -> Any:
         """A module's call that the short way does not take; the caller takes our frames out of a traceback."""
@@ -115,7 +130,16 @@ class Roots:
             return False  # the last: autograd runs it again for a checkpoint, on whichever thread
         if not self._is_root(module):
             return False
-        self._register(type(module))
+        kind = type(module)
+        if not self._is_known(kind):
+            self._found = True
+            if self._missed and self._late < MAX_LATE and id(module) not in self._made:
+                self._late += 1
+                self._warn(
+                    f"{kind.__name__} was first seen called by the script at step {steps.number}: calls of it before "
+                    "that, if there were any, are not in the record"
+                )
+            self._register(kind, called=True)
         return True
 
     def _is_root(self, module: Any) -> bool:
@@ -124,8 +148,7 @@ class Roots:
             return known[1]
         if "_is_replica" in module.__dict__:
             return False
-        # A DataParallel is traced by its forward. A module without parameters is a loss or a transform.
-        verdict = not isinstance(module, torch.nn.DataParallel) and (next(parameters_of(module), None) is not None)
+        verdict = _is_model(module)
         if len(self._verdicts) > 4096:
             self._verdicts.clear()
         self._verdicts[id(module)] = (weakref.ref(module), verdict)
@@ -157,24 +180,73 @@ class Roots:
 
     def _tell(self, text: str) -> None:
         self._told = True
+        self._warn(text)
+
+    def _warn(self, text: str) -> None:
         if self.session.ready():
             self.session.warn(text)
 
-    def _register(self, kind: type) -> None:
-        key = id(kind)
-        known = self._classes.get(key)
-        if known is not None and known() is kind:
+    def _is_known(self, kind: type) -> bool:
+        known = self._classes.get(id(kind))
+        return known is not None and known() is kind
+
+    def _register(self, kind: type, *, called: bool = False) -> None:
+        """Trace the calls of a class from now on, watch or not; `called`: one of them has just begun."""
+        if self._is_known(kind):
             return
-        self._found = True
+        key = id(kind)
         self._classes[key] = weakref.ref(kind, self._class_gone(key))
         if any(isinstance(base.__dict__.get("__call__"), _RootCall) for base in kind.__mro__):
             return  # it derives from a root's class and has its call
         try:
-            if kind.__call__ is not self.watcher:
+            now = kind.__call__
+            if now is not self.watcher and now is not self.original:
                 raise TypeError("a __call__ of its own")
             kind.__call__ = _RootCall(self)  # type: ignore[method-assign, assignment]  # a descriptor
         except Exception:  # noqa: BLE001 - a class may refuse in any way; then the watch simply goes on
-            self._always = True
+            if called:
+                self._always = True
+            else:
+                del self._classes[key]
+
+    # ---------------------------------------------------------------- models that are made
+
+    def listen(self) -> None:
+        """Have torch say when a module is given a parameter or a part."""
+        registering = torch.nn.modules.module
+        registering.register_module_parameter_registration_hook(self._given)
+        registering.register_module_module_registration_hook(self._given)
+
+    def _given(self, module: Any, name: str, part: Any) -> None:
+        """A module under construction was given a parameter or a part; a wrapper's model is known from here on."""
+        try:
+            known = self._made.get(id(module))
+            if (known is not None and known() is module) or "_is_replica" in module.__dict__:
+                return
+            if len(self._made) >= MAX_MADE:
+                del self._made[next(iter(self._made))]
+            self._made[id(module)] = weakref.ref(module)
+            if name in WRAPPED and _is_model(part):
+                self._register(type(part))
+            if not self._watching:
+                self.on_made()
+        except Exception as error:  # noqa: BLE001 - the module is the script's, whatever we make of it
+            self.session.fault("modules", error, fatal=False)
+
+    def _know_models(self) -> None:
+        """Trace what the script may call from now on: the models that were made, and their parts that have parts."""
+        try:
+            made = [module for known in self._made.values() if (module := known()) is not None]
+            self._made.clear()
+            parts = {id(part) for module in made for part in values_of(module, MODULES)}
+            for module in made:
+                if id(module) in parts:
+                    continue
+                for part in (module, *(part for part in values_of(module, MODULES) if values_of(part, MODULES))):
+                    if _is_model(part):
+                        self._register(type(part))
+        except Exception as error:  # noqa: BLE001 - then they are found by the next watch
+            self.session.fault("modules", error, fatal=False)
 
     def _class_gone(self, key: int) -> Callable[[Any], object]:
         classes = self._classes
@@ -182,15 +254,17 @@ class Roots:
 
     # ---------------------------------------------------------------- the watch
 
-    def watch(self) -> None:
-        """Watch every module from now on."""
+    def watch(self, missed: bool = False) -> None:
+        """Watch every module from now on; `missed`: what is found may have been called before."""
         if not self._watching and torch.nn.Module.__call__ is self.original:
             self._watching = True
+            self._missed = missed
             torch.nn.Module.__call__ = self.watcher  # type: ignore[method-assign]
 
     def rest(self) -> None:
-        """End the watch; roots found so far go on being traced."""
+        """End the watch; roots found so far go on being traced, and models that were made are."""
         if self._watching and not self._always and torch.nn.Module.__call__ is self.watcher:
+            self._know_models()
             self._watching = False
             torch.nn.Module.__call__ = self.original  # type: ignore[method-assign]
 
@@ -213,7 +287,7 @@ class Roots:
         if self._watching:
             self.rest()
             return max(WATCH_EVERY, min(WATCH_EVERY_SHORT, self._turns_a_second()))
-        self.watch()
+        self.watch(missed=True)
         return 1
 
     def _turns_a_second(self) -> int:
@@ -221,3 +295,11 @@ class Roots:
         turns, since = self._rested
         self._rested = steps.number, steps.start
         return (steps.number - turns) * 1_000_000_000 // max(steps.start - since, 1)
+
+
+def _is_model(module: Any) -> bool:
+    """Whether calls of a module are worth a record: not of a loss or a transform, which has no parameters.
+
+    A DataParallel is traced by its forward.
+    """
+    return not isinstance(module, torch.nn.DataParallel) and next(parameters_of(module), None) is not None

@@ -6,6 +6,7 @@ Prints the children's process ids and what each returned, as JSON.
 import atexit
 import contextlib
 import gc
+import itertools
 import json
 import os
 import sys
@@ -458,6 +459,134 @@ def another_model_later_that_is_only_called():
         for model in (Net(), Later()):
             for _ in range(100):
                 model(torch.randn(12, 4))
+
+
+class Counted:
+    """Calls things, and counts by class and wrapper what it has called."""
+
+    def __init__(self):
+        self.calls = {}
+
+    def __call__(self, module, *args):
+        wrapped = isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+        via = type(module).__name__ if wrapped else None
+        name = f"{type(module.module if wrapped else module).__name__} {via}"
+        self.calls[name] = self.calls.get(name, 0) + 1
+        return module(*args)
+
+
+def train(counted, model, optimizer, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        Loss()(counted(model, x), y).backward()
+        optimizer.step()
+
+
+def left_early_batches():
+    """Sixty batches of a loader that never comes to its end, which would be a sign that another loop may follow."""
+    return itertools.islice(loader(rows=400, batch=5), 60)
+
+
+@loop
+def the_model_beside_its_wrapper():
+    counted, model = Counted(), Net()
+    wrapper = nn.DataParallel(model)
+    train(counted, wrapper, sgd(wrapper), left_early_batches())
+    with torch.no_grad():
+        for _ in range(5):
+            counted(model, torch.randn(6, 4))
+    return counted.calls
+
+
+@loop
+def the_model_beside_its_wrapper_from_a_loader():
+    counted, model = Counted(), Net()
+    wrapper = nn.DataParallel(model)
+    optimizer, examples = sgd(wrapper), loader(rows=30, batch=10)
+    for _ in range(3):
+        train(counted, wrapper, optimizer, left_early_batches())
+        with torch.no_grad():
+            for x, _ in examples:
+                counted(wrapper.module, x)
+    return counted.calls
+
+
+@loop
+def the_model_beside_its_ranks_wrapper():
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    counted, model = Counted(), Net()
+    wrapper = nn.parallel.DistributedDataParallel(model)
+    train(counted, wrapper, sgd(wrapper), left_early_batches())
+    with torch.no_grad():
+        for _ in range(5):
+            counted(wrapper.module, torch.randn(6, 4))
+    distributed.destroy_process_group()
+    return counted.calls
+
+
+@loop
+def the_model_beside_its_average():
+    counted, model = Counted(), Net()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    train(counted, model, sgd(model), left_early_batches())
+    with torch.no_grad():
+        for _ in range(5):
+            average.update_parameters(model)
+            counted(average, torch.randn(6, 4))
+    for _ in range(5):
+        counted(average.module, torch.randn(6, 4))
+    return counted.calls
+
+
+@loop
+def a_part_by_itself():
+    """An autoencoder, of which only one half is used once it is trained."""
+    counted = Counted()
+    model = nn.Sequential(Net(4, 2), Critic(2, 1))
+    train(counted, model, sgd(model), left_early_batches())
+    with torch.no_grad():
+        for _ in range(5):
+            counted(model[0], torch.randn(6, 4))
+    return counted.calls
+
+
+@loop
+def made_and_called_after_the_training():
+    counted, model = Counted(), Net()
+    x, y = torch.randn(12, 4), torch.randn(12, 1)
+    train(counted, model, sgd(model), [(x, y)] * 60)
+    later = Later()
+    for _ in range(5):
+        counted(later, x)
+    return counted.calls
+
+
+@loop
+def made_in_the_middle_and_called_later():
+    counted, model = Counted(), Net()
+    optimizer = sgd(model)
+    x, y = torch.randn(12, 4), torch.randn(12, 1)
+    train(counted, model, optimizer, [(x, y)] * 60)
+    later = Later()
+    train(counted, model, optimizer, [(x, y)] * 60)
+    for _ in range(5):
+        counted(later, x)
+    return counted.calls
+
+
+@loop
+def a_layer_by_itself():
+    """Between two trainings, so that it is seen some time."""
+    counted, model = Counted(), nn.Sequential(Net(), nn.Linear(1, 1))
+    optimizer = sgd(model)
+    x, y = torch.randn(12, 4), torch.randn(12, 1)
+    train(counted, model, optimizer, [(x, y)] * 100)
+    for _ in range(600):
+        counted(model[1], torch.randn(3, 1))
+        train(counted, model, optimizer, [(x, y)])
+    return {name.split()[0]: count for name, count in counted.calls.items()}
 
 
 @loop

@@ -68,6 +68,7 @@ class Site:
         "stages",
         "tags",
         "via",
+        "weights",
     )
 
     def __init__(self, module: Any, plan: Plan, via: str | None, dim: int, gone: Callable[[Any], object]) -> None:
@@ -102,6 +103,8 @@ class Site:
         """The methods of DataParallel that the script's subclass has of its own."""
         self.absent: dict[str, str] = {}
         """What these bypass, with the reason."""
+        self.weights = 0
+        """How many of its first arguments are weights, not a batch."""
 
     def holds(self) -> bool:
         """Whether the module is still where it was when the plan was made."""
@@ -750,7 +753,7 @@ class Calls:
                 self.go_long()
                 site = None
             if site is None:
-                site = self._new_site(module, wrapper) if given is None else self._functional_site(module, given)
+                site = self._new_site(module, wrapper, args) if given is None else self._functional_site(module, given)
             if given is not None:
                 if local.depth == 1:
                     self.splits_itself(local.root)
@@ -759,7 +762,7 @@ class Calls:
             if site.plan.mode == DP:
                 trace.watch = Watch(session, site.replicas, strict=not wrapper)
             trace.inputs = inputs = session.inputs(args, kwargs, site.inputs)
-            trace.rows = session.rows(inputs, site.dim)
+            trace.rows = session.rows(inputs, site.dim, site.weights)
             trace.start = now = monotonic_ns()
             outermost = local.depth == 0 and (steps.thread == 0 or steps.thread == get_ident())
             self.time(trace, outermost)
@@ -798,7 +801,13 @@ class Calls:
             if trace.watch is not None:
                 trace.watch.times = trace.times
 
-    def _new_site(self, module: Any, wrapper: bool) -> Site:
+    def _new_site(self, module: Any, wrapper: bool, args: tuple[Any, ...] = ()) -> Site:
+        weights = 0 if wrapper else weights_given(type(module))
+        if weights and args and isinstance(args[0], (list, tuple)):
+            site = self._keep(id(module), module, self.modes.stateless(module, args[0]), None, 0)
+            site.weights, site.plain = weights, False
+            site.root = type(getattr(module, "stateless_model", module)).__name__
+            return site
         dim = self.modes.dim_of(module) if wrapper else 0
         if wrapper:
             via: str | None = class_name(module)
@@ -1011,6 +1020,13 @@ def changed_meaning(result: Any, rows: int, replicas: int) -> str | None:
             kind = "a scalar" if tensor.dim() == 1 and count == replicas else "tensors of other lengths"
             return f"the module returns {kind} instead of a row for each of the {rows} rows of the batch"
     return None
+
+
+def weights_given(kind: type) -> int:
+    """How many of the first arguments of a module's calls are its parameters and buffers, which it does not hold."""
+    if not kind.__module__.startswith("torch._functorch"):
+        return 0
+    return {"FunctionalModule": 1, "FunctionalModuleWithBuffers": 2}.get(kind.__name__, 0)
 
 
 def own_methods(kind: type) -> tuple[str, ...]:

@@ -117,6 +117,17 @@ class Modes:
         (self.doubtful if holds else self.unannounced).append((class_name(root), plan))
         return plan
 
+    def stateless(self, module: torch.nn.Module, weights: Any) -> Plan:
+        """Make the plan for a model that is given its weights with each call: it runs where they are."""
+        tensor = next((value for value in weights if isinstance(value, torch.Tensor)), None)
+        here = (str(torch.device("cpu") if tensor is None else tensor.device),)
+        if self.chosen == DP and not self.locked:
+            plan = Plan(SINGLE, here, None, None, "it is given its weights with each call", True)
+        else:
+            plan = Plan(SINGLE, here)
+        self.unannounced.append((type(module).__name__, plan))
+        return plan
+
     def failed(self, module: torch.nn.Module, reason: str, final: bool, call: int) -> Plan | None:
         """dp could not be done for one call; the plan to run that call by, None if a new one is to be made for good.
 

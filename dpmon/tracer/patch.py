@@ -11,6 +11,7 @@
 | the global hooks on the registration of parameters and modules | models that are made |
 | _BaseDataLoaderIter.__next__ | turns of the loop, waiting for data |
 | torch.autograd._engine_run_backward | backward, whichever way it is asked for |
+| torch.distributed.autograd.backward | backward across RPC, which has an entry of its own |
 | the global optimizer step hooks | optimizer |
 | Optimizer.__init__ | whose state is in memory |
 | Tensor.to, Tensor.cuda, of a torch that was built for GPUs | copies to them |
@@ -95,6 +96,9 @@ def install() -> None:
     torch.nn.DataParallel.forward = calls.wrapper_forward(forward)  # type: ignore[method-assign]
     loader._BaseDataLoaderIter.__next__ = steps.fetching(fetch)
     autograd._engine_run_backward = steps.going_back(backward)
+    across = sys.modules.get("torch.distributed.autograd")  # a build without RPC has no such function
+    if hasattr(across, "backward"):
+        across.backward = steps.going_back(across.backward)  # type: ignore[union-attr]
     before_step, after_step = steps.optimizer_hooks()
     optimizer.Optimizer.__init__ = memory.constructing(optimizer.Optimizer.__init__)
     optimizer.register_optimizer_step_pre_hook(before_step)

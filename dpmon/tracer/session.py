@@ -128,7 +128,7 @@ class Session:
         self._numbers = itertools.count(1)
         self._known: dict[Hashable, int] = {}
         self._live: dict[Hashable, int] = {}
-        self._rows: dict[tuple[int, int], int] = {}
+        self._rows: dict[tuple[int, int, int], int] = {}
         self._signatures: dict[int, Hashable] = {}
         self.renew_at = 0
         self.epoch = 0
@@ -279,13 +279,16 @@ class Session:
             memo.rows = memo.shape[0] if memo.shape else -1
         return number
 
-    def rows(self, number: int, dim: int) -> int:
-        """Rows along `dim` of the first tensor of the arguments defined by `number`; -1 if unknown."""
-        rows = self._rows.get((number, dim))
+    def rows(self, number: int, dim: int, first: int = 0) -> int:
+        """Rows along `dim` of the first tensor of the arguments defined by `number`; -1 if unknown.
+
+        The arguments before number `first` are not looked at.
+        """
+        rows = self._rows.get((number, dim, first))
         if rows is None:
             signature = self._signatures.get(number)
-            rows = -1 if signature is None else sizes.first_rows(signature, dim)
-            self._rows[number, dim] = rows
+            rows = -1 if signature is None else sizes.first_rows(signature, dim, first)
+            self._rows[number, dim, first] = rows
         return rows
 
     def define(self, key: Hashable, spell: Callable[[], Any]) -> int:

@@ -36,7 +36,7 @@ STALE_STEPS = 64
 """Optimizer steps without a fetch after which a loader no longer counts (a script that keeps using one batch)."""
 IDLE_FETCHES = 4
 """Fetches, or steps of the optimizer, without a call after which somebody should look where the calls are."""
-UNSEEN_STEPS = 16
+UNSEEN_STEPS = 3
 """Steps of an optimizer before the first call, after which somebody should say so."""
 MAX_NESTED = 8
 """Optimizers inside optimizers."""

@@ -234,6 +234,24 @@ def test_calls_that_may_have_been_missed_are_told(loop: Callable[[str], Loop]) -
     assert [text for text in found.warnings if text.startswith("Linear was first seen called by the script")]
 
 
+def test_weights_that_are_arguments_are_no_samples(loop: Callable[[str], Loop]) -> None:
+    found = loop("given_its_weights")
+    assert shape(found) == [(10, LEARN, 3)] * 4
+    assert {(call.root, call.devices) for call in found.calls} == {("Net", ("cpu",))}
+
+
+def test_a_backward_across_rpc(loop: Callable[[str], Loop]) -> None:
+    found = loop("backward_across_rpc")
+    assert found.told == 4
+    assert shape(found) == [(8, {"forward", "backward", "other"}, 1)]
+
+
+def test_a_training_whose_forwards_are_called_directly_is_told_soon(loop: Callable[[str], Loop]) -> None:
+    found = loop("forwards_called_directly")
+    assert found.calls == []
+    assert [text.split(":")[0] for text in found.warnings] == ["an optimizer steps, but no call of a module was seen"]
+
+
 def test_by_hand_nothing_is_lost(loop: Callable[[str], Loop]) -> None:
     """Gradients but no optimizer: where a turn ends is anybody's guess, but every call is in one."""
     found = loop("by_hand")

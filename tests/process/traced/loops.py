@@ -590,6 +590,56 @@ def a_layer_by_itself():
 
 
 @loop
+def given_its_weights():
+    """MAML: two inner steps a turn, over weights that are arguments and become plain tensors."""
+    from functorch import make_functional
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    model, weights = make_functional(Net())
+    optimizer = torch.optim.SGD(weights, lr=0.01)
+    for _ in range(4):
+        inner = weights
+        for _ in range(2):
+            loss = model(inner, torch.randn(10, 4)).pow(2).mean()
+            gradients = torch.autograd.grad(loss, inner, create_graph=True)
+            inner = [weight - 0.1 * gradient for weight, gradient in zip(inner, gradients, strict=True)]
+        optimizer.zero_grad()
+        model(inner, torch.randn(10, 4)).pow(2).mean().backward()
+        optimizer.step()
+
+
+@loop
+def backward_across_rpc():
+    import tempfile
+
+    from torch.distributed import autograd, rpc
+
+    warnings.filterwarnings("ignore", message=".*ProcessGroupGloo.*")  # torch's own use of it
+    with tempfile.NamedTemporaryFile() as store:
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store.name}")
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+        model = Net()
+        with autograd.context() as context:
+            autograd.backward(context, [model(torch.randn(8, 4)).sum()])
+            found = len(autograd.get_gradients(context))
+        rpc.shutdown()
+    return found
+
+
+@loop
+def forwards_called_directly():
+    """Each layer trains by itself, in a method of its own, and its forward is called past Module.__call__."""
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    x = torch.randn(12, 4)
+    for layer in layers:
+        optimizer = sgd(layer)
+        for _ in range(2):
+            optimizer.zero_grad()
+            layer.forward(x).pow(2).mean().backward()
+            optimizer.step()
+
+
+@loop
 def two_loaders():
     model = Net()
     optimizer = sgd(model)

@@ -42,6 +42,8 @@ class ModeFacts(NamedTuple):
     early_p75_ns: float | None = None
     late_p25_ns: float | None = None
     """Of the whole step: where most of the last third lies above most of the first, it is no noise."""
+    mean_ns: float | None = None
+    """Of the whole step."""
 
     def share(self, *names: str) -> float:
         """The part of all step time that phases took together (0 to 1)."""

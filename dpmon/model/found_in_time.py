@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dpmon.model.advice import DATA_SHARE, for_data, for_spread
 from dpmon.model.evidence import Evidence, LongStep, ModeFacts
 from dpmon.model.finding import MIN_STEPS, Finding, basis, clock, enough, of, of_process, percent, times, took, under
 from dpmon.model.inputs import INPUT, SAID, waited_ns
 
 __all__ = ["copies", "data", "drift", "quiet", "slower", "spread", "stalls", "transfers"]
 
-DATA_SHARE = 0.2
-"""Of the step. A loader that keeps up shows a few per cent (a queue's get); a fifth is worth a worker more."""
 COPY_SHARE = 0.2
 """Of the step, for copies to the device; for replicate, or for scatter and gather: what DataParallel itself costs, and
 DDP mostly does not."""
@@ -27,10 +26,7 @@ STALLS_SHARE, STALLS_NS = 0.02, 5_000_000_000
 QUIET_NS, QUIET_SHARE = 30_000_000_000, 0.1
 """Without a step at the end, and of the run: saving and a last evaluation take some time."""
 
-_DATA_ADVICE = (
-    "more workers (DataLoader num_workers), persistent_workers and pin_memory; cheaper decoding or augmentation; data"
-    " on a faster disk"
-)
+_ON_GPUS = "see what it is on GPUs first: virtual replicas share the processors of this machine"
 _STALL_ADVICE = {
     "data": "the loader stood still: a new epoch that starts its workers anew (persistent_workers), a cold cache, a"
     " slow disk or network",
@@ -57,7 +53,7 @@ def data(evidence: Evidence) -> Iterator[Finding]:
                 "data",
                 f"The {who} waits for data{under(mode, evidence)}: {percent(share)} of the time of its steps.",
                 f"data {of(mode, 'data')}{on_device}; {basis(mode)}",
-                _DATA_ADVICE,
+                for_data(mode, evidence),
                 share,
             )
 
@@ -88,7 +84,10 @@ def slower(evidence: Evidence) -> Iterator[Finding]:
             worth.sentence,
             f"the median step in single takes {worth.speedup:.2f} of that in dp (95 %: {worth.low:.2f} to"
             f" {worth.high:.2f})",
-            "one device, larger batches (more work for every copy of the model), or DistributedDataParallel",
+            _ON_GPUS
+            if any(mode.virtual for mode in evidence.modes)
+            else "one device, or DistributedDataParallel; larger batches give every copy of the model more work, and"
+            " change the training itself (learning rate)",
             1 - worth.speedup,
         )
 
@@ -105,8 +104,10 @@ def copies(evidence: Evidence) -> Iterator[Finding]:
                 "replicate",
                 f"Copying the model to the devices takes {percent(share)} of the time of the steps.{virtual}",
                 f"replicate {of(mode, 'replicate')}; {basis(mode)}",
-                "DistributedDataParallel copies nothing in a step; under DataParallel larger batches and gradient"
-                " accumulation make fewer copies",
+                _ON_GPUS
+                if mode.virtual
+                else "DistributedDataParallel copies nothing in a step; under DataParallel larger batches mean fewer"
+                " copies, and change the training itself (learning rate)",
                 share,
             )
         share = mode.share("scatter", "gather")
@@ -115,8 +116,10 @@ def copies(evidence: Evidence) -> Iterator[Finding]:
                 "transfer",
                 f"Scattering inputs and gathering outputs takes {percent(share)} of the time of the steps.{virtual}",
                 f"scatter {of(mode, 'scatter')}; gather {of(mode, 'gather')}; {basis(mode)}",
-                "compute the loss inside the forward, so that a number is gathered and not the outputs; pinned memory;"
-                " DistributedDataParallel",
+                _ON_GPUS
+                if mode.virtual
+                else "compute the loss inside the forward, so that a number is gathered and not the outputs; pinned"
+                " memory; DistributedDataParallel",
                 share,
             )
 
@@ -208,8 +211,7 @@ def spread(evidence: Evidence) -> Iterator[Finding]:
                 f" {times(mode.p95_ns, mode.median_ns)} the median or more.",
                 f"median {took(mode.median_ns)}, p95 {took(mode.p95_ns)} over {mode.steps:,} steps; {phase} takes"
                 f" most of the time ({percent(share)})",
-                "other work on the processors (their use is under devices), fewer threads (OMP_NUM_THREADS) or loader"
-                " workers than cores, batches of like sizes",
+                for_spread(evidence, phase),
                 0.3,
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import itemgetter
 
+from dpmon.model.advice import for_low_use
 from dpmon.model.evidence import BatchFacts, Evidence, ReplicaFacts
 from dpmon.model.finding import MIN_STEPS, Finding, gib, many, percent, times, took
 
@@ -174,7 +175,6 @@ def low_use(evidence: Evidence) -> Iterator[Finding]:
                 "low use",
                 f"{device.called or f'GPU {device.index}'} had nothing to do most of the time.",
                 f"a kernel ran in {device.util_median:.0f} % of the time (median of {device.util_samples} samples)",
-                "larger batches, mixed precision or torch.compile where the host is the brake; and see what is said of"
-                " the phases",
+                for_low_use(evidence),
                 (100 - device.util_median) / 200,
             )

@@ -44,6 +44,7 @@ def mode_facts(name: str, mode: ModeTotals, virtual: bool) -> ModeFacts:
         late=late,
         early_p75_ns=early_p75,
         late_p25_ns=late_p25,
+        mean_ns=total / len(ordered) if ordered else None,
     )
 
 
@@ -68,6 +69,7 @@ def deleted_facts(name: str, deleted: Deleted, virtual: bool) -> ModeFacts:
         phases=tuple(phases),
         early={},
         late={},
+        mean_ns=total / sums.steps if total and sums.steps else None,
     )
 
 

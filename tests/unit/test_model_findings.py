@@ -98,6 +98,61 @@ def test_a_busy_machine(facts: HostFacts | None, kinds: list[str]) -> None:
         assert found[0].ground == "processors 97 % in use, 4.9 of 8 by this run, load 12.0 (medians of 60 samples)"
 
 
+WAITING = mode(data=0.43, forward=0.3, backward=0.27)
+FAST = mode(median_ms=0.3, data=0.43, forward=0.3, backward=0.27)
+STARTING = mode(data=0.1, forward=0.3)._replace(
+    mean_ns=60.0 * MS, phases=(PhaseFigures("data", 1000, 2.0 * MS, 3.0 * MS, 0.6),)
+)
+
+
+@pytest.mark.parametrize(
+    ("facts", "machine", "said", "not_said"),
+    [
+        (WAITING, host(cpu_pct=40.0), "more workers (DataLoader num_workers), with", "if the processors have room"),
+        (WAITING, None, "more workers (DataLoader num_workers), if the processors have room", "not more workers"),
+        (
+            WAITING,
+            host(others=1.0),
+            "the processors are 97 % in use, so more workers would take their time",
+            "num_workers",
+        ),
+        (FAST, host(cpu_pct=40.0), "not more workers: handing over a batch costs more than a fetch of 129 µs", "num_"),
+        (STARTING, host(cpu_pct=40.0), "a few fetches take most of it (mean 36.0 ms, median 2.00 ms)", "more workers"),
+    ],
+)
+def test_workers_are_advised_only_where_they_help(
+    facts: ModeFacts, machine: HostFacts | None, said: str, not_said: str
+) -> None:
+    found = [finding for finding in findings(replace(HEALTHY, modes=(facts,), host=machine)) if finding.kind == "data"]
+    (advice,) = [finding.advice for finding in found]
+    assert said in advice
+    assert not_said not in advice
+
+
+@pytest.mark.parametrize("kind", ["slower", "replicate", "transfer"])
+def test_virtual_replicas_are_no_ground_for_advice_on_speed(kind: str) -> None:
+    run = SHOWN[kind]
+    assert "GPUs first" not in findings(run)[0].advice
+    virtual = replace(run, modes=tuple(facts._replace(virtual=True) for facts in run.modes))
+    assert findings(virtual)[0].advice.startswith("see what it is on GPUs first")
+
+
+def test_fewer_threads_are_advised_only_where_processors_are_short() -> None:
+    run = SHOWN["spread"]
+    for machine, expected in ((host(cpu_pct=97.0, others=1.0), True), (host(cpu_pct=40.0), False), (None, False)):
+        (advice,) = [found.advice for found in findings(replace(run, host=machine)) if found.kind == "spread"]
+        assert ("OMP_NUM_THREADS" in advice) == expected
+
+
+def test_an_idle_gpu_that_waits_for_data_is_no_matter_of_kernels() -> None:
+    run = SHOWN["low use"]
+    (advice,) = [found.advice for found in findings(run) if found.kind == "low use"]
+    assert "torch.compile" in advice
+    waiting = replace(run, modes=(WAITING,))
+    (advice,) = [found.advice for found in findings(waiting) if found.kind == "low use"]
+    assert advice == "the loader first: the steps wait for data for 43 % of their time"
+
+
 def test_nothing_stands_out_in_a_healthy_run() -> None:
     assert findings(HEALTHY) == []
     assert findings(Evidence()) == []

@@ -17,6 +17,7 @@ import dpmon
 from dpmon.cli.speak import closing, speak
 from dpmon.run import proc
 from dpmon.run.command import Command, resolve
+from dpmon.run.destination import check_replaceable
 from dpmon.run.foreground import become_reaper, remember_signals
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, load_info, short_name
 from dpmon.run.start import start_supervisor
@@ -154,6 +155,11 @@ def _metrics(asked: str | None) -> str | None:
     place = path if os.path.isdir(path) else os.path.dirname(path)
     if not os.access(place, os.W_OK | os.X_OK):
         raise RunError(f"metrics cannot be written to {asked}: {place} is no directory that can be written")
+    if not os.path.isdir(path):
+        try:
+            check_replaceable(Path(path))
+        except OSError as error:
+            raise RunError(f"metrics cannot be written to {asked}: {error.strerror}") from None
     return path
 
 

@@ -33,6 +33,7 @@ from dpmon.model.state import Process
 from dpmon.model.stats import PhaseFigures, median_known, speed
 from dpmon.model.turns import ended_of
 from dpmon.records import STEP_PHASES
+from dpmon.run.destination import is_stream, open_stream, open_truncated
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError
 
@@ -56,7 +57,7 @@ class LineFile:
         try:
             # A pipe with a name is waited for until somebody reads it, as in a shell. A new file is its owner's alone,
             # as every file that holds what a run did; one that is there keeps its mode.
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            self._fd = open_stream(Path(path)) if is_stream(Path(path)) else open_truncated(Path(path))
         except OSError as error:
             raise RunError(f"{path} cannot be written: {error.strerror or error}") from None
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):

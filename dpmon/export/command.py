@@ -10,6 +10,7 @@ from typing import TextIO
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import COLUMNS, Tables
 from dpmon.export.target import opened, stdout
+from dpmon.run.destination import check_replaceable, replaced
 from dpmon.run.export import history, kind, write_jsonl
 from dpmon.run.rundir import load_info
 
@@ -44,7 +45,7 @@ def export(directory: Path, form: str = "jsonl", output: str | None = None, only
     except BrokenPipeError:
         raise
     except OSError as error:
-        where = "standard output" if piped else output
+        where = "standard output" if piped else error.filename if form == "csv" and error.filename else output
         raise ExportError(f"{where} cannot be written: {error.strerror or error}") from None
 
 
@@ -63,6 +64,8 @@ def _write_one(directory: Path, form: str, only: str | None, file: TextIO) -> No
 def _write_tables(directory: Path, where: Path) -> None:
     """A file a kind that the run has; all of them take their names at the end."""
     os.makedirs(where, exist_ok=True)
+    for name in KINDS:  # all of them before the first one is begun
+        check_replaceable(where / f"{name}.csv")
     with contextlib.ExitStack() as files:
-        tables = Tables(lambda which: files.enter_context(opened(where / f"{which}.csv")))
+        tables = Tables(lambda which: files.enter_context(replaced(where / f"{which}.csv")))
         tables.write(history(directory))

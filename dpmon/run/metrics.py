@@ -10,7 +10,6 @@ is not known is not there; it is never 0.
 from __future__ import annotations
 
 import contextlib
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.records import CALL_PHASES, STEP_PHASES, Call, Event, Record, Step
+from dpmon.run.destination import replaced
 from dpmon.run.exposition import histogram, metric
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, short_name
@@ -185,16 +185,12 @@ class Metrics:
     # ------------------------------------------------------------------------------------------ writing
 
     def _write(self, how: ExitInfo | None) -> None:
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")  # not *.prom: nobody collects it
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-            with open(fd, "w", encoding="utf-8", errors="replace", newline="\n") as file:
-                os.fchmod(fd, 0o644)
-                file.write(self.text(how))
-            os.replace(temporary, self._path)
+            # Everybody may read it. What is no text is shown as "?", since a backslash means something in this format.
+            text = self.text(how).encode("utf-8", "replace").decode("utf-8")
+            with replaced(self._path, 0o644) as file:
+                file.write(text)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             if not self._failing:
                 self._failing = True
                 self._warn(f"the metrics file {self._path} cannot be written: {error.strerror or error}")

@@ -1,0 +1,110 @@
+"""Opens the files of a run, which may have been replaced by anything: never waits, never follows a link.
+
+A run's directory may come from somebody else, or be changed while the run goes on. A FIFO in the place of a log would
+hold up whoever opens it, a link would lead out of the directory. So every file of a run is opened here (the tracer,
+which imports nothing of this package, has the same check in `inject.note` and in its rings).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+__all__ = ["check_database", "file_kind", "not_a_file", "open_fifo", "open_file", "read_file", "read_tail"]
+
+_SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+_KINDS = (
+    (stat.S_ISREG, "a regular file"),
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+)
+_DATABASE_PARTS = ("", "-journal", "-wal", "-shm")
+
+
+def file_kind(mode: int) -> str:
+    """What a file of this mode (st_mode) is called."""
+    return next((name for is_kind, name in _KINDS if is_kind(mode)), "a device")
+
+
+def not_a_file(path: Path | str, mode: int) -> OSError:
+    """The error for something of this mode in the place of a regular file."""
+    return OSError(errno.EINVAL, f"it is {file_kind(mode)}, not a regular file", str(path))
+
+
+def open_file(path: Path, flags: int = os.O_RDONLY, *, anyone: bool = False) -> int:
+    """A descriptor of a regular file of this user (with `anyone`: of any user), without waiting.
+
+    `flags`: as for os.open; a new file has mode 0600. A file to be written must have no second name (a hard
+    link), which could be a file outside. Raises OSError for anything else.
+    """
+    try:
+        _check(path, os.lstat(path), flags, anyone)  # first, since opening some devices has an effect of its own
+    except FileNotFoundError:
+        if not flags & os.O_CREAT:
+            raise
+    fd = os.open(path, flags & ~os.O_TRUNC | _SAFE, 0o600)
+    try:
+        _check(path, os.fstat(fd), flags, anyone)
+        if flags & os.O_TRUNC:
+            os.ftruncate(fd, 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check(path: Path, info: os.stat_result, flags: int, anyone: bool) -> None:
+    if not stat.S_ISREG(info.st_mode):
+        raise not_a_file(path, info.st_mode)
+    if anyone:
+        return
+    if info.st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
+    if flags & (os.O_WRONLY | os.O_RDWR) and info.st_nlink > 1:
+        raise PermissionError(errno.EPERM, "it has another name elsewhere (a hard link)", str(path))
+
+
+def open_fifo(path: Path, flags: int) -> int:
+    """A descriptor of a FIFO of this user, without waiting; OSError for anything else."""
+    fd = os.open(path, flags | _SAFE)
+    info = os.fstat(fd)
+    if stat.S_ISFIFO(info.st_mode) and info.st_uid == os.getuid():
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, f"it is {file_kind(info.st_mode)}, not a FIFO of yours", str(path))
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """The first `limit` bytes of a regular file; OSError for anything else."""
+    return _read(path, limit, at_end=False)
+
+
+def read_tail(path: Path, limit: int) -> bytes:
+    """The last `limit` bytes of a regular file; OSError for anything else."""
+    return _read(path, limit, at_end=True)
+
+
+def _read(path: Path, limit: int, *, at_end: bool) -> bytes:
+    with open(open_file(path), "rb") as file:
+        if at_end:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
+        return file.read(limit)
+
+
+def check_database(path: Path, *, written: bool = False) -> None:
+    """Raise OSError unless the parts of an SQLite database that are there are regular files of this user.
+
+    SQLite opens them itself and would wait for the writer of a FIFO. FileNotFoundError if the database is not there and
+    is not to be `written`.
+    """
+    for part in _DATABASE_PARTS:
+        name = Path(f"{path}{part}")
+        try:
+            _check(name, os.lstat(name), os.O_RDWR if written else os.O_RDONLY, False)
+        except FileNotFoundError:
+            if not part and not written:
+                raise

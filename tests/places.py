@@ -1,0 +1,68 @@
+"""Things that stand where a regular file is expected."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+__all__ = ["PLACES", "identity", "put"]
+
+
+def _device(path: Path) -> None:
+    # A node of the test's own: the machine's null device must not be what a broken check replaces.
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+        os.close(os.open(path, os.O_WRONLY))
+    except PermissionError:
+        pytest.skip("device nodes cannot be made here")
+
+
+def _block_device(path: Path) -> None:
+    try:
+        os.mknod(path, stat.S_IFBLK | 0o600, os.makedev(240, 0))
+    except PermissionError:
+        pytest.skip("device nodes cannot be made here")
+
+
+def _link(path: Path) -> None:
+    target = path.with_name("precious")
+    target.write_text("precious")
+    path.symlink_to(target)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        here = os.getcwd()
+        os.chdir(path.parent)  # the name of a socket may have 107 bytes
+        try:
+            made.bind(path.name)
+        finally:
+            os.chdir(here)
+
+
+PLACES: dict[str, Callable[[Path], None]] = {
+    "a FIFO": os.mkfifo,
+    "a symbolic link": _link,
+    "a device": _device,
+    "a block device": _block_device,
+    "a directory": Path.mkdir,
+    "a socket": _socket,
+}
+"""How to make each, by its name."""
+
+
+def put(kind: str, path: Path) -> None:
+    """Put one of PLACES at `path`, whatever is there."""
+    path.unlink(missing_ok=True)
+    PLACES[kind](path)
+
+
+def identity(path: Path) -> tuple[int, ...]:
+    """What tells a file from any other in its place."""
+    info = os.lstat(path)
+    return info.st_dev, info.st_ino, info.st_mode, info.st_rdev

@@ -1,0 +1,188 @@
+"""What dpmon writes at a person's wish: only a regular file is replaced, a stream is written into."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from kept import keep
+from places import PLACES, identity, put
+from synthetic import Training, host_event
+
+from dpmon.cli.lines import LineFile
+from dpmon.cli.main import main
+from dpmon.run.destination import check_replaceable, is_stream
+from dpmon.run.metrics import EVERY_S, Metrics
+from dpmon.run.rundir import RunError, load_exit
+
+STREAMS = ("a FIFO", "a device")
+NOT_STREAMS = [kind for kind in PLACES if kind not in STREAMS]
+
+
+@pytest.fixture
+def directory(state: Path) -> Path:
+    training = Training()
+    return keep({0: [*training.begin(), *training.run(5)], -1: [host_event(1.0)]}, status=0)
+
+
+def said(capfd: pytest.CaptureFixture[str]) -> str:
+    """The one sentence on standard error."""
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1, err
+    assert err.startswith("dpmon: ")
+    return err
+
+
+COMMANDS = (
+    ["export", "--format", "jsonl", "-o"],
+    ["export", "--format", "perfetto", "-o"],
+    ["export", "--format", "csv", "--kind", "step", "-o"],
+    ["report", "-o"],
+    ["report", "--json", "-o"],
+    ["report", "--html", "-o"],
+)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("kind", NOT_STREAMS)
+def test_what_is_no_file_is_not_replaced(
+    directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str], kind: str
+) -> None:
+    target = tmp_path / "target"
+    put(kind, target)
+    before = identity(target)
+    assert main([*words, str(target)]) == 2
+    assert f"it is {kind.replace('block ', '')}" in said(capfd)
+    assert identity(target) == before
+    assert not list(tmp_path.glob("**/*.part"))
+    if kind == "a symbolic link":
+        assert (tmp_path / "precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_stream_is_written_into_and_stays(directory: Path, tmp_path: Path, words: list[str]) -> None:
+    target = tmp_path / "target"
+    put("a device", target)
+    before = identity(target)
+    assert main([*words, str(target)]) == 0
+    assert identity(target) == before
+    put("a FIFO", target)
+    before = identity(target)
+    got: list[bytes] = []
+    reader = threading.Thread(target=lambda: got.append(target.read_bytes()))
+    reader.start()
+    assert main([*words, str(target)]) == 0
+    reader.join(60)
+    assert got[0]
+    assert identity(target) == before
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_table_is_never_a_stream(
+    directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
+    tables = tmp_path / "tables"
+    tables.mkdir()
+    put(kind, tables / "exit.csv")
+    before = identity(tables / "exit.csv")
+    assert main(["export", "--format", "csv", "-o", str(tables)]) == 2
+    assert "exit.csv" in said(capfd)
+    assert identity(tables / "exit.csv") == before
+    assert {path.name for path in tables.iterdir()} <= {"exit.csv", "precious"}, "nothing was begun"
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_place_for_metrics_is_refused_before_the_start(
+    state: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    target = tmp_path / "target"
+    put(kind, target)
+    if kind == "a directory":  # the file goes into it
+        target.rmdir()
+        target.symlink_to(tmp_path / "nowhere")
+    before = identity(target)
+    monkeypatch.setattr("dpmon.cli.launch.start_supervisor", None)
+    assert main(["--headless", "--metrics", str(target), str(script)]) == 2
+    assert f"metrics cannot be written to {target}: it is a" in said(capfd)
+    assert identity(target) == before
+    assert not state.exists()
+
+
+def test_the_descriptors_of_the_machine_are_streams_that_are_never_replaced(tmp_path: Path) -> None:
+    for name in ("/dev/fd/1", "/dev/stdout", "/dev/stderr", "/proc/self/fd/1", f"/proc/{os.getpid()}/fd/0"):
+        assert is_stream(Path(name)), name
+    # Asked only: a test that failed must not replace what the machine needs.
+    for name in ("/dev/stdout", "/proc/self/fd/1"):
+        with pytest.raises(OSError, match="symbolic link"):
+            check_replaceable(Path(name))
+    assert not is_stream(tmp_path / "fd")
+    assert not is_stream(Path("/dev/fd/1x"))
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_what_takes_the_place_of_the_metrics_file_stays(directory: Path, tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "it.prom"
+    told: list[str] = []
+    metrics = Metrics(target, directory, told.append)
+    metrics.tick(100.0)
+    assert target.read_text().startswith("# HELP")
+    put(kind, target)
+    before = identity(target)
+    metrics.tick(100.0 + EVERY_S)
+    metrics.tick(100.0 + 2 * EVERY_S)
+    how = load_exit(directory)
+    assert how is not None
+    metrics.end(how)
+    assert identity(target) == before
+    (text,) = told
+    assert f"cannot be written: it is {kind.replace('block ', '')}" in text
+    assert not list(tmp_path.glob(".it*"))
+
+
+def test_what_waits_beside_the_metrics_file_is_not_opened(directory: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / f".it.prom.{os.getpid()}")
+    told: list[str] = []
+    Metrics(tmp_path / "it.prom", directory, told.append).tick(100.0)
+    assert not told
+    assert (tmp_path / "it.prom").exists()
+
+
+@pytest.mark.parametrize("kind", NOT_STREAMS)
+def test_lines_of_json_empty_no_file_but_the_one_that_was_named(tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "lines"
+    put(kind, target)
+    before = identity(target)
+    with pytest.raises(RunError, match="it is a"):
+        LineFile(str(target))
+    assert identity(target) == before
+    if kind == "a symbolic link":
+        assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_lines_of_json_through_a_descriptor_come_after_what_is_there(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "wb") as file:
+        file.write(b"before\n")
+        file.flush()
+        LineFile(f"/dev/fd/{file.fileno()}").write(b"{}\n")
+        assert (tmp_path / "log").read_bytes() == b"before\n{}\n"
+
+
+def test_lines_of_json_go_to_a_device_and_begin_a_file_anew(tmp_path: Path) -> None:
+    put("a device", tmp_path / "sink")
+    before = identity(tmp_path / "sink")
+    assert LineFile(str(tmp_path / "sink")).write(b"{}\n")
+    assert identity(tmp_path / "sink") == before
+    (tmp_path / "lines").write_text("old and long\n")
+    LineFile(str(tmp_path / "lines")).write(b"{}\n")
+    assert json.loads((tmp_path / "lines").read_bytes()) == {}
+
+
+def test_a_name_of_many_bytes_can_be_written(directory: Path, tmp_path: Path) -> None:
+    target = tmp_path / ("ü" * 120)
+    assert main(["export", "-o", str(target)]) == 0
+    assert target.stat().st_size

@@ -18,6 +18,7 @@ from typing import Literal
 
 from dpmon.cli.lines import LineFile, Lines
 from dpmon.cli.progress import Progress
+from dpmon.run.files import open_file
 from dpmon.run.foreground import FORWARDED
 from dpmon.run.guard import Guard
 from dpmon.run.reader import RunReader
@@ -50,7 +51,7 @@ class Stream:
         """Copy what is new, one chunk of it; True if there was any."""
         if self._file is None:
             try:
-                self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                self._file = open_file(self._path)
             except OSError:
                 return False
         data = os.read(self._file, CHUNK)
@@ -76,7 +77,7 @@ class Stream:
     def skip(self, keep: int) -> None:
         """Begin `keep` bytes before the end of what is there now."""
         with contextlib.suppress(OSError):
-            self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self._file = open_file(self._path)
             os.lseek(self._file, max(0, os.fstat(self._file).st_size - keep), os.SEEK_SET)
 
 

@@ -23,6 +23,7 @@ from dpmon.report.shares import Shares
 from dpmon.report.story import Compared, Deleted, ModeChange, ProcessFacts, Story
 from dpmon.run.add_up import add_up, why_nothing
 from dpmon.run.adder import Adder, is_evaluation
+from dpmon.run.files import read_tail
 from dpmon.run.reader import RunReader
 from dpmon.run.rollup import Rollup
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
@@ -241,9 +242,7 @@ def _worth(found: Compared | None) -> Worth | None:
 def _last_output(reader: RunReader) -> tuple[str, ...]:
     """The last lines of the script's output (its errors, where they are apart)."""
     try:
-        with open(reader.output_paths[-1], "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-            lines = file.read(_TAIL_BYTES).decode("utf-8", "replace").split("\n")
+        lines = read_tail(reader.output_paths[-1], _TAIL_BYTES).decode("utf-8", "replace").split("\n")
     except OSError:
         return ()
     # A carriage return begins the line anew: what a progress bar showed last is what counts.

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from dpmon.ring import Activity, RingError, RingReader
 from dpmon.run import proc
 from dpmon.run.ending import exit_info, unknown_exit
+from dpmon.run.files import read_file
 from dpmon.run.pidfd import open_pidfd, wait_status
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, ring_paths
 
@@ -137,8 +138,7 @@ def last_sign(directory: Path, info: RunInfo) -> Sign:
 def _uncaught(directory: Path, info: RunInfo) -> str | None:
     """What the tracer has left in endings.log about the exception that ended the command's own Python."""
     try:
-        with open(directory / "endings.log", "rb") as file:
-            lines = file.read(1 << 16).decode("utf-8", "replace").split("\n")
+        lines = read_file(directory / "endings.log", 1 << 16).decode("utf-8", "replace").split("\n")
     except OSError:
         return None
     words = [line.split(" ") for line in lines]
@@ -150,7 +150,7 @@ def _last_output(directory: Path, info: RunInfo) -> float:
     found = 0.0
     for name in ("output.log", "stdout.log", "stderr.log"):
         with contextlib.suppress(OSError):
-            found = max(found, (directory / name).stat().st_mtime - info.started_unix)
+            found = max(found, (directory / name).lstat().st_mtime - info.started_unix)
     return found
 
 

@@ -227,6 +227,6 @@ class Drain:
 
 def _modified(path: Path) -> float:
     try:
-        return path.stat().st_mtime
+        return path.lstat().st_mtime
     except OSError:
         return 0.0

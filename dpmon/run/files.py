@@ -51,6 +51,7 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, anyone: bool = False) -> 
         _check(path, os.fstat(fd), flags, anyone)
         if flags & os.O_TRUNC:
             os.ftruncate(fd, 0)
+        os.set_blocking(fd, True)  # a script that has it as its output finds it as a shell would have opened it
     except BaseException:
         os.close(fd)
         raise

@@ -10,6 +10,7 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpmon.run.files import check_database
 from dpmon.run.rollup import SERIES, WHOLE, WIDTHS, Gathered, Rollup
 from dpmon.run.tables import (
     BEFORE_S,
@@ -89,11 +90,11 @@ class History:
         self._limit = limit_bytes
         self._cache: dict[tuple[int, int, int, str], Rollup] = {}
         """The rollups written last, as they stand in the database."""
+        self._path = directory / HISTORY_FILE
         try:
-            self._db = sqlite3.connect(
-                directory / HISTORY_FILE, isolation_level=None, timeout=1.0, check_same_thread=False
-            )
-        except sqlite3.Error as error:
+            check_database(self._path, written=True)
+            self._db = sqlite3.connect(self._path, isolation_level=None, timeout=1.0, check_same_thread=False)
+        except (sqlite3.Error, OSError) as error:
             raise HistoryError(str(error)) from None
         try:
             self._prepare(meta)
@@ -286,6 +287,8 @@ class History:
 
     def close(self) -> None:
         """Close it, leaving one self-contained file if nobody else reads it now."""
-        with suppress(sqlite3.Error):  # somebody reads: the last of them tidies up
+        # Where somebody reads, the last of them tidies up.
+        with suppress(sqlite3.Error, OSError):
+            check_database(self._path, written=True)  # again: it opens the journal, which it had no need of so far
             self._db.execute("PRAGMA journal_mode=DELETE")
         self._db.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.records import MODES
+from dpmon.run.files import check_database
 from dpmon.run.rollup import WHOLE, Rollup
 from dpmon.run.tables import BEFORE_S, HISTORY_FILE, LASTING, HistoryError, check_version, last_ids, rings_in
 
@@ -37,10 +38,9 @@ class Kept:
     """A snapshot of a history: what it holds at one instant, whatever is written meanwhile."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises HistoryError if there is none or it cannot be read, FileNotFoundError if there is none."""
+        """Raises HistoryError if it cannot be read, FileNotFoundError if there is none, OSError if it is no file."""
         path = directory / HISTORY_FILE
-        if not path.is_file() or path.is_symlink():
-            raise FileNotFoundError(path)
+        check_database(path)
         try:
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
             # A damaged letter is no reason to read nothing that follows it.

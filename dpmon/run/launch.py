@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import dpmon
+from dpmon.run.files import open_file
 from dpmon.run.rundir import RunInfo
 from dpmon.run.terminal import Terminal
 
@@ -40,8 +41,7 @@ def environment(info: RunInfo, directory: Path, outer: Mapping[str, str]) -> dic
 
 
 def _log(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-    return os.open(path, flags, 0o600)
+    return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
 def start_command(

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from dpmon.run import proc
+from dpmon.run.files import open_file
 from dpmon.run.rundir import ExitInfo, RunInfo
 
 __all__ = ["goes_on_elsewhere", "needs_supervisor", "supervised", "take_lock"]
@@ -25,8 +26,7 @@ def take_lock(directory: Path) -> int | None:
     UNSUPPORTED where the file system has no locks or takes no file: then nobody is kept out.
     """
     try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(directory / _LOCK_FILE, flags, 0o600)
+        fd = open_file(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
     except OSError:
         return UNSUPPORTED
     try:

@@ -15,6 +15,7 @@ from typing import Any
 
 from dpmon.past import Drawn, Past
 from dpmon.records import Event, Record, RecordError
+from dpmon.run.files import read_file
 from dpmon.run.kept import Kept
 from dpmon.run.past import Before
 from dpmon.run.reader import RECENT_NS, RECENT_RECORDS, Pause
@@ -249,7 +250,7 @@ class PlaybackReader:
         """The last stage that was reached by now before the first batch, and when (monotonic ns)."""
         now = self.now_ns()
         try:
-            lines = (self.directory / "stages.log").read_bytes()[: 1 << 16].decode("utf-8", "replace").split("\n")
+            lines = read_file(self.directory / "stages.log", 1 << 16).decode("utf-8", "replace").split("\n")
         except OSError:
             return None
         found = None

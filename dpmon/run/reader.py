@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.records import Decoder, Event, Record, RecordError, kind_of, mode_number
 from dpmon.ring import Activity, RingError, RingReader
 from dpmon.run import proc
+from dpmon.run.files import read_tail
 from dpmon.run.lock import supervised
 from dpmon.run.rundir import INFO_FILE, MAX_SECONDS, ExitInfo, RunError, RunInfo, load_exit, load_info, ring_paths
 from dpmon.run.waiting import waits_since
@@ -137,7 +138,7 @@ class RunReader:
     def refresh(self) -> RunInfo:
         """Read run.json again if it was replaced; the old one holds while it cannot be read."""
         try:
-            stamp = os.stat(self.directory / INFO_FILE).st_mtime_ns
+            stamp = os.lstat(self.directory / INFO_FILE).st_mtime_ns
             if stamp != self._stamp:
                 self.info = load_info(self.directory)
                 self._stamp = stamp
@@ -288,9 +289,7 @@ class RunReader:
     def stage(self) -> tuple[str, int] | None:
         """The last stage a Python of the run has reached before its first batch, and when (monotonic ns)."""
         try:
-            with open(self.directory / "stages.log", "rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-                lines = file.read(4096).decode("utf-8", "replace").split("\n")
+            lines = read_tail(self.directory / "stages.log", 4096).decode("utf-8", "replace").split("\n")
         except OSError:
             return None
         for line in reversed(lines[:-1]):  # what follows the last line's end is not finished

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.config import ConfigError, load
+from dpmon.run.files import open_file
 from dpmon.run.lock import take_lock
 from dpmon.run.rundir import RunError, RunInfo, list_runs, load_info
 from dpmon.run.state import goes_on, run_state
@@ -59,7 +60,7 @@ def keep(directory: Path, kept: bool = True) -> None:
     path = directory / _KEEP_FILE
     try:
         if kept:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+            os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
         else:
             path.unlink(missing_ok=True)
     except OSError as error:

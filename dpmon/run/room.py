@@ -13,6 +13,8 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dpmon.run.files import open_file
+
 __all__ = ["OutputRoom"]
 
 AHEAD = 16 << 20
@@ -49,7 +51,7 @@ class OutputRoom:
             try:
                 fd = self._files.get(path)
                 if fd is None:
-                    fd = self._files[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                    fd = self._files[path] = open_file(path, os.O_WRONLY)
                 self._look_at_file(path, fd)
             except OSError:  # not there yet, or a file system that cannot allocate
                 continue

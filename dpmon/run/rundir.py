@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.run import proc
+from dpmon.run.files import open_file, read_file
 
 __all__ = [
     "MAX_SECONDS",
@@ -43,11 +44,14 @@ _STOP_HOLDS_S = 300.0
 ROOM_BYTES = 24 << 20
 """What a run needs at least: its rings, and some for the rest."""
 _MAX_JSON_BYTES = 1 << 22
+_MAX_DEPTH = 8
+_MAX_INT = 1 << 63
 MAX_SECONDS = 1e11
 """Three thousand years: what is longer, or is no number, was not written by a run."""
 _IDS_NAMED = 8
 _RING_NAME = re.compile(r"(?:process-(\d{1,6})|gpu(?:-\d{1,4})?)\.ring")
-_ID = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9._-]{1,64}-[0-9a-f]{4}")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_ID = re.compile(rf"\d{{8}}-\d{{6}}-{_NAME.pattern}-[0-9a-f]{{4}}")
 
 
 class RunError(Exception):
@@ -129,6 +133,8 @@ def _checked(kind: type[Any], data: Any, path: Path) -> dict[str, Any]:
             raise RunError(f"{path}: {member.name} is not a {declared}")
         if declared.startswith("float") and isinstance(value, (int, float)) and not abs(value) < MAX_SECONDS:
             raise RunError(f"{path}: {member.name} is beyond reason")
+        if declared.startswith("int") and isinstance(value, int) and not abs(value) < _MAX_INT:
+            raise RunError(f"{path}: {member.name} is beyond reason")
         if isinstance(value, list):
             value = tuple(str(item) for item in value)
         found[member.name] = value
@@ -136,12 +142,18 @@ def _checked(kind: type[Any], data: Any, path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path) -> Any:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid():
-            raise RunError(f"{path} is not a file of yours")
-        return json.loads(file.read(_MAX_JSON_BYTES))
+    found = json.loads(read_file(path, _MAX_JSON_BYTES))
+    if not _is_shallow(found, _MAX_DEPTH):
+        raise RunError(f"{path} is nested deeper than any run's")
+    return found
+
+
+def _is_shallow(value: Any, depth: int) -> bool:
+    """Whether nothing in `value` is nested deeper, so that everything that goes through it comes to its end."""
+    if not isinstance(value, (dict, list)):
+        return True
+    inner = value.values() if isinstance(value, dict) else value
+    return depth > 0 and all(_is_shallow(one, depth - 1) for one in inner)
 
 
 def load_info(directory: Path) -> RunInfo:
@@ -149,7 +161,11 @@ def load_info(directory: Path) -> RunInfo:
     path = directory / INFO_FILE
     check_directory(directory)
     try:
-        return RunInfo(**_checked(RunInfo, _load(path), path))
+        info = RunInfo(**_checked(RunInfo, _load(path), path))
+        if not _ID.fullmatch(info.id) or not _NAME.fullmatch(info.name):
+            # Files are named after it.
+            raise RunError(f"{path}: the id or the name is none that a run has")
+        return info
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise RunError(f"{directory} is not a run: {error}") from None
 
@@ -168,8 +184,7 @@ def mark_stop(directory: Path) -> None:
     """Note that the user asks the run to stop now, so that its end is not taken for a failure."""
     # A full disk costs the word "stopped", nothing else.
     with contextlib.suppress(OSError):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(directory / STOP_FILE, flags, 0o600)
+        fd = open_file(directory / STOP_FILE, os.O_WRONLY | os.O_CREAT)
         os.utime(fd)
         os.close(fd)
 
@@ -186,8 +201,7 @@ def save(directory: Path, what: RunInfo | ExitInfo) -> None:
     """Write run.json or exit.json in one step: a reader sees the old one or the new one, never half of it."""
     name = INFO_FILE if isinstance(what, RunInfo) else EXIT_FILE
     temporary = directory / f".{name}.{os.getpid()}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(temporary, flags, 0o600)
+    fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         with open(fd, "w", encoding="utf-8") as file:
             json.dump(asdict(what), file, indent=1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import dpmon
 from dpmon.run import proc
+from dpmon.run.files import open_file
 from dpmon.run.lock import needs_supervisor, take_lock
 from dpmon.run.rundir import load_exit, load_info
 
@@ -85,8 +86,7 @@ def _start(directory: Path, how: str, *, stdin: bool) -> subprocess.Popen[bytes]
     here = os.path.realpath(os.curdir)
     places = [place for place in sys.path if place and os.path.realpath(place) != here]
     bytecode = ["-B"] if sys.dont_write_bytecode else []  # a wish that -I would not let through
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-    log = os.open(directory / "supervisor.log", flags, 0o600)
+    log = open_file(directory / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         return subprocess.Popen(
             [sys.executable, "-I", *bytecode, "-c", _BOOT, str(directory), how, home, *places],

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dpmon.run import proc
 from dpmon.run.adopt import Adopted, Child, Command, find_command, last_sign
 from dpmon.run.ending import exit_info, unknown_exit
+from dpmon.run.files import open_file
 from dpmon.run.launch import start_command
 from dpmon.run.lock import needs_supervisor, take_lock
 from dpmon.run.oom import OomWatch
@@ -88,7 +89,7 @@ class _WarningsLog:
     def new(self) -> list[str]:
         """The texts of the lines that were added since the last time."""
         try:
-            with open(self._path, "rb") as file:
+            with open(open_file(self._path), "rb") as file:
                 file.seek(self._at)
                 data = file.read(1 << 16)
         except OSError:
@@ -299,7 +300,7 @@ class Supervisor:
     def _set_aside(self) -> None:
         """Hold what exit.json will need, so that how the run ended is known on a full disk too."""
         with contextlib.suppress(OSError):
-            fd = os.open(self._directory / SPARE_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = open_file(self._directory / SPARE_FILE, os.O_WRONLY | os.O_CREAT)
             try:
                 os.posix_fallocate(fd, 0, SPARE_BYTES)
             finally:

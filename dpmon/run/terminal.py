@@ -15,6 +15,8 @@ import struct
 import termios
 from pathlib import Path
 
+from dpmon.run.files import open_fifo, open_file
+
 __all__ = ["INPUT_FIFO", "Terminal", "hides_input", "send_input"]
 
 INPUT_FIFO = "input.fifo"
@@ -40,7 +42,7 @@ class Terminal:
             with contextlib.suppress(FileExistsError):
                 os.mkfifo(path, 0o600)
             # Opened for writing too, so that it never reads as ended when the last screen has gone.
-            self.fifo = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self.fifo = open_fifo(path, os.O_RDWR)
         except BaseException:
             os.close(self.master)
             os.close(self.slave)
@@ -90,7 +92,7 @@ class Terminal:
         if self._echo is None or not echoed:
             return
         with contextlib.suppress(OSError):
-            fd = os.open(self._echo, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = open_file(self._echo, os.O_WRONLY | os.O_APPEND)
             try:
                 os.write(fd, echoed)
             finally:
@@ -115,7 +117,7 @@ def hides_input(pid: int) -> bool:
 def send_input(directory: Path, data: bytes) -> bool:
     """Write `data` to the command's standard input (a line's end included); False if nobody takes it."""
     try:
-        fd = os.open(directory / INPUT_FIFO, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_fifo(directory / INPUT_FIFO, os.O_WRONLY)
     except OSError:
         return False
     try:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from dpmon.run.files import open_file, read_file
 
 __all__ = ["FILE", "InputWatch", "reads_input", "waits_since"]
 
@@ -41,25 +42,14 @@ def reads_input(pid: int) -> bool | None:
 
 def waits_since(directory: Path) -> int | None:
     """Since when (monotonic ns) the command of a run waits for input, by what its supervisor saw; None: it does not."""
-    fields = _read(directory / FILE).split()
+    try:
+        fields = read_file(directory / FILE, 64).split()
+    except OSError:
+        return None
     if len(fields) != 2 or not all(field.isdigit() for field in fields):
         return None
     since, seen = map(int, fields)
     return since if since <= seen and 0 <= time.monotonic_ns() - seen < _TRUE_NS else None
-
-
-def _read(path: Path) -> bytes:
-    """The first bytes of a regular file, none of anything else; it never blocks, as a screen asks for each picture."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return b""
-    try:
-        return os.read(fd, 64) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-    except OSError:
-        return b""
-    finally:
-        os.close(fd)
 
 
 def _sleeps(pid: int) -> str | None:
@@ -113,9 +103,8 @@ class InputWatch:
 
     def _write(self, since: int, seen: int) -> None:
         """In one write over what is there, which is as long: a reader finds the old or the new."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with contextlib.suppress(OSError):  # a full disk: it is not told
-            fd = os.open(self._path, flags, 0o600)
+            fd = open_file(self._path, os.O_WRONLY | os.O_CREAT)
             try:
                 os.write(fd, b"%020d %020d" % (since, seen))
             finally:

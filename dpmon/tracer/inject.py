@@ -9,6 +9,7 @@ no imports here but what every Python has loaded anyway.
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from _thread import get_ident
 from time import monotonic_ns
@@ -29,10 +30,13 @@ def note(text: str, file: str = "stages.log") -> None:
         return
     try:
         text = text[:4096]  # a script's names may be of any length
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        # As dpmon.run.files does it: never wait for the reader of a FIFO, never follow a link.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
         fd = os.open(os.path.join(directory, file), flags, 0o600)
         try:
-            os.write(fd, f"{os.getpid()} {monotonic_ns()} {text}\n".encode("utf-8", "replace"))
+            info = os.fstat(fd)
+            if stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid() and info.st_nlink < 2:
+                os.write(fd, f"{os.getpid()} {monotonic_ns()} {text}\n".encode("utf-8", "replace"))
         finally:
             os.close(fd)
     except OSError:

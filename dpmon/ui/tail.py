@@ -12,6 +12,7 @@ from array import array
 from bisect import bisect_left
 from pathlib import Path
 
+from dpmon.run.files import open_file
 from dpmon.ui.text import harmless
 
 __all__ = ["Tail", "last_line_of_traceback", "last_words"]
@@ -47,7 +48,7 @@ class Tail:
         """Look at the file again and index at most `budget` bytes more; whether its size or identity changed."""
         try:
             if self._fd < 0:
-                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+                self._fd = open_file(self.path)
             size = os.fstat(self._fd).st_size
         except OSError:
             return False

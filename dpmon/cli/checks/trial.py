@@ -21,6 +21,7 @@ from dpmon.cli.checks.check import Check, ok, problem, warning
 from dpmon.records import Call, Event
 from dpmon.run import proc
 from dpmon.run.command import CommandError, choose_python
+from dpmon.run.files import read_file
 from dpmon.run.launch import environment
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError, RunInfo, save
@@ -165,7 +166,7 @@ def _read(seen: _Seen, reader: RunReader) -> None:
 
 def _warnings(directory: Path) -> list[str]:
     try:
-        lines = (directory / "warnings.log").read_text("utf-8", "replace").split("\n")
+        lines = read_file(directory / "warnings.log", 1 << 16).decode("utf-8", "replace").split("\n")
     except OSError:
         return []
     return [fields[2] for line in lines if len(fields := line.split(" ", 2)) == 3]

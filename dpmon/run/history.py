@@ -18,8 +18,10 @@ from dpmon.run.tables import (
     LASTING,
     SCHEMA,
     SCHEMA_VERSION,
+    Bounds,
     HistoryError,
     RingRow,
+    check_schema,
     check_version,
     definitions_in,
     last_ids,
@@ -97,8 +99,10 @@ class History:
         except (sqlite3.Error, OSError) as error:
             raise HistoryError(str(error)) from None
         try:
+            self._bounds = Bounds(self._db, self._path)
+            check_schema(self._db)
             self._prepare(meta)
-        except (sqlite3.Error, HistoryError) as error:
+        except (sqlite3.Error, HistoryError, OSError, TypeError, ValueError) as error:
             self._db.close()
             raise HistoryError(str(error)) from None
 
@@ -156,6 +160,7 @@ class History:
     def write(self, batch: Batch) -> None:
         """Write all of `batch` or nothing; raises HistoryError, and the same batch may be tried again."""
         many = self._db.executemany
+        self._bounds.begin()
         try:
             self._db.execute("BEGIN IMMEDIATE")
             many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)

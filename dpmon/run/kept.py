@@ -14,7 +14,17 @@ from typing import Any
 from dpmon.records import MODES
 from dpmon.run.files import check_database
 from dpmon.run.rollup import WHOLE, Rollup
-from dpmon.run.tables import BEFORE_S, HISTORY_FILE, LASTING, HistoryError, check_version, last_ids, rings_in
+from dpmon.run.tables import (
+    BEFORE_S,
+    HISTORY_FILE,
+    LASTING,
+    Bounds,
+    HistoryError,
+    check_schema,
+    check_version,
+    last_ids,
+    rings_in,
+)
 
 __all__ = ["DISORDER", "Kept", "chance"]
 
@@ -48,13 +58,15 @@ class Kept:
         except sqlite3.Error as error:
             raise HistoryError(str(error)) from None
         try:
+            self._bounds = Bounds(self._db, path)
             self._db.execute("BEGIN")
+            check_schema(self._db)
             check_version(self._db)
             self.rings = rings_in(self._db)
             self.last_id = max(last_ids(self._db))
             row = self._db.execute("SELECT value FROM meta WHERE key = 'pruned'").fetchone()
             self.pruned = int(row[0]) if row else 0
-        except (HistoryError, sqlite3.Error, ValueError, TypeError, OverflowError) as error:
+        except (HistoryError, sqlite3.Error, OSError, ValueError, TypeError, OverflowError) as error:
             self._db.close()
             raise HistoryError(str(error)) from None
 
@@ -319,8 +331,12 @@ class Kept:
         return any(self._all("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (table,)))
 
     def _all(self, query: str, parameters: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+        self._bounds.begin()
         try:
-            for row in self._db.execute(query, parameters):  # noqa: UP028 `yield from` would close the cursor
+            for number, row in enumerate(self._db.execute(query, parameters)):
+                if number > self._bounds.rows:
+                    raise HistoryError("it has more rows than there is room for: it is damaged")
+                self._bounds.begin()
                 yield row
         except (sqlite3.Error, UnicodeError) as error:  # the latter: of a damaged schema's names
             raise HistoryError(str(error)) from None

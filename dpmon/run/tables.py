@@ -26,10 +26,13 @@ and repeats nothing. The only users of sqlite3 are this file, `history` (it writ
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from dpmon.run.rollup import SERIES
@@ -40,8 +43,10 @@ __all__ = [
     "LASTING",
     "SCHEMA",
     "SCHEMA_VERSION",
+    "Bounds",
     "HistoryError",
     "RingRow",
+    "check_schema",
     "check_version",
     "definitions_in",
     "last_ids",
@@ -83,6 +88,15 @@ CREATE INDEX IF NOT EXISTS lasting ON events (id) WHERE {lasting};
 """.format(lasting=LASTING, sums=", ".join(f"{name}_ns INTEGER" for name in SERIES if name != "copy"))
 
 
+_TABLES = frozenset(re.findall(r"TABLE IF NOT EXISTS (\w+)", SCHEMA))
+_LOOK_STEPS = 100_000
+"""Instructions of SQLite's machine between two looks."""
+_LARGEST = 1 << 30
+_SMALLEST_ROW = 8
+"""Bytes: its place in the page, its length and its id."""
+_LONGEST_VALUE = 64 << 20
+
+
 class HistoryError(Exception):
     """The history cannot be written or read: no room, damaged, not ours."""
 
@@ -107,6 +121,52 @@ class RingRow:
     first_id: int | None = None
     """Of its calls and steps, and the last; None: there are none, or an earlier version began it."""
     last_id: int | None = None
+
+
+class Bounds:
+    """Bounds what one query may do, by the size of the database: a damaged tree can have rows without end."""
+
+    def __init__(self, db: sqlite3.Connection, path: Path) -> None:
+        """Watches over `db`, the database at `path`, and has it run nothing that its schema asks for."""
+        size = sum(part.stat().st_size for part in (path, Path(f"{path}-wal")) if part.exists())
+        size = min(size, _LARGEST)
+        self.rows = 10_000 + size // _SMALLEST_ROW
+        self._most = (20_000_000 + 8 * size) // _LOOK_STEPS
+        self._done = 0
+        db.set_progress_handler(self._look, _LOOK_STEPS)
+        db.execute("PRAGMA trusted_schema=OFF")
+        if sys.version_info >= (3, 11):
+            db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
+
+    def begin(self) -> None:
+        """A query begins, or has given a row."""
+        self._done = 0
+
+    def _look(self) -> int:
+        """Called by SQLite now and then; anything but 0 interrupts the query."""
+        self._done += 1
+        return self._done > self._most
+
+
+def check_schema(db: sqlite3.Connection) -> None:
+    """HistoryError unless all that is in the database is tables and indexes, without anything that is computed."""
+    tables = set()
+    for kind, name, root, sql in db.execute("SELECT type, name, rootpage, sql FROM sqlite_master"):
+        if kind == "view" and name in _TABLES:
+            raise HistoryError(f"{name} is a view, not a table")
+        # An index that comes with a primary key has no text.
+        plain = sql is None if kind == "index" and name.startswith("sqlite_autoindex_") else _is_plain(sql)
+        if kind not in ("table", "index") or not root or not plain:
+            raise HistoryError(f"it holds {str(name)[:60]}, which is not dpmon's")
+        tables.add(name)
+    for table in _TABLES & tables:
+        # hidden is 2 or 3 of a column that is computed (SQLite's documentation of table_xinfo).
+        if any(row[6] for row in db.execute(f"PRAGMA table_xinfo({table})")):
+            raise HistoryError(f"a column of {table} is computed: it is not dpmon's")
+
+
+def _is_plain(sql: Any) -> bool:
+    return isinstance(sql, str) and sql.startswith(("CREATE TABLE ", "CREATE INDEX "))
 
 
 def check_version(db: sqlite3.Connection) -> None:

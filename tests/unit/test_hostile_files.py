@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
+import fcntl
+import json
+import os
 from pathlib import Path
 
 import pytest
 from kept import keep
 from places import PLACES, put
+from running import Dpmon
+from sizes import LONG
 from synthetic import Training, host_event
 
 from dpmon.cli.main import main
+from dpmon.run.files import open_file
 
 NAMES = (
     *("run.json", "exit.json", "history.sqlite", "history.sqlite-journal", "history.sqlite-wal", "history.sqlite-shm"),
@@ -37,7 +42,12 @@ COMMANDS: tuple[list[str], ...] = (
 LIMIT_S = 20
 
 
-@pytest.fixture(params=["screen", "headless"])
+ALL_BUT_INFO = tuple(name for name in NAMES if name != "run.json")
+CASES = [(kind, (name,)) for kind in PLACES for name in NAMES if LONG or kind == "a FIFO" or name == "run.json"]
+CASES += [(kind, ALL_BUT_INFO) for kind in PLACES]
+
+
+@pytest.fixture(params=["screen", "headless"] if LONG else ["headless"])
 def runs(request: pytest.FixtureRequest, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """A run to be spoiled, and another one."""
     monkeypatch.chdir(tmp_path)
@@ -57,15 +67,15 @@ def words_of(command: list[str], directory: Path) -> list[str]:
 
 
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize(("kind", "names"), CASES, ids=lambda part: part if isinstance(part, str) else part[0])
 def test_every_command_survives(
-    runs: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, kind: str
+    runs: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str, names: tuple[str, ...]
 ) -> None:
     spoiled, other = runs
-    if (spoiled / name).is_dir():
-        shutil.rmtree(spoiled / name)
-    put(kind, spoiled / name)
+    for name in names:
+        # A directory cannot be replaced, so that each command starts a supervisor in vain: tried in a process below.
+        if kind != "a directory" or name != "exit.json":
+            put(kind, spoiled / name)
     for command in COMMANDS:
         status = main(words_of(command, spoiled))
         found = capfd.readouterr()
@@ -75,6 +85,127 @@ def test_every_command_survives(
             assert "other" in found.out
         if status == 2 and command[0] != "attach":  # whose status is the run's
             assert found.err.count("\n") <= 2, found.err
-    if kind == "a symbolic link" and name != "run.json":
-        assert not (spoiled / "precious").exists(), "deleted with its run"
+    assert names == ("run.json",) or not spoiled.exists(), "deleted"
     assert other.exists()
+
+
+def test_where_no_end_can_be_noted_the_rest_is_told(dpmon: Dpmon) -> None:
+    directory = keep({0: Training().run(3)}, status=None, command_pid=4_000_000)
+    (directory / "exit.json").mkdir()
+    for words in (["ls"], ["attach", "--headless"], ["report"], ["rm", directory.name]):
+        result = dpmon.run(*words, limit=30)
+        assert result.status in (0, 2), words
+        assert "Traceback" not in result.errors
+    assert not directory.exists()
+
+
+def test_deleting_a_run_deletes_nothing_else(runs: list[Path], tmp_path: Path) -> None:
+    spoiled, other = runs
+    beyond = tmp_path / "beyond"
+    beyond.mkdir()
+    (beyond / "file").write_text("precious")
+    (spoiled / "link").symlink_to(beyond)
+    (spoiled / "inner").mkdir()
+    (spoiled / "inner" / "up").symlink_to("../../..")
+    os.link(beyond / "file", spoiled / "second-name")
+    for name in ("keep", "output.log"):
+        (spoiled / name).unlink(missing_ok=True)
+        (spoiled / name).symlink_to(beyond / "file")
+    os.rename(spoiled / "keep", spoiled / "kept-no-more")
+    assert main(["rm", spoiled.name]) == 0
+    assert not spoiled.exists()
+    assert (beyond / "file").read_text() == "precious"
+    assert other.exists()
+
+
+@pytest.mark.parametrize("name", ["output.log", "supervisor.log", "warnings.log", "spare", "stop-asked"])
+def test_nothing_is_written_through_a_second_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "precious").write_text("precious")
+    os.link(tmp_path / "precious", tmp_path / name)
+    with pytest.raises(PermissionError):
+        open_file(tmp_path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with pytest.raises(PermissionError):
+        open_file(tmp_path / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.close(open_file(tmp_path / name))
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_a_descriptor_is_as_a_shell_would_have_opened_it(tmp_path: Path) -> None:
+    fd = open_file(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    assert fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_NONBLOCK | os.O_APPEND) == os.O_APPEND
+    os.close(fd)
+
+
+HOSTILE = "\x1b]52;c;eA==\x07\x1b[2J\x9b31m\r\n\u202e\x00"
+RAW = ("\x1b", "\x07", "\x9b", "\r", "\u202e", "\x00")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_no_text_of_a_run_steers_the_terminal(
+    runs: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    spoiled, _ = runs
+    info = json.loads((spoiled / "run.json").read_text())
+    for member in ("script", "cwd", "python", "boot_id"):
+        info[member] = HOSTILE
+    info["command"] = [HOSTILE] * 4
+    info["versions"] = {HOSTILE: HOSTILE, "dpmon": HOSTILE, "python": HOSTILE}
+    info["options"] = {"mode": HOSTILE, "devices": HOSTILE, "elsewhere": HOSTILE, HOSTILE: HOSTILE}
+    (spoiled / "run.json").write_text(json.dumps(info))
+    how = json.loads((spoiled / "exit.json").read_text())
+    for member in ("signal", "error", "unknown", "cause", "by"):
+        for chosen in ({member: HOSTILE}, {member: HOSTILE, "status": None}):
+            (spoiled / "exit.json").write_text(json.dumps({**how, **chosen}))
+            (spoiled / "stdout.log").write_text("")
+            if command != ["rm"]:
+                main(words_of(command, spoiled))
+    main(words_of(command, spoiled))
+    found = capfd.readouterr()
+    written = [path.read_text() for path in (tmp_path / "page.html", tmp_path / "out.jsonl") if path.exists()]
+    for text in (found.out, found.err, *written):
+        assert not [sign for sign in RAW if sign in text], repr(text[:500])
+
+
+DAMAGE = {
+    "a great number": str(10**400),
+    "infinity": "1e999",
+    "minus infinity": "-1e999",
+    "no number": "NaN",
+    "nested": "[" * 900 + "]" * 900,
+    "nested without end": "[" * 100_000,
+    "half a character": '"\\ud800"',
+    "long": '"' + "x" * 1_000_000 + '"',
+    "negative": "-7",
+    "an object": '{"a": {"b": [1, 2]}}',
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", DAMAGE)
+@pytest.mark.parametrize("name", ["run.json", "exit.json"])
+def test_what_no_run_has_written_in_its_json(
+    runs: list[Path], capfd: pytest.CaptureFixture[str], name: str, what: str
+) -> None:
+    spoiled, _ = runs
+    whole = json.loads((spoiled / name).read_text())
+    members = [*whole, "options.mode", "options.window", "versions.dpmon"] if name == "run.json" else list(whole)
+    for member in members:
+        outer, _, inner = member.partition(".")
+        text = json.dumps({**whole, outer: {inner: "HERE"} if inner else "HERE"})
+        (spoiled / name).write_text(text.replace('"HERE"', DAMAGE[what]))
+        for command in (["ls"], ["report"], ["export", "-o", "out"], ["attach", "--json"]):
+            assert main(words_of(command, spoiled)) in (0, 1, 2), (member, command)
+            found = capfd.readouterr()
+            assert command != ["ls"] or "other" in found.out, member
+
+
+def test_the_last_of_two_members_holds_and_no_name_leads_elsewhere(
+    runs: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    spoiled, _ = runs
+    text = (spoiled / "run.json").read_text()
+    (spoiled / "run.json").write_text(text.replace('"name": "spoiled"', '"name": "fine", "name": "../../beyond"'))
+    assert main(["report", "--html", spoiled.name]) == 2
+    assert main(["ls"]) == 0
+    assert "the id or the name is none that a run has" in capfd.readouterr().err
+    assert not list(tmp_path.glob("*beyond*"))

@@ -1,0 +1,155 @@
+"""Databases that were made by hand to take for ever, to fill the memory or to run what the reader did not ask for."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from kept import keep
+from synthetic import Training, host_event
+
+from dpmon.run.export import history
+from dpmon.run.history import History
+from dpmon.run.kept import Kept
+from dpmon.run.past import Before
+from dpmon.run.reader import RunReader
+from dpmon.run.tables import HistoryError
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
+STEP = "0 AS process, i AS step, 'dp' AS mode, i AS start_ns, 1 AS wall_ns"
+VIEWS = {
+    "steps": f"CREATE VIEW steps AS {ENDLESS} SELECT i AS id, {STEP}, 1, 1, 1, 1, 1, 1, NULL, NULL, NULL FROM n",
+    "calls": f"CREATE VIEW calls AS {ENDLESS} SELECT i AS id, 0, i, {STEP}, 1, x'00' FROM n",
+    "events": f"CREATE VIEW events AS {ENDLESS} SELECT i AS id, NULL AS process, 'x' AS kind, 0, '' FROM n",
+    "meta": f"CREATE VIEW meta AS {ENDLESS} SELECT 'schema' AS key, i AS value FROM n WHERE i < 0",
+    "rings": f"CREATE VIEW rings AS {ENDLESS} SELECT i AS name, 0 AS process FROM n",
+    "definitions": f"CREATE VIEW definitions AS {ENDLESS} SELECT 0 AS process, i AS number, '1' AS value FROM n",
+    "rollups": f"CREATE VIEW rollups AS {ENDLESS} SELECT 60 AS width, i AS start_s FROM n WHERE i < 0",
+    "device_rollups": f"CREATE VIEW device_rollups AS {ENDLESS} SELECT i AS start_s FROM n WHERE i < 0",
+}
+
+
+@pytest.fixture
+def directory(state: Path) -> Path:
+    training = Training()
+    return keep({0: [*training.begin(), *training.run(200)], -1: [host_event(1.0)]}, status=0)
+
+
+def altered(directory: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
+        for statement in statements:
+            db.execute(statement)
+
+
+def read_all(directory: Path) -> list[str]:
+    """Whatever reads a history does so; the texts of the warnings."""
+    warnings = [
+        str(record.data.get("text")) for record in history(directory) if getattr(record, "kind", "") == "warning"
+    ]
+    reader = RunReader(directory)
+    list(reader.past())
+    reader.poll()
+    reader.close()
+    return warnings
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("table", VIEWS)
+def test_a_view_is_no_table(directory: Path, table: str) -> None:
+    altered(directory, f"DROP TABLE {table}", VIEWS[table])
+    with pytest.raises(HistoryError, match=f"{table} is a view"):
+        Kept(directory)
+    with pytest.raises(HistoryError, match=f"{table} is a view"):
+        History(directory, {})
+    assert any(f"{table} is a view" in text for text in read_all(directory))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE TRIGGER more AFTER INSERT ON events BEGIN INSERT INTO events (kind) SELECT '' FROM events; END",
+        "CREATE VIEW beside AS SELECT 1",
+        "ALTER TABLE events ADD COLUMN large TEXT AS (hex(zeroblob(100000000)))",
+        "CREATE VIRTUAL TABLE beside USING fts5(x)",
+    ],
+)
+def test_what_computes_something_is_refused(directory: Path, statement: str) -> None:
+    try:
+        altered(directory, statement)
+    except sqlite3.OperationalError as error:
+        pytest.skip(f"this SQLite has none of these: {error}")
+    with pytest.raises(HistoryError, match="not dpmon's"):
+        Kept(directory)
+    with pytest.raises(HistoryError, match="not dpmon's"):
+        History(directory, {})
+
+
+def test_a_history_of_ours_is_read(directory: Path) -> None:
+    assert read_all(directory) == []
+    History(directory, {}).close()
+    with closing(Kept(directory)) as kept:
+        assert kept.last_id > 200
+
+
+def folded(path: Path) -> None:
+    """Have the root of the steps' tree name one page again and again, and so do that page's: rows without end."""
+    with closing(sqlite3.connect(path)) as db:
+        page, root = db.execute("PRAGMA page_size").fetchone()[0], 0
+        (root,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'steps'").fetchone()
+    data = bytearray(path.read_bytes())
+    leaf = bytes(data[(root - 1) * page : root * page])
+    assert leaf[0] == 13, "small enough to be one page"
+    first = len(data) // page + 1
+    pages = [leaf]  # number `first`
+    for level in range(6):
+        child = first + level
+        cells = 300
+        body = bytearray(page)
+        body[0] = 5
+        at = page
+        pointers = b""
+        for number in range(cells):
+            at -= 6
+            body[at : at + 6] = child.to_bytes(4, "big") + bytes((0x81, number & 0x7F))
+            pointers += at.to_bytes(2, "big")
+        body[3:5], body[5:7], body[8:12] = cells.to_bytes(2, "big"), at.to_bytes(2, "big"), child.to_bytes(4, "big")
+        body[12 : 12 + len(pointers)] = pointers
+        pages.append(bytes(body))
+    data[(root - 1) * page : root * page] = pages.pop()
+    data += b"".join(pages)
+    data[28:32] = (len(data) // page).to_bytes(4, "big")
+    path.write_bytes(data)
+
+
+@pytest.mark.timeout(120)
+def test_a_tree_that_is_folded_into_itself_comes_to_an_end(state: Path) -> None:
+    training = Training()
+    directory = keep({0: [*training.begin(), *training.run(20)], -1: [host_event(1.0)]}, status=0)
+    folded(directory / "history.sqlite")
+    with closing(Kept(directory)) as kept:
+        for ask in (
+            lambda: list(kept.rows()),
+            lambda: kept.steps_by_mode(0, 1 << 40),
+            lambda: list(kept.steps_by_block(100)),
+            lambda: list(Before(kept).pieces(10)),
+        ):
+            with pytest.raises(HistoryError, match=r"more rows than|interrupted"):
+                ask()
+    assert any("cannot be read to its end" in text for text in read_all(directory))
+
+
+def test_a_long_history_is_not_taken_for_a_hostile_one(directory: Path) -> None:
+    """Its rows are as small as rows can be, so that there are as many as there can be in so many bytes."""
+    altered(
+        directory,
+        f"INSERT INTO events SELECT 1000 + i, NULL, NULL, NULL, NULL FROM ({ENDLESS} SELECT i FROM n LIMIT 300000)",
+        f"INSERT INTO steps (id, process, mode) SELECT 1000 + i, 0, 'dp' FROM ({ENDLESS} SELECT i FROM n LIMIT 300000)",
+    )
+    with closing(Kept(directory)) as kept:
+        assert sum(1 for _ in kept.rows()) > 600_000
+        assert sum(count for *_, count in kept.steps_by_block(1000)) > 300_000
+    assert os.path.getsize(directory / "history.sqlite") < 20 << 20

@@ -72,7 +72,7 @@ def stop(options: argparse.Namespace) -> int:
         elif line.startswith(STOPPED_BY):
             last = line.removeprefix(STOPPED_BY)
             line = f"{line}: {clean(short_name(load_info(directory)))}"
-        print(line, flush=True)
+        print(clean(line), flush=True)
     look_after(directory)
     if last and how is None and (ended := otherwise(directory, last)) is not None:
         print(clean(ended), flush=True)
@@ -100,7 +100,7 @@ def ls(options: argparse.Namespace) -> int:
     runs = [_describe(directory, info) for directory, info in list_runs(unreadable)]
     if unreadable:
         more = f" (and {len(unreadable) - 1:,} more like it)" if len(unreadable) > 1 else ""
-        speak(clean(f"not listed: {unreadable[0]}{more}"))
+        speak(f"not listed: {unreadable[0]}{more}")
     if options.json:
         for run in runs:
             print(json.dumps(run))
@@ -140,7 +140,7 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
         run["state"] + (", kept" if run["kept"] else ""),
         _age(time.time() - run["started_unix"]),
         "-" if run["steps"] is None else f"{run['steps']}",
-        "-" if run["status"] is None else run["signal"] or str(run["status"]),
+        "-" if run["status"] is None else clean(run["signal"] or run["status"]),
         clean(" ".join(run["command"]))[:60],
     )
 

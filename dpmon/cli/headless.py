@@ -26,6 +26,7 @@ from dpmon.run.rundir import ExitInfo, mark_stop, short_name
 from dpmon.run.state import run_state
 from dpmon.run.terminal import send_input
 from dpmon.ui.ascii import in_stream
+from dpmon.ui.text import clean
 
 __all__ = ["Follower", "Stream"]
 
@@ -211,7 +212,7 @@ class Follower:
         if self._speaks_json:
             self._put_line(json.dumps({"kind": "message", "text": text}).encode() + b"\n")
         else:
-            self._put_line(in_stream(f"dpmon: {text}\n", sys.stderr).encode("utf-8", "replace"))
+            self._put_line(in_stream(f"dpmon: {clean(text)}\n", sys.stderr).encode("utf-8", "replace"))
 
     def _put_line(self, line: bytes) -> bool:
         shared = _same_file(1, 2)

@@ -21,7 +21,6 @@ from dpmon.run.destination import check_replaceable
 from dpmon.run.foreground import become_reaper, remember_signals
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, load_info, short_name
 from dpmon.run.start import start_supervisor
-from dpmon.ui.text import clean
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -54,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     inherit = (headless or options.detach) and not os.isatty(0)
     directory, info = create_run(_describe(options, command, headless, inherit))
     if "elsewhere" in info.options:
-        speak(clean(info.options["elsewhere"]))
+        speak(info.options["elsewhere"])
     early: list[int] = []
     if headless:
         remember_signals(early)

@@ -17,7 +17,9 @@ def main(words: Sequence[str]) -> int:
     try:
         command, options = parse(words)
     except UsageError as error:
-        print(f"dpmon: {error}; dpmon --help lists what there is", file=sys.stderr)
+        from dpmon.ui.text import clean
+
+        print(f"dpmon: {clean(error)}; dpmon --help lists what there is", file=sys.stderr)
         return 2
     if command == "help":
         return 2

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dpmon.run.rundir import ExitInfo, RunError
 from dpmon.ui.ascii import in_stream
+from dpmon.ui.text import clean
 
 __all__ = ["closing", "speak"]
 
@@ -20,9 +21,9 @@ _PROMPTS = 3
 
 
 def speak(text: str) -> None:
-    """One line of dpmon's own on stderr; a closed stderr is no reason to fail."""
+    """One line of dpmon's own on stderr, made harmless; a closed stderr is no reason to fail."""
     with contextlib.suppress(OSError, ValueError):
-        print(in_stream(f"{_HEAD}{text}", sys.stderr), file=sys.stderr, flush=True)
+        print(in_stream(f"{_HEAD}{clean(text)}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def closing(directory: Path, how: ExitInfo | None, say: Callable[[str], None] | None, *, brief: bool = False) -> int:

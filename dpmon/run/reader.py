@@ -19,7 +19,17 @@ from dpmon.ring import Activity, RingError, RingReader
 from dpmon.run import proc
 from dpmon.run.files import read_tail
 from dpmon.run.lock import supervised
-from dpmon.run.rundir import INFO_FILE, MAX_SECONDS, ExitInfo, RunError, RunInfo, load_exit, load_info, ring_paths
+from dpmon.run.rundir import (
+    INFO_FILE,
+    MAX_SECONDS,
+    MAX_STATUS,
+    ExitInfo,
+    RunError,
+    RunInfo,
+    load_exit,
+    load_info,
+    ring_paths,
+)
 from dpmon.run.waiting import waits_since
 
 if TYPE_CHECKING:
@@ -317,12 +327,13 @@ class RunReader:
         data = {} if self._exit_event is None else self._exit_event.data
         status, seconds = data.get("status"), data.get("t_s")
         signal, unknown = data.get("signal"), data.get("unknown")
-        if not isinstance(status, int) and not isinstance(unknown, str):
+        status = status if type(status) is int and 0 <= status <= MAX_STATUS else None
+        if status is None and not isinstance(unknown, str):
             return None
         if not isinstance(seconds, (int, float)) or not abs(seconds) < MAX_SECONDS:
             return None
         return ExitInfo(
-            status=status if isinstance(status, int) else None,
+            status=status,
             signal=signal if isinstance(signal, str) else None,
             unknown=unknown if isinstance(unknown, str) else None,
             ended_unix=self.info.started_unix + seconds,

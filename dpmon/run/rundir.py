@@ -19,6 +19,7 @@ from dpmon.run.files import open_file, read_file
 
 __all__ = [
     "MAX_SECONDS",
+    "MAX_STATUS",
     "ExitInfo",
     "RunError",
     "RunInfo",
@@ -48,6 +49,7 @@ _MAX_DEPTH = 8
 _MAX_INT = 1 << 63
 MAX_SECONDS = 1e11
 """Three thousand years: what is longer, or is no number, was not written by a run."""
+MAX_STATUS = 255
 _IDS_NAMED = 8
 _RING_NAME = re.compile(r"(?:process-(\d{1,6})|gpu(?:-\d{1,4})?)\.ring")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -175,6 +177,8 @@ def load_exit(directory: Path) -> ExitInfo | None:
     path = directory / EXIT_FILE
     try:
         how = ExitInfo(**_checked(ExitInfo, _load(path), path))
+        if how.status is not None and not 0 <= how.status <= MAX_STATUS:
+            return None
     except (OSError, ValueError, TypeError, RecursionError, RunError):
         return None
     return replace(how, stopped=_stop_was_asked(directory, how.ended_unix))

@@ -50,6 +50,7 @@ _MAX_INT = 1 << 63
 MAX_SECONDS = 1e11
 """Three thousand years: what is longer, or is no number, was not written by a run."""
 MAX_STATUS = 255
+SHARED_MEMORY = "/dev/shm"
 _IDS_NAMED = 8
 _RING_NAME = re.compile(r"(?:process-(\d{1,6})|gpu(?:-\d{1,4})?)\.ring")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -248,16 +249,31 @@ def stand_ins() -> list[Path]:
     mark = f"{zlib.crc32(os.fsencode(runs_directory())):08x}"
     temporary = os.environ.get("TMPDIR", "")
     # A relative one means another place to everybody who stands elsewhere, the supervisor for one.
-    places = dict.fromkeys([temporary if os.path.isabs(temporary) else "/tmp", "/dev/shm"])
+    places = dict.fromkeys([temporary if os.path.isabs(temporary) else "/tmp", SHARED_MEMORY])
     return [Path(place) / f"dpmon-{os.getuid()}-{mark}" / "runs" for place in places]
+
+
+def _make_private(directory: Path) -> None:
+    """Make a directory that its owner alone may read, whatever the umask; FileExistsError if something is there."""
+    directory.mkdir(mode=0o700)
+    if os.lstat(directory).st_mode & 0o777 != 0o700:  # a umask that takes rights from the owner
+        os.chmod(directory, 0o700)
 
 
 def _prepared(runs: Path) -> None:
     """Make a directory of runs if need be and close it to others; RunError if that is not possible."""
     try:
-        runs.parent.parent.mkdir(parents=True, exist_ok=True)
+        home = runs.parent.parent
+        if runs == runs_directory():
+            # As the XDG base directory specification has it: with all that is missing above it, for the user alone.
+            for directory in [place for place in reversed((home, *home.parents)) if not place.exists()]:
+                with contextlib.suppress(FileExistsError):  # another dpmon that has just started was quicker
+                    _make_private(directory)
+        elif not home.is_dir():
+            raise RunError(f"no run can be kept in {runs}: {home} is no directory; set XDG_STATE_HOME")
         for directory in (runs.parent, runs):
-            directory.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                _make_private(directory)
             info = os.stat(directory) if runs == runs_directory() else os.lstat(directory)
             if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):
                 raise RunError(f"{directory} belongs to another user; set XDG_STATE_HOME to a place of yours")
@@ -307,7 +323,7 @@ def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
         run_id = f"{stamp}-{draft.name}-{os.urandom(2).hex()}"
         directory = runs / run_id
         try:
-            directory.mkdir(mode=0o700)
+            _make_private(directory)
         except FileExistsError:
             continue
         except OSError as error:

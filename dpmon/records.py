@@ -6,7 +6,6 @@ instead, without decoding a record.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,6 +49,7 @@ from dpmon.packing import (
     pack_timed,
     with_copies,
 )
+from dpmon.plainjson import load_event, load_json
 
 __all__ = [
     "CALL_PHASES",
@@ -334,8 +334,7 @@ class Decoder:
                     return _with_step_times(self._step(inner), times, why)
                 return _with_times(self._call(inner), times, why)
             if kind == EVENT_TAG:
-                data = json.loads(payload[1:])
-                return Event(str(data.pop("kind")), data)
+                return Event(*load_event(payload[1:]))
             if kind == DEFINE_TAG:
                 self._define(payload)
                 return None
@@ -353,7 +352,7 @@ class Decoder:
 
     def _define(self, payload: bytes) -> None:
         _, number = DEFINE_HEAD.unpack_from(payload)
-        value = json.loads(payload[DEFINE_HEAD.size :])
+        value = load_json(payload[DEFINE_HEAD.size :])
         if isinstance(value, dict) and "parts" in value:
             self._stages.pop(number, None)
             self._stages[number] = str(value["device"]), tuple(str(name) for name in value["parts"])
@@ -602,4 +601,4 @@ def copied_bytes(payload: bytes) -> int | None:
 
 def definition(payload: bytes) -> tuple[int, Any]:
     """A definition's number and value; ValueError or struct.error if it is damaged."""
-    return DEFINE_HEAD.unpack_from(payload)[1], json.loads(payload[DEFINE_HEAD.size :])
+    return DEFINE_HEAD.unpack_from(payload)[1], load_json(payload[DEFINE_HEAD.size :])

@@ -208,7 +208,7 @@ class _Trace:
         data = event.data
         number, rank = data.get("process"), data.get("rank")
         rank = rank if type(rank) is int else None
-        if event.kind in ("device", "host"):
+        if event.kind == "host" or (event.kind == "device" and type(data.get("index")) is int):
             self._sample(event)
             return
         if type(number) is int:

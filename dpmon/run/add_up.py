@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+from dpmon.plainjson import load_event
 from dpmon.records import (
     MODES,
     Event,
@@ -49,7 +49,7 @@ def add_up(directory: Path, adder: Adder | None = None) -> Totals:
         for process, payload in _payloads(snapshot):
             try:
                 _add_payload(adder, process, payload, snapshot.info.start_ns)
-            except (LookupError, ValueError, TypeError, struct.error):
+            except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, struct.error):
                 snapshot.dropped += 1
         totals = adder.result()
         totals.dropped = snapshot.dropped
@@ -96,7 +96,7 @@ def _add_kept(adder: Adder, snapshot: Snapshot) -> None:
                 event = record_of(row, {})
                 if isinstance(event, Event):
                     adder.event(event.kind, event.data)
-        except (RecordError, LookupError, ValueError, TypeError, OverflowError, struct.error):
+        except (RecordError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, struct.error):
             snapshot.dropped += 1
 
 
@@ -114,5 +114,4 @@ def _add_payload(adder: Adder, process: int, payload: bytes, origin: int) -> Non
         began, times = start - origin, step_times(payload)
         adder.step(process, number, MODES[mode], began, wall, known_samples, [*known, other], times)
     elif kind == "event":
-        data = json.loads(payload[1:])
-        adder.event(str(data.pop("kind")), data)
+        adder.event(*load_event(payload[1:]))

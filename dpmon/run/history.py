@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,6 +9,7 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpmon.plainjson import load_json
 from dpmon.run.files import check_database
 from dpmon.run.rollup import SERIES, WHOLE, WIDTHS, Gathered, Rollup
 from dpmon.run.tables import (
@@ -147,7 +147,7 @@ class History:
         found = []
         for (text,) in rows:
             with suppress(ValueError, TypeError, AttributeError):
-                found.append(str(json.loads(text).get("text")))
+                found.append(str(load_json(text).get("text")))
         return found
 
     def last_sample_ns(self) -> int | None:

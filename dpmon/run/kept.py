@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dpmon.plainjson import load_json
 from dpmon.records import MODES
 from dpmon.run.files import check_database
 from dpmon.run.rollup import WHOLE, Rollup
@@ -73,7 +73,11 @@ class Kept:
     def definitions(self, process: int) -> list[tuple[int, Any]]:
         """Number and value of every definition of one process."""
         query = "SELECT number, value FROM definitions WHERE process = ?"
-        return [(number, json.loads(value)) for number, value in self._all(query, (process,))]
+        found = []
+        for number, value in self._all(query, (process,)):
+            with suppress(ValueError, TypeError):  # its calls are unreadable then, and counted
+                found.append((number, load_json(value)))
+        return found
 
     def rows(self, after: int = 0) -> Iterator[tuple[Any, ...]]:
         """Everything with an id above `after` in order: (id, table name, columns after the id ...)."""

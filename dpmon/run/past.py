@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -10,6 +9,7 @@ from itertools import takewhile
 
 from dpmon.past import DevicePast, Drawn, Past
 from dpmon.past import Kept as Drew
+from dpmon.plainjson import load_json
 from dpmon.records import CALL_PHASES
 from dpmon.run.draws import Draws
 from dpmon.run.edges import Edges, Spans, last_given
@@ -250,7 +250,7 @@ def _switches(kept: Kept) -> dict[int, list[tuple[int, str]]]:
     found: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for process, text in kept.modes():
         with suppress(ValueError, TypeError, AttributeError):
-            data = json.loads(text)
+            data = load_json(text)
             if data.get("refused") is None and type(data.get("step")) is int:
                 found[process].append((data["step"], str(data.get("mode"))))
     return found

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+from dpmon.plainjson import load_event
 from dpmon.records import (
     MODES,
     STEP_PHASES,
@@ -115,11 +116,10 @@ class Sorter:
 
     def _event(self, batch: Batch, number: int, payload: bytes) -> tuple[Any, ...]:
         text = payload[1:].decode()
-        data = json.loads(text)
+        kind, data = load_event(text)
         seconds = data.get("t_s")
         t_ns = int(seconds * 1e9) if isinstance(seconds, (int, float)) and abs(seconds) < 1e9 else None
         process = self.row.process if self.row.process >= 0 else None
-        kind = str(data["kind"])
         kind.encode()  # ValueError: half a character, which the database does not take
         if process is None and t_ns is not None and kind in ("device", "host"):
             _add_sample(batch, t_ns, kind, data)
@@ -164,8 +164,7 @@ def record_of(row: tuple[Any, ...], decoders: Mapping[int, Decoder]) -> Record:
         elif table == "steps":
             record = _step_of(row, decoders)
         else:
-            data = json.loads(row[-1])
-            record = Event(str(data.pop("kind")), data)
+            record = Event(*load_event(row[-1]))
     except (LookupError, ValueError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise RecordError(f"damaged row in {table}: {type(error).__name__}") from None
     if record is None:

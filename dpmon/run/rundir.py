@@ -168,7 +168,8 @@ def load_info(directory: Path) -> RunInfo:
         if not _ID.fullmatch(info.id) or not _NAME.fullmatch(info.name):
             # Files are named after it.
             raise RunError(f"{path}: the id or the name is none that a run has")
-        return info
+        # What a screen would draw at, without end or never.
+        return info if 0.1 <= info.refresh <= 60 else replace(info, refresh=1.0)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise RunError(f"{directory} is not a run: {error}") from None
 

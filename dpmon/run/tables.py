@@ -25,7 +25,6 @@ and repeats nothing. The only users of sqlite3 are this file, `history` (it writ
 
 from __future__ import annotations
 
-import json
 import re
 import sqlite3
 import sys
@@ -35,6 +34,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dpmon.plainjson import load_json
 from dpmon.run.rollup import SERIES
 
 __all__ = [
@@ -180,7 +180,7 @@ def definitions_in(db: sqlite3.Connection, process: int) -> Iterator[tuple[int, 
     """Number and value of every definition of one process; damaged ones are left out."""
     for number, value in db.execute("SELECT number, value FROM definitions WHERE process = ?", (process,)):
         with suppress(ValueError, TypeError):
-            yield number, json.loads(value)
+            yield number, load_json(value)
 
 
 def last_ids(db: sqlite3.Connection) -> list[int]:

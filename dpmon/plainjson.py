@@ -1,0 +1,54 @@
+"""JSON from a run's files: what no run writes (endless numbers, NaN, deep nesting) never gets any further.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+__all__ = ["load_event", "load_json"]
+
+_ODD = re.compile(r"[0-9]{19}|[eE][+]?[0-9]{3}|NaN|Infinity")
+_NESTED = 16
+"""Brackets from which on it is looked how deep they lie in each other."""
+_DEEPEST = 12
+_LARGEST = 1 << 63
+
+
+def load_json(text: str | bytes) -> Any:
+    """The value in `text`; numbers that are not finite or have more than 64 bits are None, as if they were unknown.
+
+    Raises ValueError for what is no JSON (or no UTF-8) or is nested too deep.
+    """
+    text = text.decode() if isinstance(text, bytes) else text
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    # A search is much cheaper than a look at every value, which nearly no text needs.
+    if _ODD.search(text) or text.count("[") + text.count("{") > _NESTED:
+        return _tamed(value, _DEEPEST)
+    return value
+
+
+def load_event(text: str | bytes) -> tuple[str, dict[str, Any]]:
+    """Kind and data of an event; ValueError for anything else."""
+    data = load_json(text)
+    if not isinstance(data, dict) or not isinstance(kind := data.pop("kind", None), str):
+        raise ValueError("no event")
+    return kind, data
+
+
+def _tamed(value: Any, depth: int) -> Any:
+    if isinstance(value, (dict, list)):
+        if not depth:
+            raise ValueError("nested too deep")
+        if isinstance(value, dict):
+            return {key: _tamed(one, depth - 1) for key, one in value.items()}
+        return [_tamed(one, depth - 1) for one in value]
+    if isinstance(value, (int, float)) and not abs(value) < _LARGEST:
+        return None
+    return value

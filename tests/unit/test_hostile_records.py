@@ -1,0 +1,48 @@
+"""Records whose members are what no tracer writes: they are left out or shown, and stop nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kept import keep
+from spoiled import DAMAGE, spoiled
+from synthetic import Training, device_event, host_event
+
+from dpmon.cli.main import main
+from dpmon.model import State, fold
+from dpmon.model.past import fold_past
+from dpmon.past import Drawn, Past
+from dpmon.run.reader import RunReader
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("drained", [True, False], ids=["history", "rings"])
+@pytest.mark.parametrize("what", DAMAGE)
+def test_every_reader_survives(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], what: str,
+    drained: bool,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dpmon.cli.commands.look_after", lambda directory: None)
+    training = Training()
+    own = [host_event(1.0), device_event(1.0, 0), *spoiled(DAMAGE[what])]
+    records = [*training.begin(), *training.run(5), *spoiled(DAMAGE[what]), *training.run(5)]
+    keep({0: records, -1: own}, status=0, drained=drained)
+    for words in (
+        ["ls"], ["report"], ["report", "--json"], ["report", "--html"], ["export", "-o", "out"],
+        ["export", "--format", "csv", "-o", "tables"], ["export", "--format", "perfetto", "-o", "trace"],
+        ["attach", "--json"], ["attach", "--headless"],
+    ):  # fmt: skip
+        assert main(words) == 0, words
+        found = capfd.readouterr()
+        assert "\x1b" not in found.out + found.err
+    reader, folded = RunReader(next((state / "dpmon" / "runs").iterdir())), State()
+    for past in reader.past():
+        if isinstance(past, (Past, Drawn)):
+            fold_past(folded, past)
+    for _ in range(10):
+        for record in reader.poll():
+            folded = fold(folded, record)
+    reader.close()
+    assert folded.focus() is not None

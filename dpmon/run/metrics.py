@@ -19,14 +19,16 @@ from typing import Any
 from dpmon.records import CALL_PHASES, STEP_PHASES, Call, Event, Record, Step
 from dpmon.run.destination import replaced
 from dpmon.run.exposition import histogram, metric
+from dpmon.run.files import read_file
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, short_name
 
-__all__ = ["EVERY_S", "Metrics", "metrics_path"]
+__all__ = ["EVERY_S", "Metrics", "is_of_run", "metrics_path"]
 
 EVERY_S = 5.0
 """Seconds between two files; Prometheus asks every 15 to 60."""
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
+_HEAD_BYTES = 1 << 14
 MAX_PROCESSES = 1024
 MAX_DEVICES = 256
 
@@ -55,6 +57,15 @@ def metrics_path(asked: str, info: RunInfo) -> Path:
     """Where the file goes: under the run's own name into a directory, or exactly where it was asked for."""
     path = Path(asked)
     return path / f"dpmon-{short_name(info)}.prom" if path.is_dir() else path
+
+
+def is_of_run(path: Path, info: RunInfo) -> bool:
+    """Whether the file is there, and is the metrics file of this run."""
+    try:
+        head = read_file(path, _HEAD_BYTES)
+    except OSError:
+        return False
+    return head.startswith(b"# HELP dpmon_run_info ") and f'id="{info.id}"'.encode() in head
 
 
 class _OnDevice:

@@ -339,12 +339,17 @@ class Supervisor:
     def _metrics(self, sampler: _Sampler) -> Metrics | None:
         """What keeps the metrics file, if one was asked for."""
         asked = self._info.options.get("metrics")
-        if not isinstance(asked, str):
+        if not isinstance(asked, str) or "\0" in asked:
             return None
-        from dpmon.run.metrics import Metrics, metrics_path
+        from dpmon.run.metrics import Metrics, is_of_run, metrics_path
 
+        path = metrics_path(asked, self._info)
+        if self._info.boot_id != proc.boot_id() and not is_of_run(path, self._info):
+            # A directory that came from somewhere else must not name a file of this machine to be replaced. One that
+            # this run has written is brought to its end.
+            return None
         return Metrics(
-            metrics_path(asked, self._info),
+            path,
             self._directory,
             lambda text: sampler.emit("warning", {"process": None, "text": text}),
         )

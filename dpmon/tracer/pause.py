@@ -107,10 +107,11 @@ def _nobody(session: Session) -> str | None:
     try:
         path = os.path.join(session.config.directory, "run.json")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
+            os.close(fd)
+            return "run.json is not a file of yours"
         with open(fd, "rb") as file:
-            about = os.fstat(fd)
-            if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
-                return "run.json is not a file of yours"
             info: Any = json.loads(file.read(MAX_INFO_BYTES))
         pid, since = info["supervisor_pid"], info["supervisor_started"]
     except OSError as error:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import PLACES, put
 
 from dpmon.cli.main import main
 from dpmon.config import ConfigError, Settings, config_path, load
@@ -90,3 +91,12 @@ def test_without_a_file_no_parser_is_loaded(tmp_path: Path) -> None:
     environ = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PLACES if kind != "a symbolic link"])
+def test_what_is_no_file_is_said_to_be_none(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "dpmon" / "config.toml"
+    path.parent.mkdir()
+    put(kind, path)
+    with pytest.raises(ConfigError, match=r"is no file|cannot be read"):
+        load({"XDG_CONFIG_HOME": str(tmp_path)})

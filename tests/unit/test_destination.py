@@ -14,9 +14,11 @@ from synthetic import Training, host_event
 
 from dpmon.cli.lines import LineFile
 from dpmon.cli.main import main
+from dpmon.run import proc
 from dpmon.run.destination import check_replaceable, is_stream
 from dpmon.run.metrics import EVERY_S, Metrics
-from dpmon.run.rundir import RunError, load_exit
+from dpmon.run.rundir import ExitInfo, RunError, load_exit
+from dpmon.run.supervisor import Supervisor, _Silent
 
 STREAMS = ("a FIFO", "a device")
 NOT_STREAMS = [kind for kind in PLACES if kind not in STREAMS]
@@ -186,3 +188,32 @@ def test_a_name_of_many_bytes_can_be_written(directory: Path, tmp_path: Path) ->
     target = tmp_path / ("ü" * 120)
     assert main(["export", "-o", str(target)]) == 0
     assert target.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("boot", "before", "written"),
+    [
+        ("another", None, False),
+        ("another", "precious\n", False),
+        ("another", '# HELP dpmon_run_info The run.\ndpmon_run_info{id="another run"} 1\n', False),
+        ("another", "this run", True),
+        ("this", None, True),
+    ],
+)
+def test_a_directory_from_elsewhere_names_no_file_to_be_replaced(
+    state: Path, tmp_path: Path, boot: str, before: str | None, written: bool
+) -> None:
+    """A supervisor that takes over believes run.json only where this boot of the machine has written it."""
+    target = tmp_path / "it.prom"
+    boot_id = proc.boot_id() if boot == "this" else "11111111-2222-3333-4444-555555555555"
+    directory = keep({}, status=None, boot_id=boot_id, options={"metrics": str(target)})
+    if before == "this run":
+        Metrics(target, directory, print).tick(100.0)
+        before = target.read_text()
+    elif before is not None:
+        target.write_text(before)
+    metrics = Supervisor(directory)._metrics(_Silent())
+    if metrics is not None:
+        metrics.end(ExitInfo(0, None, 1.7e9, 5, 5.0, "supervisor"))
+    now = target.read_text() if target.exists() else None
+    assert (now != before) == written

@@ -17,6 +17,7 @@ from dpmon.run.ending import exit_info, unknown_exit
 from dpmon.run.files import read_file
 from dpmon.run.pidfd import open_pidfd, wait_status
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, ring_paths
+from dpmon.run.signalling import is_named
 
 __all__ = ["Adopted", "Child", "Command", "find_command", "last_sign"]
 
@@ -62,15 +63,15 @@ class Adopted:
         self.pid = info.command_pid
         self._started = info.command_started
         same_boot = info.boot_id == proc.boot_id()
-        self._pidfd = open_pidfd(self.pid) if same_boot and proc.alive(self.pid, self._started) else None
-        self._seen_alive = self._pidfd is not None or (same_boot and proc.alive(self.pid, self._started))
+        self._seen_alive = same_boot and proc.is_running(self.pid, self._started)
+        self._pidfd = open_pidfd(self.pid) if self._seen_alive else None
         self._same_boot = same_boot
         # Looked at before anything of ours touches those files again.
         self._last_ns = last_sign(directory, info).end_ns
 
     def over(self) -> bool:
         """Whether this very process has gone; one that nobody has reaped yet has."""
-        return not self._same_boot or not proc.alive(self.pid, self._started)
+        return not self._same_boot or not proc.is_running(self.pid, self._started)
 
     def ending(self, info: RunInfo) -> ExitInfo:
         """From the kernel, the foreground that reaped it, or its own last record; else unknown, with the reason."""
@@ -156,12 +157,9 @@ def _last_output(directory: Path, info: RunInfo) -> float:
 
 def find_command(directory: Path) -> proc.Process | None:
     """The command of a run whose supervisor was killed before it could say which process it had started."""
-    needle = b"DPMON_RUN=" + os.fsencode(directory)
-    found = []
-    for pid, process in proc.every_process().items():
-        if process.session != pid or process.dead:
-            continue
-        with contextlib.suppress(OSError):
-            if needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                found.append(process)
-    return min(found, key=lambda process: process.started, default=None)
+    leaders = (process for pid, process in proc.every_process().items() if process.session == pid and not process.dead)
+    return min(
+        (process for process in leaders if is_named(process.pid, directory)),
+        key=lambda process: process.started,
+        default=None,
+    )

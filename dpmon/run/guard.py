@@ -15,13 +15,16 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from dpmon.run import proc
 from dpmon.run.ending import exit_info
 from dpmon.run.lock import needs_supervisor
+from dpmon.run.proc import Process
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, load_info, save
+from dpmon.run.signalling import command_of, find_members, send, send_to_all, send_to_group
 from dpmon.run.start import take_over
 
 __all__ = ["Guard", "Successors", "looked_after"]
@@ -107,7 +110,7 @@ class Guard:
         self._directory = directory
         self._supervisor = supervisor
         self._reader = RunReader(directory)
-        self._found: int | None = None
+        self._found: Process | None = None
         self.outcome: ExitInfo | None = None
         """How the run ended, where this process had to find out itself."""
         self._dead_since: float | None = None
@@ -144,26 +147,31 @@ class Guard:
             parents = (self._supervisor.pid, os.getpid())
             for pid, process in proc.every_process().items():
                 if process.parent in parents and process.session == pid and pid != self._supervisor.pid:
-                    self._found = pid
-        return self._found
+                    self._found = process
+        return None if self._found is None else self._found.pid
+
+    def _known(self) -> RunInfo:
+        """What run.json says, or would say if it could have been written."""
+        info, found = self._reader.info, self._found
+        if info.command_pid is None and found is not None:
+            return replace(info, command_pid=found.pid, command_started=found.started)
+        return info
 
     def send(self, number: int) -> bool:
         """Send a signal to the command's process group; False if it is not there (yet, or any more).
 
         What programs use to talk to each other (SIGUSR1, SIGUSR2) goes to the command alone: its children, which
-        expect none, would die of it.
+        expect none, would die of it. SIGKILL goes to all processes of the run: nobody is left to end the others.
         """
-        pid = self.command_pid()
-        if pid is None or not proc.alive(pid, self._reader.info.command_started):
+        if self.command_pid() is None or (command := command_of(self._known())) is None or command.dead:
             return False
-        try:
-            if number in (signal.SIGUSR1, signal.SIGUSR2):
-                os.kill(pid, number)
-            else:
-                os.killpg(pid, number)
-        except OSError:
-            return False
-        return True
+        if number in (signal.SIGUSR1, signal.SIGUSR2):
+            return send(command, number)
+        if number == signal.SIGKILL:
+            members = find_members(self._directory, self._known(), over=False)
+            send_to_all(members, command.pid, number)
+            return True
+        return send_to_group(command, number)
 
     def look(self) -> None:
         """Reap what must be reaped, and record the command's exit if the supervisor cannot; call it often."""
@@ -183,7 +191,7 @@ class Guard:
         try:
             found, status = os.waitpid(pid, os.WNOHANG)
         except ChildProcessError:
-            if not proc.alive(pid, self._reader.info.command_started):
+            if not proc.is_running(pid, self._known().command_started):
                 self._give_up()
             return
         if found:

@@ -39,8 +39,7 @@ def take_lock(directory: Path) -> int | None:
 
 def supervised(info: RunInfo) -> bool:
     """Whether the supervisor that run.json names lives (a stopped one does)."""
-    pid = info.supervisor_pid
-    return pid is not None and info.boot_id == proc.boot_id() and proc.alive(pid, info.supervisor_started)
+    return info.boot_id == proc.boot_id() and proc.is_running(info.supervisor_pid, info.supervisor_started)
 
 
 def goes_on_elsewhere(directory: Path, info: RunInfo, how: ExitInfo | None) -> bool:

@@ -18,7 +18,7 @@ def open_pidfd(pid: int) -> int | None:
     """A descriptor of the process with this number; None if there is none, or on a kernel without them."""
     try:
         return os.pidfd_open(pid)
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, OverflowError):
         return None
 
 

@@ -7,12 +7,28 @@ move when the clock is set, so a number that was given to another process is nev
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Process", "alive", "boot_id", "every_process", "host", "started", "status_of_dead", "tree"]
+__all__ = [
+    "Process",
+    "alive",
+    "boot_id",
+    "every_process",
+    "host",
+    "is_running",
+    "run_of",
+    "same_start",
+    "started",
+    "status_of_dead",
+    "tree",
+    "with_descendants",
+]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
+_RUN = b"DPMON_RUN="
+_MAX_ENVIRON_BYTES = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +54,7 @@ def read(pid: int) -> Process | None:
     """The process with this number, zombies included; None if there is none."""
     try:
         raw = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a number of thousands of digits
         return None
     # The name in parentheses may hold blanks and parentheses itself.
     fields = raw.rpartition(")")[2].split()
@@ -60,13 +76,33 @@ def alive(pid: int, since: float | None) -> bool:
     process = read(pid)
     if process is None or process.dead:
         return False
-    return since is None or abs(process.started - since) < 1.5 / _TICKS
+    return since is None or same_start(process, since)
+
+
+def same_start(process: Process, since: float | None) -> bool:
+    """Whether the process started at `since`, to the kernel's clock tick; False where that was not recorded."""
+    return since is not None and abs(process.started - since) < 0.5 / _TICKS
+
+
+def is_running(pid: int | None, since: float | None) -> bool:
+    """Whether the process that was recorded with this number and this start runs; False without a start."""
+    return pid is not None and since is not None and alive(pid, since)
+
+
+def run_of(pid: int) -> str | None:
+    """The run whose directory DPMON_RUN named when the process was executed; None if it has none or may not be read."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            variables = file.read(_MAX_ENVIRON_BYTES).split(b"\0")
+    except (OSError, ValueError):
+        return None
+    return next((os.fsdecode(each[len(_RUN) :]) for each in variables if each.startswith(_RUN)), None)
 
 
 def status_of_dead(pid: int, since: float | None) -> int | None:
     """The wait status of a process that has ended and was not reaped yet, None if that cannot be known."""
     process = read(pid)
-    if process is None or not process.dead or (since is not None and abs(process.started - since) > 0.1):
+    if process is None or not process.dead or not same_start(process, since):
         return None
     return process.exit_code
 
@@ -86,12 +122,15 @@ def tree(root: int) -> dict[int, Process]:
     """The living processes that belong to `root`: its descendants, group and session, and what these started."""
     table = every_process()
     mine = {pid for pid, p in table.items() if pid == root or root in (p.group, p.session)}
-    grew = True
-    while grew:
-        more = {pid for pid, p in table.items() if p.parent in mine and pid not in mine}
-        grew = bool(more)
-        mine |= more
-    return {pid: table[pid] for pid in mine if not table[pid].dead}
+    return {pid: table[pid] for pid in with_descendants(mine, table) if not table[pid].dead}
+
+
+def with_descendants(pids: set[int], table: Mapping[int, Process]) -> set[int]:
+    """`pids` and all that descend from them."""
+    found = set(pids)
+    while more := {pid for pid, process in table.items() if process.parent in found and pid not in found}:
+        found |= more
+    return found
 
 
 def boot_id() -> str:

@@ -353,7 +353,7 @@ class RunReader:
             return None
         if info.boot_id != proc.boot_id():
             return False
-        return proc.alive(info.command_pid, info.command_started)
+        return proc.is_running(info.command_pid, info.command_started)
 
     # ------------------------------------------------------------------------------------------ requests
 

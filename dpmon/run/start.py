@@ -69,8 +69,7 @@ def look_after(directory: Path) -> None:
         helper = take_over(directory)
     except OSError:  # a full or read-only disk: the rings are read as they are
         return
-    pid = info.command_pid
-    if pid is None or info.boot_id != proc.boot_id() or not proc.alive(pid, info.command_started):
+    if info.boot_id != proc.boot_id() or not proc.is_running(info.command_pid, info.command_started):
         with contextlib.suppress(subprocess.TimeoutExpired):
             helper.wait(FINISH_S)
     else:
@@ -90,6 +89,8 @@ def _start(directory: Path, how: str, *, stdin: bool) -> subprocess.Popen[bytes]
     try:
         return subprocess.Popen(
             [sys.executable, "-I", *bytecode, "-c", _BOOT, str(directory), how, home, *places],
+            # Within another run it must not be taken for a process of that one: `dpmon stop` would end it.
+            env={name: value for name, value in os.environ.items() if name != "DPMON_RUN"},
             stdin=None if stdin else subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log,

@@ -22,7 +22,7 @@ def command_alive(info: RunInfo) -> bool | None:
     """Whether the command runs; None: nobody has said yet that it was started."""
     if info.command_pid is None:
         return None
-    return info.boot_id == proc.boot_id() and proc.alive(info.command_pid, info.command_started)
+    return info.boot_id == proc.boot_id() and proc.is_running(info.command_pid, info.command_started)
 
 
 def goes_on(info: RunInfo) -> bool:

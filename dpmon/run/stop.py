@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -11,7 +9,10 @@ from pathlib import Path
 
 from dpmon.run import proc
 from dpmon.run.lock import goes_on_elsewhere, supervised
-from dpmon.run.rundir import RunError, load_exit, load_info, mark_stop
+from dpmon.run.proc import Process
+from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info, mark_stop
+from dpmon.run.signalling import find_members, send_to_all, unproven
+from dpmon.run.state import YOUNG_S
 
 __all__ = ["GRACE_S", "NOTHING_RUNS", "STOPPED_BY", "otherwise", "stop_run"]
 
@@ -19,38 +20,56 @@ GRACE_S = 5.0
 NOTHING_RUNS = "nothing runs"
 STOPPED_BY = "stopped by "
 _LOOK_S = 0.05
+_SEARCH_S = 0.3
+"""Between two searches of the whole process table."""
 _RECORD_S = 5.0
 """So long the supervisor is given to record the end."""
+_START_S = 10.0
+"""So long a run that is being started is given to start its command."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
-def stop_run(directory: Path, grace_s: float = GRACE_S) -> Iterator[str]:
+def stop_run(directory: Path, info: RunInfo | None = None, grace_s: float = GRACE_S) -> Iterator[str]:
     """Send SIGINT, SIGTERM, SIGKILL in turn until no process of the run is left, `grace_s` seconds after each.
 
-    Yields a line for each signal sent; the last line says how it went. RunError if the directory is no run, or
-    one of another machine.
+    Yields a line for each signal sent; the last line says how it went. `info`: what run.json said when it could still
+    be read. RunError if the directory is no run, if the run is on another machine, or if a process has the command's
+    number and is not proven to be the command: then nothing is signalled.
     """
-    info = load_info(directory)
-    if goes_on_elsewhere(directory, info, load_exit(directory)):
+    info = _started(directory) if info is None else info
+    how = load_exit(directory)
+    if goes_on_elsewhere(directory, info, how):
         raise RunError(f"{directory.name} is on another machine; stop it there")
-    root = info.command_pid
-    if root is None or info.boot_id != proc.boot_id():
-        yield NOTHING_RUNS
-        return
-    known = _members(root, info.command_started)
+    known = find_members(directory, info, over=how is not None)
     if not known:
+        if how is None and (stranger := unproven(directory, info)) is not None:
+            raise RunError(f"process {stranger} is not proven to be the command of {directory.name}: not signalled")
         yield NOTHING_RUNS
         return
-    mark_stop(directory)
+    if how is None:
+        mark_stop(directory)
     for number in _SIGNALS:
         count = len(known)
         yield f"{number.name} to {count} process{'es' if count != 1 else ''}"
-        _send(known, root, number)
-        known = _wait(root, known, grace_s)
+        send_to_all(known, info.command_pid, number)
+        known = _wait(directory, info, known, grace_s)
         if not known:
             yield f"{STOPPED_BY}{number.name}"
             return
     yield f"{len(known)} processes cannot be stopped: {', '.join(map(str, sorted(known)))}"
+
+
+def _started(directory: Path) -> RunInfo:
+    """What run.json says, once a run that is just being started has said which process its command is."""
+    until = time.monotonic() + _START_S
+    while True:
+        info = load_info(directory)
+        young = 0 <= time.time() - info.started_unix < YOUNG_S
+        if info.command_pid is not None or not young or load_exit(directory) is not None:
+            return info
+        if time.monotonic() >= until:
+            return info
+        time.sleep(_LOOK_S)
 
 
 def otherwise(directory: Path, last: str, limit_s: float = _RECORD_S) -> str | None:
@@ -70,38 +89,15 @@ def otherwise(directory: Path, last: str, limit_s: float = _RECORD_S) -> str | N
     return f"it ended with {how.signal}{why}"
 
 
-def _members(root: int, started: float | None) -> dict[int, float]:
-    """The run's living processes with their starts; none if the root's number belongs to somebody else now."""
-    first = proc.read(root)
-    if first is not None and started is not None and abs(first.started - started) > 0.1:
-        return {}
-    return {pid: process.started for pid, process in proc.tree(root).items()}
-
-
-def _send(known: dict[int, float], root: int, number: int) -> None:
-    """To the group first, in one go as a terminal would; then to those that left it."""
-    grouped = set()
-    table = proc.every_process()
-    if any(pid in table and table[pid].group == root for pid in known):
-        with contextlib.suppress(OSError):
-            os.killpg(root, number)
-        grouped = {pid for pid in known if pid in table and table[pid].group == root}
-    for pid, started in known.items():
-        if pid not in grouped and proc.alive(pid, started):
-            with contextlib.suppress(OSError):
-                os.kill(pid, number)
-
-
-def _wait(root: int, known: dict[int, float], grace_s: float) -> dict[int, float]:
+def _wait(directory: Path, info: RunInfo, known: dict[int, Process], grace_s: float) -> dict[int, Process]:
     """Wait until all have ended; what is still there after `grace_s` seconds, children of the dying included."""
     until = time.monotonic() + grace_s
+    search_at = 0.0
     while True:
-        left = {pid: started for pid, started in known.items() if proc.alive(pid, started)}
-        if not left:
-            left = {pid: p.started for pid, p in proc.tree(root).items() if root in (p.group, p.session)}
-        else:
-            left |= {pid: p.started for pid, p in proc.tree(root).items()}
-        if not left or time.monotonic() >= until:
-            return left
-        known = left
+        now = time.monotonic()
+        if now >= min(search_at, until) or not any(proc.alive(pid, each.started) for pid, each in known.items()):
+            known = find_members(directory, info, over=load_exit(directory) is not None, known=known)
+            search_at = now + _SEARCH_S
+            if not known or now >= until:
+                return known
         time.sleep(_LOOK_S)

@@ -25,6 +25,7 @@ from dpmon.run.files import open_file
 from dpmon.run.launch import start_command
 from dpmon.run.lock import needs_supervisor, take_lock
 from dpmon.run.oom import OomWatch
+from dpmon.run.pidfd import open_pidfd
 from dpmon.run.room import OutputRoom
 from dpmon.run.rundir import load_exit, load_info, save
 from dpmon.run.start import TAKE_OVER
@@ -332,8 +333,9 @@ class Supervisor:
     def _poller(self, pid: int) -> select.poll:
         """What ends the wait between two drains: the command's end, and what is typed for it."""
         poller = select.poll()
-        with contextlib.suppress(OSError, AttributeError):  # a kernel without pidfd: its end is seen a moment later
-            poller.register(os.pidfd_open(pid), select.POLLIN)
+        fd = open_pidfd(pid)
+        if fd is not None:  # a kernel without pidfd: its end is seen a moment later
+            poller.register(fd, select.POLLIN)
         return poller
 
     def _metrics(self, sampler: _Sampler) -> Metrics | None:

@@ -1,0 +1,147 @@
+"""Signals to the processes of a run. Every signal that dpmon sends goes through this module.
+
+A process number is no proof: the kernel gives it to another process once its owner has gone. A process belongs to the
+run if it started when run.json says, or if the environment it was executed with names the run's directory (DPMON_RUN).
+Its descendants belong to the run too, and so does the session that the command leads.
+
+A signal goes through a pidfd where the kernel has them: open, then prove, then send. A pidfd never means another
+process, so the proof still holds when the signal is sent.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+from dpmon.run import proc
+from dpmon.run.proc import Process
+from dpmon.run.rundir import RunInfo
+
+__all__ = ["command_of", "find_members", "is_named", "send", "send_to_all", "send_to_group", "unproven"]
+
+_PROCESS_GROUP = 1 << 2
+"""PIDFD_SIGNAL_PROCESS_GROUP (linux/pidfd.h), Linux 6.9 and later."""
+_NO_PIDFD = (errno.ENOSYS, errno.EPERM)
+"""An old kernel, or a sandbox that refuses the call."""
+
+
+def is_named(pid: int, directory: Path) -> bool:
+    """Whether the process was executed with DPMON_RUN naming `directory`."""
+    named = proc.run_of(pid)
+    if named is None:
+        return False
+    # The path may lead through a link; a run's own name is unique, so only one of that name is looked up.
+    return named == str(directory) or (
+        os.path.basename(named) == directory.name and os.path.realpath(named) == os.path.realpath(directory)
+    )
+
+
+def command_of(info: RunInfo) -> Process | None:
+    """The command, alive or not yet reaped, if its start is the recorded one."""
+    pid = info.command_pid
+    if pid is None or pid <= 1 or info.boot_id != proc.boot_id():
+        return None
+    process = proc.read(pid)
+    return process if process is not None and proc.same_start(process, info.command_started) else None
+
+
+def unproven(directory: Path, info: RunInfo) -> int | None:
+    """The number in run.json if a process has it now that is not proven to be the run's command."""
+    pid = info.command_pid
+    if pid is None or info.boot_id != proc.boot_id():
+        return None
+    process = proc.read(pid)
+    if process is None or process.dead or command_of(info) is not None or is_named(pid, directory):
+        return None
+    return pid
+
+
+def find_members(
+    directory: Path, info: RunInfo, *, over: bool, known: Mapping[int, Process] | None = None
+) -> dict[int, Process]:
+    """The living processes that are proven to be the run's, but for the caller and the run's supervisor.
+
+    `over`: the run has ended, so that its recorded command proves nothing any more. `known`: members found earlier.
+    """
+    table = proc.every_process()
+    mine = {pid for pid in table if pid > 1 and is_named(pid, directory)}
+    for pid, process in (known or {}).items():
+        if pid in table and proc.same_start(table[pid], process.started):
+            mine.add(pid)
+    command = None if over else command_of(info)
+    if command is not None and command.pid in table:
+        mine.add(command.pid)
+    root = info.command_pid
+    if root in mine or any(root in (table[pid].group, table[pid].session) for pid in mine):
+        # A number stays taken while a group or a session has it.
+        mine |= {pid for pid, process in table.items() if root in (process.group, process.session)}
+    mine = proc.with_descendants(mine, table)
+    mine.discard(os.getpid())
+    supervisor = table.get(info.supervisor_pid or 0)
+    if supervisor is not None and proc.same_start(supervisor, info.supervisor_started):
+        mine.discard(supervisor.pid)
+    return {pid: table[pid] for pid in mine if not table[pid].dead}
+
+
+def send(process: Process, number: int) -> bool:
+    """Send a signal to this very process; False if it has gone or may not be signalled."""
+    return _deliver(process, number, group=False)
+
+
+def send_to_group(leader: Process, number: int) -> bool:
+    """Send a signal to the group that `leader` leads, in one go as a terminal does; False as of `send`."""
+    return leader.group == leader.pid and _deliver(leader, number, group=True)
+
+
+def send_to_all(members: Mapping[int, Process], root: int | None, number: int) -> None:
+    """Send a signal to the group of the command `root` in one go, then to the other members, parents first."""
+    leader = members.get(root or 0)
+    # The caller itself may be in that group: `dpmon stop` can be called by the training.
+    grouped = leader is not None and os.getpgrp() != root and send_to_group(leader, number)
+    for process in sorted(members.values(), key=lambda process: process.started):
+        if not (grouped and process.group == root):
+            send(process, number)
+
+
+def _deliver(process: Process, number: int, *, group: bool) -> bool:
+    if process.pid <= 1:
+        return False
+    fd = None
+    try:
+        fd = _open(process.pid)
+        if not proc.alive(process.pid, process.started):
+            return False
+        if fd is None or not _through(fd, number, _PROCESS_GROUP if group else 0):
+            (os.killpg if group else os.kill)(process.pid, number)
+    except (OSError, OverflowError):
+        return False
+    finally:
+        if fd is not None:
+            os.close(fd)
+    return True
+
+
+def _open(pid: int) -> int | None:
+    """A pidfd; None where there are none. OSError if there is no such process."""
+    try:
+        return os.pidfd_open(pid)
+    except AttributeError:
+        return None
+    except OSError as error:
+        if error.errno in _NO_PIDFD:
+            return None
+        raise
+
+
+def _through(fd: int, number: int, flags: int) -> bool:
+    """Whether the kernel takes such a signal through a pidfd; OSError if the process has gone."""
+    try:
+        signal.pidfd_send_signal(fd, number, None, flags)
+    except OSError as error:
+        if flags and error.errno == errno.EINVAL:  # before Linux 6.9
+            return False
+        raise
+    return True

@@ -1,0 +1,231 @@
+"""Whom dpmon signals: only processes that are proven to be the run's, whatever its files say."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import Dpmon, wait_for
+
+from dpmon.run import proc
+
+SLEEPER = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
+WAITS = """\
+import pathlib, time
+pathlib.Path("began").touch()
+while not pathlib.Path("go").exists():
+    time.sleep(0.01)
+"""
+LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
+
+
+@pytest.fixture
+def stranger() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has nothing to do with any run."""
+    process = subprocess.Popen(SLEEPER, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def begun(dpmon: Dpmon) -> None:
+    wait_for((dpmon.cwd / "began").exists, what="the script's first line")
+
+
+def ended_run(dpmon: Dpmon, *, recorded: bool, **changed: Any) -> Path:
+    """A run whose processes have gone, with changes to its run.json; `recorded`: with its exit.json."""
+    dpmon.script("pass")
+    dpmon.run("--name", "old", *dpmon.warm(), "script.py")
+    directory = dpmon.last()
+    path = directory / "run.json"
+    info = json.loads(path.read_text())
+    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]))
+    path.write_text(json.dumps({**info, **changed}))
+    if not recorded:
+        (directory / "exit.json").unlink()
+    return directory
+
+
+def started(process: subprocess.Popen[bytes]) -> float:
+    since = proc.started(process.pid)
+    assert since is not None
+    return since
+
+
+@pytest.mark.parametrize("start", [None, "its own"])
+def test_a_run_that_is_over_has_no_process_by_number(
+    dpmon: Dpmon, stranger: subprocess.Popen[bytes], start: str | None
+) -> None:
+    since = None if start is None else started(stranger)
+    ended_run(dpmon, recorded=True, command_pid=stranger.pid, command_started=since)
+    result = dpmon.run("stop", "old")
+    assert result.status == 0, result.errors
+    assert "is over (exit status 0)" in result.text
+    assert stranger.poll() is None
+
+
+@pytest.mark.parametrize("earlier", [None, 0.02, 1.0])
+def test_a_process_that_is_not_proven_is_named_and_not_signalled(
+    dpmon: Dpmon, stranger: subprocess.Popen[bytes], earlier: float | None
+) -> None:
+    since = None if earlier is None else started(stranger) - earlier
+    directory = ended_run(dpmon, recorded=False, command_pid=stranger.pid, command_started=since)
+    result = dpmon.run("stop", "old")
+    assert result.status == 2
+    assert result.text == ""
+    (line,) = result.errors.splitlines()
+    assert line == f"dpmon: process {stranger.pid} is not proven to be the command of {directory.name}: not signalled"
+    assert stranger.poll() is None
+
+
+def test_a_number_that_the_kernel_gave_to_somebody_else(dpmon: Dpmon) -> None:
+    """The supervisor and the command are killed, and another process gets the command's number."""
+    if not os.access(LAST_PID, os.W_OK) or os.geteuid() != 0:
+        pytest.skip("the next process number cannot be chosen here")
+    dpmon.script(WAITS)
+    dpmon.run("--detach", "--name", "gone", *dpmon.warm(), "script.py")
+    info = dpmon.info()
+    begun(dpmon)
+    os.kill(info["supervisor_pid"], signal.SIGKILL)
+    os.kill(info["command_pid"], signal.SIGKILL)
+    wait_for(lambda: proc.read(info["command_pid"]) is None, what="the command's number to be free")
+    others = []
+    try:
+        while not others or others[-1].pid != info["command_pid"]:
+            assert len(others) < 50, "somebody else is always quicker"
+            LAST_PID.write_text(str(info["command_pid"] - 1))
+            others.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
+        result = dpmon.run("stop", "gone")
+        assert result.status == 2
+        assert f"process {info['command_pid']} is not proven" in result.errors
+        assert others[-1].poll() is None
+        assert "lost" in dpmon.run("ls").text
+    finally:
+        for process in others:
+            process.kill()
+            process.wait()
+
+
+def test_what_a_finished_run_left_behind_is_stopped(dpmon: Dpmon) -> None:
+    """By its environment, for the number of the command proves nothing any more."""
+    dpmon.script(
+        "import os, subprocess, sys\n"
+        f"quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+        f"print(subprocess.Popen({SLEEPER!r}, **quiet).pid, subprocess.Popen({SLEEPER!r}, env={{}}, **quiet).pid)\n"
+    )
+    result = dpmon.run("--name", "leaves", "script.py")
+    left, nameless = map(int, result.text.split())
+    try:
+        assert proc.alive(left, None)
+        result = dpmon.run("stop", "leaves")
+        assert result.status == 0, result.errors
+        assert "stopped by SIGINT" in result.text
+        assert not proc.alive(left, None)
+        assert "finished" in dpmon.run("ls").text, "that it was stopped later does not change how it ended"
+    finally:
+        for pid in (left, nameless):
+            if proc.alive(pid, None):
+                os.kill(pid, signal.SIGKILL)
+
+
+DAEMON = """\
+import os, pathlib, signal, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        {ignored}
+        pathlib.Path("daemon").write_text(str(os.getpid()))
+        while True:
+            time.sleep(1)
+    os._exit(0)
+os.wait()
+pathlib.Path("began").touch()
+while True:
+    time.sleep(1)
+"""
+IGNORES = "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+def daemon_of(dpmon: Dpmon) -> int:
+    return wait_for(lambda: int((dpmon.cwd / "daemon").read_text() or 0), what="the daemon")
+
+
+def test_a_daemon_of_the_training_is_stopped_with_it(dpmon: Dpmon) -> None:
+    dpmon.script(DAEMON.format(ignored="pass"))
+    dpmon.run("--detach", "--name", "daemons", "script.py")
+    begun(dpmon)
+    daemon = daemon_of(dpmon)
+    result = dpmon.run("stop", "daemons")
+    assert result.status == 0, result.errors
+    assert "SIGINT to 2 processes" in result.text
+    assert not proc.alive(daemon, None)
+
+
+def test_the_third_interrupt_kills_what_left_the_session_too(dpmon: Dpmon) -> None:
+    """As torchrun's workers do: with torchrun killed nobody would end them."""
+    dpmon.script(
+        "import pathlib, signal, subprocess, time\n"
+        f'code = "import signal, time; {IGNORES}; print(1, flush=True); time.sleep(600)"\n'
+        "import sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', code], start_new_session=True, stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "pathlib.Path('child').write_text(str(child.pid))\n"
+        "for n in ('SIGINT', 'SIGTERM'):\n"
+        "    signal.signal(getattr(signal, n), lambda *_, n=n: pathlib.Path(n).touch())\n"
+        "pathlib.Path('began').touch()\n"
+        "while True: time.sleep(1)\n"
+    )
+    process = dpmon.start("script.py")
+    begun(dpmon)
+    child = int((dpmon.cwd / "child").read_text())
+    for name in ("SIGINT", "SIGTERM"):
+        process.send_signal(signal.SIGINT)
+        wait_for((dpmon.cwd / name).exists, what=name)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(100) == 137
+    wait_for(lambda: not proc.alive(child, None), what="the child's end")
+
+
+def test_a_run_within_a_run_is_left_alone(dpmon: Dpmon) -> None:
+    """The outer one starts it in the background; its supervisor has the outer one's environment."""
+    (dpmon.cwd / "inner.py").write_text(WAITS)
+    words = dpmon.words("--detach", "--name", "inner", *dpmon.warm(), "inner.py")
+    dpmon.script(f"import subprocess; subprocess.run({words!r}, check=True)", "outer.py")
+    dpmon.run("--name", "outer", "outer.py")
+    begun(dpmon)
+    inner = next(directory for directory in dpmon.runs() if "-inner-" in directory.name)
+    info = dpmon.info(inner)
+    result = dpmon.run("stop", "outer")
+    assert "is over" in result.text, result.text + result.errors
+    assert proc.alive(info["supervisor_pid"], info["supervisor_started"])
+    assert proc.alive(info["command_pid"], info["command_started"])
+    assert dpmon.run("stop", "inner").status == 0
+
+
+def test_a_training_that_stops_its_own_run(dpmon: Dpmon) -> None:
+    """The command that it calls goes on to the end, though it is one of the run's processes itself."""
+    words = dpmon.words("stop", "self")
+    dpmon.script(
+        "import os, pathlib, signal, subprocess\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "with open('said', 'wb') as said:\n"
+        f"    subprocess.Popen({words!r}, stdout=said, preexec_fn=lambda: signal.signal(signal.SIGINT,"
+        " signal.SIG_DFL))\n"
+        "signal.pause()\n"
+    )
+    result = dpmon.run("--name", "self", "script.py")
+    assert result.status == 128 + signal.SIGTERM
+    said = wait_for(lambda: text if "stopped" in (text := (dpmon.cwd / "said").read_text()) else "")
+    assert [line.split(":")[0] for line in said.splitlines()] == [
+        "SIGINT to 1 process", "SIGTERM to 1 process", "stopped by SIGTERM",
+    ]  # fmt: skip

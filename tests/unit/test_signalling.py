@@ -1,0 +1,180 @@
+"""What proves that a process is a run's, and how a signal gets to it and to nobody else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from running import wait_for
+
+from dpmon.run import proc, signalling
+from dpmon.run.guard import Guard
+from dpmon.run.rundir import RunError, RunInfo, create_run, save
+from dpmon.run.stop import NOTHING_RUNS, stop_run
+
+SLEEPER = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
+
+
+def sleeper(**more: object) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(SLEEPER, stdout=subprocess.PIPE, **more)  # type: ignore[call-overload]
+    process.stdout.readline()
+    process.stdout.close()
+    return process  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def one() -> Iterator[subprocess.Popen[bytes]]:
+    process = sleeper(start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def run(state: Path) -> tuple[Path, RunInfo]:
+    return create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, proc.boot_id(), True))
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """Whatever would be signalled, in place of signalling it."""
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *words: calls.append(words))
+    monkeypatch.setattr(os, "kill", lambda *words: calls.append(words))
+    monkeypatch.setattr(os, "killpg", lambda *words: calls.append(words))
+    return calls
+
+
+def own(process: subprocess.Popen[bytes]) -> proc.Process:
+    found = proc.read(process.pid)
+    assert found is not None
+    return found
+
+
+NUMBERS = [1, 0, -1, -(1 << 40), 1 << 22, 1 << 31, 1 << 64, 10**400, 10**5000]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=range(len(NUMBERS)))
+@pytest.mark.parametrize("since", [None, 0.0, "its own"])
+def test_numbers_that_no_command_has(
+    run: tuple[Path, RunInfo], sent: list[object], number: int, since: float | str | None
+) -> None:
+    directory, info = run
+    start = proc.started(number) if since == "its own" else since
+    info = replace(info, command_pid=number, command_started=start)  # type: ignore[arg-type]
+    assert signalling.command_of(info) is None
+    assert signalling.find_members(directory, info, over=False) == {}
+    if number == 1:
+        with pytest.raises(RunError, match="process 1 is not proven"):
+            list(stop_run(directory, info))
+    else:
+        assert list(stop_run(directory, info)) == [NOTHING_RUNS]
+    assert sent == []
+
+
+@pytest.mark.parametrize("number", [-1, 0, 1])
+def test_numbers_that_mean_more_than_one_process_are_never_sent_to(sent: list[object], number: int) -> None:
+    everybody = proc.Process(number, "S", 0, number, number, proc.started(number) or 0.0, None)
+    assert not signalling.send(everybody, signal.SIGTERM)
+    assert not signalling.send_to_group(everybody, signal.SIGTERM)
+    assert sent == []
+
+
+def test_another_start_is_another_process(one: subprocess.Popen[bytes]) -> None:
+    found = own(one)
+    tick = 1 / os.sysconf("SC_CLK_TCK")
+    for other in (found.started - tick, found.started + tick, found.started + 1e6):
+        assert not signalling.send(replace(found, started=other), signal.SIGKILL)
+        assert not signalling.send_to_group(replace(found, started=other), signal.SIGKILL)
+    assert one.poll() is None
+    assert signalling.send(found, signal.SIGKILL)
+    assert one.wait() == -signal.SIGKILL
+    assert not signalling.send(found, signal.SIGKILL)
+
+
+def test_only_the_leader_proves_a_group() -> None:
+    leader = sleeper(preexec_fn=lambda: os.setpgid(0, 0))
+    member = sleeper(preexec_fn=lambda: os.setpgid(0, leader.pid))
+    try:
+        assert own(member).group == leader.pid
+        assert not signalling.send_to_group(own(member), signal.SIGKILL)
+        assert signalling.send_to_group(own(leader), signal.SIGTERM)
+        assert leader.wait() == member.wait() == -signal.SIGTERM
+    finally:
+        for process in (leader, member):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("missing", ["pidfd", "group"])
+def test_without_what_newer_kernels_have(
+    one: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """A kernel or a sandbox without pidfds, and one before Linux 6.9, which knows no groups by them."""
+
+    def refused(*_: object) -> int:
+        raise OSError(1 if missing == "pidfd" else 22, "refused")
+
+    monkeypatch.setattr(*((os, "pidfd_open") if missing == "pidfd" else (signal, "pidfd_send_signal")), refused)
+    found = own(one)
+    assert not signalling.send_to_group(replace(found, started=1.0), signal.SIGKILL)
+    assert one.poll() is None
+    assert signalling.send_to_group(found, signal.SIGTERM)
+    assert one.wait() == -signal.SIGTERM
+
+
+def test_the_environment_names_the_run(run: tuple[Path, RunInfo], tmp_path: Path) -> None:
+    directory, info = run
+    link = tmp_path / "link"
+    link.symlink_to(directory.parent)
+    values = (str(directory), str(link / directory.name), f"{directory}x", str(directory.parent), directory.name, "")
+    children = [sleeper(env={"DPMON_RUN": value}) for value in values]
+    try:
+        named = [signalling.is_named(child.pid, directory) for child in children]
+        assert named == [True, True, False, False, False, False]
+        found = signalling.find_members(directory, info, over=True)
+        assert set(found) == {child.pid for child in children[:2]}
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def test_the_supervisor_and_the_caller_are_no_members(
+    run: tuple[Path, RunInfo], one: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, info = run
+    supervisor = sleeper(env={"DPMON_RUN": str(directory)})
+    try:
+        info = replace(info, supervisor_pid=supervisor.pid, supervisor_started=proc.started(supervisor.pid))
+        assert signalling.find_members(directory, info, over=False) == {}
+        info = replace(info, command_pid=one.pid, command_started=own(one).started)
+        assert set(signalling.find_members(directory, info, over=False)) == {one.pid}
+        monkeypatch.setattr(os, "getpid", lambda: one.pid)
+        assert signalling.find_members(directory, info, over=False) == {}
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+
+
+def test_the_foreground_signals_no_stranger_that_run_json_names(
+    run: tuple[Path, RunInfo], one: subprocess.Popen[bytes]
+) -> None:
+    directory, info = run
+    with subprocess.Popen(["true"]) as supervisor:
+        supervisor.wait()
+        for since in (None, own(one).started - 1, own(one).started + 0.02):
+            save(directory, replace(info, command_pid=one.pid, command_started=since))
+            guard = Guard(directory, supervisor)
+            for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGKILL):
+                assert not guard.send(number)
+        assert one.poll() is None
+        save(directory, replace(info, command_pid=one.pid, command_started=own(one).started))
+        assert Guard(directory, supervisor).send(signal.SIGTERM)
+        wait_for(lambda: one.poll() == -signal.SIGTERM)

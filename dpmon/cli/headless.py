@@ -8,7 +8,6 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections import deque
@@ -23,6 +22,7 @@ from dpmon.run.foreground import FORWARDED
 from dpmon.run.guard import Guard
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, mark_stop, short_name
+from dpmon.run.start import Started
 from dpmon.run.state import run_state
 from dpmon.run.terminal import send_input
 from dpmon.ui.ascii import in_stream
@@ -88,7 +88,7 @@ class Follower:
     def __init__(
         self,
         directory: Path,
-        supervisor: subprocess.Popen[bytes] | None,
+        supervisor: Started | None,
         *,
         early: Sequence[int] = (),
         keep: int | None = None,
@@ -119,6 +119,7 @@ class Follower:
         """Signals that the command has yet to be sent: it was not started when they came."""
         self._told = False
         self._named = False
+        self._deleted = False
 
     def follow(self) -> ExitInfo | None:
         """Copy and report until the run has ended; how it ended, None if that cannot be known."""
@@ -130,6 +131,7 @@ class Follower:
             if now >= look_due:
                 look_due = now + LOOK_S
                 how, over = self._look()
+                self._look_for_record()
                 if over:
                     self._drain_output()
                     if self._lines is not None:
@@ -162,6 +164,12 @@ class Follower:
         if guard.lost and not how:
             self.say(guard.lost)
         return how, how is not None or guard.lost is not None
+
+    def _look_for_record(self) -> None:
+        """Say it once when somebody deletes the run's directory."""
+        if not self._deleted and not self._directory.exists():
+            self._deleted = True
+            self.say(f"the record was deleted ({self._directory}); the training does not need it")
 
     def _drain_output(self) -> None:
         for stream in self._streams:

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from dpmon.run.command import Command, resolve
 from dpmon.run.destination import check_replaceable
 from dpmon.run.foreground import become_reaper, remember_signals
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, load_info, short_name
-from dpmon.run.start import start_supervisor
+from dpmon.run.start import Started, start_supervisor
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -120,14 +119,14 @@ def _describe(options: argparse.Namespace, command: Command, headless: bool, inh
     )
 
 
-def _detached(directory: Path, info: RunInfo, supervisor: subprocess.Popen[bytes]) -> int:
+def _detached(directory: Path, info: RunInfo, supervisor: Started) -> int:
     """Say how to come back, once the command was started; RunError if it was not."""
     until = time.monotonic() + _START_S
     while load_info(directory).command_pid is None and time.monotonic() < until:
         how = load_exit(directory)
         if how is not None and how.error is not None:
             raise RunError(how.error)
-        if how is not None or supervisor.poll() is not None:
+        if how is not None or supervisor.process.poll() is not None:
             break
         time.sleep(0.01)
     name = short_name(info)
@@ -164,7 +163,7 @@ def _metrics(asked: str | None) -> str | None:
 
 def _headless(
     directory: Path,
-    supervisor: subprocess.Popen[bytes],
+    supervisor: Started,
     early: list[int],
     lines: LineFile | Literal["stderr"] | None,
 ) -> int:
@@ -175,7 +174,7 @@ def _headless(
     return closing(directory, how, None if lines == "stderr" else follower.say)
 
 
-def _screen(directory: Path, supervisor: subprocess.Popen[bytes], refresh: float, theme: str | None) -> int:
+def _screen(directory: Path, supervisor: Started, refresh: float, theme: str | None) -> int:
     from dpmon.run.guard import Guard
 
     guard = Guard(directory, supervisor)
@@ -186,7 +185,7 @@ def _screen(directory: Path, supervisor: subprocess.Popen[bytes], refresh: float
     try:
         from dpmon.ui.app import run_screen
 
-        result = run_screen(directory, refresh=refresh, theme=theme)
+        result = run_screen(directory, refresh=refresh, theme=theme, told=lambda: guard.outcome)
     except KeyboardInterrupt:  # before the screen had the keyboard
         result = "left"
     if result == "left":

@@ -60,4 +60,8 @@ def _sum_up(directory: Path, how: ExitInfo | None, say: Callable[[str], None], b
         for line in lines:
             say(line)
     except (RunError, OSError) as error:
-        say(f"no summary: {error}")
+        if directory.exists():
+            say(f"no summary: {error}")
+        else:
+            status = "not known" if how is None or how.status is None else how.status
+            say(f"no summary, for the record was deleted meanwhile: {directory} (exit status {status})")

@@ -37,21 +37,38 @@ class Command(Protocol):
     def ending(self, info: RunInfo) -> ExitInfo:
         """How it ended, once it is over."""
 
+    def release(self) -> None:
+        """Reap it, once somebody else knows how it ended."""
+
 
 class Child:
-    """A command that this process has started."""
+    """A command that this process has started.
+
+    It is left unreaped until `release`: if this process is killed before, the foreground can still reap it.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
+        self._returncode: int | None = None
         self.pid = process.pid
 
     def over(self) -> bool:
-        """Reaps it, if it has ended."""
-        return self._process.poll() is not None
+        """Looks, without reaping it."""
+        if self._returncode is None:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                by_itself = ended.si_code == os.CLD_EXITED
+                self._returncode = ended.si_status if by_itself else -ended.si_status
+        return self._returncode is not None
 
     def ending(self, info: RunInfo) -> ExitInfo:
         """By the status that the kernel gave its parent."""
-        return exit_info(info, self._process.returncode, "supervisor")
+        assert self._returncode is not None
+        return exit_info(info, self._returncode, "supervisor")
+
+    def release(self) -> None:
+        """Reaps it."""
+        self._process.wait()
 
 
 class Adopted:
@@ -88,6 +105,9 @@ class Adopted:
                 break
             time.sleep(0.02)
         return self._from_record(info, now)
+
+    def release(self) -> None:
+        """It is no child of this process: somebody else reaps it."""
 
     def _status(self) -> int | None:
         status = wait_status(self._pidfd) if self._pidfd is not None else None

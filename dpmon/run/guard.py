@@ -21,11 +21,12 @@ from pathlib import Path
 from dpmon.run import proc
 from dpmon.run.ending import exit_info
 from dpmon.run.lock import needs_supervisor
+from dpmon.run.outcome import read_outcome
 from dpmon.run.proc import Process
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, load_info, save
 from dpmon.run.signalling import command_of, find_members, send, send_to_all, send_to_group
-from dpmon.run.start import take_over
+from dpmon.run.start import Started, take_over
 
 __all__ = ["Guard", "Successors", "looked_after"]
 
@@ -106,13 +107,14 @@ def _look_after(directory: Path, done: threading.Event) -> None:
 class Guard:
     """Watches the supervisor that this process started."""
 
-    def __init__(self, directory: Path, supervisor: subprocess.Popen[bytes]) -> None:
+    def __init__(self, directory: Path, started: Started) -> None:
         self._directory = directory
-        self._supervisor = supervisor
+        self._supervisor = started.process
+        self._pipe = started.outcome
         self._reader = RunReader(directory)
         self._found: Process | None = None
         self.outcome: ExitInfo | None = None
-        """How the run ended, where this process had to find out itself."""
+        """How the run ended, where no file said so: what the supervisor told, or this process found out itself."""
         self._dead_since: float | None = None
         self._unstarted_since: float | None = None
         self._successors = Successors(directory)
@@ -181,6 +183,10 @@ class Guard:
         if supervised:
             self._reap_orphans()
             self._look_for_stall()
+            return
+        told = read_outcome(self._pipe)
+        if told is not None:  # it could not write exit.json
+            self._record(told)
             return
         pid = self.command_pid()
         if pid is not None:

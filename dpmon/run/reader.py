@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -131,9 +131,12 @@ class _Tail:
 class RunReader:
     """Tails all rings of the run in `directory`; `calls` False leaves out calls, which are dear to decode."""
 
-    def __init__(self, directory: Path, *, calls: bool = True) -> None:
-        """Raises RunError if the directory is no run of this user."""
+    def __init__(
+        self, directory: Path, *, calls: bool = True, told: Callable[[], ExitInfo | None] = lambda: None
+    ) -> None:
+        """`told`: how the run ended, known without a file. Raises RunError if the directory is no run of this user."""
         self.directory = directory
+        self._told = told
         self._stamp = 0
         self.info: RunInfo = load_info(directory)
         self._calls = calls
@@ -319,7 +322,7 @@ class RunReader:
     def exit(self) -> ExitInfo | None:
         """How the run ended; None while it goes on."""
         if self._exit is None:
-            self._exit = load_exit(self.directory) or self._exit_from_ring()
+            self._exit = load_exit(self.directory) or self._exit_from_ring() or self._told()
         return self._exit
 
     def _exit_from_ring(self) -> ExitInfo | None:

@@ -7,14 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import dpmon
 from dpmon.run import proc
 from dpmon.run.files import open_file
 from dpmon.run.lock import needs_supervisor, take_lock
+from dpmon.run.outcome import open_pipe
 from dpmon.run.rundir import load_exit, load_info
 
-__all__ = ["TAKE_OVER", "look_after", "start_supervisor", "take_over"]
+__all__ = ["TAKE_OVER", "Started", "look_after", "start_supervisor", "take_over"]
 
 FINISH_S = 10.0
 """How long to wait for the record of a run to be completed; a few milliseconds a megabyte are usual."""
@@ -23,28 +25,41 @@ FINISH_S = 10.0
 # standard library's. dpmon's own place comes right after the standard library, the caller's other places last.
 _BOOT = """\
 import sys
-directory, how, home, *places = sys.argv[1:]
+directory, how, outcome, home, *places = sys.argv[1:]
 at = next((i for i, p in enumerate(sys.path) if p.endswith("-packages")), len(sys.path))
 sys.path.insert(at, home)
 sys.path += [p for p in places if p not in sys.path]
 from dpmon.run.supervisor import main
-main(directory, how)
+main(directory, how, outcome)
 """
 TAKE_OVER = "take over"
 
 
-def start_supervisor(directory: Path, *, stdin: bool) -> subprocess.Popen[bytes]:
+class Started(NamedTuple):
+    """A supervisor, and the descriptor that it tells through how the command ended (`dpmon.run.outcome`)."""
+
+    process: subprocess.Popen[bytes]
+    outcome: int
+
+
+def start_supervisor(directory: Path, *, stdin: bool) -> Started:
     """Start the supervisor for the run in `directory`; with `stdin`, dpmon's own input is passed on to the command.
 
     OSError if it cannot be started.
     """
     # Held from before there is a process, so that nobody takes the run for one whose supervisor was killed.
     lock = take_lock(directory)
+    ours, theirs = open_pipe()
     try:
-        if lock is not None and lock >= 0:
-            os.set_inheritable(lock, True)
-        return _start(directory, "" if lock is None else str(lock), stdin=stdin)
+        for fd in (lock, theirs):
+            if fd is not None and fd >= 0:
+                os.set_inheritable(fd, True)
+        return Started(_start(directory, "" if lock is None else str(lock), str(theirs), stdin=stdin), ours)
+    except BaseException:
+        os.close(ours)
+        raise
     finally:
+        os.close(theirs)
         if lock is not None and lock >= 0:
             os.close(lock)
 
@@ -54,7 +69,7 @@ def take_over(directory: Path) -> subprocess.Popen[bytes]:
 
     OSError if it cannot be started.
     """
-    return _start(directory, TAKE_OVER, stdin=False)
+    return _start(directory, TAKE_OVER, "", stdin=False)
 
 
 def look_after(directory: Path) -> None:
@@ -80,7 +95,7 @@ _helpers: list[subprocess.Popen[bytes]] = []
 """Those that are to outlive this process: kept, so that nothing is said of them when they are forgotten."""
 
 
-def _start(directory: Path, how: str, *, stdin: bool) -> subprocess.Popen[bytes]:
+def _start(directory: Path, how: str, outcome: str, *, stdin: bool) -> subprocess.Popen[bytes]:
     home = str(Path(dpmon.__file__).resolve().parent.parent)
     here = os.path.realpath(os.curdir)
     places = [place for place in sys.path if place and os.path.realpath(place) != here]
@@ -88,7 +103,7 @@ def _start(directory: Path, how: str, *, stdin: bool) -> subprocess.Popen[bytes]
     log = open_file(directory / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         return subprocess.Popen(
-            [sys.executable, "-I", *bytecode, "-c", _BOOT, str(directory), how, home, *places],
+            [sys.executable, "-I", *bytecode, "-c", _BOOT, str(directory), how, outcome, home, *places],
             # Within another run it must not be taken for a process of that one: `dpmon stop` would end it.
             env={name: value for name, value in os.environ.items() if name != "DPMON_RUN"},
             stdin=None if stdin else subprocess.DEVNULL,

@@ -29,14 +29,19 @@ _START_S = 10.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
-def stop_run(directory: Path, info: RunInfo | None = None, grace_s: float = GRACE_S) -> Iterator[str]:
+def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float = GRACE_S) -> Iterator[str]:
     """Send SIGINT, SIGTERM, SIGKILL in turn until no process of the run is left, `grace_s` seconds after each.
 
-    Yields a line for each signal sent; the last line says how it went. `info`: what run.json said when it could still
-    be read. RunError if the directory is no run, if the run is on another machine, or if a process has the command's
-    number and is not proven to be the command: then nothing is signalled.
+    Yields a line for each signal sent; the last line says how it went. `last_known`: what run.json said earlier, for a
+    directory that was deleted since. RunError if the directory is no run, if the run is on another machine, or if a
+    process has the command's number and is not proven to be the command: then nothing is signalled.
     """
-    info = _started(directory) if info is None else info
+    try:
+        info = _started(directory)
+    except RunError:
+        if last_known is None or directory.exists():
+            raise
+        info = last_known
     how = load_exit(directory)
     if goes_on_elsewhere(directory, info, how):
         raise RunError(f"{directory.name} is on another machine; stop it there")

@@ -25,9 +25,10 @@ from dpmon.run.files import open_file
 from dpmon.run.launch import start_command
 from dpmon.run.lock import needs_supervisor, take_lock
 from dpmon.run.oom import OomWatch
+from dpmon.run.outcome import tell_outcome
 from dpmon.run.pidfd import open_pidfd
 from dpmon.run.room import OutputRoom
-from dpmon.run.rundir import load_exit, load_info, save
+from dpmon.run.rundir import ExitInfo, load_exit, load_info, save
 from dpmon.run.start import TAKE_OVER
 from dpmon.run.state import YOUNG_S
 from dpmon.run.terminal import INPUT_FIFO, Terminal
@@ -113,8 +114,10 @@ class _WarningsLog:
 class Supervisor:
     """One run from the start of its command to its end, or from where another supervisor was killed."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, outcome: int | None = None) -> None:
+        """`outcome`: where the foreground is told how the command ended; None where nobody waits for it."""
         self._directory = directory
+        self._outcome = outcome
         self._info = load_info(directory)
         self._terminal: Terminal | None = None
         self._leave_at: float | None = None
@@ -126,10 +129,11 @@ class Supervisor:
     def run(self, lock: int | None) -> int:
         """Start the command and stay until it has ended; 0, or 2 if it could not be started."""
         inherited = _descriptors()
-        if lock is not None:
-            os.set_inheritable(lock, False)
-            inherited.remove(lock)
-        else:
+        for own in (lock, self._outcome):
+            if own is not None:  # the command gets none of them
+                os.set_inheritable(own, False)
+                inherited.remove(own)
+        if lock is None:
             take_lock(self._directory)
         self._handle_signals()
         try:
@@ -141,7 +145,7 @@ class Supervisor:
         except OSError as error:
             text = f"{self._info.command[0]} cannot be started: {error.strerror or error}"
             _log(text)
-            save(self._directory, exit_info(self._info, 2, "supervisor", text))
+            self._record(exit_info(self._info, 2, "supervisor", text))
             return 2
         self._let_go(inherited)
         self._announce(command.pid, proc.started(command.pid))
@@ -284,10 +288,11 @@ class Supervisor:
                 self._terminal.register(poller)
             if poller.poll(0 if busy else DRAIN_S * 1000) and self._terminal is not None:
                 self._terminal.serve()
+        how = self._learn(command) if command.over() else None
         reads.close()
-        room.close(nobody_writes=command.over() and not proc.tree(command.pid))
-        if command.over():
-            self._finish(command, drain, sampler, metrics)
+        room.close(nobody_writes=how is not None and not proc.tree(command.pid))
+        if how is not None:
+            self._finish(how, drain, sampler, metrics)
         else:
             drain.flush()
             drain.close()
@@ -356,11 +361,17 @@ class Supervisor:
             lambda text: sampler.emit("warning", {"process": None, "text": text}),
         )
 
-    def _finish(self, command: Command, drain: Any, sampler: _Sampler, metrics: Metrics | None) -> None:
-        drain.flush(over=True)
+    def _learn(self, command: Command) -> ExitInfo:
+        """How it ended; the foreground is told before anything is tried that may fail or take its time."""
         how = command.ending(self._info)
         if how.cause is None:
             how = replace(how, cause=self._oom.cause(how.signal))
+        self._tell(replace(how, drained=False))
+        command.release()
+        return how
+
+    def _finish(self, how: ExitInfo, drain: Any, sampler: _Sampler, metrics: Metrics | None) -> None:
+        drain.flush(over=True)
         data = {"status": how.status, "signal": how.signal, "t_s": how.seconds}
         data |= {name: text for name in ("unknown", "cause") if (text := getattr(how, name)) is not None}
         sampler.emit("exit", data)
@@ -368,10 +379,7 @@ class Supervisor:
         drain.close()
         with contextlib.suppress(OSError):
             (self._directory / SPARE_FILE).unlink()
-        try:
-            save(self._directory, replace(how, drained=True))
-        except OSError as error:
-            _log(f"exit.json cannot be written: {error}")
+        self._record(replace(how, drained=True))
         if metrics is not None:
             metrics.end(how)
         sampler.stop()
@@ -380,6 +388,18 @@ class Supervisor:
 
         for gone in prune_runs(limits(os.environ), self._directory):
             _log(f"deleted {gone.name}: older than what is kept")
+
+    def _tell(self, how: ExitInfo) -> None:
+        if self._outcome is not None:
+            tell_outcome(self._outcome, how)
+            self._outcome = None
+
+    def _record(self, how: ExitInfo) -> None:
+        self._tell(how)
+        try:
+            save(self._directory, how)
+        except OSError as error:
+            _log(f"exit.json cannot be written: {error}")
 
 
 def _descriptors() -> list[int]:
@@ -396,10 +416,14 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-def main(directory: str, how: str) -> None:
-    """Supervise the run in `directory` and end the process. `how`: TAKE_OVER, or the descriptor that holds its lock."""
+def main(directory: str, how: str, outcome: str) -> None:
+    """Supervise the run in `directory` and end the process.
+
+    `how`: TAKE_OVER, or the descriptor that holds the run's lock. `outcome`: the descriptor of the pipe to the
+    foreground. Either descriptor is "" where there is none.
+    """
     try:
-        supervisor = Supervisor(Path(directory))
+        supervisor = Supervisor(Path(directory), int(outcome) if outcome else None)
         sys.exit(supervisor.take_over() if how == TAKE_OVER else supervisor.run(int(how) if how.isdecimal() else None))
     except Exception as error:  # the trace goes to supervisor.log, the training goes on
         _log(f"{type(error).__name__}: {error}")

@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dpmon.run.rundir import ExitInfo
 
 __all__ = ["ScreenClosed", "prepare", "run_screen"]
 
@@ -33,23 +37,34 @@ def prepare(environ: MutableMapping[str, str]) -> None:
             environ.pop("LINES", None)
 
 
-def run_screen(directory: Path, *, refresh: float = 1.0, theme: str | None = None, playback: bool = False) -> str:
+def run_screen(
+    directory: Path,
+    *,
+    refresh: float = 1.0,
+    theme: str | None = None,
+    playback: bool = False,
+    told: Callable[[], ExitInfo | None] = lambda: None,
+) -> str:
     """Show the run in `directory` until the user has seen enough; `theme` as `dpmon.config` knows them.
 
-    With `playback`, a run that is over can be played back.
+    With `playback`, a run that is over can be played back. `told`: how the run ended, known without a file.
 
     "left": the training goes on; "ended": the run is over; "stopped": the user stopped it and it has ended. Raises
     ScreenClosed, a SystemExit with the status, when the screen went without being asked by its user, and RunError when
     the directory is no run.
     """
-    told = dict(os.environ)
+    wishes = dict(os.environ)
     prepare(os.environ)
+    from dpmon.run.reader import RunReader
     from dpmon.ui.look import choose
     from dpmon.ui.monitor import Monitor
     from dpmon.ui.playback import Playback
 
-    look = choose(told, getattr(sys.__stderr__, "encoding", None), theme)
-    monitor = (Playback if playback else Monitor)(directory, look, refresh=refresh)
+    look = choose(wishes, getattr(sys.__stderr__, "encoding", None), theme)
+    if playback:
+        monitor: Monitor = Playback(directory, look, refresh=refresh)
+    else:
+        monitor = Monitor(directory, look, refresh=refresh, open_reader=lambda: RunReader(directory, told=told))
     monitor.leaving.begin()
     try:
         result = monitor.run()

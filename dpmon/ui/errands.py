@@ -13,7 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from dpmon.run.rundir import RunInfo
 
 __all__ = ["ENDINGS", "ErrandError", "export", "report", "save", "stop"]
 
@@ -129,8 +132,8 @@ def _beside(code: str, what: str, *arguments: str) -> str:
     return done.stdout.decode("utf-8", "replace")
 
 
-def stop(directory: Path) -> Iterator[str]:
-    """Stop the whole run, telling how it goes."""
+def stop(directory: Path, last_known: RunInfo | None) -> Iterator[str]:
+    """Stop the whole run, telling how it goes; `last_known` as of `stop_run`."""
     from dpmon.run.stop import stop_run
 
-    yield from stop_run(directory)
+    yield from stop_run(directory, last_known)

@@ -155,6 +155,11 @@ class Feed:
         )
 
     @property
+    def info(self) -> Any:
+        """What run.json says, or said before it was deleted; None before the run is opened."""
+        return None if self._reader is None else self._reader.info
+
+    @property
     def ended(self) -> Ended | None:
         """How the run ended; None while it goes on, and until that was seen."""
         return self._ended

@@ -423,7 +423,7 @@ class Monitor(Drawing):
     def _stop(self) -> None:
         """On a thread of its own: stop the whole run, telling how it goes."""
         try:
-            for progress in errands.stop(self.feed.directory):
+            for progress in errands.stop(self.feed.directory, self.feed.info):
                 self.from_thread(self._stopped_so_far, clean(progress, 200))
             self.from_thread(self._stopped)
         except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on

@@ -15,6 +15,7 @@ from dpmon.run import guard as guards
 from dpmon.run import proc
 from dpmon.run.guard import Guard, Successors
 from dpmon.run.rundir import RunInfo, create_run, load_exit
+from dpmon.run.start import Started
 
 COMMAND = """
 import os, pathlib, time
@@ -47,7 +48,7 @@ def run(state: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Guard, P
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
         supervisor.kill()
         supervisor.wait()
-        yield Guard(directory, supervisor), directory
+        yield Guard(directory, Started(supervisor, -1)), directory
 
 
 def test_a_command_that_was_only_forked_is_waited_for(run: tuple[Guard, Path], tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_a_child_that_has_not_made_its_session_is_waited_for_however_long(
         forked = int(os.read(supervisor.stdout.fileno(), 20))
         supervisor.kill()
         supervisor.wait()
-        guard = Guard(directory, supervisor)
+        guard = Guard(directory, Started(supervisor, -1))
         guard.look()
         guard.look()
         assert (guard.outcome, load_exit(directory)) == (None, None)

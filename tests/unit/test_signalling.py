@@ -16,6 +16,7 @@ from running import wait_for
 from dpmon.run import proc, signalling
 from dpmon.run.guard import Guard
 from dpmon.run.rundir import RunError, RunInfo, create_run, save
+from dpmon.run.start import Started
 from dpmon.run.stop import NOTHING_RUNS, stop_run
 
 SLEEPER = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
@@ -68,13 +69,15 @@ def test_numbers_that_no_command_has(
     directory, info = run
     start = proc.started(number) if since == "its own" else since
     info = replace(info, command_pid=number, command_started=start)  # type: ignore[arg-type]
+    if number < 10**4300:
+        save(directory, info)
     assert signalling.command_of(info) is None
     assert signalling.find_members(directory, info, over=False) == {}
     if number == 1:
         with pytest.raises(RunError, match="process 1 is not proven"):
-            list(stop_run(directory, info))
-    else:
-        assert list(stop_run(directory, info)) == [NOTHING_RUNS]
+            list(stop_run(directory))
+    elif number < 10**4300:  # json reads no longer ones
+        assert list(stop_run(directory)) == [NOTHING_RUNS]
     assert sent == []
 
 
@@ -171,10 +174,10 @@ def test_the_foreground_signals_no_stranger_that_run_json_names(
         supervisor.wait()
         for since in (None, own(one).started - 1, own(one).started + 0.02):
             save(directory, replace(info, command_pid=one.pid, command_started=since))
-            guard = Guard(directory, supervisor)
+            guard = Guard(directory, Started(supervisor, -1))
             for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGKILL):
                 assert not guard.send(number)
         assert one.poll() is None
         save(directory, replace(info, command_pid=one.pid, command_started=own(one).started))
-        assert Guard(directory, supervisor).send(signal.SIGTERM)
+        assert Guard(directory, Started(supervisor, -1)).send(signal.SIGTERM)
         wait_for(lambda: one.poll() == -signal.SIGTERM)

@@ -163,7 +163,7 @@ async def test_a_vanished_command_is_given_time_for_its_status(tmp_path: Path) -
 async def test_stop_stops_the_run_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[Path] = []
 
-    def stop_run(directory: Path) -> Iterator[str]:
+    def stop_run(directory: Path, last_known: object) -> Iterator[str]:
         stopped.append(directory)
         yield "SIGINT to 3 processes"
         on.end(130, "SIGINT")
@@ -177,7 +177,7 @@ async def test_stop_stops_the_run_in_the_background(tmp_path: Path, monkeypatch:
 
 
 async def test_a_stop_that_fails_is_told_and_the_screen_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop_run(directory: Path) -> Iterator[str]:
+    def stop_run(directory: Path, last_known: object) -> Iterator[str]:
         yield "2 processes cannot be stopped: 1, 2"
 
     monkeypatch.setattr("dpmon.run.stop.stop_run", stop_run)

@@ -1,0 +1,221 @@
+"""The directory of a run vanishes while it goes on: the script's exit status still reaches whoever waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from running import Dpmon, Terminal, wait_for
+
+from dpmon.run import proc
+
+WAITS = """\
+import pathlib, sys, time
+print("began", flush=True)
+pathlib.Path("began").touch()
+while not pathlib.Path("go").exists():
+    time.sleep(0.01)
+print("the end", flush=True)
+{end}
+"""
+TRACEBACK = "Traceback (most recent call last)"
+
+
+def script(dpmon: Dpmon, end: str = "sys.exit(7)") -> None:
+    dpmon.script(WAITS.format(end=end))
+
+
+def begun(dpmon: Dpmon) -> None:
+    wait_for((dpmon.cwd / "began").exists, what="the script's first line")
+    dpmon.info()
+
+
+def delete(dpmon: Dpmon) -> None:
+    """The whole state directory; what the run makes anew at this moment, too."""
+
+    def gone() -> bool:
+        shutil.rmtree(dpmon.state, ignore_errors=True)
+        return not dpmon.state.exists()
+
+    wait_for(gone, what="the state directory to go")
+
+
+def unmount(dpmon: Dpmon) -> None:
+    subprocess.run(["umount", "-l", str(dpmon.state)], check=True)
+
+
+def no_deletion(dpmon: Dpmon) -> None:
+    """Nothing can be written any more: what exit.json would be replaced by is a directory that is not empty."""
+    (dpmon.last() / "exit.json").mkdir()
+    (dpmon.last() / "exit.json" / "full").mkdir()
+
+
+def finish(dpmon: Dpmon) -> None:
+    (dpmon.cwd / "go").touch()
+
+
+def on_tmpfs(dpmon: Dpmon) -> None:
+    dpmon.state.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(dpmon.state)], capture_output=True)
+    if done.returncode:
+        pytest.skip("no file system can be mounted here")
+
+
+Vanish = Callable[[Dpmon], None]
+ENDS = [("sys.exit(7)", 7), ("sys.exit(0)", 0), ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 139)]
+
+
+@pytest.mark.parametrize("vanish", [delete, unmount, no_deletion])
+@pytest.mark.parametrize(("end", "status"), ENDS)
+def test_the_status_reaches_the_foreground(dpmon: Dpmon, vanish: Vanish, end: str, status: int) -> None:
+    if vanish is unmount:
+        on_tmpfs(dpmon)
+    script(dpmon, end)
+    process = dpmon.start("script.py", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)))
+    begun(dpmon)
+    vanish(dpmon)
+    finish(dpmon)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == status, err
+    assert out == b"began\nthe end\n"
+    assert TRACEBACK not in err.decode()
+    if vanish is not no_deletion:
+        assert err.decode().count("the record was deleted (") == 1
+        assert f"(exit status {status})" in err.decode()
+    assert "supervisor was killed" not in err.decode()
+
+
+@pytest.mark.parametrize("first", ["supervisor", "directory"])
+def test_with_the_supervisor_killed_too(dpmon: Dpmon, first: str) -> None:
+    script(dpmon)
+    process = dpmon.start("script.py")
+    begun(dpmon)
+    info = dpmon.info()
+    if first == "supervisor":
+        os.kill(info["supervisor_pid"], signal.SIGKILL)
+    delete(dpmon)
+    if first == "directory":
+        os.kill(info["supervisor_pid"], signal.SIGKILL)
+    finish(dpmon)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (7, b"began\nthe end\n"), err
+    assert TRACEBACK not in err.decode()
+
+
+def test_a_supervisor_killed_before_it_could_write_exit_json(dpmon: Dpmon) -> None:
+    """It has reaped the command and told the foreground, and is killed while it works at the record."""
+    script(dpmon)
+    process = dpmon.start("script.py")
+    begun(dpmon)
+    info = dpmon.info()
+    os.kill(process.pid, signal.SIGSTOP)
+    finish(dpmon)
+    wait_for(lambda: proc.read(info["command_pid"]) is None, what="the command to be reaped")
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(info["supervisor_pid"], signal.SIGKILL)
+    (dpmon.last() / "exit.json").unlink(missing_ok=True)
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.wait(60) == 7
+    assert dpmon.exit()["status"] == 7, "the foreground writes it down"
+
+
+def test_lines_of_json(dpmon: Dpmon) -> None:
+    script(dpmon)
+    process = dpmon.start("--json=lines", "script.py")
+    begun(dpmon)
+    delete(dpmon)
+    finish(dpmon)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 7, err
+    last = json.loads((dpmon.cwd / "lines").read_text().splitlines()[-1])
+    assert (last["kind"], last["status"]) == ("exit", 7)
+
+
+def test_lines_of_json_on_stderr_are_all_json(dpmon: Dpmon) -> None:
+    script(dpmon)
+    process = dpmon.start("--json", "script.py")
+    begun(dpmon)
+    delete(dpmon)
+    finish(dpmon)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 7, err
+    said = [json.loads(line) for line in err.splitlines()]
+    assert [line["kind"] for line in said if line["kind"] != "status"] == ["message", "exit"]
+    assert said[-1]["status"] == 7
+
+
+def test_whoever_only_looks_is_told_that_nothing_is_known(dpmon: Dpmon) -> None:
+    script(dpmon)
+    process = dpmon.start("script.py")
+    begun(dpmon)
+    look = dpmon.start("attach", "last")
+    wait_for(lambda: b"began" in os.read(look.stdout.fileno(), 100), what="the follower")  # type: ignore[union-attr]
+    delete(dpmon)
+    finish(dpmon)
+    assert process.wait(60) == 7
+    _, err = look.communicate(timeout=60)
+    assert look.returncode == 2
+    assert TRACEBACK not in err.decode()
+    assert "for the record was deleted meanwhile" in err.decode()
+    assert "(exit status not known)" in err.decode()
+
+
+def test_interrupts_reach_the_command(dpmon: Dpmon) -> None:
+    script(dpmon)
+    process = dpmon.start("script.py")
+    begun(dpmon)
+    delete(dpmon)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+
+
+def test_the_screen(dpmon: Dpmon) -> None:
+    script(dpmon)
+    terminal = Terminal(dpmon, "script.py", TERM="xterm-256color")
+    begun(dpmon)
+    terminal.shows("began")
+    delete(dpmon)
+    finish(dpmon)
+    terminal.shows("status 7")
+    terminal.type("q")
+    assert terminal.wait() == 7
+    assert TRACEBACK not in terminal.seen.decode("utf-8", "replace")
+    assert b"the record was deleted meanwhile" in terminal.seen
+
+
+def test_stopping_from_the_screen(dpmon: Dpmon) -> None:
+    script(dpmon)
+    terminal = Terminal(dpmon, "script.py", TERM="xterm-256color")
+    begun(dpmon)
+    terminal.shows("began")
+    delete(dpmon)
+    terminal.type("x")
+    terminal.shows("Stop the training?")
+    terminal.type("y")
+    assert terminal.wait() == 130
+
+
+def test_the_command_has_none_of_our_descriptors(dpmon: Dpmon) -> None:
+    """The pipe for the outcome, above all: whoever holds it could write into it."""
+    code = "import os; print(*sorted(os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')[:-1]))"
+    dpmon.script(code)
+    assert "pipe:" not in dpmon.run("script.py", stdin=subprocess.DEVNULL).text.replace("\n", " ")
+
+
+def test_a_foreground_that_has_gone_holds_no_supervisor_up(dpmon: Dpmon, tmp_path: Path) -> None:
+    script(dpmon)
+    process = dpmon.start("script.py")
+    begun(dpmon)
+    process.kill()
+    process.wait()
+    finish(dpmon)
+    assert dpmon.exit()["status"] == 7
+    assert dpmon.exit()["drained"]

@@ -14,6 +14,7 @@ Options of the command line come before both.
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import stat
 import sys
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["THEMES", "ConfigError", "Settings", "config_path", "load"]
+__all__ = ["THEMES", "ConfigError", "Settings", "config_path", "home", "load"]
 
 THEMES = ("dark", "light", "colour-blind", "mono", "ascii")
 _MAX_BYTES = 1 << 16
@@ -97,18 +98,35 @@ _SETTINGS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def config_path(environ: Mapping[str, str]) -> Path:
-    """Where the file is looked for, whether it is there or not."""
-    home = environ.get("XDG_CONFIG_HOME", "")
-    base = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~")) / ".config"
-    return base / "dpmon" / "config.toml"
+def home(environ: Mapping[str, str]) -> Path | None:
+    """The user's home directory; None where neither HOME nor the system knows an absolute one."""
+    named = environ.get("HOME", "")
+    if os.path.isabs(named):
+        return Path(named)
+    try:
+        found = pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return None
+    return Path(found) if os.path.isabs(found) else None
+
+
+def config_path(environ: Mapping[str, str]) -> Path | None:
+    """Where the file is looked for, whether it is there or not; None where there is no such place.
+
+    A relative XDG_CONFIG_HOME is ignored, as the XDG Base Directory Specification asks.
+    """
+    named = environ.get("XDG_CONFIG_HOME", "")
+    if os.path.isabs(named):
+        return Path(named) / "dpmon" / "config.toml"
+    at_home = home(environ)
+    return None if at_home is None else at_home / ".config" / "dpmon" / "config.toml"
 
 
 def load(environ: Mapping[str, str]) -> Settings:
     """The settings of the file and of `environ`. Raises ConfigError at the first one that means nothing."""
     path = config_path(environ)
     found: dict[str, Any] = {}
-    for name, value in _file(path).items():
+    for name, value in _file(path).items() if path is not None else ():
         if name not in _SETTINGS:
             raise ConfigError(f"{path}: there is no setting {name!r}; there are {', '.join(_SETTINGS)}")
         found[name] = _checked(name, value, f"{path}: {name}")

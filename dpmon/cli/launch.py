@@ -53,6 +53,9 @@ def run(options: argparse.Namespace) -> int:
     directory, info = create_run(_describe(options, command, headless, inherit))
     if "elsewhere" in info.options:
         speak(info.options["elsewhere"])
+    state = os.environ.get("XDG_STATE_HOME", "")
+    if state.strip() and not os.path.isabs(state):
+        speak(f"XDG_STATE_HOME={state} is no absolute path and is ignored; this run is kept in {directory.parent}")
     early: list[int] = []
     if headless:
         remember_signals(early)

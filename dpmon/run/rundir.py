@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from dpmon.config import home
 from dpmon.run import proc
 from dpmon.run.files import open_file, read_file
 
@@ -233,13 +234,18 @@ def check_directory(directory: Path) -> None:
 
 
 def runs_directory() -> Path:
-    """Where runs are kept: under the user's state directory (XDG_STATE_HOME), whether it exists or not."""
-    state = os.environ.get("XDG_STATE_HOME", "")
-    if not state.strip():
-        import platformdirs  # here: it takes some milliseconds
+    """Where runs are kept: under the user's state directory, whether it exists or not. RunError if there is no home.
 
-        state = platformdirs.user_state_dir()
-    return Path(state) / "dpmon" / "runs"
+    That is XDG_STATE_HOME or ~/.local/state. A relative XDG_STATE_HOME is ignored, as the XDG Base Directory
+    Specification asks: it means another place to everybody who stands elsewhere, such as the supervisor.
+    """
+    state = os.environ.get("XDG_STATE_HOME", "")
+    if os.path.isabs(state):
+        return Path(state) / "dpmon" / "runs"
+    at_home = home(os.environ)
+    if at_home is None:
+        raise RunError("there is no home directory to keep runs in; set XDG_STATE_HOME to an absolute path")
+    return at_home / ".local" / "state" / "dpmon" / "runs"
 
 
 def stand_ins() -> list[Path]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dpmon.cli.checks.check import Check, ok, problem, warning
-from dpmon.run.rundir import runs_directory, stand_ins
+from dpmon.run.rundir import RunError, runs_directory, stand_ins
 from dpmon.ui.format import memory
 
 __all__ = ["limits", "logout", "state_directory"]
@@ -35,7 +35,11 @@ _ASK_S = 5.0
 
 def state_directory() -> Iterator[Check]:
     """Whether runs can be kept: made, written, closed to others, with room."""
-    runs = runs_directory()
+    try:
+        runs = runs_directory()
+    except RunError as error:
+        yield problem("state", str(error), "set XDG_STATE_HOME, or HOME, to an absolute path")
+        return
     place = next(path for path in (runs, *runs.parents) if path.exists())
     elsewhere = "set XDG_STATE_HOME to a directory of yours on a local disk"
     try:

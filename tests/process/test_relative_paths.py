@@ -1,0 +1,86 @@
+"""Paths in the environment that are relative: no process of a run takes them for different places."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from pathlib import Path
+
+import pytest
+from running import Dpmon
+
+from dpmon.cli.checks import machine
+from dpmon.config import config_path, home
+from dpmon.run.rundir import RunError, list_runs, runs_directory
+
+SCRIPT = "import os, sys; print(*sorted(os.listdir('.'))); sys.exit(7)"
+
+
+def check_run(dpmon: Dpmon, at: Path, env: dict[str, str]) -> str:
+    """A run with the script's own status, in the place `at`, which every command finds; what it said."""
+    dpmon.script(SCRIPT)
+    result = dpmon.run("script.py", env=env)
+    assert result.status == 7, result.errors
+    assert result.text.split() == ["script.py"], "nothing was made where it was started"
+    (directory,) = (at / "dpmon" / "runs").iterdir()
+    assert (directory / "exit.json").exists()
+    assert "failed" in dpmon.run("ls", env=env, cwd="/").text
+    assert dpmon.run("report", "last", env=env, cwd="/").status == 0
+    return result.errors
+
+
+@pytest.mark.parametrize("value", ["relative", "./relative", "..", "~/state"])
+def test_a_relative_state_directory_is_ignored(dpmon: Dpmon, tmp_path: Path, value: str) -> None:
+    said = check_run(dpmon, tmp_path / ".local" / "state", {"XDG_STATE_HOME": value, "HOME": str(tmp_path)})
+    (line,) = [line for line in said.splitlines() if "XDG_STATE_HOME" in line]
+    kept = tmp_path / ".local" / "state" / "dpmon" / "runs"
+    assert line == f"dpmon: XDG_STATE_HOME={value} is no absolute path and is ignored; this run is kept in {kept}"
+
+
+@pytest.mark.parametrize("value", ["", "relative"])
+def test_a_relative_home_is_not_the_home(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    environ = {"HOME": value} if value else {}
+    assert home(environ) == real
+    assert config_path(environ) == config_path({**environ, "XDG_CONFIG_HOME": "here"})
+    assert config_path(environ) == real / ".config" / "dpmon" / "config.toml"
+    monkeypatch.setenv("HOME", value)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    assert runs_directory() == real / ".local" / "state" / "dpmon" / "runs"
+
+
+def test_without_any_home_nothing_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container whose user is not known there."""
+
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    from dpmon.cli.main import main
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("print('ran')")
+    for words in (["--headless", "script.py"], ["ls"], ["stop", "last"]):
+        assert main(words) == 2
+        said = capsys.readouterr()
+        assert said.err == "dpmon: there is no home directory to keep runs in; set XDG_STATE_HOME to an absolute path\n"
+        assert said.out == ""
+    with pytest.raises(RunError):
+        list_runs()
+    (check,) = machine.state_directory()
+    assert check.state == "problem"
+    assert list(tmp_path.iterdir()) == [tmp_path / "script.py"]
+
+
+@pytest.mark.parametrize("option", [False, True])
+def test_metrics_go_where_dpmon_was_started(dpmon: Dpmon, option: bool) -> None:
+    dpmon.script("import os; os.chdir('/')")
+    (dpmon.cwd / "place").mkdir()
+    words = ("--metrics", "place/figures.prom") if option else ()
+    result = dpmon.run(*words, "script.py", env={} if option else {"DPMON_METRICS": "place/figures.prom"})
+    assert result.status == 0, result.errors
+    assert "dpmon" in (dpmon.cwd / "place" / "figures.prom").read_text()

@@ -1,0 +1,284 @@
+"""The file that a training has mapped never shrinks under it: that would end the training with SIGBUS.
+
+Nothing can protect it from a person who truncates it. So everything of dpmon's that touches a run is tried here.
+"""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running import Dpmon, wait_for
+
+import dpmon as package
+from dpmon.run import proc
+
+TRAINS = """\
+import pathlib, sys, torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+steps = 0
+while not pathlib.Path("go").exists():
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    steps += 1
+    if steps % 50 == 0:
+        pathlib.Path("steps").write_text(str(steps))
+sys.exit(7)
+"""
+SHORTEN = {"ftruncate", "truncate", "O_TRUNC", "posix_fallocate", "resize"}
+
+
+def test_what_in_dpmon_can_change_a_files_length() -> None:
+    """Each such place, and why it is no ring: whoever adds one has to say so here."""
+    known = {
+        ("cli/lines.py", "O_TRUNC"),  # the file that --json=FILE names, which is refused within a run
+        ("run/rundir.py", "O_TRUNC"),  # the temporary file of run.json and exit.json
+        ("run/metrics.py", "O_TRUNC"),  # the temporary file of the metrics
+        ("run/room.py", "ftruncate"),  # the script's output, to the length that it has
+        ("ring.py", "posix_fallocate"),  # a new ring, before anybody has it
+        ("run/supervisor.py", "posix_fallocate"),  # the spare file
+        ("cli/checks/machine.py", "posix_fallocate"),  # a temporary file
+        ("cli/checks/trial.py", "script.write_text"),  # in a temporary directory
+    }
+    root = Path(package.__file__).parent
+    found = set()
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+            if name in SHORTEN:
+                found.add((str(path.relative_to(root)), name))
+            if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "open":
+                mode = node.args[1] if len(node.args) > 1 else None
+                if isinstance(mode, ast.Constant) and isinstance(mode.value, str) and "w" in mode.value:
+                    # Opened by descriptor: the flags are where that was opened.
+                    named = ast.unparse(node.args[0])
+                    assert named == "fd", f"{path}: open({named}, {mode.value!r})"
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("write_text", "write_bytes"):
+                found.add((str(path.relative_to(root)), ast.unparse(node.func)))
+    assert found == known
+
+
+class Watch:
+    """Looks at a file's length and inode, by its name and by a descriptor, as fast as it can."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_RDONLY)
+        self.lengths = {os.fstat(self._fd).st_size}
+        self.inodes = {os.fstat(self._fd).st_ino}
+        self.looks = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._done.wait(0.001):
+            self.looks += 1
+            self.lengths.add(os.fstat(self._fd).st_size)
+            if self._path.exists():
+                self.inodes.add(self._path.stat().st_ino)
+
+    def close(self) -> None:
+        self._done.set()
+        self._thread.join()
+        os.close(self._fd)
+
+
+@pytest.fixture
+def disk(dpmon: Dpmon) -> Iterator[Path]:
+    """The state directory on a small file system of its own."""
+    dpmon.state.mkdir()
+    place = str(dpmon.state)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", place], capture_output=True)
+    if done.returncode:
+        pytest.skip("no file system can be mounted here")
+    yield dpmon.state
+    subprocess.run(["umount", "-l", place], check=False)
+
+
+def steps(dpmon: Dpmon) -> int:
+    try:
+        return int((dpmon.cwd / "steps").read_text() or 0)
+    except OSError:
+        return 0
+
+
+def trains_on(dpmon: Dpmon) -> None:
+    before = steps(dpmon)
+    wait_for(lambda: steps(dpmon) > before, what="the next steps")
+
+
+def start(dpmon: Dpmon) -> tuple[Path, Watch]:
+    dpmon.script(TRAINS)
+    dpmon.run("--detach", "--name", "train", *dpmon.warm(), "script.py")
+    directory = dpmon.last()
+    ring = directory / "process-0.ring"
+    wait_for(ring.exists, what="the ring")
+    trains_on(dpmon)
+    return directory, Watch(ring)
+
+
+def fill(place: Path) -> None:
+    with open(place / "hog", "wb", buffering=0) as hog:
+        try:
+            while True:
+                hog.write(bytes(1 << 12))
+        except OSError:
+            pass
+
+
+@pytest.mark.slow
+def test_every_command_leaves_the_ring_as_it_is(dpmon: Dpmon, disk: Path) -> None:
+    _, watch = start(dpmon)
+    (length,) = watch.lengths
+    commands = [
+        ("ls",), ("ls", "--json"), ("report", "train"), ("report", "train", "--json"), ("doctor",),
+        *(("export", "train", "--format", form, "-o", f"out-{form}") for form in ("jsonl", "csv", "perfetto")),
+        ("keep", "train"), ("keep", "--not", "train"),
+    ]  # fmt: skip
+    try:
+        for words in commands:
+            result = dpmon.run(*words)
+            assert "Traceback" not in result.errors, (words, result.errors)
+        refused = dpmon.run("rm", "train")
+        assert refused.status == 2
+        assert "is running" in refused.errors
+        dpmon.script("pass", "other.py")
+        for _ in range(2):  # the retention after the second finds more than one
+            assert dpmon.run(*dpmon.warm(), "other.py", env={"DPMON_KEEP_RUNS": "1"}).status == 0
+        trains_on(dpmon)
+        info = dpmon.info(watch._path.parent)
+        os.kill(info["supervisor_pid"], signal.SIGKILL)
+        attached = dpmon.start("attach", "--json=/dev/null", "train")
+        wait_for(lambda: dpmon.info(watch._path.parent)["supervisor_pid"] != info["supervisor_pid"])
+        fill(disk)
+        dpmon.run("ls")
+        dpmon.run("export", "train", "-o", "when-full")
+        dpmon.run(*dpmon.warm(), "other.py", env={"DPMON_KEEP_RUNS": "1"})
+        trains_on(dpmon)
+        (disk / "hog").unlink()
+        stopped = dpmon.run("stop", "train")
+        assert "stopped by SIGINT" in stopped.text, stopped.text + stopped.errors
+        attached.wait(60)
+    finally:
+        watch.close()
+    assert watch.lengths == {length}
+    assert len(watch.inodes) == 1
+    assert watch.looks > 1000
+    assert dpmon.exit()["signal"] != "SIGBUS"
+
+
+def test_a_ring_is_nothing_to_write_lines_into(dpmon: Dpmon) -> None:
+    directory, watch = start(dpmon)
+    link = dpmon.cwd / "link"
+    link.symlink_to(directory / "process-0.ring")
+    try:
+        for path in (directory / "process-0.ring", link):
+            result = dpmon.run("attach", f"--json={path}", "train")
+            assert result.status == 2
+            assert result.errors == f"dpmon: {path} is part of a run; give another file\n"
+        trains_on(dpmon)
+    finally:
+        (dpmon.cwd / "go").touch()
+        watch.close()
+    assert len(watch.lengths) == 1
+    assert dpmon.exit()["status"] == 7
+
+
+@pytest.mark.parametrize("what", ["ring", "directory"])
+def test_deleting_it_leaves_the_training_alone(dpmon: Dpmon, what: str) -> None:
+    directory, watch = start(dpmon)
+    info = dpmon.info(directory)
+    try:
+        if what == "ring":
+            (directory / "process-0.ring").unlink()
+        else:
+            wait_for(lambda: shutil.rmtree(directory, ignore_errors=True) or not directory.exists())
+        trains_on(dpmon)
+        trains_on(dpmon)
+        assert proc.alive(info["command_pid"], info["command_started"])
+    finally:
+        (dpmon.cwd / "go").touch()
+        watch.close()
+    assert len(watch.lengths) == 1
+    if what == "ring":
+        assert dpmon.exit()["status"] == 7
+
+
+def test_a_ring_that_a_person_truncates_costs_no_reader(dpmon: Dpmon) -> None:
+    """What cannot be prevented: the training dies of it, and that is what everybody is told."""
+    directory, watch = start(dpmon)
+    watch.close()
+    os.truncate(directory / "process-0.ring", 0)
+    how = dpmon.exit()
+    assert how["signal"] == "SIGBUS"
+    for words in (("report", "train"), ("ls",), ("export", "train")):
+        assert "Traceback" not in dpmon.run(*words).errors
+
+
+# ------------------------------------------------------------------------------------------ making one
+
+NO_FALLOCATE = """\
+import ctypes, errno, os, signal, struct, sys
+from dpmon.ring import Ring
+libc = ctypes.CDLL(None, use_errno=True)
+def refuse(number):
+    # seccomp: this one call fails with EOPNOTSUPP, all others go on (linux/filter.h, linux/seccomp.h)
+    program = b"".join([
+        struct.pack("HBBI", 0x20, 0, 0, 0),
+        struct.pack("HBBI", 0x15, 0, 1, number),
+        struct.pack("HBBI", 0x06, 0, 0, 0x00050000 | errno.EOPNOTSUPP),
+        struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000),
+    ])
+    code = ctypes.create_string_buffer(program, len(program))
+    head = struct.pack("HxxxxxxQ", 4, ctypes.addressof(code))
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.c_char_p(head), 0, 0):
+        sys.exit(77)
+if sys.argv[2] != "usual":
+    refuse(int(sys.argv[2]))
+    try:
+        os.posix_fallocate(os.open(sys.argv[1] + ".probe", os.O_RDWR | os.O_CREAT), 0, 1)
+    except OSError:
+        pass  # the disk is full
+    if libc.fallocate(1, 0, 0, 1) != -1 or ctypes.get_errno() != errno.EOPNOTSUPP:
+        sys.exit(77)
+try:
+    ring = Ring(sys.argv[1], process=0)
+except OSError as error:
+    print(errno.errorcode[error.errno], os.path.exists(sys.argv[1]))
+    sys.exit()
+for _ in range(100000):
+    ring.write(bytes(64))
+print("whole", os.stat(sys.argv[1]).st_blocks * 512 >= ring.capacity)
+"""
+FALLOCATE = {"x86_64": 285, "aarch64": 47}
+
+
+@pytest.mark.parametrize("how", ["usual", "emulated"])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_ring_has_all_its_room_or_is_not_made(dpmon: Dpmon, disk: Path, how: str, full: bool) -> None:
+    """Also where the file system cannot allocate: then the C library writes into every block."""
+    number = "usual" if how == "usual" else str(FALLOCATE.get(platform.machine(), ""))
+    if not number:
+        pytest.skip(f"the system calls of {platform.machine()} are not known here")
+    if full:
+        fill(disk)
+        os.truncate(disk / "hog", (disk / "hog").stat().st_size - (1 << 20))
+    words = [sys.executable, "-c", NO_FALLOCATE, str(disk / "process-0.ring"), number]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode == 77:
+        pytest.skip("no system call can be refused here")
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert done.stdout == (f"{errno.errorcode[errno.ENOSPC]} False\n" if full else "whole True\n")

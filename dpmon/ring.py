@@ -27,6 +27,8 @@ pread: a file that is truncated under them is a short read, not a SIGBUS.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import stat
@@ -59,6 +61,11 @@ _REQUEST_SERIAL, _REQUEST_MODE, _REQUEST_PAUSE = 24, 25, 26
 _ACK_SERIAL, _ACK_MODE, _ACTIVITY, _STAGE_SIZE, _HELD, _ACK_PAUSE = 32, 33, 34, 35, 36, 37
 _STAGE_AT = 512
 _STAGE_MAX = 256
+_LONG = struct.calcsize("l")
+_GET_FLAGS, _SET_FLAGS = 2 << 30 | _LONG << 16 | 0x6601, 1 << 30 | _LONG << 16 | 0x6602
+"""ioctl FS_IOC_GETFLAGS and FS_IOC_SETFLAGS (linux/fs.h)."""
+_NO_COPY_ON_WRITE = 0x00800000
+"""FS_NOCOW_FL."""
 _WORDS = struct.Struct("=22Q")  # bytes 128..304: words 16..37
 
 
@@ -141,6 +148,7 @@ class Ring:
         fd = os.open(path, flags, 0o600)
         try:
             try:
+                _write_in_place(fd)
                 os.posix_fallocate(fd, 0, HEADER_BYTES + capacity)
             except OSError:
                 os.unlink(path)
@@ -382,6 +390,18 @@ class Ring:
 
     PAUSE, PAUSE_ANSWERED = _REQUEST_PAUSE, _ACK_PAUSE
     """Indices in `words` of the last request for a pause (odd) or its end (even), and of the last one acted upon."""
+
+
+def _write_in_place(fd: int) -> None:
+    """Switch copy on write off for a file that is still empty (chattr +C), where the file system has that.
+
+    On btrfs every page needs new room each time it is written; on a full disk the process would die of SIGBUS.
+    """
+    flags = bytearray(_LONG)
+    with contextlib.suppress(OSError):  # no other file system knows the flag
+        fcntl.ioctl(fd, _GET_FLAGS, flags, True)
+        flags[:4] = struct.pack("=I", struct.unpack("=I", flags[:4])[0] | _NO_COPY_ON_WRITE)
+        fcntl.ioctl(fd, _SET_FLAGS, flags)
 
 
 _WRITERS = (Ring.put.__code__, Ring._put_held.__code__)

@@ -95,10 +95,17 @@ _helpers: list[subprocess.Popen[bytes]] = []
 """Those that are to outlive this process: kept, so that nothing is said of them when they are forgotten."""
 
 
+def _is_here(place: str) -> bool:
+    """Whether a path is the current directory, which may have been deleted."""
+    try:
+        return os.path.samefile(place, os.curdir)
+    except OSError:
+        return not os.path.isabs(place)
+
+
 def _start(directory: Path, how: str, outcome: str, *, stdin: bool) -> subprocess.Popen[bytes]:
     home = str(Path(dpmon.__file__).resolve().parent.parent)
-    here = os.path.realpath(os.curdir)
-    places = [place for place in sys.path if place and os.path.realpath(place) != here]
+    places = [place for place in sys.path if place and not _is_here(place)]
     bytecode = ["-B"] if sys.dont_write_bytecode else []  # a wish that -I would not let through
     log = open_file(directory / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:

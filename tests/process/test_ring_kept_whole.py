@@ -282,3 +282,44 @@ def test_a_ring_has_all_its_room_or_is_not_made(dpmon: Dpmon, disk: Path, how: s
         pytest.skip("no system call can be refused here")
     assert done.returncode == 0, (done.returncode, done.stderr)
     assert done.stdout == (f"{errno.errorcode[errno.ENOSPC]} False\n" if full else "whole True\n")
+
+
+FILLS = """\
+import os, sys
+from dpmon.ring import Ring
+place = sys.argv[1]
+ring = Ring(place + "/process-0.ring", process=0)
+def turn():
+    for _ in range(20000):
+        ring.write(bytes(256))
+    ring.map.flush()
+turn()
+hog = os.open(place + "/hog", os.O_WRONLY | os.O_CREAT)
+try:
+    while True:
+        os.write(hog, os.urandom(1 << 16))
+except OSError:
+    os.sync()
+for _ in range(10):
+    turn()
+"""
+
+
+@pytest.mark.parametrize("made_by", ["mkfs.ext4 -q -F", "mkfs.xfs -q -f", "mkfs.btrfs -q -f"])
+def test_a_disk_that_is_full_later(tmp_path: Path, made_by: str) -> None:
+    """Also where what was allocated is not where it is written to: btrfs copies on write."""
+    maker, *options = made_by.split()
+    if shutil.which(maker) is None:
+        pytest.skip(f"there is no {maker} here")
+    image, place = tmp_path / "image", tmp_path / "disk"
+    place.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(320 << 20)
+    subprocess.run([maker, *options, str(image)], check=True)
+    if subprocess.run(["mount", "-o", "loop", str(image), str(place)], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        done = subprocess.run([sys.executable, "-c", FILLS, str(place)], capture_output=True, text=True)
+        assert done.returncode == 0, (done.returncode, done.stderr)
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=False)

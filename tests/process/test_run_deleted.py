@@ -219,3 +219,8 @@ def test_a_foreground_that_has_gone_holds_no_supervisor_up(dpmon: Dpmon, tmp_pat
     finish(dpmon)
     assert dpmon.exit()["status"] == 7
     assert dpmon.exit()["drained"]
+
+
+def test_started_in_a_directory_that_was_deleted(dpmon: Dpmon) -> None:
+    result = dpmon.run("sh", "-c", "exit 7", before='mkdir gone; cd gone; rmdir "$PWD"')
+    assert result.status == 7, result.errors

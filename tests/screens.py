@@ -124,8 +124,16 @@ class Terminal:
     def shows(self, text: str) -> None:
         self.until(lambda: text in self.text(), text)
 
-    def press(self, keys: str) -> None:
-        os.write(self.fd, keys.encode())
+    def press(self, keys: str | bytes) -> None:
+        """Send keys, also more than the terminal takes at once: what is written to it meanwhile is taken in."""
+        data = keys.encode() if isinstance(keys, str) else keys
+        os.set_blocking(self.fd, False)
+        deadline = time.monotonic() + 60
+        while data:
+            assert time.monotonic() < deadline, "the screen reads no keys"
+            with contextlib.suppress(BlockingIOError):
+                data = data[os.write(self.fd, data) :]
+            self.pump(0 if data else 0.001)
 
     def resize(self, columns: int, rows: int) -> None:
         """Give the terminal another size."""

@@ -13,7 +13,10 @@ from dpmon.ui.rows import Row, box, cut, span_width, width_of
 from dpmon.ui.text import clean, harmless
 from dpmon.ui.view import PanelView
 
-__all__ = ["Choice", "Commands", "Dialog", "Line", "Pages", "key_name"]
+__all__ = ["LINE_MOST", "Choice", "Commands", "Dialog", "Line", "Pages", "key_name"]
+
+LINE_MOST = 4000
+"""Bytes of a line that is typed: with its end it is written at once (PIPE_BUF), and a terminal takes it (N_TTY)."""
 
 
 def key_name(event: events.Key) -> str:
@@ -182,9 +185,16 @@ class Line(Dialog):
         self.typed = typed
         self.hidden = hidden
 
+    def add(self, text: str) -> None:
+        """Type more, as far as there is room."""
+        whole = (self.typed + harmless(text)).encode()
+        self.typed = whole[:LINE_MOST].decode("utf-8", "ignore")
+        self.draw()
+
     def content(self, width: int, height: int) -> list[Row]:
         """The line as far as it was typed, its end in sight, and what will happen."""
-        shown = "*" * len(self.typed) if self.hidden else self.typed
+        shown = self.typed[-width:]
+        shown = "*" * len(shown) if self.hidden else shown
         while width_of([(shown, "")]) > width - 3:
             shown = shown[1:]
         cursor = "_" if self.look.glyphs.ascii else "▏"
@@ -203,16 +213,13 @@ class Line(Dialog):
             self.typed = ""
             self.draw()
         elif event.is_printable and event.character:
-            self.typed += harmless(event.character)
-            self.draw()
+            self.add(event.character)
 
     def on_paste(self, event: events.Paste) -> None:
         """The first line of what is pasted."""
         event.stop()
-        if self.answered:
-            return
-        self.typed += harmless((event.text.splitlines() or [""])[0])[:4000]
-        self.draw()
+        if not self.answered:
+            self.add((event.text.splitlines() or [""])[0])
 
 
 class Commands(Dialog):

@@ -91,9 +91,7 @@ class Drawing(App[str]):
         from textual.drivers.linux_driver import LinuxDriver
 
         from dpmon.ui.driver import Driver
-        from dpmon.ui.typed import install_parser
 
-        install_parser()
         found = super().get_driver_class()
         return Driver if found is LinuxDriver else found
 
@@ -130,6 +128,13 @@ class Drawing(App[str]):
         """Everything finds its place in the new size."""
         self.draw()
 
+    def leaves_lost_terminal(self) -> bool:
+        """Go, if the terminal has gone."""
+        gone = not self.is_headless and terminal_gone()
+        if gone:
+            self.leaving.go(129)
+        return gone
+
     def _ask_to_exit(self, status: int) -> None:
         loop = getattr(self, "_loop", None)
         if loop is not None and not loop.is_closed():
@@ -138,8 +143,7 @@ class Drawing(App[str]):
     # ------------------------------------------------------------------------------------------ drawing
 
     def _tick(self) -> None:
-        if not self.is_headless and terminal_gone():
-            self.leaving.go(129)
+        if self.leaves_lost_terminal():
             return
         self._look_at_size()
         self._draw_by = self._clock() + min(self.period, _LATE_S)

@@ -1,25 +1,102 @@
-"""Textual's driver for a terminal on Linux, but for how it goes on after a stop.
+"""Textual's driver for a terminal on Linux, but for what comes from the keyboard and how it goes on after a stop.
 
 Textual 8.2 enters application mode again at every SIGCONT. That is right after its own answer to ctrl+z, which has left
 it. A SIGSTOP leaves nothing: there would be a second reader of the keys, of which only one is told to end, and the
 terminal's changed modes would be remembered as those from before.
+
+The mouse is asked for clicks and the wheel, not for every move: nothing here follows the mouse. The size is the one
+that the kernel knows; the terminal is not asked to send it among the keys.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import termios
 import tty
+from collections import deque
+from typing import Any
 
+from textual import events
 from textual.drivers.linux_driver import LinuxDriver
+from textual.message import Message
+
+from dpmon.ui.keyboard import Keyboard
+from dpmon.ui.typed import INTERRUPTS
 
 __all__ = ["Driver"]
 
-_MODES = "\x1b[?1049h\x1b[?1000h\x1b[?1003h\x1b[?1015h\x1b[?1006h\x1b[?25l\x1b[?1004h\x1b[?2004h\x1b[?7l"
+_MOUSE = ("\x1b[?1000h", "\x1b[?1006h")
+"""Clicks and the wheel, in a form that has room for every column."""
+_MODES = f"\x1b[?1049h{''.join(_MOUSE)}\x1b[?25l\x1b[?1004h\x1b[?2004h\x1b[?7l"
 """What `LinuxDriver.start_application_mode` asks of a terminal, in its order."""
+_CHUNK = 4096
+_LOOK_S = 0.1
+_LOOK_WHILE_WAITING_S = 0.02
+_MOST = 4096
+"""Messages on their way to the application at most; later ones are dropped."""
+_AHEAD = 32
+"""Messages that the application has before it at most, so that its own timers get their turn."""
+_RETRY_S = 0.01
 
 
 class Driver(LinuxDriver):
-    """Enters application mode only where it was left; after any other stop it sets the terminal's modes again."""
+    """Reads keys by `Keyboard`. Enters application mode only where it was left; else it sets the terminal's modes."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._coming: deque[Message] = deque()
+        """From the thread that reads keys to the application."""
+
+    # ------------------------------------------------------------------------------------------ keys
+
+    def run_input_thread(self) -> None:
+        """Wait for input and send what it means, until it is told to end."""
+        keyboard = Keyboard()
+        poller = select.poll()
+        poller.register(self.fileno, select.POLLIN)
+        while not self.exit_event.is_set():
+            found = keyboard.tick()
+            if poller.poll((_LOOK_WHILE_WAITING_S if keyboard.waiting else _LOOK_S) * 1000):
+                data = self._read()
+                if data:
+                    found += keyboard.feed(data)
+                else:
+                    self._loop.call_soon_threadsafe(self._app.leaves_lost_terminal)  # type: ignore[attr-defined]
+                    self.exit_event.wait(_LOOK_S)
+            for message in found:
+                self.process_message(message)
+
+    def _read(self) -> bytes:
+        try:
+            return os.read(self.fileno, _CHUNK)
+        except OSError:
+            return b""
+
+    def send_message(self, message: Message) -> None:
+        """Send a message to the application, which takes a few at a time; an interrupt overtakes what was typed."""
+        if isinstance(message, events.Key) and message.key in INTERRUPTS:
+            self._coming.clear()
+        if len(self._coming) < _MOST:
+            self._coming.append(message)
+            if len(self._coming) == 1:
+                self._loop.call_soon_threadsafe(self._hand_on)
+
+    def _hand_on(self) -> None:
+        while self._coming and self._app.message_queue_size < _AHEAD:
+            self._app.post_message(self._coming.popleft())
+        if self._coming:
+            self._loop.call_later(_RETRY_S, self._hand_on)
+
+    def _enable_mouse_support(self) -> None:
+        if self._mouse:
+            for mode in _MOUSE:
+                self.write(mode)
+
+    def _query_in_band_window_resize(self) -> None:
+        """Not asked for: a size among the keys may be anything, and the kernel knows the right one."""
+
+    # ------------------------------------------------------------------------------------------ stopping
 
     def _sigtstp_application(self, *_: object) -> None:
         # Not within the handler: the main thread may just hold the lock of the queue that it would write to.

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import threading
-import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ from textual import events
 from dpmon.records import Event
 from dpmon.ring import Ring
 from dpmon.ui import errands
-from dpmon.ui.dialogs import Choice, Commands, Pages
+from dpmon.ui.dialogs import LINE_MOST, Choice, Commands, Pages
 from dpmon.ui.help import help_rows
 from dpmon.ui.keys import BINDINGS, DEEDS, neighbour, other_period, other_range
 from dpmon.ui.layout import arrange
@@ -28,7 +27,7 @@ from dpmon.ui.look import look
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import PANELS, RANGES, View
 from dpmon.ui.tail import Tail
-from dpmon.ui.typed import InOrder, Parser, install_parser
+from dpmon.ui.typed import InOrder
 
 
 @pytest.fixture(autouse=True)
@@ -276,6 +275,40 @@ async def typed_ahead(on: Stage, typed: Callable[[], bytes]) -> None:
     await on.until(lambda: getattr(on.app.screen, "typed", "") == "freeze", "the search")
 
 
+async def test_a_line_is_as_long_as_a_terminal_takes_and_has_no_controls(tmp_path: Path) -> None:
+    with the_script_reads(tmp_path) as typed:
+        async with stage(tmp_path) as on:
+            await on.press("i")
+            for text in ("a\x1b[2J\x03\x04\x15b\tc\u202e\n", "漢字" * 30_000, "more"):
+                on.app.screen.post_message(events.Paste(text))
+            await on.press("enter")
+            await on.until(lambda: typed().endswith(b"\n"), "the line")
+            line = typed().decode()
+            assert line.startswith("a\ufffd[2J\ufffd\ufffd\ufffdb c漢字漢字")
+            assert 3990 < len(line.encode()) <= LINE_MOST + 1
+            assert "more" not in line
+
+
+async def test_keys_that_nobody_waits_for_are_dropped_and_ctrl_c_is_first() -> None:
+    sent: list[str] = []
+
+    async def forward(event: events.Key) -> None:
+        sent.append(event.key)
+        event._set_forwarded()
+
+    keys = InOrder(forward, lambda: True, lambda: 0.0)
+    for _ in range(5000):
+        await keys.came(events.Key("d", "d"))
+    await keys.came(events.Key("ctrl+c", None))
+    await keys.came(events.Key("a", "a"))
+    for _ in range(5000):
+        await keys.done()
+    assert sent == ["d", "ctrl+c", "a"]
+    for _ in range(5000):
+        await keys.came(events.Key("d", "d"))
+        assert len(keys._waiting) <= 1000
+
+
 @pytest.mark.parametrize("hidden", [False, True])
 async def test_a_line_to_a_headless_run_is_said_to_be_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: bool
@@ -297,32 +330,6 @@ async def test_a_line_to_a_headless_run_is_said_to_be_sent(
             assert ("yes" in on.text()) != hidden
 
 
-@pytest.mark.parametrize(
-    ("typed", "keys"),
-    [
-        ("\x1b2", ["escape", "2"]),
-        ("\x1bd", ["alt+d"]),  # bound to nothing: d asks something of the training
-        ("\x1bx", ["alt+x"]),
-        ("\x1bf", ["escape", "f"]),
-        ("\x1bN", ["escape", "N"]),
-        ("\x1b", ["escape"]),
-        ("2d", ["2", "d"]),
-        ("\x1b[A", ["up"]),
-        ("\x1bOA", ["up"]),
-        ("\x1b[1;3A", ["alt+up"]),
-        ("\x1b[21~", ["f10"]),
-        ("\u2122", ["trade_mark_sign"]),
-    ],
-)
-def test_an_escape_with_a_key_right_behind_it_is_two_keys(typed: str, keys: list[str]) -> None:
-    parser = Parser()
-    found = list(parser.feed(typed))
-    deadline = time.monotonic() + 60
-    while len(found) < len(keys) and time.monotonic() < deadline:
-        found += parser.tick()
-    assert [each.key for each in found if isinstance(each, events.Key)] == keys
-
-
 async def test_a_key_that_never_comes_back_holds_the_others_up_for_a_moment_only() -> None:
     sent: list[str] = []
     now = 0.0
@@ -342,13 +349,6 @@ async def test_a_key_that_never_comes_back_holds_the_others_up_for_a_moment_only
     assert sent == ["a", "b", "c"], "b is lost"
     await keys.done()
     assert sent == ["a", "b", "c", "d"]
-
-
-def test_textual_reads_keys_with_it() -> None:
-    from textual.drivers import linux_driver
-
-    install_parser()
-    assert linux_driver.XTermParser is Parser  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("key", ["s", "y"])

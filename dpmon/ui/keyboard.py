@@ -1,0 +1,281 @@
+"""What a terminal sends, taken apart into keys, clicks and pastes. Whatever it sends, the next key is heard.
+
+Textual's own parser stops at a byte that is not UTF-8, waits for the end of a paste for ever, and takes the characters
+of a sequence that it does not know for keys. Here a sequence is read to its end as a terminal would read it (ECMA-48).
+It is dropped if it means nothing, and one that is cut short is dropped after a moment. Textual's table says which key a
+sequence means.
+
+Textual takes an escape and the character behind it for one key (alt and that key; for digits a sign that some keyboards
+have there). Nothing here is bound to such keys, and who presses esc and then 2 within a tenth of a second means both.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from codecs import getincrementaldecoder
+from collections.abc import Callable
+
+from textual import constants, events, messages
+from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
+from textual._keyboard_protocol import FUNCTIONAL_KEYS
+from textual._xterm_parser import XTermParser
+from textual.message import Message
+
+__all__ = ["PASTE_MOST", "Keyboard"]
+
+ESC = "\x1b"
+PASTE_MOST = 1 << 16
+"""Bytes of a paste that are kept; the rest is dropped."""
+_CUT_S = 1.0
+"""A sequence or a paste that goes on for so long without a byte was cut short."""
+_WINDOW_S = 2.0
+_WINDOW_BYTES = 64
+"""Fewer bytes than this in a window are keys that a person presses: the end of the paste was lost."""
+_LONGEST = 256
+"""Bytes of a sequence that are kept; of a longer one the rest is dropped."""
+_TO_THE_TRAINING = frozenset("dpx")
+"""Keys that ask something of the training: held with alt they do nothing, whatever that may have been meant for."""
+_HEARD_ANYWHERE = b"\x03\x1a"
+"""ctrl+c and ctrl+z."""
+_PASTE = b"\x1b[200~"
+_PASTE_END = b"\x1b[201~"
+
+# X10 mouse reports have three bytes of any value behind them; the linux console begins its F1 to F5 with two brackets.
+_SEQUENCE = re.compile(
+    rb"\x1b(?:\[M[\x20-\xff]{3}|\[(?!M)\[?[0-?]*[ -/]*[@-Z\\-~]|O[0-9;]*[ @-~]|\\)",
+)
+_BEGUN = re.compile(rb"\x1b(?:\[(?:M[\x20-\xff]{0,2}|\[?[0-?]*[ -/]*)|O[0-9;]*|[\]P_^X])?\Z")
+_STRING = re.compile(rb"\x1b[\]P_^X](?=.)", re.DOTALL)
+"""OSC, DCS, APC, PM and SOS: text up to a terminator."""
+_IN_STRING = re.compile(rb"[^\x03\x07\x18\x1a\x1b]*")
+_IN_SEQUENCE = re.compile(rb"[ -?]*")
+_PAIR = re.compile(
+    rb"\x1b([\x00-\x1a\x1c-\x7f]|[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3})"
+)
+_PAIR_BEGUN = re.compile(rb"\x1b(?:[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2})\Z")
+
+_MOUSE = re.compile(r"\x1b\[<\d{1,4};\d{1,5};\d{1,5}[Mm]")
+_MODE_REPORT = re.compile(r"\x1b\[\?2026;[1-4]\$y")
+# kitty's protocol and xterm's modifyOtherKeys, which another program may have left on: code, modifiers, kind of event.
+_KITTY = re.compile(r"\x1b\[(?P<code>\d{1,7})(?::\d*)*(?:;(?P<held>\d{0,3})(?::(?P<kind>\d))?)?(?:;[\d:]*)?u")
+_OTHER_KEY = re.compile(r"\x1b\[27;(?P<held>\d{1,3});(?P<code>\d{1,7})~")
+# A key that is no character, with what is held down: as xterm sends it.
+_MODIFIED = re.compile(r"\x1b\[(?P<number>\d{1,2});\d{1,3}(?P<end>[~ABCDEFHPQS])")
+_RELEASED = "3"
+
+
+class Keyboard:
+    """Takes bytes in any pieces; gives Textual's messages."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, escape_s: float = constants.ESCAPE_DELAY) -> None:
+        """`escape_s`: so long an escape waits for the rest of a sequence."""
+        self._clock = clock
+        self._escape_s = escape_s
+        self._table = XTermParser()
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._rest = b""
+        """What cannot be understood without what comes next."""
+        self._inside: re.Pattern[bytes] | None = None
+        """What the sequence that is being dropped consists of."""
+        self._paste: bytearray | None = None
+        self._tail = b""
+        """The last byte of the paste so far."""
+        self._last = 0.0
+        """When the last byte came."""
+        self._window = (0.0, 0)
+        """Since when bytes are counted, and how many came."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether `tick` may have something to do."""
+        return bool(self._rest) or self._inside is not None or self._paste is not None or self._cut_character()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """What these bytes mean."""
+        self._last = self._clock()
+        since, count = self._window
+        self._window = (since, count + len(data))
+        self._rest += data
+        return self._take()
+
+    def tick(self) -> list[Message]:
+        """What is known because nothing more came; to be called every few hundredths of a second."""
+        now = self._clock()
+        quiet = now - self._last
+        if self._paste is not None:
+            return self._tick_paste(now, quiet)
+        if self._inside is not None and not self._rest:
+            if quiet >= _CUT_S or self._by_hand(now):
+                self._inside = None
+        elif self._rest and quiet >= (self._escape_s if len(self._rest) <= 2 else _CUT_S):
+            self._inside = None
+            begun, self._rest = self._rest, b""
+            return self._as_keys(begun)
+        elif quiet >= self._escape_s and self._cut_character():
+            self._decoder.reset()
+        return []
+
+    # ------------------------------------------------------------------------------------------ taking apart
+
+    def _take(self) -> list[Message]:
+        found: list[Message] = []
+        before: tuple[object, ...] = ()
+        while self._rest and (now := (len(self._rest), self._inside, self._paste is None)) != before:
+            before = now
+            if self._paste is not None:
+                found += self._take_paste()
+            elif self._inside is not None:
+                self._drop(self._inside)
+            elif self._rest[:1] != b"\x1b":
+                text, escape, more = self._rest.partition(b"\x1b")
+                self._rest = escape + more
+                found += self._characters(text, final=bool(escape))
+            else:
+                found += self._escape()
+        return found
+
+    def _escape(self) -> list[Message]:
+        """Take one sequence, or leave it if its end is still to come."""
+        rest = self._rest
+        if match := _SEQUENCE.match(rest):
+            self._rest = rest[match.end() :]
+            if match[0] == _PASTE:
+                self._paste, self._tail = bytearray(), b""
+                self._window = (self._clock(), len(self._rest))
+                return []
+            return self._meaning(match[0].decode("latin-1"))
+        if match := _STRING.match(rest):
+            self._begin_to_drop(_IN_STRING, rest[match.end() :])
+            return []
+        if _BEGUN.match(rest) or _PAIR_BEGUN.match(rest):
+            if len(rest) > _LONGEST:
+                self._begin_to_drop(_IN_SEQUENCE, b"")
+            return []
+        if (match := _PAIR.match(rest)) and match[1] not in (b"[", b"O"):
+            self._rest = rest[match.end() :]
+            return self._pair(match[1].decode())
+        # Broken off by something that is no part of it, as by another escape or ctrl+c.
+        begun = rest[: max(_begun_length(rest), 1)]
+        self._rest = rest[len(begun) :]
+        return self._as_keys(begun)
+
+    def _begin_to_drop(self, inside: re.Pattern[bytes], rest: bytes) -> None:
+        self._inside, self._rest = inside, rest
+        self._window = (self._clock(), len(rest))
+
+    def _drop(self, inside: re.Pattern[bytes]) -> None:
+        """Drop what belongs to the sequence; at its end go on with what comes behind it."""
+        match = inside.match(self._rest)
+        self._rest = self._rest[match.end() if match else 0 :]
+        last = self._rest[:1]
+        if not last or (self._rest == b"\x1b" and inside is _IN_STRING):
+            return
+        self._inside = None
+        if inside is _IN_SEQUENCE:
+            self._rest = self._rest[1:] if b"@" <= last <= b"~" else self._rest
+        elif last in b"\x07\x18":
+            self._rest = self._rest[1:]
+        # Else ST, which means nothing by itself; another sequence; or a key.
+
+    def _take_paste(self) -> list[Message]:
+        assert self._paste is not None
+        text, end, more = self._rest.partition(_PASTE_END)
+        if end:
+            self._rest = more
+            return self._pasted(text)
+        keep = next((n for n in range(len(_PASTE_END) - 1, 0, -1) if text.endswith(_PASTE_END[:n])), 0)
+        self._rest = text[len(text) - keep :]
+        self._paste += text[: len(text) - keep][: PASTE_MOST - len(self._paste)]
+        self._tail = text[-1:]
+        return []
+
+    def _pasted(self, text: bytes = b"") -> list[Message]:
+        pasted = bytes((self._paste or b"") + text)[:PASTE_MOST]
+        self._paste = None
+        return [events.Paste(pasted.decode("utf-8", "replace").replace("\x00", ""))]
+
+    def _tick_paste(self, now: float, quiet: float) -> list[Message]:
+        """A key that a person would press to get out, with nothing behind it, is no part of what was pasted."""
+        if self._tail in _HEARD_ANYWHERE and self._tail and quiet >= self._escape_s:
+            self._paste, self._rest = None, b""
+            return self._characters(self._tail)
+        if quiet < _CUT_S and not self._by_hand(now):
+            return []
+        rest, self._rest = self._rest, b""
+        return self._pasted(rest)
+
+    def _by_hand(self, now: float) -> bool:
+        """Whether what comes is so little that a person may be pressing keys."""
+        since, count = self._window
+        if now - since < _WINDOW_S:
+            return False
+        self._window = (now, 0)
+        return count < _WINDOW_BYTES
+
+    # ------------------------------------------------------------------------------------------ what it means
+
+    def _cut_character(self) -> bool:
+        return bool(self._decoder.getstate()[0])
+
+    def _characters(self, data: bytes, final: bool = False) -> list[Message]:
+        found: list[Message] = []
+        for char in self._decoder.decode(data, final):
+            if char != "\N{REPLACEMENT CHARACTER}":
+                found += self._keys(char)
+        return found
+
+    def _keys(self, sequence: str) -> list[events.Key]:
+        if len(sequence) == 1:
+            return list(self._table._sequence_to_key_events(sequence))
+        known = ANSI_SEQUENCES_KEYS.get(sequence)
+        # A character stands for a key of some keyboards: Textual's table has signs for alt with a digit.
+        return [events.Key(key.value, None) for key in known] if isinstance(known, tuple) else []
+
+    def _pair(self, char: str) -> list[Message]:
+        """An escape with a character right behind it."""
+        if char in _TO_THE_TRAINING:
+            return [events.Key(f"alt+{char}", char)]
+        known = [] if char.isalnum() else self._keys(ESC + char)
+        return [*known] if known else [events.Key("escape", ESC), *self._keys(char)]
+
+    def _as_keys(self, begun: bytes) -> list[Message]:
+        """What was begun and not ended: an escape, with or without a character, is keys; more is dropped."""
+        if len(begun) == 1:
+            return [events.Key("escape", ESC)]
+        return self._pair(begun[1:].decode("latin-1")) if len(begun) == 2 and begun[1] < 0x80 else []
+
+    def _meaning(self, sequence: str) -> list[Message]:
+        """What a whole sequence means; nothing, if it is none that matters here."""
+        if sequence in ("\x1b[I", "\x1b[O"):
+            return [events.AppFocus() if sequence == "\x1b[I" else events.AppBlur()]
+        if _MODE_REPORT.fullmatch(sequence):
+            return [messages.TerminalSupportsSynchronizedOutput()]
+        if _MOUSE.fullmatch(sequence):
+            event = self._table.parse_mouse_code(sequence)
+            return [event] if event is not None and not isinstance(event, events.MouseMove) else []
+        if match := _KITTY.fullmatch(sequence) or _OTHER_KEY.fullmatch(sequence):
+            return self._told(**match.groupdict())
+        match = _MODIFIED.fullmatch(sequence)
+        if match and match["number"] + match["end"] in FUNCTIONAL_KEYS:
+            return self._extended(sequence)
+        return [*self._keys(sequence)]
+
+    def _told(self, code: str, held: str | None, kind: str | None = None) -> list[Message]:
+        """A key by the number of its character, and what is held down with it."""
+        number = int(code)
+        if kind == _RELEASED or number > 0x10FFFF or 0xD800 <= number < 0xE000:
+            return []
+        return self._extended(f"\x1b[{number};{held or 1}u")
+
+    def _extended(self, sequence: str) -> list[Message]:
+        # Copies, for Textual keeps those that it gives.
+        return [key.copy() for key in self._table._parse_extended_key(sequence) or []]
+
+
+def _begun_length(data: bytes) -> int:
+    """Bytes at the start of `data` that a sequence could begin with."""
+    low, high = 1, min(len(data), _LONGEST)
+    while low < high and _BEGUN.match(data[: low + 1]):
+        low += 1
+    return low

@@ -1,0 +1,115 @@
+"""What comes from a keyboard, whatever it is: the screen answers the next key, and gives the terminal back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+from screens import Run, Start, Terminal
+
+from dpmon.run import proc
+
+ESC = b"\x1b"
+PASTE = b"\x1b[200~"
+
+
+def answers(seen: Terminal, times: int = 1) -> None:
+    """A key is answered, the last of `times` at the latest."""
+    for turn in range(times):
+        seen.press("?")
+        last = turn == times - 1
+        with contextlib.nullcontext() if last else contextlib.suppress(AssertionError):
+            seen.until(lambda: "Phases of a step" in seen.text(), "the help", 3 if last else 1.5)
+            break
+    seen.press("\x1b")
+    seen.until(lambda: "Phases of a step" not in seen.text(), "the end of the help", 3)
+
+
+def leaves(seen: Terminal) -> None:
+    """ctrl+c is answered, and all that was changed in the terminal is as before."""
+    seen.press("\x03")
+    seen.until(lambda: "leave it running" in seen.text(), "the question", 3)
+    seen.press("l")
+    assert seen.ended() == 0
+    assert b"RESULT left" in seen.raw
+    assert b"Traceback" not in seen.raw
+    seen.sane()
+
+
+NO_TEXT = (
+    b"\xe9",
+    b"\xff\xfe\xc3",
+    b"\xc3(",
+    b"\xed\xa0\x80\xf5\x80\x80\x80",
+    b"\x1b[M \xe9\xff",
+    b"\x1b[M\xc3\xa9\xa9\x1b[M#\xff\xff",
+    b"\x1b[M \xe9",
+    b"\x1b\xe9",
+    b"\x1b[1;\xe9",
+)
+
+
+def test_bytes_that_are_no_text_are_no_keys(run: Run, terminal: Start) -> None:
+    run.train(50)
+    seen = terminal()
+    seen.shows("● running")
+    for data in NO_TEXT:
+        seen.press(data)
+        answers(seen, 2)  # the first one may be the last byte of what was begun
+    leaves(seen)
+
+
+ENDLESS = {
+    "paste": PASTE + b"dpx never ends",
+    "paste after paste": PASTE + PASTE + b"dpx",
+    "half an end": PASTE + b"text\x1b[201",
+    "OSC": b"\x1b]11;rgb:dddd",
+    "DCS": b"\x1bP1$rdpx",
+    "APC": b"\x1b_Gdpx",
+    "PM": b"\x1b^dpx",
+    "SOS": b"\x1bXdpx",
+    "CSI": b"\x1b[" + b"1;" * 2000,
+    "mouse": b"\x1b[<0;12",
+    "X10 mouse": b"\x1b[M!",
+    "SS3": b"\x1bO",
+    "ESC": ESC * 99,
+}
+
+
+def test_what_never_ends_holds_the_keys_up_for_a_moment_only(run: Run, terminal: Start) -> None:
+    run.train(50)
+    seen = terminal()
+    seen.shows("● running")
+    assert run.ring is not None
+    for name in ("paste", "half an end", "OSC", "CSI", "X10 mouse"):  # the others in tests/unit
+        seen.press(ENDLESS[name])
+        answers(seen, 3)
+        assert "pending" not in seen.text(), name
+        assert run.ring.request_serial == 0, f"{name}: none of it was taken for a key"
+    leaves(seen)
+
+
+def test_ctrl_c_is_heard_in_the_middle_of_anything(run: Run, terminal: Start) -> None:
+    run.train(50)
+    seen = terminal()
+    seen.shows("● running")
+    for name, data in ENDLESS.items():
+        seen.press(data)
+        seen.press("\x03")
+        seen.until(lambda: "leave it running" in seen.text(), f"the question after {name}", 3)
+        seen.press("\x1b")
+        seen.until(lambda: "leave it running" not in seen.text(), "the panels", 3)
+    leaves(seen)
+
+
+def test_ctrl_z_is_heard_in_a_paste_that_never_ends(run: Run, terminal: Start) -> None:
+    run.train(50)
+    seen = terminal()
+    seen.shows("● running")
+    seen.press(PASTE + b"text")
+    seen.press("\x1a")
+    seen.until(lambda: getattr(proc.read(seen.pid), "state", "") == "T", "the process to stop", 5)
+    os.kill(seen.pid, signal.SIGCONT)
+    answers(seen, 3)
+    leaves(seen)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from textual import events
 from textual.app import ComposeResult
+from textual.message import Message
 from textual.screen import ModalScreen
 
 from dpmon.ui.look import Look
@@ -32,6 +34,9 @@ class Dialog(ModalScreen[str | None]):
 
     DEFAULT_CSS = "Dialog { background: transparent; align: left top; }"
 
+    class Changed(Message):
+        """A dialog was opened or closed, or other keys work in it."""
+
     def __init__(self, title: str, look: Look) -> None:
         super().__init__()
         self.title_text = title
@@ -55,10 +60,24 @@ class Dialog(ModalScreen[str | None]):
         """Do what the key means here."""
         raise NotImplementedError
 
+    def footer_keys(self) -> list[tuple[str, str]]:
+        """The keys that work now, and what each does, for the footer."""
+        raise NotImplementedError
+
+    def press(self, key: str) -> None:
+        """As if a key of `footer_keys` was pressed."""
+        name = {"esc": "escape"}.get(key, key.partition(" ")[0])
+        if not self.answered and any(key == each for each, _ in self.footer_keys()):
+            self.pressed(events.Key(name, None))
+
+    def over(self) -> None:
+        """The run has ended: what cannot be done any more is no longer offered."""
+
     def settle(self, answer: str | None) -> None:
         """Be gone, with the answer; once: Textual takes a second time for a fault."""
         if not self.answered:
             self.answered = True
+            self.app.call_later(self.app.post_message, self.Changed())
             self.dismiss(answer)
 
     def compose(self) -> ComposeResult:
@@ -68,6 +87,7 @@ class Dialog(ModalScreen[str | None]):
     def on_mount(self) -> None:
         """Draw it."""
         self.draw()
+        self.app.post_message(self.Changed())
 
     def on_resize(self) -> None:
         """Draw it again in the middle of the new size."""
@@ -88,7 +108,7 @@ class Dialog(ModalScreen[str | None]):
     def draw(self) -> None:
         """Build the rows and place the box."""
         screen_width, screen_height = self.app.size
-        width = max(min(self.wanted() + 4, screen_width), 8)
+        width = min(self.wanted() + 4, screen_width)
         rows = self.content(width - 4, max(screen_height - 2, 1))
         height = min(len(rows) + 2, screen_height)
         self.box.place(0, (screen_height - height) // 2, screen_width, height)
@@ -103,9 +123,20 @@ class Dialog(ModalScreen[str | None]):
 class Choice(Dialog):
     """A question with a key for each answer; dismissed with the answer's name, None for staying."""
 
-    def __init__(self, title: str, text: Sequence[str], answers: Sequence[tuple[str, str, str]], look: Look) -> None:
-        """`answers`: key, or several with spaces between; name; what it says."""
+    def __init__(
+        self,
+        title: str,
+        text: Sequence[str],
+        answers: Sequence[tuple[str, str, str]],
+        look: Look,
+        moot: Callable[[], None] | None = None,
+    ) -> None:
+        """`answers`: key, or several with spaces between; name; what it says.
+
+        `moot`: says that nothing is left to be asked, where that is so once the run is over; the question goes then.
+        """
         super().__init__(title, look)
+        self.moot = moot
         self.lines = text
         self.answers = [(" or ".join(keys.split()), name, says) for keys, name, says in answers]
         self.keys_width = max(5, *(len(keys) for keys, _, _ in self.answers))
@@ -125,6 +156,16 @@ class Choice(Dialog):
             says = cut(says, width - self.keys_width - 3)
             rows.append([("  ", ""), (keys.ljust(self.keys_width), "key"), (" " + says, "")])
         return rows
+
+    def footer_keys(self) -> list[tuple[str, str]]:
+        """The answers, each as far as it is short."""
+        return [(keys, re.split("[:;,]", says)[0]) for keys, _, says in self.answers]
+
+    def over(self) -> None:
+        """Be gone, if there is nothing left to ask."""
+        if self.moot is not None and not self.answered:
+            self.settle(None)
+            self.moot()
 
     def offers(self, name: str) -> bool:
         """Whether that is one of the answers."""
@@ -158,6 +199,10 @@ class Pages(Dialog):
         """How to go on and to close."""
         return "arrows scroll  esc closes"
 
+    def footer_keys(self) -> list[tuple[str, str]]:
+        """How to go on and to close."""
+        return [("arrows", "scroll"), ("esc", "close")]
+
     def content(self, width: int, height: int) -> list[Row]:
         """All rows; the frame shows those from the place scrolled to, and how many are above and below."""
         rows = self.make(width)
@@ -178,12 +223,27 @@ class Pages(Dialog):
 class Line(Dialog):
     """One line to type; dismissed with it, or None."""
 
-    def __init__(self, title: str, note: str, look: Look, typed: str = "", hidden: bool = False) -> None:
-        """`hidden`: show that something was typed, not what."""
+    def __init__(
+        self, title: str, note: str, look: Look, typed: str = "", hidden: bool = False, moot: str | None = None
+    ) -> None:
+        """`hidden`: show that something was typed, not what. `moot`: the note once the run is over; nothing is sent."""
         super().__init__(title, look)
+        self.moot = moot
+        self.open = True
         self.note = note
         self.typed = typed
         self.hidden = hidden
+
+    def footer_keys(self) -> list[tuple[str, str]]:
+        """How to send the line, and how not to."""
+        return [("enter", "done"), ("esc", "cancel")] if self.open else [("esc", "close")]
+
+    def over(self) -> None:
+        """What was typed stays in sight, and goes nowhere."""
+        if self.moot is not None:
+            self.note, self.open = self.moot, False
+            self.draw()
+            self.app.post_message(self.Changed())
 
     def add(self, text: str) -> None:
         """Type more, as far as there is room."""
@@ -195,7 +255,7 @@ class Line(Dialog):
         """The line as far as it was typed, its end in sight, and what will happen."""
         shown = self.typed[-width:]
         shown = "*" * len(shown) if self.hidden else shown
-        while width_of([(shown, "")]) > width - 3:
+        while shown and width_of([(shown, "")]) > width - 3:
             shown = shown[1:]
         cursor = "_" if self.look.glyphs.ascii else "▏"
         return [[("> ", "key"), (shown, ""), (cursor, "key")], [], [(cut(self.note, width), "dim")]]
@@ -203,7 +263,7 @@ class Line(Dialog):
     def pressed(self, event: events.Key) -> None:
         """Edit, send, or give up."""
         if event.key == "enter":
-            self.settle(self.typed)
+            self.settle(self.typed if self.open else None)
         elif event.key in ("escape", "ctrl+c"):
             self.settle(None)
         elif event.key in ("backspace", "ctrl+h"):
@@ -225,10 +285,11 @@ class Line(Dialog):
 class Commands(Dialog):
     """A list to choose from, shortened by typing; dismissed with the action that was chosen, or None."""
 
-    def __init__(self, commands: Sequence[tuple[str, str, str]], look: Look) -> None:
-        """`commands`: key, sentence, action."""
+    def __init__(self, possible: Callable[[], Sequence[tuple[str, str, str]]], look: Look) -> None:
+        """`possible`: what can be done now: key, sentence, action."""
         super().__init__("What can be done now", look)
-        self.commands = commands
+        self.possible = possible
+        self.commands = possible()
         self.typed = ""
         self.at = 0
         self.pinned = 1
@@ -240,6 +301,19 @@ class Commands(Dialog):
     def corner(self) -> str:
         """How to choose."""
         return "enter does it"
+
+    def footer_keys(self) -> list[tuple[str, str]]:
+        """How to choose."""
+        return [("arrows", "choose"), ("enter", "do it"), ("esc", "close")]
+
+    def over(self) -> None:
+        """List what is still possible; the one that was chosen stays so, if it is among them."""
+        found = self.matching()
+        chosen = found[self.at] if found else None
+        self.commands = self.possible()
+        found = self.matching()
+        self.at = found.index(chosen) if chosen in found else 0
+        self.draw()
 
     def matching(self) -> list[tuple[str, str, str]]:
         """Those that have every word that was typed."""

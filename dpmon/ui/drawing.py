@@ -16,6 +16,7 @@ from textual.driver import Driver as TextualDriver
 from textual.geometry import Size
 from textual.timer import Timer
 
+from dpmon.ui.dialogs import Dialog
 from dpmon.ui.feed import Feed, Reader
 from dpmon.ui.layout import Slot
 from dpmon.ui.leaving import Leaving, terminal_gone
@@ -123,6 +124,10 @@ class Drawing(App[str]):
         self._tick()
         self._ticking = self.set_interval(self.period, self._tick)
         self.set_interval(_REPAINT_S, self._repaint)
+
+    def on_dialog_changed(self) -> None:
+        """The footer names the keys that work now."""
+        self.draw()
 
     def on_resize(self) -> None:
         """Everything finds its place in the new size."""
@@ -252,9 +257,11 @@ class Drawing(App[str]):
 
     def scene(self) -> Scene:
         """What is to be drawn: now, or the instant at which the picture was frozen."""
+        screen = self.screen_stack[-1] if self.screen_stack else None  # none is left on the way out
+        view = replace(self.view, dialog=tuple(screen.footer_keys())) if isinstance(screen, Dialog) else self.view
         if self._still is not None:
-            return replace(self._still, view=self.view, scrolled_back=self.feed.output.top is not None)
-        return self.feed.scene(self.view, self._stopping)
+            return replace(self._still, view=view, scrolled_back=self.feed.output.top is not None)
+        return self.feed.scene(view, self._stopping)
 
     def draw(self) -> None:
         """Build the pictures and hand each panel its rows; only rows that differ reach the terminal."""

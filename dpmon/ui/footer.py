@@ -1,4 +1,7 @@
-"""The last row: the keys that work now; what has no room gives way, the least useful first."""
+"""The last row: the keys that work now, a dialog's own while one is open.
+
+What has no room gives way, the least useful first.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,8 @@ def _rank(deed: Deed, word: str, scene: Scene) -> int:
 
 
 def _pieces(scene: Scene) -> list[_Piece]:
+    if scene.view.dialog:
+        return [_Piece(key, word, -3) for key, word in scene.view.dialog]
     return [_Piece(deed.key, word, _rank(deed, word, scene)) for deed in DEEDS if (word := deed.word(scene))]
 
 

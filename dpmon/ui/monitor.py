@@ -44,6 +44,7 @@ class Monitor(Drawing):
     said_s = 15.0
     """So long something that was said stays, whether the picture's own clock goes on or stands still."""
     _stop_done = False
+    _told_of_end = False
     _said = 0
     """How often something was said."""
     _clicked = View()
@@ -87,6 +88,12 @@ class Monitor(Drawing):
             self._see(replace(self.view, focus=self._clicked.focus, zoom=keys.zoomed(self._clicked).zoom))
         elif event.panel == "footer":
             self.call_next(self._do_key, at(self.panel_rows("footer")[0], event.x))
+
+    def on_click(self, event: events.Click) -> None:
+        """Under a dialog the footer names the dialog's keys."""
+        slot, screen = self.slots.get("footer"), self.screen
+        if slot is not None and isinstance(screen, Dialog) and event.screen_y == slot.y:
+            screen.press(at(self.panel_rows("footer")[0], event.screen_x - slot.x) or "")
 
     async def _do_key(self, key: str | None) -> None:
         scene = self.scene()
@@ -273,7 +280,7 @@ class Monitor(Drawing):
             if action:
                 self.call_next(self.run_action, action)
 
-        self.push_screen(Commands(keys.possible(self.scene()), self.look), do)
+        self.push_screen(Commands(lambda: keys.possible(self.scene()), self.look), do)
 
     def action_warnings(self) -> None:
         """All warnings that are kept."""
@@ -319,7 +326,8 @@ class Monitor(Drawing):
         hidden = self.feed.hides_input()
         note = "enter sends the line to the script, esc does not"
         note += "; the script asked for it not to be shown" if hidden else ""
-        self.push_screen(Line("Input", note, self.look, hidden=hidden), send)
+        moot = "the run is over: nobody reads this line; esc closes"
+        self.push_screen(Line("Input", note, self.look, hidden=hidden, moot=moot), send)
 
     # ------------------------------------------------------------------------------------------ files
 
@@ -397,7 +405,7 @@ class Monitor(Drawing):
             answers.append(("s", "stop", _STOPS))
         answers.append(("esc", "stay", "stay here"))
         text = ["The training does not need this screen."]
-        self.push_screen(Choice("Leave", text, answers, self.look), self._left)
+        self.push_screen(Choice("Leave", text, answers, self.look, self._moot), self._left)
 
     def action_stop(self) -> None:
         """Stop the training, once that is confirmed."""
@@ -409,11 +417,17 @@ class Monitor(Drawing):
             return
         answers = [("s y", "stop", _STOPS), ("esc", "stay", "let it go on")]
         text = ["What it has computed since it last saved is lost."]
-        self.push_screen(Choice("Stop the training?", text, answers, self.look), self._left)
+        self.push_screen(Choice("Stop the training?", text, answers, self.look, self._moot), self._left)
+
+    def _moot(self) -> None:
+        self._say("the run is over: there is nothing left to stop; q closes this screen")
 
     def _left(self, answer: str | None) -> None:
+        over = self.feed.scene(self.view).over
         if answer == "left":
-            self.exit("left")
+            self.exit("ended" if over else "left")
+        elif answer == "stop" and over:
+            self._moot()
         elif answer == "stop":
             self._let_go()
             self._stopping = "the training is asked to stop"
@@ -437,10 +451,15 @@ class Monitor(Drawing):
         self._stop_done = True
 
     def after_tick(self) -> None:
-        """When every signal was sent: leave as soon as the end is known, or say what is left."""
+        """Tell dialogs of the end. When every signal was sent: leave then, or say what is left."""
+        scene = self.feed.scene(self.view)
+        if scene.over and not self._told_of_end:
+            self._told_of_end = True
+            for screen in self.screen_stack:
+                if isinstance(screen, Dialog):
+                    screen.over()
         if not self._stop_done:
             return
-        scene = self.feed.scene(self.view)
         if scene.over:
             self.exit("stopped")
         elif not scene.ending:

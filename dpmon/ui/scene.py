@@ -119,6 +119,8 @@ class View:
     message: str | None = None
     message_ns: int = 0
     """When there was something to say, ns since the run's start."""
+    dialog: tuple[tuple[str, str], ...] = ()
+    """Keys of the dialog that is open, and what each does: no other works then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,144 @@
+"""Dialogs that are open while something happens to the run or the terminal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from stage import Stage, stage
+
+from dpmon.ui.dialogs import Choice, Commands, Dialog, Line, Pages
+
+OPENERS = {"q": Choice, "x": Choice, "e": Choice, "i": Line, "slash": Line, "colon": Commands, "question_mark": Pages}
+
+
+def footer(on: Stage) -> str:
+    return on.app.text()[-1]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    os.mkfifo(tmp_path / "input.fifo")
+    return tmp_path
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+async def test_the_footer_names_the_keys_of_the_dialog(directory: Path, opener: str) -> None:
+    async with stage(directory, size=(80, 24)) as on:
+        await on.press(opener)
+        assert isinstance(on.app.screen, OPENERS[opener])
+        await on.until(lambda: " esc " in footer(on), "the dialog's keys")
+        for word in ("q leave", "? help", "freeze"):
+            assert f" {word} " not in footer(on)
+        for key, word in on.app.screen.footer_keys():
+            assert f"{key} {word}" in footer(on)
+        await on.press("escape")
+        await on.until(lambda: "? help" in footer(on), "the keys of the panels")
+
+
+async def test_a_click_on_the_footer_presses_the_key_of_the_dialog(directory: Path) -> None:
+    async with stage(directory) as on:
+        await on.press("q")
+        await on.until(lambda: "leave it running" in footer(on), "the dialog's keys")
+        await on.pilot.click(offset=(footer(on).index("stay here"), 39))
+        await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
+        assert on.app.return_value is None
+        await on.press("q")
+        await on.until(lambda: "leave it running" in footer(on), "the dialog's keys")
+        await on.pilot.click(offset=(footer(on).index("leave it"), 39))
+        await on.until(lambda: on.app.return_value == "left", "the end")
+
+
+@pytest.mark.parametrize("opener", ["q", "x", "ctrl+c"])
+@pytest.mark.parametrize("unsupervised", [False, True])
+async def test_nothing_is_left_to_ask_once_the_run_is_over(directory: Path, opener: str, unsupervised: bool) -> None:
+    async with stage(directory) as on:
+        await on.press(opener)
+        assert isinstance(on.app.screen, Choice)
+        if unsupervised:  # gone, and nobody records how
+            on.reader.is_alive = False
+        else:
+            on.end(3)
+        await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
+        await on.shows("the run is over: there is nothing left to stop")
+        await on.shows("status unknown" if unsupervised else "failed status 3")
+        await on.shows("q close")
+        await on.press("q")
+        await on.until(lambda: on.app.return_value == "ended", "the screen to close")
+
+
+async def test_a_line_that_is_being_typed_stays_and_goes_nowhere(directory: Path) -> None:
+    fd = os.open(directory / "input.fifo", os.O_RDWR | os.O_NONBLOCK)
+    async with stage(directory) as on:
+        await on.press("i", "y", "e")
+        on.end(0)
+        dialog = on.app.screen
+        assert isinstance(dialog, Line)
+        await on.until(lambda: any("nobody reads this line" in row for row in dialog.box.text()), "the note")
+        await on.until(lambda: " esc close" in footer(on) and "enter" not in footer(on), "the footer")
+        await on.press("s", "e")
+        assert any("yese" in row for row in dialog.box.text())
+        await on.press("enter")
+        await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
+        with pytest.raises(BlockingIOError):
+            os.read(fd, 1)
+        assert not list(directory.glob("*.csv"))
+    os.close(fd)
+
+
+async def test_the_list_of_what_can_be_done_follows_the_end(directory: Path) -> None:
+    async with stage(directory) as on:
+        await on.press("colon")
+        dialog = on.app.screen
+        assert isinstance(dialog, Commands)
+        assert "stop" in {action for _, _, action in dialog.commands}
+        await on.press(*("down",) * (1 + [action for _, _, action in dialog.commands].index("report") - 1))
+        on.end(0)
+        await on.until(lambda: "stop" not in {action for _, _, action in dialog.commands}, "the new list")
+        assert {action for _, _, action in dialog.commands}.isdisjoint({"toggle_mode", "pause", "freeze", "type_line"})
+        assert dialog.matching()[dialog.at][2] == "report"
+
+
+@pytest.mark.parametrize("opener", ["e", "slash", "question_mark", "r"])
+async def test_what_is_of_use_after_the_end_stays_open(directory: Path, opener: str) -> None:
+    async with stage(directory) as on:
+        await on.press(opener)
+        on.end(0)
+        await on.shows("finished status 0")
+        assert isinstance(on.app.screen, Dialog)
+        assert " esc " in footer(on)
+        assert "q close" not in footer(on)
+        await on.press("escape")
+        await on.until(lambda: "q close" in footer(on), "the footer")
+        await on.press("q")
+        await on.until(lambda: on.app.return_value == "ended", "the screen to close")
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+async def test_a_dialog_in_a_terminal_that_becomes_tiny(directory: Path, opener: str) -> None:
+    async with stage(directory) as on:
+        await on.press(opener)
+        for size in ((1, 1), (2, 3), (7, 2), (20, 5), (500, 200), (3, 200), (500, 1), (120, 40)):
+            await on.pilot.resize_terminal(*size)
+            dialog = on.app.screen
+            assert isinstance(dialog, Dialog)
+            await on.until(lambda w=size[0], d=dialog: {len(row) for row in d.box.text()} == {w}, f"{size}")
+        await on.press("escape")
+        await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+async def test_the_runs_directory_vanishes_under_a_dialog(directory: Path, opener: str) -> None:
+    async with stage(directory) as on:
+        await on.press(opener)
+        shutil.rmtree(directory)
+        polls = on.reader.polls
+        await on.until(lambda: on.reader.polls > polls + 3, "pictures")
+        await on.press("escape")
+        await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
+        for key in ("s", "i", "w", "r"):
+            await on.press(key)
+        await on.press("escape")
+        await on.shows("● running")

@@ -102,7 +102,10 @@ class Terminal:
             with contextlib.suppress(OSError):
                 data = os.read(self.fd, 1 << 16)
                 self.raw += data
-                self.stream.feed(data)
+                with contextlib.suppress(
+                    TypeError
+                ):  # what pyte does not know: keys that are echoed while it is stopped
+                    self.stream.feed(data)
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:

@@ -1,0 +1,113 @@
+"""Bytes at random into the screen's terminal, changes of its size, stops: the next key is answered, or it left well.
+
+DPMON_LONG=1 tries more of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+
+import pytest
+from running import wait_for
+from screens import SHOW, Run, Start, Terminal
+from sizes import reached, size
+
+from dpmon.run import proc
+
+# Where nothing is stopped, and what is saved is saved beside the run.
+HARMLESS = SHOW.replace(
+    "result =", "import os; import dpmon.ui.errands as e; e.stop = lambda _: iter(()); os.chdir(sys.argv[1])\nresult ="
+)
+SEQUENCES = (
+    *(b"\x1b[A", b"\x1bOB", b"\x1b[1;5C", b"\x1b[5~", b"\x1b", b"\x1b[<0;5;20M", b"\x1b[<0;5;20m", b"\x1b[<64;9;30M"),
+    *(b"\x1b[<35;999;999M", b"\x1b[M \xe9\xff", b"\x1b[I", b"\x1b[O", b"\x1b[?2026;2$y", b"\x1b[?2048;2$y"),
+    *(b"\x1b[48;9999;9999;0;0t", b"\x1b[24;80R", b"\x1b[?62;4c", b"\x1b]11;rgb:dd/xx/pp\x07", b"\x1bP1$rdpx\x1b\\"),
+    *(b"\x1b[99;5u", b"\x1b[100;1:3u", b"\x1b[9999999u", b"\x1b[200~dpx\n\x03\x1b[201~", b"\x1b[200~", b"\x1b[201~"),
+    *(b"/word\r", b"i line\r", b":zoom\r", b"?", b"5", b"\t", b" ", b"t", b"[", b"+", b"w", b"q", b"x", b"\x03"),
+)
+NOT_HERE = bytes.maketrans(b"serSER", b"??????")
+"""Keys that start processes of their own, for which there is no time."""
+
+
+def burst(chance: random.Random) -> bytes:
+    kind = chance.randrange(5)
+    if kind == 0:
+        return chance.randbytes(chance.randrange(1, 300)).translate(NOT_HERE)
+    if kind == 1:  # one sequence again and again
+        return chance.choice(SEQUENCES) * chance.choice((1, 10, 100))
+    if kind == 2:  # in one write, of which only the beginning can be heard
+        return chance.randbytes(1 << 14).translate(NOT_HERE)
+    data = b"".join(chance.choice(SEQUENCES) for _ in range(chance.randrange(1, 30)))
+    if kind == 3:
+        return data
+    return bytes(byte for byte in data if chance.random() > 0.1)
+
+
+def answers_or_has_left(seen: Terminal) -> bool:
+    """Whether it goes on, with the panels before it; else it left as it should."""
+    deadline = time.monotonic() + 60
+    while seen.status is None:
+        assert time.monotonic() < deadline, f"no answer\n{seen.text()}"
+        if getattr(proc.read(seen.pid), "state", "") == "T":  # by ctrl+z, or by the signal
+            os.kill(seen.pid, signal.SIGCONT)
+        with contextlib.suppress(OSError):
+            seen.press("\x1b")
+        with contextlib.suppress(AssertionError):
+            seen.until(lambda: seen.status is not None or "? help" in seen.text().split("\n")[-1], "the footer", 2)
+            seen.press("?")
+            seen.until(lambda: seen.status is not None or "Phases of a step" in seen.text(), "the help", 2)
+            if seen.status is None:
+                seen.press("\x1b")
+                return True
+    assert seen.ended() == 0, seen.text()
+    assert b"Traceback" not in seen.raw
+    seen.sane()
+    return False
+
+
+@pytest.mark.parametrize("seed", range(size(2, 20)))
+def test_anything_at_all_from_the_keyboard(run: Run, terminal: Start, seed: int) -> None:
+    chance = random.Random(seed)
+    run.train(50)
+    seen, bursts, ends = None, 0, 0
+    for _ in range(size(5, 200)):
+        if seen is None:
+            seen = terminal(HARMLESS)
+            seen.shows("● running")
+        bursts += 1
+        with contextlib.suppress(OSError):
+            seen.press(burst(chance))
+        if chance.random() < 0.3:
+            for _ in range(10):
+                seen.resize(chance.randrange(1, 300), chance.randrange(1, 100))
+                seen.pump(0.005)
+        if chance.random() < 0.2 and seen.status is None:
+            os.kill(seen.pid, signal.SIGTSTP)
+        seen.resize(120, 40)
+        if not answers_or_has_left(seen):
+            seen, ends = None, ends + 1
+    reached("keyboard", f"{bursts} bursts, {ends} screens left by them")
+
+
+@pytest.mark.parametrize("opener", ["", "q", "i", "/", ":", "?"])
+def test_the_terminal_goes_under_a_dialog(run: Run, terminal: Start, opener: str) -> None:
+    """It hears no hang-up, and looks at its terminal once a minute only: the end of the keys tells."""
+    run.train(50)
+    os.mkfifo(run.directory / "input.fifo")
+    seen = terminal("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SHOW, refresh=60.0)
+    seen.shows("● running")
+    seen.press(opener or "t")
+    seen.shows(" esc " if opener else "theme light")
+    os.close(seen.fd)
+
+    def ended() -> bool:
+        pid, status = os.waitpid(seen.pid, os.WNOHANG)
+        seen.status = os.waitstatus_to_exitcode(status) if pid else None
+        return bool(pid)
+
+    wait_for(ended, 10, "the end of the screen")
+    assert seen.status == 129

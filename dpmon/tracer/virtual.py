@@ -17,14 +17,19 @@ copied. There the copies are ours.
 from __future__ import annotations
 
 import importlib
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch.autograd import Function
+
+from dpmon.tracer.cores import available_cores
+from dpmon.tracer.workers import ReplicaThread
 
 __all__ = [
     "GATHER",
@@ -217,6 +222,9 @@ class VirtualDevices:
                 return torch.amp.autocast(base.type, enabled=enabled)
 
             apply_globals["autocast"] = autocast
+        if base.type == "cpu":
+            share = max(1, available_cores() // count)
+            apply_globals["threading"] = SimpleNamespace(Thread=partial(ReplicaThread, share), Lock=threading.Lock)
         verbs_here = (
             with_globals(verbs.scatter_kwargs, scatter=scatter),
             replicate,

@@ -1,0 +1,88 @@
+"""How many cores this process may use, and how many of them one thread's parallel regions take."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+__all__ = ["available_cores", "limit_this_thread"]
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def available_cores(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> int:
+    """The number of cores this process may run on: its affinity, capped by its cgroups' CPU quota; at least 1."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):
+        cores = os.cpu_count() or 1
+    return max(1, min([cores, *(int(quota) for quota in _quotas(cgroups, membership))]))
+
+
+def _quotas(cgroups: Path, membership: Path) -> list[float]:
+    """The CPU quotas of this process's cgroups, in cores; cgroups without a quota are left out."""
+    found = []
+    try:
+        lines = membership.read_text().splitlines()
+    except (OSError, ValueError):
+        return []
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        here = path.strip("/")
+        if not controllers:  # version 2: every ancestor's quota holds too
+            groups = [Path(here), *Path(here).parents]
+            found += [_quota(cgroups / group / "cpu.max") for group in groups]
+        elif "cpu" in controllers.split(","):
+            group = cgroups / controllers / here
+            found.append(_quota(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us"))
+    return [quota for quota in found if quota is not None]
+
+
+def _quota(*files: Path) -> float | None:
+    """Microseconds per period, from one file with both numbers or from one file each."""
+    try:
+        quota, period = (float(number) for path in files for number in path.read_text().split())
+        return quota / period if quota > 0 and period > 0 else None
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+
+
+def limit_this_thread(count: int) -> None:
+    """Let parallel regions that begin on this thread take `count` threads at most; other threads keep their number.
+
+    `torch.set_num_threads` is no substitute: it also sets the number that `torch.get_num_threads` starts from in every
+    thread to come.
+    """
+    torch.get_num_threads()  # torch sets a thread's number at its first region: let it happen before ours
+    for set_number in _setters():
+        set_number(count)
+
+
+@cache
+def _setters() -> tuple[Callable[[int], object], ...]:
+    """The C functions that set the number for the calling thread alone; empty where torch has neither library.
+
+    Only what is loaded is looked at. The global scope comes first, as for the linker: a preloaded OpenMP is the one
+    that torch calls. PyDLL keeps the GIL, which is worth more here than the half microsecond that a call takes.
+    """
+    libraries = []
+    for name, mode in ((None, 0), (str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"), os.RTLD_NOLOAD)):
+        try:
+            libraries.append(ctypes.PyDLL(name, mode=mode))
+        except OSError:
+            continue
+    found = []
+    # MKL's lower-case name is the Fortran one, which takes a pointer.
+    for symbol in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"):
+        function = next((getattr(library, symbol) for library in libraries if hasattr(library, symbol)), None)
+        if function is not None:
+            function.argtypes = (ctypes.c_int,)
+            function.restype = ctypes.c_int if symbol.startswith("MKL") else None
+            found.append(function)
+    return tuple(found)

@@ -1,0 +1,173 @@
+"""Threads that run virtual replicas: kept between calls, each with its share of the cores.
+
+torch's parallel_apply starts a thread per replica and call. On GPUs that is cheap beside the work. On a CPU each new
+thread waits for a core and for the GIL, and starts an OpenMP team as large as the machine: with other work beside it, a
+step of half a millisecond took twenty. `ReplicaThread` stands for `threading.Thread` there. To the replica it looks
+like a new thread: its thread-locals and context variables are empty, and `threading` forgets it when it has run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from _thread import allocate_lock, get_ident, start_new_thread
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import Context
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from dpmon.tracer.cores import limit_this_thread
+
+__all__ = ["ReplicaThread"]
+
+_ACTIVE: dict[int, Any] = getattr(threading, "_active", {})
+"""Python's table of threads by id. It gets an entry for a worker whose replica asks for the current thread."""
+
+
+class ReplicaThread:
+    """Run `target(*args)` on a thread whose parallel regions take `share` threads, or the caller's number if less."""
+
+    __slots__ = ("_args", "_done", "_target", "_threads", "join")
+
+    def __init__(self, share: int, target: Callable[..., Any], args: tuple[Any, ...] = ()) -> None:
+        self._target: Callable[..., Any] = target
+        self._args = args
+        self._threads = min(share, torch.get_num_threads())
+        self._done = allocate_lock()
+        self._done.acquire()
+        # Not a function of ours: Ctrl-C comes while the script waits here, and its traceback would show it.
+        self.join: Callable[[], object] = self._done.acquire
+        """Wait until it has run; once."""
+
+    def start(self) -> None:
+        """Begin; RuntimeError if there is no thread to be had."""
+        # What debuggers and coverage set for new threads takes effect in `threading` only.
+        if threading.gettrace() is None and threading.getprofile() is None and _crew.is_open():
+            _crew.worker().hand(self)
+        else:
+            thread = threading.Thread(target=self.run)
+            self.join = thread.join
+            thread.start()
+
+    def run(self) -> None:
+        """Call the target on this thread, and forget it."""
+        target, args, self._target, self._args = self._target, self._args, _nothing, ()
+        limit_this_thread(self._threads)
+        target(*args)
+
+    def finish(self) -> None:
+        """Let `join` return."""
+        self._done.release()
+
+
+class _Worker:
+    """A thread that runs one replica after another.
+
+    It is none of `threading`'s: a script that joins all the threads there are would wait for it for ever.
+    """
+
+    def __init__(self, crew: _Crew) -> None:
+        self._crew = crew
+        # `put` is one call into C: a signal handler that raises finds the replica handed over or not, never in between.
+        self._replicas: SimpleQueue[ReplicaThread] = SimpleQueue()
+        start_new_thread(self._serve, ())
+
+    def hand(self, replica: ReplicaThread) -> None:
+        """Have it run, after what was handed over before."""
+        self._replicas.put(replica)
+
+    def _serve(self) -> None:
+        crew, generation = self._crew, self._crew.generation
+        locals_of_thread = _locals_of_thread()
+        while crew.generation == generation:  # another one: a replica has forked, and this is a child's only thread
+            replica = self._replicas.get()
+            try:
+                Context().run(replica.run)
+            except BaseException as error:  # noqa: BLE001 - torch keeps Exceptions for itself
+                _report(error)
+            locals_of_thread.clear()
+            _ACTIVE.pop(get_ident(), None)
+            crew.idle.append(self)
+            replica.finish()
+            del replica
+
+
+class _Crew:
+    """The worker threads of this process."""
+
+    def __init__(self) -> None:
+        self._open: bool | None = None
+        """None: not asked yet."""
+        self._all: list[_Worker] = []
+        self.idle: list[_Worker] = []
+        self.generation = 0
+        """Counts forks: threads do not survive one."""
+
+    def is_open(self) -> bool:
+        """Whether workers can be used: they can be waited for at the end, and the end has not begun."""
+        if self._open is None:
+            # Python waits at its end for threads of `threading`, and so it must for replicas that still run then: a
+            # thread that comes back from torch when the interpreter has gone aborts the process.
+            register = getattr(threading, "_register_atexit", None)
+            try:
+                if register is not None:
+                    register(self._close)
+                    os.register_at_fork(after_in_child=self._forked)
+                self._open = register is not None
+            except RuntimeError:  # the end has begun
+                self._open = False
+        return self._open
+
+    def worker(self) -> _Worker:
+        """An idle worker, or a new one; RuntimeError if there is no thread to be had."""
+        try:
+            return self.idle.pop()
+        except IndexError:
+            worker = _Worker(self)
+            self._all.append(worker)
+            return worker
+
+    def _close(self) -> None:
+        """Wait until all replicas that were begun have run."""
+        self._open = False
+        for worker in self._all:
+            last = ReplicaThread(1, _nothing)
+            worker.hand(last)
+            last.join()
+
+    def _forked(self) -> None:
+        self.generation += 1
+        self.idle.clear()
+        self._all.clear()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _locals_of_thread() -> dict[Any, Any]:
+    """The dict that holds the calling thread's `threading.local` values; clearing it is what a thread's end does."""
+    function = ctypes.pythonapi.PyThreadState_GetDict
+    function.restype = ctypes.c_void_p  # a borrowed reference, which py_object would give back
+    found: dict[Any, Any] = ctypes.cast(function(), ctypes.py_object).value
+    return found
+
+
+def _report(error: BaseException) -> None:
+    """Say what has ended a thread, as `threading` does."""
+    if isinstance(error, SystemExit):
+        return
+    try:
+        thread = threading.current_thread()
+        threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))
+    except BaseException:  # noqa: BLE001 - of a hook of the script's
+        with suppress(BaseException):
+            sys.excepthook(*sys.exc_info())
+
+
+_crew = _Crew()

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from dpmon.gpu.proportional import ProportionalMemory
+
 __all__ = ["HostSample", "HostSampler"]
 
 _SCAN_SHARE = 0.01
@@ -21,9 +23,8 @@ class HostSample:
     """The machine at one instant. What could not be had is None and its reason is in `absent`, by field.
 
     `cpu_pct`: share of all cores in use, 0..100. `run_cpu_pct`: the run's processes, 100 for one core.
-    `mem_used_bytes`: what is not available to a new program. `run_mem_bytes`: resident memory of the run's
-    processes, added up: pages that they share count in each. To tell them apart the kernel walks all the pages of a
-    process (smaps_rollup: 80 ms for 600 MB, 250 ms for 2.6 GB, measured), and holds up its allocations meanwhile.
+    `mem_used_bytes`: what is not available to a new program. `run_mem_bytes`: what the run's processes hold of it, a
+    page that several share divided among them (see `proportional`).
     `cpus`: processors of the machine. `load_1m`: threads that run or want to, mean of a minute.
     """
 
@@ -40,9 +41,12 @@ class HostSample:
 class HostSampler:
     """Samples the machine and the processes that descend from the run's command; for one thread only."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, proportional: ProportionalMemory | None = None
+    ) -> None:
         """`clock` gives seconds, monotonic."""
         self._clock = clock
+        self._proportional = proportional or ProportionalMemory(clock)
         self._machine: tuple[float, float] | None = None  # busy and total CPU seconds
         self._cpu: dict[psutil.Process, float] = {}  # the run's processes: CPU seconds used
         self._at: float | None = None
@@ -97,7 +101,8 @@ class HostSampler:
             self._find(root_pid)
             took = self._clock() - now
             self._scan_due = now + took / _SCAN_SHARE
-        used, memory = 0.0, 0
+        used = 0.0
+        resident: dict[tuple[int, float], int] = {}
         alive: dict[psutil.Process, float] = {}
         for process, before in self._cpu.items():
             try:
@@ -107,7 +112,7 @@ class HostSampler:
                     if process.status() == psutil.STATUS_ZOMBIE:
                         continue
                     times = process.cpu_times()
-                    memory += process.memory_info().rss
+                    resident[process.pid, process.create_time()] = process.memory_info().rss
             except psutil.Error:
                 continue
             alive[process] = times.user + times.system
@@ -119,6 +124,9 @@ class HostSampler:
             absent.update(run_cpu_pct=reason, run_mem_bytes=reason)
             self._at = None
             return None, None
+        memory, why = self._proportional.total(resident)
+        if why is not None:
+            absent["run_mem_bytes"] = why
         if before_at is None or now <= before_at:
             absent["run_cpu_pct"] = "needs two samples"
             return None, memory

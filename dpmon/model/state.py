@@ -49,7 +49,7 @@ WARM_STEPS = 5
 """Steps after a change of mode that are left out where modes are compared."""
 MODES_COMPARED = ("single", "dp")
 HOST = "host"
-"""The name under which a mode's peaks have the run's resident memory, of all its processes, as it was sampled."""
+"""The name under which a mode's peaks have the memory of all the run's processes, as it was sampled."""
 SAMPLED_NEWEST = 256
 NEWEST_COLUMNS = 8
 """Columns that keep SAMPLED_NEWEST of their steps: of a short run, or a mode that has just begun, all or nearly so."""

@@ -49,7 +49,12 @@ _HOST = (
     ("cpus", "host_cpus", 1, "Processors of the host."),
     ("load_1m", "host_load", 1, "Threads that run or want to run on the host, mean of a minute."),
     ("run_cpu_pct", "run_cpu_cores", 0.01, "Processors that the run's processes use."),
-    ("run_mem_bytes", "run_memory_bytes", 1, "Resident memory of the run's processes, shared pages in each."),
+    (
+        "run_mem_bytes",
+        "run_memory_bytes",
+        1,
+        "Memory of the run's processes; a page that several share is divided among them.",
+    ),
 )
 
 

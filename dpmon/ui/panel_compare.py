@@ -144,13 +144,13 @@ class _Table:
         return self.line("steps seen", {m: group(s.seen) for m, s in self.found.sides.items()}, "dim", note)
 
     def memory(self) -> list[Row]:
-        """A row a device: the most that was allocated; without GPUs what was resident."""
+        """A row a device: the most that was allocated; without GPUs what the run's processes held."""
         sides = self.found.sides
         devices = sorted({device for side in sides.values() for device in side.memory if device != HOST})
         if not devices:
             if not any(HOST in side.memory for side in sides.values()):
                 return []
-            return [self.line("resident", {m: _peak(s.memory.get(HOST)) for m, s in sides.items()})]
+            return [self.line("memory", {m: _peak(s.memory.get(HOST)) for m, s in sides.items()})]
         return [
             self.line(
                 ("peak " if index == 0 else "     ") + clean(device, 12).replace("cuda:", "gpu "),

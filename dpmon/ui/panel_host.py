@@ -15,13 +15,13 @@ from dpmon.ui.text import clean
 __all__ = ["host"]
 
 
-def _of_run(own: float | None, resident: float | None) -> Row:
+def _of_run(own: float | None, held: float | None) -> Row:
     """What the run's processes take of the host."""
     return [
         ("this run ", "dim"),
         (right(UNKNOWN if own is None else f"{own:.0f} % of a core", 16), ""),
-        (right(memory(resident), 12), ""),
-        (" resident", "dim"),
+        (right(memory(held), 12), ""),
+        (" of memory", "dim"),
     ]
 
 
@@ -32,7 +32,7 @@ def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) 
     if not data:
         return [[("no sample yet", "dim")]]
     cpu, used, total = (number(data, key) for key in ("cpu_pct", "mem_used_bytes", "mem_total_bytes"))
-    own, resident = number(data, "run_cpu_pct"), number(data, "run_mem_bytes")
+    own, held = number(data, "run_cpu_pct"), number(data, "run_mem_bytes")
     span = scene.view.span_s or 600
     figures = 23
     graph = max(min(width - 9 - figures, 120 if tall else 60), 6)
@@ -53,15 +53,15 @@ def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) 
     line("host cpu", track.util, UNKNOWN if cpu is None else f"{cpu:.0f} %", "bold")
     line("host mem", track.mem, memory_of(used, total), "")
     share = used / total if used is not None and total else None
-    ours = min(resident, used) if resident is not None and used is not None else None
+    ours = min(held, used) if held is not None and used is not None else None
     if share is not None and ours is not None and total:
         rows.append([(" " * 9, ""), *parts_bar((ours / total, share - ours / total), graph, look.glyphs)])
     else:
         rows.append([(" " * 9, ""), *bar(share, graph, look.glyphs)])
-    if scene.over and own is None and resident is None:
+    if scene.over and own is None and held is None:
         rows.append([("this run ", "dim"), ("has ended", "")])
     else:
-        rows.append(_of_run(own, resident))
+        rows.append(_of_run(own, held))
     reason = data.get("gpu_absent")
     if isinstance(reason, str):
         text = reason if reason.lower().startswith("no gpu") else f"no GPU: {reason}"

@@ -1,0 +1,99 @@
+"""The memory that processes share is divided among them, within a budget of time."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from dpmon.gpu.proportional import AT_ONCE_S, BUDGET_SHARE, EVERY_S, ProportionalMemory, read_pss
+
+MIB = 1 << 20
+
+
+class Kernel:
+    """Its answers by process id, and a clock that each of them moves on."""
+
+    def __init__(self, takes_s: float = 0.001) -> None:
+        self.now = 0.0
+        self.takes_s = takes_s
+        self.answers: dict[int, int | OSError | None] = {}
+        self.asked: list[tuple[float, int]] = []
+        self.memory = ProportionalMemory(lambda: self.now, self.read)
+
+    def read(self, pid: int) -> int | None:
+        self.asked.append((self.now, pid))
+        self.now += self.takes_s
+        answer = self.answers[pid]
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    def total(self, *resident: int) -> tuple[int | None, str | None]:
+        return self.memory.total({(pid, 1.0): size * MIB for pid, size in enumerate(resident)})
+
+
+def test_shared_pages_count_once_and_growth_is_seen_between_readings() -> None:
+    kernel = Kernel()
+    kernel.answers = {0: 60 * MIB, 1: 50 * MIB}
+    assert kernel.total(100, 90) == (110 * MIB, None)
+    kernel.now += 1
+    assert kernel.total(107, 90) == (117 * MIB, None)
+    assert len(kernel.asked) == 2
+    kernel.answers[0] = 62 * MIB
+    kernel.now += EVERY_S
+    assert kernel.total(107, 90) == (112 * MIB, None)
+    assert len(kernel.asked) == 4
+
+
+def test_a_process_that_has_gone_is_forgotten() -> None:
+    kernel = Kernel()
+    kernel.answers = {0: 60 * MIB, 1: None}
+    assert kernel.total(100, 90) == (60 * MIB, None)
+    assert kernel.total(100) == (60 * MIB, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (PermissionError(errno.EACCES, "denied"), "the kernel does not let this user read the memory of process 1"),
+        (FileNotFoundError(errno.ENOENT, "none"), "the kernel does not tell the proportional memory of process 1"),
+        (OSError(errno.EIO, "I/O error"), "the memory of process 1 cannot be read: I/O error"),
+    ],
+)
+def test_what_cannot_be_read_is_unknown_with_the_reason(error: OSError, reason: str) -> None:
+    kernel = Kernel()
+    kernel.answers = {0: 60 * MIB, 1: error}
+    assert kernel.total(100, 90) == (None, reason)
+    kernel.answers[1] = 50 * MIB
+    kernel.now += EVERY_S
+    assert kernel.total(100, 90) == (110 * MIB, None)
+
+
+def test_many_expensive_processes_are_read_one_after_the_other() -> None:
+    kernel = Kernel(takes_s=0.08)
+    kernel.answers = dict.fromkeys(range(9), 10 * MIB)
+    found = []
+    for second in range(9):
+        kernel.now = max(kernel.now, float(second))
+        before = len(kernel.asked)
+        found.append(kernel.total(*[600] * 9))
+        assert (len(kernel.asked) - before) * kernel.takes_s < AT_ONCE_S + kernel.takes_s
+    assert found[0] == (None, "the memory of 7 of 9 processes has not been read yet")
+    assert found[-1] == (90 * MIB, None)
+
+
+def test_reading_keeps_to_its_budget_in_the_long_run() -> None:
+    kernel = Kernel(takes_s=0.25)
+    kernel.answers = dict.fromkeys(range(1000), 10 * MIB)
+    for second in range(1000):
+        kernel.now = max(kernel.now, float(second))
+        # Workers that are started anew every ten seconds.
+        kernel.memory.total({(worker, float(second // 10)): 600 * MIB for worker in range(4)})
+    assert 0 < len(kernel.asked) * kernel.takes_s < 1000 * BUDGET_SHARE + 2
+
+
+def test_the_kernel_says_what_psutil_says() -> None:
+    psutil = pytest.importorskip("psutil")
+    assert read_pss(os.getpid()) == pytest.approx(psutil.Process().memory_full_info().pss, rel=0.05)

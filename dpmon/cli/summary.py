@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.model.finding import many
-from dpmon.model.memory import held
+from dpmon.model.memory import held, reasons
 from dpmon.model.stats import median, percentile
 from dpmon.records import CALL_PHASES, STEP_PHASES
 from dpmon.report.said import waited
@@ -211,8 +211,8 @@ def _memory_lines(totals: Totals) -> list[str]:
     for row in held(totals.memory.values())[:_MAX_REPLICA_LINES]:
         text = f"  {row.device}  model {memory(row.model)}, gradients {memory(row.gradients)}, "
         text += f"optimizer {memory(row.optimizer)}, rest {memory(row.rest)}, peak {memory(row.peak)}"
-        reason = row.absent.get("rest_bytes") or row.absent.get("peak_bytes")
-        lines.append(f"{text}  ({reason})" if reason else text)
+        why = "; ".join(f"{names}: {reason}" for names, reason in reasons(row))
+        lines.append(f"{text}  ({why})" if why else text)
     return ["memory", *lines] if lines else []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Held", "held"]
+__all__ = ["Held", "held", "reasons"]
 
 MAX_DEVICES = 256
 TRIFLE_BYTES = 1 << 20
@@ -40,6 +40,15 @@ def held(records: Iterable[Mapping[str, Any]]) -> list[Held]:
             elif before is not None:
                 rows[new.device] = _both(before, new)
     return [rows[device] for device in sorted(rows) if len(rows) == 1 or not _is_trifle(rows[device])]
+
+
+def reasons(row: Held) -> list[tuple[str, str]]:
+    """Why parts of a row are not known: their names ("rest and peak") and the reason, in the row's order."""
+    found: dict[str, list[str]] = {}
+    for name in Held._fields[1:6]:
+        if getattr(row, name) is None and (reason := row.absent.get(f"{name}_bytes")):
+            found.setdefault(reason, []).append(name)
+    return [(" and ".join(names), reason) for reason, names in found.items()]
 
 
 def _is_trifle(row: Held) -> bool:

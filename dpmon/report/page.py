@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterable, Sequence
 
 from dpmon.extras import how_to_plot
+from dpmon.model.memory import reasons
 from dpmon.report.plots import Plot, plots
 from dpmon.report.said import comparison, facts, findings_note, of_what_is_left, phase_notes, phase_table, step_rows
 from dpmon.report.story import Story
@@ -243,9 +244,8 @@ def _memory(story: Story) -> Iterable[str]:
         rows = [(one.device, *(memory(part) for part in one[1:6])) for one in held]
         yield from _table(("", "model", "gradients", "optimizer", "rest", "peak"), rows)
         for one in held:
-            reason = one.absent.get("rest_bytes") or one.absent.get("peak_bytes")
-            if reason:
-                yield f"<p class=soft>rest and peak of {_text(one.device)}: {_text(reason)}</p>\n"
+            for names, reason in reasons(one):
+                yield f"<p class=soft>{names} of {_text(one.device)}: {_text(reason)}</p>\n"
 
 
 def _changes(story: Story) -> Iterable[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dpmon.model.evidence import ModeFacts
+from dpmon.model.memory import reasons
 from dpmon.report.collect import collect
 from dpmon.report.layout import cut, more, sized_table, table, wrap, wrapped
 from dpmon.report.said import (
@@ -217,14 +218,10 @@ def _memory(story: Story, width: int) -> list[str]:
         return []
     rows: list[tuple[str, ...]] = [("", "model", "gradients", "optimizer", "rest", "peak")]
     rows += [(one.device, *(memory(part) for part in one[1:6])) for one in held]
-    reasons = dict.fromkeys(
-        f"rest and peak of {one.device}: {reason}"
-        for one in held
-        if (reason := one.absent.get("rest_bytes") or one.absent.get("peak_bytes"))
-    )
     lines = ["MEMORY as torch holds it", *table(rows, width)]
-    for reason in reasons:
-        lines += wrap(reason, width)
+    for one in held:
+        for names, reason in reasons(one):
+            lines += wrap(f"{names} of {one.device}: {reason}", width)
     return lines
 
 

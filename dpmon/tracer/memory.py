@@ -1,9 +1,11 @@
 """What the memory of each device holds: the models, their gradients, the optimizers' states, and the rest.
 
-Looked at between two turns of the loop: after the first ones, then every few seconds, and more rarely where looking
-takes long; a look that takes longer than a few milliseconds goes on after the next turn, and its time is in no turn.
-Storages are counted once, whoever shares them, in the order above. What torch's allocator says of a GPU is
-read, never reset: the peak is the one since the start, or since the script itself has last reset it.
+A look follows the first steps, then one every few seconds, more rarely where it is expensive. The gradients are looked
+at after a backward pass, because many scripts clear them before the step ends; the rest between two steps. A look that
+takes longer than a few milliseconds goes on in the next step. Its time belongs to no step, but for that of the
+gradients, which is in the step's `other`. Storages are counted once, whoever shares them, in the order above. What
+torch's allocator reports of a GPU is read and never reset: its peak is the one since the start, or since the script
+itself reset it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dpmon.tracer import gpus, oom
 from dpmon.tracer.calls import Calls
 from dpmon.tracer.frames import drop_frames, named_like
 from dpmon.tracer.session import Session
-from dpmon.tracer.storages import MAX_TENSORS, Walk
+from dpmon.tracer.storages import GRADIENTS, MAX_TENSORS, MODEL, STATES, Walk
 
 __all__ = ["Memory"]
 
@@ -36,9 +38,16 @@ SLICE_NS = 10_000_000
 """After which a look makes way for the next turn."""
 MAX_OPTIMIZERS = 256
 MAX_FAULTS = 3
+MAX_PASSES = 8
+"""Backward passes of one step after which the gradients are looked at; the one with most gradients counts."""
+EXTRA_LOOKS = 4
+"""Looks that follow the first step of an optimizer at once, whenever the last look was."""
 MAX_TURNS = 1 << 20
 
+_NO_BACKWARD_YET = "no backward pass was seen before this was looked at"
+_NO_BACKWARD = "it was looked at in a step without a backward pass, and none are left from before"
 _NO_STATISTICS = "torch keeps no statistics of this device's allocator"
+_PARTS = ("model_bytes", "gradients_bytes", "optimizer_bytes")
 _ALLOCATOR = ("allocated_bytes", "rest_bytes", "reserved_bytes", "peak_bytes", "peak_after_step")
 
 
@@ -51,6 +60,8 @@ class Memory:
         self.on_optimizer: Callable[[], None] = lambda: None
         """Called when an optimizer was made."""
         self._optimizers: list[Any] = []
+        self._unstepped: dict[int, Any] = {}
+        """Weak references to the optimizers that have not stepped yet, by id."""
         self._forgotten = 0
         """Optimizers that were alive when there were too many to remember them all."""
         self.reset()
@@ -66,9 +77,15 @@ class Memory:
         self._peaks: dict[str, tuple[int, int]] = {}
         """By device: its peak at the last look, and the turn after which it came up to it."""
         self._looked_at = 0
+        self._gradients: Walk | None = None
+        """The look at the gradients, once a backward pass has ended in a step that is watched for it."""
+        self._passes = 0
+        """Backward passes in the step under way that the gradients were looked at after."""
         self._walk: Walk | None = None
-        """The look that is under way, how long it has taken, and over how many turns."""
+        """The look at everything else, while it is under way."""
         self._spent = self._slices = 0
+        """How long the look has taken, and over how many steps."""
+        self._extra = EXTRA_LOOKS
         self._roots_left = 0
         self._left = 1
 
@@ -87,9 +104,12 @@ class Memory:
             try:
                 self._optimizers = [known for known in self._optimizers if known() is not None]
                 self._optimizers.append(weakref.ref(self_))
+                self._unstepped[id(self_)] = self._optimizers[-1]
                 if len(self._optimizers) > MAX_OPTIMIZERS:
                     del self._optimizers[0]
                     self._forgotten += 1
+                if len(self._unstepped) > MAX_OPTIMIZERS:
+                    self._unstepped = {key: ref for key, ref in self._unstepped.items() if ref() is not None}
                 self.on_optimizer()
             except Exception as error:  # noqa: BLE001 - the object is made, whatever we make of it
                 self.session.fault("optimizers", error, fatal=False)
@@ -120,17 +140,22 @@ class Memory:
         return closed
 
     def _turned(self, turns: int) -> int:
-        """So many turns have ended; after how many to come again. Never raises."""
+        """`turns` steps have ended; after how many to come again. Never raises."""
+        steps = self.calls.steps
         if self._faults >= MAX_FAULTS:
             return MAX_TURNS
         try:
             self._turns += turns
-            if self._turns < FIRST_TURNS:
-                return FIRST_TURNS - self._turns
+            if self._turns < FIRST_TURNS - 1:
+                return FIRST_TURNS - 1 - self._turns
             now = monotonic_ns()
             if self._walk is None and now >= self._due and self.session.ring is not None:
-                self._walk = Walk(self._models(), (one for known in self._optimizers if (one := known()) is not None))
-                self._spent = self._slices = 0
+                if steps.on_backward is None and self._gradients is None:
+                    steps.watch_backward(self._backward_ended)
+                    return 1
+                self._walk = self._next_walk()
+                if self._walk is None:
+                    return 1
             if self._walk is not None:
                 self._look(self._walk, now)
                 return 1
@@ -138,14 +163,69 @@ class Memory:
             each = (now - self._since) / max(self._turns - FIRST_TURNS, 1)
             return min(max(int((self._due - now) / max(each, 1.0)), 1), MAX_TURNS)
         except Exception as error:  # noqa: BLE001 - the training goes on without
-            self._faults += 1
-            self.session.fault("memory", error, fatal=False)
+            self._failed(error)
             return MAX_TURNS
+
+    def _failed(self, error: Exception) -> None:
+        self._faults += 1
+        self._gradients = self._walk = None
+        self.calls.steps.watch_backward(None)
+        self.session.fault("memory", error, fatal=False)
+
+    # ---------------------------------------------------------------- gradients
+
+    def stepped(self, optimizer: Any) -> int:
+        """An optimizer may have stepped for the first time: look again at once. Returns the time (ns) this took."""
+        began = monotonic_ns()
+        try:
+            if self._unstepped.pop(id(optimizer), None) is None or self._due == 0 or self._faults >= MAX_FAULTS:
+                return 0
+            self._due = 0 if self._extra > 0 else min(self._due, self._soonest)
+            self._extra -= 1
+            self.soon()
+            if self._due == 0 and self._walk is None and self._gradients is None:
+                self._look_at_gradients(began)  # a script of one step has no other backward pass
+        except Exception as error:  # noqa: BLE001 - the step is done, whatever we make of it
+            self._failed(error)
+        return monotonic_ns() - began
+
+    def _backward_ended(self) -> int:
+        """A backward pass of a watched step has ended. Returns the time (ns) that looking at its gradients took."""
+        began = monotonic_ns()
+        try:
+            if self._passes < MAX_PASSES:
+                self._look_at_gradients(began)
+        except Exception as error:  # noqa: BLE001 - the gradients are there, whatever we make of them
+            self._failed(error)
+        return monotonic_ns() - began
+
+    def _look_at_gradients(self, now: int) -> None:
+        self._passes += 1
+        known = self._gradients
+        walk = known if known is not None and not known.over else Walk(self._models(), (), (GRADIENTS,))
+        over = walk.go_on(now + SLICE_NS)
+        self._spent += monotonic_ns() - now
+        if known is None or (over and walk.total(GRADIENTS) > known.total(GRADIENTS)):
+            self._gradients = walk
+
+    def _next_walk(self) -> Walk | None:
+        """The look at what the gradients' look leaves; None while that one has to go on in the next step."""
+        passes, self._passes = self._passes, 0
+        found = self._gradients
+        if found is not None and not found.over:
+            self._slices += 1
+            if passes:
+                return None
+            found.go_on(monotonic_ns() + SLICE_NS)  # no backward pass follows: what is left of the gradients, then
+            return None
+        self.calls.steps.watch_backward(None)
+        kinds = (MODEL, GRADIENTS, STATES) if found is None else (MODEL, STATES)
+        return Walk(self._models(), (one for known in self._optimizers if (one := known()) is not None), kinds)
 
     # ---------------------------------------------------------------- what
 
     def _look(self, walk: Walk, now: int) -> None:
-        """Go on with the look that is under way, and say what was found once it is over."""
+        """Go on with the look that is under way, and record what was found once it is over."""
         self._walk = None  # an exception ends it
         over = walk.go_on(now + SLICE_NS)
         self._slices += 1
@@ -160,18 +240,21 @@ class Memory:
             self._due = ended + max(EVERY_NS, self._spent * MAX_SHARE)
             self._soonest = ended + max(SOON_NS, self._spent * MAX_SHARE)
             self._since, self._turns = ended, FIRST_TURNS
+            self._spent = self._slices = 0
+            self._gradients = None
 
     def _say(self, walk: Walk, now: int) -> None:
         step = self.calls.steps.number - 1
+        if self._gradients is not None:
+            walk.merge(self._gradients)
         devices = self._devices(walk, step)
         self._looked_at = step
-        absent = {"devices": f"more than {MAX_TENSORS} tensors: the others are not counted"} if walk.more else {}
-        same = (devices, absent) == self._said
+        same = devices == self._said
         if not devices or (same and now - self._said_ns < SAME_NS):
             return
-        self._said, self._said_ns = (devices, absent), now
+        self._said, self._said_ns = devices, now
         took = (self._spent + monotonic_ns() - now) / 1e6
-        self.session.event("memory", step=step, turns=self._slices, took_ms=took, devices=devices, absent=absent)
+        self.session.event("memory", step=step, turns=self._slices, took_ms=took, devices=devices, absent={})
 
     def _devices(self, walk: Walk, step: int) -> list[dict[str, Any]]:
         held = walk.held
@@ -179,14 +262,33 @@ class Memory:
         statistics = _statistics()
         for device in statistics:
             held.setdefault(device, [0, 0, 0])
-        return [self._one(name, held[name], statistics.get(name), walk.unsized, step) for name in sorted(held)]
+        return [self._one(name, held[name], statistics.get(name), self._unknown(walk, name)) for name in sorted(held)]
 
-    def _one(self, name: str, held: list[int], stats: Any, unsized: int, step: int) -> dict[str, Any]:
-        model, gradients, optimizer = held
-        one: dict[str, Any] = {
-            "device": name, "model_bytes": model, "gradients_bytes": gradients, "optimizer_bytes": optimizer,
-        }  # fmt: skip
-        absent: dict[str, str] = {}
+    def _unknown(self, walk: Walk, device: str) -> dict[str, str]:
+        """The parts that are not known as a whole, with the reason."""
+        absent = {}
+        for kind, part in enumerate(_PARTS):
+            known = f"{walk.held[device][kind]:,} bytes on this device"
+            names = walk.unsized[kind]
+            if kind in walk.more:
+                absent[part] = f"there are more than {MAX_TENSORS:,} tensors; the first of them hold {known}"
+            elif names:
+                many = sum(names.values())
+                does = "does not tell its size" if many == 1 else "do not tell their size"
+                absent[part] = f"{many:,} of its tensors {does} ({', '.join(names)}); the others hold {known}"
+        if self._gradients is None and not walk.total(GRADIENTS):
+            absent.setdefault(_PARTS[GRADIENTS], _NO_BACKWARD if self.calls.steps.learns else _NO_BACKWARD_YET)
+        unstepped = any(ref() is not None for ref in self._unstepped.values())
+        if self._forgotten:
+            absent[_PARTS[STATES]] = (
+                f"more than {MAX_OPTIMIZERS} optimizers at once: {self._forgotten} of them are not counted"
+            )
+        elif unstepped and not walk.total(STATES):
+            absent.setdefault(_PARTS[STATES], "no optimizer had stepped when this was looked at")
+        return absent
+
+    def _one(self, name: str, held: list[int], stats: Any, absent: dict[str, str]) -> dict[str, Any]:
+        one: dict[str, Any] = {"device": name, **dict(zip(_PARTS, held, strict=True))}
         if stats is None:
             one.update(dict.fromkeys(_ALLOCATOR))
             absent.update(dict.fromkeys(_ALLOCATOR, _NO_STATISTICS))
@@ -196,21 +298,17 @@ class Memory:
             if peak != before:  # it grew, or the script has reset it
                 after = self._looked_at
             self._peaks[name] = peak, after
-            rest = allocated - model - gradients - optimizer
-            values = (allocated, rest if rest >= 0 else None, reserved, peak, after)
+            unknown = next((part for part in _PARTS if part in absent), None)
+            rest = allocated - sum(held)
+            values = (allocated, rest if rest >= 0 and unknown is None else None, reserved, peak, after)
             one.update(zip(_ALLOCATOR, values, strict=True))
             one.update(gpus.allocator(name))
             oom.watch(self.session)
-            if rest < 0:
+            if unknown is not None:
+                absent["rest_bytes"] = f"{unknown} is not known"
+            elif rest < 0:
                 absent["rest_bytes"] = "part of what the tensors hold is not from torch's allocator"
-        if unsized:
-            absent["model_bytes"] = f"{unsized} tensors would not say their size and are not counted"
-        if self._forgotten:
-            absent["optimizer_bytes"] = (
-                f"more than {MAX_OPTIMIZERS} optimizers at once: {self._forgotten} of them are not counted"
-            )
-        one["absent"] = absent
-        return one
+        return {**one, **{part: None for part in _PARTS if part in absent}, "absent": absent}
 
     def _models(self) -> list[Any]:
         found = (site.module() for site in list(self.calls.sites.values()))

@@ -72,6 +72,7 @@ def install() -> None:
     roots = Roots(session, calls)
     memory = Memory(session, calls)
     steps.on_close = memory.sharing(roots.turns_closed)
+    steps.on_step = memory.stepped
 
     def idle() -> None:  # batches come, but no call is seen
         calls.heal()

@@ -97,10 +97,12 @@ class Steps:
         "mine",
         "mode",
         "number",
+        "on_backward",
         "on_close",
         "on_end",
         "on_idle",
         "on_pause",
+        "on_step",
         "on_unseen",
         "open",
         "optimizer",
@@ -133,6 +135,8 @@ class Steps:
         self.on_idle: Callable[[], None] = lambda: None
         self.on_pause: Callable[[int], None] = lambda step: None
         """Called between two turns, with the number of the one that is over, when a reader has asked for a pause."""
+        self.on_step: Callable[[Any], int] = lambda optimizer: 0
+        """Called when an optimizer has stepped by the slow path, as at first; returns the time (ns) that it took."""
         self.reset()
 
     def reset(self) -> None:
@@ -140,6 +144,8 @@ class Steps:
         self.map: Any = bytearray(HEADER_BYTES)
         self.words: Any = memoryview(self.map).cast("Q")
         """The ring's memory, once there is a ring: see `attach`."""
+        self.on_backward: Callable[[], int] | None = None
+        """Called when a backward pass is over; returns the time (ns) it took: see `watch_backward`."""
         self.thread = 0
         """The training thread; 0 before the first call, when any may turn out to be it."""
         self.number = 0
@@ -205,6 +211,12 @@ class Steps:
         self.free = self.mine = 0
         self.quick = False
 
+    def watch_backward(self, on_backward: Callable[[], int] | None) -> None:
+        """Call this after every backward pass from the next turn on, for which all phases take their slow path."""
+        self.on_backward = on_backward
+        if on_backward is not None:
+            self.mine = 0
+
     def settle(self, was: int) -> None:
         """A phase that went the long way is over; `was` is what `free` was before it.
 
@@ -220,6 +232,7 @@ class Steps:
                 and (self.loader or self.boundary)
                 and self.ring is not None
                 and self.thread == get_ident()
+                and self.on_backward is None
                 and not (self.backwards or self.stepped or self.stepping or self.due)
                 and not (self.session.off or self.session.local.depth or self.exhausted)
             ):
@@ -540,6 +553,10 @@ class Steps:
 
         def going_on(now: int, was: int) -> None:
             try:
+                if self.on_backward is not None:
+                    took = self.on_backward()
+                    self.inner += took  # no part of a phase around it
+                    now += took
                 if self.due:
                     self._optimizer_ends_turn(now)
                 self.settle(was)
@@ -643,6 +660,9 @@ class Steps:
         self.stepped = 0
         if self.stepping:
             self.stepped, self.outer = self.stepping.pop()
+        took = self.on_step(optimizer)
+        self.inner += took
+        now += took
         self.since_optimizer = 0
         if self.stepped:  # a part of the one that steps around it, which is the loop's
             return

@@ -1,10 +1,11 @@
-"""One look at all tensors of a training, in as many turns of its loop as it takes."""
+"""Sums what models, gradients and optimizer states hold, over as many steps of the training as that takes."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from time import monotonic_ns
 from typing import Any
@@ -14,56 +15,85 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpmon.tracer.tables import BUFFERS, PARAMETERS, modules_of, values_of
 
-__all__ = ["MAX_TENSORS", "Walk"]
+__all__ = ["GRADIENTS", "MAX_TENSORS", "MODEL", "STATES", "Walk"]
 
 MAX_TENSORS = 20_000
 AT_ONCE = 256
 """Tensors, or entries of an optimizer's state, between two looks at the clock."""
 MAX_DEPTH = 4
+MAX_TYPES = 4
+"""Types of tensors without a size that are named."""
 MODEL, GRADIENTS, STATES = range(3)
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
+_COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 
 class Walk:
-    """Adds up what models, gradients and optimizers' states hold; a storage counts once, for the first that has it.
+    """Sums the storages of models, gradients and optimizer states. A storage counts once, for the first kind.
 
-    Between two turns nothing is kept alive but a few bytes a storage, so that its identity is not given to another.
+    Between two steps it keeps nothing alive but a few bytes per storage, so that torch does not reuse its identity.
     """
 
-    def __init__(self, models: Iterable[Any], optimizers: Iterable[Any]) -> None:
-        """`models`: roots that may share parts."""
+    def __init__(
+        self, models: Iterable[Any], optimizers: Iterable[Any], kinds: Sequence[int] = (MODEL, GRADIENTS, STATES)
+    ) -> None:
+        """`models`: roots that may share parts. `kinds`: what to sum."""
         self.held: dict[str, list[int]] = {}
-        """By device, bytes of the three."""
-        self.unsized = 0
-        """Tensors that would not say their size."""
-        self.more = False
-        """There are more than MAX_TENSORS, which are not counted."""
-        self._count = 0
-        self._seen: dict[tuple[str, int], Any] = {}
+        """Per device, bytes of each kind."""
+        self.unsized: tuple[dict[str, int], ...] = ({}, {}, {})
+        """Per kind, tensors that do not tell their size, by type."""
+        self.counted = [0, 0, 0]
+        """Per kind, tensors that were looked at."""
+        self.more: set[int] = set()
+        """Kinds of more than MAX_TENSORS tensors; the others are not counted."""
+        self._seen: dict[tuple[str, int], tuple[int, int, Any]] = {}
+        """Per storage: its kind, its bytes, a weak reference."""
+        self._left: deque[tuple[int, Any, int]] = deque()
+        """What to look at next: kind, owner, first entry."""
         modules = {id(module): module for root in models for module in modules_of(root)}
         refs = [weakref.ref(module) for module in modules.values()]
-        self._left: deque[tuple[int, Any, int]] = deque()
-        """Of what to look at next, and from which of its entries on."""
-        self._left += ((MODEL, ref, 0) for ref in refs)
-        self._left += ((GRADIENTS, ref, 0) for ref in refs)
-        self._left += ((STATES, weakref.ref(optimizer), 0) for optimizer in optimizers)
+        for kind in kinds:
+            owners = [weakref.ref(optimizer) for optimizer in optimizers] if kind == STATES else refs
+            self._left += ((kind, owner, 0) for owner in owners)
+
+    @property
+    def over(self) -> bool:
+        """Whether everything has been looked at."""
+        return not self._left
+
+    def total(self, kind: int) -> int:
+        """Bytes of one kind on all devices."""
+        return sum(held[kind] for held in self.held.values())
 
     def go_on(self, until_ns: int) -> bool:
-        """Look at as much as can be until then (monotonic ns); True once there is no more."""
+        """Look at as much as possible before `until_ns` (monotonic); True once everything was looked at."""
         with torch._C.DisableTorchFunctionSubclass():
-            while self._left and not self.more:
+            while not self.over:
                 self._some(*self._left.popleft())
-                if self._left and monotonic_ns() >= until_ns:
-                    return self.more
-        return True
+                if monotonic_ns() >= until_ns:
+                    break
+        return self.over
+
+    def merge(self, other: Walk) -> None:
+        """Add what another walk has found, which looked at other kinds."""
+        for (device, identity), (kind, size, ref) in other._seen.items():
+            self._count_storage(device, identity, kind, size, ref)
+        for mine, theirs in zip(self.unsized, other.unsized, strict=True):
+            for name, count in theirs.items():
+                mine[name] = mine.get(name, 0) + count
+        self.more |= other.more
 
     def _some(self, kind: int, ref: Any, at: int) -> None:
         owner = ref()
-        if owner is None:
+        if owner is None or kind in self.more:
             return
         entries = _entries(kind, owner)
         if len(entries) > at + AT_ONCE:
             self._left.appendleft((kind, ref, at + AT_ONCE))
+        if kind == MODEL and at == 0:
+            for name in _opaque(owner):
+                self._add_unsized(kind, name)
         for tensor in _tensors(islice(entries, at, at + AT_ONCE), 0):
             self._add(kind, tensor)
 
@@ -73,19 +103,41 @@ class Walk:
                 tensor = tensor.grad if tensor.is_leaf else None
                 if tensor is None:
                     return
-            if self._count >= MAX_TENSORS:
-                self.more = True
+            if self.counted[kind] >= MAX_TENSORS:
+                self.more.add(kind)
                 return
-            self._count += 1
+            self.counted[kind] += 1
             for part in _parts(tensor):
                 storage = part.untyped_storage()
-                device = str(part.device)
-                key = device, storage._cdata
-                if key not in self._seen:
-                    self._seen[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                    self.held.setdefault(device, [0, 0, 0])[kind] += storage.nbytes()
+                if storage.device.type != "meta":  # a fake tensor names another device, and holds nothing either
+                    self._add_storage(kind, str(part.device), storage)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError):
-            self.unsized += 1  # a tensor without data of its own, a parameter that is not made yet
+            self._add_unsized(kind, type(tensor).__name__)
+            with suppress(Exception):
+                self.held.setdefault(str(tensor.device), [0, 0, 0])
+
+    def _add_storage(self, kind: int, device: str, storage: Any) -> None:
+        before = self._seen.get((device, storage._cdata))
+        if before is None:
+            ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._count_storage(device, storage._cdata, kind, storage.nbytes(), ref)
+        elif before[0] > kind:
+            self._count_storage(device, storage._cdata, kind, before[1], before[2])
+
+    def _count_storage(self, device: str, identity: int, kind: int, size: int, ref: Any) -> None:
+        held = self.held.setdefault(device, [0, 0, 0])
+        before = self._seen.get((device, identity))
+        if before is not None:
+            if before[0] <= kind:
+                return
+            held[before[0]] -= before[1]
+        self._seen[device, identity] = kind, size, ref
+        held[kind] += size
+
+    def _add_unsized(self, kind: int, name: str) -> None:
+        names = self.unsized[kind]
+        name = name if name in names or len(names) < MAX_TYPES else "others"
+        names[name] = names.get(name, 0) + 1
 
 
 def _entries(kind: int, owner: Any) -> list[Any]:
@@ -93,6 +145,13 @@ def _entries(kind: int, owner: Any) -> list[Any]:
         state = getattr(owner, "state", None)
         return list(state.values()) if isinstance(state, dict) else []
     return values_of(owner, PARAMETERS) + (values_of(owner, BUFFERS) if kind == MODEL else [])
+
+
+def _opaque(module: Any) -> Iterator[str]:
+    """The attributes that hold weights outside the tables, in objects of C++: those of quantized modules."""
+    for value in list(module.__dict__.values()):
+        if isinstance(value, torch.ScriptObject):
+            yield type(module).__name__
 
 
 def _tensors(values: Iterable[Any], depth: int) -> Iterator[Any]:
@@ -106,15 +165,28 @@ def _tensors(values: Iterable[Any], depth: int) -> Iterator[Any]:
 
 
 def _parts(tensor: Any) -> tuple[Any, ...]:
-    """What holds a tensor's data: two for a sparse one, any number for a wrapper (a DTensor, a quantized weight).
+    """The plain tensors that hold a tensor's data: several for a sparse one or a wrapper (DTensor, quantized weight).
 
-    A wrapper's own storage says the size that it stands for, and holds nothing. Raises NotImplementedError for one
-    that does not tell what it holds (as `torch.utils._python_dispatch` asks for it).
+    A wrapper's own storage has the size that the wrapper stands for and holds nothing. Raises NotImplementedError for
+    a wrapper that does not tell its parts (through `__tensor_flatten__`, see `torch.utils._python_dispatch`).
     """
     if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+        if tensor.untyped_storage().device.type == "meta":
+            return (tensor,)
         flatten = getattr(tensor, "__tensor_flatten__", None)
         if flatten is None:
             raise NotImplementedError
         inner = [getattr(tensor, name) for name in flatten()[0]]
-        return tuple(part for one in inner for part in _parts(one))
-    return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
+        # A DTensor names its mesh beside its local tensor.
+        return tuple(part for one in inner if isinstance(one, torch.Tensor) for part in _parts(one))
+    if torch._is_functional_tensor(tensor):
+        return _parts(torch._from_functional_tensor(tensor))
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in _COMPRESSED_ROWS:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in _COMPRESSED_COLUMNS:
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    if tensor.is_quantized and tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
+        return tensor, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return (tensor,)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpmon.model.memory import Held, held
+from dpmon.model.memory import reasons as reasons_of_memory
 from dpmon.model.ranks import training
 from dpmon.model.state import DeviceTrack
 from dpmon.ui.chart import bar, parts_bar, resampled, spark
@@ -138,9 +139,11 @@ def _holds(scene: Scene, width: int) -> list[Row]:
             if width_of(row) + len(gap) + len(word) + 9 <= width:
                 row += [(gap + word, "dim"), (right(memory(count), 9), "")]
         rows.append(row)
-    why = dict.fromkeys(why for one in found for why in one.absent.values())
+    why = [known for one in found for known in reasons_of_memory(one)]
     if why:
-        rows.append([(cut(clean("; ".join(why), 300), width), "dim")])
+        named = "; ".join(dict.fromkeys(f"{names}: {reason}" for names, reason in why))
+        short = "; ".join(dict.fromkeys(reason for _, reason in why))
+        rows.append([(cut(clean(named if span_width(named) <= width else short, 300), width), "dim")])
     return rows
 
 

@@ -23,6 +23,8 @@ RETRY_S = 5.0
 """After this long a GPU that was lost, or a library that did not start, is tried again."""
 SILENT_S = 3.0
 """Without an answer for this long, values are no longer shown as if they were of now."""
+MOST_WAYS = 2
+"""Ways to ask a question that are tried in the first round."""
 _LATE = 4
 """How many of a question's periods its answer may be old, when others are answered."""
 
@@ -200,24 +202,37 @@ class Asker:
 
         return asking
 
-    def round(self, nvml: Any, ask: Callable[[Callable[[], Any]], Any], clock: Callable[[], float], calls: int) -> None:
-        """Ask what is most overdue, as far as `calls` goes; raises Failure only if the GPU is gone."""
+    def round(
+        self,
+        nvml: Any,
+        ask: Callable[[Callable[[], Any]], Any],
+        clock: Callable[[], float],
+        calls: int,
+        first_s: float = 0.0,
+    ) -> None:
+        """Ask what is most overdue with at most `calls` calls, but everything that is due in the first `first_s`.
+
+        Raises Failure only if the GPU is gone.
+        """
         handle, opened = self.card.handle, self.card.opened
         if handle is None:
             return
-        now = clock()
+        began = clock()
         if opened != self._opened:  # a new handle: events and buffers of the old one are void
             self._opened = opened
             for place in self.places.values():
-                place.memo, place.due_s, place.asked = {}, now, 0
-        due = [q for q in self.places if self._due(q, now)]
-        # By how many of its own periods it is overdue: a question that is asked once a minute can wait a second.
-        due.sort(key=lambda q: (self.places[q].due_s - now) / q.every_s)
-        for question in due:
-            if question.calls > calls:
-                continue
-            calls -= question.calls
-            self._ask(question, nvml, handle, opened, ask, clock)
+                place.memo, place.due_s, place.asked = {}, began, 0
+        for _ in range(MOST_WAYS if first_s else 1):
+            for question in self._overdue(clock()):
+                hurries = clock() - began < first_s
+                if question.calls <= calls or hurries:
+                    calls -= question.calls
+                    self._ask(question, nvml, handle, opened, ask, clock)
+
+    def _overdue(self, now_s: float) -> list[Question]:
+        """What is due, most overdue first in its own periods: what is asked once a minute can wait a second."""
+        due = [q for q in self.places if self._due(q, now_s)]
+        return sorted(due, key=lambda q: (self.places[q].due_s - now_s) / q.every_s)
 
     def _due(self, question: Question, now_s: float) -> bool:
         place = self.places[question]

@@ -16,7 +16,9 @@ from dpmon.gpu.gpm import GPM_FIELDS, gpm, nvlink
 __all__ = ["CHEAP", "CHEAP_CALLS", "DEAR", "DEAR_CALLS", "OPENING_CALLS", "Question", "Way"]
 
 CHEAP_CALLS, DEAR_CALLS = 5, 3
-"""Calls into the library for one GPU in one second, at most, by the thread that asks; 8 together."""
+"""Calls into the library for one GPU in one second, at most, by the thread that asks; 8 together.
+
+In the first second everything in CHEAP is asked, so that the first sample is complete."""
 OPENING_CALLS = 3
 """Handle, UUID, name."""
 
@@ -182,6 +184,7 @@ CHEAP = (
             lambda n, h, memo: (n.nvmlDeviceGetPowerManagementLimit(h) / 1000,),
         ),
     ),
+    Question(("temperature_limit_c",), 60, 2, (_slowdown_at, _slowdown_by_margin)),
     Question(("mem_clock_mhz",), 5, 1, (lambda n, h, memo: (int(n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_MEM)),),)),
     Question(("energy_j",), 10, 1, (lambda n, h, memo: (n.nvmlDeviceGetTotalEnergyConsumption(h) / 1000,),)),
     Question(
@@ -236,7 +239,6 @@ DEAR = (
         instead_of=_GPM,
     ),
     Question(("nvlink_rx_bytes_s", "nvlink_tx_bytes_s"), 5, 1, (nvlink,), instead_of=_GPM),
-    Question(("temperature_limit_c",), 60, 2, (_slowdown_at, _slowdown_by_margin)),
     Question(
         ("ecc_corrected",),
         30,

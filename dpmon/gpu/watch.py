@@ -19,6 +19,8 @@ __all__ = ["NVML_PERIOD_S", "Watch"]
 
 NVML_PERIOD_S = 1.0
 """NVML is asked no more often, whatever the interval: drivers answer under a lock that training needs too."""
+FIRST_S = 0.5
+"""How long after a GPU was found everything cheap is asked at once, so that its first sample is complete."""
 MAX_GPUS = 64
 _STACK_BYTES = 1 << 20
 
@@ -122,7 +124,7 @@ class Watch:
             pause = max(0.0, began + self._period_s - time.monotonic())
 
     def _round(self, card: Card, asker: Asker, ask: Callable[[Callable[[], object]], object], first: bool) -> None:
-        calls = asker.calls
+        calls, first_s = asker.calls, 0.0
         try:
             if card.handle is None:
                 if not first or time.monotonic() < card.retry_at_s:
@@ -130,9 +132,11 @@ class Watch:
                 was = card.lost if card.opened else ""
                 card.open(self._nvml.module, ask)
                 calls -= OPENING_CALLS
+                if card.opened == 1:
+                    first_s = FIRST_S
                 if was:
                     self._warn(f"GPU {card.index} is back")
-            asker.round(self._nvml.module, ask, time.monotonic, calls)
+            asker.round(self._nvml.module, ask, time.monotonic, calls, first_s)
         except Failure as failure:
             if self._stop.is_set():
                 return

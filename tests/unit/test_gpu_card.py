@@ -102,6 +102,34 @@ def test_what_does_not_fit_waits_and_everything_has_its_turn() -> None:
     assert max(way.asked for way in ways) - min(way.asked for way in ways) <= 1
 
 
+def test_the_first_round_asks_everything_and_later_ones_keep_to_the_budget() -> None:
+    ways = [Told(i) for i in range(6)]
+    old = Told(6)
+    names = ("util_pct", "power_w", "energy_j", "fan_pct", "xid", "sm_clock_mhz")
+    questions = [Question((n,), 1, 1, (w,)) for n, w in zip(names, ways, strict=True)]
+    broken = Told(7)
+    broken.code = NOT_SUPPORTED
+    bench = Bench(*questions, Question(("temperature_c",), 1, 1, (broken, old)), calls=3)
+    bench.asker.round(bench.module, bench.ask, bench.clock, 1, 0.5)
+    assert [way.asked for way in (*ways, broken, old)] == [1] * 8, "the next way, too, where one is not supported"
+    bench.round()
+    assert sum(way.asked for way in (*ways, old)) == 7 + 3
+
+
+def test_a_slow_gpu_is_not_asked_everything_at_once() -> None:
+    bench = Bench()
+
+    def slow(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
+        bench.clock.now += 0.4
+        asked.append(bench.clock.now)
+        return (1,)
+
+    asked: list[float] = []
+    bench.asker = Asker(bench.card, tuple(Question((str(i),), 1, 1, (slow,)) for i in range(9)), 1)
+    bench.asker.round(bench.module, bench.ask, bench.clock, 1, 0.5)
+    assert len(asked) == 2
+
+
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
 def test_what_is_not_supported_gives_place_to_the_next_way_and_is_not_asked_again(code: int) -> None:
     new, old = Told(1), Told(2)

@@ -1,0 +1,35 @@
+"""The first sample of a GPU says all that is cheap to ask; from then on it is asked within its budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fake_nvml import FakeNvml, GpuRing, library
+from running import Dpmon
+
+from dpmon.gpu.questions import CHEAP
+
+WAITING = "import os, time\nwhile not os.path.exists('stop'):\n    time.sleep(0.05)\n"
+
+
+def test_the_first_sample_knows_what_is_cheap(dpmon: Dpmon, tmp_path: Path) -> None:
+    fake = FakeNvml(tmp_path, library(tmp_path))
+    fake.tell("gpus 2")
+    dpmon.script(WAITING)
+    process = dpmon.start("--headless", "script.py", env=fake.environment())
+    try:
+        ring = GpuRing.of(dpmon.last)
+        ring.until(lambda: len(ring.of_kind("device")) >= 10, "samples")
+    finally:
+        (dpmon.cwd / "stop").touch()
+        process.wait(60)
+    for index in (0, 1):
+        first = next(one for one in ring.of_kind("device") if one["index"] == index)
+        fields = {name for question in CHEAP for name in question.fields}
+        assert {"temperature_c", "temperature_limit_c", "power_w", "power_limit_w", "sm_clock_mhz"} < fields
+        assert {name for name in fields if first[name] is None} == set()
+        began = [call.began_s for call in fake.asked(device=index)]
+        later = [at - began[0] for at in began if at - began[0] >= 1.0]
+        assert later
+        # A round may begin a little early, so that two seconds hold the calls of three.
+        assert max(sum(at <= other < at + 2 for other in later) for at in later) <= 3 * 8

@@ -24,6 +24,7 @@ from dpmon.tracer.modes import DP
 from dpmon.tracer.names import name_of
 from dpmon.tracer.replicas import Watch
 from dpmon.tracer.sizes import leaves
+from dpmon.tracer.tables import trains
 from dpmon.tracer.virtual import GATHER, PARALLEL_APPLY, REPLICATE, SCATTER
 
 if TYPE_CHECKING:
@@ -271,7 +272,7 @@ class ByHand:
                 steps.ran_as(site.plan.mode)
         hand.trace = trace = Trace(site, steps.count + 1, steps.number)
         grad = torch.is_grad_enabled()  # a function has no mode of its own: it trains if gradients are wanted
-        hand.flags = TRAINING * bool(getattr(modules[0], "training", grad)) | GRAD * grad
+        hand.flags = TRAINING * (trains(modules[0]) if hasattr(modules[0], "training") else grad) | GRAD * grad
         trace.watch = Watch(session, site.replicas, strict=False)
         trace.start = hand.start
         if hand.leaves:

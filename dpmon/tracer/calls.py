@@ -31,7 +31,7 @@ from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sizes import tensors_in
 from dpmon.tracer.stages import Stages, stages_of
 from dpmon.tracer.steps import Steps
-from dpmon.tracer.tables import Place, buffers_of, modules_of
+from dpmon.tracer.tables import Place, buffers_of, modules_of, trains
 from dpmon.tracer.timing import CallTimes, Timing, gpus_of, may_be_used, usable
 from dpmon.tracer.virtual import GATHER, PARALLEL_APPLY, REPLICATE, SCATTER, VERBS, Originals, with_globals
 
@@ -862,7 +862,7 @@ class Calls:
         now = monotonic_ns()
         try:
             flags = FAILED if failed else 0
-            if module.training:
+            if trains(module):
                 flags |= TRAINING
             if torch.is_grad_enabled():
                 flags |= GRAD

@@ -24,6 +24,7 @@ from dpmon.tracer.replicas import KEY, Probe, Watch
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sizes import gathers
 from dpmon.tracer.steps import HELD, LEARNS, PLAIN, QUICK_NS
+from dpmon.tracer.tables import trains
 from dpmon.tracer.virtual import VERBS
 
 if TYPE_CHECKING:
@@ -334,7 +335,7 @@ def lane_way(calls: Calls, lanes: dict[int, Lane]) -> tuple[Callable[[Any], Lane
             else:
                 outputs = session.outputs(result, memo)
             flags = VIRTUAL
-            if module.training:
+            if trains(module):
                 flags |= TRAINING
             if is_grad_enabled():
                 flags |= GRAD

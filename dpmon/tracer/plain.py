@@ -21,6 +21,7 @@ from dpmon.tracer.lane import lane_way
 from dpmon.tracer.modes import SINGLE
 from dpmon.tracer.replicas import KEY
 from dpmon.tracer.steps import HELD, LEARNS, PLAIN, QUICK_NS
+from dpmon.tracer.tables import trains
 
 if TYPE_CHECKING:
     from dpmon.tracer.calls import Calls, Site
@@ -103,7 +104,7 @@ def short_way(
             else:
                 outputs = session.outputs(result, memo)
             tags = site.tags
-            if is_grad_enabled() and module.training:
+            if is_grad_enabled() and (module.training if site.via is None else trains(module)):
                 if rows > steps.samples:
                     steps.samples = rows
             else:
@@ -129,7 +130,7 @@ def short_way(
     def otherwise(module: Any, tags: int, rows: int) -> int:
         """The tags of a call that does not learn, or half: see Site.tags."""
         tags &= ~_LEARNS
-        if module.training:
+        if trains(module):
             tags |= _TRAINING
         elif is_grad_enabled():
             tags |= _GRAD
@@ -218,7 +219,7 @@ def short_way(
         now = clock()
         inputs, rows = given
         try:
-            if module.training:
+            if trains(module):
                 flags |= TRAINING
             if is_grad_enabled():
                 flags |= GRAD

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Place", "buffers_of", "modules_of", "parameters_of", "values_of"]
+__all__ = ["Place", "buffers_of", "modules_of", "parameters_of", "trains", "values_of"]
 
+_WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
 
 
@@ -30,6 +31,16 @@ def modules_of(root: Any) -> Iterator[Any]:
             if id(part) not in seen:
                 seen.add(id(part))
                 waiting.append(part)
+
+
+def trains(module: Any) -> bool:
+    """Whether the module that computes is in training mode; the flag of a wrapper around it may say otherwise."""
+    while isinstance(module, _WRAPPERS):
+        wrapped = module.__dict__[MODULES].get("module")
+        if wrapped is None:
+            break
+        module = wrapped
+    return bool(module.training)
 
 
 def parameters_of(root: Any) -> Iterator[Any]:

@@ -107,10 +107,13 @@ def ls(options: argparse.Namespace) -> int:
         return 0
     rows: list[tuple[str, ...]] = [("NAME", "STATE", "AGE", "STEPS", "EXIT", "COMMAND")]
     rows += [_row(run) for run in runs]
+    below = [(), *(_below(run) for run in runs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    for row in rows:
+    for row, lines in zip(rows, below, strict=True):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         print("  ".join([*cells, row[-1]]).rstrip())
+        for line in lines:
+            print(f"    {clean(line)}")
     return 0
 
 
@@ -129,6 +132,7 @@ def _describe(directory: Path, info: RunInfo) -> dict[str, Any]:
         "status": None if how is None else how.status,
         "signal": None if how is None else how.signal,
         "unknown": None if how is None else how.unknown,
+        "cause": None if how is None else how.cause,
         "command": [info.script, *_arguments(info)],
         "directory": str(directory),
     }
@@ -143,6 +147,11 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
         "-" if run["status"] is None else clean(run["signal"] or run["status"]),
         clean(" ".join(run["command"]))[:60],
     )
+
+
+def _below(run: Mapping[str, Any]) -> tuple[str, ...]:
+    """What is worth a line of its own below a run's row."""
+    return () if run["cause"] is None else (run["cause"],)
 
 
 def keep(options: argparse.Namespace) -> int:

@@ -145,12 +145,13 @@ def _outcome(info: RunInfo, how: ExitInfo | None) -> str:
         return f"{name}: ended after {took}, status unknown: {how.unknown or 'nobody recorded it'}"
     if how.signal is not None:
         return f"{name}: killed by {how.signal} after {took}" + (f" ({how.cause})" if how.cause else "")
-    return f"{name}: finished in {took}" if how.status == 0 else f"{name}: exit status {how.status} after {took}"
+    why = f": {how.cause}" if how.cause else ""
+    return f"{name}: finished in {took}" if how.status == 0 else f"{name}: exit status {how.status} after {took}{why}"
 
 
 def _raised(reader: RunReader, how: ExitInfo | None) -> list[str]:
     """What a script that failed under the screen has raised: its output went with the screen."""
-    if how is None or not how.status or how.stopped or len(reader.output_paths) > 1:
+    if how is None or not how.status or how.stopped or how.cause or len(reader.output_paths) > 1:
         return []
     last = last_words(reader.output_paths[0])
     return [] if last is None else [f"its last words: {last}  (dpmon report {short_name(reader.info)})"]

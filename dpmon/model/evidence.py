@@ -173,6 +173,8 @@ class Evidence:
     last_step_ns: int | None = None
     end_ns: int | None = None
     """When the run ended; None while it goes on."""
+    raised: str | None = None
+    """The exception that ended the run, with the rank and the line of the script."""
     paused_ns: int = 0
     """In pauses of all processes at once, which are in no step."""
     inputs: tuple[tuple[int | None, int, int], ...] = ()

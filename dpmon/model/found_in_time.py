@@ -9,7 +9,7 @@ from dpmon.model.evidence import Evidence, LongStep, ModeFacts
 from dpmon.model.finding import MIN_STEPS, Finding, basis, clock, enough, of, of_process, percent, times, took, under
 from dpmon.model.inputs import INPUT, SAID, waited_ns
 
-__all__ = ["copies", "data", "drift", "quiet", "slower", "spread", "stalls", "transfers"]
+__all__ = ["copies", "data", "drift", "failed", "quiet", "slower", "spread", "stalls", "transfers"]
 
 COPY_SHARE = 0.2
 """Of the step, for copies to the device; for replicate, or for scatter and gather: what DataParallel itself costs, and
@@ -238,4 +238,16 @@ def quiet(evidence: Evidence) -> Iterator[Finding]:
             f"the last one at {clock(evidence.last_step_ns)}, the end at {clock(evidence.end_ns)}",
             "the end of the script's output says whether it saved, evaluated or hung",
             quiet / whole,
+        )
+
+
+def failed(evidence: Evidence) -> Iterator[Finding]:
+    """An exception that ended the run."""
+    if evidence.raised is not None:
+        yield Finding(
+            "failed",
+            f"An exception ended the run: {evidence.raised}",
+            "the first exception that no process caught, without what a launcher raised because of it",
+            "its traceback stands in the output",
+            1.0,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from dpmon.run.rollup import Rollup
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.state import run_state
 from dpmon.run.totals import Totals
+from dpmon.run.uncaught import Uncaught, last_lines, uncaught
 from dpmon.ui.tail import last_words
 
 __all__ = ["collect"]
@@ -52,7 +54,10 @@ def collect(directory: Path) -> Story:
         if one.sums.steps
     )
     verdict = compared(collector.settled, totals.virtual, collector.changes, gone, totals.inputs.spans())
+    raised = uncaught(directory, info) if how is not None and how.status and how.signal is None else None
     evidence = collector.evidence(totals, how, verdict, gone)
+    if raised is not None:
+        evidence = replace(evidence, raised=raised.sentence(info.cwd))
     bin_ns, bins = collector.series.result()
     there = [*totals.modes.values(), *totals.evaluations.values()]
     steps = sum(len(mode.walls) for mode in there) + sum(one.facts.steps for one in gone)
@@ -85,7 +90,7 @@ def collect(directory: Path) -> Story:
         ranks=tuple(totals.ranks),
         stages=tuple(totals.stages),
         warnings=tuple(dict.fromkeys(totals.warnings)),
-        last_output=_last_output(reader) if how is not None and how.status else (),
+        last_output=_last_output(reader, raised) if how is not None and how.status else (),
         raised=last_words(reader.output_paths[-1]) if how is not None and how.status else None,
         host=collector.devices.host(),
         gpu_absent=collector.devices.gpu_absent,
@@ -239,7 +244,7 @@ def _worth(found: Compared | None) -> Worth | None:
     return Worth(found.speedup, found.low, found.high, found.sentence)
 
 
-def _last_output(reader: RunReader) -> tuple[str, ...]:
+def _last_output(reader: RunReader, raised: Uncaught | None) -> tuple[str, ...]:
     """The last lines of the script's output (its errors, where they are apart)."""
     try:
         lines = read_tail(reader.output_paths[-1], _TAIL_BYTES).decode("utf-8", "replace").split("\n")
@@ -247,4 +252,4 @@ def _last_output(reader: RunReader) -> tuple[str, ...]:
         return ()
     # A carriage return begins the line anew: what a progress bar showed last is what counts.
     shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
-    return tuple([line for line in shown if line.strip()][-LINES_KEPT:])
+    return tuple([line for line in last_lines(shown, raised) if line.strip()][-LINES_KEPT:])

@@ -14,10 +14,10 @@ from typing import NamedTuple, Protocol
 from dpmon.ring import Activity, RingError, RingReader
 from dpmon.run import proc
 from dpmon.run.ending import exit_info, unknown_exit
-from dpmon.run.files import read_file
 from dpmon.run.pidfd import open_pidfd, wait_status
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, ring_paths
 from dpmon.run.signalling import is_named
+from dpmon.run.uncaught import uncaught_in
 
 __all__ = ["Adopted", "Child", "Command", "find_command", "last_sign"]
 
@@ -153,17 +153,7 @@ def last_sign(directory: Path, info: RunInfo) -> Sign:
                 ended = what == Activity.ENDED
             ring.close()
             end = max(end, since)
-    return Sign(end, ended, _uncaught(directory, info))
-
-
-def _uncaught(directory: Path, info: RunInfo) -> str | None:
-    """What the tracer has left in endings.log about the exception that ended the command's own Python."""
-    try:
-        lines = read_file(directory / "endings.log", 1 << 16).decode("utf-8", "replace").split("\n")
-    except OSError:
-        return None
-    words = [line.split(" ") for line in lines]
-    return next((line[2] for line in words if len(line) == 3 and line[0] == str(info.command_pid)), None)
+    return Sign(end, ended, uncaught_in(directory, info.command_pid))
 
 
 def _last_output(directory: Path, info: RunInfo) -> float:

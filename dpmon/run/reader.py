@@ -329,7 +329,7 @@ class RunReader:
         """The exit as the ring has it, for a disk that had no room for exit.json."""
         data = {} if self._exit_event is None else self._exit_event.data
         status, seconds = data.get("status"), data.get("t_s")
-        signal, unknown = data.get("signal"), data.get("unknown")
+        signal, unknown, cause = data.get("signal"), data.get("unknown"), data.get("cause")
         status = status if type(status) is int and 0 <= status <= MAX_STATUS else None
         if status is None and not isinstance(unknown, str):
             return None
@@ -339,6 +339,7 @@ class RunReader:
             status=status,
             signal=signal if isinstance(signal, str) else None,
             unknown=unknown if isinstance(unknown, str) else None,
+            cause=cause if isinstance(cause, str) else None,
             ended_unix=self.info.started_unix + seconds,
             end_ns=self.info.start_ns + int(seconds * 1e9),
             seconds=float(seconds),

@@ -32,6 +32,7 @@ from dpmon.run.rundir import ExitInfo, load_exit, load_info, save
 from dpmon.run.start import TAKE_OVER
 from dpmon.run.state import YOUNG_S
 from dpmon.run.terminal import INPUT_FIFO, Terminal
+from dpmon.run.uncaught import uncaught
 from dpmon.run.waiting import InputWatch
 
 if TYPE_CHECKING:
@@ -365,7 +366,7 @@ class Supervisor:
         """How it ended; the foreground is told before anything is tried that may fail or take its time."""
         how = command.ending(self._info)
         if how.cause is None:
-            how = replace(how, cause=self._oom.cause(how.signal))
+            how = replace(how, cause=self._oom.cause(how.signal) or self._raised(how))
         self._tell(replace(how, drained=False))
         command.release()
         return how
@@ -400,6 +401,13 @@ class Supervisor:
             save(self._directory, how)
         except OSError as error:
             _log(f"exit.json cannot be written: {error}")
+
+    def _raised(self, how: ExitInfo) -> str | None:
+        """The exception that ended the command, of whichever of its processes."""
+        if not how.status or how.signal is not None:
+            return None
+        raised = uncaught(self._directory, self._info)
+        return None if raised is None else raised.sentence(self._info.cwd)
 
 
 def _descriptors() -> list[int]:

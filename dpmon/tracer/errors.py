@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-__all__ = ["in_a_line"]
+import json
+import os
+import sys
+from types import TracebackType
+
+from dpmon.packing import shortened
+
+__all__ = ["in_a_line", "uncaught"]
+
+_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 MAX_CHARACTERS = 300
 
@@ -21,3 +31,27 @@ def in_a_line(error: Exception | str) -> str:
     if retold and text.partition(": ")[0].rpartition(".")[2] == kind:
         return text[:MAX_CHARACTERS]
     return f"{kind}: {text}"[:MAX_CHARACTERS]
+
+
+def uncaught(rank: int | None) -> str | None:
+    """The exception that ends this process, for endings.log: the name of its class, then JSON; None without one."""
+    kind = getattr(sys, "last_type", None)
+    if kind is None:
+        return None
+    lines = str(getattr(sys, "last_value", "")).strip().splitlines()
+    said: dict[str, object] = {"message": lines[0][:MAX_CHARACTERS] if lines else "", "rank": rank}
+    place = _place(getattr(sys, "last_traceback", None))
+    if place is not None:
+        said["file"], said["line"] = place
+    return f"{shortened(kind.__name__)} {json.dumps(said)}"
+
+
+def _place(traceback: TracebackType | None) -> tuple[str, int] | None:
+    """The innermost line of the script's own: not one of an installed package or of Python's library."""
+    found = None
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if not (file.startswith((_LIBRARY, "<")) or any(part in file for part in _INSTALLED)):
+            found = os.path.abspath(file), traceback.tb_lineno
+        traceback = traceback.tb_next
+    return found

@@ -31,12 +31,14 @@ import torch
 from dpmon.tracer import oom
 from dpmon.tracer.calls import Calls
 from dpmon.tracer.copies import Copies
+from dpmon.tracer.errors import uncaught
 from dpmon.tracer.frames import drop_frames, hide_from_dynamo, named_like
+from dpmon.tracer.inject import note
 from dpmon.tracer.memory import Memory
 from dpmon.tracer.modes import Modes
 from dpmon.tracer.pause import Pause
 from dpmon.tracer.roots import Roots
-from dpmon.tracer.session import Config, Session
+from dpmon.tracer.session import Config, Session, rank_and_world
 from dpmon.tracer.steps import Steps
 from dpmon.tracer.timing import coming
 from dpmon.tracer.virtual import VERBS, Originals
@@ -150,6 +152,12 @@ def _at_the_end(session: Session, steps: Steps, modes: Modes, calls: Calls, memo
     def at_exit() -> None:
         calls.by_hand.flush()
         steps.at_exit()
+        try:
+            ending = uncaught(rank_and_world()[0])
+            if ending is not None:  # so that it is known who ended a run of many processes, and why
+                note(ending, "endings.log")
+        except Exception as error:  # noqa: BLE001 - the interpreter is ending
+            session.fault("ending", error)
 
     atexit.register(at_exit)
 

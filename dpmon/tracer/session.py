@@ -173,7 +173,7 @@ class Session:
         return True
 
     def _open(self) -> None:
-        self.rank, self.world = _rank_and_world()
+        self.rank, self.world = rank_and_world()
         for number in range(MAX_PROCESSES):
             path = os.path.join(self.config.directory, f"process-{number}.ring")
             try:
@@ -358,7 +358,8 @@ def _from_a_signal(error: BaseException) -> bool:
     return False
 
 
-def _rank_and_world() -> tuple[int | None, int | None]:
+def rank_and_world() -> tuple[int | None, int | None]:
+    """This process's rank and how many there are; None where it is none."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()

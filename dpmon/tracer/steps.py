@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 
-from dpmon.packing import FAILED, GRAD, STEP_TAG, STEP_WORDS, TRAINING, Untimed, shortened, with_copies
+from dpmon.packing import FAILED, GRAD, STEP_TAG, STEP_WORDS, TRAINING, Untimed, with_copies
 from dpmon.ring import HEADER_BYTES, Activity, Frame, Ring
 from dpmon.tracer import timing
 from dpmon.tracer.frames import drop_frames, named_like
-from dpmon.tracer.inject import note
 from dpmon.tracer.session import Session
 
 __all__ = ["Steps"]
@@ -852,9 +851,6 @@ class Steps:
             if self.session.ring is not None:
                 self.session.ring.flush()
                 self.session.ring.activity(Activity.ENDED, monotonic_ns())
-                uncaught = getattr(sys, "last_type", None)
-                if uncaught is not None:  # so that the status is known where nobody is left to reap this process
-                    note(shortened(uncaught.__name__), "endings.log")
         except Exception as error:  # noqa: BLE001 - the interpreter is ending
             self.session.fault("exit", error)
 

@@ -273,7 +273,8 @@ class Feed:
             last = clean(ended.unknown, 500)
         elif ended.status and not ended.stopped:
             lines = [line for tail in reversed(self.output.tails) if (line := last_line_of_traceback(tail))]
-            last = clean(ended.error, 500) if ended.error else clean(lines[0], 500) if lines else None
+            said = ended.error or ended.cause or (lines[0] if lines else None)
+            last = clean(said, 500) if said else None
         self._ended = Ended(ended.status, ended.signal, int(ended.seconds * 1e9), last, ended.stopped)
 
     # ------------------------------------------------------------------------------------------ asking

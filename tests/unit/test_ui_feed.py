@@ -21,7 +21,10 @@ def test_slices_lose_nothing_and_the_end_comes_last(tmp_path: Path) -> None:
     training = Training()
     reader = FakeReader(tmp_path)
     reader.new = decoded([*training.begin(), *training.run(400)])
-    reader.ended = types.SimpleNamespace(status=3, signal=None, seconds=9.0, stopped=False, error=None, unknown=None)
+    cause = "rank 1: RuntimeError: broke (train.py:12)"
+    reader.ended = types.SimpleNamespace(
+        status=3, signal=None, seconds=9.0, stopped=False, error=None, unknown=None, cause=cause
+    )
     feed = Feed(tmp_path, lambda: reader)
     feed.start()
     feed.tick(0.0)
@@ -34,7 +37,7 @@ def test_slices_lose_nothing_and_the_end_comes_last(tmp_path: Path) -> None:
     assert slices > 10
     assert (process.step_count, process.call_count) == (400, 400)
     assert feed.ended is not None
-    assert feed.ended.status == 3
+    assert (feed.ended.status, feed.ended.last_line) == (3, cause)
 
 
 def test_everything_at_once_without_a_budget(tmp_path: Path) -> None:

@@ -1,0 +1,105 @@
+"""The exception that ended a run, as the tracer of each process noted it in endings.log."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from dpmon.plainjson import load_json
+from dpmon.run.files import read_file
+from dpmon.run.rundir import RunInfo
+
+__all__ = ["Uncaught", "last_lines", "uncaught", "uncaught_in"]
+
+_MOST_BYTES = 1 << 18
+_OF_LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
+"""What torchrun and mp.spawn raise because a process of theirs has ended."""
+_MAYBE_OF_LAUNCHERS = (*_OF_LAUNCHERS, "CalledProcessError")
+"""The last is what `accelerate launch` raises, and what a script may raise itself."""
+
+
+class Uncaught(NamedTuple):
+    """An exception that nobody caught in one process."""
+
+    pid: int
+    at_ns: int
+    """Monotonic."""
+    kind: str
+    """The name of its class."""
+    message: str = ""
+    rank: int | None = None
+    file: str | None = None
+    """Where the script raised it, or called what did."""
+    line: int | None = None
+
+    @property
+    def text(self) -> str:
+        """The last line of its traceback."""
+        return f"{self.kind}: {self.message}" if self.message else self.kind
+
+    def sentence(self, cwd: str) -> str:
+        """Rank, exception and line of the script: "rank 1: RuntimeError: no such token (train.py:12)"."""
+        who = "" if self.rank is None else f"rank {self.rank}: "
+        if self.file is None:
+            return who + self.text
+        inside = cwd and self.file.startswith(cwd.rstrip(os.sep) + os.sep)
+        return f"{who}{self.text} ({os.path.relpath(self.file, cwd) if inside else self.file}:{self.line})"
+
+
+def uncaught(directory: Path, info: RunInfo) -> Uncaught | None:
+    """The one that ended the run: the command's own, unless it only tells of a process that the command started."""
+    found = sorted(_noted(directory), key=lambda one: one.at_ns)
+    own = next((one for one in found if one.pid == info.command_pid), None)
+    if own is not None and own.kind not in _MAYBE_OF_LAUNCHERS:
+        return own
+    # The first of the others: what ends later mostly ends because that one did.
+    others = [
+        one for one in found if one.kind not in _OF_LAUNCHERS and one is not own and one.kind != "KeyboardInterrupt"
+    ]
+    return others[0] if others else own
+
+
+def uncaught_in(directory: Path, pid: int | None) -> str | None:
+    """The class of the exception that ended one process, by its name."""
+    return next((one.kind for one in _noted(directory) if one.pid == pid), None)
+
+
+def last_lines(lines: list[str], raised: Uncaught | None) -> list[str]:
+    """The output up to the exception that ended the run, without what a launcher prints after it."""
+    if raised is None:
+        return lines
+    end = max((i for i, line in enumerate(lines) if line.rstrip().endswith(raised.text)), default=len(lines) - 1)
+    return lines[: end + 1]
+
+
+def _noted(directory: Path) -> list[Uncaught]:
+    try:
+        lines = read_file(directory / "endings.log", _MOST_BYTES).decode("utf-8", "replace").split("\n")
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        words = line.split(" ", 3)
+        if len(words) >= 3 and words[0].isdecimal() and words[1].isdecimal():
+            found.append(_of(int(words[0]), int(words[1]), words[2], words[3] if len(words) > 3 else "{}"))
+    return found
+
+
+def _of(pid: int, at_ns: int, kind: str, rest: str) -> Uncaught:
+    try:
+        more = load_json(rest)
+    except ValueError:
+        more = {}
+    if not isinstance(more, dict):
+        more = {}
+    message, rank, file, line = (more.get(name) for name in ("message", "rank", "file", "line"))
+    return Uncaught(
+        pid,
+        at_ns,
+        kind,
+        message if isinstance(message, str) else "",
+        rank if type(rank) is int else None,
+        file if isinstance(file, str) and type(line) is int else None,
+        line if type(line) is int else None,
+    )

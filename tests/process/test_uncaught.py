@@ -1,0 +1,106 @@
+"""An exception in one process of several: its rank, its words and the line of the script, wherever a run is shown."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from running import Dpmon
+
+from dpmon.run.uncaught import Uncaught, last_lines, uncaught
+
+_INSTALLED = Path(sys.executable).with_name("torchrun")
+TORCHRUN = [str(_INSTALLED)] if _INSTALLED.exists() else ["-m", "torch.distributed.run"]
+
+SCRIPT = """\
+import os
+import torch
+rank = int(os.environ["RANK"])
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(20):
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    if rank == 1 and step == WHEN:
+        raise RuntimeError("rank 1 broke on purpose")
+"""
+SENTENCE = "rank 1: RuntimeError: rank 1 broke on purpose (train.py:10)"
+
+
+def test_a_rank_that_raises_under_torchrun(dpmon: Dpmon) -> None:
+    script = dpmon.script(SCRIPT.replace("WHEN", "5"), "train.py")
+    run = dpmon.run("--headless", *TORCHRUN, "--nproc-per-node", "2", script)
+    assert run.status == 1
+    assert "exit status 1 after" in run.errors
+    assert f"s: {SENTENCE}\n" in run.errors
+    assert dpmon.exit()["cause"] == SENTENCE
+    listed = dpmon.run("ls")
+    assert f"\n    {SENTENCE}\n" in listed.text
+    (entry,) = [json.loads(line) for line in dpmon.run("ls", "--json").text.splitlines()]
+    assert (entry["state"], entry["cause"]) == ("failed", SENTENCE)
+    report = json.loads(dpmon.run("report", "--json").text)
+    assert [one["text"] for one in report["findings"]][:1] == [f"An exception ended the run: {SENTENCE}"]
+    text = dpmon.run("report").text
+    assert "RuntimeError: rank 1 broke on purpose\n" in text, "the last line of the output"
+    assert SENTENCE in " ".join(text.split())
+    assert "ChildFailedError" not in text
+
+
+def test_a_rank_that_raises_before_any_call(dpmon: Dpmon) -> None:
+    script = dpmon.script(
+        "import os, torch\nif os.environ['RANK'] == '1':\n    raise ValueError('no data')\n", "train.py"
+    )
+    run = dpmon.run("--headless", *TORCHRUN, "--nproc-per-node", "2", script)
+    assert run.status == 1
+    assert "s: rank 1: ValueError: no data (train.py:3)\n" in run.errors
+
+
+def test_the_line_is_the_scripts_own(dpmon: Dpmon) -> None:
+    """Not that of torch's, where the exception was raised."""
+    script = dpmon.script("import torch\n\ntorch.ones(2) @ torch.ones(3)\n", "train.py")
+    run = dpmon.run("--headless", script)
+    assert run.status == 1
+    assert "s: RuntimeError: " in run.errors
+    assert "(train.py:3)\n" in run.errors
+
+
+def noted(directory: Path, *lines: str) -> None:
+    (directory / "endings.log").write_text("".join(f"{line}\n" for line in lines))
+
+
+def of(rank: int, message: str = "") -> str:
+    return json.dumps({"message": message, "rank": rank, "file": "/work/train.py", "line": 3})
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ((), None),
+        (("7 1 ValueError",), "ValueError"),
+        (("7 9 ChildFailedError {}", f"8 5 OSError {of(1, 'second')}", f"9 4 KeyError {of(0, 'a')}"),
+         "rank 0: KeyError: a (train.py:3)"),
+        (("7 9 ValueError {}", f"8 5 OSError {of(1)}"), "ValueError"),
+        (("7 9 CalledProcessError {}", f"8 5 OSError {of(1)}"), "rank 1: OSError (train.py:3)"),
+        (("7 9 CalledProcessError {}",), "CalledProcessError"),
+        (("7 9 ChildFailedError {}", "8 3 KeyboardInterrupt {}"), "ChildFailedError"),
+        (("nonsense", "8 x Error", "8 5 Error [", "8 5", ""), "Error"),
+    ],
+)  # fmt: skip
+def test_which_exception_ended_the_run(tmp_path: Path, lines: tuple[str, ...], sentence: str | None) -> None:
+    noted(tmp_path, *lines)
+    found = uncaught(tmp_path, _Info())  # type: ignore[arg-type]
+    assert (None if found is None else found.sentence("/work")) == sentence
+
+
+class _Info:
+    command_pid = 7
+
+
+def test_the_output_ends_with_the_exception() -> None:
+    raised = Uncaught(8, 5, "RuntimeError", "broke")
+    lines = ["training", "[rank1]: RuntimeError: broke", "E1122 failed", "ChildFailedError: "]
+    assert last_lines(lines, raised) == lines[:2]
+    assert last_lines(lines, None) == lines
+    assert last_lines(lines[2:], raised) == lines[2:]

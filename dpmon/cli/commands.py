@@ -17,6 +17,7 @@ from dpmon.run.lock import goes_on_elsewhere
 from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
 from dpmon.run.rundir import RunError, RunInfo, find_run, list_runs, load_exit, load_info, newest_run, short_name
+from dpmon.run.standing import how_it_stands
 from dpmon.run.start import look_after
 from dpmon.run.state import goes_on, is_paused, run_state
 from dpmon.ui.text import clean
@@ -133,6 +134,7 @@ def _describe(directory: Path, info: RunInfo) -> dict[str, Any]:
         "signal": None if how is None else how.signal,
         "unknown": None if how is None else how.unknown,
         "cause": None if how is None else how.cause,
+        "standing": how_it_stands(directory, info, state, how),
         "command": [info.script, *_arguments(info)],
         "directory": str(directory),
     }
@@ -151,7 +153,7 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _below(run: Mapping[str, Any]) -> tuple[str, ...]:
     """What is worth a line of its own below a run's row."""
-    return () if run["cause"] is None else (run["cause"],)
+    return tuple(text for text in (run["cause"], run["standing"]) if text is not None)
 
 
 def keep(options: argparse.Namespace) -> int:

@@ -36,6 +36,7 @@ from dpmon.records import STEP_PHASES
 from dpmon.run.destination import is_stream, open_stream, open_truncated
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import INFO_FILE, ExitInfo, RunError
+from dpmon.run.standing import IDLE
 
 __all__ = ["EVERY_S", "LineFile", "Lines"]
 
@@ -154,10 +155,13 @@ class Lines:
         return said
 
     def _doing(self, focus: Process | None) -> str:
-        """running, or what it waits for: start (of the command), first step, or what its process has been in."""
+        """running, or what it waits for: the command's start, its first step, or what is under way before that."""
         if self._reader.info.command_pid is None:
             return "starting"
-        if focus is None or focus.last_step is None:
+        if focus is None:
+            stage = self._reader.stage()
+            return "waiting for the first step" if stage is None or stage[0] in IDLE else stage[0]
+        if focus.last_step is None:
             return "waiting for the first step"
         return "running"
 

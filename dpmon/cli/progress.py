@@ -6,6 +6,7 @@ import time
 
 from dpmon.records import Event, Step
 from dpmon.run.reader import RunReader
+from dpmon.run.standing import IDLE
 from dpmon.ui.format import compact, group
 
 __all__ = ["Progress"]
@@ -89,5 +90,5 @@ class Progress:
         if stage is None:
             return "waiting for the first step"
         text, at = stage
-        text = "waiting for the first step, torch imported" if text == "torch imported" else text
+        text = f"waiting for the first step, {text}" if text in IDLE else text
         return f"{text} ({(now - at) / 1e9:.0f} s)"

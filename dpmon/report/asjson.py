@@ -5,6 +5,7 @@ end           state (as `ls` calls it), status, signal, error, seconds
 processes     process, rank, world, pid, python, torch
 steps, calls  how many there were, deleted ones too; dropped, pruned: records that are there no more
 nothing       why there is no step and no call, or null
+standing      since when nothing has moved, and what each process is in, or null
 modes         mode, virtual, steps, median_ms, p95_ms, samples_per_s, phases: {name: share, median_ms, p95_ms,
               count, device_median_ms, device_count (how often that is known)}:
               of all that is in the record, without the evaluations
@@ -77,6 +78,7 @@ def as_object(story: Story) -> dict[str, Any]:
         "dropped": story.dropped,
         "pruned": story.pruned,
         "nothing": story.nothing,
+        "standing": story.standing,
         "modes": [_mode(mode) for mode in story.evidence.modes],
         "evaluations": [_mode(mode) for mode in story.evaluations],
         "deleted": [

@@ -28,6 +28,7 @@ from dpmon.run.files import read_tail
 from dpmon.run.reader import RunReader
 from dpmon.run.rollup import Rollup
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
+from dpmon.run.standing import how_it_stands
 from dpmon.run.state import run_state
 from dpmon.run.totals import Totals
 from dpmon.run.uncaught import Uncaught, last_lines, uncaught
@@ -97,6 +98,7 @@ def collect(directory: Path) -> Story:
         dropped=totals.dropped,
         pruned=totals.pruned,
         compared=verdict,
+        standing=how_it_stands(directory, info, state, how),
         nothing=None if steps or calls else why_nothing(totals, reader) or "the command was not started",
     )
 

@@ -45,6 +45,8 @@ def facts(story: Story) -> list[str]:
     found = [f"began {began} in {story.info.cwd or 'a directory that is gone'}", what_ran(story), machine(story)]
     if story.nothing is not None:
         found.append(f"nothing was traced: {story.nothing}")
+    if story.standing is not None:
+        found.append(story.standing)
     pauses = paused(story)
     if pauses is not None:
         found.append(pauses)

@@ -155,5 +155,7 @@ class Story:
     pruned: int = 0
     compared: Compared | None = None
     """dp against single; None where not both were seen."""
+    standing: str | None = None
+    """Since when nothing has moved, and what each process is in; None where something moves."""
     nothing: str | None = None
     """Why there is no step and no call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from dpmon.run.export import Snapshot
 from dpmon.run.past import deleted
 from dpmon.run.reader import RunReader
 from dpmon.run.rows import record_of, step_columns, step_device
+from dpmon.run.standing import IDLE
 from dpmon.run.tables import HistoryError
 from dpmon.run.totals import Totals
 
@@ -72,7 +74,12 @@ def why_nothing(totals: Totals, reader: RunReader) -> str | None:
         return "no Python process of it imported torch"
     if stage[0] == "importing torch":
         return "it ended while torch was being imported"
-    return "torch was imported, but no model was called"
+    if stage[0] in IDLE:
+        return "torch was imported, but no model was called"
+    how = reader.exit()
+    end_ns = time.monotonic_ns() if how is None else how.end_ns
+    so_far = "so far it is" if how is None else "when it ended it was"
+    return f"no model was called; {so_far} {stage[0]}, for {max(end_ns - stage[1], 0) / 1e9:.0f} s"
 
 
 def _payloads(snapshot: Snapshot) -> Iterator[tuple[int, bytes]]:

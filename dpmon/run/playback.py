@@ -15,12 +15,12 @@ from typing import Any
 
 from dpmon.past import Drawn, Past
 from dpmon.records import Event, Record, RecordError
-from dpmon.run.files import read_file
 from dpmon.run.kept import Kept
 from dpmon.run.past import Before
 from dpmon.run.reader import RECENT_NS, RECENT_RECORDS, Pause
 from dpmon.run.rows import decoders_of, record_of
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info
+from dpmon.run.standing import newest_stage, stages
 from dpmon.run.tables import HistoryError
 
 __all__ = ["SPEEDS", "PlaybackReader", "can_be_played"]
@@ -247,18 +247,8 @@ class PlaybackReader:
         return sum(row.missed + row.lost for row in self._kept.rings.values())
 
     def stage(self) -> tuple[str, int] | None:
-        """The last stage that was reached by now before the first batch, and when (monotonic ns)."""
-        now = self.now_ns()
-        try:
-            lines = read_file(self.directory / "stages.log", 1 << 16).decode("utf-8", "replace").split("\n")
-        except OSError:
-            return None
-        found = None
-        for line in lines[:-1]:
-            fields = line.split(" ", 2)
-            if len(fields) == 3 and fields[1].isdecimal() and int(fields[1]) <= now:
-                found = fields[2], int(fields[1])
-        return found
+        """The stage before its first call that stood for the run by now, and since when (monotonic ns)."""
+        return newest_stage(stages(self.directory, self.now_ns()))
 
     def waits_for_input(self) -> int | None:
         """Not in the record."""

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpmon.records import Decoder, Event, Record, RecordError, kind_of, mode_number
 from dpmon.ring import Activity, RingError, RingReader
 from dpmon.run import proc
-from dpmon.run.files import read_tail
 from dpmon.run.lock import supervised
 from dpmon.run.rundir import (
     INFO_FILE,
@@ -30,6 +29,7 @@ from dpmon.run.rundir import (
     load_info,
     ring_paths,
 )
+from dpmon.run.standing import newest_stage, stages
 from dpmon.run.waiting import waits_since
 
 if TYPE_CHECKING:
@@ -300,16 +300,8 @@ class RunReader:
     # ------------------------------------------------------------------------------------------ state
 
     def stage(self) -> tuple[str, int] | None:
-        """The last stage a Python of the run has reached before its first batch, and when (monotonic ns)."""
-        try:
-            lines = read_tail(self.directory / "stages.log", 4096).decode("utf-8", "replace").split("\n")
-        except OSError:
-            return None
-        for line in reversed(lines[:-1]):  # what follows the last line's end is not finished
-            fields = line.split(" ", 2)
-            if len(fields) == 3 and fields[1].isdecimal():
-                return fields[2], int(fields[1])
-        return None
+        """The stage before its first call that stands for the run, and since when (monotonic ns)."""
+        return newest_stage(stages(self.directory), lambda pid: proc.alive(pid, None))
 
     def waits_for_input(self) -> int | None:
         """Since when (monotonic ns) the command waits for a line of input; None: not, as far as is known."""

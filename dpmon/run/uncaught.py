@@ -10,7 +10,7 @@ from dpmon.plainjson import load_json
 from dpmon.run.files import read_file
 from dpmon.run.rundir import RunInfo
 
-__all__ = ["Uncaught", "last_lines", "uncaught", "uncaught_in"]
+__all__ = ["Uncaught", "every_uncaught", "last_lines", "uncaught", "uncaught_in"]
 
 _MOST_BYTES = 1 << 18
 _OF_LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
@@ -41,15 +41,20 @@ class Uncaught(NamedTuple):
     def sentence(self, cwd: str) -> str:
         """Rank, exception and line of the script: "rank 1: RuntimeError: no such token (train.py:12)"."""
         who = "" if self.rank is None else f"rank {self.rank}: "
+        place = self.place(cwd)
+        return who + self.text + (f" ({place})" if place is not None else "")
+
+    def place(self, cwd: str) -> str | None:
+        """File and line of the script, as seen from the directory of the run: "train.py:12"."""
         if self.file is None:
-            return who + self.text
+            return None
         inside = cwd and self.file.startswith(cwd.rstrip(os.sep) + os.sep)
-        return f"{who}{self.text} ({os.path.relpath(self.file, cwd) if inside else self.file}:{self.line})"
+        return f"{os.path.relpath(self.file, cwd) if inside else self.file}:{self.line}"
 
 
 def uncaught(directory: Path, info: RunInfo) -> Uncaught | None:
     """The one that ended the run: the command's own, unless it only tells of a process that the command started."""
-    found = sorted(_noted(directory), key=lambda one: one.at_ns)
+    found = sorted(every_uncaught(directory), key=lambda one: one.at_ns)
     own = next((one for one in found if one.pid == info.command_pid), None)
     if own is not None and own.kind not in _MAYBE_OF_LAUNCHERS:
         return own
@@ -62,7 +67,7 @@ def uncaught(directory: Path, info: RunInfo) -> Uncaught | None:
 
 def uncaught_in(directory: Path, pid: int | None) -> str | None:
     """The class of the exception that ended one process, by its name."""
-    return next((one.kind for one in _noted(directory) if one.pid == pid), None)
+    return next((one.kind for one in every_uncaught(directory) if one.pid == pid), None)
 
 
 def last_lines(lines: list[str], raised: Uncaught | None) -> list[str]:
@@ -73,7 +78,8 @@ def last_lines(lines: list[str], raised: Uncaught | None) -> list[str]:
     return lines[: end + 1]
 
 
-def _noted(directory: Path) -> list[Uncaught]:
+def every_uncaught(directory: Path) -> list[Uncaught]:
+    """What every process noted, in the order of the notes."""
     try:
         lines = read_file(directory / "endings.log", _MOST_BYTES).decode("utf-8", "replace").split("\n")
     except OSError:

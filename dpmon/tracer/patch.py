@@ -14,6 +14,7 @@
 | torch.distributed.autograd.backward | backward across RPC, which has an entry of its own |
 | the global optimizer step hooks | optimizer |
 | Optimizer.__init__ | whose state is in memory |
+| torch.distributed.init_process_group | what is under way before the first call |
 | Tensor.to, Tensor.cuda, of a torch that was built for GPUs | copies to them |
 """
 
@@ -39,6 +40,7 @@ from dpmon.tracer.modes import Modes
 from dpmon.tracer.pause import Pause
 from dpmon.tracer.roots import Roots
 from dpmon.tracer.session import Config, Session, rank_and_world
+from dpmon.tracer.startup import Startup
 from dpmon.tracer.steps import Steps
 from dpmon.tracer.timing import coming
 from dpmon.tracer.virtual import VERBS, Originals
@@ -75,6 +77,8 @@ def install() -> None:
     memory = Memory(session, calls)
     steps.on_close = memory.sharing(roots.turns_closed)
     steps.on_step = memory.stepped
+    startup = Startup(session)
+    steps.on_first_fetch, steps.on_first_fetched = startup.fetch_begins, startup.fetch_ends
 
     def idle() -> None:  # batches come, but no call is seen
         calls.heal()
@@ -108,6 +112,7 @@ def install() -> None:
     optimizer.register_optimizer_step_post_hook(after_step)
     Copies(session, steps).install()
     roots.listen()
+    startup.install()
     roots.watch()
     queued = getattr(torch.cuda, "_queued_calls", None)  # run when CUDA comes up
     if isinstance(queued, list):

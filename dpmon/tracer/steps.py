@@ -99,6 +99,8 @@ class Steps:
         "on_backward",
         "on_close",
         "on_end",
+        "on_first_fetch",
+        "on_first_fetched",
         "on_idle",
         "on_pause",
         "on_step",
@@ -132,6 +134,9 @@ class Steps:
         self.on_end: Callable[[], None] = lambda: None
         """Called when a loader has come to its end."""
         self.on_idle: Callable[[], None] = lambda: None
+        self.on_first_fetch: Callable[[Any], bool] = lambda iterator: False
+        """Called with a loader's iterator when it fetches before the first call; whether to say when that has ended."""
+        self.on_first_fetched: Callable[[BaseException | None], None] = lambda error: None
         self.on_pause: Callable[[int], None] = lambda step: None
         """Called between two turns, with the number of the one that is over, when a reader has asked for a pause."""
         self.on_step: Callable[[Any], int] = lambda optimizer: 0
@@ -203,6 +208,8 @@ class Steps:
     def attach(self, ring: Ring) -> None:
         """Tell the ring from now on what the training thread does."""
         self.ring, self.map, self.words = ring, ring.map, ring.words
+        if self.open:  # its batch was fetched before there was a ring
+            self.words[WORD] = self.start << 3
 
     def detach(self) -> None:
         """No short way is gone from now on: phases are timed on their devices, too, which the long ways do."""
@@ -282,6 +289,7 @@ class Steps:
             if session.off or (thread and thread != get_ident()):
                 return original(iterator)
             began = outer = 0
+            noted = False
             try:
                 self.free = BUSY
                 if not thread:
@@ -306,6 +314,7 @@ class Steps:
                 self.inner = 0
                 if session.timing is not None:
                     session.timing.begin(timing.DATA)
+                noted = session.ring is None and self.on_first_fetch(iterator)
             except Exception as error:  # noqa: BLE001 - ours must not reach the script
                 session.fault("fetch", error)
             exhausted = True
@@ -314,6 +323,8 @@ class Steps:
                 exhausted = False
                 return batch
             finally:
+                if noted:
+                    self.on_first_fetched(sys.exc_info()[1] if exhausted else None)
                 if thread or self.thread in (0, get_ident()):  # else this fetch turned out to be another loop's
                     fetched(began, outer, was, exhausted)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from dpmon.model.ranks import distributed, world
 from dpmon.model.state import Process, State
+from dpmon.run.standing import IDLE
 from dpmon.ui.format import UNKNOWN, clock
 from dpmon.ui.text import clean
 
@@ -257,13 +258,14 @@ def _before_first_batch(scene: Scene, doing: str, spent: int) -> Life:
         )
     if scene.stage is None:
         what, since = ("starting python", 0)
-    elif scene.stage[0] == "importing torch":
-        what, since = ("importing torch", scene.stage[1])
-    else:
+    elif scene.stage[0] in IDLE:
         what, since = ("waiting for the first step", scene.stage[1])
+    else:  # importing torch, joining the process group, waiting for data
+        what, since = (clean(scene.stage[0], 200), scene.stage[1])
     if scene.alive is None:
         what = "starting"
-    return Life(what, "wait", f"{max(scene.now_ns - since, 0) / 1e9:.0f} s")
+    word, _, more = what.partition(": ")
+    return Life(word, "wait", f"{more}{', ' if more else ''}{max(scene.now_ns - since, 0) / 1e9:.0f} s")
 
 
 def _outcome(ended: Ended) -> Life:

@@ -1,0 +1,145 @@
+"""Where each process of a run stands: what it does before its first call, its phase afterwards, and since when."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from dpmon.ring import Activity, RingError, RingReader
+from dpmon.run import proc
+from dpmon.run.files import read_tail
+from dpmon.run.rundir import ExitInfo, RunInfo, ring_paths
+from dpmon.run.uncaught import every_uncaught
+from dpmon.run.waiting import waits_since
+
+__all__ = ["IDLE", "Standing", "how_it_stands", "newest_stage", "stages", "standing", "standings"]
+
+QUIET_NS = 10_000_000_000
+"""After which it is said that no step has begun."""
+IMPORTING, IMPORTED, IN_SCRIPT = "importing torch", "torch imported", "in the script"
+IDLE = (IMPORTED, IN_SCRIPT)
+"""Stages in which nothing that we know of is under way."""
+_MOST_BYTES = 1 << 16
+_MOST_NAMED = 16
+_WORDS = {"data": "waiting for data", "other": IN_SCRIPT, "ended": "at its end", "paused": "paused"}
+
+Stage = tuple[str, int]
+
+
+class Standing(NamedTuple):
+    """One process: its number (None before its first call), rank, id; what it does, since when (monotonic ns)."""
+
+    process: int | None
+    rank: int | None
+    pid: int
+    doing: str
+    since_ns: int
+
+    @property
+    def name(self) -> str:
+        """As it is called beside others."""
+        if self.rank is not None:
+            return f"rank {self.rank}"
+        return f"process {self.process}" if self.process is not None else f"pid {self.pid}"
+
+
+def stages(directory: Path, until_ns: int | None = None) -> dict[int, Stage]:
+    """The last stage that each process noted (by `until_ns`), and when (monotonic ns); by process id."""
+    try:
+        lines = read_tail(directory / "stages.log", _MOST_BYTES).decode("utf-8", "replace").split("\n")
+    except OSError:
+        return {}
+    found: dict[int, Stage] = {}
+    for line in lines[:-1]:  # what follows the last line's end is not finished
+        pid, _, rest = line.partition(" ")
+        at, _, text = rest.partition(" ")
+        if pid.isdecimal() and at.isdecimal() and text and (until_ns is None or int(at) <= until_ns):
+            found[int(pid)] = text, int(at)
+    return found
+
+
+def newest_stage(found: Mapping[int, Stage], alive: Callable[[int], bool] = lambda pid: True) -> Stage | None:
+    """The stage that stands for the run: the newest in which something is under way, of processes that live.
+
+    One that has only imported torch (a launcher, a worker) says nothing where another has come further.
+    """
+    living = [stage for pid, stage in found.items() if alive(pid)] or list(found.values())
+    further = [stage for stage in living if stage[0] not in (IMPORTING, IMPORTED)] or living
+    busy = [stage for stage in further if stage[0] not in IDLE] or further
+    return max(busy, key=lambda stage: stage[1], default=None)
+
+
+def standings(directory: Path, *, over: bool) -> list[Standing]:
+    """Every process that trains, then those that have yet to call a model; `over`: the run has ended."""
+    found = []
+    for process, path in ring_paths(directory):
+        if process < 0:
+            continue
+        with contextlib.suppress(RingError, OSError):
+            ring = RingReader(str(path))
+            try:
+                what, since = ring.activity()
+                name = Activity.NAMES[what]
+                doing = _WORDS.get(name, f"in {name}")
+                if not over and what != Activity.ENDED and not proc.alive(ring.pid, None):
+                    doing = "gone"
+                found.append(Standing(process, ring.rank, ring.pid, doing, since))
+            finally:
+                ring.close()
+    known = {one.pid for one in found}
+    for pid, (text, since) in stages(directory).items():
+        if pid not in known and text not in IDLE and (over or proc.alive(pid, None)):
+            found.append(Standing(None, None, pid, text, since))
+    return found
+
+
+def standing(found: Iterable[Standing], now_ns: int) -> str | None:
+    """Since when nothing has moved, and what each process is in; None where something moves, or all is at its end."""
+    there = [one for one in found if one.doing != _WORDS["ended"]]
+    moving = [one for one in there if one.doing != "gone" and one.since_ns > 0]
+    if not moving or all(one.doing == _WORDS["paused"] for one in moving):
+        return None
+    quiet = now_ns - max(one.since_ns for one in moving)
+    if quiet < QUIET_NS:
+        return None
+    what = "nothing has moved" if all(one.process is None for one in moving) else "no step has begun"
+    named = [one.doing if len(there) == 1 else f"{one.name} {one.doing}" for one in there[:_MOST_NAMED]]
+    more = f" and {len(there) - _MOST_NAMED} more" if len(there) > _MOST_NAMED else ""
+    return f"{what} for {quiet / 1e9:.0f} s: {', '.join(named)}{more}"
+
+
+def how_it_stands(directory: Path, info: RunInfo, state: str, how: ExitInfo | None) -> str | None:
+    """The same of a run in this state, or of one that was ended by a signal; None where there is nothing to say."""
+    if state in ("running", "unsupervised"):
+        now = time.monotonic_ns()
+        waits = waits_since(directory)
+        if waits is not None and now - waits >= QUIET_NS:
+            return f"waiting for a line of input for {(now - waits) / 1e9:.0f} s"
+        found = standings(directory, over=False)
+        return standing(found, now) if found else _before_any_call(stages(directory), now)
+    if how is not None and (how.signal is not None or how.stopped):
+        found = standings(directory, over=True)
+        known = (standing(found, how.end_ns), _interrupted(directory, info, found))
+        texts = [text for text in known if text is not None]
+        return f"when it ended: {'; '.join(texts)}" if texts else None
+    return None
+
+
+def _interrupted(directory: Path, info: RunInfo, found: Iterable[Standing]) -> str | None:
+    """At which line of the script each process was when it was interrupted."""
+    names = {one.pid: one.name for one in found}
+    places = [(one.pid, one.place(info.cwd)) for one in every_uncaught(directory) if one.kind == "KeyboardInterrupt"]
+    known = [(names.get(pid, f"pid {pid}"), place) for pid, place in places[:_MOST_NAMED] if place is not None]
+    if len(known) == 1:
+        return f"interrupted at {known[0][1]}"
+    return ", ".join(f"{name} interrupted at {place}" for name, place in sorted(known)) or None
+
+
+def _before_any_call(found: Mapping[int, Stage], now_ns: int) -> str | None:
+    stage = newest_stage(found, lambda pid: proc.alive(pid, None))
+    if stage is None or now_ns - stage[1] < QUIET_NS:
+        return None
+    return f"no model was called yet; in the script for {(now_ns - stage[1]) / 1e9:.0f} s"

@@ -1,0 +1,104 @@
+"""Notes what a process does before its first call, while it has no ring that could say so.
+
+A note is a line in stages.log: what is under way and, behind a colon, the particulars. Nothing is noted once the ring
+is there: the steady state costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dpmon.packing import shortened
+from dpmon.tracer.frames import drop_frames, named_like
+from dpmon.tracer.inject import note
+from dpmon.tracer.session import Session
+
+__all__ = ["Startup"]
+
+IN_SCRIPT = "in the script"
+MAX_LOADERS = 16
+"""Loaders whose first batch is noted: a script may read many before it calls a model."""
+
+
+class Startup:
+    """The notes of one process."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._loaders = 0
+
+    def install(self) -> None:
+        """Note when init_process_group begins and ends, wherever torch has put it by now."""
+        original = getattr(torch.distributed, "init_process_group", None)  # there are builds without it
+        if original is None:
+            return
+        traced = self._joining(original)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torch.distributed") and vars(module).get("init_process_group") is original:
+                vars(module)["init_process_group"] = traced
+
+    def _joining(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            self._note(lambda: _group(args, kwargs))
+            try:
+                joined = original(*args, **kwargs)
+            except BaseException as error:
+                self._ended(error)
+                drop_frames(error)
+                args, kwargs = (), {}
+                raise
+            self._ended(None)
+            return joined
+
+        return named_like(init_process_group, original)
+
+    def fetch_begins(self, iterator: Any) -> bool:
+        """A batch is fetched before the first call: note it if it is its loader's first; whether it was noted."""
+        if self._loaders >= MAX_LOADERS or getattr(iterator, "_num_yielded", None) != 0:
+            return False
+        if torch.utils.data.get_worker_info() is not None:
+            return False
+        self._loaders += 1
+        self._note(lambda: _first_batch(iterator))
+        return True
+
+    def fetch_ends(self, error: BaseException | None) -> None:
+        """That batch has come, or this was raised."""
+        self._ended(error)
+
+    def _ended(self, error: BaseException | None) -> None:
+        # What an interrupt has ended is what the process was in when it ended.
+        if error is None or isinstance(error, Exception):
+            self._note(lambda: IN_SCRIPT)
+
+    def _note(self, text: Callable[[], str]) -> None:
+        try:
+            if self.session.ring is None:
+                note(text())
+        except Exception as error:  # noqa: BLE001 - ours must not reach the script
+            self.session.fault("startup", error, fatal=False)
+
+
+def _first_batch(iterator: Any) -> str:
+    workers = getattr(iterator, "_num_workers", 0)
+    with_workers = f", {workers} worker{'' if workers == 1 else 's'}" if workers else ""
+    dataset = shortened(type(getattr(iterator, "_dataset", None)).__name__)
+    return f"waiting for data: the first batch of {dataset}{with_workers}"
+
+
+def _group(args: Any, kwargs: Any) -> str:
+    """What is joined, as far as the script or its launcher says."""
+    backend = kwargs.get("backend", args[0] if args else None)
+    rank, world = kwargs.get("rank", -1), kwargs.get("world_size", -1)
+    if type(rank) is not int or rank < 0:
+        rank = os.environ.get("RANK", "")
+    if type(world) is not int or world < 0:
+        world = os.environ.get("WORLD_SIZE", "")
+    found = [str(backend)] if isinstance(backend, str) else []
+    found += [f"rank {rank} of {world}"] if rank != "" and world != "" else []
+    return "joining the process group" + (f": {', '.join(found)}" if found else "")

@@ -1,0 +1,162 @@
+"""A run that hangs, before its first step or within one: what is under way, and since when, wherever it is shown."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running import Dpmon, wait_for
+from tracing import Script
+
+from dpmon.cli.commands import ls
+from dpmon.cli.progress import Progress
+from dpmon.report import report_text
+from dpmon.run import standing
+from dpmon.run.reader import RunReader
+
+HANGS = """\
+import os, time
+def hang():
+    open(f"hangs-{os.getpid()}", "w").close()
+    while not os.path.exists("go on"):
+        time.sleep(0.01)
+"""
+
+FIRST_BATCH = f"""\
+import torch
+{HANGS}
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        hang()
+        return torch.ones(3)
+model = torch.nn.Linear(3, 1)
+for x in torch.utils.data.DataLoader(Images(), batch_size=2, num_workers=WORKERS):
+    model(x).sum().backward()
+"""
+
+GROUP = """\
+import torch
+torch.distributed.init_process_group("gloo", init_method="file://" + __file__ + ".meet", rank=0, world_size=2)
+"""
+
+STEP = f"""\
+import os, torch
+{HANGS}
+child = os.fork()
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        if steps == 8 and child:
+            hang()
+        return x * 1
+    @staticmethod
+    def backward(context, grad):
+        if steps == 8:
+            hang()
+        return grad
+steps = 0
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return Slow.apply(super().forward(x))
+model = Net(3, 1)
+for x in torch.utils.data.DataLoader(torch.ones(40, 3), batch_size=2):
+    steps += 1
+    model(x).sum().backward()
+    model.zero_grad()
+"""
+
+
+@pytest.fixture
+def at_once(dpmon: Dpmon, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What has not moved for a moment has not moved; and the commands that run here look where the run is."""
+    monkeypatch.setattr(standing, "QUIET_NS", 0)
+    monkeypatch.setenv("XDG_STATE_HOME", str(dpmon.state))
+    yield
+    (dpmon.cwd / "go on").touch()
+
+
+def until_stage(dpmon: Dpmon, text: str) -> RunReader:
+    reader = wait_for(lambda: dpmon.runs() and RunReader(dpmon.last()), what="the run")
+    wait_for(lambda: (reader.stage() or ("",))[0] == text, what=text)
+    return reader
+
+
+def plain(text: str) -> str:
+    """Without line breaks, and without how long it took."""
+    return re.sub(r"\d+ s\b", "N s", " ".join(text.split()))
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize(
+    ("text", "under_way"),
+    [
+        (FIRST_BATCH.replace("WORKERS", "0"), "waiting for data: the first batch of Images"),
+        (FIRST_BATCH.replace("WORKERS", "2"), "waiting for data: the first batch of Images, 2 workers"),
+        (GROUP, "joining the process group: gloo, rank 0 of 2"),
+    ],
+)
+def test_a_run_that_hangs_before_its_first_step(
+    dpmon: Dpmon, capsys: pytest.CaptureFixture[str], text: str, under_way: str
+) -> None:
+    process = dpmon.start(*dpmon.warm(), "--headless", dpmon.script(text))
+    reader = until_stage(dpmon, under_way)
+    assert plain(Progress(reader).line()) == f"{under_way} (N s)"
+    capsys.readouterr()
+    assert ls(Namespace(json=False)) == 0
+    assert plain(capsys.readouterr().out).endswith(f"nothing has moved for N s: {under_way}")
+    assert f"nothing has moved for N s: {under_way}" in plain("\n".join(report_text(dpmon.last())))
+    assert dpmon.run("stop", "last").status == 0
+    assert process.wait(60) != 0
+    said = f"no model was called; when it ended it was {under_way}, for N s"
+    assert said in plain("\n".join(report_text(dpmon.last())))
+
+
+@pytest.mark.usefixtures("at_once")
+def test_processes_that_hang_within_a_step(dpmon: Dpmon, capsys: pytest.CaptureFixture[str]) -> None:
+    process = dpmon.start(*dpmon.warm(), "--headless", "--mode", "script", dpmon.script(STEP))
+    wait_for(lambda: len(list(dpmon.cwd.glob("hangs-*"))) == 2, what="both hang")
+    capsys.readouterr()
+    ls(Namespace(json=True))
+    (entry,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    either = [f"no step has begun for N s: process 0 in {one}, process 1 in {other}"
+              for one, other in (("forward", "backward"), ("backward", "forward"))]  # fmt: skip
+    assert plain(entry["standing"]) in either
+    report = plain("\n".join(report_text(dpmon.last())))
+    assert any(said in report for said in either), report
+    assert dpmon.run("stop", "last").status == 0
+    process.wait(60)
+    said = plain("\n".join(report_text(dpmon.last())))
+    assert re.search(r"when it ended: .*interrupted at script.py:[56]", said), said
+
+
+def test_a_group_that_was_joined_and_a_batch_that_came_are_under_way_no_more(tmp_path: Path) -> None:
+    text = """\
+import torch, inspect
+group = torch.distributed.init_process_group
+assert "backend" in inspect.signature(group).parameters and group.__name__ == "init_process_group"
+group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+next(iter(torch.utils.data.DataLoader(torch.ones(4, 3))))
+try:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+except ValueError as error:
+    import traceback
+    assert not [frame for frame in traceback.extract_tb(error.__traceback__) if "dpmon" in frame.filename]
+model = torch.nn.Linear(3, 1)
+for x in torch.utils.data.DataLoader(torch.ones(40, 3), batch_size=2):
+    model(x)
+for x in torch.utils.data.DataLoader(torch.ones(40, 3), batch_size=2):
+    model(x)
+torch.distributed.destroy_process_group()
+"""
+    run = Script(tmp_path, text).end()
+    assert (run.status, run.complaints) == (0, []), run.err
+    joining, fetching = "joining the process group: gloo, rank 0 of 1", "waiting for data: the first batch of Tensor"
+    noted = [stage for stage in run.stages if not stage.endswith(("importing torch", "torch imported"))]
+    assert noted == [joining, "in the script", fetching, "in the script"] * 2
+    assert len(run.calls()) == 40

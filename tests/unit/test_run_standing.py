@@ -1,0 +1,103 @@
+"""What a run that does not move is said to be in, from what its processes noted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dpmon.model import State
+from dpmon.run.standing import QUIET_NS, Standing, newest_stage, stages, standing
+from dpmon.ui.scene import Scene, life
+
+SECOND = 1_000_000_000
+NOW = 100 * SECOND
+IMPORTING, IMPORTED, IN_SCRIPT = "importing torch", "torch imported", "in the script"
+JOINING, FETCHING = "joining the process group: gloo, rank 1 of 2", "waiting for data: the first batch of Images"
+
+
+def test_the_last_finished_line_of_each_process_counts(tmp_path: Path) -> None:
+    assert stages(tmp_path) == {}
+    lines = [
+        f"7 100 {IMPORTING}",
+        f"8 150 {IMPORTING}",
+        f"7 200 {IMPORTED}",
+        "x 3 no",
+        "9 y no",
+        "9 5",
+        "",
+        "7 300 tor",
+    ]
+    (tmp_path / "stages.log").write_text("\n".join(lines))
+    assert stages(tmp_path) == {7: (IMPORTED, 200), 8: (IMPORTING, 150)}
+    assert stages(tmp_path, 120) == {7: (IMPORTING, 100)}
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({}, None),
+        ({7: (IMPORTED, 1)}, (IMPORTED, 1)),
+        ({7: (IMPORTED, 9), 8: (IMPORTING, 2)}, (IMPORTING, 2)),
+        ({7: (IMPORTED, 9), 8: (JOINING, 2)}, (JOINING, 2)),
+        ({7: (IMPORTED, 9), 8: (JOINING, 2), 9: (JOINING, 3)}, (JOINING, 3)),
+        ({7: (FETCHING, 2), 8: (IMPORTING, 5)}, (FETCHING, 2)),  # a spawned worker says nothing of the loop
+        ({7: (IN_SCRIPT, 2), 8: (IMPORTING, 5)}, (IN_SCRIPT, 2)),
+        ({7: (IN_SCRIPT, 9), 8: (JOINING, 2)}, (JOINING, 2)),
+    ],
+)
+def test_which_stage_stands_for_the_run(found: dict[int, tuple[str, int]], expected: tuple[str, int] | None) -> None:
+    assert newest_stage(found) == expected
+
+
+def test_a_process_that_has_gone_says_nothing_unless_all_have() -> None:
+    found = {7: (JOINING, 5), 8: (IMPORTING, 2)}
+    assert newest_stage(found, {8}.__contains__) == (IMPORTING, 2)
+    assert newest_stage(found, set().__contains__) == (JOINING, 5)
+
+
+def of(process: int | None, doing: str, since_s: float, rank: int | None = None) -> Standing:
+    return Standing(process, rank, 70 + (process or 0), doing, int(since_s * SECOND))
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ([], None),
+        ([of(0, "in forward", 66)], "no step has begun for 34 s: in forward"),
+        ([of(0, "in forward", 95)], None),
+        ([of(0, "in forward", 0)], None),
+        ([of(0, "paused", 10)], None),
+        ([of(0, "at its end", 10)], None),
+        ([of(0, "in backward", 66, 0), of(1, "waiting for data", 60, 1)],
+         "no step has begun for 34 s: rank 0 in backward, rank 1 waiting for data"),
+        ([of(0, "in backward", 66, 0), of(1, "gone", 60, 1)],
+         "no step has begun for 34 s: rank 0 in backward, rank 1 gone"),
+        ([of(0, "in backward", 10), of(1, "in forward", 99)], None),
+        ([of(0, "at its end", 10), of(1, "in forward", 66)], "no step has begun for 34 s: in forward"),
+        ([of(None, FETCHING, 66)], f"nothing has moved for 34 s: {FETCHING}"),
+    ],
+)  # fmt: skip
+def test_since_when_nothing_moves_and_what_each_process_is_in(found: list[Standing], said: str | None) -> None:
+    assert QUIET_NS == 10 * SECOND
+    assert standing(found, NOW) == said
+
+
+def test_of_many_processes_some_are_named() -> None:
+    said = standing([of(i, "in forward", 66) for i in range(40)], NOW)
+    assert said is not None
+    assert said.endswith("process 15 in forward and 24 more")
+
+
+@pytest.mark.parametrize(
+    ("stage", "word", "detail"),
+    [
+        (IMPORTING, "importing torch", "34 s"),
+        (IMPORTED, "waiting for the first step", "34 s"),
+        (IN_SCRIPT, "waiting for the first step", "34 s"),
+        (JOINING, "joining the process group", "gloo, rank 1 of 2, 34 s"),
+        (FETCHING, "waiting for data", "the first batch of Images, 34 s"),
+    ],
+)
+def test_the_screen_says_what_is_under_way_before_the_first_step(stage: str, word: str, detail: str) -> None:
+    assert life(Scene(State(), NOW, stage=(stage, 66 * SECOND), alive=True)) == (word, "wait", detail)

@@ -102,9 +102,7 @@ class Terminal:
             with contextlib.suppress(OSError):
                 data = os.read(self.fd, 1 << 16)
                 self.raw += data
-                with contextlib.suppress(
-                    TypeError
-                ):  # what pyte does not know: keys that are echoed while it is stopped
+                with contextlib.suppress(TypeError):  # unknown to pyte: keys echoed while it is stopped
                     self.stream.feed(data)
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)

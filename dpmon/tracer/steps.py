@@ -84,6 +84,7 @@ class Steps:
         "failed",
         "fetcher",
         "fetches",
+        "first",
         "forward",
         "free",
         "hurry",
@@ -197,6 +198,9 @@ class Steps:
         self.since_fetch = 1
         self.fetcher = 0
         self.boundary = self.other = 0
+        self.first = 0
+        """The optimizer that ended the first turn, until it or the boundary steps again: a turn ends with the last
+        optimizer of the loop's body, and those between belong to the turn."""
         self.boundary_lives: Callable[[], Any] = lambda: None
         self.since_optimizer = 0
         """Outermost calls, but for those that went a short way: without a loader no more than one a turn does."""
@@ -678,11 +682,19 @@ class Steps:
             return
         if self.boundary != id(optimizer):
             if self.other != id(optimizer) and self.boundary_lives() is not None:
-                self.other = id(optimizer)
+                if self.first and self.first != id(optimizer):  # new in the loop's body, so further down in it
+                    self.boundary = id(optimizer)
+                    self.boundary_lives = weakref.ref(optimizer)
+                else:
+                    self.other = id(optimizer)
+                    self.first = 0
                 return
-            # The first, or the first after it has gone, or one that stepped twice while the first did not.
+            # The first, or the first after it has gone, or one that stepped twice while the boundary did not.
+            self.first = 0 if self.boundary else id(optimizer)
             self.boundary = id(optimizer)
             self.boundary_lives = weakref.ref(optimizer)
+        else:
+            self.first = 0
         self.other = 0
         if self.backwards:
             self.due = True

@@ -148,9 +148,25 @@ def test_turns_follow_each_other(loop: Callable[[str], Loop]) -> None:
 
 
 def test_turns_of_two_models_without_a_loader(loop: Callable[[str], Loop]) -> None:
-    """The first optimizer that steps ends the turn; what the second does belongs to the next."""
+    """As many turns as the loop took, each but the first two of one batch.
+
+    The first optimizer ends the first turn, for nobody knows of the second one yet. From then on the last one does.
+    """
     found = loop("gan_without_a_loader")
-    assert [calls for _, _, calls in shape(found)] == [2, 3, 3, 3, 3, 1]
+    assert [calls for _, _, calls in shape(found)] == [2, 4, 3, 3, 3]
+    assert found.told == len(found.steps)
+
+
+def test_turns_of_three_optimizers_without_a_loader(loop: Callable[[str], Loop]) -> None:
+    found = loop("three_optimizers_without_a_loader")
+    assert [calls for _, _, calls in shape(found)] == [1, 5, 3, 3]
+    assert found.told == len(found.steps)
+
+
+def test_turns_of_a_critic_that_steps_more_often(loop: Callable[[str], Loop]) -> None:
+    """Each of the critic's steps ends a turn, as before the generator's first."""
+    found = loop("critic_steps_more_often")
+    assert [calls for _, _, calls in shape(found)] == [1, 1, 1, 2, 1, 1, 2, 1, 1, 1]
 
 
 def test_the_first_calls_of_a_model_that_comes_later_are_seen(loop: Callable[[str], Loop]) -> None:

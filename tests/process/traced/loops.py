@@ -108,6 +108,7 @@ def gan():
 def gan_without_a_loader():
     maker, critic = Net(4, 4), Critic()
     one, two = sgd(critic), sgd(maker)
+    count = 0
     for _ in range(5):
         fake = maker(torch.randn(6, 4))
         one.zero_grad()
@@ -116,6 +117,30 @@ def gan_without_a_loader():
         two.zero_grad()
         critic(fake).mean().backward()
         two.step()
+        count += 1
+    return count
+
+
+@loop
+def three_optimizers_without_a_loader():
+    models = [Net() for _ in range(3)]
+    optimizers = [sgd(model) for model in models]
+    count = 0
+    for _ in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            learn(model, optimizer, torch.randn(12, 4), torch.randn(12, 1))
+        count += 1
+    return count
+
+
+@loop
+def critic_steps_more_often():
+    maker, critic = Net(), Critic(inputs=4)
+    make, judge = sgd(maker), sgd(critic)
+    for _ in range(3):
+        for _ in range(3):
+            learn(critic, judge, torch.randn(12, 4), torch.randn(12, 1))
+        learn(maker, make, torch.randn(12, 4), torch.randn(12, 1))
 
 
 @loop

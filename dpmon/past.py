@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from dpmon.rates import Pace
 from dpmon.records import Step
 
 __all__ = ["DevicePast", "Drawn", "Past"]
@@ -30,9 +31,7 @@ class Past(NamedTuple):
     width_s: int
     steps: int
     calls: int
-    samples: int
-    unknown: int
-    """Steps that did not know their samples."""
+    pace: Pace
     last_step: int | None
     sums: Mapping[str, int]
     """By series (dpmon.run.rollup.SERIES), ns; those that did not run are missing."""

@@ -89,6 +89,7 @@ __all__ = [
     "call_stages",
     "copied_bytes",
     "definition",
+    "is_evaluation",
     "is_timed",
     "kept_step_times",
     "kind_of",
@@ -120,6 +121,7 @@ UNTIMED = (
     "the step copies more tensors to devices than are timed: 16",
 )
 """The reasons by their numbers."""
+_BACKWARD, _OPTIMIZER = STEP_PHASES.index("backward"), STEP_PHASES.index("optimizer")
 _BEFORE = "it ran before the first call on a GPU, or on a thread that does not train"
 _KINDS = ("", "definition", "call", "step", "event", "call")
 _MAX_TIMES = 1 << 13
@@ -591,6 +593,11 @@ def step_fields(payload: bytes) -> tuple[int, ...]:
     if len(payload) != STEP_BODY.size:
         copy, _ = STEP_COPY.unpack(payload[STEP_BODY.size :])
     return (mode, step, start, wall, samples, data, copy, *rest)
+
+
+def is_evaluation(phases: Sequence[int | None]) -> bool:
+    """Whether a step with these (in the order of STEP_PHASES) is one of an evaluation, if others of its mode train."""
+    return phases[_BACKWARD] is None and phases[_OPTIMIZER] is None
 
 
 def copied_bytes(payload: bytes) -> int | None:

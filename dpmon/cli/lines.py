@@ -1,13 +1,14 @@
 """`--json`: what a run does, as a line of JSON a second, for a pipeline.
 
-    status  run, t_s (s since the run's start), state, step, steps_per_s, samples_per_s, mode, virtual, processes,
-            step_ms, phases and call_phases (median_ms, p95_ms, share of the steps' time) over the last two minutes
-            of steps in the mode in force of the first process, ranks where several train, devices and host as in
-            the record, warnings, dropped, absent: why something is null. phases are those of a step and together
-            are the whole of it; call_phases are those of its calls (scatter, replicate, parallel_apply, gather),
-            which lie within the step's forward. A phase that did not run is not there. device_median_ms beside the
-            host's times is what the slowest device took for the same, the median of the newest 128 steps in this mode
-            in which that is known; null where it is in none, and for other, which is on the host
+    status  run, t_s (s since the run's start), state, step, steps_per_s and samples_per_s (of elapsed training time:
+            dpmon.rates; the same with _within_steps leave out the time between steps), mode, virtual, processes,
+            step_ms, phases and call_phases (median_ms, p95_ms, share of the steps' time) over the last two minutes of
+            steps in the mode in force of the first process, ranks where several train, devices and host as in the
+            record, warnings, dropped, absent: why something is null. phases are those of a step and together are the
+            whole of it; call_phases are those of its calls (scatter, replicate, parallel_apply, gather), which lie
+            within the step's forward. A phase that did not run is not there. device_median_ms beside the host's times
+            is what the slowest device took for the same, the median of the newest 128 steps in this mode in which that
+            is known; null where it is in none, and for other, which is on the host
     message text: what dpmon would have said in words
     exit    run, t_s, status, signal: the last line
 
@@ -44,6 +45,8 @@ EVERY_S = 1.0
 _STEP_PHASES = {name: name for name in STEP_PHASES}
 _CALL_PHASES = {"scatter": "scatter", "replicate": "replicate", "apply": "parallel_apply", "gather": "gather"}
 """What the screen calls the phases of a call, and what the record does."""
+_RATES = ("steps_per_s", "samples_per_s", "steps_per_s_within_steps", "samples_per_s_within_steps")
+"""The fields of a Rate, in their order."""
 _POLLS = 16
 _SPAN_S = 120
 """The figures are of so many seconds of steps, as those of a screen that was just opened."""
@@ -170,14 +173,14 @@ def _progress(focus: Process | None, now_ns: int | None) -> tuple[dict[str, Any]
     """Step, speeds and times of the process that stands for the run; and why some of them are null, by their names."""
     absent: dict[str, str] = {}
     if focus is None or focus.last_step is None:
-        names = ("step", "steps_per_s", "samples_per_s", "mode", "virtual", "step_ms", "phases", "call_phases")
+        names = ("step", *_RATES, "mode", "virtual", "step_ms", "phases", "call_phases")
         absent.update(dict.fromkeys(names, "no step has ended yet"))
         return dict.fromkeys(names), absent
     fast = speed(focus, now_ns)
     if fast.reason is not None:
-        absent["steps_per_s"] = absent["samples_per_s"] = fast.reason
+        absent.update(dict.fromkeys(_RATES, fast.reason))
     elif fast.samples_per_s is None:
-        absent["samples_per_s"] = "the steps do not know their samples"
+        absent.update(dict.fromkeys(_RATES[1::2], "the steps do not know their samples"))
     found = figures(focus, focus.mode, _SPAN_S)
     if not found.steps:
         absent.update(dict.fromkeys(("step_ms", "phases", "call_phases"), "no step in this mode yet"))
@@ -190,8 +193,7 @@ def _progress(focus: Process | None, now_ns: int | None) -> tuple[dict[str, Any]
         absent |= {} if reason is None else {"device_median_ms": reason}
     said = {
         "step": focus.last_step.step,
-        "steps_per_s": fast.steps_per_s,
-        "samples_per_s": fast.samples_per_s,
+        **dict(zip(_RATES, fast.rate or (None,) * len(_RATES), strict=True)),
         "mode": focus.mode or None,
         "virtual": focus.virtual,
         "step_ms": _ms(found.median_ns, found.p95_ns) if found.steps else None,

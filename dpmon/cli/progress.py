@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 
+from dpmon.rates import Paces, Tally, rate_of
 from dpmon.records import Event, Step
+from dpmon.run.inputs import Inputs
+from dpmon.run.pauses import Pauses
 from dpmon.run.reader import RunReader
 from dpmon.run.standing import IDLE
-from dpmon.ui.format import compact, group
+from dpmon.ui.format import compact, group, within_words
 
 __all__ = ["Progress"]
 
@@ -24,30 +27,45 @@ class Progress:
         self._virtual = False
         self._ranks = False
         """Whether the processes are ranks of one training, for which the modes do not hold."""
-        self._paused: dict[int, float] = {}
-        """By process, seconds of the pauses that have ended since the last line."""
+        self._paces: dict[int, Paces] = {}
+        """By process."""
+        self._said: dict[int, Tally] = {}
+        """The same as it was at the last line."""
+        self._inputs, self._pauses = Inputs(), Pauses()
 
     def line(self) -> str:
         """How far the run is and how fast since the last line; what it waits for if there was no step."""
-        self._paused.clear()
         steps = self._new_steps()
         if not steps:
             return self._waiting()
         parts = [f"step {group(max(step.step for step in steps))}"]
         if len(self._processes) > 1:
             parts.append(f"{len(self._processes)} processes")
-        began = min(step.start_ns for step in steps)
-        seconds = (max(step.start_ns + step.wall_ns for step in steps) - began) / 1e9
-        seconds -= max(self._paused.values(), default=0.0)
-        if seconds > 0:
-            # The processes of a distributed run take their steps together: steps once, samples added up.
-            parts.append(f"{compact(len(steps) / len({step.process for step in steps}) / seconds)} steps/s")
-            samples = [step.samples for step in steps if step.samples is not None]
-            if len(samples) == len(steps):
-                parts.append(f"{compact(sum(samples) / seconds)} samples/s")
+        parts += self._rates()
         if steps[-1].mode and not (self._ranks and steps[-1].mode == "single"):
             parts.append(steps[-1].mode + (" (virtual)" if self._virtual and steps[-1].mode == "dp" else ""))
         return "  ".join(parts)
+
+    def _rates(self) -> list[str]:
+        """Of the training since the last line; of an evaluation where there was nothing else."""
+        now = {process: paces.total().counted() for process, paces in self._paces.items()}
+        fresh = []
+        for process, tally in now.items():
+            since = self._said.get(process)
+            if since is None or since.steps > tally.steps:  # it has only evaluated until now
+                since = Tally()
+            one = Tally()
+            one.add(tally)
+            one.add(since, -1)
+            fresh.append(one)
+        self._said = now
+        rate = rate_of(fresh)
+        if rate is None:
+            return ["evaluation"]
+        parts = [f"{compact(rate.steps_per_s)} steps/s"]
+        if rate.samples_per_s is not None:
+            return [*parts, f"{compact(rate.samples_per_s)} samples/s{within_words(rate)}"]
+        return [parts[0] + within_words(rate)]
 
     def _new_steps(self) -> list[Step]:
         """The steps since the last line; modes are remembered on the way."""
@@ -58,22 +76,33 @@ class Progress:
                 if isinstance(record, Step):
                     steps.append(record)
                     self._processes.add(record.process)
+                    self._pace(record.process).record(record)
                 elif isinstance(record, Event) and record.kind == "mode":
                     self._virtual = record.data.get("virtual") is True
                 elif isinstance(record, Event) and record.kind == "process":
+                    self._leave_out(record)
                     world = record.data.get("world")
                     self._ranks = self._ranks or (isinstance(world, int) and world > 1)
-                elif isinstance(record, Event) and record.kind == "pause" and steps:
-                    self._add_pause(record)
+                elif isinstance(record, Event) and record.kind in ("pause", "input"):
+                    self._leave_out(record)
             if not records:
                 break
         return steps
 
-    def _add_pause(self, record: Event) -> None:
-        """A pause between two of the steps that are counted is no part of their time."""
-        process, seconds = record.data.get("process"), record.data.get("paused_s")
-        if isinstance(process, int) and isinstance(seconds, (int, float)) and 0 <= seconds < 1e9:
-            self._paused[process] = self._paused.get(process, 0.0) + seconds
+    def _pace(self, process: int) -> Paces:
+        return self._paces.setdefault(process, Paces())
+
+    def _leave_out(self, record: Event) -> None:
+        """A pause, or a wait for input; of a process also those that are known of it."""
+        process = record.data.get("process")
+        if record.kind == "input" or (record.kind == "process" and type(process) is int):
+            take = self._inputs.event if record.kind == "input" else self._inputs.process
+            for wait in take(record.data):
+                self._pace(wait.process).wait(wait.begin_ns, wait.end_ns)
+        elif type(process) is int:
+            pause = self._pauses.event(record.data)
+            if pause is not None:
+                self._pace(process).pause(*pause)
 
     def _waiting(self) -> str:
         activities = self._reader.activities()

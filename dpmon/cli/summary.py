@@ -18,7 +18,7 @@ from dpmon.run.add_up import add_up, why_nothing
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info, short_name
 from dpmon.run.totals import Deleted, ModeTotals, Totals
-from dpmon.ui.format import compact, group, memory, ms
+from dpmon.ui.format import group, memory, ms, rate_words
 from dpmon.ui.rows import cut, span_width
 from dpmon.ui.tail import last_words
 from dpmon.ui.text import clean
@@ -171,10 +171,10 @@ def _mode_lines(name: str, kind: str, mode: ModeTotals, totals: Totals) -> list[
     if name == "single" and totals.distributed:
         name = "ddp"  # one device a rank: neither dp nor single
     title = (name or "mode unknown") + (" (virtual replicas)" if name == "dp" and totals.virtual else "") + kind
-    speed = mode.samples_per_s()
+    speed = rate_words(mode.rate())
     head = f"{title}: {many(max(mode.steps.values(), default=0), 'step')}, {many(mode.calls, 'call')}"
-    if speed is not None:
-        head += f", {compact(speed)} samples/s"
+    if speed:
+        head += f", {speed}"
     if totals.processes > 1:
         head += f", {totals.processes} processes"
     rows = [(_STEP, "step", mode.walls)]
@@ -193,8 +193,8 @@ def _mode_lines(name: str, kind: str, mode: ModeTotals, totals: Totals) -> list[
 def _deleted_line(name: str, gone: Deleted) -> str:
     """What is left of the steps of a mode that were deleted."""
     middle, tail = (gone.sums.quantile("step", fraction) or 0 for fraction in (0.5, 0.95))
-    speed = gone.samples_per_s()
-    said = f", {compact(speed)} samples/s" if speed is not None else ""
+    speed = rate_words(gone.rate())
+    said = f", {speed}" if speed else ""
     head = f"{name or 'mode unknown'}, deleted: {many(gone.sums.steps, 'step')}{said}"
     return f"{head}, median {ms(middle)}, p95 {ms(tail)} (within 3 %)"
 
@@ -241,8 +241,8 @@ def _rank_lines(totals: Totals) -> list[str]:
         middle = median(line.walls)
         if middle is not None:
             text += f", step median {ms(middle)}"
-        if line.samples_per_s is not None:
-            text += f", {compact(line.samples_per_s)} samples/s"
+        if line.rate is not None:
+            text += f", {rate_words(line.rate)}"
         lines.append(text)
     more = len(totals.ranks) - len(lines)
     if more > 0:

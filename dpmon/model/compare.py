@@ -23,13 +23,13 @@ from dpmon.model.state import (
     SETTLED_AT_ONCE,
     SETTLED_KEPT,
     SETTLED_MANY,
-    ModeTrack,
     Peak,
     Process,
     StepSample,
 )
 from dpmon.model.stats import PhaseFigures, median, percentile, summary
 from dpmon.model.uneven import Uneven, uneven
+from dpmon.rates import Rate, rate_of
 
 __all__ = [
     "MIN_STEPS",
@@ -75,7 +75,7 @@ class Side(NamedTuple):
     """Steps of this mode in all."""
     median_ns: float | None
     p95_ns: float | None
-    samples_per_s: float | None
+    rate: Rate | None
     """Of a process: over all steps of the mode, whatever is compared."""
     phases: tuple[PhaseFigures, ...]
     memory: Mapping[str, Peak]
@@ -273,7 +273,7 @@ def _side(mode: str, steps: Sequence[StepSample], seen: int, memory: Mapping[str
         seen=seen,
         median_ns=median(walls),
         p95_ns=percentile(walls, 0.95),
-        samples_per_s=found.samples_per_s,
+        rate=None,
         phases=found.phases,
         memory=memory,
         kept=drawn.kept,
@@ -377,15 +377,10 @@ def compared(process: Process) -> Comparison:
         found = compare(steps, seen=seen, settled=settled, devices=devices, virtual=virtual, waits=waits)
         process.memo["compared"] = (key, found) if many else None
     sides = {
-        mode: side._replace(seen=seen[mode], samples_per_s=_speed(tracks[mode]), memory=memory[mode])
+        mode: side._replace(seen=seen[mode], rate=rate_of([process.paces.of(mode).counted()]), memory=memory[mode])
         for mode, side in found.sides.items()
     }
     return replace(found, sides=sides)
-
-
-def _speed(track: ModeTrack) -> float | None:
-    """Samples a second of step time, over every step of the mode; None when one did not know its samples."""
-    return track.samples / track.wall_ns * 1e9 if track.wall_ns and not track.unknown else None
 
 
 # ------------------------------------------------------------------------------------------------ words

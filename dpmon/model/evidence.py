@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from dpmon.model.memory import Held
 from dpmon.model.stats import PhaseFigures
+from dpmon.rates import Rate
 
 __all__ = [
     "WARM_UP_STEPS",
@@ -33,7 +34,7 @@ class ModeFacts(NamedTuple):
     steps: int
     median_ns: float | None
     p95_ns: float | None
-    samples_per_s: float | None
+    rate: Rate | None
     phases: tuple[PhaseFigures, ...]
     early: Mapping[str, float]
     """Medians over the first third of the steps, by phase; `step` for the whole. Empty where there are few."""

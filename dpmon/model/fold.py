@@ -221,19 +221,18 @@ def _step(state: State, step: Step) -> None:
         track = process.modes[mode] = ModeTrack(mode)
     track.steps.append(sample)
     track.count += 1
-    track.wall_ns += sample.wall_ns
-    track.samples += sample.samples or 0
-    track.unknown += sample.samples is None
+    evaluation = "backward" not in step.phases and "optimizer" not in step.phases
+    gap = process.paces.step(step.step, mode, step.start_ns, step.wall_ns, step.samples, evaluation)
     if process.marks_mode != mode:
         process.marks.clear()
         process.marks_mode = mode
         process.visit = step.step
-    _mark(process, sample)
+    _mark(process, sample, evaluation)
     process.turn = step
     if step.device_ms is not None or track.device_ms:
         _device_phases(process, track, step, sample)
     add_settled(process, track, sample)
-    add_step(process, sample, mode)
+    add_step(process, sample, mode, gap)
 
 
 def _device_phases(process: Process, track: ModeTrack, step: Step, sample: StepSample) -> None:
@@ -260,18 +259,15 @@ def refined(step: Step, of_calls: list[int] | None) -> tuple[int, ...]:
     return with_calls([step.phases.get(name, NOT_RUN) for name in STEP_PHASES], of_calls)
 
 
-def _mark(process: Process, sample: StepSample) -> None:
-    """Keep the way marks a second apart at least, the newest always at the end."""
-    marks = process.marks
-    last = marks[-1] if marks else Mark(0, 0, 0, 0, 0)
-    knows = sample.samples is not None
-    mark = Mark(
-        sample.end_ns,
-        sample.step,
-        last.counted + 1,
-        last.samples + (sample.samples or 0),
-        last.knowing + knows,
-    )
+def _mark(process: Process, sample: StepSample, evaluation: bool) -> None:
+    """Keep the way marks a second apart at least, the newest always at the end; none of evaluations beside training."""
+    marks, pace = process.marks, process.paces.of(process.marks_mode)
+    if evaluation and pace.training.steps:
+        return
+    if not evaluation and pace.training.steps == 1:
+        marks.clear()  # what came before turns out to have been an evaluation
+    tally = pace.counted()
+    mark = Mark(sample.end_ns, tally.steps, tally.samples, tally.unknown, tally.step_ns, tally.elapsed_ns)
     if len(marks) > 1 and sample.end_ns - marks[-2].end_ns < SECOND:
         marks[-1] = mark
     else:
@@ -351,7 +347,8 @@ def _pause_event(state: State, event: Event) -> None:
     process.paused_since_ns = at if paused else None
     if not paused:
         process.paused_ns += took or 0
-        process.marks.clear()  # a speed never counts the time of a pause
+        process.marks.clear()  # the rate begins anew
+    process.paces.pause(paused, at, took)
 
 
 def _input_event(state: State, event: Event) -> None:
@@ -361,7 +358,21 @@ def _input_event(state: State, event: Event) -> None:
         return
     for process in state.processes.values():  # none of them: a launcher waited
         if whole_in(process.info, "pid") == pid:
-            process.inputs.append((at, at + int(seconds * SECOND)))
+            _wait(process, at, at + int(seconds * SECOND))
+
+
+def _wait(process: Process, begin: int, end: int) -> None:
+    """It waited for input, perhaps in a step that is over: then that has been counted, and is taken out again."""
+    process.inputs.append((begin, end))
+    before = process.paces.of(process.marks_mode).counted()
+    elapsed, within = before.elapsed_ns, before.step_ns
+    process.paces.wait(begin, end)
+    after = process.paces.of(process.marks_mode).counted()
+    elapsed, within = elapsed - after.elapsed_ns, within - after.step_ns
+    marks = process.marks
+    for index, mark in enumerate(marks):
+        if mark.end_ns > begin:
+            marks[index] = mark._replace(elapsed_ns=mark.elapsed_ns - elapsed, step_ns=mark.step_ns - within)
 
 
 def _memory_event(state: State, event: Event) -> None:

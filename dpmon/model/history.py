@@ -6,8 +6,8 @@ that medians over a range of time cost the same for ten steps and for a million.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from dpmon.model.inputs import INPUT
@@ -30,6 +30,7 @@ from dpmon.model.state import (
 )
 from dpmon.model.stats import PhaseFigures, Summary, summary, weighed_middle, weighed_phase, weighed_rank
 from dpmon.model.uneven import Uneven, uneven
+from dpmon.rates import NO_GAP, Gap, Pace, Rate, rate_of
 
 __all__ = ["Picture", "add_column", "add_settled", "add_step", "columns_of", "figures", "forward_figures", "pictured"]
 
@@ -38,31 +39,33 @@ _FIGURED = 500
 """At most about so many steps go into medians."""
 _LITTLE = 0.2
 """Of the time: a mean that has no more beyond the median is near it."""
+_BACKWARD, _OPTIMIZER = PHASES.index("backward"), PHASES.index("optimizer")
 _NICE = (1, 2, 5, 10, 15, 30, 60)
 
 
 # ------------------------------------------------------------------------------------------------ keeping
 
 
-def add_step(process: Process, sample: StepSample, mode: str) -> None:
-    """Count a step in the column of the second in which it ended; a new column begins where the mode changes."""
+def add_step(process: Process, sample: StepSample, mode: str, gap: Gap = NO_GAP) -> None:
+    """Count a step, and the time before it, in the column of the second in which it ended.
+
+    A new column begins where the mode changes.
+    """
     second = sample.end_ns // _SECOND
     columns = process.columns
     column = columns[-1] if columns else None
     if column is None or column.mode != mode or second > column.second:
         if column is not None:
             _remember_long(process, column)
-        column = Column(process.columns_made, second, mode)
+        column = Column(process.columns_made, second, mode, begin_ns=sample.end_ns - sample.wall_ns)
         process.columns_made += 1
         columns.append(column)
         _forget(process)
     column.count += 1
     column.wall_ns += sample.wall_ns
-    if sample.samples is None:
-        column.unknown += 1
-    else:
-        column.samples += sample.samples
     phases = sample.phases
+    evaluation = phases[_BACKWARD] < 0 and phases[_OPTIMIZER] < 0
+    column.pace.step(sample.end_ns - sample.wall_ns, sample.wall_ns, sample.samples, evaluation, gap)
     column.phases = [total + took if took > 0 else total for total, took in zip(column.phases, phases, strict=True)]
     column.ran = [count + (took >= 0) for count, took in zip(column.ran, phases, strict=True)]
     sampled = column.sampled
@@ -165,8 +168,8 @@ def _merge(process: Process, into: Column, other: Column) -> None:
 def _sum(into: Column, other: Column) -> None:
     into.count += other.count
     into.wall_ns += other.wall_ns
-    into.samples += other.samples
-    into.unknown += other.unknown
+    into.begin_ns = min(into.begin_ns, other.begin_ns)
+    into.pace.add(other.pace)
     for index in range(len(PHASES)):
         into.phases[index] += other.phases[index]
         into.ran[index] += other.ran[index]
@@ -189,12 +192,15 @@ def columns_of(process: Process, span_s: int) -> list[Column]:
 
 
 class Picture(NamedTuple):
-    """A history as it is drawn: columns of one mode each, oldest first, each so many cells wide."""
+    """A history as it is drawn: columns of one mode and of equal time each, oldest first, each so many cells wide.
+
+    A column without steps (count 0) is a time in which none ended and none was under way.
+    """
 
     columns: Sequence[Column]
     cells: int
     seconds: int
-    """How much time one column is at least; one step that took longer has a column of its own."""
+    """How much time one column is."""
 
 
 def pictured(process: Process, span_s: int, width: int, over: bool = False) -> Picture:
@@ -210,36 +216,58 @@ def pictured(process: Process, span_s: int, width: int, over: bool = False) -> P
     seconds = next((n for n in _NICE if n * width >= span_s * 0.8), _NICE[-1])
     cells = max(width * seconds // span_s, 1)
     room = width // cells
-    newest = process.columns[-1].number // seconds
+    origin = process.began_ns // _SECOND // seconds if process.began_ns >= 0 else process.columns[0].second // seconds
+    newest = process.columns[-1].second // seconds - origin
     page = 1 if over else max(room // 4, 1)
     first = -(-(newest + 1 - room) // page) * page if newest >= room else 0
-    found = [column for column in process.columns if column.number // seconds >= first]
-    return Picture(_joined(found, [c.number // seconds for c in found])[-room:], cells, seconds)
+    return Picture(_placed(process.columns, seconds, origin + first), cells, seconds)
 
 
 def _whole(process: Process, width: int) -> Picture:
     found = columns_of(process, 0)
     seconds = process.long_s if process.columns_made > COLUMNS_KEPT or process.long_only else 1
-    each = -(-len(found) // width)
-    while len(joined := _joined(found, [i // each for i in range(len(found))])) > width and each < len(found):
-        each += each // 2 or 1  # columns of two modes that share a place
-    return Picture(joined[-width:], 1, each * seconds)
+    first = _begin(found[0]) // seconds
+    seconds *= -(-(found[-1].second // seconds - first + 1) // width)
+    return Picture(_placed(found, seconds, _begin(found[0]) // seconds)[-width:], 1, seconds)
 
 
-def _joined(columns: Sequence[Column], places: Sequence[int]) -> list[Column]:
-    """Columns of one place and one mode in one, numbered by their places. Without their samples."""
-    if len(set(places)) == len(places):
-        return list(columns)
-    found = []
-    pairs = zip(places, columns, strict=True)
-    for (place, mode), group in groupby(pairs, key=lambda pair: (pair[0], pair[1].mode)):
-        (_, first), *others = group
-        joined = Column(place, first.second, mode)
-        _sum(joined, first)
-        for _, column in others:
-            _sum(joined, column)
-        found.append(joined)
+def _begin(column: Column) -> int:
+    """The second in which the first of its steps began."""
+    return min(column.begin_ns // _SECOND, column.second)
+
+
+def _placed(columns: Iterable[Column], seconds: int, first: int) -> list[Column]:
+    """A column for every `seconds` from the slot `first` on, of its mode.
+
+    In a slot with steps of several modes the one is drawn that was not drawn before: a change of mode is always seen.
+    """
+    slots: dict[int, dict[str, list[Column]]] = {}
+    for column in columns:
+        slot = column.second // seconds
+        if slot >= first:
+            slots.setdefault(slot, {}).setdefault(column.mode, []).append(column)
+    found: list[Column] = []
+    for slot in sorted(slots):
+        mode = found[-1].mode if found else ""
+        drawn = _joined(next((same for name, same in slots[slot].items() if name != mode), slots[slot].get(mode, [])))
+        while first + len(found) < slot:
+            place = first + len(found)
+            if (place + 1) * seconds * _SECOND > drawn.begin_ns:  # its first step was under way
+                found.append(replace(drawn, number=place, second=place * seconds))
+            else:
+                found.append(Column(place, place * seconds, mode or drawn.mode))
+        found.append(drawn)
     return found
+
+
+def _joined(columns: Sequence[Column]) -> Column:
+    """Columns of one slot and one mode in one."""
+    if len(columns) == 1:
+        return columns[0]
+    joined = Column(columns[0].number, columns[0].second, columns[0].mode, begin_ns=columns[0].begin_ns)
+    for column in columns:
+        _sum(joined, column)
+    return joined
 
 
 def figures(process: Process, mode: str, span_s: int) -> Summary:
@@ -254,7 +282,6 @@ def figures(process: Process, mode: str, span_s: int) -> Summary:
         return summary([])
     drawn = _drawn(columns)
     total = sum(column.wall_ns for column in columns)
-    known = sum(column.samples for column in columns)
     walls = sorted((step.wall_ns, weight) for step, weight in drawn)
     ran = [sum(each) for each in zip(*(column.ran for column in columns), strict=True)]
     sums = [sum(each) for each in zip(*(column.phases for column in columns), strict=True)]
@@ -270,22 +297,33 @@ def figures(process: Process, mode: str, span_s: int) -> Summary:
         span_ns=_span(columns, drawn),
         median_ns=middle,
         p95_ns=weighed_rank(walls, 0.95),
-        samples_per_s=known / total * 1e9 if total and not any(column.unknown for column in columns) else None,
         phases=tuple(phases),
         sampled=len(drawn),
         mean_ns=total / count,
         uneven=_waited(process, mode, span_s, total, count, middle)
         or uneven(drawn, total / count, middle, tuple(process.inputs)),
+        rate=_rate(process, mode, span_s, columns),
     )
 
 
-def _waited(process: Process, mode: str, span_s: int, total: int, count: int, middle: float | None) -> Uneven | None:
-    """Whether waits for input are what the mean has beyond the median: the few steps with them may not be drawn."""
-    if not process.inputs or middle is None:
-        return None
+def _rate(process: Process, mode: str, span_s: int, columns: Sequence[Column]) -> Rate | None:
+    """The rate of these columns of one mode; of evaluations only where nothing trains in it."""
+    whole = Pace()
+    for column in columns:
+        whole.add(column.pace)
+    tally = whole.training if process.paces.of(mode).training.steps else whole.counted()
+    for _, begin, end in _waits(process, mode, span_s):
+        tally.elapsed_ns -= end - begin
+        tally.step_ns -= end - begin
+    return rate_of([tally])
+
+
+def _waits(process: Process, mode: str, span_s: int) -> Iterator[tuple[Column, int, int]]:
+    """The waits for input in steps of `mode`, each with the column of its step."""
+    if not process.inputs:
+        return
     columns = columns_of(process, span_s)
     width = process.long_s if not span_s and (process.columns_made > COLUMNS_KEPT or process.long_only) else 1
-    waited = steps = 0
     for begin, end in process.inputs:
         at = end // _SECOND
         # The step ended in the same second, or soon after, if there is one: the wait may have been between two loops.
@@ -293,7 +331,15 @@ def _waited(process: Process, mode: str, span_s: int, total: int, count: int, mi
         if of is None or of.mode != mode or of.wall_ns < end - begin:
             continue
         if of is not columns[0] or at >= of.second:
-            waited, steps = waited + end - begin, steps + 1
+            yield of, begin, end
+
+
+def _waited(process: Process, mode: str, span_s: int, total: int, count: int, middle: float | None) -> Uneven | None:
+    """Whether waits for input are what the mean has beyond the median: the few steps with them may not be drawn."""
+    if not process.inputs or middle is None:
+        return None
+    spans = [end - begin for _, begin, end in _waits(process, mode, span_s)]
+    waited, steps = sum(spans), len(spans)
     beyond = total - middle * count
     if 2 * waited <= beyond or beyond <= total * _LITTLE:
         return None

@@ -53,9 +53,8 @@ def fold_past(state: State, past: Past | Drawn | DevicePast) -> State:
     process.step_count += past.steps
     process.call_count += past.calls
     track.count += past.steps
-    track.wall_ns += past.sums.get("step", 0)
-    track.samples += past.samples
-    track.unknown += past.unknown
+    begin_s = past.start_s if past.width_s else 0
+    process.paces.sums(past.mode, past.pace, begin_s * _SECOND, (past.start_s + past.width_s) * _SECOND)
     if process.began_ns < 0:
         process.began_ns = process.resumed_ns = past.start_s * _SECOND if past.width_s else 0
     process.seen_ns = max(process.seen_ns, past.start_s * _SECOND)
@@ -66,7 +65,10 @@ def fold_past(state: State, past: Past | Drawn | DevicePast) -> State:
 
 
 def _column(past: Past) -> Column:
-    column = Column(0, past.start_s, past.mode, past.steps, past.sums.get("step", 0), past.samples, past.unknown)
+    spent = past.sums.get("step", 0)
+    # The mean step stands for the first one, of which it is not known any more when it began.
+    begin = max(past.start_s * _SECOND - spent // max(past.steps, 1), 0)
+    column = Column(0, past.start_s, past.mode, past.steps, spent, begin, past.pace.copy())
     sums, ran = _slots(past.sums), _slots(past.ran)
     inside = [past.sums.get(name, 0) for name in CALL_PHASES]
     sums[CALLS_AT] = inside

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dpmon.model.turns import standing_for, taking_turns
+from dpmon.rates import Pace, Paces
 from dpmon.records import Call, Step
 
 __all__ = [
@@ -92,16 +93,14 @@ class Peak(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """How far a process had come at a time: for speeds over a window that do not depend on every record being seen."""
+    """How far a process had come at a time: for rates over a window. The rest is of dpmon.rates.Tally."""
 
     end_ns: int
-    step: int
-    counted: int
-    """Steps that were seen."""
+    steps: int
     samples: int
-    """Samples in the steps that were seen and that knew them."""
-    knowing: int
-    """Steps that were seen and that knew their samples."""
+    unknown: int
+    step_ns: int
+    elapsed_ns: int
 
 
 @dataclass(slots=True)
@@ -113,9 +112,9 @@ class Column:
     mode: str
     count: int = 0
     wall_ns: int = 0
-    samples: int = 0
-    unknown: int = 0
-    """Steps that did not know their samples."""
+    begin_ns: int = 0
+    """When its first step began."""
+    pace: Pace = field(default_factory=Pace)
     phases: list[int] = field(default_factory=lambda: [0] * len(PHASES))
     """Sums in ns."""
     ran: list[int] = field(default_factory=lambda: [0] * len(PHASES))
@@ -130,7 +129,7 @@ class Column:
     def copy(self, number: int) -> Column:
         """A column like this one, under a number of its own."""
         return Column(
-            number, self.second, self.mode, self.count, self.wall_ns, self.samples, self.unknown,
+            number, self.second, self.mode, self.count, self.wall_ns, self.begin_ns, self.pace.copy(),
             self.phases[:], self.ran[:], self.sampled[:],
         )  # fmt: skip
 
@@ -142,12 +141,6 @@ class ModeTrack:
     mode: str
     steps: deque[StepSample] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     count: int = 0
-    wall_ns: int = 0
-    """Of all its steps."""
-    samples: int = 0
-    """Of all its steps that knew them."""
-    unknown: int = 0
-    """Steps that did not know their samples."""
     settled: list[StepSample] = field(default_factory=list)
     """At most SETTLED_KEPT steps (SETTLED_MOST after the end): of those that did not follow a change of mode each is as
     likely as any other; unordered."""
@@ -291,7 +284,9 @@ class Process:
     paused_ns: int = 0
     """In all pauses that are over: time that is in no step."""
     inputs: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=TEXTS_KEPT))
-    """From when to when it waited for a line of input: that time is in its steps."""
+    """From when to when it waited for a line of input: that time is in its steps, and in no rate."""
+    paces: Paces = field(default_factory=Paces)
+    """What its rates are computed from."""
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """What was worked out of the rest, with what it depends on."""
     visit: int = 0

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from dpmon.model.members import SECOND
 from dpmon.model.state import PHASES, Process, StepSample
 from dpmon.model.uneven import Uneven
+from dpmon.rates import Rate, rate_of, span_rate
 
 __all__ = [
     "PhaseFigures",
@@ -57,23 +59,32 @@ class Summary(NamedTuple):
     """From the first one's start to the last one's end."""
     median_ns: float | None
     p95_ns: float | None
-    samples_per_s: float | None
-    """Samples per second of step time; None when a step did not know its samples."""
     phases: tuple[PhaseFigures, ...]
     sampled: int = 0
     """How many of the steps the medians and tails are of."""
     mean_ns: float | None = None
-    """All their time by their number: what a speed in steps a second comes from."""
+    """All their time by their number."""
     uneven: Uneven | None = None
     """Where the median says little of the speed: why."""
+    rate: Rate | None = None
+    """Of the training among them; None where it cannot be told, as of steps that were sampled."""
 
 
 class Speed(NamedTuple):
-    """Speeds over the last seconds, or None and the reason."""
+    """A rate, or None and the reason."""
 
-    steps_per_s: float | None
-    samples_per_s: float | None
+    rate: Rate | None
     reason: str | None
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Steps per second of elapsed training time."""
+        return None if self.rate is None else self.rate.steps_per_s
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples per second of elapsed training time."""
+        return None if self.rate is None else self.rate.samples_per_s
 
 
 def middle(ordered: Sequence[float]) -> float | None:
@@ -150,14 +161,11 @@ def summary(steps: Sequence[StepSample]) -> Summary:
     """Figures over `steps`, oldest first."""
     walls = sorted(step.wall_ns for step in steps)
     total = sum(walls)
-    known = [step.samples for step in steps if step.samples is not None]
-    rate = sum(known) / total * 1e9 if known and len(known) == len(steps) and total else None
     return Summary(
         steps=len(steps),
         span_ns=steps[-1].end_ns - (steps[0].end_ns - steps[0].wall_ns) if steps else 0,
         median_ns=middle(walls),
         p95_ns=rank(walls, 0.95),
-        samples_per_s=rate,
         phases=_phases([step.phases for step in steps], total),
         sampled=len(steps),
         mean_ns=total / len(steps) if steps else None,
@@ -189,41 +197,37 @@ def phase_figures(name: str, ran: int, times: Iterable[int], share: float | None
 
 
 def mean_speed(process: Process) -> Speed:
-    """Steps and samples a second of step time over all of its steps, in whatever mode: pauses are in no step."""
-    tracks = process.modes.values()
-    wall, steps = sum(track.wall_ns for track in tracks), sum(track.count for track in tracks)
-    if not wall or not steps:
-        return Speed(None, None, "no step has ended yet")
-    knowing = not any(track.unknown for track in tracks)
-    samples = sum(track.samples for track in tracks) / wall * 1e9 if knowing else None
-    return Speed(steps / wall * 1e9, samples, None)
+    """The rate of all of its training, in whatever mode."""
+    rate = rate_of([process.paces.total().counted()])
+    return Speed(rate, "no step has ended yet" if rate is None else None)
 
 
 def speed(process: Process, now_ns: int | None) -> Speed:
-    """Steps and samples a second over the last ten seconds of steps; `now_ns` None when nothing more will come.
+    """The rate of the last ten seconds of training; `now_ns` None when nothing more will come.
 
     None with the reason when there are too few steps, or when no step has ended for so long that the figure is past.
     """
     marks = process.marks
     last = process.last_step
     if last is None:
-        return Speed(None, None, "no step has ended yet")
+        return Speed(None, "no step has ended yet")
     if process.paused_since_ns is not None:
-        return Speed(None, None, "the training is paused")
+        return Speed(None, "the training is paused")
     if len(marks) < 2:
-        return Speed(None, None, "one step so far in this mode, or since the pause")
-    quiet = 0 if now_ns is None else now_ns - last.end_ns
-    if quiet > max(3_000_000_000, 3 * last.wall_ns):
-        return Speed(None, None, f"no step has ended for {quiet / 1e9:.0f} s")
+        return Speed(None, "one step so far in this mode, or since the pause")
     newest = marks[-1]
+    quiet = 0 if now_ns is None else now_ns - last.end_ns
+    if quiet > max(3 * SECOND, 3 * last.wall_ns):
+        return Speed(None, f"no step has ended for {quiet / 1e9:.0f} s")
+    evaluated = last.end_ns - newest.end_ns
+    if evaluated > max(3 * SECOND, 3 * newest.step_ns // newest.steps):
+        return Speed(None, f"an evaluation: no training step has ended for {evaluated / 1e9:.0f} s")
     first = next(m for m in marks if m.end_ns >= newest.end_ns - SPEED_WINDOW_NS)
     if first is newest:
         first = marks[-2]
-    took = (newest.end_ns - first.end_ns) / 1e9
-    # Step numbers count also the steps whose records were missed.
-    steps = newest.step - first.step
+    took, steps = newest.elapsed_ns - first.elapsed_ns, newest.steps - first.steps
     if took <= 0 or steps <= 0:
-        return Speed(None, None, "one step so far in this mode, or since the pause")
-    knowing = newest.knowing - first.knowing
-    each = (newest.samples - first.samples) / knowing if knowing else None
-    return Speed(steps / took, None if each is None else each * steps / took, None)
+        return Speed(None, "one step so far in this mode, or since the pause")
+    knowing = steps - (newest.unknown - first.unknown)
+    samples = (newest.samples - first.samples) / knowing * steps if knowing > 0 else None
+    return Speed(span_rate(steps, samples, took, newest.step_ns - first.step_ns), None)

@@ -6,8 +6,9 @@ processes     process, rank, world, pid, python, torch
 steps, calls  how many there were, deleted ones too; dropped, pruned: records that are there no more
 nothing       why there is no step and no call, or null
 standing      since when nothing has moved, and what each process is in, or null
-modes         mode, virtual, steps, median_ms, p95_ms, samples_per_s, phases: {name: share, median_ms, p95_ms,
-              count, device_median_ms, device_count (how often that is known)}:
+modes         mode, virtual, steps, median_ms, p95_ms, steps_per_s, samples_per_s (of elapsed training time:
+              dpmon.rates), steps_per_s_within_steps, samples_per_s_within_steps, phases: {name: share, median_ms,
+              p95_ms, count, device_median_ms, device_count (how often that is known)}:
               of all that is in the record, without the evaluations
 evaluations   the same of steps without backward and optimizer, of modes whose other steps have them
 deleted       the same of steps of which only sums are left (medians and p95 within 3 %; evaluations are among
@@ -16,9 +17,9 @@ findings      kind, text, ground, advice, weight; the heaviest first
 replicas      mode, root, replica, device, calls, rows, median_ms, p95_ms, device_median_ms (of device_calls, those in
               which it is known), virtual, absent: why it is in none; without evaluations
 sizes         mode, root, replica, device, inputs, outputs, calls: every size that a replica met
-ranks         process, rank, world, device, calls (all), steps, median_ms, samples_per_s (without evaluations), inputs,
-              outputs, forward_device_median_ms (of those steps, what the slowest of its devices took for the forward),
-              absent
+ranks         process, rank, world, device, calls (all), steps, median_ms, the rates (as of modes; without
+              evaluations), inputs, outputs, forward_device_median_ms (of those steps, what the slowest of its
+              devices took for the forward), absent
 stages        root, stage, device, parts, calls, median_ms, device_median_ms, device_calls, inputs, outputs, absent
 devices       index, name, uuid, called, of_run, samples, util_median_pct, mem_used_max_bytes, mem_run_max_bytes,
               mem_total_bytes, temperature_max_c, power_max_w, throttled: {reason: samples}; gpu_absent: why none
@@ -37,11 +38,13 @@ paused        what all pauses come to, those left out too: times, seconds (of th
               processes pause at once is one pause), unended (their end was not recorded), on (one had not ended),
               alone_s (of their time: another process was there and was not paused). No step and no phase has any
               of that time; use of devices and host has that of alone_s
-inputs        process (null: one that does not train), t_s, seconds: waits for a line of input; steps have that time
+inputs        process (null: one that does not train), t_s, seconds: waits for a line of input; step times have
+              that time, rates have not
 warnings      texts
 time          timeless: deleted steps of which it is not known when they were, in no stretch; width_s; stretches:
               start_s, mode, evaluation, deleted (by their sums, evaluations among them), steps, mean_ms,
-              longest_ms, samples, parts_ms: {name: sum}
+              elapsed_ms (of training: what samples are divided by for a rate), longest_ms, samples,
+              parts_ms: {name: sum}
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ from typing import Any
 
 from dpmon.model.evidence import DeviceFacts, HostFacts, ModeFacts
 from dpmon.model.stats import median
+from dpmon.rates import Rate
 from dpmon.report.story import PARTS, Bin, Story
 
 __all__ = ["as_object"]
@@ -124,7 +128,7 @@ def _mode(mode: ModeFacts) -> dict[str, Any]:
         "steps": mode.steps,
         "median_ms": _ms(mode.median_ns),
         "p95_ms": _ms(mode.p95_ns),
-        "samples_per_s": mode.samples_per_s,
+        **_rate(mode.rate),
         "phases": {
             phase.name: {
                 "share": phase.share,
@@ -136,6 +140,15 @@ def _mode(mode: ModeFacts) -> dict[str, Any]:
             }
             for phase in mode.phases
         },
+    }
+
+
+def _rate(rate: Rate | None) -> dict[str, float | None]:
+    return {
+        "steps_per_s": None if rate is None else rate.steps_per_s,
+        "samples_per_s": None if rate is None else rate.samples_per_s,
+        "steps_per_s_within_steps": None if rate is None else rate.steps_within,
+        "samples_per_s_within_steps": None if rate is None else rate.samples_within,
     }
 
 
@@ -159,10 +172,10 @@ def _ranks(story: Story) -> list[dict[str, Any]]:
     for line in story.ranks:
         said = line._asdict()
         walls = said.pop("walls")
-        del said["forward"]
+        del said["forward"], said["rate"]
         name, why = "forward_device_median_ms", line.forward.untimed
         on_device = {name: median(line.forward.ms), "absent": {} if why is None else {name: why}}
-        found.append({**said, "median_ms": _ms(median(walls)), **on_device})
+        found.append({**said, "median_ms": _ms(median(walls)), **_rate(line.rate), **on_device})
     return found
 
 
@@ -260,6 +273,7 @@ def _bin(one: Bin) -> dict[str, Any]:
         "deleted": one.deleted,
         "steps": one.steps,
         "mean_ms": one.wall_ns / one.steps / 1e6,
+        "elapsed_ms": one.elapsed_ns / 1e6,
         "longest_ms": one.longest_ns / 1e6,
         "samples": one.samples,
         "parts_ms": {name: took / 1e6 for name, took in zip(PARTS, one.parts, strict=True)},

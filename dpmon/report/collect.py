@@ -12,7 +12,8 @@ from dpmon.model.evidence import WARM_UP_STEPS, Evidence, LongStep, Worth
 from dpmon.model.findings import findings
 from dpmon.model.inputs import INPUT, is_wait, waited_ns
 from dpmon.model.memory import held
-from dpmon.records import PartTimes
+from dpmon.rates import Gap
+from dpmon.records import PartTimes, is_evaluation
 from dpmon.report.compared import Settled, compared
 from dpmon.report.devices import Devices
 from dpmon.report.events import mode_change, process_facts
@@ -23,7 +24,7 @@ from dpmon.report.series import Series
 from dpmon.report.shares import Shares
 from dpmon.report.story import Compared, Deleted, ModeChange, ProcessFacts, Story
 from dpmon.run.add_up import add_up, why_nothing
-from dpmon.run.adder import Adder, is_evaluation
+from dpmon.run.adder import Adder
 from dpmon.run.files import read_tail
 from dpmon.run.reader import RunReader
 from dpmon.run.rollup import Rollup
@@ -149,6 +150,15 @@ class _Collector(Adder):
         if self._seen[process, mode] <= WARM_UP_STEPS:
             return
         self._longest.step(process, number, mode, start, wall, phases, evaluation)
+
+    def elapsed(self, mode: str, start: int, gap: Gap) -> None:
+        """The time before a step."""
+        self.series.gap(mode, start, gap)
+
+    def waited(self, process: int, begin: int, end: int) -> None:
+        """A process waited for input."""
+        super().waited(process, begin, end)
+        self.series.wait(begin, end)
 
     def called(
         self,

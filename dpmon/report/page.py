@@ -34,7 +34,7 @@ from dpmon.report.words import (
     with_device,
 )
 from dpmon.run.rundir import short_name
-from dpmon.ui.format import UNKNOWN, clock, compact, memory, ms
+from dpmon.ui.format import UNKNOWN, clock, memory, ms, samples_rate
 from dpmon.ui.text import clean
 
 __all__ = ["PageError", "page"]
@@ -203,7 +203,7 @@ def _steps(story: Story) -> Iterable[str]:
         return
     yield "<h2>Steps</h2>\n"
     rows = [
-        (title, f"{mode.steps:,}", ms(mode.median_ns), ms(mode.p95_ns), compact(mode.samples_per_s))
+        (title, f"{mode.steps:,}", ms(mode.median_ns), ms(mode.p95_ns), samples_rate(mode.rate))
         for title, mode in kinds
     ]
     yield from _table(("mode", "steps", "median", "p95", "samples/s"), rows)
@@ -221,7 +221,7 @@ def _sized(title: str, rows: Sequence[Row], *, ranks: bool) -> Iterable[str]:
     if ranks:
         head[3:5] = ["steps", "step", "samples/s"]
         for cells, row in zip(shown, rows, strict=False):
-            cells[3:5] = [f"{row.steps:,}", ms(row.median_ns), compact(row.samples_per_s)]
+            cells[3:5] = [f"{row.steps:,}", ms(row.median_ns), samples_rate(row.rate)]
     head, *shown = map(list, with_device([head, *shown], rows, FORWARD_ON_DEVICE if ranks else ON_DEVICE))
     yield from _table(head, shown, (1, len(head) - 1))
     if len(rows) > MAX_ROWS:

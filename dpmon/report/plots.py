@@ -135,14 +135,12 @@ def _speed(story: Story) -> Plot | None:
     traces = []
     for number, (mode, title, bins) in enumerate(_modes(story)):
         x, y = _with_gaps(
-            story, bins, [(one.samples or 0) / one.wall_ns * 1e9 if one.wall_ns else None for one in bins]
+            story, bins, [(one.samples or 0) / one.elapsed_ns * 1e9 if one.elapsed_ns else None for one in bins]
         )
         # A stretch's value holds until the next one begins: a long step lasts as long as it lasts.
         line = {"type": "scatter", "mode": "lines", "line": {"color": _mode_colour(mode, bins, number), "shape": "hv"}}
         traces.append({**line, "name": _text(title), "x": x, "y": y})
-    note = "samples of the steps by the time of the steps" + (
-        ", of one process" if story.evidence.processes > 1 else ""
-    )
+    note = "samples per second of elapsed training time" + (", of one process" if story.evidence.processes > 1 else "")
     return Plot("speed", "Speed", note, traces, _with_pauses(story, _axes("samples a second")))
 
 

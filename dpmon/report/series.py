@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dpmon.rates import Gap
 from dpmon.records import CALL_PHASES, STEP_PHASES
 from dpmon.report.story import PARTS, Bin
 from dpmon.run.rollup import SERIES, Rollup
@@ -25,6 +27,8 @@ _STEP, _EVALUATION, _DELETED = range(3)
 class _Sum:
     steps: int = 0
     wall_ns: int = 0
+    elapsed_ns: int = 0
+    """As of a Bin, without the gaps that are kept apart."""
     longest_ns: int = 0
     samples: int = 0
     unknown: int = 0
@@ -33,6 +37,7 @@ class _Sum:
     def add(self, other: _Sum) -> None:
         self.steps += other.steps
         self.wall_ns += other.wall_ns
+        self.elapsed_ns += other.elapsed_ns
         self.longest_ns = max(self.longest_ns, other.longest_ns)
         self.samples += other.samples
         self.unknown += other.unknown
@@ -45,6 +50,9 @@ class Series:
     def __init__(self) -> None:
         self._width = _FIRST_NS
         self._sums: dict[tuple[int, str, _Kind], _Sum] = {}
+        self._gaps: dict[tuple[str, _Kind], array[int]] = {}
+        """By mode and kind: begin and length of the time between steps. Stretches grow: it is placed at the end."""
+        self._waits: list[tuple[int, int]] = []
 
     def step(
         self, mode: str, evaluation: bool, start: int, wall: int, samples: int | None, phases: Sequence[int | None]
@@ -53,6 +61,7 @@ class Series:
         found = self._sum(mode, _EVALUATION if evaluation else _STEP, start)
         found.steps += 1
         found.wall_ns += wall
+        found.elapsed_ns += wall
         found.longest_ns = max(found.longest_ns, wall)
         if samples is None:
             found.unknown += 1
@@ -62,6 +71,16 @@ class Series:
         for slot, took in zip(_STEP_SLOTS, phases, strict=True):
             if took is not None and took > 0:
                 parts[slot] += took
+
+    def gap(self, mode: str, start: int, gap: Gap) -> None:
+        """The time before a step that began at `start`."""
+        if gap.ns:
+            kept = self._gaps.setdefault((mode, _EVALUATION if gap.evaluation else _STEP), array("q"))
+            kept.extend((start - gap.ns, gap.ns))
+
+    def wait(self, begin: int, end: int) -> None:
+        """A process waited for input: that time is no training."""
+        self._waits.append((begin, end))
 
     def call(self, mode: str, evaluation: bool, start: int, phases: Sequence[int]) -> None:
         """A call; `phases`: offset (-1: did not run) and duration for each of CALL_PHASES."""
@@ -81,6 +100,7 @@ class Series:
         found = self._sum(rollup.mode, _DELETED, rollup.start_s * 1_000_000_000)
         found.steps += rollup.steps
         found.wall_ns += max(rollup.sums[0] or 0, 0)
+        found.elapsed_ns += max(rollup.pace.training.elapsed_ns + rollup.pace.evaluation.elapsed_ns, 0)
         found.longest_ns = max(found.longest_ns, rollup.high_ns or 0)
         found.samples += rollup.samples
         found.unknown += rollup.unknown
@@ -108,6 +128,8 @@ class Series:
 
         In a mode in which no step trains, none is an evaluation.
         """
+        self._place_gaps()
+        self._leave_out_waits()
         found = []
         trained = {mode for (_, mode, kind), part in self._sums.items() if part.steps and kind == _STEP}
         for (index, mode, kind), part in sorted(self._sums.items(), key=lambda item: item[0]):
@@ -120,6 +142,30 @@ class Series:
             samples = None if part.unknown else part.samples
             counted = part.steps, part.wall_ns, part.longest_ns, samples, tuple(parts)
             found.append(
-                Bin(index * self._width, mode, *counted, kind == _EVALUATION and mode in trained, kind == _DELETED)
-            )
+                Bin(
+                    index * self._width, mode, *counted, kind == _EVALUATION and mode in trained, kind == _DELETED,
+                    part.elapsed_ns,
+                )
+            )  # fmt: skip
         return self._width, tuple(found)
+
+    def _place_gaps(self) -> None:
+        """Add to each stretch the time between steps that lies in it: what lies in none is a gap in a plot."""
+        gaps, self._gaps = self._gaps, {}
+        for (mode, kind), spans in gaps.items():
+            for begin, took in zip(spans[::2], spans[1::2], strict=True):
+                for index in range(begin // self._width, (begin + took - 1) // self._width + 1):
+                    part = self._sums.get((index, mode, kind))
+                    if part is not None and part.steps:
+                        first = index * self._width
+                        part.elapsed_ns += min(begin + took, first + self._width) - max(begin, first)
+
+    def _leave_out_waits(self) -> None:
+        """Take each wait for input out of the stretch that has the step or the gap in which it began."""
+        waits, self._waits = self._waits, []
+        for begin, end in waits:
+            before = [(key, part) for key, part in self._sums.items()
+                      if key[0] <= begin // self._width and part.steps and part.elapsed_ns > end - begin]  # fmt: skip
+            if before:
+                _, part = max(before, key=lambda item: item[0][0])
+                part.elapsed_ns -= end - begin

@@ -34,6 +34,8 @@ class Bin(NamedTuple):
     """They had no backward pass and no optimizer, which others of their mode have."""
     deleted: bool = False
     """Only their sums are left; evaluations among them cannot be told apart."""
+    elapsed_ns: int = 0
+    """Time within these steps and, in this stretch, between them."""
 
 
 @dataclass(frozen=True, slots=True)

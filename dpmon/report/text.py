@@ -31,7 +31,7 @@ from dpmon.report.words import (
     with_device,
 )
 from dpmon.run.rundir import short_name
-from dpmon.ui.format import UNKNOWN, clock, compact, memory, memory_of, ms
+from dpmon.ui.format import UNKNOWN, clock, memory, memory_of, ms, samples_rate
 from dpmon.ui.text import clean
 
 __all__ = ["report_text", "text_lines"]
@@ -101,7 +101,7 @@ def _steps(story: Story, width: int) -> list[str]:
         return []
     rows = [("mode", "steps", "median", "p95", "samples/s")]
     rows += [
-        (title, f"{mode.steps:,}", ms(mode.median_ns), ms(mode.p95_ns), compact(mode.samples_per_s))
+        (title, f"{mode.steps:,}", ms(mode.median_ns), ms(mode.p95_ns), samples_rate(mode.rate))
         for title, mode in kinds
     ]
     return ["STEPS", *table(rows, width), *_over_time(story, width)]
@@ -166,7 +166,7 @@ def _ranks(story: Story, width: int) -> list[str]:
             f"{row.steps:,}",
             f"{row.calls:,}",
             ms(row.median_ns),
-            compact(row.samples_per_s),
+            samples_rate(row.rate),
             row.sizes,
         )
         for row in rows[:MAX_ROWS]

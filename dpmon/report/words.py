@@ -9,6 +9,7 @@ from typing import NamedTuple
 from dpmon.model.evidence import DeviceFacts, ModeFacts
 from dpmon.model.finding import many, took
 from dpmon.model.stats import median
+from dpmon.rates import Rate
 from dpmon.report.story import ModeChange, Story
 from dpmon.run.pauses import Paused, PauseTotals
 from dpmon.ui.format import UNKNOWN, clock, memory, memory_of, ms, percent
@@ -52,7 +53,7 @@ class Row(NamedTuple):
     steps: int
     median_ns: float | None
     p95_ns: float | None
-    samples_per_s: float | None
+    rate: Rate | None
     sizes: str
     device_ns: float | None = None
     """Median of what the device took: for the calls, of a rank for the forward of a step."""
@@ -188,7 +189,7 @@ def rank_rows(story: Story) -> list[Row]:
         flow = _flow(line.inputs, line.outputs)
         middle = median(line.walls)
         forward = _ns(median(line.forward.ms))
-        rows.append(Row(label, line.device, line.calls, line.steps, middle, None, line.samples_per_s, flow, forward))
+        rows.append(Row(label, line.device, line.calls, line.steps, middle, None, line.rate, flow, forward))
     return rows
 
 

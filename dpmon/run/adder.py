@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from dpmon.rates import Gap, Paces, Tally, rate_of
 from dpmon.records import (
     CALL_PHASES,
     DDP,
@@ -19,28 +20,24 @@ from dpmon.records import (
     call_head,
     call_replicas,
     call_stages,
+    is_evaluation,
     is_timed,
     known_times,
     part_times,
     why_missing,
 )
+from dpmon.run.inputs import Wait
 from dpmon.run.rollup import Rollup
 from dpmon.run.staged import Stages
 from dpmon.run.totals import Deleted, ModeTotals, OnDevice, RankLine, ReplicaLine, Totals, why_untimed
 
-__all__ = ["Adder", "is_evaluation"]
+__all__ = ["Adder"]
 
-_BACKWARD, _OPTIMIZER = STEP_PHASES.index("backward"), STEP_PHASES.index("optimizer")
 _WAITING = 4096
 
 _Key = TypeVar("_Key", str, tuple[int, str, bool])
 _Waiting = tuple[int, str, bool, int, Sequence[int], bytes | None]
 """Step, mode, whether it was called as in an evaluation, start, phases, its record if that has times of devices."""
-
-
-def is_evaluation(phases: Sequence[int | None]) -> bool:
-    """Whether a step with these (in the order of STEP_PHASES) is one of an evaluation, if others of its mode train."""
-    return phases[_BACKWARD] is None and phases[_OPTIMIZER] is None
 
 
 def _on_devices(mode: ModeTotals, times: Mapping[str, float]) -> None:
@@ -70,6 +67,10 @@ class Adder:
         """By process, mode, and whether it is an evaluation."""
         self._forwards: dict[tuple[int, str, bool], OnDevice] = {}
         """The same of what the slowest device took for the forward of a step; only of steps that hold times of it."""
+        self._paces: dict[int, Paces] = {}
+        """By process."""
+        self._gone: dict[int, Paces] = {}
+        """The same of steps that were deleted."""
         self._modes: dict[tuple[str, bool], ModeTotals] = {}
         """By mode, and whether it is an evaluation."""
         self._calls: dict[int, list[_Waiting]] = {}
@@ -99,9 +100,11 @@ class Adder:
             first_s = rollup.start_s if width_s else 0
             found = self.totals.deleted[rollup.mode] = Deleted(whole, first_s, rollup.start_s)
         found.sums.merge(rollup)
-        found.samples[rollup.process] += rollup.samples
-        if rollup.steps:
-            found.step_ns[rollup.process] += rollup.sums[0] or 0
+        gone = self._gone.setdefault(rollup.process, Paces())
+        # What has no width was somewhere between the beginning and its start.
+        begin_s = rollup.start_s if width_s else 0
+        gone.sums(rollup.mode, rollup.pace, begin_s * 10**9, (rollup.start_s + width_s) * 10**9)
+        found.paces[rollup.process] = gone.of(rollup.mode)
         found.last_s = max(found.last_s, rollup.start_s + width_s)
 
     def delete_samples(
@@ -127,16 +130,13 @@ class Adder:
         self._processes.add(process)
         self.totals.pauses.step(process, start)
         evaluation = is_evaluation(phases)
+        gap = self._pace(process).step(number, mode, start, wall, samples, evaluation)
+        self.elapsed(mode, start, gap)
         _times(self._walls, (process, mode, evaluation)).append(wall)
         self._settle(process, number, evaluation)
         found = self._mode(mode, evaluation)
         found.walls.append(wall)
-        found.step_ns[process] += wall
         found.steps[process] += 1
-        if samples is None:
-            found.unknown_samples += 1
-        else:
-            found.samples[process] += samples
         if times is not None:
             known = known_times(times)
             _on_devices(found, known)
@@ -145,6 +145,25 @@ class Adder:
         for name, took in zip(STEP_PHASES, phases, strict=True):
             if took is not None:
                 _times(found.step_phases, name).append(took)
+
+    def _pace(self, process: int) -> Paces:
+        found = self._paces.get(process)
+        if found is None:
+            found = self._paces[process] = Paces()
+        return found
+
+    def elapsed(self, mode: str, start: int, gap: Gap) -> None:
+        """For those who want the time before a step that begins at `start`, too."""
+
+    def _waited(self, waits: Sequence[Wait]) -> None:
+        for wait in waits:
+            self.waited(*wait)
+
+    def waited(self, process: int, begin: int, end: int) -> None:
+        """A process waited for input: that time is no training."""
+        self._pace(process).wait(begin, end)
+        if process in self._gone:
+            self._gone[process].wait(begin, end)
 
     def call(self, process: int, payload: bytes) -> None:
         """`payload`: of a call, as in the ring."""
@@ -208,15 +227,17 @@ class Adder:
         if kind == "warning" and isinstance(data.get("text"), str):
             self.totals.warnings.append(data["text"])
         elif kind == "pause" and type(data.get("process")) is int:
-            self.totals.pauses.event(data)
+            pause = self.totals.pauses.event(data)
+            if pause is not None:
+                self._pace(data["process"]).pause(*pause)
         elif kind == "input":
-            self.totals.inputs.event(data)
+            self._waited(self.totals.inputs.event(data))
         elif kind == "memory" and type(data.get("process")) is int:
             self.totals.memory[data["process"]] = data
         elif kind == "process" and type(data.get("process")) is int:
             rank, world = (value if type(value := data.get(key)) is int else None for key in ("rank", "world"))
             self._ranks[data["process"]] = rank, world
-            self.totals.inputs.process(data)
+            self._waited(self.totals.inputs.process(data))
         elif kind == "mode" and isinstance(data.get("reason"), str) and data["reason"] not in self.totals.reasons:
             self.totals.reasons.append(data["reason"])
 
@@ -234,6 +255,7 @@ class Adder:
                 self.totals.evaluations[mode] = found
             else:  # nothing is trained in this mode: these are its steps
                 self.totals.modes.setdefault(mode, ModeTotals()).add(found)
+        self._add_paces()
         lines: Counter[tuple[Any, ...]] = Counter()
         several = len(self._processes) > 1
         for (process, mode, virtual, layout_number, sizes), count in self._groups.items():
@@ -259,6 +281,16 @@ class Adder:
             self.totals.ranks = sorted(ranks, key=lambda line: (line.rank is None, line.rank or 0, line.process))
         return self.totals
 
+    def _add_paces(self) -> None:
+        """Give each mode the tallies of its processes."""
+        for process, paces in self._paces.items():
+            for mode, pace in paces.modes.items():
+                apart = self.totals.evaluations.get(mode)
+                if apart is not None:
+                    apart.tallies[process] = pace.evaluation
+                if mode in self.totals.modes:
+                    self.totals.modes[mode].tallies[process] = pace.counted() if apart is None else pace.training
+
     def _rank_line(self, process: int) -> RankLine:
         groups = [(count, key) for key, count in self._groups.items() if key[0] == process]
         calls = sum(count for count, _ in groups)
@@ -279,12 +311,11 @@ class Adder:
             of_kind = self._walls.get((process, *kind), array("q"))
             walls.extend(of_kind)
             forward.add(self._forwards.get((process, *kind), OnDevice()), len(of_kind), untimed)
-        spent = sum(walls)
-        unknown = any(self._modes[kind].unknown_samples for kind in kinds)
-        samples = sum(self._modes[kind].samples[process] for kind in kinds)
-        speed = samples * 1e9 / spent if spent and not unknown else None
+        whole = Tally()
+        for mode in self.totals.modes.values():
+            whole.add(mode.tallies.get(process, Tally()))
         rank, world = self._ranks.get(process, (None, None))
-        return RankLine(process, rank, world, device, got, gave, calls, len(walls), walls, speed, forward)
+        return RankLine(process, rank, world, device, got, gave, calls, len(walls), walls, rate_of([whole]), forward)
 
     def _text(self, process: int, number: int) -> str | None:
         """Sizes as people write them, None if they were not seen: [30, 5] or x [30, 5], mask [30]."""

@@ -204,6 +204,7 @@ def _take_out(rollup: Rollup, gathered: Gathered) -> None:
     rollup.calls -= out.calls
     rollup.samples -= out.samples
     rollup.unknown -= out.unknown
+    rollup.pace.add(out.pace, -1)
     for index, value in enumerate(out.sums):
         if value is not None:
             rollup.sums[index] = (rollup.sums[index] or 0) - value

@@ -34,13 +34,13 @@ LIMIT_BYTES = 256 << 20
 _PRUNE_PART = 16
 _LASTING_KEPT = 10_000
 _ROLLUPS_PART = 3
-_ROW_BYTES = 150
+_ROW_BYTES = 180
 """What a row of rollups takes beside its histogram, roughly."""
 _CACHED = 512
 _LATER: Mapping[str, Mapping[str, str]] = {
-    "steps": {"device": "BLOB", "copy_ns": "INTEGER", "copied_bytes": "INTEGER"},
+    "steps": {"device": "BLOB", "copy_ns": "INTEGER", "copied_bytes": "INTEGER", "between_ns": "INTEGER"},
     "rings": {"first_id": "INTEGER", "last_id": "INTEGER"},
-    "rollups": {"copy_ns": "INTEGER"},
+    "rollups": {"copy_ns": "INTEGER", "pace": "TEXT"},
 }
 """Columns, in their order, that the first version's tables did not have."""
 _ADD_DEVICE = """\
@@ -165,7 +165,7 @@ class History:
             self._db.execute("BEGIN IMMEDIATE")
             many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
             many("INSERT INTO calls VALUES (?,?,?,?,?,?,?,?,?)", batch.calls)
-            many("INSERT INTO steps VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", batch.steps)
+            many("INSERT INTO steps VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", batch.steps)
             many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
             many("INSERT OR REPLACE INTO rings VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", map(astuple, batch.rings))
             many(
@@ -198,7 +198,7 @@ class History:
             self._cache = rows
 
     def _insert_rollups(self, rows: Mapping[tuple[int, int, int, str], Rollup]) -> None:
-        marks = ",".join("?" * (12 + len(SERIES)))
+        marks = ",".join("?" * (13 + len(SERIES)))
         self._db.executemany(
             f"INSERT OR REPLACE INTO rollups VALUES ({marks})", [row.row(key[0]) for key, row in rows.items()]
         )

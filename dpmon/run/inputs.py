@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from heapq import heappush, heappushpop
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpmon.run.pauses import Span
 
-__all__ = ["KEPT", "Inputs"]
+__all__ = ["KEPT", "Inputs", "Wait"]
 
 KEPT = 1000
 """The longest waits: where there were more, they are what a step can have been long by."""
+
+
+class Wait(NamedTuple):
+    """A process that trains waited for input, from when to when (ns)."""
+
+    process: int
+    begin_ns: int
+    end_ns: int
 
 
 class Inputs:
@@ -20,25 +28,39 @@ class Inputs:
     def __init__(self) -> None:
         self._pids: dict[int, int] = {}
         """By pid, the number of the process that had it last."""
+        self._early: dict[int, list[Span]] = {}
+        """By pid, of processes that are not known yet."""
         self._found: list[tuple[int, Span, int]] = []
         """A heap, by how long they were: that, from when to when, and whose (a pid; -1: not told)."""
 
-    def process(self, data: Mapping[str, Any]) -> None:
-        """A `process` record; its process must be a number."""
-        if type(data.get("pid")) is int:
-            self._pids[data["pid"]] = data["process"]
+    def process(self, data: Mapping[str, Any]) -> list[Wait]:
+        """A `process` record; its process must be a number. Its waits whose records came before."""
+        if type(data.get("pid")) is not int:
+            return []
+        self._pids[data["pid"]] = data["process"]
+        return [Wait(data["process"], *span) for span in self._early.pop(data["pid"], ())]
 
-    def event(self, data: Mapping[str, Any]) -> None:
-        """An `input` record: times in s since the run's start; what makes no sense is left out."""
+    def event(self, data: Mapping[str, Any]) -> list[Wait]:
+        """An `input` record: times in s since the run's start; what makes no sense is left out.
+
+        The wait, if the process is known; else `process` returns it.
+        """
         at, took, pid = data.get("t_s"), data.get("waited_s"), data.get("pid")
         if not (_is_time(at) and _is_time(took)):
-            return
+            return []
         begin, lasted = int(at * 1e9), int(took * 1e9)  # type: ignore[operator]
         one = lasted, (begin, begin + lasted), pid if type(pid) is int else -1
         if len(self._found) < KEPT:
             heappush(self._found, one)
         else:
             heappushpop(self._found, one)
+        process = self._pids.get(one[2])
+        if process is not None:
+            return [Wait(process, *one[1])]
+        early = self._early.setdefault(one[2], [])
+        if len(self._early) <= KEPT and len(early) < KEPT:
+            early.append(one[1])
+        return []
 
     def spans(self) -> list[tuple[int | None, Span]]:
         """From when to when (ns) which process waited; None: one that does not train, such as a launcher."""

@@ -16,10 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpmon.rates import Paces
 from dpmon.records import CALL_PHASES, STEP_PHASES, Call, Event, Record, Step
 from dpmon.run.destination import replaced
 from dpmon.run.exposition import histogram, metric
 from dpmon.run.files import read_file
+from dpmon.run.inputs import Inputs
+from dpmon.run.pauses import Pauses
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, short_name
 
@@ -123,6 +126,10 @@ class Metrics:
         self._steps: dict[tuple[int, int | None, str], _Steps] = {}
         self._calls: dict[tuple[int, int | None, str], _Calls] = {}
         """By process, rank and mode."""
+        self._paces: dict[int, Paces] = {}
+        self._trained_ns: dict[tuple[int, str], int] = {}
+        """By process and mode, as it was written last: a counter never goes back, as a late wait for input would do."""
+        self._inputs, self._pauses = Inputs(), Pauses()
         self._last: dict[int, tuple[int, float]] = {}
         """By process: number of its newest step, and when it ended (s since 1970)."""
         self._devices: dict[int, Mapping[str, Any]] = {}
@@ -166,14 +173,29 @@ class Metrics:
                 self._host = record.data
             elif record.kind == "warning":
                 self._warnings += 1
+            elif record.kind in ("process", "pause", "input"):
+                self._apart(record)
             elif record.kind == "device" and type(index) is int and len(self._devices.keys() | {index}) <= MAX_DEVICES:
                 self._devices[index] = record.data
+
+    def _apart(self, record: Event) -> None:
+        """What is needed to leave pauses and waits for input out of the time of training."""
+        process = record.data.get("process")
+        if record.kind == "input" or (record.kind == "process" and type(process) is int):
+            take = self._inputs.event if record.kind == "input" else self._inputs.process
+            for wait in take(record.data):
+                self._paces.setdefault(wait.process, Paces()).wait(wait.begin_ns, wait.end_ns)
+        elif type(process) is int:
+            pause = self._pauses.event(record.data)
+            if pause is not None and process in self._paces:
+                self._paces[process].pause(*pause)
 
     def _step(self, step: Step) -> None:
         key = (step.process, step.rank, step.mode)
         if step.wall_ns < 0 or (key not in self._steps and len(self._steps) >= 2 * MAX_PROCESSES):
             return
         found = self._steps.setdefault(key, _Steps())
+        self._paces.setdefault(step.process, Paces()).record(step)
         found.buckets[bisect_left(BOUNDS_S, step.wall_ns / 1e9)] += 1
         found.count += 1
         found.wall_ns += step.wall_ns
@@ -269,10 +291,38 @@ class Metrics:
             "samples_total", "counter", "Samples of the steps that knew them.",
             [(labels, found.samples) for labels, found in series if found.count > found.unknown],
         )  # fmt: skip
+        lines += self._training_lines(run)
         last = [({**run, "process": str(process)}, number) for process, (number, _) in self._last.items()]
         lines += metric("last_step", "gauge", "Number of the newest step.", last)
         ended = [({**run, "process": str(process)}, at) for process, (_, at) in self._last.items()]
         return lines + metric("last_step_time_seconds", "gauge", "When the newest step ended, since 1970.", ended)
+
+    def _training_lines(self, run: Mapping[str, str]) -> list[str]:
+        """What the rate of the training is computed from (`dpmon.rates`), by process and mode."""
+        ranks = {process: rank for process, rank, _ in self._steps}
+        found = [
+            ({**run, **_process_labels(process, ranks.get(process)), "mode": mode or "unknown"}, (process, mode), pace)
+            for process, paces in self._paces.items()
+            for mode, pace in paces.modes.items()
+            if pace.training.steps
+        ]
+        for _, key, pace in found:
+            self._trained_ns[key] = max(self._trained_ns.get(key, 0), pace.training.elapsed_ns)
+        return [
+            *metric(
+                "training_seconds_total", "counter",
+                "Elapsed time of training: steps and the time between them, no pause, evaluation or wait for input.",
+                [(labels, self._trained_ns[key] / 1e9) for labels, key, _ in found],
+            ),
+            *metric(
+                "training_steps_total", "counter", "Steps in that time.",
+                [(labels, pace.training.steps) for labels, _, pace in found],
+            ),
+            *metric(
+                "training_samples_total", "counter", "Samples of these steps, where all of them knew theirs.",
+                [(labels, pace.training.samples) for labels, _, pace in found if not pace.training.unknown],
+            ),
+        ]  # fmt: skip
 
 
 def _process_labels(process: int, rank: int | None) -> dict[str, str]:

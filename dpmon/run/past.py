@@ -196,7 +196,7 @@ class Before:
         sums, ran = inside_of.of(rollup)
         return Past(
             rollup.process, self._ranks.get(rollup.process), rollup.mode, rollup.start_s, width, rollup.steps,
-            rollup.calls, rollup.samples, rollup.unknown, rollup.last_step, sums, ran, (),
+            rollup.calls, rollup.pace, rollup.last_step, sums, ran, (),
         )  # fmt: skip
 
 

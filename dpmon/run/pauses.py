@@ -85,17 +85,20 @@ class Pauses:
         self._newest_ns = -1
         """When the last step of any process began."""
 
-    def event(self, data: Mapping[str, Any]) -> None:
-        """A `pause` record; its process must be a number."""
+    def event(self, data: Mapping[str, Any]) -> tuple[bool, int | None, int | None] | None:
+        """A `pause` record; its process must be a number. Whether it began, when, and how long it took (ns).
+
+        None if there was no pause.
+        """
         process, paused = data["process"], data.get("paused")
         if not isinstance(paused, bool):
-            return
+            return None
         refused, reason = (value if isinstance(value := data.get(key), str) else None for key in ("refused", "reason"))
         at, took = _ns(data.get("t_s")), _ns(data.get("paused_s"))
         step = value if type(value := data.get("step")) is int else None
         if refused is not None:
             self._row(Paused(process, step, at, None, None, False, reason, refused))
-            return
+            return None
         opened = self._open.pop(process, None)
         if opened is not None and (paused or _is_of_another(opened, at, took)):
             # That it ended was not recorded: it is over, and was so when the next one began.
@@ -107,6 +110,7 @@ class Pauses:
             self._end(opened, at, took, reason)
         elif took is not None:  # that it began was not recorded
             self._begin(Paused(process, step, None if at is None else max(at - took, 0), took, at, False, reason, None))
+        return paused, at, took
 
     def step(self, process: int, start: int) -> None:
         """A step that began after a pause whose end was not recorded: that one is over, and took no longer."""

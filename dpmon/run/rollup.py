@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dpmon.rates import Gap, Pace, Tally
 from dpmon.records import CALL_PHASES, MODES
 
 __all__ = ["SERIES", "WHOLE", "WIDTHS", "Gathered", "Rollup", "bucket", "bucket_middle"]
@@ -31,6 +32,9 @@ _FIRST_KEPT = SERIES.index("copy")
 """The sums from here on follow the histogram in a row: the first versions had no column for them."""
 _COLUMNS = (*enumerate(range(5), start=1), (SERIES.index("copy"), 6))
 """Of a row of steps, after its samples: the series, and the place of the column. Between them is `device`."""
+_BACKWARD_AT, _OPTIMIZER_AT, _BETWEEN_AT = 2, 3, 8
+"""Places of columns, as above."""
+_SECOND = 1_000_000_000
 _MAX_INT = (1 << 63) - 1
 _ENTRY = struct.Struct("<BHI")
 _SHIFT = 16
@@ -86,6 +90,7 @@ class Rollup:
     high_ns: int | None = None
     sums: list[int | None] = field(default_factory=lambda: [None] * len(SERIES))
     """ns, in the order of SERIES; None: did not run."""
+    pace: Pace = field(default_factory=Pace)
     counts: dict[int, int] = field(default_factory=dict)
     """Values by series (shifted left by 16) and bucket."""
 
@@ -94,7 +99,7 @@ class Rollup:
         steps, calls = gathered.steps, gathered.calls
         self.calls += len(calls)
         if steps:
-            _, _, numbers, _, _, walls, samples, *phases = zip(*steps, strict=True)
+            _, _, numbers, _, starts, walls, samples, *phases = zip(*steps, strict=True)
             known = [count for count in samples if count is not None]
             low, high = min(walls), max(walls)
             self.steps += len(steps)
@@ -104,6 +109,11 @@ class Rollup:
             self.low_ns = low if self.low_ns is None else min(self.low_ns, low)
             self.high_ns = high if self.high_ns is None else max(self.high_ns, high)
             self._count(0, walls)
+            no = (None,) * len(steps)
+            between = phases[_BETWEEN_AT] if len(phases) > _BETWEEN_AT else no
+            trained = phases[_BACKWARD_AT], phases[_OPTIMIZER_AT]
+            for start, wall, count, back, stepped, gap in zip(starts, walls, samples, *trained, between, strict=True):
+                self.pace.step(start, wall, count, back is None and stepped is None, Gap(abs(gap or 0), (gap or 0) < 0))
             for series, place in _COLUMNS:
                 if place < len(phases):
                     self._count(series, [took for took in phases[place] if took is not None])
@@ -145,6 +155,7 @@ class Rollup:
                 self.sums[index] = max(min((self.sums[index] or 0) + value, _MAX_INT), -_MAX_INT)
         for key, count in other.counts.items():
             self.counts[key] = self.counts.get(key, 0) + count
+        self.pace.add(other.pace)
 
     # ------------------------------------------------------------------------------------------ figures
 
@@ -181,16 +192,18 @@ class Rollup:
         return (
             width, self.start_s, self.process, self.mode, self.steps, self.calls, self.samples, self.unknown,
             self.last_step, self.low_ns, self.high_ns, *self.sums[:_FIRST_KEPT], data, *self.sums[_FIRST_KEPT:],
+            self.pace.text(),
         )  # fmt: skip
 
     @classmethod
     def of_row(cls, row: Sequence[object]) -> Rollup:
         """What `row` has written; ValueError if it is damaged (a database holds whatever was put into it)."""
-        _, start, process, mode, steps, calls, samples, unknown, last, low, high, *rest = row
+        width, start, process, mode, steps, calls, samples, unknown, last, low, high, *rest = row
         if len(rest) <= _FIRST_KEPT:
             raise ValueError("damaged row in rollups")
-        sums, data = [*rest[:_FIRST_KEPT], *rest[_FIRST_KEPT + 1 :]], rest[_FIRST_KEPT]
+        sums, data = [*rest[:_FIRST_KEPT], *rest[_FIRST_KEPT + 1 : len(SERIES) + 1]], rest[_FIRST_KEPT]
         sums += [None] * (len(SERIES) - len(sums))  # a history of an earlier version
+        text = rest[len(SERIES) + 1] if len(rest) > len(SERIES) + 1 else None
         whole = (start, process, steps, calls, samples, unknown)
         if not all(type(value) is int for value in whole) or mode not in MODES or not isinstance(data, bytes):
             raise ValueError("damaged row in rollups")
@@ -203,4 +216,18 @@ class Rollup:
         counts = {series << _SHIFT | number: count for series, number, count in _ENTRY.iter_unpack(data)}
         if any(key & 0xFFFF > _LAST_BUCKET for key in counts):
             raise ValueError("damaged row in rollups")
-        return cls(*whole[:2], str(mode), *whole[2:], last, low, high, sums, counts)  # type: ignore[arg-type]
+        found = cls(*whole[:2], str(mode), *whole[2:], last, low, high, sums, counts=counts)  # type: ignore[arg-type]
+        found.pace = _pace_of(found, width, text)
+        return found
+
+
+def _pace_of(rollup: Rollup, width: object, text: object) -> Pace:
+    """As written; of an earlier version, which knew no time between steps, as if there were none."""
+    begin = rollup.start_s * _SECOND if width else None
+    end = (rollup.start_s + width) * _SECOND if isinstance(width, int) and width else None
+    if isinstance(text, str):
+        return Pace.of_text(text, begin, end)
+    if text is not None:
+        raise ValueError("damaged row in rollups")
+    spent = rollup.sums[0] or 0
+    return Pace(Tally(rollup.steps, rollup.samples, rollup.unknown, spent, spent, begin, end))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpmon.plainjson import load_event
+from dpmon.rates import Between
 from dpmon.records import (
     MODES,
     STEP_PHASES,
@@ -19,6 +20,7 @@ from dpmon.records import (
     call_head,
     copied_bytes,
     definition,
+    is_evaluation,
     kept_step_times,
     kind_of,
     pack_definition,
@@ -44,6 +46,7 @@ class Sorter:
         self.row = row
         self._start_ns = start_ns
         self._rows: dict[int, int | None] = {}
+        self._between = Between()
 
     def learn(self, number: int, value: Any) -> None:
         """Remember how many rows a batch has whose inputs are this definition (None: not to be known)."""
@@ -97,9 +100,12 @@ class Sorter:
         data, copy, *known = [took if took >= 0 else None for took in phases]
         other = max(0, wall - sum(took for took in phases if took >= 0))
         count = samples if samples >= 0 else None
+        gap = self._between.step(step, began, wall, is_evaluation([data, copy, *known]))
+        between = min(gap.ns, _MAX_INT)
         row = (
             number, self.row.process, step, MODES[mode], began, wall, count,
             data, *known, other, step_times(payload), copy, copied_bytes(payload),
+            -between if gap.evaluation else between,
         )  # fmt: skip
         batch.rollup(began + wall, self.row.process, MODES[mode]).steps.append(row)
         self._place(number)
@@ -121,6 +127,10 @@ class Sorter:
         t_ns = int(seconds * 1e9) if isinstance(seconds, (int, float)) and abs(seconds) < 1e9 else None
         process = self.row.process if self.row.process >= 0 else None
         kind.encode()  # ValueError: half a character, which the database does not take
+        if kind == "pause" and data.get("refused") is None:
+            took = data.get("paused_s")
+            took_ns = int(took * 1e9) if isinstance(took, (int, float)) and 0 <= took < 1e9 else None
+            self._between.pause(data.get("paused") is True, t_ns, took_ns)
         if process is None and t_ns is not None and kind in ("device", "host"):
             _add_sample(batch, t_ns, kind, data)
         return (number, process, kind, t_ns, text)

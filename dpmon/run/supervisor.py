@@ -33,7 +33,7 @@ from dpmon.run.start import TAKE_OVER
 from dpmon.run.state import YOUNG_S
 from dpmon.run.terminal import INPUT_FIFO, Terminal
 from dpmon.run.uncaught import uncaught
-from dpmon.run.waiting import InputWatch
+from dpmon.run.waiting import CLOSE_S, InputWatch
 
 if TYPE_CHECKING:
     from dpmon.run.metrics import Metrics
@@ -287,7 +287,7 @@ class Supervisor:
                 break
             if self._terminal is not None:
                 self._terminal.register(poller)
-            if poller.poll(0 if busy else DRAIN_S * 1000) and self._terminal is not None:
+            if poller.poll(0 if busy else (CLOSE_S if reads.waits else DRAIN_S) * 1000) and self._terminal is not None:
                 self._terminal.serve()
         how = self._learn(command) if command.over() else None
         reads.close()

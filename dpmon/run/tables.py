@@ -6,11 +6,14 @@
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
     calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.records)
     steps        id, process, step, mode, start_ns, wall_ns, samples, data_ns ... other_ns (NULL: did not run),
-                 device (NULL, or what its devices took: dpmon.records.step_times), copy_ns, copied_bytes (NULL: none)
+                 device (NULL, or what its devices took: dpmon.records.step_times), copy_ns, copied_bytes (NULL: none),
+                 between_ns (time since the step before it, without pauses: dpmon.rates.Gap; below 0 where both are
+                 steps of an evaluation)
     events       id, process (NULL: the supervisor), kind, t_ns, json
     rollups      width (1 or 60 s; 0: see below), start_s, process, mode, steps, calls, samples, unknown (steps
                  without samples), last_step, low_ns, high_ns (of a step), step_ns, data_ns ... gather_ns (sums;
-                 NULL: did not run), histogram (dpmon.run.rollup), copy_ns; what ended in that second or minute
+                 NULL: did not run), histogram (dpmon.run.rollup), copy_ns, pace (dpmon.rates.Pace); what ended in that
+                 second or minute
     device_rollups  start_s (of a minute; -1: see below), device (index; -1: the host), name, count, total, low, high
 
 What is older than there is room for is deleted: calls, steps and events first, but for a run's processes, modes,
@@ -56,7 +59,7 @@ __all__ = [
 BEFORE_S = -1
 """The start of device_rollups that are of all the time before the first minute that is left."""
 HISTORY_FILE = "history.sqlite"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 LASTING = "kind IN ('process', 'mode', 'exit', 'warning', 'pause', 'input')"
 """Events that outlive the steps around them (of warnings and waits the newest): they hold for what follows."""
 SCHEMA = """
@@ -73,13 +76,14 @@ CREATE TABLE IF NOT EXISTS calls (
 CREATE TABLE IF NOT EXISTS steps (
     id INTEGER PRIMARY KEY, process INTEGER, step INTEGER, mode TEXT, start_ns INTEGER, wall_ns INTEGER,
     samples INTEGER, data_ns INTEGER, forward_ns INTEGER, backward_ns INTEGER, optimizer_ns INTEGER,
-    other_ns INTEGER, device BLOB, copy_ns INTEGER, copied_bytes INTEGER);
+    other_ns INTEGER, device BLOB, copy_ns INTEGER, copied_bytes INTEGER,
+    between_ns INTEGER);
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, process INTEGER, kind TEXT, t_ns INTEGER, json TEXT);
 CREATE TABLE IF NOT EXISTS rollups (
     width INTEGER, start_s INTEGER, process INTEGER, mode TEXT, steps INTEGER, calls INTEGER, samples INTEGER,
     unknown INTEGER, last_step INTEGER, low_ns INTEGER, high_ns INTEGER,
-    {sums}, histogram BLOB, copy_ns INTEGER,
+    {sums}, histogram BLOB, copy_ns INTEGER, pace TEXT,
     PRIMARY KEY (width, start_s, process, mode)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS device_rollups (
     start_s INTEGER, device INTEGER, name TEXT, count INTEGER, total REAL, low REAL, high REAL,

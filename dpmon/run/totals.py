@@ -7,17 +7,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from dpmon.rates import Pace, Rate, Tally, rate_of
 from dpmon.run.inputs import Inputs
 from dpmon.run.pauses import Pauses
 from dpmon.run.rollup import Rollup
 
 __all__ = ["Deleted", "ModeTotals", "OnDevice", "RankLine", "ReplicaLine", "StageLine", "Totals", "why_untimed"]
-
-
-def _speed(samples: Counter[int], step_ns: Counter[int]) -> float | None:
-    if not step_ns or not all(ns > 0 for ns in step_ns.values()):
-        return None
-    return sum(samples[process] * 1e9 / ns for process, ns in step_ns.items())
 
 
 @dataclass(slots=True)
@@ -64,14 +59,10 @@ class ModeTotals:
     call_phases: dict[str, array[int]] = field(default_factory=dict)
     device_ms: dict[str, array[float]] = field(default_factory=dict)
     """By phase of steps and calls: what the slowest device took, where that is known."""
-    samples: Counter[int] = field(default_factory=Counter)
-    """Samples by process."""
-    step_ns: Counter[int] = field(default_factory=Counter)
-    """Time of the steps by process."""
     steps: Counter[int] = field(default_factory=Counter)
-    """Steps by process; processes that train together take theirs together, so the most is the run's."""
-    unknown_samples: int = 0
-    """Steps that did not know their samples."""
+    """By process."""
+    tallies: dict[int, Tally] = field(default_factory=dict)
+    """By process, what its rate is computed from."""
     calls: int = 0
 
     def add(self, other: ModeTotals) -> None:
@@ -82,16 +73,12 @@ class ModeTotals:
                 ours.setdefault(name, array("q")).extend(times)
         for name, spent in other.device_ms.items():
             self.device_ms.setdefault(name, array("d")).extend(spent)
-        for mine, its in ((self.samples, other.samples), (self.step_ns, other.step_ns), (self.steps, other.steps)):
-            mine.update(its)
-        self.unknown_samples += other.unknown_samples
+        self.steps.update(other.steps)
         self.calls += other.calls
 
-    def samples_per_s(self) -> float | None:
-        """Samples per second of step time, added over the processes; None if a step did not know its samples,
-        and where there was no step.
-        """
-        return None if self.unknown_samples else _speed(self.samples, self.step_ns)
+    def rate(self) -> Rate | None:
+        """Of all processes; None where there was no step."""
+        return rate_of(self.tallies.values())
 
 
 @dataclass
@@ -103,13 +90,13 @@ class Deleted:
     first_s: int
     last_s: int
     """They ended from the one second to the other."""
-    samples: Counter[int] = field(default_factory=Counter)
+    paces: dict[int, Pace] = field(default_factory=dict)
     """By process."""
-    step_ns: Counter[int] = field(default_factory=Counter)
 
-    def samples_per_s(self) -> float | None:
-        """As of `ModeTotals`."""
-        return None if self.sums.unknown else _speed(self.samples, self.step_ns)
+    def rate(self) -> Rate | None:
+        """As of `ModeTotals`, of what trains; of evaluations where nothing does."""
+        trains = any(pace.training.steps for pace in self.paces.values())
+        return rate_of(pace.training if trains else pace.counted() for pace in self.paces.values())
 
 
 class ReplicaLine(NamedTuple):
@@ -139,7 +126,7 @@ class RankLine(NamedTuple):
     calls: int
     steps: int
     walls: array[int]
-    samples_per_s: float | None
+    rate: Rate | None
     forward: OnDevice
     """What the slowest of its devices took for the forward of those steps."""
 

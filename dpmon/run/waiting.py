@@ -22,7 +22,8 @@ FILE = "waits-for-input"
 _READ_CALL = {"x86_64": 0, "aarch64": 63, "riscv64": 63, "ppc64le": 3, "s390x": 3}.get(os.uname().machine)
 """The number of read(2), by machine (syscalls(2) and the kernel's tables)."""
 _EVERY_S = 0.2
-"""How often it is asked, and with it how well the begin and the end of a wait are known."""
+CLOSE_S = 0.05
+"""How often it is asked, and how often during a wait: so well the begin and the end of a wait are known."""
 _TOLD_NS = 1_000_000_000
 """A wait that was seen for so long is told once it is over: less is not worth a word."""
 _TRUE_NS = 10_000_000_000
@@ -62,14 +63,16 @@ def _sleeps(pid: int) -> str | None:
 
 
 class InputWatch:
-    """Keeps that file; `tell` is called for each wait that is over, with when it was first and last seen (ns)."""
+    """Keeps that file; `tell` is called for each wait that is over, with its begin and its end (ns)."""
 
     def __init__(self, directory: Path, pid: int, tell: Callable[[int, int], None] = lambda since, seen: None) -> None:
         self._path = directory / FILE
         self._pid = pid
         self._tell = tell
         self._since: int | None = None
-        self._seen = 0
+        self._seen = self._asked = 0
+        """When it last waited, and when it was last asked (monotonic ns)."""
+        self._began = 0
         self._sleeps: str | None = None
         self._next = 0.0
         self.close()  # what a supervisor that was killed has left
@@ -78,17 +81,25 @@ class InputWatch:
         """Ask, if it is time to, and write down what was found. `now` monotonic, in s."""
         if now < self._next:
             return
-        self._next = now + _EVERY_S
-        if reads_input(self._pid) is not True:
+        reads = reads_input(self._pid) is True
+        sleeps, asked = _sleeps(self._pid) if reads else None, time.monotonic_ns()
+        before, self._asked = self._asked or asked, asked
+        if not reads:
             if self._since is not None:
                 self.close()
-            return
-        sleeps, seen = _sleeps(self._pid), time.monotonic_ns()
-        if self._since is None or sleeps != self._sleeps:  # it has worked in between: this is another wait
-            self._over()
-            self._since, self._sleeps = seen, sleeps
-        self._seen = seen
-        self._write(self._since, seen)
+        else:
+            if self._since is None or sleeps != self._sleeps:  # it has worked in between: this is another wait
+                self._over()
+                # It began between two looks.
+                self._since, self._sleeps, self._began = asked, sleeps, (before + asked) // 2
+            self._seen = asked
+            self._write(self._since, asked)
+        self._next = now + (_EVERY_S if self._since is None else CLOSE_S)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it was found waiting: then it is worth asking every CLOSE_S."""
+        return self._since is not None
 
     def close(self) -> None:
         """It waits no more."""
@@ -98,7 +109,7 @@ class InputWatch:
 
     def _over(self) -> None:
         if self._since is not None and self._seen - self._since >= _TOLD_NS:
-            self._tell(self._since, self._seen)
+            self._tell(self._began, (self._seen + max(self._asked, self._seen)) // 2)
         self._since = None
 
     def _write(self, since: int, seen: int) -> None:

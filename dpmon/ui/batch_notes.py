@@ -11,7 +11,7 @@ from dpmon.model.ranks import distributed
 from dpmon.model.state import PHASES, Process
 from dpmon.model.stats import PhaseFigures, Summary, median_known, shown
 from dpmon.records import CALL_PHASES, Call
-from dpmon.ui.format import percent
+from dpmon.ui.format import percent, rate_words
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, cut, wrapped
 from dpmon.ui.scene import Scene
@@ -34,7 +34,7 @@ _RARE = "in none of the steps drawn for medians"
 
 def notes(scene: Scene, process: Process, numbers: Summary, width: int, most: int, look: Look) -> list[Row]:
     """At most `most` rows: what has to be said of the figures, or nothing."""
-    said = [*unevenness(numbers), *_host_waits(process, numbers), *missing(process, numbers.phases)]
+    said = [*_between(numbers), *unevenness(numbers), *_host_waits(process, numbers), *missing(process, numbers.phases)]
     if not said:
         return []
     lines = wrapped(f" {look.glyphs.middot} ".join(said), width)
@@ -49,6 +49,14 @@ def _host_waits(process: Process, numbers: Summary) -> list[str]:
         return []
     middles = {name: median_known(times) for name, times in track.device_ms.items()}
     return host_waits(numbers.phases, {name: None if ms is None else ms * 1e6 for name, ms in middles.items()})
+
+
+def _between(numbers: Summary) -> list[str]:
+    """How much of the time of training is between steps, where that is worth a word."""
+    rate = numbers.rate
+    if rate is None or not rate.apart or rate.steps_within <= rate.steps_per_s:
+        return []
+    return [f"{percent(1 - rate.steps_per_s / rate.steps_within)} of the time is between steps: {rate_words(rate)}"]
 
 
 def unevenness(numbers: Summary) -> list[str]:

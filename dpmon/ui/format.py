@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dpmon.model.numbers import UNKNOWN, count, duration, share, three
+from dpmon.rates import Rate
 
 __all__ = [
     "UNKNOWN",
@@ -13,9 +14,11 @@ __all__ = [
     "memory_of",
     "ms",
     "percent",
-    "rate",
+    "rate_words",
+    "samples_rate",
     "short_ms",
     "span_words",
+    "within_words",
 ]
 
 group = count
@@ -42,9 +45,25 @@ def compact(number: float | None) -> str:
     return three(number)
 
 
-def rate(number: float | None, unit: str) -> str:
-    """A speed with its unit: "412 steps/s"."""
-    return f"{compact(number)} {unit}"
+def within_words(rate: Rate | None) -> str:
+    """The rate within steps, where it is another figure: " (332 within steps)"; else nothing."""
+    if rate is None or not rate.apart:
+        return ""
+    return f" ({compact(rate.steps_within if rate.samples_within is None else rate.samples_within)} within steps)"
+
+
+def samples_rate(rate: Rate | None) -> str:
+    """Samples per second without a unit, for a table: "35.7", or "35.7 (332 within steps)"."""
+    known = rate is not None and rate.samples_per_s is not None
+    return compact(rate.samples_per_s if rate is not None else None) + (within_words(rate) if known else "")
+
+
+def rate_words(rate: Rate | None) -> str:
+    """A rate in words: "35.7 samples/s (332 within steps)", in steps where samples are unknown; "" without one."""
+    if rate is None:
+        return ""
+    unit = f"{compact(rate.steps_per_s)} steps/s" if rate.samples_per_s is None else ""
+    return (unit or f"{compact(rate.samples_per_s)} samples/s") + within_words(rate)
 
 
 def memory(count: float | None) -> str:

@@ -59,7 +59,7 @@ def compare(scene: Scene, width: int, height: int, found: Comparison, look: Look
     below = _said(scene, found, width, look)
     table = _Table(found, width, look)
     room = max(height - len(below), 3)
-    first = [table.head(), table.step(), table.samples()]
+    first = [table.head(), table.step(), table.samples(), *table.within()]
     bars = table.bars()
     more: list[Row] = []
     # What has room, the most telling first; the order on the screen stays the same.
@@ -131,7 +131,15 @@ class _Table:
         note: Row = []
         if found.efficiency is not None and found.outcome != "even":
             note = [(percent(found.efficiency), "bold"), (" efficiency", "dim")]
-        return self.line("samples/s", {m: compact(s.samples_per_s) for m, s in found.sides.items()}, "bold", note)
+        rates = {m: s.rate for m, s in found.sides.items() if s.rate is not None}
+        return self.line("samples/s", {m: compact(rate.samples_per_s) for m, rate in rates.items()}, "bold", note)
+
+    def within(self) -> list[Row]:
+        """The rates within steps, where they are other figures."""
+        rates = {m: s.rate for m, s in self.found.sides.items() if s.rate is not None}
+        if not any(rate.apart for rate in rates.values()):
+            return []
+        return [self.line(" within steps", {m: compact(rate.samples_within) for m, rate in rates.items()}, "dim")]
 
     def p95(self) -> Row:
         return self.line("p95 step", {m: ms(s.p95_ns) for m, s in self.found.sides.items()})
@@ -302,7 +310,10 @@ def _left_out(found: Comparison) -> list[str]:
 def _of(found: Comparison) -> str:
     """What is compared and what is left out."""
     parts = [*_left_out(found), *_drawn(found), *_no_memory(found)]
-    parts += [f"median, p95 and phases without the {WARM_STEPS} after each switch", "samples/s of all steps"]
+    parts += [
+        f"median, p95 and phases without the {WARM_STEPS} after each switch",
+        "samples/s of all training, pauses and evaluations left out",
+    ]
     if any(not peak.exact for side in found.sides.values() for peak in side.memory.values()):
         parts.append("≤: the peak came before this mode, its own is at most that")
     return "; ".join(parts)

@@ -6,7 +6,7 @@ from dpmon.model.ranks import training, world
 from dpmon.model.state import Process
 from dpmon.model.stats import Speed, mean_speed, speed
 from dpmon.ui.answers import answer
-from dpmon.ui.format import clock, compact, group, ms
+from dpmon.ui.format import clock, compact, group, ms, within_words
 from dpmon.ui.look import Look
 from dpmon.ui.panel_batch import figures, mode_shown
 from dpmon.ui.rows import Row, columns, cut, fit, plain, right, span_width, width_of
@@ -17,6 +17,8 @@ __all__ = ["cut_answer", "status"]
 
 WARNING_SHOWN_NS = 60 * SECOND
 _ALL_OF_IT = "  w: all of it "
+_WIDE = 140
+"""Cells from which on the first row has the rate within steps beside the rate."""
 _WARNING_BEGINS = 16
 """Cells of a warning that are worth having beside the state."""
 
@@ -51,21 +53,27 @@ def _name(scene: Scene) -> str:
 def _speed(scene: Scene) -> Speed:
     process = scene.process
     if scene.reading and not scene.over:  # the last seconds that were read are not the last ones
-        return Speed(None, None, READING)
+        return Speed(None, READING)
     if process is None:
-        return Speed(None, None, "no training process yet")
+        return Speed(None, "no training process yet")
 
     def of(one: Process) -> Speed:
         return mean_speed(one) if scene.over else speed(one, scene.now_ns)
 
     own = of(process)
     others = [p for p in training(scene.state) if p is not process and p.rank is not None]
-    if process.rank is None or not others or own.samples_per_s is None:
+    if process.rank is None or not others or own.rate is None:
         return own
     # The ranks take their steps together: steps once, samples added up; unknown if one of them is.
-    all_of_them = [own.samples_per_s, *(of(other).samples_per_s for other in others)]
-    known = [each for each in all_of_them if each is not None]
-    return Speed(own.steps_per_s, sum(known) if len(known) == len(all_of_them) else None, own.reason)
+    all_of_them = [own.rate, *(of(other).rate for other in others)]
+    samples, within = (
+        None if None in found else sum(each for each in found if each is not None)
+        for found in (
+            [None if rate is None else rate.samples_per_s for rate in all_of_them],
+            [None if rate is None else rate.samples_within for rate in all_of_them],
+        )
+    )
+    return Speed(own.rate._replace(samples_per_s=samples, samples_within=within), own.reason)
 
 
 def _sign(alive: Life, look: Look) -> tuple[str, str]:
@@ -96,9 +104,9 @@ def _numbers(scene: Scene) -> tuple[str, str, str]:
 
 
 def _wide(scene: Scene, alive: Life, width: int, look: Look) -> Row:
-    numbers = [*_rates(scene), ("   ", ""), *_mode(scene, look), (" ", "")]
+    numbers = [*_rates(scene), *_within(scene, width >= _WIDE), ("   ", ""), *_mode(scene, look), (" ", "")]
     clock_text = clock(scene.elapsed_ns)
-    brand = " dpmon  " if width >= 140 else " "
+    brand = " dpmon  " if width >= _WIDE else " "
     rest = width - width_of(numbers) - span_width(clock_text) - len(brand) - 4
     said = span_width(alive.word) + span_width(alive.detail) + 3
     name = cut(_name(scene), max(rest - max(said, 18), 10), look.glyphs.more)
@@ -128,6 +136,11 @@ def _rates(scene: Scene) -> Row:
     ]
 
 
+def _within(scene: Scene, room: bool) -> Row:
+    """The rate within steps, where it is another figure and there is room."""
+    return [(within_words(_speed(scene).rate), "dim")] if room else []
+
+
 def _means(scene: Scene) -> Row:
     """The same of a run that is over, whose numbers no longer change: its means."""
     step, steps, samples = _numbers(scene)
@@ -140,6 +153,9 @@ def _means(scene: Scene) -> Row:
 def _narrow_means(scene: Scene, width: int) -> Row:
     """A run's means and its median, each in full or not at all."""
     means, middle = _means(scene), _median(scene)
+    within = _within(scene, bool(means))
+    if width_of(means) + width_of(within) <= width:
+        means = [*means, *within]
     if not means or width_of(means) + width_of(middle) <= width:
         return [*means, *middle] if means else []
     return means if width_of(means) <= width else [*means[:4], (" steps/s", "dim")]
@@ -184,7 +200,9 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
         (" samples/s", "dim"),
     ]
     step_time: Row = [("   median", "dim"), (right(ms(figures(scene).median_ns), 9), "bold")]
-    return [first, [*second, *step_time] if width_of(second) + width_of(step_time) <= width else second]
+    for more in (_within(scene, True), step_time):  # each in full or not at all
+        second = [*second, *more] if width_of(second) + width_of(more) <= width else second
+    return [first, second]
 
 
 def _missed(scene: Scene) -> Row:
@@ -254,6 +272,9 @@ def _facts(scene: Scene, look: Look, width: int) -> Row:
     """What does not change, each part in full or not at all; but for the first, which is the most telling."""
     process = scene.process
     parts: list[str] = []
+    within = within_words(_speed(scene).rate).strip(" ()")
+    if within and width < _WIDE - 2:  # as in the row above, where that has room for it
+        parts.append(within)
     if process is not None:
         if process.virtual and process.mode == "dp":
             parts.append("virtual replicas: " + clean(process.mode_reason or "devices are shared", 200))

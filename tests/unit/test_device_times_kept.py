@@ -172,7 +172,9 @@ def test_history_exports_and_report_have_them(state: Path, drained: bool) -> Non
     assert "on device  3.00 ms" in said
 
 
-@pytest.mark.parametrize("lacks", [("device", "copy_ns", "copied_bytes"), ("copy_ns", "copied_bytes")])
+@pytest.mark.parametrize(
+    "lacks", [("device", "copy_ns", "copied_bytes", "between_ns"), ("copy_ns", "copied_bytes", "between_ns")]
+)
 def test_a_history_of_an_earlier_version_is_gone_on_with_and_read(state: Path, lacks: tuple[str, ...]) -> None:
     made = Training()
     directory = keep({0: [*made.begin(), *made.run(5)]})
@@ -180,6 +182,7 @@ def test_a_history_of_an_earlier_version_is_gone_on_with_and_read(state: Path, l
         for column in lacks:
             db.execute(f"ALTER TABLE steps DROP COLUMN {column}")
         db.execute("ALTER TABLE rollups DROP COLUMN copy_ns")
+        db.execute("ALTER TABLE rollups DROP COLUMN pace")
         db.execute("UPDATE meta SET value = 2 WHERE key = 'schema'")
         db.execute("DROP INDEX lasting")
         db.execute("CREATE INDEX lasting ON events (id) WHERE kind IN ('process', 'mode', 'exit', 'warning', 'pause')")

@@ -248,7 +248,7 @@ def test_figures_of_alternating_fast_and_slow_seconds_are_those_of_all_steps() -
         walls = sorted(one.wall_ns for one in all_steps)
         side = found.sides[mode]
         assert side.seen == len(walls)
-        assert side.samples_per_s == pytest.approx(32e9 * len(walls) / sum(walls))
+        assert side.rate.samples_per_s == pytest.approx(32e9 * len(walls) / sum(walls))
         assert side.median_ns == pytest.approx(walls[len(walls) // 2], rel=0.05)
         slow_share = sum(one.wall_ns > 100 * MS for one in process.settled_of(mode)) / 512
         assert slow_share == pytest.approx(sum(wall > 100 * MS for wall in walls) / len(walls), abs=0.025)
@@ -259,7 +259,7 @@ def test_figures_of_alternating_fast_and_slow_seconds_are_those_of_all_steps() -
         walls = sorted(one.wall_ns for one in there)
         numbers = figures(process, "dp", span)
         assert numbers.steps == len(walls)
-        assert numbers.samples_per_s == pytest.approx(32e9 * len(walls) / sum(walls))
+        assert numbers.rate.samples_per_s == pytest.approx(32e9 * len(walls) / sum(walls))
         assert numbers.median_ns == pytest.approx(walls[len(walls) // 2], rel=0.08)
         assert numbers.phases[0].median_ns == pytest.approx(walls[len(walls) // 2] / 4, rel=0.08)
         assert numbers.p95_ns is not None

@@ -52,7 +52,9 @@ def test_figures_of_few_steps_are_those_of_all_of_them() -> None:
     assert ours.sampled == ours.steps == 120
     assert ours.phases == plain.phases
     assert ours[2:4] == plain[2:4]
-    assert ours.samples_per_s == pytest.approx(plain.samples_per_s)
+    assert ours.rate is not None
+    walls = sum(step.wall_ns for step in process.modes["dp"].steps)
+    assert ours.rate.samples_per_s == pytest.approx(120 * 30 * SECOND / walls)
     assert ours.span_ns == plain.span_ns
 
 
@@ -67,7 +69,7 @@ def test_medians_of_many_steps_come_from_an_even_draw() -> None:
     assert found.median_ns == pytest.approx(ordered[20_000], rel=0.05)
     assert found.p95_ns == pytest.approx(ordered[38_000], rel=0.12)
     assert found.phases[0].share == pytest.approx(0.25, abs=0.001)
-    assert found.samples_per_s == pytest.approx(160_000 / sum(walls) * SECOND)
+    assert found.rate.samples_per_s == pytest.approx(160_000 / sum(walls) * SECOND)
 
 
 def test_a_draw_does_not_prefer_long_steps() -> None:
@@ -93,7 +95,7 @@ def test_the_mode_is_kept_apart_and_unknown_samples_are_no_zeros() -> None:
         add_step(process, sample(number, now + number * SECOND, 9_000_000, None), "single")
     assert figures(process, "dp", 0).median_ns == 5_000_000
     assert figures(process, "single", 0).median_ns == 9_000_000
-    assert figures(process, "single", 0).samples_per_s is None
+    assert figures(process, "single", 0).rate.samples_per_s is None
     assert list(dict.fromkeys(c.mode for c in pictured(process, 120, 100).columns)) == ["dp", "single"]
 
 

@@ -11,6 +11,7 @@ from dpmon.model import State, fold
 from dpmon.model.past import fold_past
 from dpmon.model.ranks import training
 from dpmon.past import Past
+from dpmon.rates import Pace
 from dpmon.records import Call, Record, Step
 from dpmon.ui import panel_ranks
 from dpmon.ui.scene import Scene
@@ -90,7 +91,7 @@ def test_a_rank_that_was_started_again_stands_in_for_the_old_one() -> None:
 
 def test_what_is_only_in_the_past_of_a_late_reader_counts_too() -> None:
     def of(process: int, start: int) -> Past:
-        return Past(process, None, "dp", start, 1, 100, 100, 0, 0, 100, {"step": SECOND}, {"step": 100}, ())
+        return Past(process, None, "dp", start, 1, 100, 100, Pace(), 100, {"step": SECOND}, {"step": 100}, ())
 
     state = State()
     for past in (of(0, 3), of(0, 4), of(1, 6), of(1, 9)):

@@ -105,11 +105,11 @@ def test_a_late_reader_has_both_modes_all_steps_and_the_whole_time(long_run: Pat
         speed = 1e9 * sum(samples or 0 for _, samples in steps) / sum(walls)
         assert sum(column.wall_ns for column in columns if column.mode == mode) == sum(walls)
         assert found.sides[mode].seen == len(walls)
-        assert found.sides[mode].samples_per_s == pytest.approx(speed)
+        assert found.sides[mode].rate.samples_per_s == pytest.approx(speed)
         assert found.sides[mode].median_ns == pytest.approx(walls[len(walls) // 2], rel=0.05)
         numbers = figures(process, mode, 0)
         assert numbers.steps == len(walls)
-        assert numbers.samples_per_s == pytest.approx(speed)
+        assert numbers.rate.samples_per_s == pytest.approx(speed)
         assert numbers.median_ns == pytest.approx(walls[len(walls) // 2], rel=0.06)
 
 
@@ -177,7 +177,7 @@ def test_a_playback_knows_the_whole_run_up_to_its_place_and_nothing_after_it(lon
     for mode in theirs.modes:
         ours_all, theirs_all = figures(ours, mode, 0), figures(theirs, mode, 0)
         assert ours_all.steps == theirs_all.steps
-        assert ours_all.samples_per_s == pytest.approx(theirs_all.samples_per_s)
+        assert ours_all.rate.samples_per_s == pytest.approx(theirs_all.rate.samples_per_s)
         assert ours_all.median_ns == pytest.approx(theirs_all.median_ns, rel=0.08)
         for one, other in zip(ours_all.phases, theirs_all.phases, strict=True):
             assert one.share == (None if other.share is None else pytest.approx(other.share, rel=0.01))
@@ -212,8 +212,8 @@ def test_a_playback_knows_what_was_deleted_by_its_sums(state: Path, payloads: li
     assert list(ours.modes) == list(theirs.modes)
     for mode in theirs.modes:
         assert ours.modes[mode].count == pytest.approx(theirs.modes[mode].count, abs=1)
-        assert compared(ours).sides[mode].samples_per_s == pytest.approx(
-            compared(theirs).sides[mode].samples_per_s, rel=0.01
+        assert compared(ours).sides[mode].rate.samples_per_s == pytest.approx(
+            compared(theirs).sides[mode].rate.samples_per_s, rel=0.01
         )
     player.close()
 
@@ -506,7 +506,7 @@ def test_a_playback_before_the_first_minute_that_is_left_has_the_sums_and_plays_
     early = played(player, 1000 * SECOND)
     assert early.processes[0].step_count == whole.steps
     assert early.newest_ns <= 1000 * SECOND, "nothing of it is placed in time"
-    assert early.processes[0].modes["single"].wall_ns == whole.sums[0]
+    assert early.processes[0].paces.of("single").training.step_ns == whole.sums[0]
     player.seek(0)
     player.play()
     player.speed = 100.0

@@ -13,6 +13,7 @@ from dpmon.model.compare import Interval
 from dpmon.model.past import fold_past
 from dpmon.model.state import HOST, ROOTS_KEPT
 from dpmon.past import Past
+from dpmon.rates import Pace
 from dpmon.records import Event, pack_event
 from dpmon.ui import panel_compare
 from dpmon.ui.rows import plain
@@ -197,7 +198,7 @@ def test_a_late_reader_gives_each_mode_its_own_memory(kind: str, name: str) -> N
     def read(samples: list[bytes]) -> Scene:
         state = State()
         for mode, start in (("single", 2), ("dp", end // 2 + 2)):
-            past = Past(0, None, mode, start, 60, 2000, 2000, 0, 0, None, {"step": 9 * SECOND}, {"step": 2000}, ())
+            past = Past(0, None, mode, start, 60, 2000, 2000, Pace(), None, {"step": 9 * SECOND}, {"step": 2000}, ())
             state = fold_past(state, past)
         process = state.processes[0]
         process.seen_ns = state.newest_ns = training.now

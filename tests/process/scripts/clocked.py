@@ -1,0 +1,155 @@
+"""Trains in the way that its first argument names, and times itself: samples and seconds of training, by mode."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch._dynamo  # the first optimizer of a process would import it, for a second
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+ROWS = 16
+clock = time.perf_counter
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.rows = 0
+
+    def forward(self, x):
+        SEEN.append(len(x))
+        return self.layer(x)
+
+
+SEEN = []
+"""Rows of every forward: half a batch under dp over two replicas."""
+
+
+def loader(steps):
+    return DataLoader(TensorDataset(torch.randn(ROWS * steps, 8)), ROWS)
+
+
+class Trainer:
+    def __init__(self, model=None, pace=0.01):
+        self.model = Net() if model is None else model
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
+        self.pace = pace
+        self.samples, self.seconds = {}, {}
+        self.since = None
+
+    def count(self, mode, rows):
+        """A step is over: its time is all since the one before it ended, or since `since` was set."""
+        now = clock()
+        self.seconds[mode] = self.seconds.get(mode, 0.0) + now - self.since
+        self.samples[mode] = self.samples.get(mode, 0) + rows
+        self.since = now
+
+    def epoch(self, steps, during=lambda: None):
+        if self.since is None:
+            self.since = clock()
+        batches = iter(loader(steps))
+        while True:
+            asked = clock()
+            try:
+                (x,) = next(batches)
+            except StopIteration:
+                return
+            held = clock() - asked
+            if held > 0.5:  # a pause
+                self.since += held
+            SEEN.clear()
+            self.optimizer.zero_grad()
+            self.model(x).pow(2).mean().backward()
+            self.optimizer.step()
+            time.sleep(self.pace)
+            during()
+            self.count("dp" if SEEN[0] < len(x) else "single", len(x))
+
+    def evaluate(self):
+        began = clock()
+        with torch.no_grad():
+            self.model.eval()
+            for (x,) in loader(10):
+                self.model(x)
+                time.sleep(0.02)
+            self.model.train()
+        self.since += clock() - began
+
+    def tell(self):
+        print(json.dumps({"samples": self.samples, "seconds": self.seconds}), flush=True)
+
+
+def plain():
+    trainer = Trainer()
+    trainer.epoch(100)
+    trainer.tell()
+
+
+def epochs():
+    trainer = Trainer()
+    for _ in range(5):
+        trainer.epoch(10)
+        time.sleep(0.3)
+    trainer.tell()
+
+
+def evaluations():
+    trainer = Trainer()
+    for _ in range(5):
+        trainer.epoch(20)
+        trainer.evaluate()
+    trainer.tell()
+
+
+def asked():
+    """For as long as the file `stop` is not there: paused or toggled by somebody else."""
+    trainer = Trainer()
+    trainer.epoch(20)
+    Path("began").touch()
+    while not Path("stop").exists():
+        trainer.epoch(20)
+        time.sleep(0.1)
+    trainer.epoch(5)
+    trainer.tell()
+
+
+def reads():
+    trainer = Trainer(pace=0.02)
+
+    def ask():
+        Path("asked").touch()
+        began = clock()
+        input()
+        trainer.since += clock() - began
+
+    for number in range(4):
+        trainer.epoch(60)
+        if number == 1:
+            ask()  # between two epochs
+        if number == 2:
+            trainer.epoch(1, ask)  # in a step
+    trainer.tell()
+
+
+def rank(index, store):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=2)
+    trainer = Trainer(nn.parallel.DistributedDataParallel(Net()))
+    torch.distributed.barrier()
+    for _ in range(4):
+        trainer.epoch(15)
+        time.sleep(0.2)
+    Path(f"told-{index}").write_text(json.dumps({"samples": trainer.samples, "seconds": trainer.seconds}))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def ranks():
+    torch.multiprocessing.spawn(rank, (str(Path("store").resolve()),), nprocs=2)
+
+
+if __name__ == "__main__":
+    {way.__name__: way for way in (plain, epochs, evaluations, asked, reads, ranks)}[sys.argv[1]]()

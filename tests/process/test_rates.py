@@ -1,0 +1,148 @@
+"""Rates against the script's own clock and count, in every place that shows one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import Dpmon, wait_for
+
+from dpmon.run.reader import RunReader
+from dpmon.run.waiting import reads_input
+
+SCRIPT = Path(__file__).resolve().parent / "scripts" / "clocked.py"
+CLOSE = 0.02
+
+
+def rates(told: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Samples a second by mode, as the script has counted and timed them."""
+    return {mode: told["samples"][mode] / told["seconds"][mode] for mode in told["samples"]}
+
+
+def number(text: str) -> float:
+    """Such as 1.23k."""
+    return float(text.rstrip("k")) * (1000 if text.endswith("k") else 1)
+
+
+def in_summary(errors: str, mode: str) -> tuple[float, float]:
+    """The rate of a mode in a summary, and the one within steps (the same if it is not shown)."""
+    (found,) = re.findall(
+        rf"^dpmon: {mode}[^:,]*: .*?, ([\d.]+k?) samples/s(?: \(([\d.]+k?) within steps\))?", errors, re.M
+    )
+    return number(found[0]), number(found[1] or found[0])
+
+
+def report(dpmon: Dpmon) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(dpmon.run("report", "last", "--json").out)
+    return found
+
+
+def of_mode(said: dict[str, Any], mode: str = "single") -> dict[str, Any]:
+    (found,) = [one for one in said["modes"] if one["mode"] == mode]
+    return found
+
+
+@pytest.mark.parametrize(("way", "apart"), [("plain", 1.0), ("epochs", 2.0), ("evaluations", 1.0)])
+def test_the_rate_is_that_of_the_scripts_own_clock(dpmon: Dpmon, way: str, apart: float) -> None:
+    lines = dpmon.cwd / "lines"
+    metrics = dpmon.cwd / "x.prom"
+    result = dpmon.run("--headless", f"--json={lines}", "--metrics", metrics, *dpmon.warm(), SCRIPT, way)
+    assert result.status == 0, result.errors
+    true = rates(json.loads(result.text))["single"]
+    shown, within = in_summary(result.errors, "single")
+    assert shown == pytest.approx(true, rel=CLOSE)
+    assert within > 0.95 * apart * shown
+    facts = of_mode(report(dpmon))
+    assert facts["samples_per_s"] == pytest.approx(true, rel=CLOSE)
+    assert facts["samples_per_s_within_steps"] > 0.95 * apart * true
+    found = {line.split("{")[0]: float(line.split()[-1]) for line in metrics.read_text().splitlines() if line[0] != "#"}
+    rate = found["dpmon_training_samples_total"] / found["dpmon_training_seconds_total"]
+    assert rate == pytest.approx(true, rel=CLOSE)
+    *_, last, _ = [json.loads(line) for line in lines.read_text().splitlines()]
+    if way != "evaluations":  # whose last steps are those of an evaluation
+        assert last["samples_per_s"] == pytest.approx(true, rel=0.3), "of the last ten seconds, but for the first step"
+
+
+def test_a_pause_is_in_no_rate(dpmon: Dpmon) -> None:
+    process = dpmon.start("--headless", *dpmon.warm(), SCRIPT, "asked")
+    wait_for((dpmon.cwd / "began").exists, what="the training")
+    reader = RunReader(dpmon.last())
+    reader.refresh()
+    reader.request_pause(True)
+    wait_for(lambda: reader.paused().since_ns, what="the pause")
+    began = time.monotonic()
+    wait_for(lambda: time.monotonic() - began > 1.5)
+    reader.request_pause(False)
+    wait_for(lambda: not reader.paused().pending, what="the end of the pause")
+    (dpmon.cwd / "stop").touch()
+    out, err = process.communicate(timeout=60)
+    reader.close()
+    true = rates(json.loads(out))["single"]
+    assert in_summary(err.decode(), "single")[0] == pytest.approx(true, rel=CLOSE)
+    said = report(dpmon)
+    assert said["paused"]["seconds"] > 1
+    assert of_mode(said)["samples_per_s"] == pytest.approx(true, rel=CLOSE)
+
+
+def test_each_mode_has_its_own_time(dpmon: Dpmon) -> None:
+    process = dpmon.start("--headless", "--devices", "cpu,cpu", "--mode", "single", *dpmon.warm(), SCRIPT, "asked")
+    wait_for((dpmon.cwd / "began").exists, what="the training")
+    reader = RunReader(dpmon.last())
+    reader.refresh()
+    for mode in ("dp", "single", "dp"):
+        reader.request_mode(mode)
+        wait_for(lambda: not reader.pending(), what="the answer")
+        began = time.monotonic()
+        wait_for(lambda began=began: time.monotonic() - began > 0.8)
+    (dpmon.cwd / "stop").touch()
+    out, err = process.communicate(timeout=60)
+    reader.close()
+    true = rates(json.loads(out))
+    assert set(true) == {"dp", "single"}
+    said = report(dpmon)
+    for mode, rate in true.items():
+        assert of_mode(said, mode)["samples_per_s"] == pytest.approx(rate, rel=CLOSE)
+        assert in_summary(err.decode(), mode)[0] == pytest.approx(rate, rel=CLOSE)
+        assert of_mode(said, mode)["samples_per_s_within_steps"] > 1.03 * rate, "there is time between epochs"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    reads_input(os.getpid()) is None, reason="this kernel does not say in which system call a process is"
+)
+def test_a_wait_for_input_is_in_no_rate(dpmon: Dpmon) -> None:
+    process = dpmon.start("--headless", SCRIPT, "reads", stdin=-1)
+    assert process.stdin is not None
+    for _ in range(2):
+        wait_for((dpmon.cwd / "asked").exists, what="the question")
+        (dpmon.cwd / "asked").unlink()
+        began = time.monotonic()
+        wait_for(lambda began=began: time.monotonic() - began > 2)
+        process.stdin.write(b"yes\n")
+        process.stdin.flush()
+    out, err = process.communicate(timeout=60)
+    told = json.loads(out)
+    true = rates(told)["single"]
+    # When each of the two waits began is known to a tenth of a second, when it ended to a fortieth.
+    slack = CLOSE + 2 * 0.125 / told["seconds"]["single"]
+    assert in_summary(err.decode(), "single")[0] == pytest.approx(true, rel=slack)
+    said = report(dpmon)
+    assert len(said["inputs"]) == 2
+    assert of_mode(said)["samples_per_s"] == pytest.approx(true, rel=slack)
+
+
+@pytest.mark.slow
+def test_ranks_have_their_own_time_and_their_samples_add_up(dpmon: Dpmon) -> None:
+    result = dpmon.run("--headless", SCRIPT, "ranks")
+    told = [rates(json.loads((dpmon.cwd / f"told-{rank}").read_text()))["single"] for rank in (0, 1)]
+    said = report(dpmon)
+    for line, true in zip(sorted(said["ranks"], key=lambda line: line["rank"]), told, strict=True):
+        assert line["samples_per_s"] == pytest.approx(true, rel=CLOSE)
+        assert line["samples_per_s_within_steps"] > 1.3 * true
+    assert of_mode(said)["samples_per_s"] == pytest.approx(sum(told), rel=CLOSE)
+    assert in_summary(result.errors, "ddp")[0] == pytest.approx(sum(told), rel=CLOSE)

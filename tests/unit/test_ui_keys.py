@@ -355,7 +355,7 @@ async def test_a_key_that_never_comes_back_holds_the_others_up_for_a_moment_only
 async def test_stop_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     stopped: list[Path] = []
 
-    def stop_run(directory: Path) -> Iterator[str]:
+    def stop_run(directory: Path, last_known: object) -> Iterator[str]:
         stopped.append(directory)
         on.end(130, "SIGINT")
         on.reader.ended.stopped = True

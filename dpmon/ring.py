@@ -31,13 +31,14 @@ import contextlib
 import fcntl
 import mmap
 import os
+import signal
 import stat
 import struct
 import sys
 import time
 from typing import Any
 
-__all__ = ["Activity", "Frame", "Ring", "RingError", "RingReader"]
+__all__ = ["Activity", "Frame", "NoSizeSignal", "Ring", "RingError", "RingReader"]
 
 MAGIC = b"DPMONRNG"
 VERSION = 1
@@ -67,6 +68,23 @@ _GET_FLAGS, _SET_FLAGS = 2 << 30 | _LONG << 16 | 0x6601, 1 << 30 | _LONG << 16 |
 _NO_COPY_ON_WRITE = 0x00800000
 """FS_NOCOW_FL."""
 _WORDS = struct.Struct("=22Q")  # bytes 128..304: words 16..37
+
+
+class NoSizeSignal:
+    """A context in which a file that would grow beyond RLIMIT_FSIZE is an OSError only.
+
+    The kernel also sends SIGXFSZ to the thread that writes. It would kill a script that has the default action, or run
+    the handler of one that has its own.
+    """
+
+    def __enter__(self) -> None:
+        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGXFSZ})
+
+    def __exit__(self, *error: object) -> None:
+        if signal.SIGXFSZ not in self._before:
+            with contextlib.suppress(OSError):
+                signal.sigtimedwait({signal.SIGXFSZ}, 0)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
 
 
 class RingError(Exception):
@@ -149,7 +167,8 @@ class Ring:
         try:
             try:
                 _write_in_place(fd)
-                os.posix_fallocate(fd, 0, HEADER_BYTES + capacity)
+                with NoSizeSignal():
+                    os.posix_fallocate(fd, 0, HEADER_BYTES + capacity)
             except OSError:
                 os.unlink(path)
                 raise

@@ -29,6 +29,8 @@ def note(text: str, file: str = "stages.log") -> None:
     if not directory:
         return
     try:
+        from dpmon.ring import NoSizeSignal  # here: a process without torch need not have it
+
         text = text[:4096]  # a script's names may be of any length
         # As dpmon.run.files does it: never wait for the reader of a FIFO, never follow a link.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
@@ -36,10 +38,11 @@ def note(text: str, file: str = "stages.log") -> None:
         try:
             info = os.fstat(fd)
             if stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid() and info.st_nlink < 2:
-                os.write(fd, f"{os.getpid()} {monotonic_ns()} {text}\n".encode("utf-8", "replace"))
+                with NoSizeSignal():
+                    os.write(fd, f"{os.getpid()} {monotonic_ns()} {text}\n".encode("utf-8", "replace"))
         finally:
             os.close(fd)
-    except OSError:
+    except (OSError, ImportError):
         pass  # a full disk or a vanished directory is no reason to disturb the program
 
 

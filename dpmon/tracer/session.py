@@ -6,6 +6,7 @@ workers, compile workers, launchers) leave no trace; a forked child starts afres
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import platform
@@ -36,6 +37,8 @@ _IN_ORDER = frozenset(("mode", "pause"))
 MAX_FAULTS = 3
 MAX_KNOWN = 1 << 14
 MAX_PROCESSES = 512
+MAX_TRIES = 1 << 14
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 LARGE_RINGS = 8
 """Processes with a ring of full size; a run that forks hundreds of short children must not fill the disk."""
 
@@ -125,6 +128,8 @@ class Session:
         # A signal handler of the script may call the model while this thread is in here: it must not wait for itself.
         self._lock = threading.RLock()
         self._opening = False
+        self._tries = 0
+        """How often there was no descriptor free to open the ring: the script may give one back."""
         self._numbers = itertools.count(1)
         self._known: dict[Hashable, int] = {}
         self._live: dict[Hashable, int] = {}
@@ -164,6 +169,9 @@ class Session:
                 try:
                     self._open()
                 except OSError as error:
+                    if error.errno in _NO_DESCRIPTOR and self._tries < MAX_TRIES:
+                        self._tries += 1
+                        return False
                     self.off = True
                     note(f"no record of process {os.getpid()}: {error}", "warnings.log")
                     return False

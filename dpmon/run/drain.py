@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dpmon.records import RecordError, pack_event
 from dpmon.ring import RingError, RingReader
+from dpmon.run.files import remove_file
 from dpmon.run.history import LIMIT_BYTES, Batch, History
 from dpmon.run.proc import alive
 from dpmon.run.rows import Sorter
@@ -121,7 +122,7 @@ class Drain:
                 and kept.position == source.ring.position
             ):
                 with suppress(OSError):
-                    (self._directory / name).unlink()
+                    remove_file(self._directory / name)
 
     def warnings_kept(self) -> list[str]:
         """The texts of the supervisor's warnings that are in the history."""

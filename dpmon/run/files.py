@@ -7,12 +7,24 @@ which imports nothing of this package, has the same check in `inject.note` and i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["check_database", "file_kind", "not_a_file", "open_fifo", "open_file", "read_file", "read_tail"]
+__all__ = [
+    "check_database",
+    "file_kind",
+    "not_a_file",
+    "open_fifo",
+    "open_file",
+    "read_file",
+    "read_tail",
+    "remove_file",
+    "replace_file",
+]
 
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _KINDS = (
@@ -41,12 +53,13 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, anyone: bool = False) -> 
     `flags`: as for os.open; a new file has mode 0600. A file to be written must have no second name (a hard
     link), which could be a file outside. Raises OSError for anything else.
     """
-    try:
-        _check(path, os.lstat(path), flags, anyone)  # first, since opening some devices has an effect of its own
-    except FileNotFoundError:
-        if not flags & os.O_CREAT:
-            raise
-    fd = os.open(path, flags & ~os.O_TRUNC | _SAFE, 0o600)
+    with _parent(path, linked=anyone) as place:
+        try:  # first, since opening some devices has an effect of its own
+            _check(path, os.stat(path.name, dir_fd=place, follow_symlinks=False), flags, anyone)
+        except FileNotFoundError:
+            if not flags & os.O_CREAT:
+                raise
+        fd = os.open(path.name, flags & ~os.O_TRUNC | _SAFE, 0o600, dir_fd=place)
     try:
         _check(path, os.fstat(fd), flags, anyone)
         if flags & os.O_TRUNC:
@@ -56,6 +69,29 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, anyone: bool = False) -> 
         os.close(fd)
         raise
     return fd
+
+
+@contextlib.contextmanager
+def _parent(path: Path, *, linked: bool = False) -> Iterator[int]:
+    """A descriptor of the directory that `path` is in, which must be no link unless `linked`."""
+    # The directory itself may be replaced while a run goes on: a link in its place must not lead out of it.
+    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if linked else os.O_NOFOLLOW))
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def remove_file(path: Path) -> None:
+    """Delete a file of a run, whatever it is; OSError if that fails, FileNotFoundError if there is none."""
+    with _parent(path) as place:
+        os.unlink(path.name, dir_fd=place)
+
+
+def replace_file(new: Path, path: Path) -> None:
+    """Give the file `new` the name `path`, in the same directory, in one step; OSError if that fails."""
+    with _parent(path) as place:
+        os.replace(new.name, path.name, src_dir_fd=place, dst_dir_fd=place)
 
 
 def _check(path: Path, info: os.stat_result, flags: int, anyone: bool) -> None:
@@ -71,7 +107,8 @@ def _check(path: Path, info: os.stat_result, flags: int, anyone: bool) -> None:
 
 def open_fifo(path: Path, flags: int) -> int:
     """A descriptor of a FIFO of this user, without waiting; OSError for anything else."""
-    fd = os.open(path, flags | _SAFE)
+    with _parent(path) as place:
+        fd = os.open(path.name, flags | _SAFE, dir_fd=place)
     info = os.fstat(fd)
     if stat.S_ISFIFO(info.st_mode) and info.st_uid == os.getuid():
         return fd
@@ -102,10 +139,13 @@ def check_database(path: Path, *, written: bool = False) -> None:
     SQLite opens them itself and would wait for the writer of a FIFO. FileNotFoundError if the database is not there and
     is not to be `written`.
     """
-    for part in _DATABASE_PARTS:
-        name = Path(f"{path}{part}")
-        try:
-            _check(name, os.lstat(name), os.O_RDWR if written else os.O_RDONLY, False)
-        except FileNotFoundError:
-            if not part and not written:
-                raise
+    with _parent(path) as place:
+        for part in _DATABASE_PARTS:
+            name = Path(f"{path}{part}")
+            try:
+                info = os.stat(name.name, dir_fd=place, follow_symlinks=False)
+            except FileNotFoundError:
+                if not part and not written:
+                    raise
+                continue
+            _check(name, info, os.O_RDWR if written else os.O_RDONLY, False)

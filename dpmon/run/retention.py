@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.config import ConfigError, load
-from dpmon.run.files import open_file
+from dpmon.run.files import open_file, remove_file
 from dpmon.run.lock import take_lock
 from dpmon.run.rundir import RunError, RunInfo, list_runs, load_info
 from dpmon.run.state import goes_on, run_state
@@ -62,7 +62,8 @@ def keep(directory: Path, kept: bool = True) -> None:
         if kept:
             os.close(open_file(path, os.O_WRONLY | os.O_CREAT))
         else:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                remove_file(path)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}") from None
 

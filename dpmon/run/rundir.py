@@ -16,7 +16,7 @@ from typing import Any
 
 from dpmon.config import home
 from dpmon.run import proc
-from dpmon.run.files import open_file, read_file
+from dpmon.run.files import open_file, read_file, remove_file, replace_file
 
 __all__ = [
     "MAX_SECONDS",
@@ -213,9 +213,10 @@ def save(directory: Path, what: RunInfo | ExitInfo) -> None:
         with open(fd, "w", encoding="utf-8") as file:
             json.dump(asdict(what), file, indent=1)
             file.write("\n")
-        os.replace(temporary, directory / name)
+        replace_file(temporary, directory / name)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            remove_file(temporary)
         raise
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dpmon.run import proc
 from dpmon.run.adopt import Adopted, Child, Command, find_command, last_sign
 from dpmon.run.ending import exit_info, unknown_exit
-from dpmon.run.files import open_file
+from dpmon.run.files import open_file, remove_file
 from dpmon.run.launch import start_command
 from dpmon.run.lock import needs_supervisor, take_lock
 from dpmon.run.oom import OomWatch
@@ -170,7 +170,8 @@ class Supervisor:
             elif time.time() - self._info.started_unix < YOUNG_S:
                 return 0  # it is about to be started
         # Whoever typed into the terminal of the killed supervisor typed into nothing.
-        (self._directory / INPUT_FIFO).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            remove_file(self._directory / INPUT_FIFO)
         self._announce(pid, started)
         if pid is None:
             self._finish_unstarted()
@@ -379,7 +380,7 @@ class Supervisor:
         drain.flush()
         drain.close()
         with contextlib.suppress(OSError):
-            (self._directory / SPARE_FILE).unlink()
+            remove_file(self._directory / SPARE_FILE)
         self._record(replace(how, drained=True))
         if metrics is not None:
             metrics.end(how)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dpmon.run.files import open_file, read_file
+from dpmon.run.files import open_file, read_file, remove_file
 
 __all__ = ["FILE", "InputWatch", "reads_input", "waits_since"]
 
@@ -105,7 +105,7 @@ class InputWatch:
         """It waits no more."""
         self._over()
         with contextlib.suppress(OSError):
-            self._path.unlink()
+            remove_file(self._path)
 
     def _over(self) -> None:
         if self._since is not None and self._seen - self._since >= _TOLD_NS:

@@ -34,7 +34,11 @@ def note(text: str, file: str = "stages.log") -> None:
         text = text[:4096]  # a script's names may be of any length
         # As dpmon.run.files does it: never wait for the reader of a FIFO, never follow a link.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-        fd = os.open(os.path.join(directory, file), flags, 0o600)
+        place = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fd = os.open(file, flags, 0o600, dir_fd=place)
+        finally:
+            os.close(place)
         try:
             info = os.fstat(fd)
             if stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid() and info.st_nlink < 2:

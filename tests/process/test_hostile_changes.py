@@ -51,3 +51,29 @@ def test_what_is_replaced_while_a_run_goes_on(dpmon: Dpmon, tmp_path: Path, kind
     assert (directory / "precious").read_text() in ("", "precious"), "nothing was written through a link"
     assert "script" in dpmon.run("ls", limit=20).text
     assert dpmon.run("report", limit=20).status == 0
+
+
+def test_a_link_in_the_place_of_a_runs_directory_leads_nothing_out_of_it(dpmon: Dpmon, tmp_path: Path) -> None:
+    script = dpmon.script(WAITS)
+    process = dpmon.start("--headless", script)
+    wait_for((dpmon.cwd / "began").exists)
+    info = dpmon.info()
+    directory = dpmon.last()
+    wait_for((directory / "spare").exists)
+    wait_for((directory / "history.sqlite").exists)
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    for name in ("spare", "keep", "input.fifo", "waits-for-input", "run.json", "warnings.log", "process-0.ring"):
+        (victim / name).write_text("precious")
+    before = sorted(path.name for path in victim.iterdir())
+    directory.rename(tmp_path / "moved")
+    directory.symlink_to(victim)
+    (dpmon.cwd / "go").touch()
+    out, err = process.communicate(timeout=60)
+    # How it ended can be noted nowhere: then the status is 2, for unknown.
+    assert (process.returncode, out) in ((5, b"done\n"), (2, b"done\n")), err
+    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]), what="the supervisor's end")
+    assert "Traceback" not in (tmp_path / "moved" / "supervisor.log").read_text()
+    assert sorted(path.name for path in victim.iterdir()) == before
+    changed = [path.name for path in victim.iterdir() if path.read_text() != "precious"]
+    assert changed == []

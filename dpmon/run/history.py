@@ -100,7 +100,6 @@ class History:
             raise HistoryError(str(error)) from None
         try:
             self._bounds = Bounds(self._db, self._path)
-            check_schema(self._db)
             self._prepare(meta)
         except (sqlite3.Error, HistoryError, OSError, TypeError, ValueError) as error:
             self._db.close()
@@ -114,6 +113,7 @@ class History:
         run("PRAGMA synchronous=OFF")
         run("PRAGMA journal_size_limit=4194304")
         run("PRAGMA cache_size=-2000")
+        check_schema(self._db)
         if run("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
             check_version(self._db)
             # An index of an earlier version covers fewer events; and that version must not read what is written now.

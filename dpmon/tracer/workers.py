@@ -57,7 +57,8 @@ class ReplicaThread:
     def run(self) -> None:
         """Call the target on this thread, and forget it."""
         target, args, self._target, self._args = self._target, self._args, _nothing, ()
-        limit_this_thread(self._threads)
+        with suppress(Exception):  # an OpenMP that is not known: it takes what it takes
+            limit_this_thread(self._threads)
         target(*args)
 
     def finish(self) -> None:

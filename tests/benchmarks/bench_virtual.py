@@ -40,7 +40,7 @@ def measure(mode: str, steps: int) -> list[float]:
             env=environment, capture_output=True, check=True,
         )  # fmt: skip
     records = [json.loads(line) for line in export.stdout.splitlines()]
-    return [record["wall_ns"] / 1e6 for record in records][WARM_UP:]
+    return [record["wall_ms"] for record in records][WARM_UP:]
 
 
 def main() -> int:

@@ -551,8 +551,7 @@ class Calls:
         except Exception as error:  # noqa: BLE001 - the call goes on as it is written
             self.session.fault("fall back", error)
         finally:
-            if watch is not None:
-                watch.close()
+            self._let_go(watch)
             if isinstance(why, Exception):
                 # torch raises a replica's error from a variable of the frame that is in its traceback, a cycle that
                 # would keep the call's arguments until the garbage collector comes.
@@ -884,8 +883,15 @@ class Calls:
         except Exception as error:  # noqa: BLE001 - the result is the script's, whatever we make of it
             self.session.fault("end", error)
         finally:
-            if trace.watch is not None:
-                trace.watch.close()
+            self._let_go(trace.watch)
+
+    def _let_go(self, watch: Watch | None) -> None:
+        """Hold nothing of the replicas of a call that is over. Never raises."""
+        try:
+            if watch is not None:
+                watch.close()
+        except Exception as error:  # noqa: BLE001 - then the garbage collector does it
+            self.session.fault("let go", error, fatal=False)
 
     def write(self, trace: Trace, flags: int, outputs: int, now: int) -> None:
         """Write the record of a call that was over at `now`; `flags` without VIRTUAL. Never raises."""

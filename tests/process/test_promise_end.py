@@ -38,6 +38,11 @@ ENDINGS = {
 }
 
 
+def newest_state(dpmon: Dpmon) -> str:
+    """The state of the newest run; what is said of a run below its row is indented."""
+    return [line for line in dpmon.run("ls").text.splitlines() if not line.startswith(" ")][-1].split()[1]
+
+
 def test_promise_7_how_it_ended(dpmon: Dpmon) -> None:
     """Status or signal, the last step and the last lines; and how long it took to know."""
     slowest = 0.0
@@ -61,7 +66,7 @@ def test_promise_7_how_it_ended(dpmon: Dpmon) -> None:
         lines = (dpmon.last() / "output.log").read_text().splitlines()
         assert [f"line {n}" for n in range(100, 300)] == [line for line in lines if line.startswith("line ")][-200:]
         word = "finished" if status == 0 else "killed" if number else "failed"
-        assert dpmon.run("ls").text.splitlines()[-1].split()[1] == word
+        assert newest_state(dpmon) == word
     reached("P7", f"{len(ENDINGS)} endings, the slowest known after {slowest:.2f} s")
     assert slowest < 30
 
@@ -131,7 +136,7 @@ def test_a_hang_in_the_first_batch_is_no_end(dpmon: Dpmon) -> None:
     assert since >= 0
     assert reader.exit() is None
     assert reader.command_alive() is True
-    assert dpmon.run("ls").text.splitlines()[-1].split()[1] == "running"
+    assert newest_state(dpmon) == "running"
     assert dpmon.run("stop", "last").status == 0
     assert dpmon.exit()["signal"] in ("SIGINT", "SIGTERM", "SIGKILL") or dpmon.exit()["status"]
 
@@ -160,5 +165,5 @@ def test_workers_that_outlive_the_training(dpmon: Dpmon) -> None:
     calls = [r for r in dpmon.records() if r["kind"] == "call"]
     assert [r["call"] for r in calls][:14] == list(range(1, 15))  # the last one is written with the next
     worker = next(r["pid"] for r in dpmon.records() if r["kind"] == "process")
-    assert dpmon.run("ls").text.splitlines()[-1].split()[1] == "finished"
+    assert newest_state(dpmon) == "finished"
     os.kill(worker, signal.SIGKILL)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from alternatives import as_alone
 from tracing import Script, Traced, text_of, traced
 
 from dpmon.records import mode_number
@@ -61,8 +63,10 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
     return {name: script.end() for name, script in scripts.items()}
 
 
-def test_with_mode_script_it_is_the_script_to_the_last_bit(exact: dict[str, Traced]) -> None:
-    assert exact["script"].said == exact["alone"].said
+def test_with_mode_script_it_is_the_script_to_the_last_bit(exact: dict[str, Traced], tmp_path: Path) -> None:
+    found = exact["script"].said
+    again = partial(Script, tmp_path, text_of("exact"), run=False)
+    assert found == as_alone(found, exact["alone"].said, lambda: again().end().said)
     losses, _, _ = exact["alone"].said["wrapped"]
     assert len(losses) == 110
     assert len(set(losses)) > 100
@@ -70,8 +74,10 @@ def test_with_mode_script_it_is_the_script_to_the_last_bit(exact: dict[str, Trac
     assert not any(call.virtual or call.phases for call in exact["script"].calls())
 
 
-def test_a_script_without_dataparallel_is_never_changed(exact: dict[str, Traced]) -> None:
-    assert exact["default"].said["bare"] == exact["alone"].said["bare"]
+def test_a_script_without_dataparallel_is_never_changed(exact: dict[str, Traced], tmp_path: Path) -> None:
+    found = exact["default"].said["bare"]
+    again = partial(Script, tmp_path, text_of("exact"), run=False)
+    assert found == as_alone(found, exact["alone"].said["bare"], lambda: again().end().said["bare"])
     assert exact["default"].said["wrapped"] != exact["alone"].said["wrapped"]  # other dropout, other statistics
 
 

@@ -15,6 +15,7 @@ from fcntl import ioctl
 from pathlib import Path
 
 import pytest
+from alternatives import as_alone
 from running import Dpmon
 from sidebyside import Outcome, SideBySide, of_kind
 
@@ -29,8 +30,9 @@ def place(dpmon: Dpmon) -> SideBySide:
 def check(place: SideBySide, *words: object, script: bool = False, fresh: bool = False) -> Outcome:
     """A script alone and under dpmon, with `--mode script` or not, end alike to the last bit; what they gave."""
     alone = place.alone(*words, fresh=fresh)
-    assert place.under(*words, options=("--mode", "script") if script else (), fresh=fresh) == alone
-    return alone
+    found = place.under(*words, options=("--mode", "script") if script else (), fresh=fresh)
+    assert found == as_alone(found, alone, lambda: place.alone(*words, fresh=fresh))
+    return found
 
 
 def test_arguments_siblings_and_files_beside_it(place: SideBySide) -> None:
@@ -41,11 +43,15 @@ def test_arguments_siblings_and_files_beside_it(place: SideBySide) -> None:
 
 
 def test_saved_whole_copied_and_scanned(place: SideBySide) -> None:
-    alone = place.alone("pickled.py")
+
+    def run_alone() -> tuple[Outcome, bytes]:
+        return place.alone("pickled.py"), _load(place)
+
+    first = run_alone()
+    alone, _ = first
     assert alone.status == 0
-    loaded_alone = _load(place)
-    assert place.under("pickled.py", options=("--mode", "script")) == alone
-    assert _load(place) == loaded_alone
+    found = place.under("pickled.py", options=("--mode", "script")), _load(place)
+    assert found == as_alone(found, first, run_alone)
     by_default = place.under("pickled.py")
     assert (by_default.status, by_default.stdout, by_default.stderr) == (0, alone.stdout, alone.stderr)
     assert set(by_default.files) == set(alone.files) == {"whole.pt", "more.pt"}

@@ -23,7 +23,7 @@ from dpmon.tracer.byhand import ByHand
 from dpmon.tracer.errors import in_a_line
 from dpmon.tracer.events import Span
 from dpmon.tracer.frames import OF_CALLS, drop_frames, named_like, outwards
-from dpmon.tracer.lane import ODD, Lane, Unsuited, frame_of, lane_way
+from dpmon.tracer.lane import ODD, ROWS, Lane, Unsuited, frame_of, lane_way
 from dpmon.tracer.modes import DP, SINGLE, Modes, Plan, overrides
 from dpmon.tracer.names import class_name
 from dpmon.tracer.replicas import Watch
@@ -541,7 +541,7 @@ class Calls:
             if trace.before is not None:
                 trace.before.restore()
             known = isinstance(why, (str, Unsuited))
-            reason = str(why) if known else in_a_line(why)
+            reason = str(why) if known else f"the model raised {in_a_line(why)}"
             plan = self.modes.failed(module, reason, final, trace.number)
             if plan is None:
                 plan = self._new_site(module, wrapper).plan
@@ -1024,7 +1024,7 @@ def changed_meaning(result: Any, rows: int, replicas: int) -> str | None:
         count = tensor.shape[0] if tensor.dim() else 0
         if count != rows:
             kind = "a scalar" if tensor.dim() == 1 and count == replicas else "tensors of other lengths"
-            return f"the module returns {kind} instead of a row for each of the {rows} rows of the batch"
+            return f"{ROWS}: the model returns {kind} for the {rows} rows of the batch"
     return None
 
 

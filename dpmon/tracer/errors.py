@@ -15,9 +15,16 @@ _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 MAX_CHARACTERS = 300
+_SILENT = {
+    "StopIteration": (
+        "(next() found nothing: a replica has no parameters, so take device and dtype from an input,"
+        " not from next(self.parameters()))"
+    ),
+}
+"""What can be said of exceptions that say nothing themselves."""
 
 
-def in_a_line(error: Exception | str) -> str:
+def in_a_line(error: BaseException | str) -> str:
     """Its kind and the first line of what it says; of one that torch retells with its traceback, those of that one.
 
     torch's errors say first what has happened and then where to look further; parallel_apply raises a replica's error
@@ -28,9 +35,12 @@ def in_a_line(error: Exception | str) -> str:
     indented = [number for number, line in enumerate(lines) if line.startswith(" ")]
     retold = lines[0].startswith("Caught ") and bool(indented)
     text = lines[min(indented[-1] + 1, len(lines) - 1) if retold else 0]
-    if retold and text.partition(": ")[0].rpartition(".")[2] == kind:
-        return text[:MAX_CHARACTERS]
-    return f"{kind}: {text}"[:MAX_CHARACTERS]
+    name, _, said = text.partition(": ") if retold else (kind, "", text)
+    if retold and name.rpartition(".")[2] != kind:
+        name, said = kind, text
+    if said:
+        return f"{name}: {said}"[:MAX_CHARACTERS]
+    return f"{name} {_SILENT.get(kind, 'without a message')}"
 
 
 def uncaught(rank: int | None) -> str | None:

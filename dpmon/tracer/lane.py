@@ -30,9 +30,11 @@ from dpmon.tracer.virtual import VERBS
 if TYPE_CHECKING:
     from dpmon.tracer.calls import Calls, Site
 
-__all__ = ["ODD", "Lane", "Unsuited", "frame_of", "lane_way"]
+__all__ = ["ODD", "ROWS", "Lane", "Unsuited", "frame_of", "lane_way"]
 
-ODD = "the module returns a scalar, or more than tensors: DataParallel would change it"
+ROWS = "return one row per input row, and compute the loss outside the model"
+"""What a script has to do for dp."""
+ODD = f"{ROWS}: the model returns a scalar, or more than tensors, which DataParallel would change"
 _frames: list[Frame] = []
 
 

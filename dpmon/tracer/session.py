@@ -23,6 +23,7 @@ import torch
 from dpmon.packing import PLAIN_WORDS, STEP_WORDS, pack_definition, pack_event, shortened
 from dpmon.ring import DEFAULT_CAPACITY, Ring
 from dpmon.tracer import sizes
+from dpmon.tracer.errors import in_a_line
 from dpmon.tracer.inject import note
 
 if TYPE_CHECKING:
@@ -337,14 +338,57 @@ class Session:
             count = self._faults[where] = self._faults.get(where, 0) + 1
             if len(self._faults) == count == 1:  # the first of all: what follows mostly follows from it
                 self.warn(
-                    f"dpmon's tracer failed in {where}: {type(error).__name__}: {error}; the training is not affected"
+                    f"dpmon's tracer failed while it {_doing(where)}, by {in_a_line(error)}."
+                    " The training is not affected; the record may lack what was looked at"
                 )
             if fatal and count >= MAX_FAULTS and not self.off:
                 self.off = True
                 self.on_change()
-                self.warn(f"dpmon's tracer gave up after {count} faults in {where}: nothing more is recorded")
+                self.warn(
+                    f"dpmon's tracer gave up after it failed {count} times while it {_doing(where)}:"
+                    " nothing more is recorded"
+                )
         except Exception:  # noqa: BLE001 - nothing more can be done, and the script must not notice
             self.off = True
+
+
+_DOING = {
+    "begin": "noted the beginning of a call",
+    "before": "noted the beginning of a call",
+    "end": "noted the end of a call",
+    "success": "noted the end of a call",
+    "place": "noted the end of a call",
+    "view": "prepared what the replicas see of the model",
+    "inside": "looked for a DataParallel inside the model",
+    "functional": "noted a call of data_parallel",
+    "by hand": "noted a scatter, replicate, parallel_apply or gather",
+    "phases": "timed the phases of a call",
+    "take over": "split a call over replicas",
+    "fall back": "let a call run on one device after dp had failed",
+    "replicas": "timed the replicas",
+    "hooks": "noted what a replica received and returned",
+    "sizes": "noted the sizes of inputs and outputs",
+    "stages": "noted the stages of a model that lies on several devices",
+    "roots": "looked which modules the script calls",
+    "fetch": "noted a fetched batch",
+    "backward": "noted a backward pass",
+    "optimizer": "noted a step of an optimizer",
+    "optimizers": "looked for the script's optimizers",
+    "copy": "noted a copy to a device",
+    "look": "looked at the state of the training between two steps",
+    "memory": "looked at what the devices' memory holds",
+    "events": "timed work on a device",
+    "out of memory": "noted an error for want of memory",
+    "construct": "noted that a DataParallel was made",
+    "dynamo": "told torch.compile to skip dpmon's own functions",
+    "pause": "waited for the end of a pause",
+    "exit": "wrote the last step at the end of the process",
+}
+"""What the tracer does in each of the places that a fault is reported from."""
+
+
+def _doing(where: str) -> str:
+    return _DOING.get(where, f"followed the training ({where})")
 
 
 def raise_from_signal(error: BaseException) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from dpmon.tracer.errors import in_a_line
+from dpmon.tracer.session import _DOING
 
 RETOLD = """Caught {kind} in replica 1 on device 1.
 Original Traceback (most recent call last):
@@ -31,6 +35,26 @@ def test_a_replicas_error_is_told_as_it_was_raised() -> None:
 
 
 def test_an_error_that_says_nothing_or_too_much() -> None:
-    assert in_a_line(KeyError()) == "KeyError: "
+    assert in_a_line(KeyError()) == "KeyError without a message"
     assert len(in_a_line(ValueError("x" * 1000))) == 300
     assert in_a_line(ValueError("Caught it")) == "ValueError: Caught it"
+
+
+def test_a_replica_without_parameters_is_explained() -> None:
+    """What `next(self.parameters())` raises in a replica says nothing at all."""
+    told = in_a_line(StopIteration(RETOLD.format(kind="StopIteration", raised="StopIteration")))
+    assert told.startswith("StopIteration (next() found nothing: a replica has no parameters")
+    assert (
+        in_a_line(ValueError(RETOLD.format(kind="ValueError", raised="ValueError"))) == "ValueError without a message"
+    )
+
+
+def test_every_place_that_may_fault_says_what_dpmon_was_doing() -> None:
+    """A fault's text names what dpmon was doing, not a word for a place in its code."""
+    places = {
+        match
+        for path in (Path(__file__).parents[2] / "dpmon" / "tracer").glob("*.py")
+        for match in re.findall(r"(?:[.]fault|\bfault)\(\"([^\"]+)\"", path.read_text())
+    }
+    assert len(places) > 20
+    assert places == set(_DOING)

@@ -68,7 +68,7 @@ def summary(directory: Path, how: ExitInfo | None) -> list[Line]:
         if name in totals.evaluations:
             lines += _mode_lines(name, ", evaluation", totals.evaluations[name], totals)
     gone = ((name, gone) for name, gone in sorted(totals.deleted.items()) if gone.sums.steps)
-    lines += _ranked(_STEP, (_deleted_line(*each) for each in gone))
+    lines += _ranked(_STEP, (_deleted_line(*each, totals) for each in gone))
     lines += _ranked(_WHO, _rank_lines(totals))
     lines += _ranked(_PART, _stage_lines(totals))
     lines += _ranked(_WHO, _replica_lines(totals))
@@ -84,10 +84,19 @@ def summary(directory: Path, how: ExitInfo | None) -> list[Line]:
         lacks.append(f"{pruned} older records were deleted to bound the history: the figures are of the rest")
     if totals.dropped:
         lacks.append(f"{group(totals.dropped)} records were dropped: the figures are of the rest")
-    lacks += [f"warning: {text}" for text in list(dict.fromkeys(totals.warnings))[:_MAX_WARNINGS]]
+    lacks += _warnings(totals, short_name(info))
     lines += _ranked(_LACKS, lacks)
     lines.append(Line(_FIRST, f"record: {directory}  (dpmon export {short_name(info)})"))
     return [Line(rank, clean(text)) for rank, text in lines]
+
+
+def _warnings(totals: Totals, name: str) -> list[str]:
+    """The first of them, and how many more there are and where."""
+    texts = list(dict.fromkeys(totals.warnings))
+    said = [f"warning: {text}" for text in texts[:_MAX_WARNINGS]]
+    if more := len(texts) - len(said):
+        said.append(f"{many(more, 'more warning')}: dpmon export {name} --kind warning has all {len(texts)}")
+    return said
 
 
 def _ranked(rank: int, texts: Iterable[str]) -> list[Line]:
@@ -167,16 +176,34 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def _mode_name(name: str, totals: Totals) -> str:
+    """A mode as the screen calls it: ranks have one device each, which is neither dp nor single."""
+    return "ddp" if name == "single" and totals.distributed else name
+
+
+def _steps(mode: ModeTotals, totals: Totals) -> str:
+    """How many steps and calls, and whose: ranks take their steps together, other processes each their own."""
+    counts = [count for count in mode.steps.values() if count]
+    calls = many(mode.calls, "call")
+    if len(counts) < 2:
+        return f"{many(sum(counts), 'step')}, {calls}"
+    ranks = any(line.rank is not None for line in totals.ranks)
+    if ranks and len(set(counts)) == 1:
+        return f"{many(counts[0], 'step')} of each of {len(counts)} ranks, {calls} in all"
+    who = "ranks" if ranks else "processes"
+    return f"{many(sum(counts), 'step')} of {len(counts)} {who} in all, {calls}"
+
+
 def _mode_lines(name: str, kind: str, mode: ModeTotals, totals: Totals) -> list[Line]:
-    if name == "single" and totals.distributed:
-        name = "ddp"  # one device a rank: neither dp nor single
-    title = (name or "mode unknown") + (" (virtual replicas)" if name == "dp" and totals.virtual else "") + kind
+    title = (
+        (_mode_name(name, totals) or "mode unknown")
+        + (" (virtual replicas)" if name == "dp" and totals.virtual else "")
+        + kind
+    )
     speed = rate_words(mode.rate())
-    head = f"{title}: {many(max(mode.steps.values(), default=0), 'step')}, {many(mode.calls, 'call')}"
+    head = f"{title}: {_steps(mode, totals)}"
     if speed:
         head += f", {speed}"
-    if totals.processes > 1:
-        head += f", {totals.processes} processes"
     rows = [(_STEP, "step", mode.walls)]
     for phase in STEP_PHASES:
         if phase in mode.step_phases:
@@ -190,12 +217,12 @@ def _mode_lines(name: str, kind: str, mode: ModeTotals, totals: Totals) -> list[
     ]
 
 
-def _deleted_line(name: str, gone: Deleted) -> str:
+def _deleted_line(name: str, gone: Deleted, totals: Totals) -> str:
     """What is left of the steps of a mode that were deleted."""
     middle, tail = (gone.sums.quantile("step", fraction) or 0 for fraction in (0.5, 0.95))
     speed = rate_words(gone.rate())
     said = f", {speed}" if speed else ""
-    head = f"{name or 'mode unknown'}, deleted: {many(gone.sums.steps, 'step')}{said}"
+    head = f"{_mode_name(name, totals) or 'mode unknown'}, deleted: {many(gone.sums.steps, 'step')}{said}"
     return f"{head}, median {ms(middle)}, p95 {ms(tail)} (within 3 %)"
 
 
@@ -263,7 +290,8 @@ def _replica_lines(totals: Totals) -> list[str]:
         for line in found[:_MAX_SIZES]:
             whose = f"{line.root} " if several else ""
             sizes = f"{line.inputs or 'sizes not seen'} -> {line.outputs or 'sizes not seen'}"
-            who = f"{line.mode or '?'} {whose}replica {line.replica} {line.device}"
+            replica = f"replica {line.replica} " if line.mode == "dp" else ""
+            who = f"{_mode_name(line.mode, totals) or '?'} {whose}{replica}{line.device}"
             lines.append(f"  {who}  {sizes}  {many(line.calls, 'call')}")
         if others := found[_MAX_SIZES:]:
             lines.append(f"    and {many(len(others), 'other size')}, {many(sum(o.calls for o in others), 'call')}")

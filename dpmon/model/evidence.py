@@ -45,6 +45,8 @@ class ModeFacts(NamedTuple):
     """Of the whole step: where most of the last third lies above most of the first, it is no noise."""
     mean_ns: float | None = None
     """Of the whole step."""
+    distributed: bool = False
+    """Ranks of DistributedDataParallel have trained in it: one device each, so neither dp nor single."""
 
     def share(self, *names: str) -> float:
         """The part of all step time that phases took together (0 to 1)."""

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from dpmon.model.members import SECOND
+from dpmon.model.phases import CALLS_AT
 from dpmon.model.state import PHASES, Process, StepSample
 from dpmon.model.uneven import Uneven
 from dpmon.rates import Rate, rate_of, span_rate
@@ -16,6 +17,7 @@ __all__ = [
     "PhaseFigures",
     "Speed",
     "Summary",
+    "leaves_rest",
     "mean_speed",
     "median",
     "median_known",
@@ -186,6 +188,11 @@ def _phases(steps: Sequence[tuple[int, ...]], total: int) -> tuple[PhaseFigures,
 def shown(phases: Sequence[PhaseFigures]) -> list[PhaseFigures]:
     """The phases that are worth a column: all, but copies only where there are any, which takes a GPU."""
     return [phase for phase in phases if phase.ran or phase.name != "copy"]
+
+
+def leaves_rest(phases: Sequence[PhaseFigures]) -> bool:
+    """Whether the phases of the calls stand by themselves, so that `forward` is only what is left of it."""
+    return any(phase.ran for phase in phases if phase.name in PHASES[CALLS_AT])
 
 
 def phase_figures(name: str, ran: int, times: Iterable[int], share: float | None) -> PhaseFigures:

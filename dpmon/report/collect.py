@@ -51,7 +51,7 @@ def collect(directory: Path) -> Story:
     state, how = run_state(directory, info)
     reader = RunReader(directory)
     gone = tuple(
-        Deleted(deleted_facts(name, one, totals.virtual), one.sums.calls, one.first_s, one.last_s)
+        Deleted(deleted_facts(name, one, totals.virtual, totals.distributed), one.sums.calls, one.first_s, one.last_s)
         for name, one in sorted(totals.deleted.items())
         if one.sums.steps
     )
@@ -72,7 +72,9 @@ def collect(directory: Path) -> Story:
         evidence=evidence,
         findings=tuple(findings(evidence)),
         evaluations=tuple(
-            mode_facts(name, mode, totals.virtual) for name, mode in sorted(totals.evaluations.items()) if mode.walls
+            mode_facts(name, mode, totals.virtual, totals.distributed)
+            for name, mode in sorted(totals.evaluations.items())
+            if mode.walls
         ),
         deleted=gone,
         steps=steps,
@@ -96,6 +98,7 @@ def collect(directory: Path) -> Story:
         raised=last_words(reader.output_paths[-1]) if how is not None and how.status else None,
         host=collector.devices.host(),
         gpu_absent=collector.devices.gpu_absent,
+        distributed=totals.distributed,
         dropped=totals.dropped,
         pruned=totals.pruned,
         compared=verdict,
@@ -224,7 +227,10 @@ class _Collector(Adder):
         self.devices.paused = paused
         inputs = tuple((process, *span) for process, span in totals.inputs.spans())
         return Evidence(
-            modes=tuple(mode_facts(name, mode, totals.virtual) for name, mode in sorted(totals.modes.items())),
+            modes=tuple(
+                mode_facts(name, mode, totals.virtual, totals.distributed)
+                for name, mode in sorted(totals.modes.items())
+            ),
             batches=tuple(self._shares.batches()),
             replicas=tuple(self._shares.replicas()),
             devices=self.devices.facts(),

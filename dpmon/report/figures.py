@@ -13,7 +13,7 @@ from dpmon.run.totals import Deleted, ModeTotals
 __all__ = ["deleted_facts", "mode_facts"]
 
 
-def mode_facts(name: str, mode: ModeTotals, virtual: bool) -> ModeFacts:
+def mode_facts(name: str, mode: ModeTotals, virtual: bool, distributed: bool = False) -> ModeFacts:
     """Medians, tails and shares of a mode, and how its first and last third differ."""
     total = sum(mode.walls)
     early, late = {}, {}
@@ -35,6 +35,7 @@ def mode_facts(name: str, mode: ModeTotals, virtual: bool) -> ModeFacts:
     return ModeFacts(
         mode=name,
         virtual=virtual and name == "dp",
+        distributed=distributed and name == "single",
         steps=len(mode.walls),
         median_ns=median(ordered),
         p95_ns=percentile(ordered, 0.95),
@@ -48,7 +49,7 @@ def mode_facts(name: str, mode: ModeTotals, virtual: bool) -> ModeFacts:
     )
 
 
-def deleted_facts(name: str, deleted: Deleted, virtual: bool) -> ModeFacts:
+def deleted_facts(name: str, deleted: Deleted, virtual: bool, distributed: bool = False) -> ModeFacts:
     """The same of what was deleted: shares are exact, medians and tails within 3 %."""
     sums = deleted.sums
     total = sums.sums[0]
@@ -62,6 +63,7 @@ def deleted_facts(name: str, deleted: Deleted, virtual: bool) -> ModeFacts:
     return ModeFacts(
         mode=name,
         virtual=virtual and name == "dp",
+        distributed=distributed and name == "single",
         steps=sums.steps,
         median_ns=sums.quantile("step", 0.5),
         p95_ns=sums.quantile("step", 0.95),

@@ -153,6 +153,8 @@ class Story:
     """The host in the terms of a device: use of its processors, its memory."""
     gpu_absent: str | None = None
     """Why there are no GPUs to tell of."""
+    distributed: bool = False
+    """Whether ranks train by DistributedDataParallel."""
     dropped: int = 0
     pruned: int = 0
     compared: Compared | None = None

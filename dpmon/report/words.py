@@ -103,7 +103,7 @@ def what_ran(story: Story) -> str:
     count = story.evidence.processes
     modes: Counter[str] = Counter()
     for facts in (*story.evidence.modes, *story.evaluations, *(one.facts for one in story.deleted)):
-        modes[facts.mode] += facts.steps
+        modes["ddp" if facts.distributed else facts.mode] += facts.steps
     several_modes = len(+modes) > 1
     counted = f"{many(story.steps, 'step')}, {many(story.calls, 'call')}{' in all' if count > 1 else ''}"
     if several_modes:
@@ -112,7 +112,7 @@ def what_ran(story: Story) -> str:
     groups: dict[str, list[str]] = {}
     for change in story.changes:
         if change.requested_by == "start" and change.refused is None and change.mode:
-            groups.setdefault(_began(change), []).append(change.root or "?")
+            groups.setdefault(_began(change, story.distributed), []).append(change.root or "?")
     several = len(groups) > 1
     began = "began as " if several_modes else ""
     texts = [
@@ -122,11 +122,12 @@ def what_ran(story: Story) -> str:
     return "; ".join([f"{who}, {counted}", *texts])
 
 
-def _began(change: ModeChange) -> str:
+def _began(change: ModeChange, distributed: bool) -> str:
     devices = " ".join(change.devices[:8]) + (" ..." if len(change.devices) > 8 else "")
     virtual = "virtual replicas " if change.virtual and change.mode == "dp" else ""
     reason = f" ({change.reason})" if change.reason else ""
-    return f"{change.mode} on {virtual}{devices or 'devices not known'}{reason}"
+    mode = "ddp" if distributed and change.mode == "single" else change.mode
+    return f"{mode} on {virtual}{devices or 'devices not known'}{reason}"
 
 
 def machine(story: Story) -> str:
@@ -140,7 +141,9 @@ def machine(story: Story) -> str:
 
 
 def mode_title(mode: ModeFacts) -> str:
-    """A mode's name, with what it stands for under virtual replicas."""
+    """A mode's name, with what it stands for under virtual replicas; "ddp" for ranks, as on the screen."""
+    if mode.distributed:
+        return "ddp"
     return f"{mode.mode} (virtual)" if mode.virtual else mode.mode or "mode unknown"
 
 

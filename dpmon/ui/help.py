@@ -16,7 +16,7 @@ _PHASE_WORDS = {
     "replicate": "the module's parameters are copied to every device, for every batch anew.",
     "apply": "all replicas compute their forward at once (torch: parallel_apply); it ends with the slowest of them.",
     "gather": "the replicas' outputs are brought together on one device.",
-    "forward": "what is left of the forward; in single mode this is the whole of it.",
+    "forward": "the forward. Where scatter to gather stand by themselves: what is left of it, called the rest.",
     "backward": "autograd computes the gradients, and sums those of the replicas.",
     "copy": "the script copies tensors from the host to a GPU (.to, .cuda).",
     "optimizer": "the optimizer changes the parameters.",
@@ -58,6 +58,14 @@ def _entries(pairs: list[tuple[str, str, str]], label: int, width: int) -> list[
     return rows
 
 
+def _once() -> dict[str, str]:
+    """What each key does; one that does several things, by where it is pressed, has them all."""
+    found: dict[str, list[str]] = {}
+    for deed in DEEDS:
+        found.setdefault(deed.key, []).append(deed.says)
+    return {key: "; ".join(says) for key, says in found.items()}
+
+
 def _signs(look: Look, lettered: bool) -> tuple[str, str]:
     """What else there is to know of the columns of panel 3, as they look here."""
     little = "A small letter (or a dot)" if lettered else "The lowest block"
@@ -78,7 +86,7 @@ def help_rows(width: int, look: Look) -> list[Row]:
     rows += _entries([(heads[name], f"phase.{name}", _PHASE_WORDS[name]) for name in PHASES], label, width)
     rows += _entries([("", "", text) for text in _signs(look, lettered)], label, width)
     rows += [[], [("Keys", "title")]]
-    rows += _entries([(deed.key, "key", deed.says) for deed in DEEDS], label, width)
+    rows += _entries([(key, "key", says) for key, says in _once().items()], label, width)
     rows += _entries([(keys, "key", text) for keys, text in _MOVES], label, width)
     rows += [[], [("Keys of a playback (dpmon attach, once a run is over)", "title")]]
     rows += _entries([(deed.key, "key", deed.says) for deed in PLAYED], label, width)

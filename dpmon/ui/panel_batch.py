@@ -8,7 +8,7 @@ from dpmon.model.history import Picture, pictured
 from dpmon.model.history import figures as figures_of
 from dpmon.model.ranks import distributed, training
 from dpmon.model.state import ModeTrack, Process
-from dpmon.model.stats import PhaseFigures, Summary, median_known, shown, summary
+from dpmon.model.stats import PhaseFigures, Summary, leaves_rest, median_known, shown, summary
 from dpmon.model.turn import Turn, last_turn
 from dpmon.ui.batch_notes import notes
 from dpmon.ui.chart import stacked, top_of
@@ -16,7 +16,7 @@ from dpmon.ui.format import clock, group, ms, percent, short_ms, span_words
 from dpmon.ui.look import LETTERS, Look
 from dpmon.ui.rows import Row, cut, right, width_of
 from dpmon.ui.scene import NAMES, SECOND, Scene, mode_words
-from dpmon.ui.waterfall import SHORT_NAMES, waterfall
+from dpmon.ui.waterfall import REST, SHORT_NAMES, waterfall
 
 __all__ = ["batch", "figures", "mode_shown", "title", "wanted_rows"]
 
@@ -68,7 +68,7 @@ def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
     word = mode_words(scene.process, look.glyphs.times)[0]
     if scene.process is not None and mode != scene.process.mode:
         word = f"dp {look.glyphs.times}{len(scene.process.modes[mode].devices)}" if mode == "dp" else mode
-    corner: Row = [("host", "dim")]
+    corner: Row = [("step", "dim")]
     for name, value, style in (
         ("mean", numbers.mean_ns, "bold"),
         ("median", numbers.median_ns, "bold"),
@@ -126,9 +126,15 @@ def _told(numbers: Summary, width: int, look: Look) -> Row:
     return [(cut(text, width, look.glyphs.more), "dim")]
 
 
-def _name(phase: str, room: int, look: Look) -> Row:
-    """The phase's name; where the history has letters, its letter is marked in it."""
-    text = phase if len(phase) < room else SHORT_NAMES.get(phase, phase)[: room - 1]
+def _name(phase: str, room: int, look: Look, *, rest: bool) -> Row:
+    """The phase's name; where the history has letters, its letter is marked in it.
+
+    `rest`: the call's phases stand by themselves, and forward is what is left of it.
+    """
+    if rest and phase == "forward":
+        text = next((word for word in REST if len(word) < room), REST[-1])[: room - 1]
+    else:
+        text = phase if len(phase) < room else SHORT_NAMES.get(phase, phase)[: room - 1]
     if LETTERS[phase] == ".":
         return [("." if not look.colour or look.glyphs.ascii else " ", f"chip.{phase}"), (text, "")]
     return [(text[0].upper(), f"chip.{phase}"), (text[1:], "")]
@@ -138,9 +144,10 @@ def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_
     columns = shown(numbers.phases)
     label, cell = _widths(width, len(columns))
     whole = _has_step(width, len(columns))
+    rest = leaves_rest(columns)
 
     def head(phase: str) -> Row:
-        name = _name(phase, cell, look)
+        name = _name(phase, cell, look, rest=rest)
         return [(" " * (cell - width_of(name)), ""), *name]
 
     def line(word: str, last: str, value: dict[str, str], style: str) -> Row:

@@ -8,6 +8,7 @@ from dpmon.model.compare import Comparison, Side, compared, sentence
 from dpmon.model.finding import many
 from dpmon.model.ranks import distributed
 from dpmon.model.state import HOST, PHASES, WARM_STEPS, Peak
+from dpmon.model.stats import leaves_rest
 from dpmon.model.turn import Piece
 from dpmon.ui.chart import ceiling
 from dpmon.ui.format import UNKNOWN, compact, group, memory, ms, percent
@@ -92,12 +93,14 @@ class _Table:
         self.found, self.width, self.look = found, width, look
         self.label = 12
         self.cell = 11 if width >= 52 else 10
-        self.rest = width - self.label - 2 * self.cell - 2
+        self.room = width - self.label - 2 * self.cell - 2
+        self.rest = any(leaves_rest(side.phases) for side in found.sides.values())
+        """Whether forward is only what is left of it."""
 
     def line(self, word: str, values: Mapping[str, str], style: str = "", note: Row | None = None) -> Row:
         row: Row = [(cut(word, self.label - 1).ljust(self.label), "dim")]
         row += [(right(values.get(mode, UNKNOWN), self.cell), style) for mode in _MODES]
-        return [*row, ("  ", ""), *note] if note and width_of(note) <= self.rest else row
+        return [*row, ("  ", ""), *note] if note and width_of(note) <= self.room else row
 
     def of(self, show: str) -> dict[str, Side]:
         return {mode: side for mode, side in self.found.sides.items() if getattr(side, show) is not None}
@@ -122,7 +125,7 @@ class _Table:
             if found.outcome == "even":  # no ratio without a verdict: between what it lies is all that is known
                 return self.line("median step", steps, "bold", [(f"{low} to {high}{look.glyphs.times}", "dim")])
             note = [(value, "bold"), (f" ({low} to {high})", "dim")]
-            if width_of(note) > self.rest:
+            if width_of(note) > self.room:
                 note = [(value, "bold")]
         return self.line("median step", steps, "bold", note)
 
@@ -181,7 +184,8 @@ class _Table:
                 change = (dp or 0.0) - (single or 0.0)
                 note = [(("+" if change >= 0 else "-") + ms(abs(change)), "dim")]
             shown = {m: ms(times[m]) if phase.ran else "none" for m, phase in phases.items()}
-            rows.append(self.line(" " + name, shown, "", note))
+            word = "fwd rest" if name == "forward" and self.rest else name
+            rows.append(self.line(" " + word, shown, "", note))
         return rows
 
     def bars(self) -> list[Row]:

@@ -9,7 +9,7 @@ from dpmon.model.state import CallTrack, Process
 from dpmon.model.stats import median, median_known, percentile
 from dpmon.records import Call, Replica, Size, rows_of
 from dpmon.ui.chart import bar, range_bar
-from dpmon.ui.format import UNKNOWN, group, memory, ms
+from dpmon.ui.format import UNKNOWN, group, memory, ms, short_ms
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, cut, fit, right, span_width, wrapped
 from dpmon.ui.scene import NAMES, Scene, mode_words
@@ -167,15 +167,17 @@ class _Table:
         ]
 
     def _scale(self) -> str:
-        """What the last column is, and where it ends: its right edge is the slowest replica's 95 %."""
-        if self.spread < len(_RANGE):
-            return "spread".ljust(self.spread)
-        end = ms(self.top) if self.top else ""
-        return (
-            f"{_RANGE}{end:>{self.spread - len(_RANGE)}}"
-            if self.spread > len(_RANGE) + len(end)
-            else (_RANGE.ljust(self.spread))
-        )
+        """The scale of the last column: the times at its two edges, and between them what is drawn if there is room.
+
+        Its right edge is the slowest replica's 95 %.
+        """
+        begin, end = (short_ms(self.base), short_ms(self.top)) if self.top else ("", "")
+        room = self.spread - len(begin) - len(end)
+        if self.top and room >= 1:
+            return (
+                begin + next(word for word in (_RANGE, "5-95%", "") if len(word) + 2 <= max(room, 2)).center(room) + end
+            )
+        return (_RANGE if self.spread >= len(_RANGE) else "spread").ljust(self.spread)
 
     def row(self, replica: Replica) -> Row:
         look = self.look

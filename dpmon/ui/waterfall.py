@@ -16,8 +16,10 @@ from dpmon.ui.look import LETTERS, Glyphs, Look
 from dpmon.ui.rows import Row, Span, cut, fit, right, span_width
 from dpmon.ui.text import clean
 
-__all__ = ["SHORT_NAMES", "lane_row", "main_row", "waterfall"]
+__all__ = ["REST", "SHORT_NAMES", "lane_row", "main_row", "waterfall"]
 
+REST = ("forward rest", "fwd rest", "rest")
+"""What is left of the forward where the call's phases stand by themselves, as long as there is room for."""
 SHORT_NAMES = {
     "replicate": "repl",
     "backward": "back",

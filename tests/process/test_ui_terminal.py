@@ -61,7 +61,7 @@ def test_a_toggle_travels_through_the_ring_and_back(run: Run, terminal: Start) -
     run.train(50)
     assert run.ring is not None
     seen = terminal()
-    seen.shows("d single")
+    seen.shows("d → single")
     seen.press("d")
     seen.shows("single pending")
     assert (run.ring.request_serial, run.ring.request_mode) == (1, 2)

@@ -17,6 +17,7 @@ from test_run_playback import a_run
 
 from dpmon.cli.speak import closing, speak
 from dpmon.cli.summary import Line, fitted, summary, summary_lines
+from dpmon.records import pack_event
 from dpmon.run.rundir import load_exit
 from dpmon.ui.rows import cut
 
@@ -166,3 +167,38 @@ def test_the_prompt_and_the_headline_have_room_on_the_terminal(
     assert "finished in" in printed[0]
     assert "more lines: dpmon report " in printed[-2]
     assert printed[-1].startswith("dpmon: record: ")
+
+
+def test_warnings_beyond_the_first_are_counted_and_it_is_said_where_they_are(state: Path) -> None:
+    training = Training(mode="single")
+    warnings = [pack_event("warning", {"process": 0, "t_s": 1.0, "text": f"warning number {n}"}) for n in range(12)]
+    directory = keep({0: [*training.begin(), *training.run(5), *warnings]})
+    lines = summary_lines(directory, load_exit(directory))
+    assert [line for line in lines if line.startswith("warning: ")] == [
+        f"warning: warning number {n}" for n in range(5)
+    ]
+    (more,) = [line for line in lines if "more warning" in line]
+    assert more.startswith("7 more warnings: dpmon export ")
+    assert more.endswith(" --kind warning has all 12")
+    few = summary_lines(keep({0: [*training.begin(), *warnings[:5]]}, name="few"), None)
+    assert not any("more warning" in line for line in few)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "steps", "said"),
+    [
+        ((None, None), (32, 32), "64 steps of 2 processes in all, 64 calls"),
+        ((0, 1), (32, 32), "32 steps of each of 2 ranks, 64 calls in all"),
+        ((0, 1), (32, 30), "62 steps of 2 ranks in all, 62 calls"),
+        ((None,), (32,), "32 steps, 32 calls"),
+    ],
+)
+def test_a_summary_says_whose_steps_they_are(
+    state: Path, ranks: tuple[int | None, ...], steps: tuple[int, ...], said: str
+) -> None:
+    processes = {}
+    for number, (rank, count) in enumerate(zip(ranks, steps, strict=True)):
+        training = Training(process=number, rank=rank, mode="single", seed=number)
+        processes[number] = [*training.begin(), *training.run(count)]
+    lines = summary_lines(keep(processes), None)
+    assert any(line.startswith(f"single: {said}, ") for line in lines), lines

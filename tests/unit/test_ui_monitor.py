@@ -55,7 +55,7 @@ async def test_it_finds_its_place_when_the_size_changes(tmp_path: Path) -> None:
 
 async def test_toggle_is_pending_at_once_and_done_when_answered(tmp_path: Path) -> None:
     async with stage(tmp_path) as on:
-        await on.shows("d single")
+        await on.shows("d → single")
         await on.press("d")
         assert on.reader.asked == ["single"]
         await on.shows("single pending")
@@ -85,7 +85,7 @@ async def test_no_toggle_where_nothing_may_be_changed(tmp_path: Path) -> None:
         await on.press("d")
         await on.shows("the mode cannot be switched: --mode script leaves the computation as written")
         assert on.reader.asked == []
-        assert "d single" not in on.text()
+        assert "d → single" not in on.text()
 
 
 async def test_what_the_ranks_do_not_allow_is_told(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ async def test_after_the_end_q_just_closes(tmp_path: Path) -> None:
         await on.shows("✗ failed status 1")
         await on.shows("RuntimeError: boom")
         await on.shows("q close")
-        assert "d single" not in on.text()
+        assert "d → single" not in on.text()
         await on.press("d")
         assert on.reader.asked == []
         await on.press("q")

@@ -26,6 +26,8 @@ _BACK = ("resume", "go on")
 _ALL = "list"
 """What `:` is called where nothing is left out; as long as the other word."""
 _SHORT = {
+    "→ single": "→single",
+    "→ dp": "→dp",
     "all panels": "back",
     "to the end": "last",
     "end search": "end",

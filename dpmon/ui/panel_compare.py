@@ -91,7 +91,8 @@ class _Table:
 
     def __init__(self, found: Comparison, width: int, look: Look) -> None:
         self.found, self.width, self.look = found, width, look
-        self.label = 12
+        apart = any(side.rate is not None and side.rate.apart for side in found.sides.values())
+        self.label = 14 if apart else 12  # for "within steps"
         self.cell = 11 if width >= 52 else 10
         self.room = width - self.label - 2 * self.cell - 2
         self.rest = any(leaves_rest(side.phases) for side in found.sides.values())

@@ -174,9 +174,12 @@ class _Table:
         begin, end = (short_ms(self.base), short_ms(self.top)) if self.top else ("", "")
         room = self.spread - len(begin) - len(end)
         if self.top and room >= 1:
-            return (
-                begin + next(word for word in (_RANGE, "5-95%", "") if len(word) + 2 <= max(room, 2)).center(room) + end
-            )
+            between = next(word for word in (_RANGE, "5-95%", "") if len(word) + 2 <= max(room, 2))
+            return begin + between.center(room) + end
+        number = begin.rstrip("nµms")
+        unit = begin[len(number) :]
+        if self.top and end.endswith(unit) and len(f"{number}-{end}") <= self.spread:
+            return f"{number}-{end}".rjust(self.spread)
         return (_RANGE if self.spread >= len(_RANGE) else "spread").ljust(self.spread)
 
     def row(self, replica: Replica) -> Row:

@@ -455,7 +455,7 @@ async def test_ranks_of_ddp_are_offered_no_toggle(tmp_path: Path) -> None:
         rank = Training(via="DistributedDataParallel", mode="single", devices=("cpu:0",), rank=0)
         on.reader.new = decoded([*rank.begin(), *rank.run(20)], origin_ns=SECOND, rank=0)
         await on.shows("● running")
-        assert "d dp" not in on.text()
+        assert "d → dp" not in on.text()
         await on.press("d")
         assert on.reader.asked == []
 

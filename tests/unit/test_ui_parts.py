@@ -37,7 +37,7 @@ def a_scene() -> Scene:
 
 def test_the_footer_offers_only_what_works() -> None:
     scene = a_scene()
-    said = "d single space freeze 1-5 panel enter zoom i input [ ] range s picture e export r report x stop t theme"
+    said = "d → single space freeze 1-5 panel enter zoom i input [ ] range s picture e export r report x stop t theme"
     assert " ".join(plain(footer(scene, 200, LOOK)[0]).split()) == said + " + - refresh : list ? help q leave"
     nothing = replace(scene, can_toggle=False, can_type=False, ended=Ended(0, None, 1))
     said = "1-5 panel enter zoom [ ] range s picture e export r report t theme + - refresh : list ? help q close"
@@ -64,7 +64,7 @@ def test_the_footer_leaves_out_what_matters_least_and_says_so(over: bool) -> Non
         for key in named:
             assert at(row, text.index(f" {key} ") + 1) == key
     assert least >= 4
-    wanted = "r report e export" if over else "d single p pause space hold 1-5 panel enter zoom x stop"
+    wanted = "r report e export" if over else "d →single p pause space hold 1-5 panel enter zoom x stop"
     assert set(wanted.split()) <= set(plain(footer(scene, 80, LOOK)[0]).split())
 
 

@@ -157,7 +157,7 @@ def test_the_end_stays_with_its_outcome(ended: Ended, said: str) -> None:
     text = text_of(scene, 160, 50)
     assert said in text
     assert "q close" in text
-    assert "d single" not in text
+    assert "d → single" not in text
     assert "dpmon export 20261120-141502-linear-7f3a" in text
 
 

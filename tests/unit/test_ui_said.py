@@ -85,7 +85,7 @@ def test_what_has_no_room_in_the_header_is_left_out_in_full() -> None:
         assert not any("…" in row for row in rows)
         still_there = replace(closing_down, can_type=True, pausing=Pausing(possible=True))
         footer = screen(still_there, width)[-1]
-        assert not any(word in footer for word in ("d single", "p pause"))
+        assert not any(word in footer for word in ("d → single", "p pause"))
         asking = replace(still_there, now_ns=scene.now_ns + 9 * SECOND, reads_since_ns=scene.now_ns)
         rows = screen(asking, width)
         assert any("i types" in row for row in rows[:3])

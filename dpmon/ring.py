@@ -169,7 +169,7 @@ class Ring:
                 _write_in_place(fd)
                 with NoSizeSignal():
                     os.posix_fallocate(fd, 0, HEADER_BYTES + capacity)
-            except OSError:
+            except BaseException:  # an interrupt must not leave a file that is no ring, either
                 os.unlink(path)
                 raise
             self.map = mmap.mmap(fd, HEADER_BYTES + capacity)

@@ -46,8 +46,8 @@ def note(text: str, file: str = "stages.log") -> None:
                     os.write(fd, f"{os.getpid()} {monotonic_ns()} {text}\n".encode("utf-8", "replace"))
         finally:
             os.close(fd)
-    except (OSError, ImportError):
-        pass  # a full disk or a vanished directory is no reason to disturb the program
+    except Exception:  # noqa: BLE001 - a full disk or a vanished directory is no reason to disturb the program
+        pass
 
 
 class _Loader:

@@ -32,6 +32,8 @@ class Progress:
         self._said: dict[int, Tally] = {}
         """The same as it was at the last line."""
         self._inputs, self._pauses = Inputs(), Pauses()
+        self._last_ns = 0
+        """When the newest step ended (monotonic); 0 before the first step."""
 
     def line(self) -> str:
         """How far the run is and how fast since the last line; what it waits for if there was no step."""
@@ -77,6 +79,7 @@ class Progress:
                     steps.append(record)
                     self._processes.add(record.process)
                     self._pace(record.process).record(record)
+                    self._last_ns = max(self._last_ns, record.start_ns + record.wall_ns)
                 elif isinstance(record, Event) and record.kind == "mode":
                     self._virtual = record.data.get("virtual") is True
                 elif isinstance(record, Event) and record.kind == "process":
@@ -116,6 +119,8 @@ class Progress:
             if since and name != "ended":
                 return f"no step for {(now - since) / 1e9:.0f} s, in {name}"
         stage = self._reader.stage()
+        if self._last_ns and (stage is None or stage[1] < self._last_ns):
+            return f"no step for {(now - self._last_ns) / 1e9:.0f} s, the training process has ended"
         if stage is None:
             return "waiting for the first step"
         text, at = stage

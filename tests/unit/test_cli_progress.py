@@ -85,6 +85,18 @@ def test_without_steps_it_says_what_is_waited_for() -> None:
     assert line(activities={0: ("paused", since)}) == "paused for 12 s"
 
 
+def test_after_the_last_step_no_first_step_is_waited_for() -> None:
+    now = time.monotonic_ns()
+    last = Step(0, None, 96, "single", now - 6 * 10**9, 10**9, 30, {})
+    reader = FakeReader([last], activities={0: ("ended", 0), 1: ("ended", 0)})
+    reader.reached = ("torch imported", now - 60 * 10**9)
+    progress = Progress(reader)  # type: ignore[arg-type]
+    assert progress.line().startswith("step 96")
+    assert progress.line() == "no step for 5 s, the training process has ended"
+    reader.reached = ("importing torch", now)  # the next training of the same command
+    assert progress.line() == "importing torch (0 s)"
+
+
 def test_a_pause_is_no_part_of_the_speed() -> None:
     paused = {"process": 0, "paused": True, "paused_s": None}
     over = {"process": 0, "paused": False, "paused_s": 4.0}

@@ -224,7 +224,8 @@ def globals_of_all_kinds():
     pool.submit(tell, "in the pool").result()
     pool.submit(threading.Event().wait, 0.05)
     names["event"] = threading.Event()
-    threading.Thread(target=lambda: (names["event"].wait(0.05), tell("a thread's end"))).start()
+    if END != "_exit":  # which may come before the thread's end, or after it
+        threading.Thread(target=lambda: (names["event"].wait(0.05), tell("a thread's end"))).start()
     threading.Thread(target=names["event"].wait, daemon=True).start()
     atexit.register(tell, "at exit")
     names["local"] = local = threading.local()

@@ -1,4 +1,4 @@
-"""JSON from a run's files: what no run writes (endless numbers, NaN, deep nesting) never gets any further.
+"""Reads JSON from a run's files and rejects what no run writes: huge numbers, NaN, deep nesting.
 
 Standard library only.
 """
@@ -13,22 +13,22 @@ __all__ = ["load_event", "load_json"]
 
 _ODD = re.compile(r"[0-9]{19}|[eE][+]?[0-9]{3}|NaN|Infinity")
 _NESTED = 16
-"""Brackets from which on it is looked how deep they lie in each other."""
+"""Number of brackets above which their nesting is checked."""
 _DEEPEST = 12
 _LARGEST = 1 << 63
 
 
 def load_json(text: str | bytes) -> Any:
-    """The value in `text`; numbers that are not finite or have more than 64 bits are None, as if they were unknown.
+    """The value in `text`. Numbers that are not finite or need more than 64 bits become None, which means unknown.
 
-    Raises ValueError for what is no JSON (or no UTF-8) or is nested too deep.
+    Raises ValueError if the text is not JSON, is not UTF-8 or is nested too deeply.
     """
     text = text.decode() if isinstance(text, bytes) else text
     try:
         value = json.loads(text)
     except RecursionError:
-        raise ValueError("nested too deep") from None
-    # A search is much cheaper than a look at every value, which nearly no text needs.
+        raise ValueError("nested too deeply") from None
+    # A search of the text is much cheaper than a walk over the values, and almost no text needs the walk.
     if _ODD.search(text) or text.count("[") + text.count("{") > _NESTED:
         return _tamed(value, _DEEPEST)
     return value
@@ -38,14 +38,14 @@ def load_event(text: str | bytes) -> tuple[str, dict[str, Any]]:
     """Kind and data of an event; ValueError for anything else."""
     data = load_json(text)
     if not isinstance(data, dict) or not isinstance(kind := data.pop("kind", None), str):
-        raise ValueError("no event")
+        raise ValueError("not an event")
     return kind, data
 
 
 def _tamed(value: Any, depth: int) -> Any:
     if isinstance(value, (dict, list)):
         if not depth:
-            raise ValueError("nested too deep")
+            raise ValueError("nested too deeply")
         if isinstance(value, dict):
             return {key: _tamed(one, depth - 1) for key, one in value.items()}
         return [_tamed(one, depth - 1) for one in value]

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         speak(info.options["elsewhere"])
     state = os.environ.get("XDG_STATE_HOME", "")
     if state.strip() and not os.path.isabs(state):
-        speak(f"XDG_STATE_HOME={state} is no absolute path and is ignored; this run is kept in {directory.parent}")
+        speak(f"XDG_STATE_HOME={state} is not an absolute path and is ignored; this run is kept in {directory.parent}")
     early: list[int] = []
     if headless:
         remember_signals(early)
@@ -155,7 +155,7 @@ def _metrics(asked: str | None) -> str | None:
     path = os.path.abspath(asked)
     place = path if os.path.isdir(path) else os.path.dirname(path)
     if not os.access(place, os.W_OK | os.X_OK):
-        raise RunError(f"metrics cannot be written to {asked}: {place} is no directory that can be written")
+        raise RunError(f"metrics cannot be written to {asked}: {place} is not a directory that can be written")
     if not os.path.isdir(path):
         try:
             check_replaceable(Path(path))

@@ -180,7 +180,7 @@ def _progress(focus: Process | None, now_ns: int | None) -> tuple[dict[str, Any]
     if fast.reason is not None:
         absent.update(dict.fromkeys(_RATES, fast.reason))
     elif fast.samples_per_s is None:
-        absent.update(dict.fromkeys(_RATES[1::2], "the steps do not know their samples"))
+        absent.update(dict.fromkeys(_RATES[1::2], "the steps have no sample count"))
     found = figures(focus, focus.mode, _SPAN_S)
     if not found.steps:
         absent.update(dict.fromkeys(("step_ms", "phases", "call_phases"), "no step in this mode yet"))

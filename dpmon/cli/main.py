@@ -19,7 +19,7 @@ def main(words: Sequence[str]) -> int:
     except UsageError as error:
         from dpmon.ui.text import clean
 
-        print(f"dpmon: {clean(error)}; dpmon --help lists what there is", file=sys.stderr)
+        print(f"dpmon: {clean(error)}; dpmon --help lists commands and options", file=sys.stderr)
         return 2
     if command == "help":
         return 2

@@ -21,7 +21,7 @@ _PROMPTS = 3
 
 
 def speak(text: str) -> None:
-    """One line of dpmon's own on stderr, made harmless; a closed stderr is no reason to fail."""
+    """Print one line of dpmon's own to stderr, without control characters; a closed stderr is ignored."""
     with contextlib.suppress(OSError, ValueError):
         print(in_stream(f"{_HEAD}{clean(text)}", sys.stderr), file=sys.stderr, flush=True)
 
@@ -63,5 +63,5 @@ def _sum_up(directory: Path, how: ExitInfo | None, say: Callable[[str], None], b
         if directory.exists():
             say(f"no summary: {error}")
         else:
-            status = "not known" if how is None or how.status is None else how.status
-            say(f"no summary, for the record was deleted meanwhile: {directory} (exit status {status})")
+            status = "unknown" if how is None or how.status is None else how.status
+            say(f"no summary: the record {directory} was deleted (exit status {status})")

@@ -91,11 +91,11 @@ def summary(directory: Path, how: ExitInfo | None) -> list[Line]:
 
 
 def _warnings(totals: Totals, name: str) -> list[str]:
-    """The first of them, and how many more there are and where."""
+    """The first few warnings, then how many more there are and which command lists them."""
     texts = list(dict.fromkeys(totals.warnings))
     said = [f"warning: {text}" for text in texts[:_MAX_WARNINGS]]
     if more := len(texts) - len(said):
-        said.append(f"{many(more, 'more warning')}: dpmon export {name} --kind warning has all {len(texts)}")
+        said.append(f"{many(more, 'more warning')}: dpmon export {name} --kind warning lists all {len(texts)}")
     return said
 
 
@@ -177,12 +177,12 @@ def duration(seconds: float) -> str:
 
 
 def _mode_name(name: str, totals: Totals) -> str:
-    """A mode as the screen calls it: ranks have one device each, which is neither dp nor single."""
+    """The mode's name as on the screen: ranks have one device each, so they are neither dp nor single."""
     return "ddp" if name == "single" and totals.distributed else name
 
 
 def _steps(mode: ModeTotals, totals: Totals) -> str:
-    """How many steps and calls, and whose: ranks take their steps together, other processes each their own."""
+    """Steps, calls and processes. Ranks step together; other processes step independently."""
     counts = [count for count in mode.steps.values() if count]
     calls = many(mode.calls, "call")
     if len(counts) < 2:

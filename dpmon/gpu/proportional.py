@@ -83,7 +83,7 @@ class ProportionalMemory:
         except PermissionError:
             why = f"the kernel does not let this user read the memory of process {key[0]}"
         except FileNotFoundError:
-            why = f"the kernel does not tell the proportional memory of process {key[0]}"  # or it has just ended
+            why = f"the kernel does not report the proportional memory of process {key[0]}"  # or it has just ended
         except OSError as error:
             why = f"the memory of process {key[0]} cannot be read: {error.strerror}"
         ended = self._clock()

@@ -1,4 +1,4 @@
-"""What to try about a finding, as far as the run's figures support it. Pure.
+"""Advice for each finding, given only where the run's figures support it. Pure.
 
 Advice that the figures do not support can make a training slower: worker processes for fetches of 100 us, or fewer
 threads on a machine with room to spare.
@@ -12,34 +12,34 @@ from dpmon.model.finding import enough, percent, took
 __all__ = ["DATA_SHARE", "for_data", "for_low_use", "for_spread", "room"]
 
 DATA_SHARE = 0.2
-"""Of the step. A loader that keeps up shows a few per cent (a queue's get); a fifth is worth a worker more."""
+"""Share of the step. A loader that keeps up takes a few per cent (a queue's get); a fifth justifies another worker."""
 WORTH_A_WORKER_NS = 1_000_000
-"""A fetch. Handing a batch over from another process takes some hundreds of microseconds by itself."""
+"""Shortest fetch that justifies a worker: passing a batch between processes takes some hundreds of microseconds."""
 ROOM = 0.5
-"""Processors without work, on the median: a worker needs that much, or it takes its time from the training."""
+"""Median number of idle processors that a worker needs. With fewer it slows the training down."""
 FEW_TAKE_MOST = 3.0
-"""Mean fetch by the median one: a few fetches take most of the time, as the first of an epoch do."""
+"""Mean fetch divided by the median: from here on a few fetches (the first of each epoch) take most of the time."""
 
 
 def for_data(mode: ModeFacts, evidence: Evidence) -> str:
-    """What to try where the training waits for its loader."""
+    """Advice where the training waits for its loader."""
     fetch = mode.phase("data")
     median = None if fetch is None else fetch.median_ns
     mean = None if fetch is None or fetch.share is None or mode.mean_ns is None else fetch.share * mode.mean_ns
     if median and mean and mean >= FEW_TAKE_MOST * median:
         return (
-            f"a few fetches take most of it (mean {took(mean)}, median {took(median)}), as the first of an epoch do"
-            " when it starts its workers anew: persistent_workers=True"
+            f"a few fetches take most of the time (mean {took(mean)}, median {took(median)}), as the first of an epoch"
+            " does when each epoch starts new workers: persistent_workers=True keeps them"
         )
     if median is not None and median < WORTH_A_WORKER_NS:
         return (
-            f"not more workers: handing over a batch costs more than a fetch of {took(median)} here; build larger"
-            " batches at once, or index tensors that are in memory without a DataLoader"
+            f"not more workers: passing a batch between processes costs more than a fetch of {took(median)}; fetch"
+            " larger batches, or index tensors in memory without a DataLoader"
         )
     if evidence.host is not None and room(evidence.host) < ROOM:
         return (
             "less work for each sample (decoding, augmentation), or data prepared beforehand: the processors are"
-            f" {percent(evidence.host.cpu_pct / 100)} in use, so more workers would take their time from the training"
+            f" {percent(evidence.host.cpu_pct / 100)} in use, so more workers would slow the training down"
         )
     unknown = "" if evidence.host is not None else ", if the processors have room"
     return (
@@ -49,27 +49,27 @@ def for_data(mode: ModeFacts, evidence: Evidence) -> str:
 
 
 def for_spread(evidence: Evidence, phase: str) -> str:
-    """What to try where step times are spread wide; `phase` takes most of the time."""
+    """Advice where step times vary widely; `phase` takes most of the time."""
     host = evidence.host
     if host is not None and room(host) < ROOM:
         return (
             f"fewer threads (OMP_NUM_THREADS) or loader workers, so that they fit on {host.cpus} processors, which are"
             f" {percent(host.cpu_pct / 100)} in use"
         )
-    return f"batches of like sizes, if their sizes differ; the longest steps show what {phase} waited for"
+    return f"batches of similar size, if their sizes differ; the longest steps show what {phase} waited for"
 
 
 def for_low_use(evidence: Evidence) -> str:
-    """What to try where a GPU has nothing to do."""
+    """Advice where a GPU is idle."""
     waits = max((mode.share("data") for mode in enough(evidence)), default=0.0)
     if waits >= DATA_SHARE:
         return f"the loader first: the steps wait for data for {percent(waits)} of their time"
     return (
-        "fewer and larger kernels, if the host is what limits it: torch.compile, CUDA graphs; larger batches change the"
+        "fewer and larger kernels, if the host is the limit: torch.compile, CUDA graphs; larger batches change the"
         " training itself (learning rate)"
     )
 
 
 def room(host: HostFacts) -> float:
-    """Processors without work, on the median."""
+    """Median number of idle processors."""
     return host.cpus * (1 - host.cpu_pct / 100)

@@ -26,7 +26,7 @@ STALLS_SHARE, STALLS_NS = 0.02, 5_000_000_000
 QUIET_NS, QUIET_SHARE = 30_000_000_000, 0.1
 """Without a step at the end, and of the run: saving and a last evaluation take some time."""
 
-_ON_GPUS = "see what it is on GPUs first: virtual replicas share the processors of this machine"
+_ON_GPUS = "measure on GPUs first: virtual replicas share the processors of this machine"
 _STALL_ADVICE = {
     "data": "the loader stood still: a new epoch that starts its workers anew (persistent_workers), a cold cache, a"
     " slow disk or network",
@@ -86,7 +86,7 @@ def slower(evidence: Evidence) -> Iterator[Finding]:
             f" {worth.high:.2f})",
             _ON_GPUS
             if any(mode.virtual for mode in evidence.modes)
-            else "one device, or DistributedDataParallel; larger batches give every copy of the model more work, and"
+            else "one device, or DistributedDataParallel; larger batches give every copy of the model more work, but"
             " change the training itself (learning rate)",
             1 - worth.speedup,
         )
@@ -107,7 +107,7 @@ def copies(evidence: Evidence) -> Iterator[Finding]:
                 _ON_GPUS
                 if mode.virtual
                 else "DistributedDataParallel copies nothing in a step; under DataParallel larger batches mean fewer"
-                " copies, and change the training itself (learning rate)",
+                " copies, but change the training itself (learning rate)",
                 share,
             )
         share = mode.share("scatter", "gather")
@@ -118,8 +118,8 @@ def copies(evidence: Evidence) -> Iterator[Finding]:
                 f"scatter {of(mode, 'scatter')}; gather {of(mode, 'gather')}; {basis(mode)}",
                 _ON_GPUS
                 if mode.virtual
-                else "compute the loss inside the forward, so that a number is gathered and not the outputs; pinned"
-                " memory; DistributedDataParallel",
+                else "compute the loss inside the forward, so that one number is gathered instead of the outputs;"
+                " pinned memory; DistributedDataParallel",
                 share,
             )
 
@@ -247,7 +247,7 @@ def failed(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "failed",
             f"An exception ended the run: {evidence.raised}",
-            "the first exception that no process caught, without what a launcher raised because of it",
-            "its traceback stands in the output",
+            "the first exception that a process did not catch; a launcher's own exception about it does not count",
+            "read its traceback in the output",
             1.0,
         )

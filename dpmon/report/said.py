@@ -66,7 +66,7 @@ def waited(inputs: Sequence[tuple[int | None, int, int]]) -> str:
     in_all = sum(end - begin for _, begin, end in inputs)
     where = ""
     if any(who is not None for who, _, _ in inputs):
-        where = ": that time is in the times of the steps it fell into, and in no rate"
+        where = ": step times include that time, rates do not"
     return f"waited for a line of input {times}, for {took(in_all)}{' in all' if 1 < len(inputs) < KEPT else ''}{where}"
 
 

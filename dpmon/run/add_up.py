@@ -71,15 +71,15 @@ def why_nothing(totals: Totals, reader: RunReader) -> str | None:
     if reader.info.command_pid is None:
         return None
     if stage is None:
-        return "no Python process of it imported torch"
+        return "no Python process of the run imported torch"
     if stage[0] == "importing torch":
-        return "it ended while torch was being imported"
+        return "the process ended while it imported torch"
     if stage[0] in IDLE:
         return "torch was imported, but no model was called"
     how = reader.exit()
     end_ns = time.monotonic_ns() if how is None else how.end_ns
-    so_far = "so far it is" if how is None else "when it ended it was"
-    return f"no model was called; {so_far} {stage[0]}, for {max(end_ns - stage[1], 0) / 1e9:.0f} s"
+    process = "the process is" if how is None else "when the process ended, it was"
+    return f"no model was called; {process} {stage[0]}, for {max(end_ns - stage[1], 0) / 1e9:.0f} s"
 
 
 def _payloads(snapshot: Snapshot) -> Iterator[tuple[int, bytes]]:

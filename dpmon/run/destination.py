@@ -51,7 +51,7 @@ def check_replaceable(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     if stat.S_ISLNK(mode):
-        raise OSError(errno.ELOOP, "it is a symbolic link; name the file that it leads to", str(path))
+        raise OSError(errno.ELOOP, "it is a symbolic link; give the file that it points to", str(path))
     if not stat.S_ISREG(mode):
         raise not_a_file(path, mode)
     return mode

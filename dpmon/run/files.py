@@ -102,7 +102,7 @@ def _check(path: Path, info: os.stat_result, flags: int, anyone: bool) -> None:
     if info.st_uid != os.getuid():
         raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
     if flags & (os.O_WRONLY | os.O_RDWR) and info.st_nlink > 1:
-        raise PermissionError(errno.EPERM, "it has another name elsewhere (a hard link)", str(path))
+        raise PermissionError(errno.EPERM, "it has a second name (a hard link)", str(path))
 
 
 def open_fifo(path: Path, flags: int) -> int:
@@ -113,7 +113,7 @@ def open_fifo(path: Path, flags: int) -> int:
     if stat.S_ISFIFO(info.st_mode) and info.st_uid == os.getuid():
         return fd
     os.close(fd)
-    raise OSError(errno.EINVAL, f"it is {file_kind(info.st_mode)}, not a FIFO of yours", str(path))
+    raise OSError(errno.EINVAL, f"it is {file_kind(info.st_mode)}, not a FIFO that belongs to you", str(path))
 
 
 def read_file(path: Path, limit: int) -> bytes:

@@ -56,7 +56,7 @@ _HOST = (
         "run_mem_bytes",
         "run_memory_bytes",
         1,
-        "Memory of the run's processes; a page that several share is divided among them.",
+        "Memory of the run's processes; a shared page is divided among its processes.",
     ),
 )
 
@@ -128,7 +128,7 @@ class Metrics:
         """By process, rank and mode."""
         self._paces: dict[int, Paces] = {}
         self._trained_ns: dict[tuple[int, str], int] = {}
-        """By process and mode, as it was written last: a counter never goes back, as a late wait for input would do."""
+        """By process and mode, as last written: a late wait for input must not make a counter decrease."""
         self._inputs, self._pauses = Inputs(), Pauses()
         self._last: dict[int, tuple[int, float]] = {}
         """By process: number of its newest step, and when it ended (s since 1970)."""
@@ -179,7 +179,7 @@ class Metrics:
                 self._devices[index] = record.data
 
     def _apart(self, record: Event) -> None:
-        """What is needed to leave pauses and waits for input out of the time of training."""
+        """Note pauses and waits for input, which training time leaves out."""
         process = record.data.get("process")
         if record.kind == "input" or (record.kind == "process" and type(process) is int):
             take = self._inputs.event if record.kind == "input" else self._inputs.process
@@ -224,7 +224,7 @@ class Metrics:
 
     def _write(self, how: ExitInfo | None) -> None:
         try:
-            # Everybody may read it. What is no text is shown as "?", since a backslash means something in this format.
+            # Everybody may read it. "?" replaces invalid text, because a backslash is special in this format.
             text = self.text(how).encode("utf-8", "replace").decode("utf-8")
             with replaced(self._path, 0o644) as file:
                 file.write(text)
@@ -298,7 +298,7 @@ class Metrics:
         return lines + metric("last_step_time_seconds", "gauge", "When the newest step ended, since 1970.", ended)
 
     def _training_lines(self, run: Mapping[str, str]) -> list[str]:
-        """What the rate of the training is computed from (`dpmon.rates`), by process and mode."""
+        """The sums from which the training rate is computed (`dpmon.rates`), by process and mode."""
         ranks = {process: rank for process, rank, _ in self._steps}
         found = [
             ({**run, **_process_labels(process, ranks.get(process)), "mode": mode or "unknown"}, (process, mode), pace)
@@ -311,7 +311,7 @@ class Metrics:
         return [
             *metric(
                 "training_seconds_total", "counter",
-                "Elapsed time of training: steps and the time between them, no pause, evaluation or wait for input.",
+                "Elapsed training time: steps and time between them, without pauses, evaluations, waits for input.",
                 [(labels, self._trained_ns[key] / 1e9) for labels, key, _ in found],
             ),
             *metric(
@@ -319,7 +319,7 @@ class Metrics:
                 [(labels, pace.training.steps) for labels, _, pace in found],
             ),
             *metric(
-                "training_samples_total", "counter", "Samples of these steps, where all of them knew theirs.",
+                "training_samples_total", "counter", "Samples of these steps, if each of them has a sample count.",
                 [(labels, pace.training.samples) for labels, _, pace in found if not pace.training.unknown],
             ),
         ]  # fmt: skip

@@ -153,7 +153,7 @@ def _load(path: Path) -> Any:
 
 
 def _is_shallow(value: Any, depth: int) -> bool:
-    """Whether nothing in `value` is nested deeper, so that everything that goes through it comes to its end."""
+    """Whether `value` is nested at most `depth` deep, so that recursive code can handle it."""
     if not isinstance(value, (dict, list)):
         return True
     inner = value.values() if isinstance(value, dict) else value
@@ -167,9 +167,9 @@ def load_info(directory: Path) -> RunInfo:
     try:
         info = RunInfo(**_checked(RunInfo, _load(path), path))
         if not _ID.fullmatch(info.id) or not _NAME.fullmatch(info.name):
-            # Files are named after it.
-            raise RunError(f"{path}: the id or the name is none that a run has")
-        # What a screen would draw at, without end or never.
+            # File names are made from it.
+            raise RunError(f"{path}: the id or the name is not one that dpmon gives")
+        # With these values a screen would redraw without a break, or never.
         return info if 0.1 <= info.refresh <= 60 else replace(info, refresh=1.0)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise RunError(f"{directory} is not a run: {error}") from None
@@ -235,10 +235,10 @@ def check_directory(directory: Path) -> None:
 
 
 def runs_directory() -> Path:
-    """Where runs are kept: under the user's state directory, whether it exists or not. RunError if there is no home.
+    """The directory of all runs, under the user's state directory; it may not exist. RunError if there is no home.
 
     That is XDG_STATE_HOME or ~/.local/state. A relative XDG_STATE_HOME is ignored, as the XDG Base Directory
-    Specification asks: it means another place to everybody who stands elsewhere, such as the supervisor.
+    Specification asks: each process, such as the supervisor, would resolve it against its own current directory.
     """
     state = os.environ.get("XDG_STATE_HOME", "")
     if os.path.isabs(state):
@@ -262,9 +262,9 @@ def stand_ins() -> list[Path]:
 
 
 def _make_private(directory: Path) -> None:
-    """Make a directory that its owner alone may read, whatever the umask; FileExistsError if something is there."""
+    """Make a directory of mode 0700, whatever the umask; FileExistsError if the path exists."""
     directory.mkdir(mode=0o700)
-    if os.lstat(directory).st_mode & 0o777 != 0o700:  # a umask that takes rights from the owner
+    if os.lstat(directory).st_mode & 0o777 != 0o700:  # the umask removed permissions of the owner
         os.chmod(directory, 0o700)
 
 
@@ -273,12 +273,12 @@ def _prepared(runs: Path) -> None:
     try:
         home = runs.parent.parent
         if runs == runs_directory():
-            # As the XDG base directory specification has it: with all that is missing above it, for the user alone.
+            # The XDG Base Directory Specification asks for mode 0700, also for missing parent directories.
             for directory in [place for place in reversed((home, *home.parents)) if not place.exists()]:
-                with contextlib.suppress(FileExistsError):  # another dpmon that has just started was quicker
+                with contextlib.suppress(FileExistsError):  # another dpmon made it first
                     _make_private(directory)
         elif not home.is_dir():
-            raise RunError(f"no run can be kept in {runs}: {home} is no directory; set XDG_STATE_HOME")
+            raise RunError(f"no run can be kept in {runs}: {home} is not a directory; set XDG_STATE_HOME")
         for directory in (runs.parent, runs):
             with contextlib.suppress(FileExistsError):
                 _make_private(directory)

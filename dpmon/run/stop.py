@@ -25,7 +25,7 @@ _SEARCH_S = 0.3
 _RECORD_S = 5.0
 """So long the supervisor is given to record the end."""
 _START_S = 10.0
-"""So long a run that is being started is given to start its command."""
+"""How long a run that is being started may take to start its command."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
@@ -34,7 +34,7 @@ def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float 
 
     Yields a line for each signal sent; the last line says how it went. `last_known`: what run.json said earlier, for a
     directory that was deleted since. RunError if the directory is no run, if the run is on another machine, or if a
-    process has the command's number and is not proven to be the command: then nothing is signalled.
+    process has the command's number but is not proven to be the command: then no signal is sent.
     """
     try:
         info = _started(directory)
@@ -48,7 +48,7 @@ def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float 
     known = find_members(directory, info, over=how is not None)
     if not known:
         if how is None and (stranger := unproven(directory, info)) is not None:
-            raise RunError(f"process {stranger} is not proven to be the command of {directory.name}: not signalled")
+            raise RunError(f"process {stranger} is not proven to be the command of {directory.name}; no signal sent")
         yield NOTHING_RUNS
         return
     if how is None:
@@ -65,7 +65,7 @@ def stop_run(directory: Path, last_known: RunInfo | None = None, grace_s: float 
 
 
 def _started(directory: Path) -> RunInfo:
-    """What run.json says, once a run that is just being started has said which process its command is."""
+    """The contents of run.json. If the run is just being started, wait until they name the command's process."""
     until = time.monotonic() + _START_S
     while True:
         info = load_info(directory)

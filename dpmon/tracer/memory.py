@@ -44,8 +44,8 @@ EXTRA_LOOKS = 4
 """Looks that follow the first step of an optimizer at once, whenever the last look was."""
 MAX_TURNS = 1 << 20
 
-_NO_BACKWARD_YET = "no backward pass was seen before this was looked at"
-_NO_BACKWARD = "it was looked at in a step without a backward pass, and none are left from before"
+_NO_BACKWARD_YET = "no backward pass was seen before this was measured"
+_NO_BACKWARD = "this was measured in a step without a backward pass, and earlier gradients are gone"
 _NO_STATISTICS = "torch keeps no statistics of this device's allocator"
 _PARTS = ("model_bytes", "gradients_bytes", "optimizer_bytes")
 _ALLOCATOR = ("allocated_bytes", "rest_bytes", "reserved_bytes", "peak_bytes", "peak_after_step")
@@ -274,17 +274,17 @@ class Memory:
                 absent[part] = f"there are more than {MAX_TENSORS:,} tensors; the first of them hold {known}"
             elif names:
                 many = sum(names.values())
-                does = "does not tell its size" if many == 1 else "do not tell their size"
+                does = "does not report its size" if many == 1 else "do not report their size"
                 absent[part] = f"{many:,} of its tensors {does} ({', '.join(names)}); the others hold {known}"
         if self._gradients is None and not walk.total(GRADIENTS):
             absent.setdefault(_PARTS[GRADIENTS], _NO_BACKWARD if self.calls.steps.learns else _NO_BACKWARD_YET)
         unstepped = any(ref() is not None for ref in self._unstepped.values())
         if self._forgotten:
             absent[_PARTS[STATES]] = (
-                f"more than {MAX_OPTIMIZERS} optimizers at once: {self._forgotten} of them are not counted"
+                f"more than {MAX_OPTIMIZERS} optimizers at once; {self._forgotten} of them are not counted"
             )
         elif unstepped and not walk.total(STATES):
-            absent.setdefault(_PARTS[STATES], "no optimizer had stepped when this was looked at")
+            absent.setdefault(_PARTS[STATES], "no optimizer had stepped when this was measured")
         return absent
 
     def _one(self, name: str, held: list[int], stats: Any, absent: dict[str, str]) -> dict[str, Any]:

@@ -118,11 +118,11 @@ class Modes:
         return plan
 
     def stateless(self, module: torch.nn.Module, weights: Any) -> Plan:
-        """Make the plan for a model that is given its weights with each call: it runs where they are."""
+        """Make the plan for a model whose calls have its weights as arguments: it runs on their device."""
         tensor = next((value for value in weights if isinstance(value, torch.Tensor)), None)
         here = (str(torch.device("cpu") if tensor is None else tensor.device),)
         if self.chosen == DP and not self.locked:
-            plan = Plan(SINGLE, here, None, None, "it is given its weights with each call", True)
+            plan = Plan(SINGLE, here, None, None, "its weights are arguments of each call", True)
         else:
             plan = Plan(SINGLE, here)
         self.unannounced.append((type(module).__name__, plan))
@@ -377,7 +377,7 @@ def _on_one(module: Any, own: tuple[str, ...], reason: str | None = None) -> Pla
         return Plan(DP, own, None, None, finalised, True)
     for name in ("forward", "scatter"):
         if overrides(type(module), name):
-            odd = f"{class_name(module)} has its own {name}, which may not bear one device"
+            odd = f"{class_name(module)} has its own {name}, which may not work on one device"
             return Plan(DP, own, None, None, odd, True)
     return Plan(SINGLE, own[:1], tuple(module.device_ids[:1]), None, reason, reason is not None)
 
@@ -415,13 +415,14 @@ def _unsplittable(module: torch.nn.Module) -> str | None:
 
 
 def _finalised(module: Any) -> str | None:
-    """Why no short-lived copies of a module itself can be made; None if they can.
+    """Why dpmon must not make short-lived copies of this module; None if it may.
 
-    A copy shares what the module holds. Its finaliser would close the module's files, or count one module as several.
+    A copy shares the module's attributes. Its finaliser could close the module's files, or count one module several
+    times.
     """
     if not hasattr(type(module), "__del__"):
         return None
-    return f"{class_name(module)} has a __del__, which every copy would run, too"
+    return f"{class_name(module)} has a __del__, which every copy would also run"
 
 
 def _unreplicable(module: torch.nn.Module) -> str | None:

@@ -110,7 +110,7 @@ def _nobody(session: Session) -> str | None:
         about = os.fstat(fd)
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
             os.close(fd)
-            return "run.json is not a file of yours"
+            return "run.json is not a regular file that belongs to you"
         with open(fd, "rb") as file:
             info: Any = json.loads(file.read(MAX_INFO_BYTES))
         pid, since = info["supervisor_pid"], info["supervisor_started"]

@@ -136,8 +136,8 @@ class Roots:
             if self._missed and self._late < MAX_LATE and id(module) not in self._made:
                 self._late += 1
                 self._warn(
-                    f"{kind.__name__} was first seen called by the script at step {steps.number}: calls of it before "
-                    "that, if there were any, are not in the record"
+                    f"{kind.__name__} was called by the script at step {steps.number}, the first call that dpmon saw: "
+                    "earlier calls of it, if any, are not in the record"
                 )
             self._register(kind, called=True)
         return True
@@ -165,8 +165,8 @@ class Roots:
                 parts = modules_of(owner) if isinstance(owner, torch.nn.Module) else ()
                 if owner is not module and any(part is module for part in parts):
                     self._tell(
-                        f"{class_name(owner)}.forward() is called directly, past Module.__call__, where a call "
-                        "cannot be seen: the calls of the modules in it are recorded in its place"
+                        f"{class_name(owner)}.forward() is called directly, without Module.__call__, so dpmon cannot "
+                        "see the call: the calls of the modules in it are recorded instead"
                     )
                     return
             frame = frame.f_back

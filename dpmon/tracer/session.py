@@ -130,7 +130,7 @@ class Session:
         self._lock = threading.RLock()
         self._opening = False
         self._tries = 0
-        """How often there was no descriptor free to open the ring: the script may give one back."""
+        """How often no file descriptor was free to open the ring; the script may free one later."""
         self._numbers = itertools.count(1)
         self._known: dict[Hashable, int] = {}
         self._live: dict[Hashable, int] = {}
@@ -338,8 +338,8 @@ class Session:
             count = self._faults[where] = self._faults.get(where, 0) + 1
             if len(self._faults) == count == 1:  # the first of all: what follows mostly follows from it
                 self.warn(
-                    f"dpmon's tracer failed while it {_doing(where)}, by {in_a_line(error)}."
-                    " The training is not affected; the record may lack what was looked at"
+                    f"dpmon's tracer failed while it {_doing(where)}: {in_a_line(error)}."
+                    " The training is not affected; the record may be incomplete"
                 )
             if fatal and count >= MAX_FAULTS and not self.off:
                 self.off = True
@@ -358,7 +358,7 @@ _DOING = {
     "end": "noted the end of a call",
     "success": "noted the end of a call",
     "place": "noted the end of a call",
-    "view": "prepared what the replicas see of the model",
+    "view": "prepared the model for the replicas",
     "inside": "looked for a DataParallel inside the model",
     "functional": "noted a call of data_parallel",
     "by hand": "noted a scatter, replicate, parallel_apply or gather",
@@ -369,22 +369,22 @@ _DOING = {
     "hooks": "noted what a replica received and returned",
     "sizes": "noted the sizes of inputs and outputs",
     "stages": "noted the stages of a model that lies on several devices",
-    "roots": "looked which modules the script calls",
+    "roots": "looked for the modules that the script calls",
     "fetch": "noted a fetched batch",
     "backward": "noted a backward pass",
     "optimizer": "noted a step of an optimizer",
     "optimizers": "looked for the script's optimizers",
     "copy": "noted a copy to a device",
     "look": "looked at the state of the training between two steps",
-    "memory": "looked at what the devices' memory holds",
+    "memory": "measured the memory of the devices",
     "events": "timed work on a device",
-    "out of memory": "noted an error for want of memory",
+    "out of memory": "noted an out-of-memory error",
     "construct": "noted that a DataParallel was made",
     "dynamo": "told torch.compile to skip dpmon's own functions",
     "pause": "waited for the end of a pause",
     "exit": "wrote the last step at the end of the process",
 }
-"""What the tracer does in each of the places that a fault is reported from."""
+"""What the tracer did, for each place that reports a fault."""
 
 
 def _doing(where: str) -> str:
@@ -411,7 +411,7 @@ def _from_a_signal(error: BaseException) -> bool:
 
 
 def rank_and_world() -> tuple[int | None, int | None]:
-    """This process's rank and how many there are; None where it is none."""
+    """This process's rank and the number of ranks; None if it is not a rank."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()

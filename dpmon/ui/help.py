@@ -16,7 +16,7 @@ _PHASE_WORDS = {
     "replicate": "the module's parameters are copied to every device, for every batch anew.",
     "apply": "all replicas compute their forward at once (torch: parallel_apply); it ends with the slowest of them.",
     "gather": "the replicas' outputs are brought together on one device.",
-    "forward": "the forward. Where scatter to gather stand by themselves: what is left of it, called the rest.",
+    "forward": "the forward. Where scatter to gather are shown separately, it is the rest of the forward.",
     "backward": "autograd computes the gradients, and sums those of the replicas.",
     "copy": "the script copies tensors from the host to a GPU (.to, .cuda).",
     "optimizer": "the optimizer changes the parameters.",
@@ -59,7 +59,7 @@ def _entries(pairs: list[tuple[str, str, str]], label: int, width: int) -> list[
 
 
 def _once() -> dict[str, str]:
-    """What each key does; one that does several things, by where it is pressed, has them all."""
+    """What each key does; where this depends on the place, all its effects in one text."""
     found: dict[str, list[str]] = {}
     for deed in DEEDS:
         found.setdefault(deed.key, []).append(deed.says)

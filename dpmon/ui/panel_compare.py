@@ -96,7 +96,7 @@ class _Table:
         self.cell = 11 if width >= 52 else 10
         self.room = width - self.label - 2 * self.cell - 2
         self.rest = any(leaves_rest(side.phases) for side in found.sides.values())
-        """Whether forward is only what is left of it."""
+        """Whether forward is only the rest that the call's phases leave."""
 
     def line(self, word: str, values: Mapping[str, str], style: str = "", note: Row | None = None) -> Row:
         row: Row = [(cut(word, self.label - 1).ljust(self.label), "dim")]
@@ -139,7 +139,7 @@ class _Table:
         return self.line("samples/s", {m: compact(rate.samples_per_s) for m, rate in rates.items()}, "bold", note)
 
     def within(self) -> list[Row]:
-        """The rates within steps, where they are other figures."""
+        """The rates within steps, where they differ from the rates."""
         rates = {m: s.rate for m, s in self.found.sides.items() if s.rate is not None}
         if not any(rate.apart for rate in rates.values()):
             return []
@@ -156,7 +156,7 @@ class _Table:
         return self.line("steps seen", {m: group(s.seen) for m, s in self.found.sides.items()}, "dim", note)
 
     def memory(self) -> list[Row]:
-        """A row a device: the most that was allocated; without GPUs what the run's processes held."""
+        """One row per device: peak allocated memory; without GPUs the memory of the run's processes."""
         sides = self.found.sides
         devices = sorted({device for side in sides.values() for device in side.memory if device != HOST})
         if not devices:
@@ -317,7 +317,7 @@ def _of(found: Comparison) -> str:
     parts = [*_left_out(found), *_drawn(found), *_no_memory(found)]
     parts += [
         f"median, p95 and phases without the {WARM_STEPS} after each switch",
-        "samples/s of all training, pauses and evaluations left out",
+        "samples/s: all training, without pauses and evaluations",
     ]
     if any(not peak.exact for side in found.sides.values() for peak in side.memory.values()):
         parts.append("≤: the peak came before this mode, its own is at most that")

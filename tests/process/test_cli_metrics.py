@@ -113,7 +113,7 @@ def test_what_means_nothing_is_refused_before_anything_starts(dpmon: Dpmon, tmp_
     for words, said in (
         (["--json", "--detach"], "not with --detach"),
         ([f"--json={tmp_path}/no/file"], "cannot be written"),
-        (["--metrics", f"{tmp_path}/no/file"], "is no directory that can be written"),
+        (["--metrics", f"{tmp_path}/no/file"], "is not a directory that can be written"),
     ):
         result = dpmon.run(*words, "script.py")
         assert (result.status, result.errors.count("\n")) == (2, 1)

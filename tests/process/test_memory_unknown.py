@@ -1,4 +1,4 @@
-"""Memory that was not looked at, or does not tell its size, is unknown and never zero."""
+"""Memory that was not measured, or does not report its size, is unknown and never zero."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def test_an_evaluation_alone_says_that_nothing_was_trained(tmp_path: Path) -> No
     assert run.said == 0
     cpu = newest(run)
     assert (cpu["gradients_bytes"], cpu["optimizer_bytes"]) == (None, None)
-    assert cpu["absent"]["gradients_bytes"] == "no backward pass was seen before this was looked at"
-    assert cpu["absent"]["optimizer_bytes"] == "no optimizer had stepped when this was looked at"
+    assert cpu["absent"]["gradients_bytes"] == "no backward pass was seen before this was measured"
+    assert cpu["absent"]["optimizer_bytes"] == "no optimizer had stepped when this was measured"
     assert cpu["model_bytes"] == 4 * (30 * 20 + 20)
 
 
@@ -153,7 +153,7 @@ with torch.no_grad():
     for x in torch.utils.data.DataLoader(torch.ones(40, 30), batch_size=4):
         model(x)
 """
-REASON = "1 of its tensors does not tell its size (LinearPackedParams); the others hold 420 bytes on this device"
+REASON = "1 of its tensors does not report its size (LinearPackedParams); the others hold 420 bytes on this device"
 
 
 def test_the_summary_and_the_report_say_why_a_part_is_unknown(dpmon: Dpmon, tmp_path: Path) -> None:

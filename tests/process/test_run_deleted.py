@@ -164,8 +164,8 @@ def test_whoever_only_looks_is_told_that_nothing_is_known(dpmon: Dpmon) -> None:
     _, err = look.communicate(timeout=60)
     assert look.returncode == 2
     assert TRACEBACK not in err.decode()
-    assert "for the record was deleted meanwhile" in err.decode()
-    assert "(exit status not known)" in err.decode()
+    assert "no summary: the record " in err.decode()
+    assert " was deleted (exit status unknown)" in err.decode()
 
 
 def test_interrupts_reach_the_command(dpmon: Dpmon) -> None:
@@ -188,7 +188,7 @@ def test_the_screen(dpmon: Dpmon) -> None:
     terminal.type("q")
     assert terminal.wait() == 7
     assert TRACEBACK not in terminal.seen.decode("utf-8", "replace")
-    assert b"the record was deleted meanwhile" in terminal.seen
+    assert b"no summary: the record " in terminal.seen
 
 
 def test_stopping_from_the_screen(dpmon: Dpmon) -> None:

@@ -113,7 +113,7 @@ def test_a_run_that_hangs_before_its_first_step(
     assert f"nothing has moved for N s: {under_way}" in plain("\n".join(report_text(dpmon.last())))
     assert dpmon.run("stop", "last").status == 0
     assert process.wait(60) != 0
-    said = f"no model was called; when it ended it was {under_way}, for N s"
+    said = f"no model was called; when the process ended, it was {under_way}, for N s"
     assert said in plain("\n".join(report_text(dpmon.last())))
 
 

@@ -247,7 +247,7 @@ def test_calls_that_may_have_been_missed_are_told(loop: Callable[[str], Loop]) -
     found = loop("a_layer_by_itself")
     seen = Counter(call.root for call in found.calls)
     assert seen["Linear"] < found.told["Linear"]
-    assert [text for text in found.warnings if text.startswith("Linear was first seen called by the script")]
+    assert [text for text in found.warnings if text.startswith("Linear was called by the script at step ")]
 
 
 def test_weights_that_are_arguments_are_no_samples(loop: Callable[[str], Loop]) -> None:

@@ -84,7 +84,7 @@ def test_a_process_that_is_not_proven_is_named_and_not_signalled(
     assert result.status == 2
     assert result.text == ""
     (line,) = result.errors.splitlines()
-    assert line == f"dpmon: process {stranger.pid} is not proven to be the command of {directory.name}: not signalled"
+    assert line == f"dpmon: process {stranger.pid} is not proven to be the command of {directory.name}; no signal sent"
     assert stranger.poll() is None
 
 

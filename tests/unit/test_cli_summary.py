@@ -169,7 +169,7 @@ def test_the_prompt_and_the_headline_have_room_on_the_terminal(
     assert printed[-1].startswith("dpmon: record: ")
 
 
-def test_warnings_beyond_the_first_are_counted_and_it_is_said_where_they_are(state: Path) -> None:
+def test_further_warnings_are_counted_and_the_command_that_lists_them_is_named(state: Path) -> None:
     training = Training(mode="single")
     warnings = [pack_event("warning", {"process": 0, "t_s": 1.0, "text": f"warning number {n}"}) for n in range(12)]
     directory = keep({0: [*training.begin(), *training.run(5), *warnings]})
@@ -179,7 +179,7 @@ def test_warnings_beyond_the_first_are_counted_and_it_is_said_where_they_are(sta
     ]
     (more,) = [line for line in lines if "more warning" in line]
     assert more.startswith("7 more warnings: dpmon export ")
-    assert more.endswith(" --kind warning has all 12")
+    assert more.endswith(" --kind warning lists all 12")
     few = summary_lines(keep({0: [*training.begin(), *warnings[:5]]}, name="few"), None)
     assert not any("more warning" in line for line in few)
 

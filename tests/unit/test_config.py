@@ -65,7 +65,7 @@ def test_a_variable_is_named_by_its_own_name(tmp_path: Path) -> None:
 def test_a_directory_or_a_pipe_in_its_place(tmp_path: Path) -> None:
     (tmp_path / "dpmon").mkdir()
     os.mkfifo(tmp_path / "dpmon" / "config.toml")
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(ConfigError, match="is not a regular file"):
         load({"XDG_CONFIG_HOME": str(tmp_path)})
 
 
@@ -94,9 +94,9 @@ def test_without_a_file_no_parser_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in PLACES if kind != "a symbolic link"])
-def test_what_is_no_file_is_said_to_be_none(tmp_path: Path, kind: str) -> None:
+def test_a_configuration_that_is_not_a_file_is_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "dpmon" / "config.toml"
     path.parent.mkdir()
     put(kind, path)
-    with pytest.raises(ConfigError, match=r"is no file|cannot be read"):
+    with pytest.raises(ConfigError, match=r"is not a regular file|cannot be read"):
         load({"XDG_CONFIG_HOME": str(tmp_path)})

@@ -58,7 +58,7 @@ def test_a_process_that_has_gone_is_forgotten() -> None:
     ("error", "reason"),
     [
         (PermissionError(errno.EACCES, "denied"), "the kernel does not let this user read the memory of process 1"),
-        (FileNotFoundError(errno.ENOENT, "none"), "the kernel does not tell the proportional memory of process 1"),
+        (FileNotFoundError(errno.ENOENT, "none"), "the kernel does not report the proportional memory of process 1"),
         (OSError(errno.EIO, "I/O error"), "the memory of process 1 cannot be read: I/O error"),
     ],
 )

@@ -99,7 +99,7 @@ _SETTINGS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def home(environ: Mapping[str, str]) -> Path | None:
-    """The user's home directory; None where neither HOME nor the system knows an absolute one."""
+    """The user's home directory; None if neither HOME nor the system gives an absolute path."""
     named = environ.get("HOME", "")
     if os.path.isabs(named):
         return Path(named)
@@ -111,7 +111,7 @@ def home(environ: Mapping[str, str]) -> Path | None:
 
 
 def config_path(environ: Mapping[str, str]) -> Path | None:
-    """Where the file is looked for, whether it is there or not; None where there is no such place.
+    """The path of the configuration file, which may not exist; None if there is no directory for it.
 
     A relative XDG_CONFIG_HOME is ignored, as the XDG Base Directory Specification asks.
     """

@@ -98,13 +98,13 @@ _time_structs: dict[int, struct.Struct] = {}
 _NAN = float("nan")
 
 MORE = "\u2026"
-"""Path of a size that stands for tensors that are not listed; it has no shape, no dtype and no bytes. At the end of a
-name or a text it says that the rest was cut off."""
+"""Path of a size that stands for all tensors that are not listed; it has no shape, no dtype and no bytes. At the end of
+a name or a text it marks that the rest was cut off."""
 MAX_NAME = 200
 MAX_JSON = 60_000
-"""Bytes of JSON in one record, which is never larger than a block of the ring."""
+"""Most bytes of JSON in one record. A record is never larger than a block of the ring."""
 _LENGTHS = (4096, 1024, 256, 64, 16)
-"""Characters that each text is cut to, one after the other, until a record fits."""
+"""Lengths (characters) to which texts are cut: each is tried in order until the record fits."""
 
 
 def mode_number(mode: str) -> int:
@@ -113,16 +113,16 @@ def mode_number(mode: str) -> int:
 
 
 def shortened(text: str, most: int = MAX_NAME) -> str:
-    """A name that came from the script, cut to `most` characters; a mark at its end says so.
+    """A name from the script, cut to `most` characters; if it was cut, it ends with a mark.
 
-    The result is a plain str: a name may be of a class of the script's own, which records must not keep alive.
+    The result is a plain str: the script's own subclass of str must not be kept alive by records.
     """
     text = "".join((text,))
     return text if len(text) <= most else text[: most - 1] + MORE
 
 
 def _json(value: Any) -> bytes:
-    """As JSON, in which long texts are cut where the record would not fit into the ring otherwise."""
+    """The value as JSON; long texts are cut if the record would not fit into the ring."""
     packed = json.dumps(value, separators=(",", ":"))
     for most in _LENGTHS:
         if len(packed) <= MAX_JSON:

@@ -1,6 +1,6 @@
 """Reads JSON from a run's files and rejects what no run writes: huge numbers, NaN, deep nesting.
 
-Standard library only.
+Uses the standard library only.
 """
 
 from __future__ import annotations

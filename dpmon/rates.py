@@ -1,11 +1,11 @@
-"""The rate of a training: its one definition, for screen, report, summary, lines of JSON and metrics. Pure.
+"""The one definition of a training rate, for the screen, report, summary, lines of JSON and metrics. Pure.
 
-A rate is a number of steps or samples divided by the elapsed time of training. That time runs from the start of the
-first step to the end of the last one, without pauses, evaluations and waits for input. The time between two steps
-counts: workers start then, a checkpoint is written, an epoch is logged. It belongs to the mode of the later step, and
-to the evaluation only if both steps do.
+A rate is a number of steps or samples divided by the elapsed training time. That time runs from the start of the first
+step to the end of the last one, without pauses, evaluations and waits for input. The time between two steps counts:
+workers start, a checkpoint is written, an epoch is logged. It belongs to the mode of the later step, and to the
+evaluation only if both steps belong to it.
 
-Where steps were missed (their numbers have a gap), neither their time nor their samples are known: both are left out.
+Where steps were missed (their numbers have a gap), their time and samples are unknown, and both are left out.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dpmon.records import Step
 __all__ = ["NO_GAP", "Between", "Gap", "Pace", "Paces", "Rate", "Tally", "rate_of", "span_rate"]
 
 BESIDE = 0.03
-"""The rate within steps is shown where it differs from the rate by more than this share."""
+"""The rate within steps is shown if it differs from the rate by more than this share."""
 _PIECES_KEPT = 1024
-"""Stretches of time in which a wait for input is looked for. It is reported a moment after it ended."""
+"""Number of recent time stretches that a wait for input is matched with. It is reported shortly after its end."""
 _LONGEST = 256
 _MAX = (1 << 63) - 1
 
@@ -30,7 +30,7 @@ _MAX = (1 << 63) - 1
 class Rate(NamedTuple):
     """Steps and samples per second of elapsed training time, and per second within steps.
 
-    Samples are None where a step did not know its samples.
+    Samples are None if a step has no sample count.
     """
 
     steps_per_s: float
@@ -40,12 +40,12 @@ class Rate(NamedTuple):
 
     @property
     def apart(self) -> bool:
-        """Whether the two differ by so much that both have to be shown."""
+        """Whether the two rates differ so much that both must be shown."""
         return abs(self.steps_within / self.steps_per_s - 1) > BESIDE
 
 
 class Gap(NamedTuple):
-    """The time between a step and the one before it, without pauses; `evaluation`: both are steps of an evaluation."""
+    """The time between a step and the previous one, without pauses; `evaluation`: both are evaluation steps."""
 
     ns: int
     evaluation: bool
@@ -56,12 +56,12 @@ NO_GAP = Gap(0, False)
 
 @dataclass(slots=True)
 class Tally:
-    """What a rate is computed from: the steps of one mode of one process, all of them training or all evaluation."""
+    """The sums from which a rate is computed: training steps, or evaluation steps, of one mode of one process."""
 
     steps: int = 0
     samples: int = 0
     unknown: int = 0
-    """Steps that did not know their samples."""
+    """Steps without a sample count."""
     step_ns: int = 0
     """Time within steps."""
     elapsed_ns: int = 0
@@ -83,7 +83,7 @@ class Tally:
         self.last_ns = start + wall if self.last_ns is None else max(self.last_ns, start + wall)
 
     def add(self, other: Tally, sign: int = 1) -> None:
-        """Add all of `other`, or take it out (`sign` -1); the ends of what is taken out stay."""
+        """Add `other`, or subtract it (`sign` -1). Subtracting does not change `first_ns` and `last_ns`."""
         self.steps += sign * other.steps
         self.samples = max(min(self.samples + sign * other.samples, _MAX), -_MAX)
         self.unknown += sign * other.unknown
@@ -96,18 +96,18 @@ class Tally:
 
 @dataclass(slots=True)
 class Pace:
-    """One mode of one process: its training and its evaluations apart."""
+    """One mode of one process, with separate sums for training and evaluations."""
 
     training: Tally = field(default_factory=Tally)
     evaluation: Tally = field(default_factory=Tally)
 
     def counted(self) -> Tally:
-        """What the mode's rate is of: its training; where nothing trains, its evaluations are its steps."""
+        """The sums for the mode's rate: its training, or its evaluations if it has no training steps."""
         if self.training.steps:
             return self.training
         both = Tally()
         both.add(self.evaluation)
-        both.add(self.training)  # the time before its first step
+        both.add(self.training)  # time before the first training step
         return both
 
     def step(self, start: int, wall: int, samples: int | None, evaluation: bool, gap: Gap) -> None:
@@ -116,18 +116,18 @@ class Pace:
         (self.evaluation if gap.evaluation else self.training).elapsed_ns += gap.ns
 
     def add(self, other: Pace, sign: int = 1) -> None:
-        """Add all of `other`, or take it out (`sign` -1)."""
+        """Add `other`, or subtract it (`sign` -1)."""
         self.training.add(other.training, sign)
         self.evaluation.add(other.evaluation, sign)
 
     def copy(self) -> Pace:
-        """Another one like this."""
+        """An independent copy."""
         found = Pace()
         found.add(self)
         return found
 
     def text(self) -> str:
-        """As numbers in a line, without the ends; the evaluation only where there is one."""
+        """The sums as a line of numbers, without `first_ns` and `last_ns`; the evaluation only if there is one."""
         numbers = [
             number
             for tally in (self.training, self.evaluation)
@@ -138,7 +138,7 @@ class Pace:
 
     @classmethod
     def of_text(cls, text: str, first_ns: int | None = None, last_ns: int | None = None) -> Pace:
-        """What `text` gave; ValueError if it is damaged. Its steps lie between the two times."""
+        """Parse the result of `text`; ValueError if it is damaged. Its steps lie between the two times."""
         numbers = [int(word) for word in text.split()] if len(text) < _LONGEST else []
         if len(numbers) not in (5, 10) or max(map(abs, numbers)) > _MAX:
             raise ValueError("damaged pace")
@@ -149,7 +149,7 @@ class Pace:
 
 
 class Between:
-    """The time between the steps of one process, which come in their order."""
+    """Computes the time between the steps of one process. The steps must come in order."""
 
     __slots__ = ("_end", "_evaluation", "_number", "_paused", "_since")
 
@@ -166,7 +166,7 @@ class Between:
         self._since = at if paused else None
 
     def step(self, number: int, start: int, wall: int, evaluation: bool) -> Gap:
-        """The time before this step; none before the first, nor where steps between them were missed."""
+        """The time before this step; none before the first step or after missed steps."""
         found = 0
         if self._end is not None and number == self._number + 1:
             unended = 0 if self._since is None else max(start - self._since, 0)
@@ -179,7 +179,7 @@ class Between:
 
 @dataclass(slots=True)
 class _Piece:
-    """A stretch of time that counts for a tally."""
+    """A stretch of time that counts in a tally."""
 
     begin: int
     end: int
@@ -188,7 +188,7 @@ class _Piece:
     """Whether it lies within steps."""
 
     def leave_out(self, begin: int, end: int) -> None:
-        """Take what it has in common with this time out of its tally."""
+        """Subtract the overlap with this time from the tally."""
         shared = max(min(end, self.end) - max(begin, self.begin), 0)
         self.tally.elapsed_ns = max(self.tally.elapsed_ns - shared, 0)
         if self.within:
@@ -196,7 +196,7 @@ class _Piece:
 
 
 class Paces:
-    """One process, by mode: takes its steps in their order, and pauses and waits for input as they are reported."""
+    """The sums of one process by mode. Takes steps in order, and pauses and waits for input as they are reported."""
 
     __slots__ = ("_between", "_pieces", "_waits", "modes")
     __hash__ = None  # type: ignore[assignment]
@@ -206,33 +206,33 @@ class Paces:
         self._between = Between()
         self._pieces: deque[_Piece] = deque(maxlen=_PIECES_KEPT)
         self._waits: list[tuple[int, int]] = []
-        """Those that may reach into what is yet to come."""
+        """Waits that may overlap with steps that have not been added yet."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Paces) and self.modes == other.modes
 
     def __deepcopy__(self, memo: object) -> Paces:
-        """For a picture that is frozen: nothing more will be added to it."""
+        """Copy for a frozen snapshot, to which nothing will be added."""
         found = Paces()
         found.modes = {mode: pace.copy() for mode, pace in self.modes.items()}
         return found
 
     def of(self, mode: str) -> Pace:
-        """That of one mode, made if it is new."""
+        """The Pace of one mode, created if it is new."""
         found = self.modes.get(mode)
         if found is None:
             found = self.modes[mode] = Pace()
         return found
 
     def total(self) -> Pace:
-        """All modes together."""
+        """The sum of all modes."""
         found = Pace()
         for pace in self.modes.values():
             found.add(pace)
         return found
 
     def step(self, number: int, mode: str, start: int, wall: int, samples: int | None, evaluation: bool) -> Gap:
-        """Add a step; the time before it that was added with it."""
+        """Add a step and the time before it; return that time."""
         gap = self._between.step(number, start, wall, evaluation)
         pace = self.of(mode)
         pace.step(start, wall, samples, evaluation, gap)
@@ -242,12 +242,12 @@ class Paces:
         return gap
 
     def record(self, step: Step) -> Gap:
-        """Add a step as it was recorded; the time before it that was added with it."""
+        """Add a recorded step and the time before it; return that time."""
         evaluation = "backward" not in step.phases and "optimizer" not in step.phases
         return self.step(step.step, step.mode, step.start_ns, step.wall_ns, step.samples, evaluation)
 
     def sums(self, mode: str, pace: Pace, begin: int, end: int) -> None:
-        """Add what is known only as sums, of steps that ended between two times."""
+        """Add the sums of steps that ended between two times and are not known one by one."""
         found = self.of(mode)
         found.add(pace)
         self._place(begin, end, found.training if pace.training.steps else found.evaluation, True)
@@ -257,7 +257,7 @@ class Paces:
         self._between.pause(paused, at, took)
 
     def wait(self, begin: int, end: int) -> None:
-        """The process waited for input: that time is no training, wherever it lies."""
+        """Leave a wait for input out of the training time, whether it lies in steps or between them."""
         for piece in reversed(self._pieces):
             if piece.end <= begin:
                 break
@@ -279,10 +279,9 @@ class Paces:
 
 
 def rate_of(tallies: Iterable[Tally]) -> Rate | None:
-    """The rate of processes that train together or one after the other; None without any time.
+    """The rate of processes that train together or one after the other; None if no time has passed.
 
-    Samples of processes that train at the same time add up. Their steps are taken together, so that steps are those of
-    one of them.
+    Samples of processes that train at the same time add up. Their steps do not: the step rate is that of one process.
     """
     found = [tally for tally in tallies if tally.steps > 0 and tally.elapsed_ns > 0]
     if not found:
@@ -293,7 +292,7 @@ def rate_of(tallies: Iterable[Tally]) -> Rate | None:
 
 
 def span_rate(steps: float, samples: float | None, elapsed_ns: float, step_ns: float, at_once: float = 1.0) -> Rate:
-    """The rate of so many steps in that time (above 0); `at_once`: how many processes trained at a time."""
+    """The rate of `steps` in a time above 0; `at_once`: the number of processes that trained at the same time."""
     within = step_ns if step_ns > 0 else elapsed_ns
     return Rate(
         steps * 1e9 / elapsed_ns,
@@ -304,7 +303,7 @@ def span_rate(steps: float, samples: float | None, elapsed_ns: float, step_ns: f
 
 
 def _at_once(tallies: list[Tally]) -> float:
-    """How many of them trained at a time, on average; all of them where it is not known when they did."""
+    """The mean number of processes that trained at the same time; all of them if the times are unknown."""
     spans = sorted(
         (tally.first_ns, tally.last_ns) for tally in tallies if tally.first_ns is not None and tally.last_ns is not None
     )

@@ -596,7 +596,7 @@ def step_fields(payload: bytes) -> tuple[int, ...]:
 
 
 def is_evaluation(phases: Sequence[int | None]) -> bool:
-    """Whether a step with these (in the order of STEP_PHASES) is one of an evaluation, if others of its mode train."""
+    """Whether a step with these phases (ordered as STEP_PHASES) is an evaluation, if other steps of its mode train."""
     return phases[_BACKWARD] is None and phases[_OPTIMIZER] is None
 
 

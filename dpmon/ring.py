@@ -71,10 +71,10 @@ _WORDS = struct.Struct("=22Q")  # bytes 128..304: words 16..37
 
 
 class NoSizeSignal:
-    """A context in which a file that would grow beyond RLIMIT_FSIZE is an OSError only.
+    """A context in which growing a file beyond RLIMIT_FSIZE only raises OSError.
 
-    The kernel also sends SIGXFSZ to the thread that writes. It would kill a script that has the default action, or run
-    the handler of one that has its own.
+    Otherwise the kernel also sends SIGXFSZ to the thread that writes. The signal would kill the script, or run the
+    script's handler if it has one.
     """
 
     def __enter__(self) -> None:
@@ -169,7 +169,7 @@ class Ring:
                 _write_in_place(fd)
                 with NoSizeSignal():
                     os.posix_fallocate(fd, 0, HEADER_BYTES + capacity)
-            except BaseException:  # an interrupt must not leave a file that is no ring, either
+            except BaseException:  # an interrupt must not leave an incomplete ring either
                 os.unlink(path)
                 raise
             self.map = mmap.mmap(fd, HEADER_BYTES + capacity)
@@ -412,12 +412,12 @@ class Ring:
 
 
 def _write_in_place(fd: int) -> None:
-    """Switch copy on write off for a file that is still empty (chattr +C), where the file system has that.
+    """Switch copy-on-write off for an empty file (chattr +C), if the file system supports it.
 
-    On btrfs every page needs new room each time it is written; on a full disk the process would die of SIGBUS.
+    On btrfs each write of a page needs new space, so on a full disk SIGBUS would kill the process.
     """
     flags = bytearray(_LONG)
-    with contextlib.suppress(OSError):  # no other file system knows the flag
+    with contextlib.suppress(OSError):  # other file systems do not know the flag
         fcntl.ioctl(fd, _GET_FLAGS, flags, True)
         flags[:4] = struct.pack("=I", struct.unpack("=I", flags[:4])[0] | _NO_COPY_ON_WRITE)
         fcntl.ioctl(fd, _SET_FLAGS, flags)

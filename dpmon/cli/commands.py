@@ -152,7 +152,7 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _below(run: Mapping[str, Any]) -> tuple[str, ...]:
-    """What is worth a line of its own below a run's row."""
+    """The lines that follow a run's row."""
     return tuple(text for text in (run["cause"], run["standing"]) if text is not None)
 
 

@@ -166,7 +166,7 @@ class Follower:
         return how, how is not None or guard.lost is not None
 
     def _look_for_record(self) -> None:
-        """Say it once when somebody deletes the run's directory."""
+        """Report once that the run's directory was deleted."""
         if not self._deleted and not self._directory.exists():
             self._deleted = True
             self.say(f"the record was deleted ({self._directory}); the training does not need it")

@@ -2,19 +2,19 @@
 
     status  run, t_s (s since the run's start), state, step, steps_per_s and samples_per_s (of elapsed training time:
             dpmon.rates; the same with _within_steps leave out the time between steps), mode, virtual, processes,
-            step_ms, phases and call_phases (median_ms, p95_ms, share of the steps' time) over the last two minutes of
-            steps in the mode in force of the first process, ranks where several train, devices and host as in the
-            record, warnings, dropped, absent: why something is null. phases are those of a step and together are the
-            whole of it; call_phases are those of its calls (scatter, replicate, parallel_apply, gather), which lie
-            within the step's forward. A phase that did not run is not there. device_median_ms beside the host's times
-            is what the slowest device took for the same, the median of the newest 128 steps in this mode in which that
-            is known; null where it is in none, and for other, which is on the host
-    message text: what dpmon would have said in words
+            step_ms, phases and call_phases (median_ms, p95_ms, share of the steps' time): the last two minutes of
+            steps in the current mode of the first process, ranks where several train, devices and host as in the
+            record, warnings, dropped, absent: why something is null. phases are those of a step and add up to it;
+            call_phases are those of its calls (scatter, replicate, parallel_apply, gather), which lie within the
+            step's forward. A phase that did not run is left out. device_median_ms is the time of the slowest device
+            for the same phase: the median of the newest 128 steps in this mode that have device times. It is null if
+            no step has them, and for other, which runs on the host
+    message text: a message of dpmon in words
     exit    run, t_s, status, signal: the last line
 
-The lines go to standard error, where dpmon speaks: standard output is the script's. `--json=FILE` puts them into a
-file, a pipe with a name or a descriptor (`--json=/dev/fd/3`), and standard error stays as it is without it. A pipe that
-nobody empties holds nothing up: lines are left out, and counted in the next one's `skipped`.
+The lines go to standard error, because standard output belongs to the script. `--json=FILE` writes them to a file, a
+named pipe or a descriptor (`--json=/dev/fd/3`) instead, and leaves standard error unchanged. A pipe that nobody reads
+does not block the run: lines are skipped, and `skipped` in the next line counts them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _STEP_PHASES = {name: name for name in STEP_PHASES}
 _CALL_PHASES = {"scatter": "scatter", "replicate": "replicate", "apply": "parallel_apply", "gather": "gather"}
 """What the screen calls the phases of a call, and what the record does."""
 _RATES = ("steps_per_s", "samples_per_s", "steps_per_s_within_steps", "samples_per_s_within_steps")
-"""The fields of a Rate, in their order."""
+"""The names of a Rate's fields, in order."""
 _POLLS = 16
 _SPAN_S = 120
 """The figures are of so many seconds of steps, as those of a screen that was just opened."""
@@ -57,7 +57,7 @@ class LineFile:
     """A file, a pipe or a descriptor that lines go to; never waits for its reader."""
 
     def __init__(self, path: str) -> None:
-        """RunError if it cannot be written, or belongs to a run: a ring cut short would end the training."""
+        """RunError if the file cannot be written or belongs to a run: truncating a ring would end the training."""
         if os.path.lexists(os.path.join(os.path.dirname(os.path.realpath(path)), INFO_FILE)):
             raise RunError(f"{path} is part of a run; give another file")
         try:
@@ -158,7 +158,7 @@ class Lines:
         return said
 
     def _doing(self, focus: Process | None) -> str:
-        """running, or what it waits for: the command's start, its first step, or what is under way before that."""
+        """ "running", or what the run waits for: the command's start, its first step, or the stage before that."""
         if self._reader.info.command_pid is None:
             return "starting"
         if focus is None:

@@ -30,7 +30,7 @@ class Progress:
         self._paces: dict[int, Paces] = {}
         """By process."""
         self._said: dict[int, Tally] = {}
-        """The same as it was at the last line."""
+        """The same, at the time of the last line."""
         self._inputs, self._pauses = Inputs(), Pauses()
         self._last_ns = 0
         """When the newest step ended (monotonic); 0 before the first step."""
@@ -49,12 +49,12 @@ class Progress:
         return "  ".join(parts)
 
     def _rates(self) -> list[str]:
-        """Of the training since the last line; of an evaluation where there was nothing else."""
+        """Rates since the last line: of training steps, or of evaluation steps if there were no others."""
         now = {process: paces.total().counted() for process, paces in self._paces.items()}
         fresh = []
         for process, tally in now.items():
             since = self._said.get(process)
-            if since is None or since.steps > tally.steps:  # it has only evaluated until now
+            if since is None or since.steps > tally.steps:  # the process has only evaluated until now
                 since = Tally()
             one = Tally()
             one.add(tally)
@@ -96,7 +96,7 @@ class Progress:
         return self._paces.setdefault(process, Paces())
 
     def _leave_out(self, record: Event) -> None:
-        """A pause, or a wait for input; of a process also those that are known of it."""
+        """Leave a pause or a wait for input out of the rates; a process record may bring earlier waits."""
         process = record.data.get("process")
         if record.kind == "input" or (record.kind == "process" and type(process) is int):
             take = self._inputs.event if record.kind == "input" else self._inputs.process

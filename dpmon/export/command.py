@@ -64,7 +64,7 @@ def _write_one(directory: Path, form: str, only: str | None, file: TextIO) -> No
 def _write_tables(directory: Path, where: Path) -> None:
     """A file a kind that the run has; all of them take their names at the end."""
     os.makedirs(where, exist_ok=True)
-    for name in KINDS:  # all of them before the first one is begun
+    for name in KINDS:  # check all files before writing the first
         check_replaceable(where / f"{name}.csv")
     with contextlib.ExitStack() as files:
         tables = Tables(lambda which: files.enter_context(replaced(where / f"{which}.csv")))

@@ -15,10 +15,11 @@ __all__ = ["opened", "stdout"]
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[TextIO]:
-    """A text file (UTF-8, "\\n") that takes the name `path` when the block ends well; otherwise nothing has changed.
+    """A text file (UTF-8, "\\n") that replaces `path` when the block ends without an error; else nothing changes.
 
-    A stream (a FIFO, a terminal, /dev/fd/3) is written into. A new file is readable by its owner alone, like the
-    record; one that was there keeps its mode. OSError if it cannot be written, or is a link, a directory or the like.
+    A stream (a FIFO, a terminal, /dev/fd/3) is written to directly. Only the owner may read a new file, like the
+    record; an existing file keeps its mode. OSError if the file cannot be written, or is a link, a directory or
+    something else.
     """
     if is_stream(path):
         with open(open_stream(path), "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:

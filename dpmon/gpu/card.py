@@ -24,7 +24,7 @@ RETRY_S = 5.0
 SILENT_S = 3.0
 """Without an answer for this long, values are no longer shown as if they were of now."""
 MOST_WAYS = 2
-"""Ways to ask a question that are tried in the first round."""
+"""Most alternative calls that the first round tries for one question."""
 _LATE = 4
 """How many of a question's periods its answer may be old, when others are answered."""
 
@@ -210,7 +210,7 @@ class Asker:
         calls: int,
         first_s: float = 0.0,
     ) -> None:
-        """Ask what is most overdue with at most `calls` calls, but everything that is due in the first `first_s`.
+        """Ask the most overdue questions with at most `calls` calls; in the first `first_s` ask all that are due.
 
         Raises Failure only if the GPU is gone.
         """
@@ -230,7 +230,7 @@ class Asker:
                     self._ask(question, nvml, handle, opened, ask, clock)
 
     def _overdue(self, now_s: float) -> list[Question]:
-        """What is due, most overdue first in its own periods: what is asked once a minute can wait a second."""
+        """The questions that are due, most overdue first, in units of their periods: a slow one can wait longer."""
         due = [q for q in self.places if self._due(q, now_s)]
         return sorted(due, key=lambda q: (self.places[q].due_s - now_s) / q.every_s)
 

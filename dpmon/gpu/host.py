@@ -20,12 +20,12 @@ _SCAN_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class HostSample:
-    """The machine at one instant. What could not be had is None and its reason is in `absent`, by field.
+    """The machine at one instant. An unknown field is None, and `absent` has the reason by field name.
 
     `cpu_pct`: share of all cores in use, 0..100. `run_cpu_pct`: the run's processes, 100 for one core.
-    `mem_used_bytes`: what is not available to a new program. `run_mem_bytes`: what the run's processes hold of it, a
-    page that several share divided among them (see `proportional`).
-    `cpus`: processors of the machine. `load_1m`: threads that run or want to, mean of a minute.
+    `mem_used_bytes`: memory that is not available to a new program. `run_mem_bytes`: the part that the run's
+    processes hold; a shared page is divided among its processes (see `proportional`).
+    `cpus`: processors of the machine. `load_1m`: mean number of runnable threads over a minute.
     """
 
     cpu_pct: float | None = None

@@ -1,8 +1,8 @@
-"""What processes hold of the host's memory when a page that several of them share is divided among them.
+"""Host memory of a run's processes, where a page that several of them share is divided among them.
 
-The kernel calls it the proportional set size (PSS), in `/proc/PID/smaps_rollup`. To tell it the kernel walks all pages
-of the process: 30 to 80 ms for 600 MB, 250 ms for 2.6 GB (measured on slow machines), and meanwhile the process waits
-where it maps memory. So each process is read rarely, and between two readings its resident memory says how it grew.
+The kernel calls this the proportional set size (PSS), in `/proc/PID/smaps_rollup`. To compute it, the kernel walks all
+pages of the process: 30 to 80 ms for 600 MB, 250 ms for 2.6 GB (measured on slow machines). Meanwhile the process must
+wait if it maps memory. So each process is read rarely; between two readings, its resident memory shows its growth.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dataclasses import dataclass
 __all__ = ["ProportionalMemory", "read_pss"]
 
 BUDGET_SHARE = 0.01
-"""Share of one core that reading may take in the long run."""
+"""Share of one core that readings may take in the long run."""
 BUDGET_MOST_S = 1.0
-"""What may be saved up of it: enough for a training and its workers when they have just started."""
+"""Largest budget (seconds) that can be saved: enough for a training and its workers when they have just started."""
 AT_ONCE_S = 0.1
-"""After which the next process has to wait for the next sample."""
+"""Seconds of reading in one sample, after which the next process waits for the next sample."""
 EVERY_S = 5.0
-"""How long a reading is used at least."""
+"""Seconds for which a reading is used at least."""
 REST_FACTOR = 200
-"""A reading that took t is used for REST_FACTOR times t at least: the process is held up for 0.5 % of the time."""
+"""A reading that took t is used for at least REST_FACTOR times t, so the process is delayed 0.5 % of the time."""
 
 
 def read_pss(pid: int) -> int | None:
-    """The PSS of a process in bytes; None if it has no memory any more. Raises OSError if the kernel does not tell."""
+    """The PSS of a process in bytes; None if it has no memory left. Raises OSError if the kernel does not report it."""
     with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
         for line in file:
             if line.startswith(b"Pss:"):
@@ -37,19 +37,19 @@ def read_pss(pid: int) -> int | None:
 @dataclass(slots=True)
 class _Reading:
     shared: int
-    """Resident bytes that are counted for other processes."""
+    """Resident bytes that count for other processes."""
     due_s: float
     why: str | None = None
     """Why there is no reading."""
 
 
 class ProportionalMemory:
-    """The sum over the processes of a run, within a budget of time; for one thread."""
+    """Sums the processes of a run within a time budget; for use by one thread."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, read: Callable[[int], int | None] = read_pss
     ) -> None:
-        """`clock` gives seconds, monotonic; `read` the PSS of a process id in bytes."""
+        """`clock` returns monotonic seconds; `read` returns the PSS of a process id in bytes."""
         self._clock = clock
         self._read = read
         self._readings: dict[tuple[int, float], _Reading] = {}
@@ -57,12 +57,12 @@ class ProportionalMemory:
         self._at_s = clock()
 
     def total(self, resident: Mapping[tuple[int, float], int]) -> tuple[int | None, str | None]:
-        """Bytes of all processes together, or None and the reason. `resident`: bytes by process id and start."""
+        """Total bytes of all processes, or None and the reason. `resident`: bytes by process id and start time."""
         now = self._clock()
         self._budget_s = min(self._budget_s + (now - self._at_s) * BUDGET_SHARE, BUDGET_MOST_S)
         self._at_s = now
         self._readings = {key: known for key, known in self._readings.items() if key in resident}
-        # Those that were never read come first, then those that have waited for longest.
+        # Unread processes come first, then those that have waited longest.
         due = [(self._due(key), key) for key in resident if self._due(key) <= now]
         for _, key in sorted(due):
             if self._budget_s <= 0 or self._clock() - now >= AT_ONCE_S:

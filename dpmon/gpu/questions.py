@@ -16,9 +16,9 @@ from dpmon.gpu.gpm import GPM_FIELDS, gpm, nvlink
 __all__ = ["CHEAP", "CHEAP_CALLS", "DEAR", "DEAR_CALLS", "OPENING_CALLS", "Question", "Way"]
 
 CHEAP_CALLS, DEAR_CALLS = 5, 3
-"""Calls into the library for one GPU in one second, at most, by the thread that asks; 8 together.
+"""Most library calls for one GPU in one second by the thread that asks; 8 for all threads.
 
-In the first second everything in CHEAP is asked, so that the first sample is complete."""
+The first second asks everything in CHEAP, so that the first sample is complete."""
 OPENING_CALLS = 3
 """Handle, UUID, name."""
 

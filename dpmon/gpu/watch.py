@@ -20,7 +20,7 @@ __all__ = ["NVML_PERIOD_S", "Watch"]
 NVML_PERIOD_S = 1.0
 """NVML is asked no more often, whatever the interval: drivers answer under a lock that training needs too."""
 FIRST_S = 0.5
-"""How long after a GPU was found everything cheap is asked at once, so that its first sample is complete."""
+"""For how long after a GPU was found all cheap questions are asked at once, so that its first sample is complete."""
 MAX_GPUS = 64
 _STACK_BYTES = 1 << 20
 

@@ -37,7 +37,7 @@ def host_event(state: State, event: Event) -> None:
     if process is not None and track is not None and used is not None and used >= 0:
         before = track.peaks.get(kept.HOST)
         others = [m.peaks[kept.HOST].bytes for m in process.modes.values() if m is not track and kept.HOST in m.peaks]
-        # What was held in another mode often stays so: only what goes beyond it is this mode's own.
+        # Memory of another mode often stays allocated: only the excess belongs to this mode.
         exact = used > max(others, default=-1) or (before is not None and before.exact and used <= before.bytes)
         most = max(used, before.bytes if before is not None and (before.exact or not exact) else 0)
         track.peaks[kept.HOST] = Peak(most, exact)

@@ -44,9 +44,9 @@ class ModeFacts(NamedTuple):
     late_p25_ns: float | None = None
     """Of the whole step: where most of the last third lies above most of the first, it is no noise."""
     mean_ns: float | None = None
-    """Of the whole step."""
+    """Mean time of the whole step."""
     distributed: bool = False
-    """Ranks of DistributedDataParallel have trained in it: one device each, so neither dp nor single."""
+    """Whether ranks of DistributedDataParallel trained in it: they have one device each, so neither dp nor single."""
 
     def share(self, *names: str) -> float:
         """The part of all step time that phases took together (0 to 1)."""

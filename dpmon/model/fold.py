@@ -260,12 +260,12 @@ def refined(step: Step, of_calls: list[int] | None) -> tuple[int, ...]:
 
 
 def _mark(process: Process, sample: StepSample, evaluation: bool) -> None:
-    """Keep the way marks a second apart at least, the newest always at the end; none of evaluations beside training."""
+    """Keep marks at least a second apart, the newest at the end. Where training steps exist, evaluations have none."""
     marks, pace = process.marks, process.paces.of(process.marks_mode)
     if evaluation and pace.training.steps:
         return
     if not evaluation and pace.training.steps == 1:
-        marks.clear()  # what came before turns out to have been an evaluation
+        marks.clear()  # the steps so far turn out to have been an evaluation
     tally = pace.counted()
     mark = Mark(sample.end_ns, tally.steps, tally.samples, tally.unknown, tally.step_ns, tally.elapsed_ns)
     if len(marks) > 1 and sample.end_ns - marks[-2].end_ns < SECOND:
@@ -347,7 +347,7 @@ def _pause_event(state: State, event: Event) -> None:
     process.paused_since_ns = at if paused else None
     if not paused:
         process.paused_ns += took or 0
-        process.marks.clear()  # the rate begins anew
+        process.marks.clear()  # the rate starts again
     process.paces.pause(paused, at, took)
 
 
@@ -362,7 +362,7 @@ def _input_event(state: State, event: Event) -> None:
 
 
 def _wait(process: Process, begin: int, end: int) -> None:
-    """It waited for input, perhaps in a step that is over: then that has been counted, and is taken out again."""
+    """Take a wait for input out of the rates, also if its step has ended and was counted."""
     process.inputs.append((begin, end))
     before = process.paces.of(process.marks_mode).counted()
     elapsed, within = before.elapsed_ns, before.step_ns

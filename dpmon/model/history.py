@@ -47,9 +47,9 @@ _NICE = (1, 2, 5, 10, 15, 30, 60)
 
 
 def add_step(process: Process, sample: StepSample, mode: str, gap: Gap = NO_GAP) -> None:
-    """Count a step, and the time before it, in the column of the second in which it ended.
+    """Add a step and the time before it to the column of the second in which the step ended.
 
-    A new column begins where the mode changes.
+    A change of mode begins a new column.
     """
     second = sample.end_ns // _SECOND
     columns = process.columns
@@ -192,15 +192,15 @@ def columns_of(process: Process, span_s: int) -> list[Column]:
 
 
 class Picture(NamedTuple):
-    """A history as it is drawn: columns of one mode and of equal time each, oldest first, each so many cells wide.
+    """A history as the screen draws it: columns of one mode and equal duration, oldest first, with their width.
 
-    A column without steps (count 0) is a time in which none ended and none was under way.
+    A column without steps (count 0) is a time without any step, ended or under way.
     """
 
     columns: Sequence[Column]
     cells: int
     seconds: int
-    """How much time one column is."""
+    """Duration of one column."""
 
 
 def pictured(process: Process, span_s: int, width: int, over: bool = False) -> Picture:
@@ -232,14 +232,15 @@ def _whole(process: Process, width: int) -> Picture:
 
 
 def _begin(column: Column) -> int:
-    """The second in which the first of its steps began."""
+    """The second in which the column's first step began."""
     return min(column.begin_ns // _SECOND, column.second)
 
 
 def _placed(columns: Iterable[Column], seconds: int, first: int) -> list[Column]:
-    """A column for every `seconds` from the slot `first` on, of its mode.
+    """One column per slot of `seconds`, starting at slot `first`.
 
-    In a slot with steps of several modes the one is drawn that was not drawn before: a change of mode is always seen.
+    If a slot has steps of several modes, the column shows the mode that the previous one did not: every change of
+    mode stays visible.
     """
     slots: dict[int, dict[str, list[Column]]] = {}
     for column in columns:
@@ -252,7 +253,7 @@ def _placed(columns: Iterable[Column], seconds: int, first: int) -> list[Column]
         drawn = _joined(next((same for name, same in slots[slot].items() if name != mode), slots[slot].get(mode, [])))
         while first + len(found) < slot:
             place = first + len(found)
-            if (place + 1) * seconds * _SECOND > drawn.begin_ns:  # its first step was under way
+            if (place + 1) * seconds * _SECOND > drawn.begin_ns:  # the column's first step was under way
                 found.append(replace(drawn, number=place, second=place * seconds))
             else:
                 found.append(Column(place, place * seconds, mode or drawn.mode))
@@ -261,7 +262,7 @@ def _placed(columns: Iterable[Column], seconds: int, first: int) -> list[Column]
 
 
 def _joined(columns: Sequence[Column]) -> Column:
-    """Columns of one slot and one mode in one."""
+    """Merge columns of one slot and one mode."""
     if len(columns) == 1:
         return columns[0]
     joined = Column(columns[0].number, columns[0].second, columns[0].mode, begin_ns=columns[0].begin_ns)
@@ -307,7 +308,7 @@ def figures(process: Process, mode: str, span_s: int) -> Summary:
 
 
 def _rate(process: Process, mode: str, span_s: int, columns: Sequence[Column]) -> Rate | None:
-    """The rate of these columns of one mode; of evaluations only where nothing trains in it."""
+    """The rate of these columns of one mode. Evaluation steps count only if the mode has no training steps."""
     whole = Pace()
     for column in columns:
         whole.add(column.pace)
@@ -335,7 +336,7 @@ def _waits(process: Process, mode: str, span_s: int) -> Iterator[tuple[Column, i
 
 
 def _waited(process: Process, mode: str, span_s: int, total: int, count: int, middle: float | None) -> Uneven | None:
-    """Whether waits for input are what the mean has beyond the median: the few steps with them may not be drawn."""
+    """Whether waits for input explain why the mean exceeds the median; the few steps with waits may not be visible."""
     if not process.inputs or middle is None:
         return None
     spans = [end - begin for _, begin, end in _waits(process, mode, span_s)]

@@ -43,7 +43,7 @@ def held(records: Iterable[Mapping[str, Any]]) -> list[Held]:
 
 
 def reasons(row: Held) -> list[tuple[str, str]]:
-    """Why parts of a row are not known: their names ("rest and peak") and the reason, in the row's order."""
+    """Why parts of a row are unknown: their names ("rest and peak") and the reason, in the row's order."""
     found: dict[str, list[str]] = {}
     for name in Held._fields[1:6]:
         if getattr(row, name) is None and (reason := row.absent.get(f"{name}_bytes")):

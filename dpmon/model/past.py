@@ -66,7 +66,7 @@ def fold_past(state: State, past: Past | Drawn | DevicePast) -> State:
 
 def _column(past: Past) -> Column:
     spent = past.sums.get("step", 0)
-    # The mean step stands for the first one, of which it is not known any more when it began.
+    # The start of the first step is no longer known; assume that it took the mean step time.
     begin = max(past.start_s * _SECOND - spent // max(past.steps, 1), 0)
     column = Column(0, past.start_s, past.mode, past.steps, spent, begin, past.pace.copy())
     sums, ran = _slots(past.sums), _slots(past.ran)

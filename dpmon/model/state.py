@@ -50,7 +50,7 @@ WARM_STEPS = 5
 """Steps after a change of mode that are left out where modes are compared."""
 MODES_COMPARED = ("single", "dp")
 HOST = "host"
-"""The name under which a mode's peaks have the memory of all the run's processes, as it was sampled."""
+"""The key in a mode's peaks for the sampled memory of all processes of the run."""
 SAMPLED_NEWEST = 256
 NEWEST_COLUMNS = 8
 """Columns that keep SAMPLED_NEWEST of their steps: of a short run, or a mode that has just begun, all or nearly so."""
@@ -93,7 +93,7 @@ class Peak(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """How far a process had come at a time: for rates over a window. The rest is of dpmon.rates.Tally."""
+    """The progress of a process at one time, for rates over a window. The other fields are as in dpmon.rates.Tally."""
 
     end_ns: int
     steps: int
@@ -284,9 +284,9 @@ class Process:
     paused_ns: int = 0
     """In all pauses that are over: time that is in no step."""
     inputs: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=TEXTS_KEPT))
-    """From when to when it waited for a line of input: that time is in its steps, and in no rate."""
+    """Begin and end of each wait for a line of input. Step times include that time, rates do not."""
     paces: Paces = field(default_factory=Paces)
-    """What its rates are computed from."""
+    """The sums from which its rates are computed."""
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """What was worked out of the rest, with what it depends on."""
     visit: int = 0

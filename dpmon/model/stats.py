@@ -65,11 +65,11 @@ class Summary(NamedTuple):
     sampled: int = 0
     """How many of the steps the medians and tails are of."""
     mean_ns: float | None = None
-    """All their time by their number."""
+    """Mean time of a step."""
     uneven: Uneven | None = None
     """Where the median says little of the speed: why."""
     rate: Rate | None = None
-    """Of the training among them; None where it cannot be told, as of steps that were sampled."""
+    """Rate of the training steps; None if it is unknown, as for sampled steps."""
 
 
 class Speed(NamedTuple):
@@ -191,7 +191,7 @@ def shown(phases: Sequence[PhaseFigures]) -> list[PhaseFigures]:
 
 
 def leaves_rest(phases: Sequence[PhaseFigures]) -> bool:
-    """Whether the phases of the calls stand by themselves, so that `forward` is only what is left of it."""
+    """Whether the phases of the calls are listed separately, so that `forward` is only the rest."""
     return any(phase.ran for phase in phases if phase.name in PHASES[CALLS_AT])
 
 
@@ -204,15 +204,15 @@ def phase_figures(name: str, ran: int, times: Iterable[int], share: float | None
 
 
 def mean_speed(process: Process) -> Speed:
-    """The rate of all of its training, in whatever mode."""
+    """The rate of all its training, in all modes."""
     rate = rate_of([process.paces.total().counted()])
     return Speed(rate, "no step has ended yet" if rate is None else None)
 
 
 def speed(process: Process, now_ns: int | None) -> Speed:
-    """The rate of the last ten seconds of training; `now_ns` None when nothing more will come.
+    """The rate of the last ten seconds of training; `now_ns` is None once the run is over.
 
-    None with the reason when there are too few steps, or when no step has ended for so long that the figure is past.
+    The rate is None, with a reason, if there are too few steps or if no step has ended for a long time.
     """
     marks = process.marks
     last = process.last_step

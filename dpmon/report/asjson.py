@@ -3,16 +3,16 @@
 run           id, name, script, command, cwd, python, started_unix, versions, directory
 end           state (as `ls` calls it), status, signal, error, seconds
 processes     process, rank, world, pid, python, torch
-steps, calls  how many there were, deleted ones too; dropped, pruned: records that are there no more
+steps, calls  their numbers, with deleted ones; dropped, pruned: numbers of records that are gone
 nothing       why there is no step and no call, or null
-standing      since when nothing has moved, and what each process is in, or null
+standing      for how long nothing has moved, and where each process is, or null
 modes         mode, virtual, steps, median_ms, p95_ms, steps_per_s, samples_per_s (of elapsed training time:
               dpmon.rates), steps_per_s_within_steps, samples_per_s_within_steps, phases: {name: share, median_ms,
-              p95_ms, count, device_median_ms, device_count (how often that is known)}:
-              of all that is in the record, without the evaluations
+              p95_ms, count, device_median_ms, device_count (number of known device times)}:
+              all steps in the record except evaluations
 evaluations   the same of steps without backward and optimizer, of modes whose other steps have them
-deleted       the same of steps of which only sums are left (medians and p95 within 3 %; evaluations are among
-              them), and start_s, end_s, calls
+deleted       the same of deleted steps, from their sums (medians and p95 within 3 %; with evaluations), and
+              start_s, end_s, calls
 findings      kind, text, ground, advice, weight; the heaviest first
 replicas      mode, root, replica, device, calls, rows, median_ms, p95_ms, device_median_ms (of device_calls, those in
               which it is known), virtual, absent: why it is in none; without evaluations
@@ -38,12 +38,12 @@ paused        what all pauses come to, those left out too: times, seconds (of th
               processes pause at once is one pause), unended (their end was not recorded), on (one had not ended),
               alone_s (of their time: another process was there and was not paused). No step and no phase has any
               of that time; use of devices and host has that of alone_s
-inputs        process (null: one that does not train), t_s, seconds: waits for a line of input; step times have
-              that time, rates have not
+inputs        process (null: one that does not train), t_s, seconds: waits for a line of input; step times
+              include that time, rates do not
 warnings      texts
 time          timeless: deleted steps of which it is not known when they were, in no stretch; width_s; stretches:
               start_s, mode, evaluation, deleted (by their sums, evaluations among them), steps, mean_ms,
-              elapsed_ms (of training: what samples are divided by for a rate), longest_ms, samples,
+              elapsed_ms (training time: the rate is samples divided by it), longest_ms, samples,
               parts_ms: {name: sum}
 """
 

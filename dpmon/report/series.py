@@ -28,7 +28,7 @@ class _Sum:
     steps: int = 0
     wall_ns: int = 0
     elapsed_ns: int = 0
-    """As of a Bin, without the gaps that are kept apart."""
+    """As in a Bin, without the gaps, which are stored separately."""
     longest_ns: int = 0
     samples: int = 0
     unknown: int = 0
@@ -51,7 +51,7 @@ class Series:
         self._width = _FIRST_NS
         self._sums: dict[tuple[int, str, _Kind], _Sum] = {}
         self._gaps: dict[tuple[str, _Kind], array[int]] = {}
-        """By mode and kind: begin and length of the time between steps. Stretches grow: it is placed at the end."""
+        """Begin and length of the times between steps, by mode and kind. `_place_gaps` adds them at the end."""
         self._waits: list[tuple[int, int]] = []
 
     def step(
@@ -79,7 +79,7 @@ class Series:
             kept.extend((start - gap.ns, gap.ns))
 
     def wait(self, begin: int, end: int) -> None:
-        """A process waited for input: that time is no training."""
+        """Note a wait for input, which training time leaves out."""
         self._waits.append((begin, end))
 
     def call(self, mode: str, evaluation: bool, start: int, phases: Sequence[int]) -> None:
@@ -150,7 +150,7 @@ class Series:
         return self._width, tuple(found)
 
     def _place_gaps(self) -> None:
-        """Add to each stretch the time between steps that lies in it: what lies in none is a gap in a plot."""
+        """Add the time between steps to the stretches; time outside all of them is a gap in a plot."""
         gaps, self._gaps = self._gaps, {}
         for (mode, kind), spans in gaps.items():
             for begin, took in zip(spans[::2], spans[1::2], strict=True):
@@ -161,7 +161,7 @@ class Series:
                         part.elapsed_ns += min(begin + took, first + self._width) - max(begin, first)
 
     def _leave_out_waits(self) -> None:
-        """Take each wait for input out of the stretch that has the step or the gap in which it began."""
+        """Subtract each wait for input from the stretch that has the step or gap in which it began."""
         waits, self._waits = self._waits, []
         for begin, end in waits:
             before = [(key, part) for key, part in self._sums.items()

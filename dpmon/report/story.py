@@ -35,7 +35,7 @@ class Bin(NamedTuple):
     deleted: bool = False
     """Only their sums are left; evaluations among them cannot be told apart."""
     elapsed_ns: int = 0
-    """Time within these steps and, in this stretch, between them."""
+    """Time within these steps, and between them inside this stretch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +154,12 @@ class Story:
     gpu_absent: str | None = None
     """Why there are no GPUs to tell of."""
     distributed: bool = False
-    """Whether ranks train by DistributedDataParallel."""
+    """Whether ranks train with DistributedDataParallel."""
     dropped: int = 0
     pruned: int = 0
     compared: Compared | None = None
     """dp against single; None where not both were seen."""
     standing: str | None = None
-    """Since when nothing has moved, and what each process is in; None where something moves."""
+    """For how long nothing has moved, and where each process is; None if something moves."""
     nothing: str | None = None
     """Why there is no step and no call."""

@@ -141,7 +141,7 @@ def machine(story: Story) -> str:
 
 
 def mode_title(mode: ModeFacts) -> str:
-    """A mode's name, with what it stands for under virtual replicas; "ddp" for ranks, as on the screen."""
+    """A mode's name, with a note for virtual replicas; "ddp" for ranks, as on the screen."""
     if mode.distributed:
         return "ddp"
     return f"{mode.mode} (virtual)" if mode.virtual else mode.mode or "mode unknown"

@@ -70,7 +70,7 @@ class Adder:
         self._paces: dict[int, Paces] = {}
         """By process."""
         self._gone: dict[int, Paces] = {}
-        """The same of steps that were deleted."""
+        """The same for deleted steps."""
         self._modes: dict[tuple[str, bool], ModeTotals] = {}
         """By mode, and whether it is an evaluation."""
         self._calls: dict[int, list[_Waiting]] = {}
@@ -96,12 +96,12 @@ class Adder:
         found = self.totals.deleted.get(rollup.mode)
         if found is None:
             whole = Rollup(rollup.start_s, -1, rollup.mode)
-            # What has no width was somewhere between the beginning and its start.
+            # A row without a width lies somewhere between the beginning and its start.
             first_s = rollup.start_s if width_s else 0
             found = self.totals.deleted[rollup.mode] = Deleted(whole, first_s, rollup.start_s)
         found.sums.merge(rollup)
         gone = self._gone.setdefault(rollup.process, Paces())
-        # What has no width was somewhere between the beginning and its start.
+        # A row without a width lies somewhere between the beginning and its start.
         begin_s = rollup.start_s if width_s else 0
         gone.sums(rollup.mode, rollup.pace, begin_s * 10**9, (rollup.start_s + width_s) * 10**9)
         found.paces[rollup.process] = gone.of(rollup.mode)
@@ -153,14 +153,14 @@ class Adder:
         return found
 
     def elapsed(self, mode: str, start: int, gap: Gap) -> None:
-        """For those who want the time before a step that begins at `start`, too."""
+        """Hook for subclasses that need the time before a step that begins at `start`."""
 
     def _waited(self, waits: Sequence[Wait]) -> None:
         for wait in waits:
             self.waited(*wait)
 
     def waited(self, process: int, begin: int, end: int) -> None:
-        """A process waited for input: that time is no training."""
+        """Leave a wait for input out of the training time."""
         self._pace(process).wait(begin, end)
         if process in self._gone:
             self._gone[process].wait(begin, end)
@@ -282,7 +282,7 @@ class Adder:
         return self.totals
 
     def _add_paces(self) -> None:
-        """Give each mode the tallies of its processes."""
+        """Set the tallies of each mode's processes."""
         for process, paces in self._paces.items():
             for mode, pace in paces.modes.items():
                 apart = self.totals.evaluations.get(mode)

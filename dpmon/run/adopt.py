@@ -38,13 +38,13 @@ class Command(Protocol):
         """How it ended, once it is over."""
 
     def release(self) -> None:
-        """Reap it, once somebody else knows how it ended."""
+        """Reap the command, after its outcome was passed on."""
 
 
 class Child:
     """A command that this process has started.
 
-    It is left unreaped until `release`: if this process is killed before, the foreground can still reap it.
+    It is not reaped until `release`: if this process is killed earlier, the foreground can still reap it.
     """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
@@ -53,7 +53,7 @@ class Child:
         self.pid = process.pid
 
     def over(self) -> bool:
-        """Looks, without reaping it."""
+        """Look without reaping it."""
         if self._returncode is None:
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
@@ -67,7 +67,7 @@ class Child:
         return exit_info(info, self._returncode, "supervisor")
 
     def release(self) -> None:
-        """Reaps it."""
+        """Reap it."""
         self._process.wait()
 
 
@@ -107,7 +107,7 @@ class Adopted:
         return self._from_record(info, now)
 
     def release(self) -> None:
-        """It is no child of this process: somebody else reaps it."""
+        """Do nothing: it is not a child of this process, so another process reaps it."""
 
     def _status(self) -> int | None:
         status = wait_status(self._pidfd) if self._pidfd is not None else None

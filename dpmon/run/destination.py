@@ -1,6 +1,6 @@
-"""Where a person wants something to be written: a file that is replaced, or a stream that is written into.
+"""Writes to paths that the user gave: a regular file is replaced, a stream is written to directly.
 
-Only a regular file, or nothing, is ever replaced: a device, a FIFO or a link by that name stays what it is.
+A device, a FIFO or a link at that path is never replaced.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["check_replaceable", "is_stream", "open_stream", "open_truncated", "r
 
 _DESCRIPTOR = re.compile(r"/dev/(?:std(?:in|out|err)|fd/\d+)|/proc/(?:self|thread-self|\d+)(?:/task/\d+)?/fd/\d+")
 _LONGEST_NAME = 100
-"""Bytes of the file's name that are part of the temporary one."""
+"""Bytes of the file's name that its temporary name contains."""
 
 
 def is_stream(path: Path) -> bool:
-    """Whether `path` names an open descriptor (/dev/fd/3, /dev/stdout), a FIFO, a terminal or another such device.
+    """Whether `path` is an open descriptor (/dev/fd/3, /dev/stdout), a FIFO, a terminal or another such device.
 
-    What is written to these is passed on. A new file in their place would not reach who reads them.
+    Their readers would not see a new file in their place.
     """
     if _DESCRIPTOR.fullmatch(os.path.abspath(path)):
         return True
@@ -40,12 +40,12 @@ def is_stream(path: Path) -> bool:
 
 def open_stream(path: Path) -> int:
     """A descriptor that writes into a stream; waits for the reader of a FIFO, as a shell does."""
-    # Appending: what was written through that descriptor before stays. To a pipe it is all the same.
+    # O_APPEND keeps what was written through that descriptor before. For a pipe it makes no difference.
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY)
 
 
 def check_replaceable(path: Path) -> int | None:
-    """The mode (st_mode) of the regular file at `path`, None if there is nothing; OSError for anything else."""
+    """The mode (st_mode) of the regular file at `path`; None if it does not exist; OSError for anything else."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -65,15 +65,15 @@ def open_truncated(path: Path) -> int:
 
 @contextlib.contextmanager
 def replaced(path: Path, mode: int | None = None) -> Iterator[TextIO]:
-    """A text file (UTF-8, "\\n") that takes the name `path` when the block ends well; otherwise nothing has changed.
+    """A text file (UTF-8, "\\n") that replaces `path` when the block ends without an error; else nothing changes.
 
-    `mode`: of the file; None: that of the file that was there, 0600 for a new one. OSError if it cannot be written, or
-    if there is something else than a regular file.
+    `mode`: the file's mode; None: the mode of the existing file, or 0600 for a new one. OSError if the file cannot be
+    written, or if `path` is not a regular file.
     """
     before = check_replaceable(path)
     if mode is None and before is not None:
         mode = before & 0o777
-    # The random part keeps two writers to one name apart; the last to end wins, as with any tool.
+    # The random part separates two writers to one name; the last to finish wins, as with any tool.
     stem = os.fsdecode(os.fsencode(path.name)[:_LONGEST_NAME])
     temporary = path.with_name(f".{stem}.{uuid.uuid4().hex[:8]}.part")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -82,7 +82,7 @@ def replaced(path: Path, mode: int | None = None) -> Iterator[TextIO]:
             if mode is not None:
                 os.fchmod(fd, mode)
             yield file
-        check_replaceable(path)  # again, as an export takes its time
+        check_replaceable(path)  # again, because an export takes time
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

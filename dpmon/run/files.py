@@ -1,8 +1,8 @@
-"""Opens the files of a run, which may have been replaced by anything: never waits, never follows a link.
+"""Opens the files of a run without waiting and without following links, because anything may have replaced them.
 
-A run's directory may come from somebody else, or be changed while the run goes on. A FIFO in the place of a log would
-hold up whoever opens it, a link would lead out of the directory. So every file of a run is opened here (the tracer,
-which imports nothing of this package, has the same check in `inject.note` and in its rings).
+A run's directory may come from somebody else, or change while the run goes on. A FIFO in the place of a log would
+block whoever opens it; a link would lead out of the directory. So every file of a run is opened here. The tracer
+imports nothing of this package and has the same check in `inject.note` and in its rings.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ _DATABASE_PARTS = ("", "-journal", "-wal", "-shm")
 
 
 def file_kind(mode: int) -> str:
-    """What a file of this mode (st_mode) is called."""
+    """The name of the file type in this mode (st_mode)."""
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "a device")
 
 
 def not_a_file(path: Path | str, mode: int) -> OSError:
-    """The error for something of this mode in the place of a regular file."""
+    """The error for a path that is not a regular file but has this mode."""
     return OSError(errno.EINVAL, f"it is {file_kind(mode)}, not a regular file", str(path))
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY, *, anyone: bool = False) -> int:
     """A descriptor of a regular file of this user (with `anyone`: of any user), without waiting.
 
-    `flags`: as for os.open; a new file has mode 0600. A file to be written must have no second name (a hard
-    link), which could be a file outside. Raises OSError for anything else.
+    `flags`: as for os.open; a new file has mode 0600. A file opened for writing must not have a second name (a hard
+    link), because that name could be outside the run. Raises OSError for anything else.
     """
     with _parent(path, linked=anyone) as place:
-        try:  # first, since opening some devices has an effect of its own
+        try:  # check before opening, because opening some devices has side effects
             _check(path, os.stat(path.name, dir_fd=place, follow_symlinks=False), flags, anyone)
         except FileNotFoundError:
             if not flags & os.O_CREAT:
@@ -64,7 +64,7 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, anyone: bool = False) -> 
         _check(path, os.fstat(fd), flags, anyone)
         if flags & os.O_TRUNC:
             os.ftruncate(fd, 0)
-        os.set_blocking(fd, True)  # a script that has it as its output finds it as a shell would have opened it
+        os.set_blocking(fd, True)  # a script whose output it becomes expects blocking mode, as from a shell
     except BaseException:
         os.close(fd)
         raise
@@ -73,8 +73,8 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, anyone: bool = False) -> 
 
 @contextlib.contextmanager
 def _parent(path: Path, *, linked: bool = False) -> Iterator[int]:
-    """A descriptor of the directory that `path` is in, which must be no link unless `linked`."""
-    # The directory itself may be replaced while a run goes on: a link in its place must not lead out of it.
+    """A descriptor of the directory that contains `path`; it must not be a link unless `linked`."""
+    # The directory itself may be replaced while a run goes on, and a link in its place would lead elsewhere.
     fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if linked else os.O_NOFOLLOW))
     try:
         yield fd
@@ -83,13 +83,13 @@ def _parent(path: Path, *, linked: bool = False) -> Iterator[int]:
 
 
 def remove_file(path: Path) -> None:
-    """Delete a file of a run, whatever it is; OSError if that fails, FileNotFoundError if there is none."""
+    """Delete a file of a run, of any file type; OSError if that fails, FileNotFoundError if it does not exist."""
     with _parent(path) as place:
         os.unlink(path.name, dir_fd=place)
 
 
 def replace_file(new: Path, path: Path) -> None:
-    """Give the file `new` the name `path`, in the same directory, in one step; OSError if that fails."""
+    """Rename the file `new` to `path`, in the same directory, atomically; OSError if that fails."""
     with _parent(path) as place:
         os.replace(new.name, path.name, src_dir_fd=place, dst_dir_fd=place)
 
@@ -134,10 +134,10 @@ def _read(path: Path, limit: int, *, at_end: bool) -> bytes:
 
 
 def check_database(path: Path, *, written: bool = False) -> None:
-    """Raise OSError unless the parts of an SQLite database that are there are regular files of this user.
+    """Raise OSError unless the existing files of an SQLite database are regular files of this user.
 
-    SQLite opens them itself and would wait for the writer of a FIFO. FileNotFoundError if the database is not there and
-    is not to be `written`.
+    SQLite opens them itself and would wait for the writer of a FIFO. FileNotFoundError if the database does not exist
+    and is not `written`.
     """
     with _parent(path) as place:
         for part in _DATABASE_PARTS:

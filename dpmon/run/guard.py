@@ -114,7 +114,7 @@ class Guard:
         self._reader = RunReader(directory)
         self._found: Process | None = None
         self.outcome: ExitInfo | None = None
-        """How the run ended, where no file said so: what the supervisor told, or this process found out itself."""
+        """How the run ended, if no file has it: as the supervisor reported, or as this process found out."""
         self._dead_since: float | None = None
         self._unstarted_since: float | None = None
         self._successors = Successors(directory)
@@ -153,17 +153,17 @@ class Guard:
         return None if self._found is None else self._found.pid
 
     def _known(self) -> RunInfo:
-        """What run.json says, or would say if it could have been written."""
+        """The contents of run.json, or what they would be if it could not be written."""
         info, found = self._reader.info, self._found
         if info.command_pid is None and found is not None:
             return replace(info, command_pid=found.pid, command_started=found.started)
         return info
 
     def send(self, number: int) -> bool:
-        """Send a signal to the command's process group; False if it is not there (yet, or any more).
+        """Send a signal to the command's process group; False if it has not started or has gone.
 
-        What programs use to talk to each other (SIGUSR1, SIGUSR2) goes to the command alone: its children, which
-        expect none, would die of it. SIGKILL goes to all processes of the run: nobody is left to end the others.
+        SIGUSR1 and SIGUSR2 go to the command alone, because they would kill children that do not expect them. SIGKILL
+        goes to all processes of the run, because the command can no longer end the others.
         """
         if self.command_pid() is None or (command := command_of(self._known())) is None or command.dead:
             return False
@@ -185,7 +185,7 @@ class Guard:
             self._look_for_stall()
             return
         told = read_outcome(self._pipe)
-        if told is not None:  # it could not write exit.json
+        if told is not None:  # the supervisor could not write exit.json
             self._record(told)
             return
         pid = self.command_pid()

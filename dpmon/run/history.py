@@ -292,8 +292,8 @@ class History:
 
     def close(self) -> None:
         """Close it, leaving one self-contained file if nobody else reads it now."""
-        # Where somebody reads, the last of them tidies up.
+        # If somebody still reads, the last reader cleans up.
         with suppress(sqlite3.Error, OSError):
-            check_database(self._path, written=True)  # again: it opens the journal, which it had no need of so far
+            check_database(self._path, written=True)  # again: SQLite opens the journal only now
             self._db.execute("PRAGMA journal_mode=DELETE")
         self._db.close()

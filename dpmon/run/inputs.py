@@ -15,7 +15,7 @@ KEPT = 1000
 
 
 class Wait(NamedTuple):
-    """A process that trains waited for input, from when to when (ns)."""
+    """A wait for input of a process that trains: its begin and end (ns)."""
 
     process: int
     begin_ns: int
@@ -29,21 +29,21 @@ class Inputs:
         self._pids: dict[int, int] = {}
         """By pid, the number of the process that had it last."""
         self._early: dict[int, list[Span]] = {}
-        """By pid, of processes that are not known yet."""
+        """By pid, for processes that have no number yet."""
         self._found: list[tuple[int, Span, int]] = []
         """A heap, by how long they were: that, from when to when, and whose (a pid; -1: not told)."""
 
     def process(self, data: Mapping[str, Any]) -> list[Wait]:
-        """A `process` record; its process must be a number. Its waits whose records came before."""
+        """Take a `process` record, which must have a number. Return its waits whose records came earlier."""
         if type(data.get("pid")) is not int:
             return []
         self._pids[data["pid"]] = data["process"]
         return [Wait(data["process"], *span) for span in self._early.pop(data["pid"], ())]
 
     def event(self, data: Mapping[str, Any]) -> list[Wait]:
-        """An `input` record: times in s since the run's start; what makes no sense is left out.
+        """Take an `input` record: times in s since the run's start. A record that makes no sense is ignored.
 
-        The wait, if the process is known; else `process` returns it.
+        Return the wait if the process is known; otherwise `process` returns it later.
         """
         at, took, pid = data.get("t_s"), data.get("waited_s"), data.get("pid")
         if not (_is_time(at) and _is_time(took)):

@@ -48,7 +48,7 @@ class Kept:
     """A snapshot of a history: what it holds at one instant, whatever is written meanwhile."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises HistoryError if it cannot be read, FileNotFoundError if there is none, OSError if it is no file."""
+        """HistoryError if it cannot be read, FileNotFoundError if it does not exist, OSError if it is not a file."""
         path = directory / HISTORY_FILE
         check_database(path)
         try:
@@ -75,7 +75,7 @@ class Kept:
         query = "SELECT number, value FROM definitions WHERE process = ?"
         found = []
         for number, value in self._all(query, (process,)):
-            with suppress(ValueError, TypeError):  # its calls are unreadable then, and counted
+            with suppress(ValueError, TypeError):  # its calls then count as unreadable
                 found.append((number, load_json(value)))
         return found
 
@@ -339,7 +339,7 @@ class Kept:
         try:
             for number, row in enumerate(self._db.execute(query, parameters)):
                 if number > self._bounds.rows:
-                    raise HistoryError("it has more rows than there is room for: it is damaged")
+                    raise HistoryError("it is damaged: it has more rows than its size allows")
                 self._bounds.begin()
                 yield row
         except (sqlite3.Error, UnicodeError) as error:  # the latter: of a damaged schema's names

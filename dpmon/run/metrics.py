@@ -68,7 +68,7 @@ def metrics_path(asked: str, info: RunInfo) -> Path:
 
 
 def is_of_run(path: Path, info: RunInfo) -> bool:
-    """Whether the file is there, and is the metrics file of this run."""
+    """Whether the file exists and is the metrics file of this run."""
     try:
         head = read_file(path, _HEAD_BYTES)
     except OSError:

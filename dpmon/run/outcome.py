@@ -1,7 +1,7 @@
-"""How the command ended, told by the supervisor to the foreground that started it, without a file.
+"""Passes the command's outcome from the supervisor to the foreground that started it, through a pipe.
 
-A pipe that nobody has to read. The directory of a run may be deleted, unmounted or full; the exit status of the script
-still reaches whoever waits for it.
+The directory of a run may be deleted, unmounted or full. The exit status of the script still reaches the process that
+waits for it. Nobody has to read the pipe.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _MAX_TEXT = 200
 
 
 def open_pipe() -> tuple[int, int]:
-    """The foreground's end and the supervisor's, both closed on exec until somebody makes them inheritable."""
+    """The foreground's end and the supervisor's; both close on exec until they are made inheritable."""
     return os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def tell_outcome(fd: int, how: ExitInfo) -> None:
-    """Write `how` in one piece (PIPE_BUF holds it) and close the pipe; a reader that has gone is no matter."""
+    """Write `how` in one piece (it fits into PIPE_BUF) and close the pipe; a missing reader is ignored."""
     texts = {name: text[:_MAX_TEXT] for name in ("error", "cause", "unknown") if (text := getattr(how, name))}
     with contextlib.suppress(OSError):  # Python ignores SIGPIPE
         os.write(fd, json.dumps(asdict(replace(how, **texts))).encode()[: select.PIPE_BUF])
@@ -34,7 +34,7 @@ def tell_outcome(fd: int, how: ExitInfo) -> None:
 
 
 def read_outcome(fd: int) -> ExitInfo | None:
-    """What was told; None if nothing was. Never waits."""
+    """The outcome, or None if nothing was written. Never waits."""
     try:
         return ExitInfo(**json.loads(os.read(fd, select.PIPE_BUF)))
     except (OSError, ValueError, TypeError):

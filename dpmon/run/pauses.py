@@ -86,9 +86,9 @@ class Pauses:
         """When the last step of any process began."""
 
     def event(self, data: Mapping[str, Any]) -> tuple[bool, int | None, int | None] | None:
-        """A `pause` record; its process must be a number. Whether it began, when, and how long it took (ns).
+        """Take a `pause` record, which must have a process number. Return whether it began, when, and its length (ns).
 
-        None if there was no pause.
+        None if the record is not about a pause.
         """
         process, paused = data["process"], data.get("paused")
         if not isinstance(paused, bool):

@@ -247,7 +247,7 @@ class PlaybackReader:
         return sum(row.missed + row.lost for row in self._kept.rings.values())
 
     def stage(self) -> tuple[str, int] | None:
-        """The stage before its first call that stood for the run by now, and since when (monotonic ns)."""
+        """The run's stage at this time, before its first call, and when it began (monotonic ns)."""
         return newest_stage(stages(self.directory, self.now_ns()))
 
     def waits_for_input(self) -> int | None:

@@ -80,17 +80,17 @@ def alive(pid: int, since: float | None) -> bool:
 
 
 def same_start(process: Process, since: float | None) -> bool:
-    """Whether the process started at `since`, to the kernel's clock tick; False where that was not recorded."""
+    """Whether the process started at `since`, within one kernel clock tick; False if `since` was not recorded."""
     return since is not None and abs(process.started - since) < 0.5 / _TICKS
 
 
 def is_running(pid: int | None, since: float | None) -> bool:
-    """Whether the process that was recorded with this number and this start runs; False without a start."""
+    """Whether the process recorded with this number and start time runs; False without a start time."""
     return pid is not None and since is not None and alive(pid, since)
 
 
 def run_of(pid: int) -> str | None:
-    """The run whose directory DPMON_RUN named when the process was executed; None if it has none or may not be read."""
+    """The run that DPMON_RUN named when the process was executed; None if there is none or it may not be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             variables = file.read(_MAX_ENVIRON_BYTES).split(b"\0")
@@ -126,7 +126,7 @@ def tree(root: int) -> dict[int, Process]:
 
 
 def with_descendants(pids: set[int], table: Mapping[int, Process]) -> set[int]:
-    """`pids` and all that descend from them."""
+    """`pids` and all their descendants."""
     found = set(pids)
     while more := {pid for pid, process in table.items() if process.parent in found and pid not in found}:
         found |= more

@@ -134,7 +134,7 @@ class RunReader:
     def __init__(
         self, directory: Path, *, calls: bool = True, told: Callable[[], ExitInfo | None] = lambda: None
     ) -> None:
-        """`told`: how the run ended, known without a file. Raises RunError if the directory is no run of this user."""
+        """`told`: how the run ended, if known without a file. RunError if the directory is not a run of this user."""
         self.directory = directory
         self._told = told
         self._stamp = 0
@@ -300,7 +300,7 @@ class RunReader:
     # ------------------------------------------------------------------------------------------ state
 
     def stage(self) -> tuple[str, int] | None:
-        """The stage before its first call that stands for the run, and since when (monotonic ns)."""
+        """The run's stage before its first call, and when it began (monotonic ns)."""
         return newest_stage(stages(self.directory), lambda pid: proc.alive(pid, None))
 
     def waits_for_input(self) -> int | None:

@@ -33,7 +33,7 @@ _FIRST_KEPT = SERIES.index("copy")
 _COLUMNS = (*enumerate(range(5), start=1), (SERIES.index("copy"), 6))
 """Of a row of steps, after its samples: the series, and the place of the column. Between them is `device`."""
 _BACKWARD_AT, _OPTIMIZER_AT, _BETWEEN_AT = 2, 3, 8
-"""Places of columns, as above."""
+"""Positions of columns, as above."""
 _SECOND = 1_000_000_000
 _MAX_INT = (1 << 63) - 1
 _ENTRY = struct.Struct("<BHI")
@@ -222,7 +222,7 @@ class Rollup:
 
 
 def _pace_of(rollup: Rollup, width: object, text: object) -> Pace:
-    """As written; of an earlier version, which knew no time between steps, as if there were none."""
+    """The Pace as written. Rows of an earlier version have no time between steps; it is taken as zero."""
     begin = rollup.start_s * _SECOND if width else None
     end = (rollup.start_s + width) * _SECOND if isinstance(width, int) and width else None
     if isinstance(text, str):

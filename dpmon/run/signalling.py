@@ -1,10 +1,10 @@
 """Signals to the processes of a run. Every signal that dpmon sends goes through this module.
 
-A process number is no proof: the kernel gives it to another process once its owner has gone. A process belongs to the
-run if it started when run.json says, or if the environment it was executed with names the run's directory (DPMON_RUN).
+A process number proves nothing: the kernel gives it to another process once its owner has gone. A process belongs to
+the run if its start time is the one in run.json, or if its initial environment names the run's directory (DPMON_RUN).
 Its descendants belong to the run too, and so does the session that the command leads.
 
-A signal goes through a pidfd where the kernel has them: open, then prove, then send. A pidfd never means another
+A signal goes through a pidfd if the kernel has them: open, then prove, then send. A pidfd never refers to another
 process, so the proof still holds when the signal is sent.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["command_of", "find_members", "is_named", "send", "send_to_all", "sen
 _PROCESS_GROUP = 1 << 2
 """PIDFD_SIGNAL_PROCESS_GROUP (linux/pidfd.h), Linux 6.9 and later."""
 _NO_PIDFD = (errno.ENOSYS, errno.EPERM)
-"""An old kernel, or a sandbox that refuses the call."""
+"""Errors from an old kernel, or from a sandbox that refuses the call."""
 
 
 def is_named(pid: int, directory: Path) -> bool:
@@ -33,7 +33,7 @@ def is_named(pid: int, directory: Path) -> bool:
     named = proc.run_of(pid)
     if named is None:
         return False
-    # The path may lead through a link; a run's own name is unique, so only one of that name is looked up.
+    # The path may contain a link. Names of runs are unique, so compare the name first and resolve only a match.
     return named == str(directory) or (
         os.path.basename(named) == directory.name and os.path.realpath(named) == os.path.realpath(directory)
     )
@@ -49,7 +49,7 @@ def command_of(info: RunInfo) -> Process | None:
 
 
 def unproven(directory: Path, info: RunInfo) -> int | None:
-    """The number in run.json if a process has it now that is not proven to be the run's command."""
+    """The command's number in run.json, if a process has it that is not proven to be the command; else None."""
     pid = info.command_pid
     if pid is None or info.boot_id != proc.boot_id():
         return None
@@ -62,9 +62,9 @@ def unproven(directory: Path, info: RunInfo) -> int | None:
 def find_members(
     directory: Path, info: RunInfo, *, over: bool, known: Mapping[int, Process] | None = None
 ) -> dict[int, Process]:
-    """The living processes that are proven to be the run's, but for the caller and the run's supervisor.
+    """The living processes that are proven to be the run's, except the caller and the run's supervisor.
 
-    `over`: the run has ended, so that its recorded command proves nothing any more. `known`: members found earlier.
+    `over`: the run has ended, so its recorded command no longer proves anything. `known`: members found earlier.
     """
     table = proc.every_process()
     mine = {pid for pid in table if pid > 1 and is_named(pid, directory)}
@@ -76,7 +76,7 @@ def find_members(
         mine.add(command.pid)
     root = info.command_pid
     if root in mine or any(root in (table[pid].group, table[pid].session) for pid in mine):
-        # A number stays taken while a group or a session has it.
+        # The kernel does not reuse a number while a group or a session has it.
         mine |= {pid for pid, process in table.items() if root in (process.group, process.session)}
     mine = proc.with_descendants(mine, table)
     mine.discard(os.getpid())
@@ -92,14 +92,14 @@ def send(process: Process, number: int) -> bool:
 
 
 def send_to_group(leader: Process, number: int) -> bool:
-    """Send a signal to the group that `leader` leads, in one go as a terminal does; False as of `send`."""
+    """Send a signal to the group that `leader` leads, in one call as a terminal does; False as for `send`."""
     return leader.group == leader.pid and _deliver(leader, number, group=True)
 
 
 def send_to_all(members: Mapping[int, Process], root: int | None, number: int) -> None:
-    """Send a signal to the group of the command `root` in one go, then to the other members, parents first."""
+    """Send a signal to the group of the command `root` in one call, then to the other members, parents first."""
     leader = members.get(root or 0)
-    # The caller itself may be in that group: `dpmon stop` can be called by the training.
+    # The caller may be in that group: the training can call `dpmon stop`.
     grouped = leader is not None and os.getpgrp() != root and send_to_group(leader, number)
     for process in sorted(members.values(), key=lambda process: process.started):
         if not (grouped and process.group == root):
@@ -125,7 +125,7 @@ def _deliver(process: Process, number: int, *, group: bool) -> bool:
 
 
 def _open(pid: int) -> int | None:
-    """A pidfd; None where there are none. OSError if there is no such process."""
+    """A pidfd; None if the kernel has none. OSError if there is no such process."""
     try:
         return os.pidfd_open(pid)
     except AttributeError:
@@ -137,7 +137,7 @@ def _open(pid: int) -> int | None:
 
 
 def _through(fd: int, number: int, flags: int) -> bool:
-    """Whether the kernel takes such a signal through a pidfd; OSError if the process has gone."""
+    """Send through a pidfd; False if the kernel does not support it, OSError if the process has gone."""
     try:
         signal.pidfd_send_signal(fd, number, None, flags)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Where each process of a run stands: what it does before its first call, its phase afterwards, and since when."""
+"""The position of each process of a run: its stage before the first call, its phase afterwards, and since when."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dpmon.run.waiting import waits_since
 __all__ = ["IDLE", "Standing", "how_it_stands", "newest_stage", "stages", "standing", "standings"]
 
 QUIET_NS = 10_000_000_000
-"""After which it is said that no step has begun."""
+"""Time without progress after which it is reported."""
 IMPORTING, IMPORTED, IN_SCRIPT = "importing torch", "torch imported", "in the script"
 IDLE = (IMPORTED, IN_SCRIPT)
-"""Stages in which nothing that we know of is under way."""
+"""Stages in which no known operation is under way."""
 _MOST_BYTES = 1 << 16
 _MOST_NAMED = 16
 _WORDS = {"data": "waiting for data", "other": IN_SCRIPT, "ended": "at its end", "paused": "paused"}
@@ -30,7 +30,7 @@ Stage = tuple[str, int]
 
 
 class Standing(NamedTuple):
-    """One process: its number (None before its first call), rank, id; what it does, since when (monotonic ns)."""
+    """One process: number (None before its first call), rank, pid, what it does, and since when (monotonic ns)."""
 
     process: int | None
     rank: int | None
@@ -40,20 +40,20 @@ class Standing(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As it is called beside others."""
+        """The process's name in a list of several."""
         if self.rank is not None:
             return f"rank {self.rank}"
         return f"process {self.process}" if self.process is not None else f"pid {self.pid}"
 
 
 def stages(directory: Path, until_ns: int | None = None) -> dict[int, Stage]:
-    """The last stage that each process noted (by `until_ns`), and when (monotonic ns); by process id."""
+    """The last stage that each process noted (up to `until_ns`) and its time (monotonic ns), by process id."""
     try:
         lines = read_tail(directory / "stages.log", _MOST_BYTES).decode("utf-8", "replace").split("\n")
     except OSError:
         return {}
     found: dict[int, Stage] = {}
-    for line in lines[:-1]:  # what follows the last line's end is not finished
+    for line in lines[:-1]:  # the last line is not complete
         pid, _, rest = line.partition(" ")
         at, _, text = rest.partition(" ")
         if pid.isdecimal() and at.isdecimal() and text and (until_ns is None or int(at) <= until_ns):
@@ -62,9 +62,9 @@ def stages(directory: Path, until_ns: int | None = None) -> dict[int, Stage]:
 
 
 def newest_stage(found: Mapping[int, Stage], alive: Callable[[int], bool] = lambda pid: True) -> Stage | None:
-    """The stage that stands for the run: the newest in which something is under way, of processes that live.
+    """The stage shown for the run: the newest with an operation under way, among living processes.
 
-    One that has only imported torch (a launcher, a worker) says nothing where another has come further.
+    A process that only imported torch (a launcher, a worker) does not count if another process is further.
     """
     living = [stage for pid, stage in found.items() if alive(pid)] or list(found.values())
     further = [stage for stage in living if stage[0] not in (IMPORTING, IMPORTED)] or living
@@ -73,7 +73,7 @@ def newest_stage(found: Mapping[int, Stage], alive: Callable[[int], bool] = lamb
 
 
 def standings(directory: Path, *, over: bool) -> list[Standing]:
-    """Every process that trains, then those that have yet to call a model; `over`: the run has ended."""
+    """All processes that train, then those that have not called a model yet; `over`: the run has ended."""
     found = []
     for process, path in ring_paths(directory):
         if process < 0:
@@ -97,7 +97,7 @@ def standings(directory: Path, *, over: bool) -> list[Standing]:
 
 
 def standing(found: Iterable[Standing], now_ns: int) -> str | None:
-    """Since when nothing has moved, and what each process is in; None where something moves, or all is at its end."""
+    """For how long nothing has moved, and where each process is; None if something moves or all processes ended."""
     there = [one for one in found if one.doing != _WORDS["ended"]]
     moving = [one for one in there if one.doing != "gone" and one.since_ns > 0]
     if not moving or all(one.doing == _WORDS["paused"] for one in moving):
@@ -112,7 +112,7 @@ def standing(found: Iterable[Standing], now_ns: int) -> str | None:
 
 
 def how_it_stands(directory: Path, info: RunInfo, state: str, how: ExitInfo | None) -> str | None:
-    """The same of a run in this state, or of one that was ended by a signal; None where there is nothing to say."""
+    """The same for a run in this state, or for one that a signal ended; None if there is nothing to report."""
     if state in ("running", "unsupervised"):
         now = time.monotonic_ns()
         waits = waits_since(directory)
@@ -129,7 +129,7 @@ def how_it_stands(directory: Path, info: RunInfo, state: str, how: ExitInfo | No
 
 
 def _interrupted(directory: Path, info: RunInfo, found: Iterable[Standing]) -> str | None:
-    """At which line of the script each process was when it was interrupted."""
+    """The line of the script at which each process was interrupted."""
     names = {one.pid: one.name for one in found}
     places = [(one.pid, one.place(info.cwd)) for one in every_uncaught(directory) if one.kind == "KeyboardInterrupt"]
     known = [(names.get(pid, f"pid {pid}"), place) for pid, place in places[:_MOST_NAMED] if place is not None]

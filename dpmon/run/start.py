@@ -36,7 +36,7 @@ TAKE_OVER = "take over"
 
 
 class Started(NamedTuple):
-    """A supervisor, and the descriptor that it tells through how the command ended (`dpmon.run.outcome`)."""
+    """A supervisor, and the descriptor from which its report of the command's end is read (`dpmon.run.outcome`)."""
 
     process: subprocess.Popen[bytes]
     outcome: int
@@ -111,7 +111,7 @@ def _start(directory: Path, how: str, outcome: str, *, stdin: bool) -> subproces
     try:
         return subprocess.Popen(
             [sys.executable, "-I", *bytecode, "-c", _BOOT, str(directory), how, outcome, home, *places],
-            # Within another run it must not be taken for a process of that one: `dpmon stop` would end it.
+            # Inside another run it must not look like one of that run's processes: `dpmon stop` would end it.
             env={name: value for name, value in os.environ.items() if name != "DPMON_RUN"},
             stdin=None if stdin else subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

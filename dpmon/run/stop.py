@@ -21,7 +21,7 @@ NOTHING_RUNS = "nothing runs"
 STOPPED_BY = "stopped by "
 _LOOK_S = 0.05
 _SEARCH_S = 0.3
-"""Between two searches of the whole process table."""
+"""Seconds between two searches of the whole process table."""
 _RECORD_S = 5.0
 """So long the supervisor is given to record the end."""
 _START_S = 10.0

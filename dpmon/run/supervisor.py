@@ -116,7 +116,7 @@ class Supervisor:
     """One run from the start of its command to its end, or from where another supervisor was killed."""
 
     def __init__(self, directory: Path, outcome: int | None = None) -> None:
-        """`outcome`: where the foreground is told how the command ended; None where nobody waits for it."""
+        """`outcome`: the descriptor to which the command's end is reported; None if nobody waits for it."""
         self._directory = directory
         self._outcome = outcome
         self._info = load_info(directory)
@@ -131,7 +131,7 @@ class Supervisor:
         """Start the command and stay until it has ended; 0, or 2 if it could not be started."""
         inherited = _descriptors()
         for own in (lock, self._outcome):
-            if own is not None:  # the command gets none of them
+            if own is not None:  # the command must not inherit it
                 os.set_inheritable(own, False)
                 inherited.remove(own)
         if lock is None:
@@ -341,7 +341,7 @@ class Supervisor:
         """What ends the wait between two drains: the command's end, and what is typed for it."""
         poller = select.poll()
         fd = open_pidfd(pid)
-        if fd is not None:  # a kernel without pidfd: its end is seen a moment later
+        if fd is not None:  # without pidfd the end is seen a moment later
             poller.register(fd, select.POLLIN)
         return poller
 
@@ -354,8 +354,8 @@ class Supervisor:
 
         path = metrics_path(asked, self._info)
         if self._info.boot_id != proc.boot_id() and not is_of_run(path, self._info):
-            # A directory that came from somewhere else must not name a file of this machine to be replaced. One that
-            # this run has written is brought to its end.
+            # A directory from another machine must not make us replace a file of this one. A metrics file that this
+            # run wrote gets its last update.
             return None
         return Metrics(
             path,
@@ -364,7 +364,7 @@ class Supervisor:
         )
 
     def _learn(self, command: Command) -> ExitInfo:
-        """How it ended; the foreground is told before anything is tried that may fail or take its time."""
+        """How the command ended. Report it to the foreground before any work that may fail or take long."""
         how = command.ending(self._info)
         if how.cause is None:
             how = replace(how, cause=self._oom.cause(how.signal) or self._raised(how))
@@ -404,7 +404,7 @@ class Supervisor:
             _log(f"exit.json cannot be written: {error}")
 
     def _raised(self, how: ExitInfo) -> str | None:
-        """The exception that ended the command, of whichever of its processes."""
+        """The exception that ended the command, from any of its processes."""
         if not how.status or how.signal is not None:
             return None
         raised = uncaught(self._directory, self._info)

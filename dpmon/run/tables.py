@@ -1,29 +1,29 @@
 """What a run keeps for good: history.sqlite. One writer (the supervisor), any number of readers.
 
     meta         key, value: schema, run, start_ns, limit_bytes, pruned (rows deleted to stay below it)
-    rings        one row a ring: how far it was read (position, sequence), what was missed, what was counted, the first
-                 and the last id of its calls and steps
+    rings        one row per ring: how far it was read (position, sequence), the counts of missed and other records,
+                 the first and the last id of its calls and steps
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
     calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.records)
     steps        id, process, step, mode, start_ns, wall_ns, samples, data_ns ... other_ns (NULL: did not run),
-                 device (NULL, or what its devices took: dpmon.records.step_times), copy_ns, copied_bytes (NULL: none),
-                 between_ns (time since the step before it, without pauses: dpmon.rates.Gap; below 0 where both are
-                 steps of an evaluation)
+                 device (NULL, or its device times: dpmon.records.step_times), copy_ns, copied_bytes (NULL: none),
+                 between_ns (time since the previous step, without pauses: dpmon.rates.Gap; negative if both are
+                 evaluation steps)
     events       id, process (NULL: the supervisor), kind, t_ns, json
     rollups      width (1 or 60 s; 0: see below), start_s, process, mode, steps, calls, samples, unknown (steps
                  without samples), last_step, low_ns, high_ns (of a step), step_ns, data_ns ... gather_ns (sums;
-                 NULL: did not run), histogram (dpmon.run.rollup), copy_ns, pace (dpmon.rates.Pace); what ended in that
-                 second or minute
+                 NULL: did not run), histogram (dpmon.run.rollup), copy_ns, pace (dpmon.rates.Pace); all steps that
+                 ended in that second or minute
     device_rollups  start_s (of a minute; -1: see below), device (index; -1: the host), name, count, total, low, high
 
-What is older than there is room for is deleted: calls, steps and events first, but for a run's processes, modes,
-warnings and exit. Rollups outlast them, those of a second and those of a minute until they take a third of the room
-each; minutes that go are added up in one row a process and mode, of width 0 and start 0, which is kept for ever.
-Of device_rollups the oldest go in the same way, and are added up in rows that start at -1.
+When the database reaches its size limit, the oldest rows are deleted: calls, steps and events first, except a run's
+processes, modes, warnings and exit. Rollups stay longer: those of a second, and those of a minute, may each take a
+third of the limit. Deleted minutes are added to one row per process and mode, with width 0 and start 0, which is never
+deleted. The oldest device_rollups are deleted in the same way and added to rows that start at -1.
 
-Times are ns since the run's start. Ids are drawn from one counter, so they give the order across the three
-tables. A ring's position is written in the transaction that writes its records: whoever reads on from there misses
-and repeats nothing. The only users of sqlite3 are this file, `history` (it writes) and `kept` (it reads).
+Times are ns since the run's start. Ids come from one counter, so they give the order across the three tables. A ring's
+position is written in the transaction that writes its records, so a reader that continues from there misses and
+repeats nothing. The only users of sqlite3 are this file, `history` (it writes) and `kept` (it reads).
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ CREATE INDEX IF NOT EXISTS lasting ON events (id) WHERE {lasting};
 
 _TABLES = frozenset(re.findall(r"TABLE IF NOT EXISTS (\w+)", SCHEMA))
 _LOOK_STEPS = 100_000
-"""Instructions of SQLite's machine between two looks."""
+"""Instructions of SQLite's virtual machine between two checks."""
 _LARGEST = 1 << 30
 _SMALLEST_ROW = 8
-"""Bytes: its place in the page, its length and its id."""
+"""Fewest bytes of a row: its position in the page, its length and its id."""
 _LONGEST_VALUE = 64 << 20
 
 
@@ -128,10 +128,10 @@ class RingRow:
 
 
 class Bounds:
-    """Bounds what one query may do, by the size of the database: a damaged tree can have rows without end."""
+    """Limits one query by the size of the database, because a damaged tree can have endless rows."""
 
     def __init__(self, db: sqlite3.Connection, path: Path) -> None:
-        """Watches over `db`, the database at `path`, and has it run nothing that its schema asks for."""
+        """Watch `db`, the database at `path`, and do not let its schema run functions."""
         size = sum(part.stat().st_size for part in (path, Path(f"{path}-wal")) if part.exists())
         size = min(size, _LARGEST)
         self.rows = 10_000 + size // _SMALLEST_ROW
@@ -143,28 +143,28 @@ class Bounds:
             db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
 
     def begin(self) -> None:
-        """A query begins, or has given a row."""
+        """Start counting again: a query begins or has returned a row."""
         self._done = 0
 
     def _look(self) -> int:
-        """Called by SQLite now and then; anything but 0 interrupts the query."""
+        """SQLite calls this regularly; a result other than 0 interrupts the query."""
         self._done += 1
         return self._done > self._most
 
 
 def check_schema(db: sqlite3.Connection) -> None:
-    """HistoryError unless all that is in the database is tables and indexes, without anything that is computed."""
+    """HistoryError unless the database has only plain tables and indexes, without computed columns."""
     tables = set()
     for kind, name, root, sql in db.execute("SELECT type, name, rootpage, sql FROM sqlite_master"):
         if kind == "view" and name in _TABLES:
             raise HistoryError(f"{name} is a view, not a table")
-        # An index that comes with a primary key has no text.
+        # The index of a primary key has no SQL text.
         plain = sql is None if kind == "index" and name.startswith("sqlite_autoindex_") else _is_plain(sql)
         if kind not in ("table", "index") or not root or not plain:
             raise HistoryError(f"it holds {str(name)[:60]}, which is not dpmon's")
         tables.add(name)
     for table in _TABLES & tables:
-        # hidden is 2 or 3 of a column that is computed (SQLite's documentation of table_xinfo).
+        # hidden is 2 or 3 for a computed column (SQLite's documentation of table_xinfo).
         if any(row[6] for row in db.execute(f"PRAGMA table_xinfo({table})")):
             raise HistoryError(f"a column of {table} is computed: it is not dpmon's")
 

@@ -62,7 +62,7 @@ class ModeTotals:
     steps: Counter[int] = field(default_factory=Counter)
     """By process."""
     tallies: dict[int, Tally] = field(default_factory=dict)
-    """By process, what its rate is computed from."""
+    """By process, the sums for its rate."""
     calls: int = 0
 
     def add(self, other: ModeTotals) -> None:
@@ -77,7 +77,7 @@ class ModeTotals:
         self.calls += other.calls
 
     def rate(self) -> Rate | None:
-        """Of all processes; None where there was no step."""
+        """The rate of all processes; None if there was no step."""
         return rate_of(self.tallies.values())
 
 
@@ -94,7 +94,7 @@ class Deleted:
     """By process."""
 
     def rate(self) -> Rate | None:
-        """As of `ModeTotals`, of what trains; of evaluations where nothing does."""
+        """As in `ModeTotals`: the rate of training steps, or of evaluations if there are none."""
         trains = any(pace.training.steps for pace in self.paces.values())
         return rate_of(pace.training if trains else pace.counted() for pace in self.paces.values())
 

@@ -14,13 +14,13 @@ __all__ = ["Uncaught", "every_uncaught", "last_lines", "uncaught", "uncaught_in"
 
 _MOST_BYTES = 1 << 18
 _OF_LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
-"""What torchrun and mp.spawn raise because a process of theirs has ended."""
+"""Exceptions that torchrun and mp.spawn raise because one of their processes has ended."""
 _MAYBE_OF_LAUNCHERS = (*_OF_LAUNCHERS, "CalledProcessError")
-"""The last is what `accelerate launch` raises, and what a script may raise itself."""
+"""`accelerate launch` raises CalledProcessError; a script may raise it too."""
 
 
 class Uncaught(NamedTuple):
-    """An exception that nobody caught in one process."""
+    """An exception that one process did not catch."""
 
     pid: int
     at_ns: int
@@ -30,7 +30,7 @@ class Uncaught(NamedTuple):
     message: str = ""
     rank: int | None = None
     file: str | None = None
-    """Where the script raised it, or called what did."""
+    """The line of the script that raised it, or that called the code that did."""
     line: int | None = None
 
     @property
@@ -53,12 +53,12 @@ class Uncaught(NamedTuple):
 
 
 def uncaught(directory: Path, info: RunInfo) -> Uncaught | None:
-    """The one that ended the run: the command's own, unless it only tells of a process that the command started."""
+    """The exception that ended the run: the command's own, unless it only reports that another process ended."""
     found = sorted(every_uncaught(directory), key=lambda one: one.at_ns)
     own = next((one for one in found if one.pid == info.command_pid), None)
     if own is not None and own.kind not in _MAYBE_OF_LAUNCHERS:
         return own
-    # The first of the others: what ends later mostly ends because that one did.
+    # Take the first of the others: later ones are mostly consequences of it.
     others = [
         one for one in found if one.kind not in _OF_LAUNCHERS and one is not own and one.kind != "KeyboardInterrupt"
     ]
@@ -66,7 +66,7 @@ def uncaught(directory: Path, info: RunInfo) -> Uncaught | None:
 
 
 def uncaught_in(directory: Path, pid: int | None) -> str | None:
-    """The class of the exception that ended one process, by its name."""
+    """The class name of the exception that ended one process."""
     return next((one.kind for one in every_uncaught(directory) if one.pid == pid), None)
 
 
@@ -79,7 +79,7 @@ def last_lines(lines: list[str], raised: Uncaught | None) -> list[str]:
 
 
 def every_uncaught(directory: Path) -> list[Uncaught]:
-    """What every process noted, in the order of the notes."""
+    """The exceptions that all processes noted, in the order of the notes."""
     try:
         lines = read_file(directory / "endings.log", _MOST_BYTES).decode("utf-8", "replace").split("\n")
     except OSError:

@@ -23,11 +23,11 @@ _READ_CALL = {"x86_64": 0, "aarch64": 63, "riscv64": 63, "ppc64le": 3, "s390x": 
 """The number of read(2), by machine (syscalls(2) and the kernel's tables)."""
 _EVERY_S = 0.2
 CLOSE_S = 0.05
-"""How often it is asked, and how often during a wait: so well the begin and the end of a wait are known."""
+"""Seconds between two checks, normally and during a wait. They are the precision of a wait's begin and end."""
 _TOLD_NS = 1_000_000_000
-"""A wait that was seen for so long is told once it is over: less is not worth a word."""
+"""Shortest wait that is reported, once it is over."""
 _TRUE_NS = 10_000_000_000
-"""For so long what is in the file holds: a supervisor that was stopped or killed leaves it behind."""
+"""How long the file's contents are valid: a supervisor that was stopped or killed leaves the file behind."""
 
 
 def reads_input(pid: int) -> bool | None:
@@ -63,7 +63,7 @@ def _sleeps(pid: int) -> str | None:
 
 
 class InputWatch:
-    """Keeps that file; `tell` is called for each wait that is over, with its begin and its end (ns)."""
+    """Maintains that file; calls `tell` with the begin and end (ns) of each wait that is over."""
 
     def __init__(self, directory: Path, pid: int, tell: Callable[[int, int], None] = lambda since, seen: None) -> None:
         self._path = directory / FILE
@@ -71,7 +71,7 @@ class InputWatch:
         self._tell = tell
         self._since: int | None = None
         self._seen = self._asked = 0
-        """When it last waited, and when it was last asked (monotonic ns)."""
+        """When the process was last seen waiting, and when it was last checked (monotonic ns)."""
         self._began = 0
         self._sleeps: str | None = None
         self._next = 0.0
@@ -88,9 +88,9 @@ class InputWatch:
             if self._since is not None:
                 self.close()
         else:
-            if self._since is None or sleeps != self._sleeps:  # it has worked in between: this is another wait
+            if self._since is None or sleeps != self._sleeps:  # the process worked in between: this is another wait
                 self._over()
-                # It began between two looks.
+                # The wait began between two checks.
                 self._since, self._sleeps, self._began = asked, sleeps, (before + asked) // 2
             self._seen = asked
             self._write(self._since, asked)
@@ -98,7 +98,7 @@ class InputWatch:
 
     @property
     def waits(self) -> bool:
-        """Whether it was found waiting: then it is worth asking every CLOSE_S."""
+        """Whether the process was last seen waiting; then check it every CLOSE_S."""
         return self._since is not None
 
     def close(self) -> None:

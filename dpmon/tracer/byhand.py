@@ -65,14 +65,14 @@ class Hand:
         """Signatures of what was scattered, in order."""
         self.given = 0
         self.devices: tuple[Any, ...] | None = None
-        """A copy: the script's own list is not kept alive."""
+        """A copy, so that the script's own list is not kept alive."""
         self.trace: Trace | None = None
         self.flags = 0
         self.spans: list[list[Span]] = [[], [], [], []]
         """Of each verb: what it takes on the GPUs."""
 
     def hands(self, devices: Any) -> None:
-        """Note the devices that the script hands a verb."""
+        """Note the devices that the script passes to a primitive."""
         self.devices = tuple(devices) if isinstance(devices, (list, tuple, range)) else None
 
     def ran(self, index: int, began: int, ended: int) -> None:

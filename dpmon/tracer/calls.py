@@ -104,7 +104,7 @@ class Site:
         self.absent: dict[str, str] = {}
         """What these bypass, with the reason."""
         self.weights = 0
-        """How many of its first arguments are weights, not a batch."""
+        """Number of leading arguments that are weights, not a batch."""
 
     def holds(self) -> bool:
         """Whether the module is still where it was when the plan was made."""
@@ -553,8 +553,8 @@ class Calls:
         finally:
             self._let_go(watch)
             if isinstance(why, Exception):
-                # torch raises a replica's error from a variable of the frame that is in its traceback, a cycle that
-                # would keep the call's arguments until the garbage collector comes.
+                # torch raises a replica's error from a local variable of a frame in the error's own traceback. This
+                # cycle would keep the call's arguments alive until the next garbage collection.
                 why.__traceback__ = None
 
     # ---------------------------------------------------------------- bare roots
@@ -886,11 +886,11 @@ class Calls:
             self._let_go(trace.watch)
 
     def _let_go(self, watch: Watch | None) -> None:
-        """Hold nothing of the replicas of a call that is over. Never raises."""
+        """Drop all references to the replicas of a call that is over. Never raises."""
         try:
             if watch is not None:
                 watch.close()
-        except Exception as error:  # noqa: BLE001 - then the garbage collector does it
+        except Exception as error:  # noqa: BLE001 - then the garbage collector frees them
             self.session.fault("let go", error, fatal=False)
 
     def write(self, trace: Trace, flags: int, outputs: int, now: int) -> None:
@@ -1029,7 +1029,7 @@ def changed_meaning(result: Any, rows: int, replicas: int) -> str | None:
 
 
 def weights_given(kind: type) -> int:
-    """How many of the first arguments of a module's calls are its parameters and buffers, which it does not hold."""
+    """Number of leading arguments that are parameters and buffers, for a module that does not hold them itself."""
     if not kind.__module__.startswith("torch._functorch"):
         return 0
     return {"FunctionalModule": 1, "FunctionalModuleWithBuffers": 2}.get(kind.__name__, 0)

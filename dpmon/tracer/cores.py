@@ -1,4 +1,4 @@
-"""How many cores this process may use, and how many of them one thread's parallel regions take."""
+"""The cores that this process may use, and the threads that one thread's parallel regions take."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _quotas(cgroups: Path, membership: Path) -> list[float]:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         here = path.strip("/")
-        if not controllers:  # version 2: every ancestor's quota holds too
+        if not controllers:  # version 2: the quotas of all ancestors apply too
             groups = [Path(here), *Path(here).parents]
             found += [_quota(cgroups / group / "cpu.max") for group in groups]
         elif "cpu" in controllers.split(","):
@@ -45,7 +45,7 @@ def _quotas(cgroups: Path, membership: Path) -> list[float]:
 
 
 def _quota(*files: Path) -> float | None:
-    """Microseconds per period, from one file with both numbers or from one file each."""
+    """The quota in cores: quota and period come from one file, or from one file each."""
     try:
         quota, period = (float(number) for path in files for number in path.read_text().split())
         return quota / period if quota > 0 and period > 0 else None
@@ -54,22 +54,21 @@ def _quota(*files: Path) -> float | None:
 
 
 def limit_this_thread(count: int) -> None:
-    """Let parallel regions that begin on this thread take `count` threads at most; other threads keep their number.
+    """Limit parallel regions that begin on this thread to `count` threads; other threads keep their number.
 
-    `torch.set_num_threads` is no substitute: it also sets the number that `torch.get_num_threads` starts from in every
-    thread to come.
+    `torch.set_num_threads` would not do: it also sets the initial number of every later thread.
     """
-    torch.get_num_threads()  # torch sets a thread's number at its first region: let it happen before ours
+    torch.get_num_threads()  # torch sets a thread's number at its first region: make that happen before we set ours
     for set_number in _setters():
         set_number(count)
 
 
 @cache
 def _setters() -> tuple[Callable[[int], object], ...]:
-    """The C functions that set the number for the calling thread alone; empty where torch has neither library.
+    """The C functions that set the number for the calling thread alone; empty if torch has neither library.
 
-    Only what is loaded is looked at. The global scope comes first, as for the linker: a preloaded OpenMP is the one
-    that torch calls. PyDLL keeps the GIL, which is worth more here than the half microsecond that a call takes.
+    Only loaded libraries are searched. The global scope comes first, as in the linker: torch calls a preloaded OpenMP.
+    PyDLL keeps the GIL, because releasing it would cost more than the half microsecond of a call.
     """
     libraries = []
     for name, mode in ((None, 0), (str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"), os.RTLD_NOLOAD)):
@@ -78,7 +77,7 @@ def _setters() -> tuple[Callable[[int], object], ...]:
         except OSError:
             continue
     found = []
-    # MKL's lower-case name is the Fortran one, which takes a pointer.
+    # MKL's lower-case name is the Fortran function, which takes a pointer.
     for symbol in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"):
         function = next((getattr(library, symbol) for library in libraries if hasattr(library, symbol)), None)
         if function is not None:

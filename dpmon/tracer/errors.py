@@ -21,7 +21,7 @@ _SILENT = {
         " not from next(self.parameters()))"
     ),
 }
-"""What can be said of exceptions that say nothing themselves."""
+"""Explanations of exceptions that have no message."""
 
 
 def in_a_line(error: BaseException | str) -> str:
@@ -44,7 +44,7 @@ def in_a_line(error: BaseException | str) -> str:
 
 
 def uncaught(rank: int | None) -> str | None:
-    """The exception that ends this process, for endings.log: the name of its class, then JSON; None without one."""
+    """The exception that ends this process, for endings.log: its class name, then JSON; None if there is none."""
     kind = getattr(sys, "last_type", None)
     if kind is None:
         return None
@@ -57,7 +57,7 @@ def uncaught(rank: int | None) -> str | None:
 
 
 def _place(traceback: TracebackType | None) -> tuple[str, int] | None:
-    """The innermost line of the script's own: not one of an installed package or of Python's library."""
+    """The innermost line of the script itself, not of an installed package or of Python's library."""
     found = None
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename

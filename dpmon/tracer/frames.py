@@ -29,8 +29,8 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 def first_argument(frame: FrameType) -> Any:
     """The value of a function's first argument, while the function runs; None if it has none.
 
-    Until Python 3.13, `f_locals` of a function is a dict that the frame keeps. It would hold every variable of the
-    function up to its return, also those that the function deletes, so it is emptied again: unless the script has the
+    Before Python 3.13, the frame keeps the dict that `f_locals` returns. The dict would hold every variable of the
+    function until it returns, even those that the function deletes. So it is emptied again, unless the script has the
     same dict from `locals()`, or a debugger is about to write it back.
     """
     code = frame.f_code
@@ -48,13 +48,13 @@ def drop_frames(error: BaseException) -> None:
 
     Python 3.11 and later keep the change when the exception is raised again by a bare `raise`.
 
-    The frames that stay in the traceback still lead to ours (`f_back`). `traceback.clear_frames` does not clear ours,
-    so what they hold would live as long as the exception. The frames that are over are cleared here; the caller,
-    which still runs, sets its own variables to None.
+    The frames that stay in the traceback still refer to ours (`f_back`). `traceback.clear_frames` does not clear ours,
+    so the objects in them would live as long as the exception. This function clears the frames that have ended; the
+    caller, which still runs, sets its own variables to None.
     """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_HERE):
-        with suppress(RuntimeError):  # it is the caller's, or one around it
+        with suppress(RuntimeError):  # the frame of the caller, or of its callers, still runs
             traceback.tb_frame.clear()
         traceback = traceback.tb_next
     error.__traceback__ = traceback

@@ -29,10 +29,10 @@ def note(text: str, file: str = "stages.log") -> None:
     if not directory:
         return
     try:
-        from dpmon.ring import NoSizeSignal  # here: a process without torch need not have it
+        from dpmon.ring import NoSizeSignal  # imported here, because a process without torch does not need it
 
-        text = text[:4096]  # a script's names may be of any length
-        # As dpmon.run.files does it: never wait for the reader of a FIFO, never follow a link.
+        text = text[:4096]  # the script's names may have any length
+        # As in dpmon.run.files: never wait for the reader of a FIFO, never follow a link.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
         place = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -46,7 +46,7 @@ def note(text: str, file: str = "stages.log") -> None:
                     os.write(fd, f"{os.getpid()} {monotonic_ns()} {text}\n".encode("utf-8", "replace"))
         finally:
             os.close(fd)
-    except Exception:  # noqa: BLE001 - a full disk or a vanished directory is no reason to disturb the program
+    except Exception:  # noqa: BLE001 - a full disk or a deleted directory must not disturb the script
         pass
 
 
@@ -85,8 +85,8 @@ class _Finder:
 
     def __init__(self) -> None:
         self._asking: set[int] = set()
-        """The threads that are asking the other finders. One of these may call importlib.util.find_spec, which comes
-        back here (wrapt's does): it gets the spec as it is, and only the outermost question wraps the loader."""
+        """The threads that are asking the other finders. One of those finders may call importlib.util.find_spec, as
+        wrapt's does, and so come back here. It gets the plain spec: only the outermost call wraps the loader."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         _hide_sitecustomize()
@@ -99,7 +99,7 @@ class _Finder:
         finally:
             self._asking.discard(thread)
         if spec is not None and hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, _Loader):
-            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]  # all that is asked of one
+            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]  # has all that importlib uses
         return spec
 
     def _ask_others(self, name: str, path: Any, target: Any) -> ModuleSpec | None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["ODD", "ROWS", "Lane", "Unsuited", "frame_of", "lane_way"]
 
 ROWS = "return one row per input row, and compute the loss outside the model"
-"""What a script has to do for dp."""
+"""What a script must do so that dp works."""
 ODD = f"{ROWS}: the model returns a scalar, or more than tensors, which DataParallel would change"
 _frames: list[Frame] = []
 

@@ -1,11 +1,10 @@
 """What the memory of each device holds: the models, their gradients, the optimizers' states, and the rest.
 
-A look follows the first steps, then one every few seconds, more rarely where it is expensive. The gradients are looked
-at after a backward pass, because many scripts clear them before the step ends; the rest between two steps. A look that
-takes longer than a few milliseconds goes on in the next step. Its time belongs to no step, but for that of the
-gradients, which is in the step's `other`. Storages are counted once, whoever shares them, in the order above. What
-torch's allocator reports of a GPU is read and never reset: its peak is the one since the start, or since the script
-itself reset it.
+A measurement follows the first steps, then one every few seconds, or less often if it is expensive. Gradients are
+measured after a backward pass, because many scripts clear them before the step ends; the rest between two steps. A
+measurement that takes longer than a few milliseconds continues in the next step. Its time belongs to no step, except
+that of the gradients, which is in the step's `other`. A shared storage counts once, in the order above. The statistics
+of torch's allocator are read and never reset: the peak is the one since the start, or since the script reset it.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ SLICE_NS = 10_000_000
 MAX_OPTIMIZERS = 256
 MAX_FAULTS = 3
 MAX_PASSES = 8
-"""Backward passes of one step after which the gradients are looked at; the one with most gradients counts."""
+"""Number of backward passes in one step after which gradients are measured; the largest result counts."""
 EXTRA_LOOKS = 4
-"""Looks that follow the first step of an optimizer at once, whenever the last look was."""
+"""Number of measurements that the first step of an optimizer triggers at once."""
 MAX_TURNS = 1 << 20
 
 _NO_BACKWARD_YET = "no backward pass was seen before this was measured"
@@ -61,7 +60,7 @@ class Memory:
         """Called when an optimizer was made."""
         self._optimizers: list[Any] = []
         self._unstepped: dict[int, Any] = {}
-        """Weak references to the optimizers that have not stepped yet, by id."""
+        """Weak references to optimizers that have not stepped yet, by id."""
         self._forgotten = 0
         """Optimizers that were alive when there were too many to remember them all."""
         self.reset()
@@ -78,13 +77,13 @@ class Memory:
         """By device: its peak at the last look, and the turn after which it came up to it."""
         self._looked_at = 0
         self._gradients: Walk | None = None
-        """The look at the gradients, once a backward pass has ended in a step that is watched for it."""
+        """The measurement of the gradients, once a backward pass has ended in a watched step."""
         self._passes = 0
-        """Backward passes in the step under way that the gradients were looked at after."""
+        """Number of backward passes in the current step after which gradients were measured."""
         self._walk: Walk | None = None
-        """The look at everything else, while it is under way."""
+        """The measurement of everything else, while it is under way."""
         self._spent = self._slices = 0
-        """How long the look has taken, and over how many steps."""
+        """How long the measurement has taken, and over how many steps."""
         self._extra = EXTRA_LOOKS
         self._roots_left = 0
         self._left = 1
@@ -140,7 +139,7 @@ class Memory:
         return closed
 
     def _turned(self, turns: int) -> int:
-        """`turns` steps have ended; after how many to come again. Never raises."""
+        """`turns` steps have ended. Return after how many steps to call again. Never raises."""
         steps = self.calls.steps
         if self._faults >= MAX_FAULTS:
             return MAX_TURNS
@@ -175,7 +174,7 @@ class Memory:
     # ---------------------------------------------------------------- gradients
 
     def stepped(self, optimizer: Any) -> int:
-        """An optimizer may have stepped for the first time: look again at once. Returns the time (ns) this took."""
+        """Measure at once, because an optimizer may have stepped for the first time. Return the time (ns) it took."""
         began = monotonic_ns()
         try:
             if self._unstepped.pop(id(optimizer), None) is None or self._due == 0 or self._faults >= MAX_FAULTS:
@@ -184,18 +183,18 @@ class Memory:
             self._extra -= 1
             self.soon()
             if self._due == 0 and self._walk is None and self._gradients is None:
-                self._look_at_gradients(began)  # a script of one step has no other backward pass
-        except Exception as error:  # noqa: BLE001 - the step is done, whatever we make of it
+                self._look_at_gradients(began)  # a script with only one step has no other backward pass
+        except Exception as error:  # noqa: BLE001 - our fault must not reach the script's step
             self._failed(error)
         return monotonic_ns() - began
 
     def _backward_ended(self) -> int:
-        """A backward pass of a watched step has ended. Returns the time (ns) that looking at its gradients took."""
+        """Measure the gradients after a backward pass of a watched step. Return the time (ns) it took."""
         began = monotonic_ns()
         try:
             if self._passes < MAX_PASSES:
                 self._look_at_gradients(began)
-        except Exception as error:  # noqa: BLE001 - the gradients are there, whatever we make of them
+        except Exception as error:  # noqa: BLE001 - our fault must not reach the script's backward pass
             self._failed(error)
         return monotonic_ns() - began
 
@@ -209,14 +208,14 @@ class Memory:
             self._gradients = walk
 
     def _next_walk(self) -> Walk | None:
-        """The look at what the gradients' look leaves; None while that one has to go on in the next step."""
+        """The measurement of everything but gradients; None while that of the gradients continues in the next step."""
         passes, self._passes = self._passes, 0
         found = self._gradients
         if found is not None and not found.over:
             self._slices += 1
             if passes:
                 return None
-            found.go_on(monotonic_ns() + SLICE_NS)  # no backward pass follows: what is left of the gradients, then
+            found.go_on(monotonic_ns() + SLICE_NS)  # no backward pass follows: measure the gradients that are left
             return None
         self.calls.steps.watch_backward(None)
         kinds = (MODEL, GRADIENTS, STATES) if found is None else (MODEL, STATES)
@@ -225,7 +224,7 @@ class Memory:
     # ---------------------------------------------------------------- what
 
     def _look(self, walk: Walk, now: int) -> None:
-        """Go on with the look that is under way, and record what was found once it is over."""
+        """Continue the current measurement, and record the result once it is complete."""
         self._walk = None  # an exception ends it
         over = walk.go_on(now + SLICE_NS)
         self._slices += 1
@@ -265,7 +264,7 @@ class Memory:
         return [self._one(name, held[name], statistics.get(name), self._unknown(walk, name)) for name in sorted(held)]
 
     def _unknown(self, walk: Walk, device: str) -> dict[str, str]:
-        """The parts that are not known as a whole, with the reason."""
+        """The parts that are not fully known, with the reason."""
         absent = {}
         for kind, part in enumerate(_PARTS):
             known = f"{walk.held[device][kind]:,} bytes on this device"

@@ -272,7 +272,7 @@ class Modes:
 
     def _for_wrapper(self, module: Any) -> Plan:
         own = tuple(f"{module.src_device_obj.type}:{i}" for i in module.device_ids)
-        # A module without parameters (a loss, say) runs wherever its inputs are sent.
+        # A module without parameters, such as a loss, runs on the devices of its inputs.
         inner = _device_of(module.module) or (module.src_device_obj if own else _default_device())
         here = (str(inner),)
         if self.locked:
@@ -395,7 +395,7 @@ def _device_of(module: torch.nn.Module) -> torch.device | None:
 
 
 def _default_device() -> torch.device:
-    """Where torch's data parallelism runs a module that has no parameters or buffers to say so."""
+    """The device on which torch's data parallelism runs a module without parameters and buffers."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""What the script's classes and functions are called in records: short, and never an object of the script's."""
+"""Names of the script's classes and functions for records: short, and plain strings that keep no object alive."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _own_name = type.__dict__["__name__"].__get__
 
 
 def class_name(value: Any) -> str:
-    """The name of a value's class; the class's own, whatever its metaclass says."""
+    """The name of a value's class, as stored in the class; its metaclass cannot change it."""
     return shortened(_own_name(type(value)))
 
 
 def name_of(called: Any) -> str:
-    """The name of what is called: of a module its class's, of a function its own, of a partial its function's."""
+    """The name of a callable: a module's class name, a function's own name, the function's name of a partial."""
     if isinstance(called, torch.nn.Module):
         return class_name(called)
     inner = getattr(called, "func", called)

@@ -10,11 +10,11 @@
 | Module.__call__, for a while | bare root modules |
 | the global hooks on the registration of parameters and modules | models that are made |
 | _BaseDataLoaderIter.__next__ | turns of the loop, waiting for data |
-| torch.autograd._engine_run_backward | backward, whichever way it is asked for |
-| torch.distributed.autograd.backward | backward across RPC, which has an entry of its own |
+| torch.autograd._engine_run_backward | backward, however the script calls it |
+| torch.distributed.autograd.backward | backward across RPC, which has its own entry point |
 | the global optimizer step hooks | optimizer |
 | Optimizer.__init__ | whose state is in memory |
-| torch.distributed.init_process_group | what is under way before the first call |
+| torch.distributed.init_process_group | the stage before the first call |
 | Tensor.to, Tensor.cuda, of a torch that was built for GPUs | copies to them |
 """
 
@@ -49,11 +49,11 @@ __all__ = ["install"]
 
 
 _installed = False
-"""Whether this process has the tracer: a second one would record every call twice."""
+"""Whether the tracer is installed in this process. A second installation would record every call twice."""
 
 
 def install() -> None:
-    """Put the tracer into this process's torch, once; raises if it is not a torch we know, then nothing is touched."""
+    """Install the tracer in this process's torch, once. Raises, and changes nothing, if this torch is not known."""
     global _installed
     if _installed:
         return
@@ -159,7 +159,7 @@ def _at_the_end(session: Session, steps: Steps, modes: Modes, calls: Calls, memo
         steps.at_exit()
         try:
             ending = uncaught(rank_and_world()[0])
-            if ending is not None:  # so that it is known who ended a run of many processes, and why
+            if ending is not None:  # it shows which of many processes ended the run, and why
                 note(ending, "endings.log")
         except Exception as error:  # noqa: BLE001 - the interpreter is ending
             session.fault("ending", error)

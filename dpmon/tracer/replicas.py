@@ -145,11 +145,11 @@ class Watch:
             self.probes.append(probe)
 
     def release(self) -> None:
-        """parallel_apply is over: hold none of the modules that it ran."""
+        """Drop the references to the modules that parallel_apply ran, once it is over."""
         for probe in self.probes:
             probe.module = None
 
     def close(self) -> None:
-        """The call is over: break the cycle of probes and watch, so that nothing waits for the garbage collector."""
+        """Break the reference cycle of probes and watch after the call, so that no object waits for a collection."""
         self.release()
         self.probes = []

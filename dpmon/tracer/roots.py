@@ -1,10 +1,10 @@
-"""Finding the modules that a script calls itself: bare roots, which no wrapper announces.
+"""Finds the modules that a script calls directly: bare roots, which have no wrapper.
 
-For the first turns of the loop, whenever modules are made, and for one turn now and then, Module.__call__ itself is
-watched; the class of every root that turns up gets a `__call__` of its own, and the watch ends, so that the hundreds of
-modules inside a network cost nothing. At the end of a watch the same is done for what the script may call itself later:
-the models that were made and are part of no other, and their larger parts. Nothing is put on an instance: what is
-pickled or copied is the script's alone.
+Module.__call__ itself is watched for the first steps of the loop, whenever modules are made, and for one step now and
+then. The class of every root that is found gets its own `__call__`. Then the watch ends, so that the hundreds of
+modules inside a network cost nothing. At its end, the classes of modules that the script may call later are treated
+likewise: models that are part of no other model, and their larger parts. Instances are never changed, so pickles and
+copies hold only the script's own data.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ A watch changes the class of all modules, and Python looks up anew what it knew 
 
 
 MAX_MADE = 1 << 14
-"""Modules that are remembered between two watches, weakly; of more than that the oldest are forgotten."""
+"""Most modules that are remembered (weakly) between two watches; beyond that the oldest are forgotten."""
 MAX_LATE = 8
-"""Warnings of classes that were first seen when calls of theirs may have been missed."""
+"""Most warnings about classes that were found after calls may have been missed."""
 WRAPPED = frozenset(("module", "_orig_mod"))
-"""What wrappers call the model inside: DataParallel and its like, AveragedModel; torch.compile."""
+"""Attributes in which wrappers hold their model: DataParallel and similar, AveragedModel; torch.compile."""
 EXPECTED, EXPECT_NS = 64, 250_000_000
 """So many times a watch begins whenever a loop is over, and then not again so soon: epochs may be very short."""
 
@@ -79,10 +79,10 @@ class Roots:
         self.called = short_way(calls, self.original, self._slow)
         self.watcher = named_like(short_way(calls, self.original, self._slow), self.original)
         self._classes: dict[int, Any] = {}
-        """By id, weak references to the classes of the roots that were found.
+        """Weak references to the classes of the roots that were found, by id.
 
-        Not a WeakSet: a metaclass may compare and hash as it likes. Not the classes: the methods of one refer to the
-        globals of `__main__`. Whoever holds these when Python ends keeps the script's objects from their finalisers.
+        A WeakSet would call the metaclass's own comparison and hash. Strong references would keep the globals of
+        `__main__` alive through the methods of a class, and the finalisers of these objects would not run at the end.
         """
         self._verdicts: dict[int, tuple[Any, bool]] = {}
         self._watching = False
@@ -98,12 +98,12 @@ class Roots:
         self._always = False
         """A root's class has a `__call__` of its own: the watch cannot end."""
         self._made: dict[int, weakref.ref[Any]] = {}
-        """By id, the modules that were given a parameter or a part since the last watch ended."""
+        """Modules that got a parameter or a submodule since the last watch ended, by id."""
         self._missed = False
-        """Whether this watch began without a sign: what it finds may have been called before."""
+        """Whether this watch was not triggered by an event, so that the roots it finds may have been called before."""
         self._late = 0
         self.on_made: Callable[[], object] = lambda: None
-        """Called when a module is made while nothing is watched."""
+        """Called when a module is made while no watch is active."""
 
     def _slow(self, module: Any, args: Any, kwargs: Any) -> Any:
         """A module's call that the short way does not take; the caller takes our frames out of a traceback."""
@@ -157,7 +157,7 @@ class Roots:
         return verdict
 
     def _look_above(self, module: Any) -> None:
-        """Say, once, if `module` is a part of one whose forward the script calls itself: only the parts are seen."""
+        """Warn once if the script calls the forward of a module around `module` directly: only the parts are seen."""
         frame: Any = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_name == "forward":
@@ -172,10 +172,10 @@ class Roots:
             frame = frame.f_back
 
     def unseen(self) -> None:
-        """Say that a training goes on and no call of a module was ever seen in it."""
+        """Warn that training goes on but no call of a module was ever seen."""
         self._tell(
-            "an optimizer steps, but no call of a module was seen: one whose forward() is called directly, or by a "
-            "compiled function, cannot be traced"
+            "an optimizer steps, but no call of a module was seen: a module cannot be traced if its forward() is "
+            "called directly or by a compiled function"
         )
 
     def _tell(self, text: str) -> None:
@@ -191,7 +191,7 @@ class Roots:
         return known is not None and known() is kind
 
     def _register(self, kind: type, *, called: bool = False) -> None:
-        """Trace the calls of a class from now on, watch or not; `called`: one of them has just begun."""
+        """Trace all calls of a class from now on, also without a watch; `called`: one of them has just begun."""
         if self._is_known(kind):
             return
         key = id(kind)
@@ -212,13 +212,13 @@ class Roots:
     # ---------------------------------------------------------------- models that are made
 
     def listen(self) -> None:
-        """Have torch say when a module is given a parameter or a part."""
+        """Make torch call us when a module gets a parameter or a submodule."""
         registering = torch.nn.modules.module
         registering.register_module_parameter_registration_hook(self._given)
         registering.register_module_module_registration_hook(self._given)
 
     def _given(self, module: Any, name: str, part: Any) -> None:
-        """A module under construction was given a parameter or a part; a wrapper's model is known from here on."""
+        """Note that a module under construction got a parameter or a submodule; note the model of a wrapper."""
         try:
             known = self._made.get(id(module))
             if (known is not None and known() is module) or "_is_replica" in module.__dict__:
@@ -230,11 +230,11 @@ class Roots:
                 self._register(type(part))
             if not self._watching:
                 self.on_made()
-        except Exception as error:  # noqa: BLE001 - the module is the script's, whatever we make of it
+        except Exception as error:  # noqa: BLE001 - our fault must not reach the script's module
             self.session.fault("modules", error, fatal=False)
 
     def _know_models(self) -> None:
-        """Trace what the script may call from now on: the models that were made, and their parts that have parts."""
+        """Trace the modules that the script may call later: models that were made, and submodules with submodules."""
         try:
             made = [module for known in self._made.values() if (module := known()) is not None]
             self._made.clear()
@@ -245,7 +245,7 @@ class Roots:
                 for part in (module, *(part for part in values_of(module, MODULES) if values_of(part, MODULES))):
                     if _is_model(part):
                         self._register(type(part))
-        except Exception as error:  # noqa: BLE001 - then they are found by the next watch
+        except Exception as error:  # noqa: BLE001 - then the next watch finds them
             self.session.fault("modules", error, fatal=False)
 
     def _class_gone(self, key: int) -> Callable[[Any], object]:
@@ -255,14 +255,14 @@ class Roots:
     # ---------------------------------------------------------------- the watch
 
     def watch(self, missed: bool = False) -> None:
-        """Watch every module from now on; `missed`: what is found may have been called before."""
+        """Watch every module from now on; `missed`: modules that are found may have been called before."""
         if not self._watching and torch.nn.Module.__call__ is self.original:
             self._watching = True
             self._missed = missed
             torch.nn.Module.__call__ = self.watcher  # type: ignore[method-assign]
 
     def rest(self) -> None:
-        """End the watch; roots found so far go on being traced, and models that were made are."""
+        """End the watch. Roots that were found stay traced, and models that were made are traced too."""
         if self._watching and not self._always and torch.nn.Module.__call__ is self.watcher:
             self._know_models()
             self._watching = False
@@ -298,8 +298,8 @@ class Roots:
 
 
 def _is_model(module: Any) -> bool:
-    """Whether calls of a module are worth a record: not of a loss or a transform, which has no parameters.
+    """Whether calls of a module are recorded. Those of a loss or a transform, without parameters, are not.
 
-    A DataParallel is traced by its forward.
+    A DataParallel is traced through its forward.
     """
     return not isinstance(module, torch.nn.DataParallel) and next(parameters_of(module), None) is not None

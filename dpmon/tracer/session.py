@@ -291,7 +291,7 @@ class Session:
     def rows(self, number: int, dim: int, first: int = 0) -> int:
         """Rows along `dim` of the first tensor of the arguments defined by `number`; -1 if unknown.
 
-        The arguments before number `first` are not looked at.
+        Arguments before number `first` are skipped.
         """
         rows = self._rows.get((number, dim, first))
         if rows is None:

@@ -38,7 +38,7 @@ MAX_CHECKED = 4096
 MAX_DEPTH = 16
 MAX_PATH = 120
 MAX_EXTENTS = 2048
-"""Of all the shapes of one definition."""
+"""Most dimensions of all shapes in one definition together."""
 
 
 def signature_of_value(value: Any) -> Hashable:
@@ -102,8 +102,8 @@ def _looks_of(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
     with torch._C.DisableTorchFunctionSubclass():
         shape, dtype = tensor.shape, tensor.dtype
     if type(dtype) is not torch.dtype:
-        raise TypeError(f"the dtype of a {class_name(tensor)} is no torch.dtype")
-    return torch.Size(shape), dtype  # it may have properties of its own: nothing of the script's is kept
+        raise TypeError(f"the dtype of a {class_name(tensor)} is not a torch.dtype")
+    return torch.Size(shape), dtype  # a copy: the script's subclass of Size must not be kept alive
 
 
 def _children(value: Any) -> Any:
@@ -180,7 +180,7 @@ def gathers(value: Any, depth: int = 0) -> bool:
 
 
 def first_rows(signature: Any, dim: int = 0, first: int = 0) -> int:
-    """Rows of the first tensor that has dimension `dim`, from argument number `first` on; -1 if none has."""
+    """Rows of the first tensor that has dimension `dim`, from argument number `first` on; -1 if there is none."""
     if len(signature) == 2 and isinstance(signature[1], torch.dtype):
         shape = signature[0]
         return shape[dim] if -len(shape) <= dim < len(shape) else -1

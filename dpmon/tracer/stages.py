@@ -200,7 +200,7 @@ class Stages:
             self._end_spans()
         except Exception as error:  # noqa: BLE001 - their times are lost, no more
             self.session.fault("events", error, fatal=False)
-        self._running.clear()  # it may hold an exception, and that its frames
+        self._running.clear()  # it may hold an exception, which holds its frames
         if self._elsewhere and "stages" not in site.absent:
             site.absent = {**site.absent, "stages": _THREADS}
             site.epoch = -1

@@ -1,7 +1,7 @@
-"""Notes what a process does before its first call, while it has no ring that could say so.
+"""Notes what a process does before its first call, while it has no ring for records.
 
-A note is a line in stages.log: what is under way and, behind a colon, the particulars. Nothing is noted once the ring
-is there: the steady state costs nothing.
+A note is a line in stages.log: the current operation and, after a colon, its details. Nothing is noted once the ring
+exists, so the steady state costs nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Startup"]
 
 IN_SCRIPT = "in the script"
 MAX_LOADERS = 16
-"""Loaders whose first batch is noted: a script may read many before it calls a model."""
+"""Number of loaders whose first batch is noted: a script may read many before it calls a model."""
 
 
 class Startup:
@@ -33,8 +33,8 @@ class Startup:
         self._loaders = 0
 
     def install(self) -> None:
-        """Note when init_process_group begins and ends, wherever torch has put it by now."""
-        original = getattr(torch.distributed, "init_process_group", None)  # there are builds without it
+        """Note when init_process_group begins and ends, under every name that torch has for it."""
+        original = getattr(torch.distributed, "init_process_group", None)  # some builds do not have it
         if original is None:
             return
         traced = self._joining(original)
@@ -58,7 +58,7 @@ class Startup:
         return named_like(init_process_group, original)
 
     def fetch_begins(self, iterator: Any) -> bool:
-        """A batch is fetched before the first call: note it if it is its loader's first; whether it was noted."""
+        """Note a fetch before the first call if it is its loader's first. Return whether it was noted."""
         if self._loaders >= MAX_LOADERS or getattr(iterator, "_num_yielded", None) != 0:
             return False
         if torch.utils.data.get_worker_info() is not None:
@@ -68,11 +68,11 @@ class Startup:
         return True
 
     def fetch_ends(self, error: BaseException | None) -> None:
-        """That batch has come, or this was raised."""
+        """Note that the batch has arrived, or that the fetch raised `error`."""
         self._ended(error)
 
     def _ended(self, error: BaseException | None) -> None:
-        # What an interrupt has ended is what the process was in when it ended.
+        # If an interrupt ended the operation, keep its note: it shows where the process was.
         if error is None or isinstance(error, Exception):
             self._note(lambda: IN_SCRIPT)
 
@@ -80,7 +80,7 @@ class Startup:
         try:
             if self.session.ring is None:
                 note(text())
-        except Exception as error:  # noqa: BLE001 - ours must not reach the script
+        except Exception as error:  # noqa: BLE001 - our fault must not reach the script
             self.session.fault("startup", error, fatal=False)
 
 
@@ -92,7 +92,7 @@ def _first_batch(iterator: Any) -> str:
 
 
 def _group(args: Any, kwargs: Any) -> str:
-    """What is joined, as far as the script or its launcher says."""
+    """The process group that is joined, as far as the script or its launcher describes it."""
     backend = kwargs.get("backend", args[0] if args else None)
     rank, world = kwargs.get("rank", -1), kwargs.get("world_size", -1)
     if type(rank) is not int or rank < 0:

@@ -136,12 +136,12 @@ class Steps:
         """Called when a loader has come to its end."""
         self.on_idle: Callable[[], None] = lambda: None
         self.on_first_fetch: Callable[[Any], bool] = lambda iterator: False
-        """Called with a loader's iterator when it fetches before the first call; whether to say when that has ended."""
+        """Called with a loader's iterator that fetches before the first call; returns whether to report the end."""
         self.on_first_fetched: Callable[[BaseException | None], None] = lambda error: None
         self.on_pause: Callable[[int], None] = lambda step: None
         """Called between two turns, with the number of the one that is over, when a reader has asked for a pause."""
         self.on_step: Callable[[Any], int] = lambda optimizer: 0
-        """Called when an optimizer has stepped by the slow path, as at first; returns the time (ns) that it took."""
+        """Called when an optimizer stepped on the slow path, as its first step does; returns the time (ns) it took."""
         self.reset()
 
     def reset(self) -> None:
@@ -150,7 +150,7 @@ class Steps:
         self.words: Any = memoryview(self.map).cast("Q")
         """The ring's memory, once there is a ring: see `attach`."""
         self.on_backward: Callable[[], int] | None = None
-        """Called when a backward pass is over; returns the time (ns) it took: see `watch_backward`."""
+        """Called when a backward pass is over; returns the time (ns) that the call took: see `watch_backward`."""
         self.thread = 0
         """The training thread; 0 before the first call, when any may turn out to be it."""
         self.number = 0
@@ -190,17 +190,17 @@ class Steps:
         self.copying = False
         self.loader = False
         self.exhausted = False
-        """The loader has come to its end and nothing has been fetched since: a turn that begins now (an iterator that
-        fetches one batch ahead hands out its last one then) ends with its last phase, not at the next loop's fetch."""
+        """Whether the loader has ended and nothing was fetched since. A step that begins now ends with its last phase,
+        not at the next loop's fetch. (An iterator that fetches one batch ahead returns its last batch now.)"""
         self.looking = False
-        """Without a loader: the turn before this one was of an evaluation."""
+        """Without a loader: whether the previous step was an evaluation."""
         self.fetches = 0
         self.since_fetch = 1
         self.fetcher = 0
         self.boundary = self.other = 0
         self.first = 0
-        """The optimizer that ended the first turn, until it or the boundary steps again: a turn ends with the last
-        optimizer of the loop's body, and those between belong to the turn."""
+        """The optimizer that ended the first step, until it or the boundary steps again. A step ends with the last
+        optimizer of the loop's body, so the optimizers before it belong to the step."""
         self.boundary_lives: Callable[[], Any] = lambda: None
         self.since_optimizer = 0
         """Outermost calls, but for those that went a short way: without a loader no more than one a turn does."""
@@ -212,7 +212,7 @@ class Steps:
     def attach(self, ring: Ring) -> None:
         """Tell the ring from now on what the training thread does."""
         self.ring, self.map, self.words = ring, ring.map, ring.words
-        if self.open:  # its batch was fetched before there was a ring
+        if self.open:  # its batch was fetched before the ring existed
             self.words[WORD] = self.start << 3
 
     def detach(self) -> None:
@@ -222,7 +222,7 @@ class Steps:
         self.quick = False
 
     def watch_backward(self, on_backward: Callable[[], int] | None) -> None:
-        """Call this after every backward pass from the next turn on, for which all phases take their slow path."""
+        """Call `on_backward` after every backward pass from the next step on; all phases then take their slow path."""
         self.on_backward = on_backward
         if on_backward is not None:
             self.mine = 0
@@ -432,9 +432,9 @@ class Steps:
         return True
 
     def _ends_before(self, root: int, now: int) -> int | None:
-        """When the turn is over, if a call of the module with id `root` at `now` begins another; without a loader.
+        """The end of the step if a call of the module with id `root` at `now` begins another one, without a loader.
 
-        A training that follows an evaluation does not belong to it, nor does the time between them.
+        Training after an evaluation does not belong to the evaluation, nor does the time between them.
         """
         looks = self._evaluates()
         learns = looks and torch.is_grad_enabled()
@@ -569,7 +569,7 @@ class Steps:
             try:
                 if self.on_backward is not None:
                     took = self.on_backward()
-                    self.inner += took  # no part of a phase around it
+                    self.inner += took  # not part of the enclosing phase
                     now += took
                 if self.due:
                     self._optimizer_ends_turn(now)
@@ -682,14 +682,14 @@ class Steps:
             return
         if self.boundary != id(optimizer):
             if self.other != id(optimizer) and self.boundary_lives() is not None:
-                if self.first and self.first != id(optimizer):  # new in the loop's body, so further down in it
+                if self.first and self.first != id(optimizer):  # new, so it comes later in the loop's body
                     self.boundary = id(optimizer)
                     self.boundary_lives = weakref.ref(optimizer)
                 else:
                     self.other = id(optimizer)
                     self.first = 0
                 return
-            # The first, or the first after it has gone, or one that stepped twice while the boundary did not.
+            # The first optimizer, or the first after the boundary has gone, or one that stepped twice without it.
             self.first = 0 if self.boundary else id(optimizer)
             self.boundary = id(optimizer)
             self.boundary_lives = weakref.ref(optimizer)
@@ -729,10 +729,10 @@ class Steps:
             self.words[WORD] = now << 3
 
     def _next(self, now: int, outside: bool = True, ends: int = 0) -> int:
-        """The next turn begins at `now`, and the one under way, if there is one, is over at `ends` (0: then, too).
+        """Begin the next step at `now`; an open step ends at `ends` (0: also at `now`).
 
-        Returns when the next has begun: later if we looked at something of our own, or if the training was paused;
-        `outside` says that this is no place within a call, where it may not be.
+        Return when the next step began: later than `now` if we measured something or the training was paused.
+        `outside`: this is not within a call, so the training may be paused here.
         """
         ended = self.open
         if ended:

@@ -1,4 +1,4 @@
-"""Sums what models, gradients and optimizer states hold, over as many steps of the training as that takes."""
+"""Sums the memory of models, gradients and optimizer states, spread over several steps if necessary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AT_ONCE = 256
 """Tensors, or entries of an optimizer's state, between two looks at the clock."""
 MAX_DEPTH = 4
 MAX_TYPES = 4
-"""Types of tensors without a size that are named."""
+"""Most types of tensors of unknown size that are named."""
 MODEL, GRADIENTS, STATES = range(3)
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 _COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
@@ -32,7 +32,7 @@ _COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 class Walk:
     """Sums the storages of models, gradients and optimizer states. A storage counts once, for the first kind.
 
-    Between two steps it keeps nothing alive but a few bytes per storage, so that torch does not reuse its identity.
+    Between two steps it keeps only a few bytes per storage alive, so that torch does not reuse the storage's identity.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class Walk:
         self.held: dict[str, list[int]] = {}
         """Per device, bytes of each kind."""
         self.unsized: tuple[dict[str, int], ...] = ({}, {}, {})
-        """Per kind, tensors that do not tell their size, by type."""
+        """Per kind, the number of tensors of unknown size by type."""
         self.counted = [0, 0, 0]
-        """Per kind, tensors that were looked at."""
+        """Per kind, the number of tensors seen."""
         self.more: set[int] = set()
         """Kinds of more than MAX_TENSORS tensors; the others are not counted."""
         self._seen: dict[tuple[str, int], tuple[int, int, Any]] = {}
         """Per storage: its kind, its bytes, a weak reference."""
         self._left: deque[tuple[int, Any, int]] = deque()
-        """What to look at next: kind, owner, first entry."""
+        """Where to continue: kind, owner, first entry."""
         modules = {id(module): module for root in models for module in modules_of(root)}
         refs = [weakref.ref(module) for module in modules.values()]
         for kind in kinds:
@@ -59,7 +59,7 @@ class Walk:
 
     @property
     def over(self) -> bool:
-        """Whether everything has been looked at."""
+        """Whether the walk is complete."""
         return not self._left
 
     def total(self, kind: int) -> int:
@@ -67,7 +67,7 @@ class Walk:
         return sum(held[kind] for held in self.held.values())
 
     def go_on(self, until_ns: int) -> bool:
-        """Look at as much as possible before `until_ns` (monotonic); True once everything was looked at."""
+        """Walk as far as possible before `until_ns` (monotonic); True once the walk is complete."""
         with torch._C.DisableTorchFunctionSubclass():
             while not self.over:
                 self._some(*self._left.popleft())
@@ -76,7 +76,7 @@ class Walk:
         return self.over
 
     def merge(self, other: Walk) -> None:
-        """Add what another walk has found, which looked at other kinds."""
+        """Add the result of another walk over other kinds."""
         for (device, identity), (kind, size, ref) in other._seen.items():
             self._count_storage(device, identity, kind, size, ref)
         for mine, theirs in zip(self.unsized, other.unsized, strict=True):
@@ -109,7 +109,7 @@ class Walk:
             self.counted[kind] += 1
             for part in _parts(tensor):
                 storage = part.untyped_storage()
-                if storage.device.type != "meta":  # a fake tensor names another device, and holds nothing either
+                if storage.device.type != "meta":  # a fake tensor reports another device, but holds nothing
                     self._add_storage(kind, str(part.device), storage)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError):
             self._add_unsized(kind, type(tensor).__name__)
@@ -148,7 +148,7 @@ def _entries(kind: int, owner: Any) -> list[Any]:
 
 
 def _opaque(module: Any) -> Iterator[str]:
-    """The attributes that hold weights outside the tables, in objects of C++: those of quantized modules."""
+    """Attributes that hold weights in C++ objects, outside the module's tables, as in quantized modules."""
     for value in list(module.__dict__.values()):
         if isinstance(value, torch.ScriptObject):
             yield type(module).__name__
@@ -167,8 +167,8 @@ def _tensors(values: Iterable[Any], depth: int) -> Iterator[Any]:
 def _parts(tensor: Any) -> tuple[Any, ...]:
     """The plain tensors that hold a tensor's data: several for a sparse one or a wrapper (DTensor, quantized weight).
 
-    A wrapper's own storage has the size that the wrapper stands for and holds nothing. Raises NotImplementedError for
-    a wrapper that does not tell its parts (through `__tensor_flatten__`, see `torch.utils._python_dispatch`).
+    A wrapper's own storage reports the size of the whole but holds nothing. Raises NotImplementedError for a wrapper
+    that does not list its parts (through `__tensor_flatten__`, see `torch.utils._python_dispatch`).
     """
     if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
         if tensor.untyped_storage().device.type == "meta":
@@ -177,7 +177,7 @@ def _parts(tensor: Any) -> tuple[Any, ...]:
         if flatten is None:
             raise NotImplementedError
         inner = [getattr(tensor, name) for name in flatten()[0]]
-        # A DTensor names its mesh beside its local tensor.
+        # A DTensor lists its mesh in addition to its local tensor.
         return tuple(part for one in inner if isinstance(one, torch.Tensor) for part in _parts(one))
     if torch._is_functional_tensor(tensor):
         return _parts(torch._from_functional_tensor(tensor))

@@ -34,7 +34,7 @@ def modules_of(root: Any) -> Iterator[Any]:
 
 
 def trains(module: Any) -> bool:
-    """Whether the module that computes is in training mode; the flag of a wrapper around it may say otherwise."""
+    """Whether the module that computes is in training mode; the flag of its wrapper may differ."""
     while isinstance(module, _WRAPPERS):
         wrapped = module.__dict__[MODULES].get("module")
         if wrapped is None:

@@ -1,9 +1,9 @@
 """Threads that run virtual replicas: kept between calls, each with its share of the cores.
 
-torch's parallel_apply starts a thread per replica and call. On GPUs that is cheap beside the work. On a CPU each new
-thread waits for a core and for the GIL, and starts an OpenMP team as large as the machine: with other work beside it, a
-step of half a millisecond took twenty. `ReplicaThread` stands for `threading.Thread` there. To the replica it looks
-like a new thread: its thread-locals and context variables are empty, and `threading` forgets it when it has run.
+torch's parallel_apply starts a thread per replica and call. On GPUs that is cheap compared with the work. On a CPU each
+new thread waits for a core and for the GIL, and starts an OpenMP team as large as the machine: on a busy machine a step
+of half a millisecond took twenty. `ReplicaThread` replaces `threading.Thread` there. To the replica it looks like a new
+thread: its thread-locals and context variables are empty, and `threading` forgets it when it has run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dpmon.tracer.cores import limit_this_thread
 __all__ = ["ReplicaThread"]
 
 _ACTIVE: dict[int, Any] = getattr(threading, "_active", {})
-"""Python's table of threads by id. It gets an entry for a worker whose replica asks for the current thread."""
+"""Python's table of threads by id. A worker gets an entry if its replica asks for the current thread."""
 
 
 class ReplicaThread:
@@ -40,13 +40,13 @@ class ReplicaThread:
         self._threads = min(share, torch.get_num_threads())
         self._done = allocate_lock()
         self._done.acquire()
-        # Not a function of ours: Ctrl-C comes while the script waits here, and its traceback would show it.
+        # Not a function of ours: Ctrl-C comes while the script waits here, and its traceback would show our function.
         self.join: Callable[[], object] = self._done.acquire
-        """Wait until it has run; once."""
+        """Wait until the target has run; may be called once."""
 
     def start(self) -> None:
-        """Begin; RuntimeError if there is no thread to be had."""
-        # What debuggers and coverage set for new threads takes effect in `threading` only.
+        """Start; RuntimeError if no thread can be started."""
+        # Trace functions that debuggers and coverage set for new threads take effect in `threading` only.
         if threading.gettrace() is None and threading.getprofile() is None and _crew.is_open():
             _crew.worker().hand(self)
         else:
@@ -55,9 +55,9 @@ class ReplicaThread:
             thread.start()
 
     def run(self) -> None:
-        """Call the target on this thread, and forget it."""
+        """Call the target on this thread, then drop the reference to it."""
         target, args, self._target, self._args = self._target, self._args, _nothing, ()
-        with suppress(Exception):  # an OpenMP that is not known: it takes what it takes
+        with suppress(Exception):  # an unknown OpenMP: its threads are not limited
             limit_this_thread(self._threads)
         target(*args)
 
@@ -69,23 +69,23 @@ class ReplicaThread:
 class _Worker:
     """A thread that runs one replica after another.
 
-    It is none of `threading`'s: a script that joins all the threads there are would wait for it for ever.
+    `threading` does not know it: a script that joins all threads would wait for it forever.
     """
 
     def __init__(self, crew: _Crew) -> None:
         self._crew = crew
-        # `put` is one call into C: a signal handler that raises finds the replica handed over or not, never in between.
+        # `put` is one C call: if a signal handler raises, the replica was either handed over or not.
         self._replicas: SimpleQueue[ReplicaThread] = SimpleQueue()
         start_new_thread(self._serve, ())
 
     def hand(self, replica: ReplicaThread) -> None:
-        """Have it run, after what was handed over before."""
+        """Queue a replica behind the earlier ones."""
         self._replicas.put(replica)
 
     def _serve(self) -> None:
         crew, generation = self._crew, self._crew.generation
         locals_of_thread = _locals_of_thread()
-        while crew.generation == generation:  # another one: a replica has forked, and this is a child's only thread
+        while crew.generation == generation:  # it differs if a replica forked and this is the child's only thread
             replica = self._replicas.get()
             try:
                 Context().run(replica.run)
@@ -103,17 +103,17 @@ class _Crew:
 
     def __init__(self) -> None:
         self._open: bool | None = None
-        """None: not asked yet."""
+        """None: not checked yet."""
         self._all: list[_Worker] = []
         self.idle: list[_Worker] = []
         self.generation = 0
         """Counts forks: threads do not survive one."""
 
     def is_open(self) -> bool:
-        """Whether workers can be used: they can be waited for at the end, and the end has not begun."""
+        """Whether workers can be used: Python can wait for them at its end, and the end has not begun."""
         if self._open is None:
-            # Python waits at its end for threads of `threading`, and so it must for replicas that still run then: a
-            # thread that comes back from torch when the interpreter has gone aborts the process.
+            # At its end Python waits for threads of `threading`. It must also wait for replicas that still run: a
+            # thread that returns from torch after the interpreter has gone aborts the process.
             register = getattr(threading, "_register_atexit", None)
             try:
                 if register is not None:
@@ -125,7 +125,7 @@ class _Crew:
         return self._open
 
     def worker(self) -> _Worker:
-        """An idle worker, or a new one; RuntimeError if there is no thread to be had."""
+        """An idle worker, or a new one; RuntimeError if no thread can be started."""
         try:
             return self.idle.pop()
         except IndexError:
@@ -134,7 +134,7 @@ class _Crew:
             return worker
 
     def _close(self) -> None:
-        """Wait until all replicas that were begun have run."""
+        """Wait until all started replicas have run."""
         self._open = False
         for worker in self._all:
             last = ReplicaThread(1, _nothing)
@@ -152,21 +152,21 @@ def _nothing() -> None:
 
 
 def _locals_of_thread() -> dict[Any, Any]:
-    """The dict that holds the calling thread's `threading.local` values; clearing it is what a thread's end does."""
+    """The dict of the calling thread's `threading.local` values; the end of a thread clears it."""
     function = ctypes.pythonapi.PyThreadState_GetDict
-    function.restype = ctypes.c_void_p  # a borrowed reference, which py_object would give back
+    function.restype = ctypes.c_void_p  # a borrowed reference, which py_object would release
     found: dict[Any, Any] = ctypes.cast(function(), ctypes.py_object).value
     return found
 
 
 def _report(error: BaseException) -> None:
-    """Say what has ended a thread, as `threading` does."""
+    """Report the exception that ended a thread, as `threading` does."""
     if isinstance(error, SystemExit):
         return
     try:
         thread = threading.current_thread()
         threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))
-    except BaseException:  # noqa: BLE001 - of a hook of the script's
+    except BaseException:  # noqa: BLE001 - raised by the script's own hook
         with suppress(BaseException):
             sys.excepthook(*sys.exc_info())
 

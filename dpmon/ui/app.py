@@ -47,11 +47,11 @@ def run_screen(
 ) -> str:
     """Show the run in `directory` until the user has seen enough; `theme` as `dpmon.config` knows them.
 
-    With `playback`, a run that is over can be played back. `told`: how the run ended, known without a file.
+    With `playback`, a run that is over can be played back. `told`: how the run ended, if known without a file.
 
-    "left": the training goes on; "ended": the run is over; "stopped": the user stopped it and it has ended. Raises
-    ScreenClosed, a SystemExit with the status, when the screen went without being asked by its user, and RunError when
-    the directory is no run.
+    Returns "left": the training goes on; "ended": the run is over; "stopped": the user stopped it and it has ended.
+    Raises ScreenClosed, a SystemExit with the status, if the screen closed without a request of its user, and RunError
+    if the directory is not a run.
     """
     wishes = dict(os.environ)
     prepare(os.environ)

@@ -52,7 +52,7 @@ def _host_waits(process: Process, numbers: Summary) -> list[str]:
 
 
 def _between(numbers: Summary) -> list[str]:
-    """How much of the time of training is between steps, where that is worth a word."""
+    """The share of training time between steps, if it is large enough to matter."""
     rate = numbers.rate
     if rate is None or not rate.apart or rate.steps_within <= rate.steps_per_s:
         return []

@@ -18,7 +18,7 @@ from dpmon.ui.view import PanelView
 __all__ = ["LINE_MOST", "Choice", "Commands", "Dialog", "Line", "Pages", "key_name"]
 
 LINE_MOST = 4000
-"""Bytes of a line that is typed: with its end it is written at once (PIPE_BUF), and a terminal takes it (N_TTY)."""
+"""Most bytes of a typed line. With its end it is written in one piece (PIPE_BUF), and a terminal accepts it (N_TTY)."""
 
 
 def key_name(event: events.Key) -> str:
@@ -35,7 +35,7 @@ class Dialog(ModalScreen[str | None]):
     DEFAULT_CSS = "Dialog { background: transparent; align: left top; }"
 
     class Changed(Message):
-        """A dialog was opened or closed, or other keys work in it."""
+        """A dialog was opened or closed, or its keys changed."""
 
     def __init__(self, title: str, look: Look) -> None:
         super().__init__()
@@ -61,17 +61,17 @@ class Dialog(ModalScreen[str | None]):
         raise NotImplementedError
 
     def footer_keys(self) -> list[tuple[str, str]]:
-        """The keys that work now, and what each does, for the footer."""
+        """The keys that work now and their effects, for the footer."""
         raise NotImplementedError
 
     def press(self, key: str) -> None:
-        """As if a key of `footer_keys` was pressed."""
+        """Act as if a key of `footer_keys` was pressed."""
         name = {"esc": "escape"}.get(key, key.partition(" ")[0])
         if not self.answered and any(key == each for each, _ in self.footer_keys()):
             self.pressed(events.Key(name, None))
 
     def over(self) -> None:
-        """The run has ended: what cannot be done any more is no longer offered."""
+        """The run has ended: no longer offer what is now impossible."""
 
     def settle(self, answer: str | None) -> None:
         """Be gone, with the answer; once: Textual takes a second time for a fault."""
@@ -131,9 +131,9 @@ class Choice(Dialog):
         look: Look,
         moot: Callable[[], None] | None = None,
     ) -> None:
-        """`answers`: key, or several with spaces between; name; what it says.
+        """`answers`: one key or several, separated by spaces; name; text.
 
-        `moot`: says that nothing is left to be asked, where that is so once the run is over; the question goes then.
+        `moot`: called when the run is over, if the question is then pointless; it says so, and the dialog closes.
         """
         super().__init__(title, look)
         self.moot = moot
@@ -158,11 +158,11 @@ class Choice(Dialog):
         return rows
 
     def footer_keys(self) -> list[tuple[str, str]]:
-        """The answers, each as far as it is short."""
+        """The answers, each with the first part of its text."""
         return [(keys, re.split("[:;,]", says)[0]) for keys, _, says in self.answers]
 
     def over(self) -> None:
-        """Be gone, if there is nothing left to ask."""
+        """Close if the question is now pointless."""
         if self.moot is not None and not self.answered:
             self.settle(None)
             self.moot()
@@ -196,11 +196,11 @@ class Pages(Dialog):
         return 112
 
     def corner(self) -> str:
-        """How to go on and to close."""
+        """The keys to scroll and to close."""
         return "arrows scroll  esc closes"
 
     def footer_keys(self) -> list[tuple[str, str]]:
-        """How to go on and to close."""
+        """The keys to scroll and to close."""
         return [("arrows", "scroll"), ("esc", "close")]
 
     def content(self, width: int, height: int) -> list[Row]:
@@ -226,7 +226,7 @@ class Line(Dialog):
     def __init__(
         self, title: str, note: str, look: Look, typed: str = "", hidden: bool = False, moot: str | None = None
     ) -> None:
-        """`hidden`: show that something was typed, not what. `moot`: the note once the run is over; nothing is sent."""
+        """`hidden`: show stars instead of the text. `moot`: the note once the run is over; then nothing is sent."""
         super().__init__(title, look)
         self.moot = moot
         self.open = True
@@ -235,18 +235,18 @@ class Line(Dialog):
         self.hidden = hidden
 
     def footer_keys(self) -> list[tuple[str, str]]:
-        """How to send the line, and how not to."""
+        """The keys to send the line and to cancel."""
         return [("enter", "done"), ("esc", "cancel")] if self.open else [("esc", "close")]
 
     def over(self) -> None:
-        """What was typed stays in sight, and goes nowhere."""
+        """Keep the typed text visible, but do not send it."""
         if self.moot is not None:
             self.note, self.open = self.moot, False
             self.draw()
             self.app.post_message(self.Changed())
 
     def add(self, text: str) -> None:
-        """Type more, as far as there is room."""
+        """Add typed text, up to the limit."""
         whole = (self.typed + harmless(text)).encode()
         self.typed = whole[:LINE_MOST].decode("utf-8", "ignore")
         self.draw()
@@ -286,7 +286,7 @@ class Commands(Dialog):
     """A list to choose from, shortened by typing; dismissed with the action that was chosen, or None."""
 
     def __init__(self, possible: Callable[[], Sequence[tuple[str, str, str]]], look: Look) -> None:
-        """`possible`: what can be done now: key, sentence, action."""
+        """`possible` returns the commands that can run now: key, sentence, action."""
         super().__init__("What can be done now", look)
         self.possible = possible
         self.commands = possible()
@@ -299,15 +299,15 @@ class Commands(Dialog):
         return max(span_width(says) for _, says, _ in self.commands) + 10
 
     def corner(self) -> str:
-        """How to choose."""
+        """The keys to choose with."""
         return "enter does it"
 
     def footer_keys(self) -> list[tuple[str, str]]:
-        """How to choose."""
+        """The keys to choose with."""
         return [("arrows", "choose"), ("enter", "do it"), ("esc", "close")]
 
     def over(self) -> None:
-        """List what is still possible; the one that was chosen stays so, if it is among them."""
+        """List the commands that are still possible; keep the selection if it is among them."""
         found = self.matching()
         chosen = found[self.at] if found else None
         self.commands = self.possible()

@@ -126,7 +126,7 @@ class Drawing(App[str]):
         self.set_interval(_REPAINT_S, self._repaint)
 
     def on_dialog_changed(self) -> None:
-        """The footer names the keys that work now."""
+        """Redraw the footer, which lists the keys that work now."""
         self.draw()
 
     def on_resize(self) -> None:
@@ -134,7 +134,7 @@ class Drawing(App[str]):
         self.draw()
 
     def leaves_lost_terminal(self) -> bool:
-        """Go, if the terminal has gone."""
+        """Exit if the terminal has gone."""
         gone = not self.is_headless and terminal_gone()
         if gone:
             self.leaving.go(129)
@@ -257,7 +257,7 @@ class Drawing(App[str]):
 
     def scene(self) -> Scene:
         """What is to be drawn: now, or the instant at which the picture was frozen."""
-        screen = self.screen_stack[-1] if self.screen_stack else None  # none is left on the way out
+        screen = self.screen_stack[-1] if self.screen_stack else None  # there is none while the app exits
         view = replace(self.view, dialog=tuple(screen.footer_keys())) if isinstance(screen, Dialog) else self.view
         if self._still is not None:
             return replace(self._still, view=view, scrolled_back=self.feed.output.top is not None)

@@ -1,11 +1,11 @@
-"""Textual's driver for a terminal on Linux, but for what comes from the keyboard and how it goes on after a stop.
+"""Textual's driver for a terminal on Linux, with our own keyboard input and our own way to resume after a stop.
 
-Textual 8.2 enters application mode again at every SIGCONT. That is right after its own answer to ctrl+z, which has left
-it. A SIGSTOP leaves nothing: there would be a second reader of the keys, of which only one is told to end, and the
-terminal's changed modes would be remembered as those from before.
+Textual 8.2 enters application mode again at every SIGCONT. That is right after ctrl+z, because Textual has left the
+mode. After a SIGSTOP it has not: a second thread would read the keys, only one of the two would ever end, and the
+changed modes would be saved as the original ones.
 
-The mouse is asked for clicks and the wheel, not for every move: nothing here follows the mouse. The size is the one
-that the kernel knows; the terminal is not asked to send it among the keys.
+The terminal reports clicks and the wheel, but not every move of the mouse, which nothing here uses. The size comes from
+the kernel; the terminal is not asked to send it among the keys.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from dpmon.ui.typed import INTERRUPTS
 __all__ = ["Driver"]
 
 _MOUSE = ("\x1b[?1000h", "\x1b[?1006h")
-"""Clicks and the wheel, in a form that has room for every column."""
+"""Report clicks and the wheel, in a format that can express every column."""
 _MODES = f"\x1b[?1049h{''.join(_MOUSE)}\x1b[?25l\x1b[?1004h\x1b[?2004h\x1b[?7l"
 """What `LinuxDriver.start_application_mode` asks of a terminal, in its order."""
 _CHUNK = 4096
 _LOOK_S = 0.1
 _LOOK_WHILE_WAITING_S = 0.02
 _MOST = 4096
-"""Messages on their way to the application at most; later ones are dropped."""
+"""Most messages that wait for the application; later ones are dropped."""
 _AHEAD = 32
-"""Messages that the application has before it at most, so that its own timers get their turn."""
+"""Most messages in the application's queue, so that its timers are not delayed."""
 _RETRY_S = 0.01
 
 
 class Driver(LinuxDriver):
-    """Reads keys by `Keyboard`. Enters application mode only where it was left; else it sets the terminal's modes."""
+    """Reads keys through `Keyboard`. Enters application mode only if it was left; otherwise sets the modes again."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._coming: deque[Message] = deque()
-        """From the thread that reads keys to the application."""
+        """Messages from the thread that reads keys to the application."""
 
     # ------------------------------------------------------------------------------------------ keys
 
     def run_input_thread(self) -> None:
-        """Wait for input and send what it means, until it is told to end."""
+        """Wait for input and send its messages, until asked to end."""
         keyboard = Keyboard()
         poller = select.poll()
         poller.register(self.fileno, select.POLLIN)
@@ -74,7 +74,7 @@ class Driver(LinuxDriver):
             return b""
 
     def send_message(self, message: Message) -> None:
-        """Send a message to the application, which takes a few at a time; an interrupt overtakes what was typed."""
+        """Send a message to the application, which takes a few at a time; an interrupt overtakes earlier keys."""
         if isinstance(message, events.Key) and message.key in INTERRUPTS:
             self._coming.clear()
         if len(self._coming) < _MOST:
@@ -94,7 +94,7 @@ class Driver(LinuxDriver):
                 self.write(mode)
 
     def _query_in_band_window_resize(self) -> None:
-        """Not asked for: a size among the keys may be anything, and the kernel knows the right one."""
+        """Do nothing: a size among the keys may be wrong, and the kernel knows the right one."""
 
     # ------------------------------------------------------------------------------------------ stopping
 

@@ -133,7 +133,7 @@ def _beside(code: str, what: str, *arguments: str) -> str:
 
 
 def stop(directory: Path, last_known: RunInfo | None) -> Iterator[str]:
-    """Stop the whole run, telling how it goes; `last_known` as of `stop_run`."""
+    """Stop the whole run and yield its progress; `last_known` as for `stop_run`."""
     from dpmon.run.stop import stop_run
 
     yield from stop_run(directory, last_known)

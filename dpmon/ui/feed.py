@@ -156,7 +156,7 @@ class Feed:
 
     @property
     def info(self) -> Any:
-        """What run.json says, or said before it was deleted; None before the run is opened."""
+        """The contents of run.json, also after it was deleted; None before the run is opened."""
         return None if self._reader is None else self._reader.info
 
     @property

@@ -1,6 +1,6 @@
-"""The last row: the keys that work now, a dialog's own while one is open.
+"""The last row: the keys that work now, or those of the dialog that is open.
 
-What has no room gives way, the least useful first.
+If there is not enough room, the least useful keys are left out first.
 """
 
 from __future__ import annotations

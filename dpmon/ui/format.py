@@ -46,20 +46,20 @@ def compact(number: float | None) -> str:
 
 
 def within_words(rate: Rate | None) -> str:
-    """The rate within steps, where it is another figure: " (332 within steps)"; else nothing."""
+    """The rate within steps, if it differs from the rate: " (332 within steps)"; else nothing."""
     if rate is None or not rate.apart:
         return ""
     return f" ({compact(rate.steps_within if rate.samples_within is None else rate.samples_within)} within steps)"
 
 
 def samples_rate(rate: Rate | None) -> str:
-    """Samples per second without a unit, for a table: "35.7", or "35.7 (332 within steps)"."""
+    """Samples per second without the unit, for a table: "35.7" or "35.7 (332 within steps)"."""
     known = rate is not None and rate.samples_per_s is not None
     return compact(rate.samples_per_s if rate is not None else None) + (within_words(rate) if known else "")
 
 
 def rate_words(rate: Rate | None) -> str:
-    """A rate in words: "35.7 samples/s (332 within steps)", in steps where samples are unknown; "" without one."""
+    """A rate as text: "35.7 samples/s (332 within steps)"; in steps if samples are unknown; "" if there is none."""
     if rate is None:
         return ""
     unit = f"{compact(rate.steps_per_s)} steps/s" if rate.samples_per_s is None else ""

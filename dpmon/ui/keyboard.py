@@ -1,12 +1,11 @@
-"""What a terminal sends, taken apart into keys, clicks and pastes. Whatever it sends, the next key is heard.
+"""Parses a terminal's input into keys, clicks and pastes. Whatever the input is, the next key still works.
 
-Textual's own parser stops at a byte that is not UTF-8, waits for the end of a paste for ever, and takes the characters
-of a sequence that it does not know for keys. Here a sequence is read to its end as a terminal would read it (ECMA-48).
-It is dropped if it means nothing, and one that is cut short is dropped after a moment. Textual's table says which key a
-sequence means.
+Textual's own parser stops at a byte that is not UTF-8, waits forever for the end of a paste, and treats the characters
+of an unknown sequence as keys. This parser reads a sequence to its end as a terminal would (ECMA-48). It drops unknown
+sequences, and after a moment also incomplete ones. Textual's table says which key a sequence means.
 
-Textual takes an escape and the character behind it for one key (alt and that key; for digits a sign that some keyboards
-have there). Nothing here is bound to such keys, and who presses esc and then 2 within a tenth of a second means both.
+Textual treats an escape and the next character as one key (alt and that key; for digits, a sign that some keyboards
+have there). No command uses such keys, and a person who presses esc and then 2 within a tenth of a second means both.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ __all__ = ["PASTE_MOST", "Keyboard"]
 
 ESC = "\x1b"
 PASTE_MOST = 1 << 16
-"""Bytes of a paste that are kept; the rest is dropped."""
+"""Most bytes of a paste; the rest is dropped."""
 _CUT_S = 1.0
-"""A sequence or a paste that goes on for so long without a byte was cut short."""
+"""Seconds without a byte after which an open sequence or paste counts as cut short."""
 _WINDOW_S = 2.0
 _WINDOW_BYTES = 64
-"""Fewer bytes than this in a window are keys that a person presses: the end of the paste was lost."""
+"""With fewer bytes than this in a window, a person is pressing keys: the end of the paste was lost."""
 _LONGEST = 256
-"""Bytes of a sequence that are kept; of a longer one the rest is dropped."""
+"""Most bytes of a sequence; the rest of a longer one is dropped."""
 _TO_THE_TRAINING = frozenset("dpx")
-"""Keys that ask something of the training: held with alt they do nothing, whatever that may have been meant for."""
+"""Keys that act on the training. Together with alt they do nothing."""
 _HEARD_ANYWHERE = b"\x03\x1a"
 """ctrl+c and ctrl+z."""
 _PASTE = b"\x1b[200~"
 _PASTE_END = b"\x1b[201~"
 
-# X10 mouse reports have three bytes of any value behind them; the linux console begins its F1 to F5 with two brackets.
+# Three bytes of any value follow an X10 mouse report. The Linux console begins F1 to F5 with two brackets.
 _SEQUENCE = re.compile(
     rb"\x1b(?:\[M[\x20-\xff]{3}|\[(?!M)\[?[0-?]*[ -/]*[@-Z\\-~]|O[0-9;]*[ @-~]|\\)",
 )
@@ -57,34 +56,34 @@ _PAIR_BEGUN = re.compile(rb"\x1b(?:[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf
 
 _MOUSE = re.compile(r"\x1b\[<\d{1,4};\d{1,5};\d{1,5}[Mm]")
 _MODE_REPORT = re.compile(r"\x1b\[\?2026;[1-4]\$y")
-# kitty's protocol and xterm's modifyOtherKeys, which another program may have left on: code, modifiers, kind of event.
+# kitty's protocol and xterm's modifyOtherKeys, which another program may have left on: code, modifiers, event type.
 _KITTY = re.compile(r"\x1b\[(?P<code>\d{1,7})(?::\d*)*(?:;(?P<held>\d{0,3})(?::(?P<kind>\d))?)?(?:;[\d:]*)?u")
 _OTHER_KEY = re.compile(r"\x1b\[27;(?P<held>\d{1,3});(?P<code>\d{1,7})~")
-# A key that is no character, with what is held down: as xterm sends it.
+# A key that is not a character, with modifiers, as xterm sends it.
 _MODIFIED = re.compile(r"\x1b\[(?P<number>\d{1,2});\d{1,3}(?P<end>[~ABCDEFHPQS])")
 _RELEASED = "3"
 
 
 class Keyboard:
-    """Takes bytes in any pieces; gives Textual's messages."""
+    """Takes bytes in pieces of any size and returns Textual's messages."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, escape_s: float = constants.ESCAPE_DELAY) -> None:
-        """`escape_s`: so long an escape waits for the rest of a sequence."""
+        """`escape_s`: how long an escape waits for the rest of a sequence."""
         self._clock = clock
         self._escape_s = escape_s
         self._table = XTermParser()
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._rest = b""
-        """What cannot be understood without what comes next."""
+        """Bytes that are incomplete without the next ones."""
         self._inside: re.Pattern[bytes] | None = None
-        """What the sequence that is being dropped consists of."""
+        """The pattern of the bytes in the sequence that is being dropped."""
         self._paste: bytearray | None = None
         self._tail = b""
         """The last byte of the paste so far."""
         self._last = 0.0
         """When the last byte came."""
         self._window = (0.0, 0)
-        """Since when bytes are counted, and how many came."""
+        """The start of the counting window, and the bytes in it."""
 
     @property
     def waiting(self) -> bool:
@@ -92,7 +91,7 @@ class Keyboard:
         return bool(self._rest) or self._inside is not None or self._paste is not None or self._cut_character()
 
     def feed(self, data: bytes) -> list[Message]:
-        """What these bytes mean."""
+        """The messages for these bytes."""
         self._last = self._clock()
         since, count = self._window
         self._window = (since, count + len(data))
@@ -100,7 +99,7 @@ class Keyboard:
         return self._take()
 
     def tick(self) -> list[Message]:
-        """What is known because nothing more came; to be called every few hundredths of a second."""
+        """The messages that are certain because no more bytes came. Call this every few hundredths of a second."""
         now = self._clock()
         quiet = now - self._last
         if self._paste is not None:
@@ -136,7 +135,7 @@ class Keyboard:
         return found
 
     def _escape(self) -> list[Message]:
-        """Take one sequence, or leave it if its end is still to come."""
+        """Take one sequence, or leave it if it is incomplete."""
         rest = self._rest
         if match := _SEQUENCE.match(rest):
             self._rest = rest[match.end() :]
@@ -155,7 +154,7 @@ class Keyboard:
         if (match := _PAIR.match(rest)) and match[1] not in (b"[", b"O"):
             self._rest = rest[match.end() :]
             return self._pair(match[1].decode())
-        # Broken off by something that is no part of it, as by another escape or ctrl+c.
+        # Interrupted by a byte that is not part of the sequence, such as another escape or ctrl+c.
         begun = rest[: max(_begun_length(rest), 1)]
         self._rest = rest[len(begun) :]
         return self._as_keys(begun)
@@ -165,7 +164,7 @@ class Keyboard:
         self._window = (self._clock(), len(rest))
 
     def _drop(self, inside: re.Pattern[bytes]) -> None:
-        """Drop what belongs to the sequence; at its end go on with what comes behind it."""
+        """Drop the bytes of the sequence; at its end continue with the bytes after it."""
         match = inside.match(self._rest)
         self._rest = self._rest[match.end() if match else 0 :]
         last = self._rest[:1]
@@ -176,7 +175,7 @@ class Keyboard:
             self._rest = self._rest[1:] if b"@" <= last <= b"~" else self._rest
         elif last in b"\x07\x18":
             self._rest = self._rest[1:]
-        # Else ST, which means nothing by itself; another sequence; or a key.
+        # Otherwise ST, which means nothing alone; or another sequence; or a key.
 
     def _take_paste(self) -> list[Message]:
         assert self._paste is not None
@@ -196,7 +195,7 @@ class Keyboard:
         return [events.Paste(pasted.decode("utf-8", "replace").replace("\x00", ""))]
 
     def _tick_paste(self, now: float, quiet: float) -> list[Message]:
-        """A key that a person would press to get out, with nothing behind it, is no part of what was pasted."""
+        """End the paste at a key that a person presses to get out, if no bytes follow it."""
         if self._tail in _HEARD_ANYWHERE and self._tail and quiet >= self._escape_s:
             self._paste, self._rest = None, b""
             return self._characters(self._tail)
@@ -206,7 +205,7 @@ class Keyboard:
         return self._pasted(rest)
 
     def _by_hand(self, now: float) -> bool:
-        """Whether what comes is so little that a person may be pressing keys."""
+        """Whether so few bytes come that a person may be pressing keys."""
         since, count = self._window
         if now - since < _WINDOW_S:
             return False
@@ -229,24 +228,24 @@ class Keyboard:
         if len(sequence) == 1:
             return list(self._table._sequence_to_key_events(sequence))
         known = ANSI_SEQUENCES_KEYS.get(sequence)
-        # A character stands for a key of some keyboards: Textual's table has signs for alt with a digit.
+        # Some keyboards send a sign for alt with a digit; Textual's table has these signs.
         return [events.Key(key.value, None) for key in known] if isinstance(known, tuple) else []
 
     def _pair(self, char: str) -> list[Message]:
-        """An escape with a character right behind it."""
+        """An escape directly followed by a character."""
         if char in _TO_THE_TRAINING:
             return [events.Key(f"alt+{char}", char)]
         known = [] if char.isalnum() else self._keys(ESC + char)
         return [*known] if known else [events.Key("escape", ESC), *self._keys(char)]
 
     def _as_keys(self, begun: bytes) -> list[Message]:
-        """What was begun and not ended: an escape, with or without a character, is keys; more is dropped."""
+        """The keys of an incomplete sequence: an escape, with or without one character; anything longer is dropped."""
         if len(begun) == 1:
             return [events.Key("escape", ESC)]
         return self._pair(begun[1:].decode("latin-1")) if len(begun) == 2 and begun[1] < 0x80 else []
 
     def _meaning(self, sequence: str) -> list[Message]:
-        """What a whole sequence means; nothing, if it is none that matters here."""
+        """The messages for a complete sequence; none if the sequence does not matter here."""
         if sequence in ("\x1b[I", "\x1b[O"):
             return [events.AppFocus() if sequence == "\x1b[I" else events.AppBlur()]
         if _MODE_REPORT.fullmatch(sequence):
@@ -262,19 +261,19 @@ class Keyboard:
         return [*self._keys(sequence)]
 
     def _told(self, code: str, held: str | None, kind: str | None = None) -> list[Message]:
-        """A key by the number of its character, and what is held down with it."""
+        """A key by the number of its character, with the modifiers held down."""
         number = int(code)
         if kind == _RELEASED or number > 0x10FFFF or 0xD800 <= number < 0xE000:
             return []
         return self._extended(f"\x1b[{number};{held or 1}u")
 
     def _extended(self, sequence: str) -> list[Message]:
-        # Copies, for Textual keeps those that it gives.
+        # Copies, because Textual caches the events that it returns.
         return [key.copy() for key in self._table._parse_extended_key(sequence) or []]
 
 
 def _begun_length(data: bytes) -> int:
-    """Bytes at the start of `data` that a sequence could begin with."""
+    """The number of bytes at the start of `data` that could begin a sequence."""
     low, high = 1, min(len(data), _LONGEST)
     while low < high and _BEGUN.match(data[: low + 1]):
         low += 1

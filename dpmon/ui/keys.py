@@ -110,7 +110,7 @@ DEEDS: tuple[Deed, ...] = (
         lambda scene: "all panels" if scene.view.zoom else "end search" if _finding(scene) else None,
         "back to all panels; end a search",
     ),
-    Deed("n", "n", "next(1)", _when(_finding, "older"), "in a search the next older line"),
+    Deed("n", "n", "next(1)", _when(_finding, "older"), "in a search, the next older line"),
     Deed("N", "N", "next(-1)", _when(_finding, "newer"), "the next newer one"),
     Deed("end", "end", f"scroll({FAR})", _behind, "to the end of the output, and follow it"),
     Deed(
@@ -134,7 +134,7 @@ DEEDS: tuple[Deed, ...] = (
         lambda scene: "find" if "output" in (scene.view.focus, scene.view.zoom) else "",
         "find a word in the script's output, the newest line first",
     ),
-    Deed("n", "n", "next(1)", _when(_several_roots, "next call"), "in panel 2 the next root, or call of a step"),
+    Deed("n", "n", "next(1)", _when(_several_roots, "next call"), "in panel 2, the next root or call of a step"),
     Deed(
         "i",
         "i",

@@ -90,7 +90,7 @@ class Monitor(Drawing):
             self.call_next(self._do_key, at(self.panel_rows("footer")[0], event.x))
 
     def on_click(self, event: events.Click) -> None:
-        """Under a dialog the footer names the dialog's keys."""
+        """Press the key in the footer; while a dialog is open, these are the dialog's keys."""
         slot, screen = self.slots.get("footer"), self.screen
         if slot is not None and isinstance(screen, Dialog) and event.screen_y == slot.y:
             screen.press(at(self.panel_rows("footer")[0], event.screen_x - slot.x) or "")
@@ -325,7 +325,7 @@ class Monitor(Drawing):
 
         hidden = self.feed.hides_input()
         note = "enter sends the line to the script, esc does not"
-        note += "; the script asked for it not to be shown" if hidden else ""
+        note += "; the script asked not to show it" if hidden else ""
         moot = "the run is over: nobody reads this line; esc closes"
         self.push_screen(Line("Input", note, self.look, hidden=hidden, moot=moot), send)
 
@@ -451,7 +451,7 @@ class Monitor(Drawing):
         self._stop_done = True
 
     def after_tick(self) -> None:
-        """Tell dialogs of the end. When every signal was sent: leave then, or say what is left."""
+        """Tell dialogs that the run ended. After all signals were sent, leave, or report which processes are left."""
         scene = self.feed.scene(self.view)
         if scene.over and not self._told_of_end:
             self._told_of_end = True

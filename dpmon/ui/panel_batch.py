@@ -127,9 +127,9 @@ def _told(numbers: Summary, width: int, look: Look) -> Row:
 
 
 def _name(phase: str, room: int, look: Look, *, rest: bool) -> Row:
-    """The phase's name; where the history has letters, its letter is marked in it.
+    """The phase's name; if the history uses letters, its letter is marked.
 
-    `rest`: the call's phases stand by themselves, and forward is what is left of it.
+    `rest`: the call's phases are shown separately, and forward is only the rest.
     """
     if rest and phase == "forward":
         text = next((word for word in REST if len(word) < room), REST[-1])[: room - 1]

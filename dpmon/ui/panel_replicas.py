@@ -167,9 +167,9 @@ class _Table:
         ]
 
     def _scale(self) -> str:
-        """The scale of the last column: the times at its two edges, and between them what is drawn if there is room.
+        """The scale of the last column: the times at its edges, and between them its title if there is room.
 
-        Its right edge is the slowest replica's 95 %.
+        The right edge is the 95th percentile of the slowest replica.
         """
         begin, end = (short_ms(self.base), short_ms(self.top)) if self.top else ("", "")
         room = self.spread - len(begin) - len(end)

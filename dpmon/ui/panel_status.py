@@ -18,7 +18,7 @@ __all__ = ["cut_answer", "status"]
 WARNING_SHOWN_NS = 60 * SECOND
 _ALL_OF_IT = "  w: all of it "
 _WIDE = 140
-"""Cells from which on the first row has the rate within steps beside the rate."""
+"""Width (cells) from which the first row shows the rate within steps next to the rate."""
 _WARNING_BEGINS = 16
 """Cells of a warning that are worth having beside the state."""
 
@@ -137,7 +137,7 @@ def _rates(scene: Scene) -> Row:
 
 
 def _within(scene: Scene, room: bool) -> Row:
-    """The rate within steps, where it is another figure and there is room."""
+    """The rate within steps, if it differs from the rate and there is room."""
     return [(within_words(_speed(scene).rate), "dim")] if room else []
 
 
@@ -200,7 +200,7 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
         (" samples/s", "dim"),
     ]
     step_time: Row = [("   median", "dim"), (right(ms(figures(scene).median_ns), 9), "bold")]
-    for more in (_within(scene, True), step_time):  # each in full or not at all
+    for more in (_within(scene, True), step_time):  # each one complete or not at all
         second = [*second, *more] if width_of(second) + width_of(more) <= width else second
     return [first, second]
 
@@ -273,7 +273,7 @@ def _facts(scene: Scene, look: Look, width: int) -> Row:
     process = scene.process
     parts: list[str] = []
     within = within_words(_speed(scene).rate).strip(" ()")
-    if within and width < _WIDE - 2:  # as in the row above, where that has room for it
+    if within and width < _WIDE - 2:  # the row above shows it if it is wide enough
         parts.append(within)
     if process is not None:
         if process.virtual and process.mode == "dp":

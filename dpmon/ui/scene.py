@@ -121,7 +121,7 @@ class View:
     message_ns: int = 0
     """When there was something to say, ns since the run's start."""
     dialog: tuple[tuple[str, str], ...] = ()
-    """Keys of the dialog that is open, and what each does: no other works then."""
+    """Keys of the open dialog and their effects; no other keys work meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

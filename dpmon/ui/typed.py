@@ -1,4 +1,4 @@
-"""Keys that are typed fast, for a dialog that is not open yet."""
+"""Keys that were typed before their dialog opened."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from textual import events
 __all__ = ["INTERRUPTS", "InOrder"]
 
 INTERRUPTS = frozenset(("ctrl+c", "ctrl+q"))
-"""Keys that do not wait behind others: what was typed before them is dropped, as a terminal does (termios(3): INTR)."""
+"""Keys that do not wait: they drop the keys typed before them, as a terminal does (termios(3): INTR)."""
 _MOST = 1000
-"""Keys that wait at most, some seconds of work; later ones are dropped."""
+"""Most keys that may wait, which is some seconds of work; later ones are dropped."""
 _LOST_S = 1.0
 """A key that the panels' screen has had for so long does not come back: the others wait no longer."""
 

@@ -19,7 +19,7 @@ from dpmon.ui.text import clean
 __all__ = ["REST", "SHORT_NAMES", "lane_row", "main_row", "waterfall"]
 
 REST = ("forward rest", "fwd rest", "rest")
-"""What is left of the forward where the call's phases stand by themselves, as long as there is room for."""
+"""Names, from long to short, for the rest of the forward when the call's phases are shown separately."""
 SHORT_NAMES = {
     "replicate": "repl",
     "backward": "back",

@@ -1,6 +1,6 @@
-"""What a run gives alone, where torch itself does not always give the same last bit.
+"""Compares a result under dpmon with runs without dpmon, because torch itself may vary in the last bit.
 
-How often a rare last bit comes hangs on the load. A result under dpmon is right if torch gives it without dpmon, too.
+How often the last bit differs depends on the load. A result under dpmon is right if torch also gives it without dpmon.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import TypeVar
 __all__ = ["TRIES", "as_alone"]
 
 TRIES = 20
-"""Runs alone before a result counts as dpmon's own; a result that is right costs none of them."""
+"""Runs without dpmon before a difference counts as dpmon's; an equal result needs none of them."""
 T = TypeVar("T")
 
 
 def as_alone(found: T, alone: T, again: Callable[[], T], tries: int = TRIES) -> T:
-    """What a run alone gave: `alone`, or that of up to `tries` runs of `again` which equals `found`.
+    """A result without dpmon to compare with `found`: `alone`, or one of up to `tries` runs of `again` that equals it.
 
-    To be compared with `found`. Where no run alone gives that, it is `alone`, so that the test shows the difference.
+    If none equals `found`, this is `alone`, so that the test shows the difference.
     """
     if found == alone:
         return alone

@@ -1,4 +1,4 @@
-"""Things that stand where a regular file is expected."""
+"""File types that a test puts where a regular file is expected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PLACES", "identity", "put"]
 
 
 def _device(path: Path) -> None:
-    # A node of the test's own: the machine's null device must not be what a broken check replaces.
+    # A device node of our own, so that a broken check does not replace the machine's null device.
     try:
         os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
         os.close(os.open(path, os.O_WRONLY))
@@ -38,7 +38,7 @@ def _link(path: Path) -> None:
 def _socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
         here = os.getcwd()
-        os.chdir(path.parent)  # the name of a socket may have 107 bytes
+        os.chdir(path.parent)  # the path of a socket may have at most 107 bytes
         try:
             made.bind(path.name)
         finally:
@@ -53,16 +53,16 @@ PLACES: dict[str, Callable[[Path], None]] = {
     "a directory": Path.mkdir,
     "a socket": _socket,
 }
-"""How to make each, by its name."""
+"""The function that makes each type, by name."""
 
 
 def put(kind: str, path: Path) -> None:
-    """Put one of PLACES at `path`, whatever is there."""
+    """Put one of PLACES at `path`, in place of what is there."""
     path.unlink(missing_ok=True)
     PLACES[kind](path)
 
 
 def identity(path: Path) -> tuple[int, ...]:
-    """What tells a file from any other in its place."""
+    """Values that differ between a file and any other file in its place."""
     info = os.lstat(path)
     return info.st_dev, info.st_ino, info.st_mode, info.st_rdev

@@ -64,7 +64,7 @@ class Run:
         self.ring: Ring | None = None
 
     def train(self, steps: int) -> None:
-        """So many steps, as if they had just ended."""
+        """Record `steps` steps, as if they had just ended."""
         if self.ring is None:
             self.ring = Ring(str(self.directory / "process-0.ring"), process=0, start_ns=self.start_ns)
             for payload in self.training.begin():
@@ -96,7 +96,7 @@ class Terminal:
     shown: str = ""
 
     def pump(self, seconds: float = 0.05) -> None:
-        """Take in what was written to the terminal."""
+        """Read what was written to the terminal."""
         ready, _, _ = select.select([self.fd], [], [], seconds)
         if ready:
             with contextlib.suppress(OSError):
@@ -110,7 +110,7 @@ class Terminal:
                 self.status = os.waitstatus_to_exitcode(status)
 
     def text(self) -> str:
-        """What is seen; it is put together anew only when something has changed, for that takes pyte milliseconds."""
+        """The visible text. It is built only after a change, because that takes pyte milliseconds."""
         if self.screen.dirty:
             self.shown = "\n".join(self.screen.display)
             self.screen.dirty.clear()
@@ -126,7 +126,7 @@ class Terminal:
         self.until(lambda: text in self.text(), text)
 
     def press(self, keys: str | bytes) -> None:
-        """Send keys, also more than the terminal takes at once: what is written to it meanwhile is taken in."""
+        """Send keys, even more than the terminal accepts at once; read its output meanwhile."""
         data = keys.encode() if isinstance(keys, str) else keys
         os.set_blocking(self.fd, False)
         deadline = time.monotonic() + 60
@@ -149,7 +149,7 @@ class Terminal:
         return self.status
 
     def sane(self) -> None:
-        """The modes are as before, and the other screen, the mouse and the hidden cursor are gone."""
+        """Check that the modes are restored, and that alternate screen, mouse reports and hidden cursor are off."""
         after = termios.tcgetattr(self.fd)
         assert after[:4] == self.modes[:4]
         raw = bytes(self.raw)
@@ -165,7 +165,7 @@ Start = Callable[..., Terminal]
 
 
 def terminals(run: Run) -> Iterator[Start]:
-    """Opens terminals over `run`; at the end no screen is left in them."""
+    """Start terminals that show `run`; at the end no screen is left in them."""
     open_ones: list[Terminal] = []
 
     def start(

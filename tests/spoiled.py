@@ -1,4 +1,4 @@
-"""Records whose members are what no tracer writes."""
+"""Records with values that no tracer writes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DAMAGE = {
 
 
 def spoiled(damage: str) -> list[bytes]:
-    """Each event with each of its members spoiled, and each definition with each of its parts."""
+    """Each event with each of its members damaged, and each definition with each of its parts damaged."""
     found = []
     for kind, data in EVENTS.items():
         for member in ("kind", *data):

@@ -1,11 +1,11 @@
-"""What virtual replicas cost: the main job's step in dp over 2 replicas against single, on idle and on busy cores.
+"""Measures the cost of virtual replicas: the step in dp over 2 replicas against single, on idle or busy cores.
 
     python tests/benchmarks/bench_virtual.py [--steps 1500] [--rounds 7] [--busy]
 
-Each measurement is `dpmon --headless --mode MODE examples/linear.py`, a process of its own, in random order within a
-round. "single" is measured twice (A/A): the ratio of the two is the noise. `--busy` runs one process per core beside
-it that never sleeps. The figure is the median of the rounds' ratios of median steps, with their quartiles; what else
-the machine did is the load average at the beginning and the end.
+Each measurement is one process, `dpmon --headless --mode MODE examples/linear.py`, in random order within a round.
+"single" is measured twice (A/A): the ratio of the two is the noise. `--busy` also runs one process per core that never
+sleeps. The result is the median of the rounds' ratios of median steps, with their quartiles. The load average at the
+beginning and the end shows what else the machine did.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_IDLE, LIMIT_BUSY = 3.0, 6.0
 WARM_UP = 100
-"""The first steps of a run, which are not counted."""
+"""Number of first steps that are not counted."""
 
 
 def measure(mode: str, steps: int) -> list[float]:
-    """The steps of one run in milliseconds, in their order."""
+    """The step times of one run in milliseconds, in order."""
     with tempfile.TemporaryDirectory() as state:
         environment = os.environ | {"XDG_STATE_HOME": state}
         dpmon = [sys.executable, "-m", "dpmon"]

@@ -11,7 +11,7 @@ from screens import Run, Start, terminals
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    """A run that the test conducts."""
+    """A run whose records the test writes itself."""
     made = Run(tmp_path)
     yield made
     made.log.close()
@@ -19,5 +19,5 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 @pytest.fixture
 def terminal(run: Run) -> Iterator[Start]:
-    """Opens terminals with the screen of `run` in them."""
+    """Start terminals that show the screen of `run`."""
     yield from terminals(run)

@@ -1,4 +1,4 @@
-"""Files of a run that are replaced while it goes on: the script and its supervisor take no harm."""
+"""Replacing files of a run while it goes on harms neither the script nor its supervisor."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import os, time, warnings
 open("began", "w").close()
 while not os.path.exists("go"):
     time.sleep(0.02)
-import dpmon.tracer.inject as inject  # what it calls when a ring cannot be made
-inject.note("said in vain", "warnings.log")
-inject.note("said in vain", "stages.log")
+import dpmon.tracer.inject as inject  # the tracer calls it when a ring cannot be made
+inject.note("a lost note", "warnings.log")
+inject.note("a lost note", "stages.log")
 print("done", flush=True)
 raise SystemExit(5)
 """
@@ -29,7 +29,7 @@ SPOILED = (
 
 
 @pytest.mark.parametrize("kind", ["a FIFO", "a symbolic link", "a directory"])
-def test_what_is_replaced_while_a_run_goes_on(dpmon: Dpmon, tmp_path: Path, kind: str) -> None:
+def test_replacing_files_of_a_run_that_goes_on(dpmon: Dpmon, tmp_path: Path, kind: str) -> None:
     script = dpmon.script(WAITS)
     process = dpmon.start("--headless", script)
     wait_for((dpmon.cwd / "began").exists)
@@ -38,7 +38,7 @@ def test_what_is_replaced_while_a_run_goes_on(dpmon: Dpmon, tmp_path: Path, kind
     wait_for((directory / "history.sqlite").exists)
     for name in SPOILED:
         if kind == "a directory" and name in ("exit.json", "input.fifo"):
-            continue  # in its place nothing can be put: how the run ended is told by its ring
+            continue  # nothing can replace it: the ring then shows how the run ended
         put(kind, directory / name)
     looked = directory / "supervisor.log"
     (directory / "precious").touch()
@@ -53,7 +53,7 @@ def test_what_is_replaced_while_a_run_goes_on(dpmon: Dpmon, tmp_path: Path, kind
     assert dpmon.run("report", limit=20).status == 0
 
 
-def test_a_link_in_the_place_of_a_runs_directory_leads_nothing_out_of_it(dpmon: Dpmon, tmp_path: Path) -> None:
+def test_nothing_is_written_through_a_link_that_replaces_a_runs_directory(dpmon: Dpmon, tmp_path: Path) -> None:
     script = dpmon.script(WAITS)
     process = dpmon.start("--headless", script)
     wait_for((dpmon.cwd / "began").exists)
@@ -70,7 +70,7 @@ def test_a_link_in_the_place_of_a_runs_directory_leads_nothing_out_of_it(dpmon: 
     directory.symlink_to(victim)
     (dpmon.cwd / "go").touch()
     out, err = process.communicate(timeout=60)
-    # How it ended can be noted nowhere: then the status is 2, for unknown.
+    # No file can hold how the run ended, so the status is 2, for unknown.
     assert (process.returncode, out) in ((5, b"done\n"), (2, b"done\n")), err
     wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]), what="the supervisor's end")
     assert "Traceback" not in (tmp_path / "moved" / "supervisor.log").read_text()

@@ -15,7 +15,7 @@ PARTS = ("model", "gradients", "optimizer")
 
 
 def newest(run: Traced, process: int = 0) -> dict[str, Any]:
-    """What the newest record of a process says of the CPU."""
+    """The CPU's memory in the newest record of a process."""
     assert (run.status, run.complaints) == (0, []), run.err
     (cpu,) = run.events("memory", process)[-1].data["devices"]
     return dict(cpu)
@@ -27,8 +27,8 @@ def held(run: Traced, process: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_shards_of_fsdp2_are_what_each_rank_adds_up_itself(tmp_path: Path, world: int) -> None:
-    for attempt in range(TRIES):  # gloo's processes abort at their end now and then, without dpmon too
+def test_the_shards_of_fsdp2_match_the_sum_of_each_rank(tmp_path: Path, world: int) -> None:
+    for attempt in range(TRIES):  # gloo's processes sometimes abort at their end, also without dpmon
         store = tmp_path / f"meet{attempt}"
         run = traced(tmp_path, text_of("sharded"), world, store)
         if run.status == 0:

@@ -233,7 +233,7 @@ def test_at_most_eight_calls_a_gpu_a_second(story: Story) -> None:
     for index in (WELL, UNIFIED, AMPERE):
         times = [call.began_s - began[index] for call in story.fake.asked(device=index)]
         # A round may begin a little early, so that two seconds hold the calls of three.
-        for second in range(1, int(max(times)) - 2):  # in the first one everything cheap is asked
+        for second in range(1, int(max(times)) - 2):  # the first second asks everything cheap
             assert sum(second <= at < second + 2 for at in times) <= 3 * 8, (index, second)
         assert len(times) <= 8 * (max(times) + 2)
 

@@ -1,4 +1,4 @@
-"""The first sample of a GPU says all that is cheap to ask; from then on it is asked within its budget."""
+"""The first sample of a GPU has every figure that is cheap to ask for; later questions keep to the budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpmon.gpu.questions import CHEAP
 WAITING = "import os, time\nwhile not os.path.exists('stop'):\n    time.sleep(0.05)\n"
 
 
-def test_the_first_sample_knows_what_is_cheap(dpmon: Dpmon, tmp_path: Path) -> None:
+def test_the_first_sample_has_every_cheap_figure(dpmon: Dpmon, tmp_path: Path) -> None:
     fake = FakeNvml(tmp_path, library(tmp_path))
     fake.tell("gpus 2")
     dpmon.script(WAITING)
@@ -31,5 +31,5 @@ def test_the_first_sample_knows_what_is_cheap(dpmon: Dpmon, tmp_path: Path) -> N
         began = [call.began_s for call in fake.asked(device=index)]
         later = [at - began[0] for at in began if at - began[0] >= 1.0]
         assert later
-        # A round may begin a little early, so that two seconds hold the calls of three.
+        # A round may begin a little early, so two seconds may contain the calls of three.
         assert max(sum(at <= other < at + 2 for other in later) for at in later) <= 3 * 8

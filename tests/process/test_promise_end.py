@@ -39,7 +39,7 @@ ENDINGS = {
 
 
 def newest_state(dpmon: Dpmon) -> str:
-    """The state of the newest run; what is said of a run below its row is indented."""
+    """The state of the newest run; lines below a run's row are indented."""
     return [line for line in dpmon.run("ls").text.splitlines() if not line.startswith(" ")][-1].split()[1]
 
 

@@ -1,4 +1,4 @@
-"""Rates against the script's own clock and count, in every place that shows one."""
+"""Every place that shows a rate agrees with the script's own clock and count."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ CLOSE = 0.02
 
 
 def rates(told: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Samples a second by mode, as the script has counted and timed them."""
+    """Samples per second by mode, as the script counted and timed them."""
     return {mode: told["samples"][mode] / told["seconds"][mode] for mode in told["samples"]}
 
 
 def number(text: str) -> float:
-    """Such as 1.23k."""
+    """Parse a number such as 1.23k."""
     return float(text.rstrip("k")) * (1000 if text.endswith("k") else 1)
 
 
 def in_summary(errors: str, mode: str) -> tuple[float, float]:
-    """The rate of a mode in a summary, and the one within steps (the same if it is not shown)."""
+    """The rate of a mode in a summary, and its rate within steps (the same if it is not shown)."""
     (found,) = re.findall(
         rf"^dpmon: {mode}[^:,]*: .*?, ([\d.]+k?) samples/s(?: \(([\d.]+k?) within steps\))?", errors, re.M
     )
@@ -64,8 +64,8 @@ def test_the_rate_is_that_of_the_scripts_own_clock(dpmon: Dpmon, way: str, apart
     rate = found["dpmon_training_samples_total"] / found["dpmon_training_seconds_total"]
     assert rate == pytest.approx(true, rel=CLOSE)
     *_, last, _ = [json.loads(line) for line in lines.read_text().splitlines()]
-    if way != "evaluations":  # whose last steps are those of an evaluation
-        assert last["samples_per_s"] == pytest.approx(true, rel=0.3), "of the last ten seconds, but for the first step"
+    if way != "evaluations":  # its last steps are those of an evaluation
+        assert last["samples_per_s"] == pytest.approx(true, rel=0.3), "of the last ten seconds, without the first step"
 
 
 def test_a_pause_is_in_no_rate(dpmon: Dpmon) -> None:
@@ -128,7 +128,7 @@ def test_a_wait_for_input_is_in_no_rate(dpmon: Dpmon) -> None:
     out, err = process.communicate(timeout=60)
     told = json.loads(out)
     true = rates(told)["single"]
-    # When each of the two waits began is known to a tenth of a second, when it ended to a fortieth.
+    # The begin of each of the two waits is known to a tenth of a second, the end to a fortieth.
     slack = CLOSE + 2 * 0.125 / told["seconds"]["single"]
     assert in_summary(err.decode(), "single")[0] == pytest.approx(true, rel=slack)
     said = report(dpmon)

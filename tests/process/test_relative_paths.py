@@ -1,4 +1,4 @@
-"""Paths in the environment that are relative: no process of a run takes them for different places."""
+"""Relative paths in the environment do not mean different directories to the processes of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT = "import os, sys; print(*sorted(os.listdir('.'))); sys.exit(7)"
 
 
 def check_run(dpmon: Dpmon, at: Path, env: dict[str, str]) -> str:
-    """A run with the script's own status, in the place `at`, which every command finds; what it said."""
+    """Check that a run keeps the script's status and that every command finds it in `at`; return its stderr."""
     dpmon.script(SCRIPT)
     result = dpmon.run("script.py", env=env)
     assert result.status == 7, result.errors
@@ -52,7 +52,7 @@ def test_a_relative_home_is_not_the_home(value: str, monkeypatch: pytest.MonkeyP
 def test_without_any_home_nothing_is_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As in a container whose user is not known there."""
+    """As in a container that does not know its user."""
 
     def unknown(_: int) -> None:
         raise KeyError

@@ -1,4 +1,4 @@
-"""The threads of virtual replicas: kept between calls, a share of the cores each, and otherwise like new ones."""
+"""Threads of virtual replicas are kept between calls, use a share of the cores each, and look like new threads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tracing import Script, text_of
 
 CORES = len(os.sched_getaffinity(0))
 ASKED = 2 * CORES
-"""Threads that the script's own parallel regions take."""
+"""Number of threads that the script's own parallel regions take."""
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the script found."""
+    """The output of the script."""
     run = Script(tmp_path_factory.mktemp("threads"), text_of("replica_threads"), ASKED, replicas=2).end(120)
     assert run.complaints == []
     assert run.err == ""
@@ -23,7 +23,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_each_replica_takes_its_share_of_the_cores(said: Any) -> None:
-    """The size of what a replica's parallel regions take, and that none of them started a thread more."""
+    """Parallel regions of a replica take at most its share of threads, and start no further threads."""
     share = max(1, CORES // 2)
     assert all(1 <= number <= share for number, _ in said["in replicas"])
     assert len(said["in replicas"]) == 10

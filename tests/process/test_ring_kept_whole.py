@@ -1,6 +1,6 @@
-"""The file that a training has mapped never shrinks under it: that would end the training with SIGBUS.
+"""The ring file that a training has mapped never shrinks, because that would end the training with SIGBUS.
 
-Nothing can protect it from a person who truncates it. So everything of dpmon's that touches a run is tried here.
+Nothing can protect the file from a person who truncates it. These tests try everything in dpmon that touches a run.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ sys.exit(7)
 SHORTEN = {"ftruncate", "truncate", "O_TRUNC", "posix_fallocate", "resize"}
 
 
-def test_what_in_dpmon_can_change_a_files_length() -> None:
-    """Each such place, and why it is no ring: whoever adds one has to say so here."""
+def test_the_places_in_dpmon_that_can_change_a_files_length() -> None:
+    """Each such place is listed with the reason why its file is not a ring. A new place must be added here."""
     known = {
-        ("cli/lines.py", "O_TRUNC"),  # the file that --json=FILE names, which is refused within a run
+        ("cli/lines.py", "O_TRUNC"),  # the file of --json=FILE, which is refused inside a run
         ("run/rundir.py", "O_TRUNC"),  # the temporary file of run.json and exit.json
         ("run/metrics.py", "O_TRUNC"),  # the temporary file of the metrics
-        ("run/room.py", "ftruncate"),  # the script's output, to the length that it has
+        ("run/room.py", "ftruncate"),  # the script's output, to its present length
         ("ring.py", "posix_fallocate"),  # a new ring, before anybody has it
         ("run/supervisor.py", "posix_fallocate"),  # the spare file
         ("cli/checks/machine.py", "posix_fallocate"),  # a temporary file
@@ -62,7 +62,7 @@ def test_what_in_dpmon_can_change_a_files_length() -> None:
             if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "open":
                 mode = node.args[1] if len(node.args) > 1 else None
                 if isinstance(mode, ast.Constant) and isinstance(mode.value, str) and "w" in mode.value:
-                    # Opened by descriptor: the flags are where that was opened.
+                    # Opened by descriptor: the flags are at the call that opened it.
                     named = ast.unparse(node.args[0])
                     assert named == "fd", f"{path}: open({named}, {mode.value!r})"
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("write_text", "write_bytes"):
@@ -71,7 +71,7 @@ def test_what_in_dpmon_can_change_a_files_length() -> None:
 
 
 class Watch:
-    """Looks at a file's length and inode, by its name and by a descriptor, as fast as it can."""
+    """Checks a file's length and inode, by name and by descriptor, as often as it can."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -98,7 +98,7 @@ class Watch:
 
 @pytest.fixture
 def disk(dpmon: Dpmon) -> Iterator[Path]:
-    """The state directory on a small file system of its own."""
+    """A state directory on its own small file system."""
     dpmon.state.mkdir()
     place = str(dpmon.state)
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", place], capture_output=True)
@@ -156,7 +156,7 @@ def test_every_command_leaves_the_ring_as_it_is(dpmon: Dpmon, disk: Path) -> Non
         assert refused.status == 2
         assert "is running" in refused.errors
         dpmon.script("pass", "other.py")
-        for _ in range(2):  # the retention after the second finds more than one
+        for _ in range(2):  # after the second run, the retention finds more than one
             assert dpmon.run(*dpmon.warm(), "other.py", env={"DPMON_KEEP_RUNS": "1"}).status == 0
         trains_on(dpmon)
         info = dpmon.info(watch._path.parent)
@@ -180,7 +180,7 @@ def test_every_command_leaves_the_ring_as_it_is(dpmon: Dpmon, disk: Path) -> Non
     assert dpmon.exit()["signal"] != "SIGBUS"
 
 
-def test_a_ring_is_nothing_to_write_lines_into(dpmon: Dpmon) -> None:
+def test_lines_of_json_are_not_written_to_a_ring(dpmon: Dpmon) -> None:
     directory, watch = start(dpmon)
     link = dpmon.cwd / "link"
     link.symlink_to(directory / "process-0.ring")
@@ -217,8 +217,8 @@ def test_deleting_it_leaves_the_training_alone(dpmon: Dpmon, what: str) -> None:
         assert dpmon.exit()["status"] == 7
 
 
-def test_a_ring_that_a_person_truncates_costs_no_reader(dpmon: Dpmon) -> None:
-    """What cannot be prevented: the training dies of it, and that is what everybody is told."""
+def test_a_ring_that_a_person_truncates_harms_no_reader(dpmon: Dpmon) -> None:
+    """dpmon cannot prevent this: the training dies of SIGBUS, and every reader reports that."""
     directory, watch = start(dpmon)
     watch.close()
     os.truncate(directory / "process-0.ring", 0)
@@ -269,7 +269,7 @@ FALLOCATE = {"x86_64": 285, "aarch64": 47}
 @pytest.mark.parametrize("how", ["usual", "emulated"])
 @pytest.mark.parametrize("full", [False, True])
 def test_a_ring_has_all_its_room_or_is_not_made(dpmon: Dpmon, disk: Path, how: str, full: bool) -> None:
-    """Also where the file system cannot allocate: then the C library writes into every block."""
+    """Also if the file system cannot allocate space: then the C library writes to every block."""
     number = "usual" if how == "usual" else str(FALLOCATE.get(platform.machine(), ""))
     if not number:
         pytest.skip(f"the system calls of {platform.machine()} are not known here")
@@ -307,7 +307,7 @@ for _ in range(10):
 
 @pytest.mark.parametrize("made_by", ["mkfs.ext4 -q -F", "mkfs.xfs -q -f", "mkfs.btrfs -q -f"])
 def test_a_disk_that_is_full_later(tmp_path: Path, made_by: str) -> None:
-    """Also where what was allocated is not where it is written to: btrfs copies on write."""
+    """Also if writes do not go to the allocated blocks: btrfs copies on write."""
     maker, *options = made_by.split()
     if shutil.which(maker) is None:
         pytest.skip(f"there is no {maker} here")

@@ -1,4 +1,4 @@
-"""The directory of a run vanishes while it goes on: the script's exit status still reaches whoever waits for it."""
+"""If a run's directory is deleted while the run goes on, the script's exit status still reaches the foreground."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def begun(dpmon: Dpmon) -> None:
 
 
 def delete(dpmon: Dpmon) -> None:
-    """The whole state directory; what the run makes anew at this moment, too."""
+    """Delete the whole state directory, with files that the run creates meanwhile."""
 
     def gone() -> bool:
         shutil.rmtree(dpmon.state, ignore_errors=True)
@@ -53,7 +53,7 @@ def unmount(dpmon: Dpmon) -> None:
 
 
 def no_deletion(dpmon: Dpmon) -> None:
-    """Nothing can be written any more: what exit.json would be replaced by is a directory that is not empty."""
+    """Prevent exit.json from being written: a directory that is not empty has its name."""
     (dpmon.last() / "exit.json").mkdir()
     (dpmon.last() / "exit.json" / "full").mkdir()
 
@@ -111,7 +111,7 @@ def test_with_the_supervisor_killed_too(dpmon: Dpmon, first: str) -> None:
 
 
 def test_a_supervisor_killed_before_it_could_write_exit_json(dpmon: Dpmon) -> None:
-    """It has reaped the command and told the foreground, and is killed while it works at the record."""
+    """The supervisor has reaped the command and informed the foreground, and is killed while it writes the record."""
     script(dpmon)
     process = dpmon.start("script.py")
     begun(dpmon)
@@ -152,7 +152,7 @@ def test_lines_of_json_on_stderr_are_all_json(dpmon: Dpmon) -> None:
     assert said[-1]["status"] == 7
 
 
-def test_whoever_only_looks_is_told_that_nothing_is_known(dpmon: Dpmon) -> None:
+def test_a_follower_is_told_that_the_exit_status_is_unknown(dpmon: Dpmon) -> None:
     script(dpmon)
     process = dpmon.start("script.py")
     begun(dpmon)
@@ -204,13 +204,13 @@ def test_stopping_from_the_screen(dpmon: Dpmon) -> None:
 
 
 def test_the_command_has_none_of_our_descriptors(dpmon: Dpmon) -> None:
-    """The pipe for the outcome, above all: whoever holds it could write into it."""
+    """Above all not the pipe for the outcome: a process that has it could write to it."""
     code = "import os; print(*sorted(os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')[:-1]))"
     dpmon.script(code)
     assert "pipe:" not in dpmon.run("script.py", stdin=subprocess.DEVNULL).text.replace("\n", " ")
 
 
-def test_a_foreground_that_has_gone_holds_no_supervisor_up(dpmon: Dpmon, tmp_path: Path) -> None:
+def test_a_foreground_that_has_gone_does_not_block_the_supervisor(dpmon: Dpmon, tmp_path: Path) -> None:
     script(dpmon)
     process = dpmon.start("script.py")
     begun(dpmon)

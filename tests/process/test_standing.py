@@ -1,4 +1,4 @@
-"""A run that hangs, before its first step or within one: what is under way, and since when, wherever it is shown."""
+"""For a run that hangs before or within a step, every display shows the current operation and since when."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ for x in torch.utils.data.DataLoader(torch.ones(40, 3), batch_size=2):
 
 @pytest.fixture
 def at_once(dpmon: Dpmon, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What has not moved for a moment has not moved; and the commands that run here look where the run is."""
+    """Report a hang after a moment, and let commands that run in this process find the run."""
     monkeypatch.setattr(standing, "QUIET_NS", 0)
     monkeypatch.setenv("XDG_STATE_HOME", str(dpmon.state))
     yield
@@ -88,7 +88,7 @@ def until_stage(dpmon: Dpmon, text: str) -> RunReader:
 
 
 def plain(text: str) -> str:
-    """Without line breaks, and without how long it took."""
+    """The text without line breaks and durations."""
     return re.sub(r"\d+ s\b", "N s", " ".join(text.split()))
 
 
@@ -135,7 +135,7 @@ def test_processes_that_hang_within_a_step(dpmon: Dpmon, capsys: pytest.CaptureF
     assert re.search(r"when it ended: .*interrupted at script.py:[56]", said), said
 
 
-def test_a_group_that_was_joined_and_a_batch_that_came_are_under_way_no_more(tmp_path: Path) -> None:
+def test_a_joined_group_and_a_fetched_batch_are_no_longer_under_way(tmp_path: Path) -> None:
     text = """\
 import torch, inspect
 group = torch.distributed.init_process_group

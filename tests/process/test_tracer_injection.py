@@ -316,12 +316,12 @@ class Hooks:
 def insert(at):
     sys.meta_path.insert(at, Hooks())
 """
-"""Runs code after a module's import, by a finder that asks importlib for the spec it wraps, as wrapt's hooks do."""
+"""A finder that runs code after a module's import. Like wrapt's hooks, it asks importlib for the spec that it wraps."""
 
 
 @pytest.mark.parametrize("places", [(0,), (1,), (99,), (0, 1), (1, 1)])
 def test_a_finder_that_asks_importlib_for_torch(tmp_path: Path, places: tuple[int, ...]) -> None:
-    """Whether it stands before or behind ours: the tracer is installed once, and every call is recorded once."""
+    """Before or after ours in sys.meta_path: the tracer is installed once, and every call is recorded once."""
     env = package(tmp_path, "hooks", POST_IMPORT_HOOKS)
     text = f"""
 import importlib.util, hooks

@@ -1,7 +1,7 @@
-"""Each of the script's objects goes when it goes alone, and the script leaves the same bytes and finalisers behind.
+"""Under dpmon each of the script's objects is freed when it is freed without dpmon, with the same finalisers and files.
 
-The moments within a run are looked at with the garbage collector off: what waits for it is told from what goes at once.
-The end is looked at in a fresh interpreter, since a fork of a warm one does not take down all that it has.
+During a run the garbage collector is off, to separate objects that wait for a collection from those freed at once. The
+end is tested in a fresh interpreter, because a fork of a warm one does not free everything at its end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUMBERS = re.compile("0x[0-9a-f]+|Thread-[0-9]+")
 
 
 def left(run: Traced) -> dict[str, Any]:
-    """All that a script leaves behind: status, output, and its files with their bytes."""
+    """The results of a script: status, output, and its files with their bytes."""
     place = run.directory.parent
     files = {
         RANDOM.sub("", path.name): path.read_bytes()
@@ -39,7 +39,7 @@ FORMS = (
 
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_lives_longer_than_alone(tmp_path: Path, form: str) -> None:
-    """Neither batches, results, activations and losses nor models, optimizers and what failed; no finaliser more."""
+    """Batches, results, activations, losses, models, optimizers, failed calls; and no additional finaliser runs."""
     text, words = text_of("lifetimes"), (form, "list", "return")
     expected = left(alone(tmp_path, text, *words))
     assert "deleted: []" in expected["order"]

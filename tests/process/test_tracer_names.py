@@ -1,4 +1,4 @@
-"""Names of the script's own may be of any length: records have their beginning, and nothing is dropped for them."""
+"""The script's names may have any length: records hold their beginning, and no record is dropped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_names_of_a_megabyte_are_shortened(tmp_path: Path) -> None:
     assert first[1].path.endswith("\u2026")
     assert [size.path for size in first][-1] == "\u2026"
     assert calls[4].inputs is not None
-    assert calls[4].inputs[0].path == "\u2026"  # more extents than a record has room for
+    assert calls[4].inputs[0].path == "\u2026"  # more extents than fit into a record
     (process,) = run.events("process")
     assert len(process.data["argv"]) == 32
     assert process.data["argv"][1].endswith("\u2026")

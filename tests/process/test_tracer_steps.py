@@ -121,7 +121,7 @@ def test_turns(loop: Callable[[str], Loop], name: str, expected: list[Any]) -> N
 
 
 def test_an_evaluation_ends_with_its_last_call(loop: Callable[[str], Loop]) -> None:
-    """What the script does before it trains on, 0.3 s of sleep here, is in no turn of either."""
+    """The time before the training goes on (a sleep of 0.3 s) belongs to no step of either."""
     for name, looks, learns in (
         ("fetched_one_ahead", [10] * 3, [10] * 4),
         ("training_after_an_evaluation_without_a_loader", [12] * 3, [12] * 4),
@@ -148,9 +148,9 @@ def test_turns_follow_each_other(loop: Callable[[str], Loop]) -> None:
 
 
 def test_turns_of_two_models_without_a_loader(loop: Callable[[str], Loop]) -> None:
-    """As many turns as the loop took, each but the first two of one batch.
+    """There are as many steps as loop iterations, and all but the first two have one batch.
 
-    The first optimizer ends the first turn, for nobody knows of the second one yet. From then on the last one does.
+    The first optimizer ends the first step, because the second one is not known yet. Later the last one ends a step.
     """
     found = loop("gan_without_a_loader")
     assert [calls for _, _, calls in shape(found)] == [2, 4, 3, 3, 3]
@@ -164,7 +164,7 @@ def test_turns_of_three_optimizers_without_a_loader(loop: Callable[[str], Loop])
 
 
 def test_turns_of_a_critic_that_steps_more_often(loop: Callable[[str], Loop]) -> None:
-    """Each of the critic's steps ends a turn, as before the generator's first."""
+    """Each of the critic's steps ends a step, as before the generator's first step."""
     found = loop("critic_steps_more_often")
     assert [calls for _, _, calls in shape(found)] == [1, 1, 1, 2, 1, 1, 2, 1, 1, 1]
 
@@ -215,7 +215,7 @@ def test_losses_are_no_calls(loop: Callable[[str], Loop]) -> None:
 def test_a_model_of_another_kind_is_seen_from_its_first_call(
     loop: Callable[[str], Loop], name: str, count: int
 ) -> None:
-    """The watch over all modules has ended by then."""
+    """By then the watch over all modules has ended."""
     found = loop(name)
     shape(found)
     assert Counter(call.root for call in found.calls) == {"Net": count, "Later": count}
@@ -235,22 +235,22 @@ def test_a_model_of_another_kind_is_seen_from_its_first_call(
     ],
 )
 def test_calls_that_begin_late_are_all_seen(loop: Callable[[str], Loop], name: str) -> None:
-    """`told`: how often the script called what, by its own count."""
+    """`told`: the script's own count of its calls."""
     found = loop(name)
     assert found.status == 0
     assert Counter(f"{call.root} {call.via}" for call in found.calls) == found.told
     assert found.warnings == []
 
 
-def test_calls_that_may_have_been_missed_are_told(loop: Callable[[str], Loop]) -> None:
-    """A small part of a known model, which nobody expects the script to call itself."""
+def test_a_warning_says_which_calls_may_have_been_missed(loop: Callable[[str], Loop]) -> None:
+    """A small part of a known model, which scripts rarely call directly."""
     found = loop("a_layer_by_itself")
     seen = Counter(call.root for call in found.calls)
     assert seen["Linear"] < found.told["Linear"]
     assert [text for text in found.warnings if text.startswith("Linear was called by the script at step ")]
 
 
-def test_weights_that_are_arguments_are_no_samples(loop: Callable[[str], Loop]) -> None:
+def test_weights_that_are_arguments_do_not_count_as_samples(loop: Callable[[str], Loop]) -> None:
     found = loop("given_its_weights")
     assert shape(found) == [(10, LEARN, 3)] * 4
     assert {(call.root, call.devices) for call in found.calls} == {("Net", ("cpu",))}
@@ -262,7 +262,7 @@ def test_a_backward_across_rpc(loop: Callable[[str], Loop]) -> None:
     assert shape(found) == [(8, {"forward", "backward", "other"}, 1)]
 
 
-def test_a_training_whose_forwards_are_called_directly_is_told_soon(loop: Callable[[str], Loop]) -> None:
+def test_a_warning_comes_soon_if_forwards_are_called_directly(loop: Callable[[str], Loop]) -> None:
     found = loop("forwards_called_directly")
     assert found.calls == []
     assert [text.split(":")[0] for text in found.warnings] == ["an optimizer steps, but no call of a module was seen"]

@@ -1,4 +1,4 @@
-"""A script's own process is its own: files, limits, children, threads, hooks and handlers are as alone."""
+"""A script's files, limits, children, threads, hooks and handlers behave as without dpmon."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIECES = [
     if isinstance(part, ast.FunctionDef) and part.name not in HELPERS and part.name != "Net"
 ]
 WITHOUT_RECORD = {"small_files", "small_files_ignored", "small_files_handled", "replaced_clock"}
-"""No ring can be made, or the script has broken what it is made with."""
+"""Pieces in which no ring can be made, or the script has broken what makes it."""
 TIMES = re.compile(r"W\d{4} [^]]*]")
 
 
@@ -29,6 +29,6 @@ def test_the_same_as_alone(tmp_path: Path, piece: str, call: str) -> None:
     run = traced(tmp_path, TEXT, piece, call)
     found = left(run)
     for one in (expected, found):
-        one["err"] = TIMES.sub("", one["err"])  # torch's own warnings have a time
+        one["err"] = TIMES.sub("", one["err"])  # torch's own warnings contain a time
     assert found == expected
     assert bool(run.calls()) == (piece not in WITHOUT_RECORD)

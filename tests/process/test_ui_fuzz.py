@@ -1,4 +1,4 @@
-"""Bytes at random into the screen's terminal, changes of its size, stops: the next key is answered, or it left well.
+"""After random bytes, resizes and stops the screen answers the next key, or it has exited properly.
 
 DPMON_LONG=1 tries more of them.
 """
@@ -18,7 +18,7 @@ from sizes import reached, size
 
 from dpmon.run import proc
 
-# Where nothing is stopped, and what is saved is saved beside the run.
+# The screen stops no process, and saves files next to the run.
 HARMLESS = SHOW.replace(
     "result =", "import os; import dpmon.ui.errands as e; e.stop = lambda _: iter(()); os.chdir(sys.argv[1])\nresult ="
 )
@@ -30,16 +30,16 @@ SEQUENCES = (
     *(b"/word\r", b"i line\r", b":zoom\r", b"?", b"5", b"\t", b" ", b"t", b"[", b"+", b"w", b"q", b"x", b"\x03"),
 )
 NOT_HERE = bytes.maketrans(b"serSER", b"??????")
-"""Keys that start processes of their own, for which there is no time."""
+"""Keys that are left out, because they start processes, which takes too long."""
 
 
 def burst(chance: random.Random) -> bytes:
     kind = chance.randrange(5)
     if kind == 0:
         return chance.randbytes(chance.randrange(1, 300)).translate(NOT_HERE)
-    if kind == 1:  # one sequence again and again
+    if kind == 1:  # one sequence, repeated
         return chance.choice(SEQUENCES) * chance.choice((1, 10, 100))
-    if kind == 2:  # in one write, of which only the beginning can be heard
+    if kind == 2:  # one long write, of which only the beginning is read
         return chance.randbytes(1 << 14).translate(NOT_HERE)
     data = b"".join(chance.choice(SEQUENCES) for _ in range(chance.randrange(1, 30)))
     if kind == 3:
@@ -48,7 +48,7 @@ def burst(chance: random.Random) -> bytes:
 
 
 def answers_or_has_left(seen: Terminal) -> bool:
-    """Whether it goes on, with the panels before it; else it left as it should."""
+    """Whether the screen goes on and shows its panels; otherwise it has exited properly."""
     deadline = time.monotonic() + 60
     while seen.status is None:
         assert time.monotonic() < deadline, f"no answer\n{seen.text()}"
@@ -63,7 +63,7 @@ def answers_or_has_left(seen: Terminal) -> bool:
             if seen.status is None:
                 seen.press("\x1b")
                 return True
-    # While it was stopped by ctrl+z, ctrl+\ is a SIGQUIT of the terminal's own.
+    # While ctrl+z has stopped the screen, ctrl+\ makes the terminal send SIGQUIT.
     assert seen.ended() in (0, 128 + signal.SIGQUIT), seen.text()
     assert b"Traceback" not in seen.raw
     seen.sane()
@@ -96,7 +96,7 @@ def test_anything_at_all_from_the_keyboard(run: Run, terminal: Start, seed: int)
 
 @pytest.mark.parametrize("opener", ["", "q", "i", "/", ":", "?"])
 def test_the_terminal_goes_under_a_dialog(run: Run, terminal: Start, opener: str) -> None:
-    """It hears no hang-up, and looks at its terminal once a minute only: the end of the keys tells."""
+    """The screen ignores SIGHUP and checks its terminal only once a minute: the end of its input must make it exit."""
     run.train(50)
     os.mkfifo(run.directory / "input.fifo")
     seen = terminal("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SHOW, refresh=60.0)

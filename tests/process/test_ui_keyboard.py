@@ -1,4 +1,4 @@
-"""What comes from a keyboard, whatever it is: the screen answers the next key, and gives the terminal back."""
+"""After any keyboard input the screen answers the next key, and restores the terminal at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PASTE = b"\x1b[200~"
 
 
 def answers(seen: Terminal, times: int = 1) -> None:
-    """A key is answered, the last of `times` at the latest."""
+    """Wait until the screen answers a key, at most the last of `times`."""
     for turn in range(times):
         seen.press("?")
         last = turn == times - 1
@@ -27,7 +27,7 @@ def answers(seen: Terminal, times: int = 1) -> None:
 
 
 def leaves(seen: Terminal) -> None:
-    """ctrl+c is answered, and all that was changed in the terminal is as before."""
+    """Check that ctrl+c is answered and the terminal is restored."""
     seen.press("\x03")
     seen.until(lambda: "leave it running" in seen.text(), "the question", 3)
     seen.press("l")
@@ -50,13 +50,13 @@ NO_TEXT = (
 )
 
 
-def test_bytes_that_are_no_text_are_no_keys(run: Run, terminal: Start) -> None:
+def test_bytes_that_are_not_text_are_not_keys(run: Run, terminal: Start) -> None:
     run.train(50)
     seen = terminal()
     seen.shows("● running")
     for data in NO_TEXT:
         seen.press(data)
-        answers(seen, 2)  # the first one may be the last byte of what was begun
+        answers(seen, 2)  # the first key may be the last byte of an incomplete sequence
     leaves(seen)
 
 
@@ -77,7 +77,7 @@ ENDLESS = {
 }
 
 
-def test_what_never_ends_holds_the_keys_up_for_a_moment_only(run: Run, terminal: Start) -> None:
+def test_an_endless_sequence_blocks_the_keys_only_for_a_moment(run: Run, terminal: Start) -> None:
     run.train(50)
     seen = terminal()
     seen.shows("● running")
@@ -86,11 +86,11 @@ def test_what_never_ends_holds_the_keys_up_for_a_moment_only(run: Run, terminal:
         seen.press(ENDLESS[name])
         answers(seen, 3)
         assert "pending" not in seen.text(), name
-        assert run.ring.request_serial == 0, f"{name}: none of it was taken for a key"
+        assert run.ring.request_serial == 0, f"{name}: no part of it counted as a key"
     leaves(seen)
 
 
-def test_ctrl_c_is_heard_in_the_middle_of_anything(run: Run, terminal: Start) -> None:
+def test_ctrl_c_works_in_the_middle_of_anything(run: Run, terminal: Start) -> None:
     run.train(50)
     seen = terminal()
     seen.shows("● running")
@@ -103,7 +103,7 @@ def test_ctrl_c_is_heard_in_the_middle_of_anything(run: Run, terminal: Start) ->
     leaves(seen)
 
 
-def test_ctrl_z_is_heard_in_a_paste_that_never_ends(run: Run, terminal: Start) -> None:
+def test_ctrl_z_works_in_a_paste_that_never_ends(run: Run, terminal: Start) -> None:
     run.train(50)
     seen = terminal()
     seen.shows("● running")

@@ -1,4 +1,4 @@
-"""An exception in one process of several: its rank, its words and the line of the script, wherever a run is shown."""
+"""An exception in one of several processes is shown everywhere with its rank, its message and the script's line."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_rank_that_raises_before_any_call(dpmon: Dpmon) -> None:
 
 
 def test_the_line_is_the_scripts_own(dpmon: Dpmon) -> None:
-    """Not that of torch's, where the exception was raised."""
+    """Not the line in torch where the exception was raised."""
     script = dpmon.script("import torch\n\ntorch.ones(2) @ torch.ones(3)\n", "train.py")
     run = dpmon.run("--headless", script)
     assert run.status == 1

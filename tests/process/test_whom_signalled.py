@@ -1,4 +1,4 @@
-"""Whom dpmon signals: only processes that are proven to be the run's, whatever its files say."""
+"""dpmon signals only processes that are proven to belong to the run, whatever the run's files contain."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has nothing to do with any run."""
+    """A process that belongs to no run."""
     process = subprocess.Popen(SLEEPER, stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     process.stdout.readline()
@@ -43,7 +43,7 @@ def begun(dpmon: Dpmon) -> None:
 
 
 def ended_run(dpmon: Dpmon, *, recorded: bool, **changed: Any) -> Path:
-    """A run whose processes have gone, with changes to its run.json; `recorded`: with its exit.json."""
+    """A run whose processes have gone, with changes in its run.json; `recorded`: with an exit.json."""
     dpmon.script("pass")
     dpmon.run("--name", "old", *dpmon.warm(), "script.py")
     directory = dpmon.last()
@@ -117,7 +117,7 @@ def test_a_number_that_the_kernel_gave_to_somebody_else(dpmon: Dpmon) -> None:
 
 
 def test_what_a_finished_run_left_behind_is_stopped(dpmon: Dpmon) -> None:
-    """By its environment, for the number of the command proves nothing any more."""
+    """Its environment proves it, because the command's number no longer proves anything."""
     dpmon.script(
         "import os, subprocess, sys\n"
         f"quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
@@ -131,7 +131,7 @@ def test_what_a_finished_run_left_behind_is_stopped(dpmon: Dpmon) -> None:
         assert result.status == 0, result.errors
         assert "stopped by SIGINT" in result.text
         assert not proc.alive(left, None)
-        assert "finished" in dpmon.run("ls").text, "that it was stopped later does not change how it ended"
+        assert "finished" in dpmon.run("ls").text, "a later stop does not change how the run ended"
     finally:
         for pid in (left, nameless):
             if proc.alive(pid, None):
@@ -171,8 +171,8 @@ def test_a_daemon_of_the_training_is_stopped_with_it(dpmon: Dpmon) -> None:
     assert not proc.alive(daemon, None)
 
 
-def test_the_third_interrupt_kills_what_left_the_session_too(dpmon: Dpmon) -> None:
-    """As torchrun's workers do: with torchrun killed nobody would end them."""
+def test_the_third_interrupt_also_kills_processes_that_left_the_session(dpmon: Dpmon) -> None:
+    """torchrun's workers leave it: once torchrun is killed, no other process would end them."""
     dpmon.script(
         "import pathlib, signal, subprocess, time\n"
         f'code = "import signal, time; {IGNORES}; print(1, flush=True); time.sleep(600)"\n'
@@ -197,7 +197,7 @@ def test_the_third_interrupt_kills_what_left_the_session_too(dpmon: Dpmon) -> No
 
 
 def test_a_run_within_a_run_is_left_alone(dpmon: Dpmon) -> None:
-    """The outer one starts it in the background; its supervisor has the outer one's environment."""
+    """The outer run starts it in the background, so its supervisor has the outer run's environment."""
     (dpmon.cwd / "inner.py").write_text(WAITS)
     words = dpmon.words("--detach", "--name", "inner", *dpmon.warm(), "inner.py")
     dpmon.script(f"import subprocess; subprocess.run({words!r}, check=True)", "outer.py")
@@ -213,7 +213,7 @@ def test_a_run_within_a_run_is_left_alone(dpmon: Dpmon) -> None:
 
 
 def test_a_training_that_stops_its_own_run(dpmon: Dpmon) -> None:
-    """The command that it calls goes on to the end, though it is one of the run's processes itself."""
+    """`dpmon stop` runs to its end although it is itself one of the run's processes."""
     words = dpmon.words("stop", "self")
     dpmon.script(
         "import os, pathlib, signal, subprocess\n"

@@ -85,7 +85,7 @@ def test_without_steps_it_says_what_is_waited_for() -> None:
     assert line(activities={0: ("paused", since)}) == "paused for 12 s"
 
 
-def test_after_the_last_step_no_first_step_is_waited_for() -> None:
+def test_the_line_after_the_last_step_does_not_wait_for_a_first_step() -> None:
     now = time.monotonic_ns()
     last = Step(0, None, 96, "single", now - 6 * 10**9, 10**9, 30, {})
     reader = FakeReader([last], activities={0: ("ended", 0), 1: ("ended", 0)})

@@ -1,4 +1,4 @@
-"""What dpmon writes at a person's wish: only a regular file is replaced, a stream is written into."""
+"""Writing to a path that the user gave replaces only a regular file; a stream is written to directly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def directory(state: Path) -> Path:
 
 
 def said(capfd: pytest.CaptureFixture[str]) -> str:
-    """The one sentence on standard error."""
+    """The only line on standard error."""
     err = capfd.readouterr().err
     assert err.count("\n") == 1, err
     assert err.startswith("dpmon: ")
@@ -50,7 +50,7 @@ COMMANDS = (
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("kind", NOT_STREAMS)
-def test_what_is_no_file_is_not_replaced(
+def test_only_a_regular_file_is_replaced(
     directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str], kind: str
 ) -> None:
     target = tmp_path / "target"
@@ -65,7 +65,7 @@ def test_what_is_no_file_is_not_replaced(
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_stream_is_written_into_and_stays(directory: Path, tmp_path: Path, words: list[str]) -> None:
+def test_a_stream_is_written_to_and_stays(directory: Path, tmp_path: Path, words: list[str]) -> None:
     target = tmp_path / "target"
     put("a device", target)
     before = identity(target)
@@ -93,7 +93,7 @@ def test_a_table_is_never_a_stream(
     assert main(["export", "--format", "csv", "-o", str(tables)]) == 2
     assert "exit.csv" in said(capfd)
     assert identity(tables / "exit.csv") == before
-    assert {path.name for path in tables.iterdir()} <= {"exit.csv", "precious"}, "nothing was begun"
+    assert {path.name for path in tables.iterdir()} <= {"exit.csv", "precious"}, "no file was written"
 
 
 @pytest.mark.parametrize("kind", PLACES)
@@ -118,7 +118,7 @@ def test_a_place_for_metrics_is_refused_before_the_start(
 def test_the_descriptors_of_the_machine_are_streams_that_are_never_replaced(tmp_path: Path) -> None:
     for name in ("/dev/fd/1", "/dev/stdout", "/dev/stderr", "/proc/self/fd/1", f"/proc/{os.getpid()}/fd/0"):
         assert is_stream(Path(name)), name
-    # Asked only: a test that failed must not replace what the machine needs.
+    # Only check these: a failing test must not replace files that the machine needs.
     for name in ("/dev/stdout", "/proc/self/fd/1"):
         with pytest.raises(OSError, match="symbolic link"):
             check_replaceable(Path(name))
@@ -127,7 +127,7 @@ def test_the_descriptors_of_the_machine_are_streams_that_are_never_replaced(tmp_
 
 
 @pytest.mark.parametrize("kind", PLACES)
-def test_what_takes_the_place_of_the_metrics_file_stays(directory: Path, tmp_path: Path, kind: str) -> None:
+def test_a_path_that_is_no_longer_the_metrics_file_stays(directory: Path, tmp_path: Path, kind: str) -> None:
     target = tmp_path / "it.prom"
     told: list[str] = []
     metrics = Metrics(target, directory, told.append)
@@ -146,7 +146,7 @@ def test_what_takes_the_place_of_the_metrics_file_stays(directory: Path, tmp_pat
     assert not list(tmp_path.glob(".it*"))
 
 
-def test_what_waits_beside_the_metrics_file_is_not_opened(directory: Path, tmp_path: Path) -> None:
+def test_a_fifo_beside_the_metrics_file_is_not_opened(directory: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / f".it.prom.{os.getpid()}")
     told: list[str] = []
     Metrics(tmp_path / "it.prom", directory, told.append).tick(100.0)
@@ -155,7 +155,7 @@ def test_what_waits_beside_the_metrics_file_is_not_opened(directory: Path, tmp_p
 
 
 @pytest.mark.parametrize("kind", NOT_STREAMS)
-def test_lines_of_json_empty_no_file_but_the_one_that_was_named(tmp_path: Path, kind: str) -> None:
+def test_lines_of_json_truncate_only_the_named_file(tmp_path: Path, kind: str) -> None:
     target = tmp_path / "lines"
     put(kind, target)
     before = identity(target)
@@ -174,7 +174,7 @@ def test_lines_of_json_through_a_descriptor_come_after_what_is_there(tmp_path: P
         assert (tmp_path / "log").read_bytes() == b"before\n{}\n"
 
 
-def test_lines_of_json_go_to_a_device_and_begin_a_file_anew(tmp_path: Path) -> None:
+def test_lines_of_json_go_to_a_device_and_truncate_a_file(tmp_path: Path) -> None:
     put("a device", tmp_path / "sink")
     before = identity(tmp_path / "sink")
     assert LineFile(str(tmp_path / "sink")).write(b"{}\n")
@@ -184,7 +184,7 @@ def test_lines_of_json_go_to_a_device_and_begin_a_file_anew(tmp_path: Path) -> N
     assert json.loads((tmp_path / "lines").read_bytes()) == {}
 
 
-def test_a_name_of_many_bytes_can_be_written(directory: Path, tmp_path: Path) -> None:
+def test_a_long_file_name_can_be_written(directory: Path, tmp_path: Path) -> None:
     target = tmp_path / ("ü" * 120)
     assert main(["export", "-o", str(target)]) == 0
     assert target.stat().st_size
@@ -200,10 +200,10 @@ def test_a_name_of_many_bytes_can_be_written(directory: Path, tmp_path: Path) ->
         ("this", None, True),
     ],
 )
-def test_a_directory_from_elsewhere_names_no_file_to_be_replaced(
+def test_a_directory_from_another_machine_replaces_no_file(
     state: Path, tmp_path: Path, boot: str, before: str | None, written: bool
 ) -> None:
-    """A supervisor that takes over believes run.json only where this boot of the machine has written it."""
+    """A supervisor that takes over trusts run.json only if it was written during this boot of the machine."""
     target = tmp_path / "it.prom"
     boot_id = proc.boot_id() if boot == "this" else "11111111-2222-3333-4444-555555555555"
     directory = keep({}, status=None, boot_id=boot_id, options={"metrics": str(target)})

@@ -111,7 +111,7 @@ def test_the_first_round_asks_everything_and_later_ones_keep_to_the_budget() -> 
     broken.code = NOT_SUPPORTED
     bench = Bench(*questions, Question(("temperature_c",), 1, 1, (broken, old)), calls=3)
     bench.asker.round(bench.module, bench.ask, bench.clock, 1, 0.5)
-    assert [way.asked for way in (*ways, broken, old)] == [1] * 8, "the next way, too, where one is not supported"
+    assert [way.asked for way in (*ways, broken, old)] == [1] * 8, "also the next alternative if one is not supported"
     bench.round()
     assert sum(way.asked for way in (*ways, old)) == 7 + 3
 

@@ -1,4 +1,4 @@
-"""The memory that processes share is divided among them, within a budget of time."""
+"""Memory that processes share is divided among them, within a time budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 class Kernel:
-    """Its answers by process id, and a clock that each of them moves on."""
+    """A fake kernel: its answers by process id, and a clock that each answer advances."""
 
     def __init__(self, takes_s: float = 0.001) -> None:
         self.now = 0.0
@@ -89,11 +89,11 @@ def test_reading_keeps_to_its_budget_in_the_long_run() -> None:
     kernel.answers = dict.fromkeys(range(1000), 10 * MIB)
     for second in range(1000):
         kernel.now = max(kernel.now, float(second))
-        # Workers that are started anew every ten seconds.
+        # New workers start every ten seconds.
         kernel.memory.total({(worker, float(second // 10)): 600 * MIB for worker in range(4)})
     assert 0 < len(kernel.asked) * kernel.takes_s < 1000 * BUDGET_SHARE + 2
 
 
-def test_the_kernel_says_what_psutil_says() -> None:
+def test_the_kernel_agrees_with_psutil() -> None:
     psutil = pytest.importorskip("psutil")
     assert read_pss(os.getpid()) == pytest.approx(psutil.Process().memory_full_info().pss, rel=0.05)

@@ -1,4 +1,4 @@
-"""Anything in the place of a file of a run: an error or less to read; never a hang, a traceback, or harm elsewhere."""
+"""Anything in place of a run's file causes an error or missing data, never a hang, a traceback or harm elsewhere."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ CASES += [(kind, ALL_BUT_INFO) for kind in PLACES]
 
 @pytest.fixture(params=["screen", "headless"] if LONG else ["headless"])
 def runs(request: pytest.FixtureRequest, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A run to be spoiled, and another one."""
+    """A run whose files are damaged, and another one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    # Where no end can be read each would start a supervisor: tried in a process below.
+    # If the run's end cannot be read, each command would start a supervisor: another test does this in a process.
     monkeypatch.setattr("dpmon.cli.commands.look_after", lambda directory: None)
     monkeypatch.setattr("dpmon.run.guard.take_over", lambda directory: None)
     made = []
@@ -84,14 +84,14 @@ def test_every_command_survives(
         assert "Traceback" not in found.err
         if command == ["ls"]:
             assert "other" in found.out
-        if status == 2 and command[0] != "attach":  # whose status is the run's
+        if status == 2 and command[0] != "attach":  # the status of attach is the run's
             assert found.err.count("\n") <= 2, found.err
-    if kind != "a directory":  # one called "keep" cannot be taken away, and the run is kept
+    if kind != "a directory":  # a directory called "keep" cannot be removed, so the run is kept
         assert names == ("run.json",) or not spoiled.exists(), "deleted"
     assert other.exists()
 
 
-def test_where_no_end_can_be_noted_the_rest_is_told(dpmon: Dpmon) -> None:
+def test_without_a_record_of_the_end_the_rest_is_reported(dpmon: Dpmon) -> None:
     directory = keep({0: Training().run(3)}, status=None, command_pid=4_000_000)
     (directory / "exit.json").mkdir()
     for words in (["ls"], ["attach", "--headless"], ["report"], ["rm", directory.name]):
@@ -132,7 +132,7 @@ def test_nothing_is_written_through_a_second_name(tmp_path: Path, name: str) -> 
     assert (tmp_path / "precious").read_text() == "precious"
 
 
-def test_a_descriptor_is_as_a_shell_would_have_opened_it(tmp_path: Path) -> None:
+def test_a_descriptor_blocks_as_if_a_shell_had_opened_it(tmp_path: Path) -> None:
     fd = open_file(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     assert fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_NONBLOCK | os.O_APPEND) == os.O_APPEND
     os.close(fd)
@@ -143,7 +143,7 @@ RAW = ("\x1b", "\x07", "\x9b", "\r", "\u202e", "\x00")
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_no_text_of_a_run_steers_the_terminal(
+def test_no_text_of_a_run_controls_the_terminal(
     runs: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
     spoiled, _ = runs

@@ -1,4 +1,4 @@
-"""Databases that were made by hand to take for ever, to fill the memory or to run what the reader did not ask for."""
+"""Databases made by hand to take forever, to fill the memory or to run code that the reader did not ask for."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def altered(directory: Path, *statements: str) -> None:
 
 
 def read_all(directory: Path) -> list[str]:
-    """Whatever reads a history does so; the texts of the warnings."""
+    """Read a history in every way that dpmon does; return the texts of the warnings."""
     warnings = [
         str(record.data.get("text")) for record in history(directory) if getattr(record, "kind", "") == "warning"
     ]
@@ -58,7 +58,7 @@ def read_all(directory: Path) -> list[str]:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("table", VIEWS)
-def test_a_view_is_no_table(directory: Path, table: str) -> None:
+def test_a_view_is_not_accepted_as_a_table(directory: Path, table: str) -> None:
     altered(directory, f"DROP TABLE {table}", VIEWS[table])
     with pytest.raises(HistoryError, match=f"{table} is a view"):
         Kept(directory)
@@ -77,7 +77,7 @@ def test_a_view_is_no_table(directory: Path, table: str) -> None:
         "CREATE VIRTUAL TABLE beside USING fts5(x)",
     ],
 )
-def test_what_computes_something_is_refused(directory: Path, statement: str) -> None:
+def test_a_schema_that_computes_something_is_refused(directory: Path, statement: str) -> None:
     try:
         altered(directory, statement)
     except sqlite3.OperationalError as error:
@@ -96,7 +96,7 @@ def test_a_history_of_ours_is_read(directory: Path) -> None:
 
 
 def folded(path: Path) -> None:
-    """Have the root of the steps' tree name one page again and again, and so do that page's: rows without end."""
+    """Make the root of the steps' tree refer to one page many times, and that page likewise: endless rows."""
     with closing(sqlite3.connect(path)) as db:
         page, root = db.execute("PRAGMA page_size").fetchone()[0], 0
         (root,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'steps'").fetchone()
@@ -126,7 +126,7 @@ def folded(path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_tree_that_is_folded_into_itself_comes_to_an_end(state: Path) -> None:
+def test_reading_a_tree_that_refers_to_itself_ends(state: Path) -> None:
     training = Training()
     directory = keep({0: [*training.begin(), *training.run(20)], -1: [host_event(1.0)]}, status=0)
     folded(directory / "history.sqlite")
@@ -143,7 +143,7 @@ def test_a_tree_that_is_folded_into_itself_comes_to_an_end(state: Path) -> None:
 
 
 def test_a_long_history_is_not_taken_for_a_hostile_one(directory: Path) -> None:
-    """Its rows are as small as rows can be, so that there are as many as there can be in so many bytes."""
+    """Its rows have the smallest possible size, so it has the largest possible number of rows for its size."""
     altered(
         directory,
         f"INSERT INTO events SELECT 1000 + i, NULL, NULL, NULL, NULL FROM ({ENDLESS} SELECT i FROM n LIMIT 300000)",

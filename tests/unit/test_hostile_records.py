@@ -1,4 +1,4 @@
-"""Records whose members are what no tracer writes: they are left out or shown, and stop nothing."""
+"""Records with values that no tracer writes are left out or shown; they stop no reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The screen on runs that hold anything: it draws them, and comes to its end when it is told to."""
+"""The screen draws runs with any contents, and ends when it is asked to."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 async def looked_at(app: Monitor) -> None:
-    """Show every panel of it."""
+    """Show every panel."""
     async with app.run_test(size=(120, 40)) as pilot:
         await until(lambda: not app.feed.scene(app.view).reading, "all that is in the record")
         for key in "1122334455wn":
@@ -49,7 +49,7 @@ async def looked_at(app: Monitor) -> None:
 
 
 @pytest.mark.parametrize("kind", PLACES)
-async def test_files_that_are_none(state: Path, kind: str) -> None:
+async def test_paths_that_are_not_files(state: Path, kind: str) -> None:
     training = Training()
     directory = keep({0: [*training.begin(), *training.run(5)], -1: [host_event(1.0)]}, status=0)
     for name in FILES:
@@ -61,7 +61,7 @@ async def test_files_that_are_none(state: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("screen", [Monitor, Playback] if LONG else [Playback])
 @pytest.mark.parametrize("what", DAMAGE)
-async def test_records_that_are_none(state: Path, screen: type[Monitor], what: str) -> None:
+async def test_records_that_no_tracer_writes(state: Path, screen: type[Monitor], what: str) -> None:
     training = Training()
     own = [host_event(1.0), device_event(1.0, 0), *spoiled(DAMAGE[what])]
     records = [*training.begin(), *training.run(5), *spoiled(DAMAGE[what]), *training.run(5)]

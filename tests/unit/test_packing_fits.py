@@ -1,4 +1,4 @@
-"""A record of JSON fits into the ring, whatever texts it has."""
+"""A JSON record fits into the ring, however long its texts are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_name_is_cut_with_a_mark() -> None:
     assert shortened("abcdef", 3) == "ab" + MORE
 
 
-def test_a_name_is_a_plain_text() -> None:
+def test_a_name_becomes_a_plain_str() -> None:
     class Name(str):
         __slots__ = ()
 
@@ -41,6 +41,6 @@ def test_an_event_always_fits() -> None:
     assert json.loads(packed[1:])["text"] == "t" * 4095 + MORE
 
 
-def test_what_fits_stays_as_it_is() -> None:
+def test_a_text_that_fits_is_not_changed() -> None:
     text = "t" * 50_000
     assert json.loads(pack_event("warning", {"text": text})[1:])["text"] == text

@@ -1,4 +1,4 @@
-"""The rate of a training: what counts as its time, and that all places give the same figure."""
+"""What counts as training time, and that every place shows the same rate."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from dpmon.ui.format import rate_words, samples_rate
 
 
 def of(paces: Paces, mode: str = "single") -> tuple[int, int]:
-    """Elapsed time and time within steps of the training."""
+    """Elapsed training time, and time within training steps."""
     return paces.of(mode).training.elapsed_ns, paces.of(mode).training.step_ns
 
 
 def three_steps() -> Paces:
-    """At 10 to 15, 15 to 20, and after a gap of 30 at 50 to 60."""
+    """Steps at 10 to 15, 15 to 20 and, after a gap of 30, 50 to 60."""
     paces = Paces()
     for number, (start, wall) in enumerate(((10, 5), (15, 5), (50, 10)), start=1):
         paces.step(number, "single", start, wall, 4, False)
@@ -59,7 +59,7 @@ def test_steps_that_were_missed_give_neither_time_nor_samples() -> None:
 
 @pytest.mark.parametrize(("began", "took"), [(30, 20), (None, 20), (30, None)])
 def test_a_pause_is_no_training(began: int | None, took: int | None) -> None:
-    """Also where only its begin or its end was recorded: then it lasted until the next step."""
+    """Also if only its begin or its end was recorded: then it lasted until the next step."""
     paces = Paces()
     paces.step(1, "single", 10, 10, 4, False)
     if began is not None:
@@ -118,7 +118,7 @@ def test_an_evaluation_has_its_own_time_and_the_time_around_it_is_training() -> 
     assert pace.counted() == pace.training
 
 
-def test_where_nothing_trains_evaluations_are_the_steps() -> None:
+def test_without_training_evaluation_steps_count() -> None:
     paces = Paces()
     for number in (1, 2):
         paces.step(number, "single", 100 * number, 60, 4, True)
@@ -135,14 +135,14 @@ def test_each_mode_has_the_time_of_its_own_steps_and_before_them() -> None:
 
 @pytest.mark.parametrize(("second", "expected"), [(0, 20.0), (10, 10.0), (5, 20 / 1.5)])
 def test_samples_of_processes_that_train_at_the_same_time_add_up(second: int, expected: float) -> None:
-    """Two processes of 100 samples in ten seconds each: together, one after the other, half of it together."""
+    """Two processes with 100 samples in ten seconds each: at once, one after the other, or half overlapping."""
     one, other = Tally(), Tally()
     one.step(0, 10 * SECOND, 100)
     other.step(second * SECOND, 10 * SECOND, 100)
     rate = rate_of([one, other])
     assert rate is not None
     assert rate.samples_per_s == pytest.approx(expected)
-    assert rate.steps_per_s == pytest.approx(0.1), "steps are those of one of them"
+    assert rate.steps_per_s == pytest.approx(0.1), "the step rate is that of one process"
     assert not rate.apart
 
 
@@ -160,7 +160,7 @@ def test_a_damaged_pace_is_noticed(text: str) -> None:
         Pace.of_text(text)
 
 
-def test_words_have_both_rates_only_where_they_differ() -> None:
+def test_texts_show_both_rates_only_if_they_differ() -> None:
     tally = Tally(10, 40, 0, SECOND, SECOND * 102 // 100)
     assert rate_words(rate_of([tally])) == "39.2 samples/s"
     tally.elapsed_ns = 4 * SECOND
@@ -177,7 +177,7 @@ EPOCHS, STEPS, GAP = 6, 20, 2 * SECOND
 
 
 def epochs(mode: str = "single") -> tuple[list[bytes], Training]:
-    """Six epochs of twenty steps of about 10 ms each, with two seconds between two epochs and after the last."""
+    """Six epochs of twenty steps, each of about 10 ms, with two seconds after each epoch."""
     training = Training(mode=mode, step_ns=10_000_000)
     payloads = training.begin()
     for _ in range(EPOCHS):
@@ -187,7 +187,7 @@ def epochs(mode: str = "single") -> tuple[list[bytes], Training]:
 
 
 def truth(payloads: list[bytes]) -> tuple[float, float]:
-    """Samples a second by the script's own clock, from the first step's begin to the last one's end; within steps."""
+    """Samples per second by the script's own clock, from the first step's begin to the last one's end; within steps."""
     steps = [record for record in decoded(payloads) if type(record).__name__ == "Step"]
     samples = sum(step.samples for step in steps)
     elapsed = steps[-1].start_ns + steps[-1].wall_ns - steps[0].start_ns
@@ -223,7 +223,7 @@ def test_epochs_with_gaps_have_one_rate_everywhere(state: Path) -> None:
     assert last.samples_per_s == pytest.approx(true, rel=0.2), "of the last ten seconds"
     assert last.rate.samples_within == pytest.approx(within, rel=0.1)
 
-    # A directory whose records a late reader finds as sums.
+    # A directory in which a late reader finds sums instead of records.
     with_sums, reader = State(), RunReader(directory)
     for past in reader.past():
         if past is not None:
@@ -243,7 +243,7 @@ def test_epochs_with_gaps_have_one_rate_everywhere(state: Path) -> None:
     assert f"{true:.0f} samples/s ({within / 1000:.2f}k within steps)" in status
 
 
-def test_sums_of_seconds_and_minutes_know_the_time_between_steps(state: Path) -> None:
+def test_sums_of_seconds_and_minutes_include_the_time_between_steps(state: Path) -> None:
     payloads, training = epochs()
     true, within = truth(payloads)
     kept = Kept(keep({0: payloads}, seconds=training.now / 1e9))
@@ -266,7 +266,7 @@ def test_stretches_of_a_report_have_the_gap_as_a_gap_or_in_their_time(state: Pat
 
 
 def test_a_stretch_that_has_grown_over_gaps_has_them_in_its_time() -> None:
-    """A thousand epochs of one step: no more than four hundred stretches."""
+    """A thousand epochs of one step give at most four hundred stretches."""
     series = Series()
     for number in range(1000):
         start = number * (GAP + SECOND)
@@ -305,7 +305,7 @@ def test_a_pause_and_a_wait_for_input_are_in_no_rate(state: Path) -> None:
     assert '"seconds": 5.0' in said
 
 
-def test_a_gap_between_epochs_is_a_gap_in_the_chart_and_a_long_step_is_none() -> None:
+def test_a_gap_between_epochs_is_a_gap_in_the_chart_but_a_long_step_is_not() -> None:
     training = Training(mode="single", step_ns=250_000_000)
     now = State()
     payloads = [*training.begin(), *training.run(20)]

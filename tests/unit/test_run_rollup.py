@@ -66,9 +66,9 @@ def test_a_row_comes_back_as_it_was_and_damage_is_noticed() -> None:
     assert (rollup.sums[SERIES.index("copy")], rollup.sums[SERIES.index("other")]) == (7, 983)
     assert (rollup.pace.training.elapsed_ns, rollup.pace.evaluation.elapsed_ns) == (1000, 30)
     assert Rollup.of_row(row[:-1]).pace.training.elapsed_ns == 1000, (
-        "a version wrote it that knew no time between steps"
+        "written by a version without the time between steps"
     )
-    older = Rollup.of_row(row[:-2])  # and one that knew no copies
+    older = Rollup.of_row(row[:-2])  # written by a version without copies
     assert older.sums == [*rollup.sums[:-1], None]
     beyond = struct.pack("<BHI", 0, 0xFFFF, 5)
     for at, wrong in (

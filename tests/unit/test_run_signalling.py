@@ -1,4 +1,4 @@
-"""What proves that a process is a run's, and how a signal gets to it and to nobody else."""
+"""What proves that a process belongs to a run, and how a signal reaches that process and no other."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(state: Path) -> tuple[Path, RunInfo]:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """Whatever would be signalled, in place of signalling it."""
+    """The signals that would be sent; none is sent."""
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *words: calls.append(words))
     monkeypatch.setattr(os, "kill", lambda *words: calls.append(words))
@@ -116,10 +116,8 @@ def test_only_the_leader_proves_a_group() -> None:
 
 
 @pytest.mark.parametrize("missing", ["pidfd", "group"])
-def test_without_what_newer_kernels_have(
-    one: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    """A kernel or a sandbox without pidfds, and one before Linux 6.9, which knows no groups by them."""
+def test_older_kernels(one: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """A kernel or a sandbox without pidfds, and a kernel before Linux 6.9, whose pidfds cannot signal groups."""
 
     def refused(*_: object) -> int:
         raise OSError(1 if missing == "pidfd" else 22, "refused")

@@ -1,4 +1,4 @@
-"""What a run that does not move is said to be in, from what its processes noted."""
+"""What is reported of a run that does not move, from the notes of its processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_last_finished_line_of_each_process_counts(tmp_path: Path) -> None:
         ({7: (IMPORTED, 9), 8: (IMPORTING, 2)}, (IMPORTING, 2)),
         ({7: (IMPORTED, 9), 8: (JOINING, 2)}, (JOINING, 2)),
         ({7: (IMPORTED, 9), 8: (JOINING, 2), 9: (JOINING, 3)}, (JOINING, 3)),
-        ({7: (FETCHING, 2), 8: (IMPORTING, 5)}, (FETCHING, 2)),  # a spawned worker says nothing of the loop
+        ({7: (FETCHING, 2), 8: (IMPORTING, 5)}, (FETCHING, 2)),  # a spawned worker shows nothing about the loop
         ({7: (IN_SCRIPT, 2), 8: (IMPORTING, 5)}, (IN_SCRIPT, 2)),
         ({7: (IN_SCRIPT, 9), 8: (JOINING, 2)}, (JOINING, 2)),
     ],
@@ -50,7 +50,7 @@ def test_which_stage_stands_for_the_run(found: dict[int, tuple[str, int]], expec
     assert newest_stage(found) == expected
 
 
-def test_a_process_that_has_gone_says_nothing_unless_all_have() -> None:
+def test_a_process_that_has_gone_counts_only_if_all_have() -> None:
     found = {7: (JOINING, 5), 8: (IMPORTING, 2)}
     assert newest_stage(found, {8}.__contains__) == (IMPORTING, 2)
     assert newest_stage(found, set().__contains__) == (JOINING, 5)
@@ -78,7 +78,7 @@ def of(process: int | None, doing: str, since_s: float, rank: int | None = None)
         ([of(None, FETCHING, 66)], f"nothing has moved for 34 s: {FETCHING}"),
     ],
 )  # fmt: skip
-def test_since_when_nothing_moves_and_what_each_process_is_in(found: list[Standing], said: str | None) -> None:
+def test_for_how_long_nothing_moves_and_where_each_process_is(found: list[Standing], said: str | None) -> None:
     assert QUIET_NS == 10 * SECOND
     assert standing(found, NOW) == said
 

@@ -64,7 +64,7 @@ def test_the_file_is_there_while_it_waits(asking: subprocess.Popen[bytes], tmp_p
     answer(asking)
     wait_for(lambda: reads_input(asking.pid) is False, what="the end of the wait")
     watch.look(101.52)
-    assert waits_since(tmp_path) == since, "not asked again at once"
+    assert waits_since(tmp_path) == since, "not checked again at once"
     watch.look(103.0)
     assert waits_since(tmp_path) is None
 
@@ -144,7 +144,9 @@ def test_a_wait_is_told_once_it_is_over_and_was_not_short(
     watch.look(103.0)
     watch.look(104.0)
     watch.close()
-    assert told == [(10**9, 45 * 10**8)], "once, to the middle between the last look that saw it and the next"
+    assert told == [(10**9, 45 * 10**8)], (
+        "once; the end is halfway between the last check that saw the wait and the next one"
+    )
 
 
 def test_a_short_wait_is_not_told_and_one_that_the_end_cuts_off_is(

@@ -1,4 +1,4 @@
-"""What dpmon creates for its runs: nothing outside its own directories, and nothing that others can read."""
+"""dpmon creates nothing outside its own directories, and nothing that other users can read."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_temporary_directory_that_is_not_there_is_not_made(tmp_path: Path, mon
     assert sorted(os.listdir(tmp_path)) == ["file", "link"]
 
 
-def test_what_is_made_in_a_temporary_directory_is_the_users_alone(
+def test_only_the_user_can_read_what_is_made_in_a_temporary_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: None
 ) -> None:
     (tmp_path / "file").touch()

@@ -1,4 +1,4 @@
-"""How many cores a process may use: its affinity and its cgroups' quota."""
+"""The cores that a process may use: its affinity, capped by the quota of its cgroups."""
 
 from __future__ import annotations
 

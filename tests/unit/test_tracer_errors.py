@@ -41,7 +41,7 @@ def test_an_error_that_says_nothing_or_too_much() -> None:
 
 
 def test_a_replica_without_parameters_is_explained() -> None:
-    """What `next(self.parameters())` raises in a replica says nothing at all."""
+    """`next(self.parameters())` raises an exception without a message in a replica."""
     told = in_a_line(StopIteration(RETOLD.format(kind="StopIteration", raised="StopIteration")))
     assert told.startswith("StopIteration (next() found nothing: a replica has no parameters")
     assert (
@@ -50,7 +50,7 @@ def test_a_replica_without_parameters_is_explained() -> None:
 
 
 def test_every_place_that_may_fault_says_what_dpmon_was_doing() -> None:
-    """A fault's text names what dpmon was doing, not a word for a place in its code."""
+    """The warning about a fault names what dpmon was doing, not a place in its code."""
     places = {
         match
         for path in (Path(__file__).parents[2] / "dpmon" / "tracer").glob("*.py")

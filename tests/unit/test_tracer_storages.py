@@ -1,4 +1,4 @@
-"""What a walk over the tensors of a training counts, for every kind of tensor that torch has."""
+"""A walk over the tensors of a training counts every kind of tensor that torch has."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def quantized() -> torch.Tensor:
 
 
 class Closed(torch.Tensor):
-    """A wrapper that does not tell its parts."""
+    """A wrapper that does not list its parts."""
 
     @staticmethod
     def __new__(cls) -> Any:
@@ -40,7 +40,7 @@ class Closed(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
-        raise AssertionError("a look runs no operation")
+        raise AssertionError("a walk must not run operations")
 
 
 def compressed(make: Any, values: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_tensors_without_data_hold_nothing(make: Any) -> None:
     assert (walk.total(MODEL), walk.unsized[MODEL]) == (0, {})
 
 
-def test_what_does_not_tell_its_size_is_counted_by_type() -> None:
+def test_tensors_of_unknown_size_are_counted_by_type() -> None:
     many = {f"closed{i}": Closed() for i in range(3)}
     walk = walked(**many, dense=torch.ones(2))
     assert walk.held == {"cpu": [8, 0, 0]}
@@ -95,14 +95,14 @@ def test_what_does_not_tell_its_size_is_counted_by_type() -> None:
     assert walk.unsized[MODEL] == {"Closed": 3}
 
 
-def test_an_opaque_tensor_does_not_tell_its_size() -> None:
+def test_an_opaque_tensor_has_an_unknown_size() -> None:
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no mkldnn")
     assert walked(one=torch.ones(4, 4).to_mkldnn()).unsized[MODEL] == {"Tensor": 1}
 
 
-def test_the_weights_of_a_quantized_module_do_not_tell_their_size() -> None:
-    """They lie in an object of C++, in none of the module's tables."""
+def test_the_weights_of_a_quantized_module_have_an_unknown_size() -> None:
+    """They are in a C++ object, not in the module's tables."""
     model = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(torch.nn.Linear(4, 4)))
     walk = Walk([model], [])
     walk.go_on(0)

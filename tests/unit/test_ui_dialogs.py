@@ -1,4 +1,4 @@
-"""Dialogs that are open while something happens to the run or the terminal."""
+"""Open dialogs when something happens to the run or the terminal."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_nothing_is_left_to_ask_once_the_run_is_over(directory: Path, open
     async with stage(directory) as on:
         await on.press(opener)
         assert isinstance(on.app.screen, Choice)
-        if unsupervised:  # gone, and nobody records how
+        if unsupervised:  # the command has gone, and no process records how it ended
             on.reader.is_alive = False
         else:
             on.end(3)
@@ -69,7 +69,7 @@ async def test_nothing_is_left_to_ask_once_the_run_is_over(directory: Path, open
         await on.until(lambda: on.app.return_value == "ended", "the screen to close")
 
 
-async def test_a_line_that_is_being_typed_stays_and_goes_nowhere(directory: Path) -> None:
+async def test_a_line_that_is_being_typed_stays_and_is_not_sent(directory: Path) -> None:
     fd = os.open(directory / "input.fifo", os.O_RDWR | os.O_NONBLOCK)
     async with stage(directory) as on:
         await on.press("i", "y", "e")
@@ -88,7 +88,7 @@ async def test_a_line_that_is_being_typed_stays_and_goes_nowhere(directory: Path
     os.close(fd)
 
 
-async def test_the_list_of_what_can_be_done_follows_the_end(directory: Path) -> None:
+async def test_the_list_of_commands_changes_at_the_end(directory: Path) -> None:
     async with stage(directory) as on:
         await on.press("colon")
         dialog = on.app.screen
@@ -102,7 +102,7 @@ async def test_the_list_of_what_can_be_done_follows_the_end(directory: Path) -> 
 
 
 @pytest.mark.parametrize("opener", ["e", "slash", "question_mark", "r"])
-async def test_what_is_of_use_after_the_end_stays_open(directory: Path, opener: str) -> None:
+async def test_dialogs_that_are_useful_after_the_end_stay_open(directory: Path, opener: str) -> None:
     async with stage(directory) as on:
         await on.press(opener)
         on.end(0)

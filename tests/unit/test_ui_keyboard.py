@@ -1,4 +1,4 @@
-"""What bytes from a terminal mean, whole, in pieces, cut short and at random."""
+"""The meaning of bytes from a terminal: complete, in pieces, cut short and random."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ESCAPE_S, SOON_S, CUT_S = 0.1, 0.11, 1.1
 
 
 class Clock:
-    """Time that goes on when it is told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1.0
@@ -25,7 +25,7 @@ class Clock:
 
 
 class Typist:
-    """A keyboard, and all that it gave."""
+    """A keyboard and all its messages."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -37,7 +37,7 @@ class Typist:
         return self
 
     def wait(self, seconds: float) -> Typist:
-        """Let time go by, looked at as often as the driver does."""
+        """Let time pass, with ticks as often as the driver's."""
         until = self.clock.now + seconds
         while self.clock.now < until:
             self.clock.now += 0.02
@@ -48,13 +48,13 @@ class Typist:
         return [each.key for each in self.found if isinstance(each, events.Key)]
 
     def names(self) -> list[str]:
-        """What came: keys by name, other messages by class."""
+        """The messages: keys by name, others by class."""
         return [each.key if isinstance(each, events.Key) else type(each).__name__ for each in self.found]
 
 
 MEANINGS = [
     (b"\x1b2", ["escape", "2"]),
-    (b"\x1bd", ["alt+d"]),  # bound to nothing: d asks something of the training
+    (b"\x1bd", ["alt+d"]),  # bound to nothing, because d acts on the training
     (b"\x1bx", ["alt+x"]),
     (b"\x1bf", ["escape", "f"]),
     (b"\x1bN", ["escape", "N"]),
@@ -75,13 +75,13 @@ MEANINGS = [
     (b"\x1b[Z", ["shift+tab"]),
     (b"\xe2\x84\xa2", ["trade_mark_sign"]),
     (b"\x1b\xc3\xa9q", ["escape", "é", "q"]),
-    # Bytes that are no text.
+    # Bytes that are not text.
     (b"\xe9", []),
     (b"\xe9q", ["q"]),
     (b"\xc3", []),
     (b"\xff\xc3\x1b[A", ["up"]),
     (b"\xef\xbf\xbd", []),
-    # Mouse reports, the focus, and what a terminal answers.
+    # Mouse reports, focus reports and a terminal's answers.
     (b"\x1b[M \xe9\xff2", ["2"]),
     (b"\x1b[<0;3;4M", ["MouseDown"]),
     (b"\x1b[<0;3;4m", ["MouseUp"]),
@@ -108,7 +108,7 @@ MEANINGS = [
     (b"\x1b[27;5;99~", ["ctrl+c"]),
     (b"\x1b[27u", ["escape"]),
     (b"\x1b[9999999u\x1b[55296u\x1b[99999999999u", []),
-    # Broken off.
+    # Interrupted sequences.
     (b"\x1b[1;2\x03", ["ctrl+c"]),
     (b"\x1b[1;2\x1b[A", ["up"]),
     (b"\x1b]dpx\x03", ["ctrl+c"]),
@@ -139,7 +139,7 @@ def test_what_is_cut_short_is_dropped(begun: bytes) -> None:
     assert Typist().type(begun).type(b"\x03").wait(SOON_S).keys()[-1:] == ["ctrl+c"] or begun.startswith(b"\x1b[M")
 
 
-def test_a_string_that_goes_on_and_on_is_dropped_as_long_as_it_comes_fast() -> None:
+def test_an_endless_string_is_dropped_as_long_as_its_bytes_come_fast() -> None:
     typist = Typist().type(b"\x1b]0;")
     for _ in range(100):
         typist.wait(0.1).type(b"dpx" * 1000)
@@ -148,7 +148,7 @@ def test_a_string_that_goes_on_and_on_is_dropped_as_long_as_it_comes_fast() -> N
 
 
 @pytest.mark.parametrize("begun", [b"\x1b]0;dpx", b"\x1b[" + b"1;" * 200, b"\x1b[200~" + b"text " * 100], ids=repr)
-def test_keys_that_are_pressed_by_hand_end_what_has_no_end(begun: bytes) -> None:
+def test_keys_pressed_by_hand_end_an_endless_sequence(begun: bytes) -> None:
     typist = Typist().type(begun)
     for _ in range(60):
         typist.wait(0.1).type(b"\xc3\xa9")
@@ -162,15 +162,15 @@ def test_a_paste_without_an_end_ends() -> None:
 
 
 @pytest.mark.parametrize(("key", "name"), [(b"\x03", "ctrl+c"), (b"\x1a", "ctrl+z")])
-def test_ctrl_c_and_ctrl_z_are_heard_in_a_paste_that_does_not_end(key: bytes, name: str) -> None:
+def test_ctrl_c_and_ctrl_z_work_in_a_paste_that_does_not_end(key: bytes, name: str) -> None:
     typist = Typist().type(b"\x1b[200~text").type(key)
-    assert typist.names() == [], "more may come behind it"
+    assert typist.names() == [], "more bytes may follow"
     assert typist.wait(SOON_S).names() == [name]
     assert typist.type(b"q").keys() == [name, "q"]
 
 
 @pytest.mark.parametrize("piece", [1, 7, 4096, 1 << 20])
-def test_a_paste_of_a_megabyte_is_kept_as_far_as_there_is_room(piece: int) -> None:
+def test_a_paste_of_a_megabyte_is_cut_to_the_limit(piece: int) -> None:
     typist = Typist()
     data = b"\x1b[200~" + "dpx\n\0é".encode() * (size(15, 150) << 10) + b"\x1b[201~q"
     for start in range(0, len(data), piece):
@@ -184,8 +184,8 @@ PIECES = [typed for typed, _ in MEANINGS] + [*CUT, b"\x1b[200~", b"\x1b[201~", b
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_after_anything_at_all_a_key_is_heard(seed: int) -> None:
-    """Sequences whole and cut, bytes at random: no fault, nothing kept, and the next key counts."""
+def test_after_any_input_the_next_key_works(seed: int) -> None:
+    """Complete and cut sequences and random bytes raise nothing and leave nothing behind; the next key works."""
     chance = random.Random(seed)
     for _ in range(size(300, 30_000)):
         typist = Typist()
@@ -200,7 +200,7 @@ def test_after_anything_at_all_a_key_is_heard(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_how_it_is_cut_into_pieces_makes_no_difference(seed: int) -> None:
+def test_the_sizes_of_the_pieces_make_no_difference(seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(size(200, 20_000)):
         data = b"".join(chance.choice(PIECES[: len(MEANINGS)]) for _ in range(6))

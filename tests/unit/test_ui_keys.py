@@ -289,7 +289,7 @@ async def test_a_line_is_as_long_as_a_terminal_takes_and_has_no_controls(tmp_pat
             assert "more" not in line
 
 
-async def test_keys_that_nobody_waits_for_are_dropped_and_ctrl_c_is_first() -> None:
+async def test_too_many_waiting_keys_are_dropped_and_ctrl_c_comes_first() -> None:
     sent: list[str] = []
 
     async def forward(event: events.Key) -> None:

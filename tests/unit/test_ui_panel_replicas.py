@@ -87,7 +87,7 @@ def test_more_replicas_than_rows_are_announced_and_can_be_scrolled() -> None:
 
 
 def scaled(header: str) -> bool:
-    """Whether there is a scale, or a title without room for one, over the whiskers."""
+    """Whether a scale is above the whiskers, or a title if there is no room for the scale."""
     return "spread" in header or "5 to 95 %" in header or header.split()[-1][-2:] in ("ns", "µs", "ms")
 
 

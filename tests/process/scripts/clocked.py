@@ -1,4 +1,4 @@
-"""Trains in the way that its first argument names, and times itself: samples and seconds of training, by mode."""
+"""Trains as its first argument says, and measures samples and seconds of training by mode with its own clock."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # the first optimizer of a process would import it, for a second
+import torch._dynamo  # otherwise the first optimizer imports it, which takes a second
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,7 +42,7 @@ class Trainer:
         self.since = None
 
     def count(self, mode, rows):
-        """A step is over: its time is all since the one before it ended, or since `since` was set."""
+        """Count a step. Its time begins at the end of the previous step, or when `since` was set."""
         now = clock()
         self.seconds[mode] = self.seconds.get(mode, 0.0) + now - self.since
         self.samples[mode] = self.samples.get(mode, 0) + rows
@@ -106,7 +106,7 @@ def evaluations():
 
 
 def asked():
-    """For as long as the file `stop` is not there: paused or toggled by somebody else."""
+    """Train until the file `stop` exists; the test pauses or toggles the training meanwhile."""
     trainer = Trainer()
     trainer.epoch(20)
     Path("began").touch()

@@ -1,6 +1,6 @@
-"""Everything that a script may leave open, and when each of its objects goes, in every form of call, loop and end.
+"""Leaves open what a script may leave open, and prints when each object is freed, for every form of call, loop and end.
 
-Arguments: the form of the call, the batches ("list", or the workers of a DataLoader), the end.
+Arguments: the form of the call, the batches ("list", or the number of a DataLoader's workers), the end.
 """
 
 import atexit
@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import parallel
 
 FORM, BATCHES, END = sys.argv[1:4]
-gc.disable()  # what only a collection would free is told from what goes at once
+gc.disable()  # to separate objects that wait for a collection from those freed at once
 torch.manual_seed(0)
 ORDER = os.open("order", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 LIVE = {}
@@ -33,7 +33,7 @@ def tell(text, write=os.write, to=ORDER):
 
 
 class Counted:
-    """Tells when it goes."""
+    """Reports when it is freed."""
 
     def __init__(self, name, tell=tell, live=LIVE):
         self.name, self.tell, self.live = name, tell, live
@@ -41,12 +41,12 @@ class Counted:
 
     def __del__(self):
         self.live[self.name] -= 1
-        if self.name.startswith("global"):  # the moments of the others are told by `look`
+        if self.name.startswith("global"):  # `look` reports the others
             self.tell(f"{self.name} gone")
 
 
 def look(where):
-    """Tell what of the run's objects is alive."""
+    """Report which objects of the run are alive."""
     tell(f"{where}: {sorted(name for name, count in LIVE.items() if count and not name.startswith('global'))}")
 
 
@@ -72,14 +72,14 @@ class Net(nn.Module):
 
 
 class Finalised(Net):
-    """Has a finaliser, which must run as often as alone."""
+    """Has a finaliser, which must run as often as without dpmon."""
 
     def __del__(self, tell=tell):
         tell("a network's finaliser")
 
 
 class Spread(nn.DataParallel):
-    """Goes its own way."""
+    """Has its own forward."""
 
     def forward(self, x):
         self.seen = x.shape
@@ -189,7 +189,7 @@ def train(times=2):
 
 
 def globals_of_all_kinds():
-    """As a script may have them at the end; whoever keeps one alive keeps them all."""
+    """Globals that a script may have at its end; a reference to one keeps all of them alive."""
     names = globals()
     names["log"] = log = open("log", "w", buffering=1 << 20)  # noqa: SIM115 - left open on purpose, like those below
     for number in range(2000):
@@ -224,7 +224,7 @@ def globals_of_all_kinds():
     pool.submit(tell, "in the pool").result()
     pool.submit(threading.Event().wait, 0.05)
     names["event"] = threading.Event()
-    if END != "_exit":  # which may come before the thread's end, or after it
+    if END != "_exit":  # it may come before or after the thread's end
         threading.Thread(target=lambda: (names["event"].wait(0.05), tell("a thread's end"))).start()
     threading.Thread(target=names["event"].wait, daemon=True).start()
     atexit.register(tell, "at exit")
@@ -239,7 +239,7 @@ if __name__ == "__main__":
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     train()
     for _ in range(3):
-        train(1)  # a model deleted and built anew
+        train(1)  # a model deleted and built again
     globals_of_all_kinds()
     model, called = made()
     model.tag = Counted("global on a model")

@@ -156,7 +156,7 @@ def accumulation():
 
 
 def one_ahead(batches):
-    """As accelerate's loaders do, so that the last batch is known to be the last when it is used."""
+    """As accelerate's loaders do, to know which batch is the last one when they return it."""
     batches = iter(batches)
     batch = next(batches)
     for following in batches:
@@ -167,7 +167,7 @@ def one_ahead(batches):
 
 @loop
 def fetched_one_ahead():
-    """An evaluation, a pause of the script's, a training: the last batch of each comes after the loader's end."""
+    """An evaluation, a sleep, a training: the last batch of each comes after the loader's end."""
     model = Net()
     optimizer = sgd(model)
     for _ in range(2):
@@ -184,7 +184,7 @@ def fetched_one_ahead():
 
 @loop
 def training_after_an_evaluation_without_a_loader():
-    """As on the ranks that are sent their batches: first the bare model is evaluated, then a wrapper trains."""
+    """As on ranks that receive their batches: first the bare model is evaluated, then a wrapper trains."""
     model = Net()
     wrapper = nn.Sequential(model)
     optimizer = sgd(model)
@@ -202,7 +202,7 @@ def training_after_an_evaluation_without_a_loader():
 
 @loop
 def taught_without_a_loader():
-    """A teacher that is only looked at, before the student that learns: one turn, not two."""
+    """A teacher that only infers runs before the student that learns: one step, not two."""
     teacher, student = Critic().eval(), Net()
     optimizer = sgd(student)
     x = torch.randn(12, 4)
@@ -487,7 +487,7 @@ def another_model_later_that_is_only_called():
 
 
 class Counted:
-    """Calls things, and counts by class and wrapper what it has called."""
+    """Calls modules, and counts the calls by class and wrapper."""
 
     def __init__(self):
         self.calls = {}
@@ -508,7 +508,7 @@ def train(counted, model, optimizer, batches):
 
 
 def left_early_batches():
-    """Sixty batches of a loader that never comes to its end, which would be a sign that another loop may follow."""
+    """Sixty batches of a loader that never ends. Its end would be a sign that another loop may follow."""
     return itertools.islice(loader(rows=400, batch=5), 60)
 
 
@@ -567,7 +567,7 @@ def the_model_beside_its_average():
 
 @loop
 def a_part_by_itself():
-    """An autoencoder, of which only one half is used once it is trained."""
+    """An autoencoder; only one half of it is used after the training."""
     counted = Counted()
     model = nn.Sequential(Net(4, 2), Critic(2, 1))
     train(counted, model, sgd(model), left_early_batches())
@@ -603,7 +603,7 @@ def made_in_the_middle_and_called_later():
 
 @loop
 def a_layer_by_itself():
-    """Between two trainings, so that it is seen some time."""
+    """Called between two trainings, so that the tracer finds it at some time."""
     counted, model = Counted(), nn.Sequential(Net(), nn.Linear(1, 1))
     optimizer = sgd(model)
     x, y = torch.randn(12, 4), torch.randn(12, 1)
@@ -616,7 +616,7 @@ def a_layer_by_itself():
 
 @loop
 def given_its_weights():
-    """MAML: two inner steps a turn, over weights that are arguments and become plain tensors."""
+    """MAML: two inner steps per step; the weights are arguments and become plain tensors."""
     from functorch import make_functional
 
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -653,7 +653,7 @@ def backward_across_rpc():
 
 @loop
 def forwards_called_directly():
-    """Each layer trains by itself, in a method of its own, and its forward is called past Module.__call__."""
+    """Each layer trains separately in its own method, which calls forward() without Module.__call__."""
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
     x = torch.randn(12, 4)
     for layer in layers:

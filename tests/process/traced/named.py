@@ -1,4 +1,4 @@
-"""Names of a megabyte, wherever a name of the script's goes into a record."""
+"""Has a name of a megabyte wherever the script's names get into records."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""What a virtual replica sees of the thread that it runs on; prints it as JSON.
+"""Prints as JSON what a virtual replica sees of its thread.
 
-The argument: how many threads the script's own parallel regions take, or "interrupted": how it ends then.
+Argument: the number of threads that the script's own parallel regions take, or "interrupted" to test an interrupt.
 """
 
 import contextvars
@@ -32,7 +32,7 @@ class Does(nn.Module):
 
 
 def calls(what, count=1):
-    """What `what` returned in the replicas of so many calls."""
+    """The results of `what` in the replicas of `count` calls."""
     found = []
     model = nn.DataParallel(Does(lambda x: found.append(what(x))))
     for _ in range(count):
@@ -62,7 +62,7 @@ mine, variable = threading.local(), contextvars.ContextVar("variable", default="
 
 
 def state(_):
-    """What this thread was left with; leaves something behind."""
+    """Return what an earlier replica left on this thread, and leave something there."""
     found = [getattr(mine, "value", "nothing"), variable.get()]
     mine.value = "left behind"
     variable.set("left behind")
@@ -103,7 +103,7 @@ def traced():
 
 
 def ends_while_a_replica_runs():
-    """The main thread is interrupted; the replicas go on in torch, and say so at their end."""
+    """The main thread is interrupted; the replicas go on in torch and print a line at their end."""
     interrupted = threading.Event()
 
     def interrupt(*_):

@@ -1,4 +1,4 @@
-"""What a script does to its own process, in small pieces; each tells what came of it."""
+"""Small pieces of what scripts do to their own process; each prints its result."""
 
 import atexit
 import builtins
@@ -21,7 +21,7 @@ import warnings
 BEFORE = []
 atexit.register(lambda: print("registered before torch", BEFORE))
 
-import torch  # noqa: E402 - what was registered before is looked at
+import torch  # noqa: E402 - the piece tests what was registered before
 from torch import nn  # noqa: E402
 
 SPREAD = sys.argv[2] == "dp"
@@ -458,7 +458,7 @@ def standard_streams_closed():
 
 
 def finalised_calls():
-    """Calls made by finalisers, while Python ends."""
+    """Finalisers call the model while Python ends."""
     _, call = made()
     call(torch.ones(2, 4))
 

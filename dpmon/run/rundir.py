@@ -55,6 +55,7 @@ SHARED_MEMORY = "/dev/shm"
 _IDS_NAMED = 8
 _RING_NAME = re.compile(r"(?:process-(\d{1,6})|gpu(?:-\d{1,4})?)\.ring")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _ID = re.compile(rf"\d{{8}}-\d{{6}}-{_NAME.pattern}-[0-9a-f]{{4}}")
 
 
@@ -166,7 +167,7 @@ def load_info(directory: Path) -> RunInfo:
     check_directory(directory)
     try:
         info = RunInfo(**_checked(RunInfo, _load(path), path))
-        if not _ID.fullmatch(info.id) or not _NAME.fullmatch(info.name):
+        if not _FILE_NAME.fullmatch(info.id) or not _NAME.fullmatch(info.name):
             # Files are named after it.
             raise RunError(f"{path}: the id or the name is none that a run has")
         # What a screen would draw at, without end or never.

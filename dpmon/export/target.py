@@ -21,7 +21,8 @@ def opened(path: Path) -> Iterator[TextIO]:
     record; one that was there keeps its mode. OSError if it cannot be written, or is a link, a directory or the like.
     """
     if is_stream(path):
-        with open(open_stream(path), "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+        fd = open_stream(path)
+        with open(fd, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             yield file
     else:
         with replaced(path) as file:

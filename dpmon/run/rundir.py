@@ -26,6 +26,7 @@ __all__ = [
     "RunInfo",
     "create_run",
     "find_run",
+    "is_run_directory",
     "list_runs",
     "load_exit",
     "load_info",
@@ -272,14 +273,14 @@ def _make_private(directory: Path) -> None:
 def _prepared(runs: Path) -> None:
     """Make a directory of runs if need be and close it to others; RunError if that is not possible."""
     try:
-        home = runs.parent.parent
+        state_home = runs.parent.parent
         if runs == runs_directory():
             # As the XDG base directory specification has it: with all that is missing above it, for the user alone.
-            for directory in [place for place in reversed((home, *home.parents)) if not place.exists()]:
+            for directory in [place for place in reversed((state_home, *state_home.parents)) if not place.exists()]:
                 with contextlib.suppress(FileExistsError):  # another dpmon that has just started was quicker
                     _make_private(directory)
-        elif not home.is_dir():
-            raise RunError(f"no run can be kept in {runs}: {home} is no directory; set XDG_STATE_HOME")
+        elif not state_home.is_dir():
+            raise RunError(f"no run can be kept in {runs}: {state_home} is no directory; set XDG_STATE_HOME")
         for directory in (runs.parent, runs):
             with contextlib.suppress(FileExistsError):
                 _make_private(directory)
@@ -348,6 +349,11 @@ def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
             raise
         return directory, info
     raise RunError(f"no free name for a run in {runs}")
+
+
+def is_run_directory(directory: Path) -> bool:
+    """Whether a directory is, by its name and contents, that of a run; other programs have files named run.json."""
+    return _ID.fullmatch(directory.name) is not None and os.path.lexists(directory / INFO_FILE)
 
 
 def ring_paths(directory: Path) -> list[tuple[int, Path]]:

@@ -154,7 +154,7 @@ class Keyboard:
             return []
         if (match := _PAIR.match(rest)) and match[1] not in (b"[", b"O"):
             self._rest = rest[match.end() :]
-            return self._pair(match[1].decode())
+            return self._pair(match[1].decode("utf-8", "replace"))
         # Broken off by something that is no part of it, as by another escape or ctrl+c.
         begun = rest[: max(_begun_length(rest), 1)]
         self._rest = rest[len(begun) :]
@@ -234,6 +234,8 @@ class Keyboard:
 
     def _pair(self, char: str) -> list[Message]:
         """An escape with a character right behind it."""
+        if "\N{REPLACEMENT CHARACTER}" in char:  # bytes in the form of a character that are none
+            return [events.Key("escape", ESC)]
         if char in _TO_THE_TRAINING:
             return [events.Key(f"alt+{char}", char)]
         known = [] if char.isalnum() else self._keys(ESC + char)

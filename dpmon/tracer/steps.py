@@ -68,6 +68,7 @@ class Steps:
     """
 
     __slots__ = (
+        "ahead",
         "backward",
         "backwards",
         "boundary",
@@ -111,6 +112,7 @@ class Steps:
         "other",
         "ours",
         "outer",
+        "previous",
         "quick",
         "ring",
         "root",
@@ -182,6 +184,10 @@ class Steps:
         """An optimizer stepped inside a backward pass, where no turn can end."""
         self.open = False
         self.samples = -1
+        self.ahead = 0
+        """Batches fetched right after another one, each of which may have a call of its own in the same turn."""
+        self.previous = (0, 0)
+        """While `ahead` is not 0: the module of the last call that learns, and `backward` as it was then."""
         self.mode = 0
         self.start = self.last = 0
         self.data = self.forward = self.backward = self.optimizer = 0
@@ -293,7 +299,7 @@ class Steps:
             if session.off or (thread and thread != get_ident()):
                 return original(iterator)
             began = outer = 0
-            noted = False
+            noted = again = False
             try:
                 self.free = BUSY
                 if not thread:
@@ -310,6 +316,10 @@ class Steps:
                     began = self._next(began, was != PLAIN, self.last if self.exhausted else 0)
                     if session.timing is not None:
                         began = monotonic_ns()  # what reading the devices' times took is no wait for data
+                else:
+                    again = was != BUSY
+                if self.exhausted:
+                    self.ahead = 0
                 self.exhausted = False
                 if self.fetches == IDLE_FETCHES:
                     self.on_idle()
@@ -325,6 +335,7 @@ class Steps:
             try:
                 batch = original(iterator)
                 exhausted = False
+                self.ahead += again
                 return batch
             finally:
                 if noted:
@@ -460,8 +471,8 @@ class Steps:
         if self.calls == 1:
             self.mode = mode
 
-    def call_ends(self, began: int, now: int, outer: int, rows: int, flags: int) -> None:
-        """The outermost call is over; `rows` of its batch, -1 if unknown; `flags` as dpmon.packing has them."""
+    def call_ends(self, root: int, began: int, now: int, outer: int, rows: int, flags: int) -> None:
+        """The outermost call of `root` is over; `rows` of its batch, -1 if unknown; `flags` as in dpmon.packing."""
         if self.session.timing is not None:
             self.session.timing.end(timing.FORWARD)
         self.forward += now - began - self.inner
@@ -469,6 +480,8 @@ class Steps:
         self.last = now
         if not flags & LEARNS:
             self.looks(rows)
+        elif self.ahead:
+            self.add(root, rows)
         elif rows > self.samples:
             self.samples = rows
         self.fetches = 0
@@ -488,6 +501,19 @@ class Steps:
                 ring.flush()
         else:
             ring.stage(values)
+
+    def add(self, root: int, rows: int) -> None:
+        """Count the rows of a call that learns, where batches were fetched ahead: those of a micro-batch are added.
+
+        A micro-batch has the same module as the call before it, with a backward pass between and no optimizer's step:
+        a GAN's calls, of which one batch has several, are not like that.
+        """
+        before, self.previous = self.previous, (root, self.backward)
+        if self.calls > 1 and before[0] == root and before[1] != self.backward and not self.optimizer:
+            self.ahead -= 1
+            self.samples += rows
+        elif rows > self.samples:
+            self.samples = rows
 
     def looks(self, rows: int) -> None:
         """The call that ends is one of an evaluation: its rows count only in a turn that has no others.

@@ -135,6 +135,12 @@ def test_an_evaluation_ends_with_its_last_call(loop: Callable[[str], Loop]) -> N
         assert between == [], name
 
 
+def test_micro_batches_that_were_fetched_together_are_added_up(loop: Callable[[str], Loop]) -> None:
+    found = shape(loop("micro_batches_fetched_together"))
+    assert [(samples, calls) for samples, _, calls in found] == [(15, 3), (15, 3), (10, 2)] * 2
+    assert [samples for samples, _, _ in shape(loop("gan_fetched_one_ahead"))] == [10] * 4
+
+
 def test_turns_follow_each_other(loop: Callable[[str], Loop]) -> None:
     """Within an epoch one turn begins where the last one ended: nothing of the time is lost, but to a look of ours."""
     for name in ("wrapped", "bare", "gan", "optimizer_only", "calls_only"):

@@ -183,6 +183,36 @@ def fetched_one_ahead():
 
 
 @loop
+def micro_batches_fetched_together():
+    """As transformers' Trainer does: first the batches of one optimizer step, then a call and a backward for each."""
+    model = Net()
+    optimizer = sgd(model)
+    for _ in range(2):
+        batches = one_ahead(loader(rows=40, batch=5))
+        while group := list(itertools.islice(batches, 3)):
+            for x, y in group:
+                Loss()(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop
+def gan_fetched_one_ahead():
+    """A critic that goes backward twice a batch sees no second batch."""
+    maker, critic = Net(4, 4), Critic()
+    one, two = sgd(critic), sgd(maker)
+    for x, _ in one_ahead(loader(rows=40, batch=10)):
+        one.zero_grad()
+        critic(x).mean().backward()
+        fake = maker(torch.randn(len(x), 4))
+        critic(fake.detach()).mean().backward()
+        one.step()
+        two.zero_grad()
+        critic(fake).mean().backward()
+        two.step()
+
+
+@loop
 def training_after_an_evaluation_without_a_loader():
     """As on the ranks that are sent their batches: first the bare model is evaluated, then a wrapper trains."""
     model = Net()

@@ -91,6 +91,7 @@ class Steps:
         "hurry",
         "inner",
         "last",
+        "late",
         "learns",
         "loader",
         "looking",
@@ -182,6 +183,8 @@ class Steps:
         """Whether the training thread has gone backward or stepped: then it is the right one."""
         self.due = False
         """An optimizer stepped inside a backward pass, where no turn can end."""
+        self.late = False
+        """Without a loader: an optimizer stepped inside a call, with whose end the turn ends."""
         self.open = False
         self.samples = -1
         self.ahead = 0
@@ -396,7 +399,10 @@ class Steps:
         Returns when it begins: later than `now` if the training was paused before it; `outside` as for `_next`.
         """
         if self.calls:
-            ends = None if self.loader else self._ends_before(root, now)
+            if self.late:
+                now = max(now, self._next(self.last, outside))
+                self.mode = mode
+            ends = None if self.loader or not self.calls else self._ends_before(root, now)
             if ends is not None:
                 now = self._next(now, outside, ends)
                 self.mode = mode
@@ -725,6 +731,9 @@ class Steps:
         if self.backwards:
             self.due = True
             return
+        if not self.loader and (self.free == PLAIN or self.session.local.depth):
+            self.late = True
+            return
         self._optimizer_ends_turn(now)
 
     def _optimizer_ends_turn(self, now: int) -> None:
@@ -747,6 +756,7 @@ class Steps:
         self.number += 1
         self.open = True
         self.calls = self.failed = 0
+        self.late = False
         self.samples = -1
         self.start = now
         self.data = self.forward = self.backward = self.optimizer = 0

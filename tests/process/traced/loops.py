@@ -212,6 +212,29 @@ def gan_fetched_one_ahead():
         two.step()
 
 
+class Trains(nn.Module):
+    """Its forward is a whole turn, as in meta-learning."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.optimizer = sgd(self.net)
+
+    def forward(self, x):
+        for _ in range(2):
+            self.optimizer.zero_grad()
+            self.net(x).sum().backward()
+            self.optimizer.step()
+        return x.sum()
+
+
+@loop
+def steps_within_a_call():
+    model = Trains()
+    for _ in range(4):
+        model(torch.randn(12, 4))
+
+
 @loop
 def training_after_an_evaluation_without_a_loader():
     """As on the ranks that are sent their batches: first the bare model is evaluated, then a wrapper trains."""

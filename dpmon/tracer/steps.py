@@ -322,7 +322,7 @@ class Steps:
                 else:
                     again = was != BUSY
                 if self.exhausted:
-                    self.ahead = 0
+                    self.ahead = min(self.ahead, 1)  # of the loader around the one that ended, one may be read ahead
                 self.exhausted = False
                 if self.fetches == IDLE_FETCHES:
                     self.on_idle()

@@ -137,7 +137,7 @@ def test_an_evaluation_ends_with_its_last_call(loop: Callable[[str], Loop]) -> N
 
 def test_micro_batches_that_were_fetched_together_are_added_up(loop: Callable[[str], Loop]) -> None:
     found = shape(loop("micro_batches_fetched_together"))
-    assert [(samples, calls) for samples, _, calls in found] == [(15, 3), (15, 3), (10, 2)] * 2
+    assert [(samples, calls) for samples, _, calls in found] == [(15, 3), (15, 3), (5, 1), (5, 1), (10, 2)] * 2
     assert [samples for samples, _, _ in shape(loop("gan_fetched_one_ahead"))] == [10] * 4
 
 

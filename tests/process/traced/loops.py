@@ -189,11 +189,17 @@ def micro_batches_fetched_together():
     optimizer = sgd(model)
     for _ in range(2):
         batches = one_ahead(loader(rows=40, batch=5))
-        while group := list(itertools.islice(batches, 3)):
-            for x, y in group:
+        for number in range(3):
+            for x, y in list(itertools.islice(batches, 3)):
                 Loss()(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
+            if number == 1:
+                model.eval()
+                with torch.no_grad():
+                    for x, _ in one_ahead(loader(rows=10, batch=5)):
+                        model(x)
+                model.train()
 
 
 @loop

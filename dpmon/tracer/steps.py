@@ -308,6 +308,7 @@ class Steps:
                 if not thread:
                     self.fetcher = get_ident()
                 began = monotonic_ns()
+                goes_on = self.loader and not self.exhausted
                 self.loader = True
                 self.since_fetch = 0
                 self.fetches = 1 if self.calls else self.fetches + 1
@@ -316,7 +317,8 @@ class Steps:
                         self.stepped = 0
                         self.stepping.clear()
                         was = 0 if was == -self.thread else was
-                    began = self._next(began, was != PLAIN, self.last if self.exhausted else 0)
+                    ends = 0 if goes_on or self.last <= self.start else self.last
+                    began = self._next(began, was != PLAIN, ends)
                     if session.timing is not None:
                         began = monotonic_ns()  # what reading the devices' times took is no wait for data
                 else:

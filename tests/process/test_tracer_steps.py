@@ -141,6 +141,13 @@ def test_micro_batches_that_were_fetched_together_are_added_up(loop: Callable[[s
     assert [samples for samples, _, _ in shape(loop("gan_fetched_one_ahead"))] == [10] * 4
 
 
+def test_a_call_before_the_loader_is_a_turn_of_its_own(loop: Callable[[str], Loop]) -> None:
+    """What the script does between them, 0.3 s of sleep here, is in no turn."""
+    found = loop("a_call_before_the_loader")
+    assert shape(found) == [(3, {"forward", "other"}, 1), *[(rows, FETCH, 1) for rows in BATCHES]]
+    assert [step.step for step in found.steps if step.wall_ns > 300_000_000] == []
+
+
 def test_a_call_that_steps_is_one_turn(loop: Callable[[str], Loop]) -> None:
     found = loop("steps_within_a_call")
     assert shape(found, checked=False) == [(12, LEARN, 1)] * 4

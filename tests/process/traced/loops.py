@@ -218,6 +218,18 @@ def gan_fetched_one_ahead():
         two.step()
 
 
+@loop
+def a_call_before_the_loader():
+    """As where a summary or a graph of the model is made first."""
+    model = Net()
+    optimizer = sgd(model)
+    with torch.no_grad():
+        model(torch.randn(3, 4))
+    time.sleep(0.3)
+    for x, y in loader():
+        learn(model, optimizer, x, y)
+
+
 class Trains(nn.Module):
     """Its forward is a whole turn, as in meta-learning."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["load_event", "load_json"]
 
-_ODD = re.compile(r"[0-9]{19}|[eE][+]?[0-9]{3}|NaN|Infinity")
+_ODD = re.compile(r"[0-9]{19}|[eE][+]?[0-9]{2}|NaN|Infinity")
 _NESTED = 16
 """Number of brackets above which their nesting is checked."""
 _DEEPEST = 12

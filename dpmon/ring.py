@@ -78,7 +78,9 @@ class NoSizeSignal:
     """
 
     def __enter__(self) -> None:
-        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGXFSZ})
+        # Known first: a handler of the script's that raises while the mask changes must not leave it changed.
+        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGXFSZ})
 
     def __exit__(self, *error: object) -> None:
         if signal.SIGXFSZ not in self._before:

@@ -122,7 +122,9 @@ class Stage:
         await self.pilot.press(*keys)
 
     def end(self, status: int = 0, signal: str | None = None) -> None:
-        self.reader.ended = types.SimpleNamespace(status=status, signal=signal, seconds=12.0, error=None, stopped=False)
+        self.reader.ended = types.SimpleNamespace(
+            status=status, signal=signal, seconds=12.0, error=None, cause=None, stopped=False
+        )
         self.reader.is_alive = False
 
 

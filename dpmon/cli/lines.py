@@ -36,7 +36,7 @@ from dpmon.model.turns import ended_of
 from dpmon.records import STEP_PHASES
 from dpmon.run.destination import is_stream, open_stream, open_truncated
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import INFO_FILE, ExitInfo, RunError
+from dpmon.run.rundir import ExitInfo, RunError, is_run_directory
 from dpmon.run.standing import IDLE
 
 __all__ = ["EVERY_S", "LineFile", "Lines"]
@@ -58,7 +58,7 @@ class LineFile:
 
     def __init__(self, path: str) -> None:
         """RunError if the file cannot be written or belongs to a run: truncating a ring would end the training."""
-        if os.path.lexists(os.path.join(os.path.dirname(os.path.realpath(path)), INFO_FILE)):
+        if is_run_directory(Path(os.path.realpath(path)).parent):
             raise RunError(f"{path} is part of a run; give another file")
         try:
             # A pipe with a name is waited for until somebody reads it, as in a shell. A new file is its owner's alone,

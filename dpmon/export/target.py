@@ -22,7 +22,8 @@ def opened(path: Path) -> Iterator[TextIO]:
     something else.
     """
     if is_stream(path):
-        with open(open_stream(path), "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+        fd = open_stream(path)
+        with open(fd, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             yield file
     else:
         with replaced(path) as file:

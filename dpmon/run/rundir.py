@@ -26,6 +26,7 @@ __all__ = [
     "RunInfo",
     "create_run",
     "find_run",
+    "is_run_directory",
     "list_runs",
     "load_exit",
     "load_info",
@@ -55,6 +56,7 @@ SHARED_MEMORY = "/dev/shm"
 _IDS_NAMED = 8
 _RING_NAME = re.compile(r"(?:process-(\d{1,6})|gpu(?:-\d{1,4})?)\.ring")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _ID = re.compile(rf"\d{{8}}-\d{{6}}-{_NAME.pattern}-[0-9a-f]{{4}}")
 
 
@@ -166,7 +168,7 @@ def load_info(directory: Path) -> RunInfo:
     check_directory(directory)
     try:
         info = RunInfo(**_checked(RunInfo, _load(path), path))
-        if not _ID.fullmatch(info.id) or not _NAME.fullmatch(info.name):
+        if not _FILE_NAME.fullmatch(info.id) or not _NAME.fullmatch(info.name):
             # File names are made from it.
             raise RunError(f"{path}: the id or the name is not one that dpmon gives")
         # With these values a screen would redraw without a break, or never.
@@ -271,14 +273,14 @@ def _make_private(directory: Path) -> None:
 def _prepared(runs: Path) -> None:
     """Make a directory of runs if need be and close it to others; RunError if that is not possible."""
     try:
-        home = runs.parent.parent
+        state_home = runs.parent.parent
         if runs == runs_directory():
             # The XDG Base Directory Specification asks for mode 0700, also for missing parent directories.
-            for directory in [place for place in reversed((home, *home.parents)) if not place.exists()]:
+            for directory in [place for place in reversed((state_home, *state_home.parents)) if not place.exists()]:
                 with contextlib.suppress(FileExistsError):  # another dpmon made it first
                     _make_private(directory)
-        elif not home.is_dir():
-            raise RunError(f"no run can be kept in {runs}: {home} is not a directory; set XDG_STATE_HOME")
+        elif not state_home.is_dir():
+            raise RunError(f"no run can be kept in {runs}: {state_home} is not a directory; set XDG_STATE_HOME")
         for directory in (runs.parent, runs):
             with contextlib.suppress(FileExistsError):
                 _make_private(directory)
@@ -347,6 +349,11 @@ def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
             raise
         return directory, info
     raise RunError(f"no free name for a run in {runs}")
+
+
+def is_run_directory(directory: Path) -> bool:
+    """Whether a directory is, by its name and contents, that of a run; other programs have files named run.json."""
+    return _ID.fullmatch(directory.name) is not None and os.path.lexists(directory / INFO_FILE)
 
 
 def ring_paths(directory: Path) -> list[tuple[int, Path]]:

@@ -283,7 +283,7 @@ class ByHand:
         outermost = local.depth == 0 and (steps.thread == 0 or steps.thread == get_ident())
         calls.time(trace, outermost)
         if outermost:
-            steps.call_begins(hash((site.root, "by hand")), DP, hand.start, False)  # its scatter has already run
+            steps.call_begins(_root(site), DP, hand.start, False)  # its scatter has already run
             hand.turn = trace.step = steps.number
             spent = sum(took for _, took in hand.phases)
             steps.forward += spent
@@ -308,7 +308,7 @@ class ByHand:
         if trace.watch is not None:
             trace.watch.release()  # the gather may come late, or never
         if trace.outer >= 0:
-            self.calls.steps.call_ends(began, now, trace.outer, trace.rows, hand.flags)
+            self.calls.steps.call_ends(_root(trace.site), began, now, trace.outer, trace.rows, hand.flags)
             self.calls.steps.settle(trace.free)
         timing = self.session.timing
         if timing is not None and trace.times is not None:
@@ -395,3 +395,8 @@ class ByHand:
 
 def _since(began: int, took: int, start: int) -> tuple[int, int]:
     return (began - start if began >= 0 else -1), took
+
+
+def _root(site: Site) -> int:
+    """What `Steps` knows the calls of a composition by: not the module's id, which has calls of its own."""
+    return hash((site.root, "by hand"))

@@ -866,7 +866,7 @@ class Calls:
             if torch.is_grad_enabled():
                 flags |= GRAD
             if trace.outer >= 0:
-                self.steps.call_ends(trace.start, now, trace.outer, trace.rows, flags)
+                self.steps.call_ends(id(module), trace.start, now, trace.outer, trace.rows, flags)
                 self.steps.settle(trace.free)
             timing = self.session.timing
             if timing is not None and trace.times is not None:

@@ -343,6 +343,8 @@ def lane_way(calls: Calls, lanes: dict[int, Lane]) -> tuple[Callable[[Any], Lane
                 flags |= GRAD
             if not flags & LEARNS:
                 steps.looks(rows)
+            elif steps.ahead:
+                steps.add(id(module), rows)
             elif rows > steps.samples:
                 steps.samples = rows
             steps.count = number = steps.count + 1

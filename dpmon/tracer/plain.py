@@ -105,7 +105,9 @@ def short_way(
                 outputs = session.outputs(result, memo)
             tags = site.tags
             if is_grad_enabled() and (module.training if site.via is None else trains(module)):
-                if rows > steps.samples:
+                if steps.ahead:
+                    steps.add(id(module), rows)
+                elif rows > steps.samples:
                     steps.samples = rows
             else:
                 tags = otherwise(module, tags, rows)
@@ -136,7 +138,9 @@ def short_way(
             tags |= _GRAD
         else:
             steps.looks(rows)
-        if tags & _LEARNS and rows > steps.samples:
+        if tags & _LEARNS and steps.ahead:
+            steps.add(id(module), rows)
+        elif tags & _LEARNS and rows > steps.samples:
             steps.samples = rows
         return tags
 
@@ -223,7 +227,7 @@ def short_way(
                 flags |= TRAINING
             if is_grad_enabled():
                 flags |= GRAD
-            steps.call_ends(began, now, outer, rows, flags)
+            steps.call_ends(id(module), began, now, outer, rows, flags)
             outputs = 0 if flags & FAILED else session.outputs(result, site.outputs)
             if site.epoch != session.epoch:
                 calls.layout(site, site.plan)

@@ -382,6 +382,10 @@ _DOING = {
     "construct": "noted that a DataParallel was made",
     "dynamo": "told torch.compile to skip dpmon's own functions",
     "pause": "waited for the end of a pause",
+    "startup": "noted what the process does before its first call",
+    "modules": "noted which models the script makes",
+    "let go": "forgot the replicas of a call",
+    "ending": "noted the exception that ends the process",
     "exit": "wrote the last step at the end of the process",
 }
 """What the tracer did, for each place that reports a fault."""

@@ -68,6 +68,7 @@ class Steps:
     """
 
     __slots__ = (
+        "ahead",
         "backward",
         "backwards",
         "boundary",
@@ -90,6 +91,7 @@ class Steps:
         "hurry",
         "inner",
         "last",
+        "late",
         "learns",
         "loader",
         "looking",
@@ -111,6 +113,7 @@ class Steps:
         "other",
         "ours",
         "outer",
+        "previous",
         "quick",
         "ring",
         "root",
@@ -180,8 +183,14 @@ class Steps:
         """Whether the training thread has gone backward or stepped: then it is the right one."""
         self.due = False
         """An optimizer stepped inside a backward pass, where no turn can end."""
+        self.late = False
+        """Without a loader: an optimizer stepped inside a call, with whose end the turn ends."""
         self.open = False
         self.samples = -1
+        self.ahead = 0
+        """Batches fetched right after another one, each of which may have a call of its own in the same turn."""
+        self.previous = (0, 0)
+        """While `ahead` is not 0: the module of the last call that learns, and `backward` as it was then."""
         self.mode = 0
         self.start = self.last = 0
         self.data = self.forward = self.backward = self.optimizer = 0
@@ -293,12 +302,13 @@ class Steps:
             if session.off or (thread and thread != get_ident()):
                 return original(iterator)
             began = outer = 0
-            noted = False
+            noted = again = False
             try:
                 self.free = BUSY
                 if not thread:
                     self.fetcher = get_ident()
                 began = monotonic_ns()
+                goes_on = self.loader and not self.exhausted
                 self.loader = True
                 self.since_fetch = 0
                 self.fetches = 1 if self.calls else self.fetches + 1
@@ -307,9 +317,14 @@ class Steps:
                         self.stepped = 0
                         self.stepping.clear()
                         was = 0 if was == -self.thread else was
-                    began = self._next(began, was != PLAIN, self.last if self.exhausted else 0)
+                    ends = 0 if goes_on or self.last <= self.start else self.last
+                    began = self._next(began, was != PLAIN, ends)
                     if session.timing is not None:
                         began = monotonic_ns()  # what reading the devices' times took is no wait for data
+                else:
+                    again = was != BUSY
+                if self.exhausted:
+                    self.ahead = min(self.ahead, 1)  # of the loader around the one that ended, one may be read ahead
                 self.exhausted = False
                 if self.fetches == IDLE_FETCHES:
                     self.on_idle()
@@ -325,6 +340,7 @@ class Steps:
             try:
                 batch = original(iterator)
                 exhausted = False
+                self.ahead += again
                 return batch
             finally:
                 if noted:
@@ -385,7 +401,10 @@ class Steps:
         Returns when it begins: later than `now` if the training was paused before it; `outside` as for `_next`.
         """
         if self.calls:
-            ends = None if self.loader else self._ends_before(root, now)
+            if self.late:
+                now = max(now, self._next(self.last, outside))
+                self.mode = mode
+            ends = None if self.loader or not self.calls else self._ends_before(root, now)
             if ends is not None:
                 now = self._next(now, outside, ends)
                 self.mode = mode
@@ -460,8 +479,8 @@ class Steps:
         if self.calls == 1:
             self.mode = mode
 
-    def call_ends(self, began: int, now: int, outer: int, rows: int, flags: int) -> None:
-        """The outermost call is over; `rows` of its batch, -1 if unknown; `flags` as dpmon.packing has them."""
+    def call_ends(self, root: int, began: int, now: int, outer: int, rows: int, flags: int) -> None:
+        """The outermost call of `root` is over; `rows` of its batch, -1 if unknown; `flags` as in dpmon.packing."""
         if self.session.timing is not None:
             self.session.timing.end(timing.FORWARD)
         self.forward += now - began - self.inner
@@ -469,6 +488,8 @@ class Steps:
         self.last = now
         if not flags & LEARNS:
             self.looks(rows)
+        elif self.ahead:
+            self.add(root, rows)
         elif rows > self.samples:
             self.samples = rows
         self.fetches = 0
@@ -488,6 +509,19 @@ class Steps:
                 ring.flush()
         else:
             ring.stage(values)
+
+    def add(self, root: int, rows: int) -> None:
+        """Count the rows of a call that learns, where batches were fetched ahead: those of a micro-batch are added.
+
+        A micro-batch has the same module as the call before it, with a backward pass between and no optimizer's step:
+        a GAN's calls, of which one batch has several, are not like that.
+        """
+        before, self.previous = self.previous, (root, self.backward)
+        if self.calls > 1 and before[0] == root and before[1] != self.backward and not self.optimizer:
+            self.ahead -= 1
+            self.samples += rows
+        elif rows > self.samples:
+            self.samples = rows
 
     def looks(self, rows: int) -> None:
         """The call that ends is one of an evaluation: its rows count only in a turn that has no others.
@@ -699,6 +733,9 @@ class Steps:
         if self.backwards:
             self.due = True
             return
+        if not self.loader and (self.free == PLAIN or self.session.local.depth):
+            self.late = True
+            return
         self._optimizer_ends_turn(now)
 
     def _optimizer_ends_turn(self, now: int) -> None:
@@ -721,6 +758,7 @@ class Steps:
         self.number += 1
         self.open = True
         self.calls = self.failed = 0
+        self.late = False
         self.samples = -1
         self.start = now
         self.data = self.forward = self.backward = self.optimizer = 0

@@ -40,6 +40,10 @@ _AHEAD = 32
 _RETRY_S = 0.01
 
 
+def _interrupts(message: Message) -> bool:
+    return isinstance(message, events.Key) and message.key in INTERRUPTS
+
+
 class Driver(LinuxDriver):
     """Reads keys through `Keyboard`. Enters application mode only if it was left; otherwise sets the modes again."""
 
@@ -56,14 +60,16 @@ class Driver(LinuxDriver):
         poller = select.poll()
         poller.register(self.fileno, select.POLLIN)
         while not self.exit_event.is_set():
-            found = keyboard.tick()
+            data = None
             if poller.poll((_LOOK_WHILE_WAITING_S if keyboard.waiting else _LOOK_S) * 1000):
                 data = self._read()
-                if data:
-                    found += keyboard.feed(data)
-                else:
+                if not data:
                     self._loop.call_soon_threadsafe(self._app.leaves_lost_terminal)  # type: ignore[attr-defined]
                     self.exit_event.wait(_LOOK_S)
+            try:
+                found = keyboard.tick() + (keyboard.feed(data) if data else [])
+            except Exception:  # noqa: BLE001 - whatever these bytes are, the next key counts
+                keyboard, found = Keyboard(), []
             for message in found:
                 self.process_message(message)
 
@@ -75,14 +81,17 @@ class Driver(LinuxDriver):
 
     def send_message(self, message: Message) -> None:
         """Send a message to the application, which takes a few at a time; an interrupt overtakes earlier keys."""
-        if isinstance(message, events.Key) and message.key in INTERRUPTS:
-            self._coming.clear()
-        if len(self._coming) < _MOST:
+        if len(self._coming) < _MOST or _interrupts(message):
             self._coming.append(message)
-            if len(self._coming) == 1:
+            if len(self._coming) == 1 or _interrupts(message):
                 self._loop.call_soon_threadsafe(self._hand_on)
 
     def _hand_on(self) -> None:
+        # Only the application's thread takes messages out, here.
+        known = [self._coming.popleft() for _ in range(len(self._coming))]
+        last = max((number for number, one in enumerate(known) if _interrupts(one)), default=0)
+        kept = [one for number, one in enumerate(known) if number >= last or not isinstance(one, events.Key)]
+        self._coming.extendleft(reversed(kept))
         while self._coming and self._app.message_queue_size < _AHEAD:
             self._app.post_message(self._coming.popleft())
         if self._coming:

@@ -153,7 +153,7 @@ class Keyboard:
             return []
         if (match := _PAIR.match(rest)) and match[1] not in (b"[", b"O"):
             self._rest = rest[match.end() :]
-            return self._pair(match[1].decode())
+            return self._pair(match[1].decode("utf-8", "replace"))
         # Interrupted by a byte that is not part of the sequence, such as another escape or ctrl+c.
         begun = rest[: max(_begun_length(rest), 1)]
         self._rest = rest[len(begun) :]
@@ -233,6 +233,8 @@ class Keyboard:
 
     def _pair(self, char: str) -> list[Message]:
         """An escape directly followed by a character."""
+        if "\N{REPLACEMENT CHARACTER}" in char:  # not a valid character
+            return [events.Key("escape", ESC)]
         if char in _TO_THE_TRAINING:
             return [events.Key(f"alt+{char}", char)]
         known = [] if char.isalnum() else self._keys(ESC + char)

@@ -102,11 +102,11 @@ def test_a_pause_lies_between_two_steps_and_in_none(both: tuple[Traced, Traced])
     _, run = both
     steps = run.steps()
     assert [step.step for step in steps] == list(range(1, len(steps) + 1))
-    assert len(steps) == 35  # the last of the calls and the first step of the optimizer make one turn
+    assert len(steps) == 3 * 12
     found = pauses(run)
     assert [event["paused"] for event in found] == [True, False] * 3
     # Without loader and optimizer a turn ends where the next call begins: that was asked before the sixth.
-    assert [event["step"] for event in found] == [5, 5, 17, 17, 29, 29]
+    assert [event["step"] for event in found] == [5, 5, 18, 18, 30, 30]
     assert all(event["reason"] is None and event["refused"] is None for event in found)
     for end in found[1::2]:
         before, after = steps[end["step"] - 1 : end["step"] + 1]

@@ -135,6 +135,31 @@ def test_an_evaluation_ends_with_its_last_call(loop: Callable[[str], Loop]) -> N
         assert between == [], name
 
 
+def test_micro_batches_that_were_fetched_together_are_added_up(loop: Callable[[str], Loop]) -> None:
+    found = shape(loop("micro_batches_fetched_together"))
+    assert [(samples, calls) for samples, _, calls in found] == [(15, 3), (15, 3), (5, 1), (5, 1), (10, 2)] * 2
+    assert [samples for samples, _, _ in shape(loop("gan_fetched_one_ahead"))] == [10] * 4
+
+
+def test_a_call_before_the_loader_is_a_turn_of_its_own(loop: Callable[[str], Loop]) -> None:
+    """What the script does between them, 0.3 s of sleep here, is in no turn."""
+    found = loop("a_call_before_the_loader")
+    assert shape(found) == [(3, {"forward", "other"}, 1), *[(rows, FETCH, 1) for rows in BATCHES]]
+    assert [step.step for step in found.steps if step.wall_ns > 300_000_000] == []
+
+
+def test_a_call_that_steps_is_one_turn(loop: Callable[[str], Loop]) -> None:
+    found = loop("steps_within_a_call")
+    assert shape(found, checked=False) == [(12, LEARN, 1)] * 4
+    assert [call.step for call in found.calls] == [step.step for step in found.steps] == [1, 2, 3, 4]
+    for step, call in zip(found.steps, found.calls, strict=True):
+        assert sum(step.phases.values()) == step.wall_ns
+        assert step.start_ns <= call.start_ns
+        assert call.start_ns + call.wall_ns <= step.start_ns + step.wall_ns
+        learns = sum(step.phases[name] for name in ("forward", "backward", "optimizer"))
+        assert learns <= call.wall_ns
+
+
 def test_turns_follow_each_other(loop: Callable[[str], Loop]) -> None:
     """Within an epoch one turn begins where the last one ended: nothing of the time is lost, but to a look of ours."""
     for name in ("wrapped", "bare", "gan", "optimizer_only", "calls_only"):

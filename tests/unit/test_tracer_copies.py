@@ -228,7 +228,7 @@ def test_a_copy_within_a_phase_is_taken_off_it(setting: Setting) -> None:
     setting.to(torch.zeros(1), "cuda:0")
     setting.device.now += 4.0
     began = setting.steps.last - setting.steps.inner - 1000
-    setting.steps.call_ends(began, setting.steps.last, outer, 1, 0)
+    setting.steps.call_ends(0, began, setting.steps.last, outer, 1, 0)
     step = setting.step()
     assert step.device_ms == {"forward": 6.0, "copy": 3.0}
     assert step.phases["forward"] == 1000

@@ -105,6 +105,7 @@ async def test_the_list_of_commands_changes_at_the_end(directory: Path) -> None:
 async def test_dialogs_that_are_useful_after_the_end_stay_open(directory: Path, opener: str) -> None:
     async with stage(directory) as on:
         await on.press(opener)
+        await on.until(lambda: isinstance(on.app.screen, Dialog), "the dialog")
         on.end(0)
         await on.shows("finished status 0")
         assert isinstance(on.app.screen, Dialog)
@@ -120,6 +121,7 @@ async def test_dialogs_that_are_useful_after_the_end_stay_open(directory: Path, 
 async def test_a_dialog_in_a_terminal_that_becomes_tiny(directory: Path, opener: str) -> None:
     async with stage(directory) as on:
         await on.press(opener)
+        await on.until(lambda: isinstance(on.app.screen, Dialog), "the dialog")
         for size in ((1, 1), (2, 3), (7, 2), (20, 5), (500, 200), (3, 200), (500, 1), (120, 40)):
             await on.pilot.resize_terminal(*size)
             dialog = on.app.screen
@@ -130,7 +132,10 @@ async def test_a_dialog_in_a_terminal_that_becomes_tiny(directory: Path, opener:
 
 
 @pytest.mark.parametrize("opener", OPENERS)
-async def test_the_runs_directory_vanishes_under_a_dialog(directory: Path, opener: str) -> None:
+async def test_the_runs_directory_vanishes_under_a_dialog(
+    directory: Path, opener: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("work"))  # where a picture is saved
     async with stage(directory) as on:
         await on.press(opener)
         shutil.rmtree(directory)

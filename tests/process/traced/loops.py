@@ -183,6 +183,77 @@ def fetched_one_ahead():
 
 
 @loop
+def micro_batches_fetched_together():
+    """As transformers' Trainer does: first the batches of one optimizer step, then a call and a backward for each."""
+    model = Net()
+    optimizer = sgd(model)
+    for _ in range(2):
+        batches = one_ahead(loader(rows=40, batch=5))
+        for number in range(3):
+            for x, y in list(itertools.islice(batches, 3)):
+                Loss()(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                model.eval()
+                with torch.no_grad():
+                    for x, _ in one_ahead(loader(rows=10, batch=5)):
+                        model(x)
+                model.train()
+
+
+@loop
+def gan_fetched_one_ahead():
+    """A critic that goes backward twice a batch sees no second batch."""
+    maker, critic = Net(4, 4), Critic()
+    one, two = sgd(critic), sgd(maker)
+    for x, _ in one_ahead(loader(rows=40, batch=10)):
+        one.zero_grad()
+        critic(x).mean().backward()
+        fake = maker(torch.randn(len(x), 4))
+        critic(fake.detach()).mean().backward()
+        one.step()
+        two.zero_grad()
+        critic(fake).mean().backward()
+        two.step()
+
+
+@loop
+def a_call_before_the_loader():
+    """As where a summary or a graph of the model is made first."""
+    model = Net()
+    optimizer = sgd(model)
+    with torch.no_grad():
+        model(torch.randn(3, 4))
+    time.sleep(0.3)
+    for x, y in loader():
+        learn(model, optimizer, x, y)
+
+
+class Trains(nn.Module):
+    """Its forward is a whole turn, as in meta-learning."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.optimizer = sgd(self.net)
+
+    def forward(self, x):
+        for _ in range(2):
+            self.optimizer.zero_grad()
+            self.net(x).sum().backward()
+            self.optimizer.step()
+        return x.sum()
+
+
+@loop
+def steps_within_a_call():
+    model = Trains()
+    for _ in range(4):
+        model(torch.randn(12, 4))
+
+
+@loop
 def training_after_an_evaluation_without_a_loader():
     """As on ranks that receive their batches: first the bare model is evaluated, then a wrapper trains."""
     model = Net()

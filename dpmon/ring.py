@@ -78,7 +78,7 @@ class NoSizeSignal:
     """
 
     def __enter__(self) -> None:
-        # Known first: a handler of the script's that raises while the mask changes must not leave it changed.
+        # Read the old mask first: if the script's signal handler raises now, the mask must still be restored.
         self._before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGXFSZ})
 

@@ -352,7 +352,7 @@ def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
 
 
 def is_run_directory(directory: Path) -> bool:
-    """Whether a directory is, by its name and contents, that of a run; other programs have files named run.json."""
+    """Whether a directory's name and contents are those of a run; other programs also have files named run.json."""
     return _ID.fullmatch(directory.name) is not None and os.path.lexists(directory / INFO_FILE)
 
 

@@ -398,5 +398,5 @@ def _since(began: int, took: int, start: int) -> tuple[int, int]:
 
 
 def _root(site: Site) -> int:
-    """What `Steps` knows the calls of a composition by: not the module's id, which has calls of its own."""
+    """The key of calls by hand in `Steps`. It is not the module's id, because the module also has calls of its own."""
     return hash((site.root, "by hand"))

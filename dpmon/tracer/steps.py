@@ -184,13 +184,13 @@ class Steps:
         self.due = False
         """An optimizer stepped inside a backward pass, where no turn can end."""
         self.late = False
-        """Without a loader: an optimizer stepped inside a call, with whose end the turn ends."""
+        """Without a loader: an optimizer stepped inside a call, so the step ends with that call."""
         self.open = False
         self.samples = -1
         self.ahead = 0
-        """Batches fetched right after another one, each of which may have a call of its own in the same turn."""
+        """Number of batches fetched directly after another one; each may have its own call in the same step."""
         self.previous = (0, 0)
-        """While `ahead` is not 0: the module of the last call that learns, and `backward` as it was then."""
+        """While `ahead` is not 0: the module of the last call that learns, and the value of `backward` then."""
         self.mode = 0
         self.start = self.last = 0
         self.data = self.forward = self.backward = self.optimizer = 0
@@ -324,7 +324,7 @@ class Steps:
                 else:
                     again = was != BUSY
                 if self.exhausted:
-                    self.ahead = min(self.ahead, 1)  # of the loader around the one that ended, one may be read ahead
+                    self.ahead = min(self.ahead, 1)  # the outer loader may have read one batch ahead
                 self.exhausted = False
                 if self.fetches == IDLE_FETCHES:
                     self.on_idle()
@@ -480,7 +480,7 @@ class Steps:
             self.mode = mode
 
     def call_ends(self, root: int, began: int, now: int, outer: int, rows: int, flags: int) -> None:
-        """The outermost call of `root` is over; `rows` of its batch, -1 if unknown; `flags` as in dpmon.packing."""
+        """The outermost call of `root` is over; `rows` of its batch or -1; `flags` as in dpmon.packing."""
         if self.session.timing is not None:
             self.session.timing.end(timing.FORWARD)
         self.forward += now - began - self.inner
@@ -511,10 +511,10 @@ class Steps:
             ring.stage(values)
 
     def add(self, root: int, rows: int) -> None:
-        """Count the rows of a call that learns, where batches were fetched ahead: those of a micro-batch are added.
+        """Count the rows of a call that learns. If batches were fetched ahead, add the rows of a micro-batch.
 
-        A micro-batch has the same module as the call before it, with a backward pass between and no optimizer's step:
-        a GAN's calls, of which one batch has several, are not like that.
+        A micro-batch calls the same module as the previous call, with a backward pass and no optimizer step between.
+        A GAN makes several calls per batch, but not in this way.
         """
         before, self.previous = self.previous, (root, self.backward)
         if self.calls > 1 and before[0] == root and before[1] != self.backward and not self.optimizer:

@@ -68,7 +68,7 @@ class Driver(LinuxDriver):
                     self.exit_event.wait(_LOOK_S)
             try:
                 found = keyboard.tick() + (keyboard.feed(data) if data else [])
-            except Exception:  # noqa: BLE001 - whatever these bytes are, the next key counts
+            except Exception:  # noqa: BLE001 - no input may stop the next key from working
                 keyboard, found = Keyboard(), []
             for message in found:
                 self.process_message(message)
@@ -87,7 +87,7 @@ class Driver(LinuxDriver):
                 self._loop.call_soon_threadsafe(self._hand_on)
 
     def _hand_on(self) -> None:
-        # Only the application's thread takes messages out, here.
+        # Only the application's thread removes messages, and only here.
         known = [self._coming.popleft() for _ in range(len(self._coming))]
         last = max((number for number, one in enumerate(known) if _interrupts(one)), default=0)
         kept = [one for number, one in enumerate(known) if number >= last or not isinstance(one, events.Key)]

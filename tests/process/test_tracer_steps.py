@@ -142,7 +142,7 @@ def test_micro_batches_that_were_fetched_together_are_added_up(loop: Callable[[s
 
 
 def test_a_call_before_the_loader_is_a_turn_of_its_own(loop: Callable[[str], Loop]) -> None:
-    """What the script does between them, 0.3 s of sleep here, is in no turn."""
+    """The time between them (a sleep of 0.3 s) belongs to no step."""
     found = loop("a_call_before_the_loader")
     assert shape(found) == [(3, {"forward", "other"}, 1), *[(rows, FETCH, 1) for rows in BATCHES]]
     assert [step.step for step in found.steps if step.wall_ns > 300_000_000] == []

@@ -11,7 +11,7 @@ from screens import Run, Start, Terminal
 from dpmon.run import proc
 
 PROBE_S, LIMIT_S = 1.5, 30
-"""A key that may be part of what was begun is pressed again after PROBE_S; what must come has LIMIT_S."""
+"""A key that may be part of an incomplete sequence is pressed again after PROBE_S; a sure answer may take LIMIT_S."""
 ESC = b"\x1b"
 PASTE = b"\x1b[200~"
 

@@ -195,7 +195,7 @@ def test_after_any_input_the_next_key_works(seed: int) -> None:
         typist = Typist()
         for _ in range(chance.randrange(1, 12)):
             data = chance.choice(PIECES) if chance.random() < 0.7 else chance.randbytes(chance.randrange(1, 40))
-            if chance.random() < 0.2:  # what looks like characters, and is none
+            if chance.random() < 0.2:  # bytes that look like characters but are not
                 data = bytes(chance.choices(b"\x1b\xe0\xed\xf0\xf4\x80\xa0\x90", k=chance.randrange(2, 12)))
             data = data[: chance.randrange(len(data)) + 1] if chance.random() < 0.3 else data
             typist.type(data).wait(chance.choice((0, 0, 0.02, SOON_S, CUT_S)))

@@ -184,7 +184,7 @@ def fetched_one_ahead():
 
 @loop
 def micro_batches_fetched_together():
-    """As transformers' Trainer does: first the batches of one optimizer step, then a call and a backward for each."""
+    """As in transformers' Trainer: first all batches of an optimizer step, then a call and a backward pass for each."""
     model = Net()
     optimizer = sgd(model)
     for _ in range(2):
@@ -204,7 +204,7 @@ def micro_batches_fetched_together():
 
 @loop
 def gan_fetched_one_ahead():
-    """A critic that goes backward twice a batch sees no second batch."""
+    """A critic with two backward passes per batch has no second batch."""
     maker, critic = Net(4, 4), Critic()
     one, two = sgd(critic), sgd(maker)
     for x, _ in one_ahead(loader(rows=40, batch=10)):
@@ -220,7 +220,7 @@ def gan_fetched_one_ahead():
 
 @loop
 def a_call_before_the_loader():
-    """As where a summary or a graph of the model is made first."""
+    """As if a summary or a graph of the model is made first."""
     model = Net()
     optimizer = sgd(model)
     with torch.no_grad():
@@ -231,7 +231,7 @@ def a_call_before_the_loader():
 
 
 class Trains(nn.Module):
-    """Its forward is a whole turn, as in meta-learning."""
+    """Its forward is a whole training step, as in meta-learning."""
 
     def __init__(self):
         super().__init__()

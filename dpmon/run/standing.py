@@ -11,6 +11,7 @@ from typing import NamedTuple
 from dpmon.ring import Activity, RingError, RingReader
 from dpmon.run import proc
 from dpmon.run.files import read_tail
+from dpmon.run.notes import parse_notes
 from dpmon.run.rundir import ExitInfo, RunInfo, ring_paths
 from dpmon.run.uncaught import every_uncaught
 from dpmon.run.waiting import waits_since
@@ -49,16 +50,10 @@ class Standing(NamedTuple):
 def stages(directory: Path, until_ns: int | None = None) -> dict[int, Stage]:
     """The last stage that each process noted (up to `until_ns`) and its time (monotonic ns), by process id."""
     try:
-        lines = read_tail(directory / "stages.log", _MOST_BYTES).decode("utf-8", "replace").split("\n")
+        notes = parse_notes(read_tail(directory / "stages.log", _MOST_BYTES))
     except OSError:
         return {}
-    found: dict[int, Stage] = {}
-    for line in lines[:-1]:  # the last line is not complete
-        pid, _, rest = line.partition(" ")
-        at, _, text = rest.partition(" ")
-        if pid.isdecimal() and at.isdecimal() and text and (until_ns is None or int(at) <= until_ns):
-            found[int(pid)] = text, int(at)
-    return found
+    return {pid: (text, at_ns) for pid, at_ns, text in notes if until_ns is None or at_ns <= until_ns}
 
 
 def newest_stage(found: Mapping[int, Stage], alive: Callable[[int], bool] = lambda pid: True) -> Stage | None:

@@ -24,6 +24,7 @@ from dpmon.run.ending import exit_info, unknown_exit
 from dpmon.run.files import open_file, remove_file
 from dpmon.run.launch import start_command
 from dpmon.run.lock import needs_supervisor, take_lock
+from dpmon.run.notes import parse_notes
 from dpmon.run.oom import OomWatch
 from dpmon.run.outcome import tell_outcome
 from dpmon.run.pidfd import open_pidfd
@@ -49,6 +50,8 @@ LITTLE_HISTORY = 32 << 20
 """Where the record could not go to its own place: what takes it instead may be memory."""
 DRAIN_S = 0.2
 """A ring of 4 MiB is filled in 0.4 s by 100,000 records a second; that is as long as it may stay unread."""
+_MOST_WARNINGS = 1 << 16
+"""Bytes of warnings.log that are read at once."""
 
 
 class _Sampler(Protocol):
@@ -94,16 +97,13 @@ class _WarningsLog:
         try:
             with open(open_file(self._path), "rb") as file:
                 file.seek(self._at)
-                data = file.read(1 << 16)
+                data = file.read(_MOST_WARNINGS)
         except OSError:
             return []
-        whole = data.rpartition(b"\n")[0]
-        if not whole:
-            return []
-        self._at += len(whole) + 1
-        lines = whole.decode("utf-8", "replace").split("\n")
-        texts = [fields[2] for line in lines if len(fields := line.split(" ", 2)) == 3]
-        return [text for text in texts if not self._known(text)]
+        whole = data[: data.rfind(b"\n") + 1]
+        # A line that does not end within so many bytes is none of the tracer's: those after it are read on.
+        self._at += len(whole) or (len(data) if len(data) == _MOST_WARNINGS else 0)
+        return [note.text for note in parse_notes(whole) if not self._known(note.text)]
 
     def _known(self, text: str) -> bool:
         if self.told[text] <= 0:

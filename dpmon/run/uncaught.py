@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from dpmon.plainjson import load_json
 from dpmon.run.files import read_file
+from dpmon.run.notes import parse_notes
 from dpmon.run.rundir import RunInfo
 
 __all__ = ["Uncaught", "every_uncaught", "last_lines", "uncaught", "uncaught_in"]
@@ -81,14 +82,13 @@ def last_lines(lines: list[str], raised: Uncaught | None) -> list[str]:
 def every_uncaught(directory: Path) -> list[Uncaught]:
     """The exceptions that all processes noted, in the order of the notes."""
     try:
-        lines = read_file(directory / "endings.log", _MOST_BYTES).decode("utf-8", "replace").split("\n")
+        notes = parse_notes(read_file(directory / "endings.log", _MOST_BYTES))
     except OSError:
         return []
     found = []
-    for line in lines:
-        words = line.split(" ", 3)
-        if len(words) >= 3 and words[0].isdecimal() and words[1].isdecimal():
-            found.append(_of(int(words[0]), int(words[1]), words[2], words[3] if len(words) > 3 else "{}"))
+    for pid, at_ns, text in notes:
+        kind, _, rest = text.partition(" ")
+        found.append(_of(pid, at_ns, kind, rest or "{}"))
     return found
 
 

@@ -23,6 +23,7 @@ from dpmon.run import proc
 from dpmon.run.command import CommandError, choose_python
 from dpmon.run.files import read_file
 from dpmon.run.launch import environment
+from dpmon.run.notes import parse_notes
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError, RunInfo, save
 
@@ -166,10 +167,10 @@ def _read(seen: _Seen, reader: RunReader) -> None:
 
 def _warnings(directory: Path) -> list[str]:
     try:
-        lines = read_file(directory / "warnings.log", 1 << 16).decode("utf-8", "replace").split("\n")
+        notes = parse_notes(read_file(directory / "warnings.log", 1 << 16))
     except OSError:
         return []
-    return [fields[2] for line in lines if len(fields := line.split(" ", 2)) == 3]
+    return [note.text for note in notes]
 
 
 # ------------------------------------------------------------------------------------------------ what it means

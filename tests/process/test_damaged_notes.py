@@ -1,0 +1,64 @@
+"""Lines in stages.log, endings.log and warnings.log that no tracer writes: they cost neither status nor screen."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from running import Dpmon, Terminal, wait_for
+
+from dpmon.run import proc
+
+WAITS = """
+import os, sys, time
+open("began", "w").close()
+while not os.path.exists("go"):
+    time.sleep(0.02)
+sys.exit(5)
+"""
+NAMES = ("stages.log", "endings.log", "warnings.log")
+DAMAGE = {"5000 digits": "7 " + "9" * 5000 + " KeyboardInterrupt {}", "400 digits": "7 " + "9" * 400 + " in the script"}
+
+
+def damage_notes(dpmon: Dpmon, damage: str) -> None:
+    """Damage the notes of the newest run, once its script is under way."""
+    wait_for((dpmon.cwd / "began").exists)
+    pid = dpmon.info()["command_pid"]
+    for name in NAMES:
+        with open(dpmon.last() / name, "a") as file:
+            file.write(f"{damage}\n{damage.replace('7', str(pid), 1)}\n")
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_the_status_of_a_run_whose_notes_are_damaged(dpmon: Dpmon, damage: str) -> None:
+    process = dpmon.start("--headless", f"--json={dpmon.cwd}/lines", dpmon.script(WAITS))
+    damage_notes(dpmon, damage)
+    watching = dpmon.start("attach", "--headless")
+    report = dpmon.run("report")
+    assert report.status == 0, report.errors
+    assert dpmon.run("ls").status == 0
+    wait_for(lambda: (dpmon.cwd / "lines").read_text().count("status") > 2)
+    (dpmon.cwd / "go").touch()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 5, err
+    assert b"exit status 5" in err
+    _, err = watching.communicate(timeout=60)
+    assert watching.returncode == 5, err
+    info = dpmon.info()
+    wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]), what="the supervisor's end")
+    assert "Traceback" not in (dpmon.last() / "supervisor.log").read_text()
+    for words in (["report"], ["report", "--json"], ["attach"]):
+        after = dpmon.run(*words)
+        assert after.status == (5 if words == ["attach"] else 0), after.errors
+    assert json.loads((dpmon.last() / "exit.json").read_text())["status"] == 5
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_the_screen_of_a_run_whose_notes_are_damaged(dpmon: Dpmon, damage: str) -> None:
+    terminal = Terminal(dpmon, dpmon.script(WAITS))
+    damage_notes(dpmon, damage)
+    terminal.shows("5 Output")
+    (dpmon.cwd / "go").touch()
+    terminal.shows("close")
+    terminal.type("q")
+    assert terminal.wait() == 5

@@ -1,0 +1,57 @@
+"""Lines that processes of a run wrote down, and what a damaged file has in their place."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from test_cli_progress import FakeReader
+
+from dpmon.cli.checks.trial import _warnings
+from dpmon.cli.progress import Progress
+from dpmon.run.notes import Note, parse_notes
+from dpmon.run.standing import newest_stage, stages
+from dpmon.run.supervisor import _WarningsLog
+from dpmon.run.uncaught import every_uncaught
+
+DAMAGE = {
+    "5000 digits for a time": "7 " + "9" * 5000 + " ValueError {}",
+    "400 digits for a time": "7 " + "9" * 400 + " ValueError {}",
+    "5000 digits for a process": "9" * 5000 + " 7 ValueError {}",
+    "digits of another script": "٧ ٧ ValueError {}",
+    "a sign": "-7 7 ValueError {}",
+    "no text": "7 7 ",
+    "no process": "\0\x1b[2J",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_line_that_is_no_note_hides_no_other(tmp_path: Path, damage: str) -> None:
+    lines = f"7 1 First {{}}\n{damage}\n8 {time.monotonic_ns()} Second {{}}\n9 3 Unfin"
+    for name in ("stages.log", "endings.log", "warnings.log"):
+        (tmp_path / name).write_text(lines)
+    assert [(note.pid, note.text) for note in parse_notes(lines.encode())] == [(7, "First {}"), (8, "Second {}")]
+    assert [(one.pid, one.kind) for one in every_uncaught(tmp_path)] == [(7, "First"), (8, "Second")]
+    assert {pid: text for pid, (text, _) in stages(tmp_path).items()} == {7: "First {}", 8: "Second {}"}
+    assert _warnings(tmp_path) == _WarningsLog(tmp_path).new() == ["First {}", "Second {}"]
+    reader = FakeReader()
+    reader.reached = newest_stage(stages(tmp_path))
+    assert Progress(reader).line() == "Second {} (0 s)"  # type: ignore[arg-type]
+
+
+def test_a_note_is_of_three_parts() -> None:
+    assert parse_notes(b"7 12 in the script: a b\n\n") == [Note(7, 12, "in the script: a b")]
+    assert parse_notes(b"9999999999 9999999999999999999 x\n") == [Note(9999999999, 9999999999999999999, "x")]
+    assert parse_notes(b"7 12 x") == parse_notes(b"") == []
+
+
+def test_a_warning_behind_a_line_without_end_is_still_passed_on(tmp_path: Path) -> None:
+    log = _WarningsLog(tmp_path)
+    (tmp_path / "warnings.log").write_bytes(b"x" * (1 << 18))
+    for _ in range(8):
+        assert log.new() == []
+    with open(tmp_path / "warnings.log", "ab") as file:
+        file.write(f"\n{os.getpid()} 5 heard\n".encode())
+    assert log.new() == ["heard"]

@@ -11,12 +11,13 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 from dpmon.cli.lines import LineFile, Lines
 from dpmon.cli.progress import Progress
+from dpmon.cli.speak import error_words
 from dpmon.run.files import open_file
 from dpmon.run.foreground import FORWARDED
 from dpmon.run.guard import Guard
@@ -120,6 +121,8 @@ class Follower:
         self._told = False
         self._named = False
         self._deleted = False
+        self._failed: set[str] = set()
+        """What could not be said because of a fault of ours, and was reported."""
 
     def follow(self) -> ExitInfo | None:
         """Copy and report until the run has ended; how it ended, None if that cannot be known."""
@@ -135,16 +138,25 @@ class Follower:
                 if over:
                     self._drain_output()
                     if self._lines is not None:
-                        self._lines.end(how)
+                        self._attempt("last line of JSON", self._lines.end, how)
                     return how
                 if self._lines is not None:
-                    self._lines.tick(now)
+                    self._attempt("line of JSON", self._lines.tick, now)
             moved = [stream.pump() for stream in self._streams]
             if now >= status_due:
                 status_due = now + STATUS_S
-                self._say_status()
+                self._attempt("line of progress", self._say_status)
             if not any(moved):
                 self._wait()
+
+    def _attempt(self, what: str, do: Callable[..., None], *args: object) -> None:
+        """Do what a fault of ours must not turn into the loss of the run's status; say once what failed."""
+        try:
+            do(*args)
+        except Exception as error:  # noqa: BLE001 - see above
+            if what not in self._failed:
+                self._failed.add(what)
+                self.say(f"no {what}: {error_words(error)}")
 
     def _look(self) -> tuple[ExitInfo | None, bool]:
         """How the run ended, and whether it is over."""
@@ -158,7 +170,7 @@ class Follower:
             self._forward(self._owed.popleft())
         guard.look()
         how = guard.exit()
-        if not guard.supervised and not self._told and (guard.killed or how is None or how.by == "foreground"):
+        if not supervised and not self._told and (guard.killed or how is None or how.by == "foreground"):
             self._told = True
             self.say("the supervisor was killed; the training does not need it, another one takes over")
         if guard.lost and not how:

@@ -112,8 +112,13 @@ class Lines:
 
     def end(self, how: ExitInfo | None) -> None:
         """Give the last lines: where it stood, and how it ended."""
-        self._take()
-        self._put(self._status(over=True))
+        try:
+            self._take()
+            self._put(self._status(over=True))
+        finally:
+            self._put_exit(how)
+
+    def _put_exit(self, how: ExitInfo | None) -> None:
         seconds = None if how is None else how.seconds
         said = {"kind": "exit", "run": self._reader.info.id, "t_s": seconds}
         said |= {"status": None if how is None else how.status, "signal": None if how is None else how.signal}

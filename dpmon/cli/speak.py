@@ -12,7 +12,7 @@ from dpmon.run.rundir import ExitInfo, RunError
 from dpmon.ui.ascii import in_stream
 from dpmon.ui.text import clean
 
-__all__ = ["closing", "speak"]
+__all__ = ["closing", "error_words", "speak"]
 
 UNKNOWN_STATUS = 2
 _HEAD = "dpmon: "
@@ -24,6 +24,11 @@ def speak(text: str) -> None:
     """Print one line of dpmon's own to stderr, without control characters; a closed stderr is ignored."""
     with contextlib.suppress(OSError, ValueError):
         print(in_stream(f"{_HEAD}{clean(text)}", sys.stderr), file=sys.stderr, flush=True)
+
+
+def error_words(error: Exception) -> str:
+    """What an error says; one that was not foreseen says its kind first."""
+    return str(error) if isinstance(error, (RunError, OSError)) else f"{type(error).__name__}: {error}"
 
 
 def closing(directory: Path, how: ExitInfo | None, say: Callable[[str], None] | None, *, brief: bool = False) -> int:
@@ -59,9 +64,9 @@ def _sum_up(directory: Path, how: ExitInfo | None, say: Callable[[str], None], b
             lines = fitted(summary(directory, how), *room, f"dpmon report {short_name(load_info(directory))}")
         for line in lines:
             say(line)
-    except (RunError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - the summary may be missing, the command's status never is
         if directory.exists():
-            say(f"no summary: {error}")
+            say(f"no summary: {error_words(error)}")
         else:
             status = "unknown" if how is None or how.status is None else how.status
             say(f"no summary: the record {directory} was deleted (exit status {status})")

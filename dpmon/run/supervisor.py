@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -367,7 +368,7 @@ class Supervisor:
         """How the command ended. Report it to the foreground before any work that may fail or take long."""
         how = command.ending(self._info)
         if how.cause is None:
-            how = replace(how, cause=self._oom.cause(how.signal) or self._raised(how))
+            how = replace(how, cause=self._cause(how))
         self._tell(replace(how, drained=False))
         command.release()
         return how
@@ -403,6 +404,14 @@ class Supervisor:
         except OSError as error:
             _log(f"exit.json cannot be written: {error}")
 
+    def _cause(self, how: ExitInfo) -> str | None:
+        """Why the command ended, if that is known. A fault in finding it out must not cost the status."""
+        try:
+            return self._oom.cause(how.signal) or self._raised(how)
+        except Exception:  # noqa: BLE001 - whatever it is, the status is known
+            _log(f"no cause of the command's end: {traceback.format_exc()}")
+            return None
+
     def _raised(self, how: ExitInfo) -> str | None:
         """The exception that ended the command, from any of its processes."""
         if not how.status or how.signal is not None:
@@ -433,7 +442,9 @@ def main(directory: str, how: str, outcome: str) -> None:
     """
     try:
         supervisor = Supervisor(Path(directory), int(outcome) if outcome else None)
-        sys.exit(supervisor.take_over() if how == TAKE_OVER else supervisor.run(int(how) if how.isdecimal() else None))
-    except Exception as error:  # the trace goes to supervisor.log, the training goes on
-        _log(f"{type(error).__name__}: {error}")
-        raise
+        status = supervisor.take_over() if how == TAKE_OVER else supervisor.run(int(how) if how.isdecimal() else None)
+    except Exception:  # noqa: BLE001 - the training goes on
+        _log(traceback.format_exc())
+        # At the interpreter's end Popen's finaliser would reap the command: the foreground could not learn its status.
+        os._exit(1)
+    sys.exit(status)

@@ -1,0 +1,61 @@
+"""A fault of dpmon's own while it finds out and says how a run ended: the command's status is still given."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from running import Dpmon, Result
+
+import dpmon as package
+
+RAISES = "\ndef {name}(*_, **__):\n    raise RuntimeError('broken on purpose')\n"
+FAULTS = {
+    "the cause": ("run/supervisor.py", "Supervisor._raised", "exit status 5"),
+    "the supervisor's last words": ("run/supervisor.py", "Supervisor._learn", "exit status 5"),
+    "the summary": ("cli/summary.py", "summary", "no summary: RuntimeError: broken on purpose"),
+    "the line of progress": (
+        "cli/progress.py",
+        "Progress.line",
+        "no line of progress: RuntimeError: broken on purpose",
+    ),
+}
+
+
+def broken(dpmon: Dpmon, file: str, name: str) -> dict[str, str]:
+    """The environment in which a copy of dpmon runs, one function of which raises."""
+    place = dpmon.cwd / "broken"
+    shutil.copytree(Path(package.__file__).parent, place / "dpmon", ignore=shutil.ignore_patterns("__pycache__"))
+    # A line of progress soon, not after ten seconds.
+    headless = place / "dpmon" / "cli" / "headless.py"
+    headless.write_text(headless.read_text().replace("STATUS_S = 10.0", "STATUS_S = 0.1"))
+    path = place / "dpmon" / file
+    at_fault = RAISES.format(name="at_fault") + f"{name} = at_fault\n"
+    path.write_text(path.read_text() + at_fault)
+    return {"PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def run(dpmon: Dpmon, env: dict[str, str], *words: object) -> Result:
+    script = dpmon.script("import sys, time\ntime.sleep(1)\nsys.exit(5)\n")
+    return dpmon.run(argv=[dpmon.python, "-m", "dpmon", "--headless", *map(str, words), str(script)], env=env)
+
+
+@pytest.mark.parametrize(("file", "name", "says"), FAULTS.values(), ids=FAULTS)
+def test_the_status_is_given_whatever_raises(dpmon: Dpmon, file: str, name: str, says: str) -> None:
+    result = run(dpmon, broken(dpmon, file, name))
+    assert result.status == 5, result.errors
+    assert says in result.errors
+    assert result.errors.count("broken on purpose") <= 1, "once is enough"
+    assert "Traceback" not in result.errors
+    assert dpmon.exit()["status"] == 5
+    if "supervisor" in file:
+        assert "RuntimeError: broken on purpose" in (dpmon.last() / "supervisor.log").read_text()
+
+
+def test_a_fault_in_the_lines_of_json_costs_only_these(dpmon: Dpmon) -> None:
+    lines = dpmon.cwd / "lines"
+    result = run(dpmon, broken(dpmon, "cli/lines.py", "Lines._status"), f"--json={lines}")
+    assert result.status == 5, result.errors
+    assert "no line of JSON: RuntimeError: broken on purpose" in result.errors
+    assert '"kind":"exit"' in lines.read_text(), "how it ended is said all the same"

@@ -19,6 +19,7 @@ from dpmon.run.command import Command, resolve
 from dpmon.run.destination import check_replaceable
 from dpmon.run.foreground import become_reaper, remember_signals
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, load_info, short_name
+from dpmon.run.sigchld import keep_statuses
 from dpmon.run.start import Started, start_supervisor
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
     early: list[int] = []
     if headless:
         remember_signals(early)
+    keep_statuses()
     if not options.detach:
         become_reaper()
     try:

@@ -23,6 +23,7 @@ __all__ = ["Adopted", "Child", "Command", "find_command", "last_sign"]
 
 PATIENCE_S = 2.0
 """How long to wait for somebody who may know more: the foreground that reaps the command, or the kernel."""
+_REAPED = "something else than its supervisor had reaped it"
 _LOST = "the supervisor that had started it was killed before it ended"
 
 
@@ -50,20 +51,26 @@ class Child:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         self._returncode: int | None = None
+        self._lost = False
         self.pid = process.pid
 
     def over(self) -> bool:
         """Look without reaping it."""
-        if self._returncode is None:
-            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if self._returncode is None and not self._lost:
+            try:
+                ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                self._lost = True
+                return True
             if ended is not None:
                 by_itself = ended.si_code == os.CLD_EXITED
                 self._returncode = ended.si_status if by_itself else -ended.si_status
-        return self._returncode is not None
+        return self._lost or self._returncode is not None
 
     def ending(self, info: RunInfo) -> ExitInfo:
-        """By the status that the kernel gave its parent."""
-        assert self._returncode is not None
+        """By the status that the kernel gave its parent; unknown where something else has reaped it."""
+        if self._returncode is None:
+            return unknown_exit(info, "supervisor", _REAPED, time.monotonic_ns())
         return exit_info(info, self._returncode, "supervisor")
 
     def release(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import dpmon
 from dpmon.run.files import open_file
 from dpmon.run.rundir import RunInfo
+from dpmon.run.sigchld import ignored_again
 from dpmon.run.terminal import Terminal
 
 __all__ = ["environment", "start_command"]
@@ -66,6 +67,7 @@ def start_command(
             close_fds=False,
             start_new_session=True,
             restore_signals=True,
+            preexec_fn=ignored_again(),
         )
     finally:
         os.close(out)

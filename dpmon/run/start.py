@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from dpmon.run.files import open_file
 from dpmon.run.lock import needs_supervisor, take_lock
 from dpmon.run.outcome import open_pipe
 from dpmon.run.rundir import load_exit, load_info
+from dpmon.run.sigchld import ignored_again
 
 __all__ = ["TAKE_OVER", "Started", "look_after", "start_supervisor", "take_over"]
 
@@ -54,7 +56,9 @@ def start_supervisor(directory: Path, *, stdin: bool) -> Started:
         for fd in (lock, theirs):
             if fd is not None and fd >= 0:
                 os.set_inheritable(fd, True)
-        return Started(_start(directory, "" if lock is None else str(lock), str(theirs), stdin=stdin), ours)
+        # It passes on to the command how dpmon was started.
+        how = "" if lock is None else str(lock)
+        return Started(_start(directory, how, str(theirs), stdin=stdin, before=ignored_again()), ours)
     except BaseException:
         os.close(ours)
         raise
@@ -103,7 +107,9 @@ def _is_here(place: str) -> bool:
         return not os.path.isabs(place)
 
 
-def _start(directory: Path, how: str, outcome: str, *, stdin: bool) -> subprocess.Popen[bytes]:
+def _start(
+    directory: Path, how: str, outcome: str, *, stdin: bool, before: Callable[[], None] | None = None
+) -> subprocess.Popen[bytes]:
     home = str(Path(dpmon.__file__).resolve().parent.parent)
     places = [place for place in sys.path if place and not _is_here(place)]
     bytecode = ["-B"] if sys.dont_write_bytecode else []  # a wish that -I would not let through
@@ -121,3 +127,4 @@ def _start(directory: Path, how: str, outcome: str, *, stdin: bool) -> subproces
         )
     finally:
         os.close(log)
+            preexec_fn=before,

@@ -31,6 +31,7 @@ from dpmon.run.outcome import tell_outcome
 from dpmon.run.pidfd import open_pidfd
 from dpmon.run.room import OutputRoom
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, save
+from dpmon.run.sigchld import keep_statuses
 from dpmon.run.start import TAKE_OVER
 from dpmon.run.state import YOUNG_S
 from dpmon.run.terminal import INPUT_FIFO, Terminal
@@ -195,6 +196,7 @@ class Supervisor:
         return 24, 80
 
     def _handle_signals(self) -> None:
+        keep_statuses()
         # Handlers, not SIG_IGN: what is ignored stays ignored in the command, a handler does not. What dpmon was
         # itself started with as ignored (nohup) is left so, as the command alone would have it.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:

@@ -1,0 +1,56 @@
+"""dpmon started where SIGCHLD is ignored: the kernel reaps children itself there, and their status would be lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from running import Dpmon, Terminal
+from test_run_faults import SLOW, begun, finish
+
+from dpmon.run.adopt import Child
+from dpmon.run.rundir import RunInfo
+
+SCRIPT = "import signal, sys\nprint(signal.getsignal(signal.SIGCHLD).name, flush=True)\nsys.exit(7)\n"
+IGNORED = "trap '' CHLD"
+
+
+def test_the_status_is_known_and_the_script_has_what_it_has_alone(dpmon: Dpmon) -> None:
+    script = dpmon.script(SCRIPT)
+    alone = dpmon.run(argv=[sys.executable, str(script)], before=IGNORED)
+    assert (alone.status, alone.out) == (7, b"SIG_IGN\n")
+    traced = dpmon.run("--headless", script, before=IGNORED)
+    assert (traced.status, traced.out) == (7, alone.out), traced.errors
+    assert "killed" not in traced.errors
+    assert (dpmon.exit()["status"], dpmon.exit()["by"]) == (7, "supervisor")
+    assert dpmon.run("--headless", script).out == b"SIG_DFL\n"
+
+
+def test_the_status_if_the_supervisor_is_killed(dpmon: Dpmon) -> None:
+    process = dpmon.start(dpmon.script(SLOW.format(status=6)), before=IGNORED)
+    begun(dpmon)
+    os.kill(dpmon.info()["supervisor_pid"], signal.SIGKILL)
+    finish(dpmon)
+    assert process.wait(60) == 6
+    assert dpmon.exit()["status"] == 6
+
+
+def test_the_status_of_a_run_with_a_screen(dpmon: Dpmon) -> None:
+    words = dpmon.words(dpmon.script(SCRIPT))
+    terminal = Terminal(dpmon, argv=["bash", "-c", f'{IGNORED}\nexec "$@"', "bash", *words])
+    terminal.shows("close")
+    terminal.type("q")
+    assert terminal.wait() == 7
+
+
+def test_a_command_that_something_else_has_reaped() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    process.wait()
+    command = Child(process)
+    assert command.over()
+    assert command.over()
+    how = command.ending(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
+    assert (how.status, how.unknown) == (None, "something else than its supervisor had reaped it")
+    command.release()

@@ -168,7 +168,7 @@ class Follower:
             return how, how is not None or gone
         for _ in range(len(self._owed)):  # a signal may come, and add one, at any moment
             self._forward(self._owed.popleft())
-        guard.look()
+        supervised = guard.look()
         how = guard.exit()
         if not supervised and not self._told and (guard.killed or how is None or how.by == "foreground"):
             self._told = True

@@ -39,7 +39,7 @@ UNSTARTED_S = 2.0
 
 So long it is waited for at least, and then for as long as a child is in the supervisor's session still."""
 STALLED_S = 5.0
-"""A supervisor that has not noticed the command's end for so long is stopped or stuck: the exit is read from /proc."""
+"""A supervisor that has not recorded the command's end for so long is stopped or stuck."""
 
 
 class Successors:
@@ -115,6 +115,9 @@ class Guard:
         self._found: Process | None = None
         self.outcome: ExitInfo | None = None
         """How the run ended, if no file has it: as the supervisor reported, or as this process found out."""
+        self._told: ExitInfo | None = None
+        self._told_at = 0.0
+        """What the supervisor reported through its pipe, which can be read only once, and when this was read."""
         self._dead_since: float | None = None
         self._unstarted_since: float | None = None
         self._successors = Successors(directory)
@@ -175,18 +178,30 @@ class Guard:
             return True
         return send_to_group(command, number)
 
-    def look(self) -> None:
-        """Reap what must be reaped, and record the command's exit if the supervisor cannot; call it often."""
+    def look(self) -> bool:
+        """Reap what must be reaped, and record the command's exit if the supervisor cannot; call it often.
+
+        Whether the supervisor lived when this began: it may end at any moment after that.
+        """
         supervised = self.supervised
-        if self.outcome is not None or load_exit(self._directory) is not None:
-            return
-        if supervised:
-            self._reap_orphans()
-            self._look_for_stall()
-            return
-        told = read_outcome(self._pipe)
-        if told is not None:  # the supervisor could not write exit.json
-            self._record(told)
+        if self.outcome is None and load_exit(self._directory) is None:
+            self._hear()
+            if supervised:
+                self._reap_orphans()
+                self._look_for_stall()
+            else:
+                self._stand_in()
+        return supervised
+
+    def _hear(self) -> None:
+        if self._told is None:
+            self._told = read_outcome(self._pipe)
+            self._told_at = time.monotonic()
+
+    def _stand_in(self) -> None:
+        """Do what the supervisor, which has ended, can do no more."""
+        if self._told is not None:  # it could not write exit.json
+            self._record(self._told)
             return
         pid = self.command_pid()
         if pid is not None:
@@ -232,12 +247,20 @@ class Guard:
             self._successors.start_if_needed(self._reader.refresh(), load_exit(self._directory))
 
     def _look_for_stall(self) -> None:
-        """Read the status of a command that has ended from the process table if the supervisor does not reap it."""
+        """Record the end of the command if the supervisor does not.
+
+        It is known from the supervisor itself, which may be stopped after it has reaped the command, or from the
+        process table.
+        """
+        now = time.monotonic()
+        if self._told is not None:
+            if now - self._told_at > STALLED_S:
+                self._record(replace(self._told, drained=False))
+            return
         info = self.info
         if info.command_pid is None:
             return
         status = proc.status_of_dead(info.command_pid, info.command_started)
-        now = time.monotonic()
         if status is None:
             self._dead_since = None
         elif self._dead_since is None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from running import wait_for
 
+from dpmon.cli.headless import Follower
 from dpmon.run import guard as guards
 from dpmon.run import proc
+from dpmon.run.ending import exit_info
 from dpmon.run.guard import Guard, Successors
-from dpmon.run.rundir import RunInfo, create_run, load_exit
+from dpmon.run.outcome import open_pipe, tell_outcome
+from dpmon.run.rundir import ExitInfo, RunInfo, create_run, load_exit
 from dpmon.run.start import Started
 
 COMMAND = """
@@ -119,3 +122,69 @@ def test_one_that_was_never_started_is_told_after_a_while(
     how = load_exit(directory)
     assert how is not None
     assert (how.status, how.error) == (2, "the supervisor ended before it started the command")
+
+
+class Ends:
+    """A supervisor that lives at the first look and has ended at the next one; `last` is what it does in between."""
+
+    pid = 0
+
+    def __init__(self, last: Callable[[], None], lives: int = 1) -> None:
+        self.looks, self._last, self._lives = 0, last, lives
+
+    def poll(self) -> int | None:
+        self.looks += 1
+        if self.looks == self._lives + 1:
+            self._last()
+        return None if self.looks <= self._lives else 0
+
+
+def ended(status: int) -> ExitInfo:
+    return exit_info(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True), status, "supervisor")
+
+
+def test_a_supervisor_that_ends_between_two_looks_was_not_killed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And could not write exit.json, so that only its pipe says how the run ended."""
+    directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
+    ours, theirs = open_pipe()
+    supervisor = Ends(lambda: tell_outcome(theirs, ended(5)))
+    follower = Follower(directory, Started(supervisor, ours))  # type: ignore[arg-type]
+    said: list[str] = []
+    monkeypatch.setattr(follower, "say", said.append)
+    monkeypatch.setattr(Successors, "start_if_needed", lambda *_: None)
+    while (look := follower._look()) == (None, False):
+        pass
+    how, over = look
+    assert over
+    assert how is not None
+    assert (how.status, said) == (5, [])
+    os.close(ours)
+
+
+def test_what_a_supervisor_has_told_holds_if_it_stalls_then(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped when it had reaped the command and not yet written exit.json."""
+    directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
+    ours, theirs = open_pipe()
+    tell_outcome(theirs, ended(5))
+    guard = Guard(directory, Started(Ends(lambda: None, lives=1 << 30), ours))  # type: ignore[arg-type]
+    guard.look()
+    assert guard.exit() is None, "it may be about to write exit.json"
+    monkeypatch.setattr(guards, "STALLED_S", 0.0)
+    assert wait_for(lambda: guard.look() and guard.outcome, 10).status == 5
+    how = load_exit(directory)
+    assert how is not None
+    assert (how.status, how.drained) == (5, False)
+    os.close(ours)
+
+
+def test_what_was_told_while_it_lived_holds_once_it_has_gone(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pipe can be read only once."""
+    directory, _ = create_run(RunInfo("", "n", ("c",), "s", "/", None, 1e9, 0, "", True))
+    monkeypatch.setattr(Successors, "start_if_needed", lambda *_: None)
+    ours, theirs = open_pipe()
+    tell_outcome(theirs, ended(5))
+    guard = Guard(directory, Started(Ends(lambda: None, lives=2), ours))  # type: ignore[arg-type]
+    wait_for(lambda: not guard.look(), 10)
+    assert guard.outcome is not None
+    assert guard.outcome.status == 5
+    os.close(ours)

@@ -124,7 +124,7 @@ def _start(
             stderr=log,
             close_fds=False,
             start_new_session=True,
+            preexec_fn=before,
         )
     finally:
         os.close(log)
-            preexec_fn=before,

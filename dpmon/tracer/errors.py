@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from types import TracebackType
+from types import TracebackType, WrapperDescriptorType
+from typing import Any
 
 from dpmon.packing import shortened
 
@@ -13,6 +14,14 @@ __all__ = ["in_a_line", "uncaught"]
 
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+_PLAIN = (str, bytes, int, float, bool, type(None))
+# Descriptors of Python's own, which no attribute or metaclass of the script's can stand in front of.
+_ARGS: Any = BaseException.__dict__["args"]
+_FILE_NAMES: Any = (OSError.__dict__["filename"], OSError.__dict__["filename2"])
+_NAME: Any = type.__dict__["__name__"]
+_MRO: Any = type.__dict__["__mro__"]
+_MEMBERS: Any = type.__dict__["__dict__"]
 
 MAX_CHARACTERS = 300
 _SILENT = {
@@ -48,12 +57,39 @@ def uncaught(rank: int | None) -> str | None:
     kind = getattr(sys, "last_type", None)
     if kind is None:
         return None
-    lines = str(getattr(sys, "last_value", "")).strip().splitlines()
-    said: dict[str, object] = {"message": lines[0][:MAX_CHARACTERS] if lines else "", "rank": rank}
+    said: dict[str, object] = {"message": _message(getattr(sys, "last_value", None)), "rank": rank}
     place = _place(getattr(sys, "last_traceback", None))
     if place is not None:
         said["file"], said["line"] = place
-    return f"{shortened(kind.__name__)} {json.dumps(said)}"
+    return f"{shortened(_NAME.__get__(kind))} {json.dumps(said)}"
+
+
+def _message(error: BaseException | None) -> str:
+    """The first line of what an exception says; empty where finding that out would run code of the script's.
+
+    Alone, nothing calls a method of the script's once its traceback is printed.
+    """
+    if not isinstance(error, BaseException) or not _speaks_itself(type(error)):
+        return ""
+    values = [*_ARGS.__get__(error)]
+    if isinstance(error, OSError):
+        values += [part.__get__(error) for part in _FILE_NAMES]
+    lines = str(error).strip().splitlines() if all(map(_is_plain, values)) else []
+    return lines[0][:MAX_CHARACTERS] if lines else ""
+
+
+def _speaks_itself(kind: type) -> bool:
+    """Whether `__str__` of a class is a built-in type's own."""
+    # Looked up by hand: a metaclass or a descriptor of the script's may have code of its own for it.
+    members = (_MEMBERS.__get__(base) for base in _MRO.__get__(kind))
+    return type(next(found["__str__"] for found in members if "__str__" in found)) is WrapperDescriptorType
+
+
+def _is_plain(value: object) -> bool:
+    """Whether to show a value, as an exception does with its arguments, runs no code but Python's own."""
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN
 
 
 def _place(traceback: TracebackType | None) -> tuple[str, int] | None:

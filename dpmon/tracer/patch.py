@@ -112,7 +112,10 @@ def install() -> None:
     optimizer.register_optimizer_step_post_hook(after_step)
     Copies(session, steps).install()
     roots.listen()
-    startup.install()
+    try:
+        startup.install()
+    except Exception as error:  # noqa: BLE001 - it costs its own notes, and nothing that follows
+        session.fault("startup", error, fatal=False)
     roots.watch()
     queued = getattr(torch.cuda, "_queued_calls", None)  # run when CUDA comes up
     if isinstance(queued, list):
@@ -161,7 +164,9 @@ def _at_the_end(session: Session, steps: Steps, modes: Modes, calls: Calls, memo
             ending = uncaught(rank_and_world()[0])
             if ending is not None:  # it shows which of many processes ended the run, and why
                 note(ending, "endings.log")
-        except Exception as error:  # noqa: BLE001 - the interpreter is ending
+        except KeyboardInterrupt:  # the user's: it is for the script's process, as it would be alone
+            raise
+        except BaseException as error:  # noqa: BLE001 - the interpreter is ending
             session.fault("ending", error)
 
     atexit.register(at_exit)

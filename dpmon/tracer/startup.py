@@ -39,8 +39,11 @@ class Startup:
             return
         traced = self._joining(original)
         for name, module in list(sys.modules.items()):
-            if name.startswith("torch.distributed") and vars(module).get("init_process_group") is original:
-                vars(module)["init_process_group"] = traced
+            if not name.startswith("torch.distributed"):
+                continue
+            members = getattr(module, "__dict__", None)  # a script may have put None there, to forbid an import
+            if type(members) is dict and members.get("init_process_group") is original:
+                members["init_process_group"] = traced
 
     def _joining(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def init_process_group(*args: Any, **kwargs: Any) -> Any:

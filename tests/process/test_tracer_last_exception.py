@@ -1,0 +1,123 @@
+"""The exception that ends a script: dpmon notes it without running any code of the script's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tracing import Traced, alone, traced
+
+SHOWS = """
+import atexit
+shown = []
+atexit.register(lambda: print(shown, flush=True))  # it runs after what the tracer registers
+import torch
+class Shown:
+    def __str__(self):
+        shown.append("str")
+        {act}
+        return "shown"
+    __repr__ = __str__
+class Own(RuntimeError):
+    __str__ = Shown.__str__
+class Meta(type):
+    def __getattribute__(self, name):
+        if name != "__class__":
+            shown.append(name)
+        return super().__getattribute__(name)
+class Odd(RuntimeError, metaclass=Meta):
+    pass
+class Wide(OSError):
+    @property
+    def args(self):
+        shown.append("args")
+        return ()
+    @property
+    def filename(self):
+        shown.append("filename")
+raise {error}
+"""
+CASES = [
+    *((error, "pass") for error in (
+        "Own('x')", "ValueError(Shown())", "KeyError(Shown())", "ValueError(1, (Shown(),))",
+        "FileNotFoundError(2, 'no', Shown())",
+        "Odd('x')", "Wide(2, 'no', 'x')",
+    )),
+    ("Own('x')", "raise KeyboardInterrupt"),
+    ("Own('x')", "raise SystemExit(9)"),
+    ("ValueError(Shown())", "raise KeyboardInterrupt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "act"), CASES)
+def test_no_code_of_the_scripts_runs(tmp_path: Path, error: str, act: str) -> None:
+    text = SHOWS.format(error=error, act=act)
+    by_itself, found = alone(tmp_path, text), traced(tmp_path, text)
+    assert (found.status, found.out) == (by_itself.status, by_itself.out)
+    assert without_place(found) == without_place(by_itself)
+    assert found.complaints == []
+    assert noted(found)["kind"] == error.partition("(")[0]
+
+
+def without_place(run: Traced) -> str:
+    return run.err.replace(str(run.directory.parent), "")
+
+
+def noted(run: Traced) -> dict[str, object]:
+    kind, _, rest = (run.directory / "endings.log").read_text().split(" ", 2)[2].partition(" ")
+    return {"kind": kind, **json.loads(rest)}
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("ValueError('a', 1)", "('a', 1)"),
+        ("KeyError('a')", "'a'"),
+        ("OSError(2, 'no such file', 'x')", "[Errno 2] no such file: 'x'"),
+        ("type('Own', (RuntimeError,), {})('of its own class')", "of its own class"),
+        ("ValueError('first\\nsecond')", "first"),
+        ("ValueError", ""),
+    ],
+)
+def test_what_python_itself_says_is_noted(tmp_path: Path, error: str, message: str) -> None:
+    run = traced(tmp_path, f"import torch\nraise {error!s}\n".replace("first\nsecond", "first\\nsecond"))
+    assert (run.status, noted(run)["message"]) == (1, message)
+
+
+INTERRUPTED = """
+import atexit, os, signal, sys
+def late():
+    print("late", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):
+        pass
+atexit.register(late)
+import torch
+def early():
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):
+        pass
+atexit.register(early)
+raise {error}
+"""
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "ValueError('x')", "SystemExit(4)"])
+def test_an_interrupt_at_the_end_is_as_it_is_alone(tmp_path: Path, error: str) -> None:
+    text = INTERRUPTED.format(error=error)
+    by_itself, found = alone(tmp_path, text), traced(tmp_path, text)
+    assert (found.status, found.out) == (by_itself.status, by_itself.out)
+    assert by_itself.out == "late\n"
+    assert found.complaints == []
+
+
+def test_a_module_that_a_script_forbids_costs_nothing(tmp_path: Path) -> None:
+    """None in sys.modules makes an import fail, which some scripts want."""
+    text = "import sys\nsys.modules['torch.distributed.x'] = None\nimport torch\nmodel = torch.nn.Linear(2, 2)\n"
+    run = traced(
+        tmp_path, f"{text}for _ in range(5):\n    model(torch.ones(1, 2)).sum().backward()\nraise OSError('x')\n"
+    )
+    assert run.complaints == []
+    assert len(run.calls()) == 5
+    assert noted(run)["message"] == "x"

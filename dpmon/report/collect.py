@@ -56,7 +56,8 @@ def collect(directory: Path) -> Story:
         if one.sums.steps
     )
     verdict = compared(collector.settled, totals.virtual, collector.changes, gone, totals.inputs.spans())
-    raised = uncaught(directory, info) if how is not None and how.status and how.signal is None else None
+    failed = how is not None and how.status and how.signal is None
+    raised = uncaught(directory, info, how.status) if how is not None and failed else None
     evidence = collector.evidence(totals, how, verdict, gone)
     if raised is not None:
         evidence = replace(evidence, raised=raised.sentence(info.cwd))

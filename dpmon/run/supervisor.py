@@ -418,7 +418,7 @@ class Supervisor:
         """The exception that ended the command, from any of its processes."""
         if not how.status or how.signal is not None:
             return None
-        raised = uncaught(self._directory, self._info)
+        raised = uncaught(self._directory, self._info, how.status)
         return None if raised is None else raised.sentence(self._info.cwd)
 
 

@@ -14,6 +14,8 @@ from dpmon.run.rundir import RunInfo
 __all__ = ["Uncaught", "every_uncaught", "last_lines", "uncaught", "uncaught_in"]
 
 _MOST_BYTES = 1 << 18
+_UNCAUGHT_STATUS = 1
+"""With which Python ends when an exception was not caught."""
 _OF_LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "SignalException")
 """Exceptions that torchrun and mp.spawn raise because one of their processes has ended."""
 _MAYBE_OF_LAUNCHERS = (*_OF_LAUNCHERS, "CalledProcessError")
@@ -53,10 +55,17 @@ class Uncaught(NamedTuple):
         return f"{os.path.relpath(self.file, cwd) if inside else self.file}:{self.line}"
 
 
-def uncaught(directory: Path, info: RunInfo) -> Uncaught | None:
-    """The exception that ended the run: the command's own, unless it only reports that another process ended."""
+def uncaught(directory: Path, info: RunInfo, status: int | None) -> Uncaught | None:
+    """The exception that ended a run with `status`; None if none did.
+
+    It is the command's own, unless that only reports that another process ended. The command's own note counts only if
+    the status is 1: the tracer notes the exception that Python remembers last, which may have been handled (by `code`,
+    by IPython) long before the script called sys.exit.
+    """
     found = sorted(every_uncaught(directory), key=lambda one: one.at_ns)
     own = next((one for one in found if one.pid == info.command_pid), None)
+    if own is not None and status != _UNCAUGHT_STATUS:
+        return None
     if own is not None and own.kind not in _MAYBE_OF_LAUNCHERS:
         return own
     # Take the first of the others: later ones are mostly consequences of it.

@@ -90,8 +90,37 @@ def of(rank: int, message: str = "") -> str:
 )  # fmt: skip
 def test_which_exception_ended_the_run(tmp_path: Path, lines: tuple[str, ...], sentence: str | None) -> None:
     noted(tmp_path, *lines)
-    found = uncaught(tmp_path, _Info())  # type: ignore[arg-type]
+    found = uncaught(tmp_path, _Info(), 1)  # type: ignore[arg-type]
     assert (None if found is None else found.sentence("/work")) == sentence
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind"),
+    [
+        (("7 1 ValueError {}",), None),
+        (("7 1 ValueError {}", "8 5 OSError {}"), None),
+        (("8 5 OSError {}",), "OSError"),  # the command is a launcher, which ends as it likes
+    ],
+)
+def test_what_the_command_noted_counts_only_with_the_status_of_an_exception(
+    tmp_path: Path, lines: tuple[str, ...], kind: str | None
+) -> None:
+    noted(tmp_path, *lines)
+    found = uncaught(tmp_path, _Info(), 3)  # type: ignore[arg-type]
+    assert (None if found is None else found.kind) == kind
+
+
+def test_an_exception_that_was_dealt_with_did_not_end_the_run(dpmon: Dpmon) -> None:
+    """`code` and IPython leave sys.last_type behind."""
+    script = dpmon.script(
+        "import code, sys, torch\ncode.InteractiveInterpreter().runsource('1 / 0')\nsys.exit(3)\n", "train.py"
+    )
+    run = dpmon.run("--headless", script)
+    assert run.status == 3
+    assert "ZeroDivisionError" in (dpmon.last() / "endings.log").read_text(), "Python does remember it"
+    assert "s: ZeroDivisionError" not in run.errors
+    assert dpmon.exit()["cause"] is None
+    assert "An exception ended the run" not in dpmon.run("report").text
 
 
 class _Info:

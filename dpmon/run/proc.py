@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
+    "TICK_S",
     "Process",
     "alive",
     "boot_id",
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
+TICK_S = 1 / _TICKS
+"""The kernel notes the start of a process to so many seconds."""
 _RUN = b"DPMON_RUN="
 _MAX_ENVIRON_BYTES = 1 << 23
 

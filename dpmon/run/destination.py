@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import stat
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +18,13 @@ from typing import TextIO
 
 from dpmon.run.files import not_a_file, open_file
 
-__all__ = ["check_replaceable", "is_stream", "open_stream", "open_truncated", "replaced"]
+__all__ = ["check_replaceable", "is_stream", "open_stream", "open_truncated", "remove_parts", "replaced"]
 
 _DESCRIPTOR = re.compile(r"/dev/(?:std(?:in|out|err)|fd/\d+)|/proc/(?:self|thread-self|\d+)(?:/task/\d+)?/fd/\d+")
 _LONGEST_NAME = 100
 """Bytes of the file's name that its temporary name contains."""
+PART_AGE_S = 60.0
+"""A temporary file that was not written for this long has no writer any more."""
 
 
 def is_stream(path: Path) -> bool:
@@ -63,6 +66,27 @@ def open_truncated(path: Path) -> int:
     return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, anyone=True)
 
 
+def remove_parts(path: Path) -> None:
+    """Delete what writers of `path` that were killed have left beside it, as far as that is possible.
+
+    Only regular files of this user, by the names that `replaced` gives, that were not written for `PART_AGE_S`.
+    """
+    name = re.compile(re.escape(f".{_stem(path)}.") + r"[0-9a-f]{8}\.part")
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+        for entry in entries:
+            if not name.fullmatch(entry.name):
+                continue
+            with contextlib.suppress(OSError):
+                info = entry.stat(follow_symlinks=False)
+                is_ours = stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid()
+                if is_ours and time.time() - info.st_mtime > PART_AGE_S:
+                    os.unlink(entry.path)
+
+
+def _stem(path: Path) -> str:
+    return os.fsdecode(os.fsencode(path.name)[:_LONGEST_NAME])
+
+
 @contextlib.contextmanager
 def replaced(path: Path, mode: int | None = None) -> Iterator[TextIO]:
     """A text file (UTF-8, "\\n") that replaces `path` when the block ends without an error; else nothing changes.
@@ -74,8 +98,7 @@ def replaced(path: Path, mode: int | None = None) -> Iterator[TextIO]:
     if mode is None and before is not None:
         mode = before & 0o777
     # The random part separates two writers to one name; the last to finish wins, as with any tool.
-    stem = os.fsdecode(os.fsencode(path.name)[:_LONGEST_NAME])
-    temporary = path.with_name(f".{stem}.{uuid.uuid4().hex[:8]}.part")
+    temporary = path.with_name(f".{_stem(path)}.{uuid.uuid4().hex[:8]}.part")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         with open(fd, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:

@@ -18,7 +18,7 @@ from typing import Any
 
 from dpmon.rates import Paces
 from dpmon.records import CALL_PHASES, STEP_PHASES, Call, Event, Record, Step
-from dpmon.run.destination import replaced
+from dpmon.run.destination import remove_parts, replaced
 from dpmon.run.exposition import histogram, metric
 from dpmon.run.files import read_file
 from dpmon.run.inputs import Inputs
@@ -119,6 +119,7 @@ class Metrics:
 
     def __init__(self, path: Path, directory: Path, warn: Callable[[str], None]) -> None:
         self._path = path
+        remove_parts(path)  # a supervisor that was killed while it wrote has left one
         self._reader = RunReader(directory)
         self._warn = warn
         self._failing = self._over = False

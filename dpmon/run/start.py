@@ -113,7 +113,10 @@ def _start(
     home = str(Path(dpmon.__file__).resolve().parent.parent)
     places = [place for place in sys.path if place and not _is_here(place)]
     bytecode = ["-B"] if sys.dont_write_bytecode else []  # a wish that -I would not let through
-    log = open_file(directory / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        log = open_file(directory / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    except OSError:  # something else is in its place, or the disk is full: the run matters more than what is logged
+        log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     try:
         return subprocess.Popen(
             [sys.executable, "-I", *bytecode, "-c", _BOOT, str(directory), how, outcome, home, *places],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -70,10 +72,26 @@ def test_nothing_is_written_through_a_link_that_replaces_a_runs_directory(dpmon:
     directory.symlink_to(victim)
     (dpmon.cwd / "go").touch()
     out, err = process.communicate(timeout=60)
-    # No file can hold how the run ended, so the status is 2, for unknown.
-    assert (process.returncode, out) in ((5, b"done\n"), (2, b"done\n")), err
+    assert (process.returncode, out) == (5, b"done\n"), err
     wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]), what="the supervisor's end")
     assert "Traceback" not in (tmp_path / "moved" / "supervisor.log").read_text()
     assert sorted(path.name for path in victim.iterdir()) == before
     changed = [path.name for path in victim.iterdir() if path.read_text() != "precious"]
     assert changed == []
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a symbolic link", "a directory"])
+def test_a_run_whose_supervisors_log_was_replaced_gets_another_supervisor(dpmon: Dpmon, kind: str) -> None:
+    process = dpmon.start("--headless", dpmon.script(WAITS))
+    wait_for((dpmon.cwd / "began").exists)
+    info = dpmon.info()
+    directory = dpmon.last()
+    put(kind, directory / "supervisor.log")
+    os.kill(info["supervisor_pid"], signal.SIGKILL)
+    wait_for(lambda: dpmon.info()["supervisor_pid"] != info["supervisor_pid"], 20, "another supervisor")
+    (dpmon.cwd / "go").touch()
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (5, b"done\n"), err
+    wait_for(lambda: json.loads((directory / "exit.json").read_text())["drained"], what="the end of the record")
+    if kind == "a symbolic link":
+        assert (directory / "precious").read_text() == "precious", "nothing was written through it"

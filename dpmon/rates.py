@@ -10,6 +10,7 @@ Where steps were missed (their numbers have a gap), their time and samples are u
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,7 +23,11 @@ __all__ = ["NO_GAP", "Between", "Gap", "Pace", "Paces", "Rate", "Tally", "rate_o
 BESIDE = 0.03
 """The rate within steps is shown if it differs from the rate by more than this share."""
 _PIECES_KEPT = 1024
-"""Number of recent time stretches that a wait for input is matched with. It is reported shortly after its end."""
+"""Stretches of time in which a wait for input is looked for. It is reported a moment after it ended."""
+_SUMS_KEPT = 4096
+"""The same for steps that are known only as sums. A minute has one for each mode."""
+_UNSURE_NS = 300_000_000
+"""A wait may be shorter than reported by this much: its begin and its end are sampled."""
 _LONGEST = 256
 _MAX = (1 << 63) - 1
 
@@ -187,26 +192,71 @@ class _Piece:
     within: bool
     """Whether it lies within steps."""
 
-    def leave_out(self, begin: int, end: int) -> None:
-        """Subtract the overlap with this time from the tally."""
-        shared = max(min(end, self.end) - max(begin, self.begin), 0)
+    def leave_out(self, wait: _Wait) -> None:
+        """Take what it has in common with the wait out of its tally."""
+        shared = min(max(min(wait.end, self.end) - max(wait.begin, self.begin), 0), wait.left)
+        wait.left -= shared
         self.tally.elapsed_ns = max(self.tally.elapsed_ns - shared, 0)
         if self.within:
             self.tally.step_ns = max(self.tally.step_ns - shared, 0)
 
 
+@dataclass(slots=True)
+class _Wait:
+    """A wait for input. `left`: how much of it was not yet taken out of any tally."""
+
+    begin: int
+    end: int
+    left: int
+
+
+class _Sum:
+    """Steps that ended between two times. Only their sums are known."""
+
+    __slots__ = ("begin", "end", "pace", "reach", "room")
+
+    def __init__(self, begin: int, end: int, added: Pace, pace: Pace) -> None:
+        self.begin, self.end, self.pace = begin, end, pace
+        tallies = added.training, added.evaluation
+        # Time between steps first: most waits lie between two loops.
+        self.room = [max(tally.elapsed_ns - tally.step_ns, 0) for tally in tallies]
+        self.room += [max(min(tally.step_ns, tally.elapsed_ns), 0) for tally in tallies]
+        self.reach = begin - sum(self.room)
+        """The first step cannot have begun before."""
+
+    def has_room(self, wait: _Wait, slots: int) -> bool:
+        """Whether the whole wait can lie in the first `slots` of its times."""
+        return sum(self.room[:slots]) + _UNSURE_NS >= wait.end - wait.begin
+
+    def leave_out(self, wait: _Wait) -> None:
+        """Take what is left of the wait out of the tallies, at most all that was added."""
+        for slot, room in enumerate(self.room):
+            tally = self.pace.evaluation if slot % 2 else self.pace.training
+            took = min(room, wait.left, max(tally.elapsed_ns, 0))
+            self.room[slot] -= took
+            wait.left -= took
+            tally.elapsed_ns -= took
+            if slot >= _BETWEEN:
+                tally.step_ns = max(tally.step_ns - took, 0)
+
+
+_BETWEEN, _ALL = 2, 4
+"""How many slots of `_Sum.room` are between steps, and in all."""
+
+
 class Paces:
     """The sums of one process by mode. Takes steps in order, and pauses and waits for input as they are reported."""
 
-    __slots__ = ("_between", "_pieces", "_waits", "modes")
+    __slots__ = ("_between", "_pieces", "_sums", "_waits", "modes")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self.modes: dict[str, Pace] = {}
         self._between = Between()
         self._pieces: deque[_Piece] = deque(maxlen=_PIECES_KEPT)
-        self._waits: list[tuple[int, int]] = []
-        """Waits that may overlap with steps that have not been added yet."""
+        self._sums: deque[_Sum] = deque(maxlen=_SUMS_KEPT)
+        self._waits: list[_Wait] = []
+        """Those that may lie in what is yet to come."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Paces) and self.modes == other.modes
@@ -247,30 +297,64 @@ class Paces:
         return self.step(step.step, step.mode, step.start_ns, step.wall_ns, step.samples, evaluation)
 
     def sums(self, mode: str, pace: Pace, begin: int, end: int) -> None:
-        """Add the sums of steps that ended between two times and are not known one by one."""
+        """Add what is known only as sums, of steps that ended between two times; later than all before it."""
         found = self.of(mode)
         found.add(pace)
-        self._place(begin, end, found.training if pace.training.steps else found.evaluation, True)
+        self._sums.append(_Sum(begin, end, pace, found))
+        for wait in self._waits:
+            self._leave_out_of_sums(wait)
+        self._forget_waits(begin)
 
     def pause(self, paused: bool, at: int | None, took: int | None) -> None:
         """A pause began (`paused`) or ended after `took` ns; `at`: when, ns."""
         self._between.pause(paused, at, took)
 
     def wait(self, begin: int, end: int) -> None:
-        """Leave a wait for input out of the training time, whether it lies in steps or between them."""
+        """The process waited for input: that time is no training, wherever it lies."""
+        wait = _Wait(begin, end, max(end - begin, 0))
         for piece in reversed(self._pieces):
             if piece.end <= begin:
                 break
-            piece.leave_out(begin, end)
-        if not self._pieces or end > self._pieces[-1].end:
-            self._waits.append((begin, end))
+            piece.leave_out(wait)
+        self._leave_out_of_sums(wait)
+        if wait.left and self._reached() < end:
+            self._waits.append(wait)
+
+    def _reached(self) -> int:
+        """When the newest of what was added began; -1 before there is any."""
+        newest = [kept[-1].begin for kept in (self._pieces, self._sums) if kept]
+        return max(newest, default=-1)
+
+    def _leave_out_of_sums(self, wait: _Wait) -> None:
+        """A wait lies in one step or between two, so in one sum: the one of the first step that ended after it."""
+        if not wait.left:
+            return
+        near: list[_Sum] = []
+        windows: list[int] = []
+        for at in range(bisect_right(self._sums, wait.end, key=lambda each: each.end), len(self._sums)):
+            fresh = self._sums[at]
+            if fresh.end not in windows:
+                # Where the first window began before the wait ended, that step may have ended in the next window.
+                if len(windows) == 2 or (near and near[0].begin >= wait.end):
+                    break
+                windows.append(fresh.end)
+            near.append(fresh)
+        found = [each for each in near if each.reach < wait.end]
+        for slots in (_BETWEEN, _ALL):
+            for each in found:
+                if each.has_room(wait, slots):
+                    each.leave_out(wait)
+                    return
+
+    def _forget_waits(self, reached: int) -> None:
+        self._waits = [wait for wait in self._waits if wait.left and wait.end > reached]
 
     def _place(self, begin: int, end: int, tally: Tally, within: bool) -> None:
         if self._waits:
             fresh = _Piece(begin, end, tally, within)
             for wait in self._waits:
-                fresh.leave_out(*wait)
-            self._waits = [wait for wait in self._waits if wait[1] > end]
+                fresh.leave_out(wait)
+            self._forget_waits(end)
         last = self._pieces[-1] if self._pieces else None
         if last is not None and last.tally is tally and last.within == within and last.end == begin:
             last.end = end

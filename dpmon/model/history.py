@@ -6,7 +6,7 @@ that medians over a range of time cost the same for ten steps and for a million.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from dpmon.model.state import (
 )
 from dpmon.model.stats import PhaseFigures, Summary, summary, weighed_middle, weighed_phase, weighed_rank
 from dpmon.model.uneven import Uneven, uneven
-from dpmon.rates import NO_GAP, Gap, Pace, Rate, rate_of
+from dpmon.rates import NO_GAP, Gap, Pace, Paces, Rate, rate_of
 
 __all__ = ["Picture", "add_column", "add_settled", "add_step", "columns_of", "figures", "forward_figures", "pictured"]
 
@@ -293,6 +293,7 @@ def figures(process: Process, mode: str, span_s: int) -> Summary:
         for name, count, spent, took in zip(PHASES, ran, sums, times, strict=True)
     ]
     middle = weighed_middle(walls)
+    pace, waited = _without_waits(process, mode, span_s, columns)
     return Summary(
         steps=count,
         span_ns=_span(columns, drawn),
@@ -301,50 +302,54 @@ def figures(process: Process, mode: str, span_s: int) -> Summary:
         phases=tuple(phases),
         sampled=len(drawn),
         mean_ns=total / count,
-        uneven=_waited(process, mode, span_s, total, count, middle)
+        uneven=_waits_in_steps(waited, total, count, middle)
         or uneven(drawn, total / count, middle, tuple(process.inputs)),
-        rate=_rate(process, mode, span_s, columns),
+        rate=_rate(process, mode, pace),
     )
 
 
-def _rate(process: Process, mode: str, span_s: int, columns: Sequence[Column]) -> Rate | None:
-    """The rate of these columns of one mode. Evaluation steps count only if the mode has no training steps."""
-    whole = Pace()
-    for column in columns:
-        whole.add(column.pace)
-    tally = whole.training if process.paces.of(mode).training.steps else whole.counted()
-    for _, begin, end in _waits(process, mode, span_s):
-        tally.elapsed_ns -= end - begin
-        tally.step_ns -= end - begin
-    return rate_of([tally])
+class _Waited(NamedTuple):
+    """The waits for input in the steps of a mode: their time, and how many there were."""
+
+    ns: int = 0
+    waits: int = 0
 
 
-def _waits(process: Process, mode: str, span_s: int) -> Iterator[tuple[Column, int, int]]:
-    """The waits for input in steps of `mode`, each with the column of its step."""
+def _without_waits(process: Process, mode: str, span_s: int, own: Sequence[Column]) -> tuple[Pace, _Waited]:
+    """The pace of the `own` columns of `mode` without waits for input, and what of these lay in steps."""
     if not process.inputs:
-        return
-    columns = columns_of(process, span_s)
+        whole = Pace()
+        for column in own:
+            whole.add(column.pace)
+        return whole, _Waited()
     width = process.long_s if not span_s and (process.columns_made > COLUMNS_KEPT or process.long_only) else 1
-    for begin, end in process.inputs:
-        at = end // _SECOND
-        # The step ended in the same second, or soon after, if there is one: the wait may have been between two loops.
-        of = next((column for column in columns if column.second + width > at), None)
-        if of is None or of.mode != mode or of.wall_ns < end - begin:
-            continue
-        if of is not columns[0] or at >= of.second:
-            yield of, begin, end
+    paces = Paces()
+    for column in columns_of(process, span_s):
+        begin = column.second // width * width
+        paces.sums(column.mode, column.pace, begin * _SECOND, (begin + width) * _SECOND)
+    pace = paces.of(mode)
+    waited = waits = 0
+    for wait in process.inputs:
+        before = pace.training.step_ns + pace.evaluation.step_ns
+        paces.wait(*wait)
+        took = before - pace.training.step_ns - pace.evaluation.step_ns
+        waited, waits = waited + took, waits + (took > 0)
+    return pace, _Waited(waited, waits)
 
 
-def _waited(process: Process, mode: str, span_s: int, total: int, count: int, middle: float | None) -> Uneven | None:
-    """Whether waits for input explain why the mean exceeds the median; the few steps with waits may not be visible."""
-    if not process.inputs or middle is None:
+def _rate(process: Process, mode: str, pace: Pace) -> Rate | None:
+    """The rate of `pace`; of evaluations only where nothing trains in the mode."""
+    return rate_of([pace.training if process.paces.of(mode).training.steps else pace.counted()])
+
+
+def _waits_in_steps(waited: _Waited, total: int, count: int, middle: float | None) -> Uneven | None:
+    """Whether waits for input are what the mean has beyond the median: the few steps with them may not be drawn."""
+    if not waited.waits or middle is None:
         return None
-    spans = [end - begin for _, begin, end in _waits(process, mode, span_s)]
-    waited, steps = sum(spans), len(spans)
     beyond = total - middle * count
-    if 2 * waited <= beyond or beyond <= total * _LITTLE:
+    if 2 * waited.ns <= beyond or beyond <= total * _LITTLE:
         return None
-    return Uneven(steps / count, min(waited / total, 1.0), INPUT)
+    return Uneven(waited.waits / count, min(waited.ns / total, 1.0), INPUT)
 
 
 def forward_figures(process: Process, mode: str, span_s: int) -> PhaseFigures:

@@ -102,6 +102,47 @@ def test_a_wait_that_is_reported_before_its_step_ends_is_taken_out_of_it() -> No
     assert of(paces) == (50 - 5 + 10, 20 - 5 + 10)
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_a_wait_in_a_long_step_is_taken_out_of_its_sum(late: bool) -> None:
+    """A step of 20 s with a wait of 18 s is known by the second in which it ended."""
+    paces = Paces()
+    if not late:
+        paces.wait(81 * SECOND, 99 * SECOND)
+    paces.sums("single", Pace(Tally(1, 8, 0, 20 * SECOND, 20 * SECOND)), 100 * SECOND, 101 * SECOND)
+    if late:
+        paces.wait(81 * SECOND, 99 * SECOND)
+    assert of(paces) == (2 * SECOND, 2 * SECOND)
+
+
+def test_a_wait_between_steps_that_are_sums_is_taken_out_of_the_gap() -> None:
+    paces = Paces()
+    paces.sums("single", Pace(Tally(10, 80, 0, SECOND, SECOND)), 94 * SECOND, 95 * SECOND)
+    paces.sums("single", Pace(Tally(1, 8, 0, SECOND // 2, SECOND // 2)), 95 * SECOND, 96 * SECOND)
+    paces.sums("single", Pace(Tally(5, 40, 0, SECOND // 2, 5 * SECOND + SECOND // 2)), 100 * SECOND, 101 * SECOND)
+    paces.wait(95 * SECOND + 10**7, 100 * SECOND + 10**7)
+    assert of(paces) == (2 * SECOND, 2 * SECOND)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_two_modes_of_one_minute_share_a_wait_in_any_order(late: bool) -> None:
+    paces = Paces()
+    if not late:
+        paces.wait(2 * SECOND, 4 * SECOND)
+    for mode, spent in (("dp", 6 * SECOND), ("single", 4 * SECOND)):
+        paces.sums(mode, Pace(Tally(10, 80, 0, spent, spent)), 0, 10 * SECOND)
+    if late:
+        paces.wait(2 * SECOND, 4 * SECOND)
+    assert (of(paces, "dp"), of(paces)) == ((4 * SECOND,) * 2, (4 * SECOND,) * 2)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(10, 40), (55, 95)])
+def test_a_wait_before_or_after_the_training_is_in_no_sum(begin: int, end: int) -> None:
+    paces = Paces()
+    paces.sums("single", Pace(Tally(10, 80, 0, 5 * SECOND, 5 * SECOND)), 50 * SECOND, 51 * SECOND)
+    paces.wait(begin * SECOND, end * SECOND)
+    assert of(paces) == (5 * SECOND, 5 * SECOND)
+
+
 def test_an_evaluation_has_its_own_time_and_the_time_around_it_is_training() -> None:
     between = Between()
     found = [
@@ -299,7 +340,9 @@ def test_a_pause_and_a_wait_for_input_are_in_no_rate(state: Path) -> None:
     for record in decoded([*payloads, waits]):
         now = fold(now, record)
     process = now.processes[0]
-    assert mean_speed(process).samples_per_s == pytest.approx(true, rel=0.001)
+    for found in (mean_speed(process).rate, figures(process, "single", 0).rate):
+        assert found is not None
+        assert (found.samples_per_s, found.samples_within) == pytest.approx((true, true), rel=0.001)
     assert speed(process, None).samples_per_s == pytest.approx(true, rel=0.1)
     said = json.dumps(as_object(collect(directory))["inputs"])
     assert '"seconds": 5.0' in said

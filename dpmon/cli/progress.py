@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from dpmon.rates import Paces, Tally, rate_of
+from dpmon.rates import Pace, Paces, rate_of
 from dpmon.records import Event, Step
 from dpmon.run.inputs import Inputs
 from dpmon.run.pauses import Pauses
@@ -29,8 +29,8 @@ class Progress:
         """Whether the processes are ranks of one training, for which the modes do not hold."""
         self._paces: dict[int, Paces] = {}
         """By process."""
-        self._said: dict[int, Tally] = {}
-        """The same, at the time of the last line."""
+        self._said: dict[int, Pace] = {}
+        """The same as it was at the last line."""
         self._inputs, self._pauses = Inputs(), Pauses()
         self._last_ns = 0
         """When the newest step ended (monotonic); 0 before the first step."""
@@ -49,18 +49,14 @@ class Progress:
         return "  ".join(parts)
 
     def _rates(self) -> list[str]:
-        """Rates since the last line: of training steps, or of evaluation steps if there were no others."""
-        now = {process: paces.total().counted() for process, paces in self._paces.items()}
+        """Of the training since the last line; of evaluations where a process has not trained yet."""
         fresh = []
-        for process, tally in now.items():
-            since = self._said.get(process)
-            if since is None or since.steps > tally.steps:  # the process has only evaluated until now
-                since = Tally()
-            one = Tally()
-            one.add(tally)
-            one.add(since, -1)
-            fresh.append(one)
-        self._said = now
+        for process, paces in self._paces.items():
+            now = paces.total()
+            since = now.copy()
+            since.add(self._said.get(process, Pace()), -1)
+            fresh.append(since.training if now.training.steps else since.counted())
+            self._said[process] = now
         rate = rate_of(fresh)
         if rate is None:
             return ["evaluation"]

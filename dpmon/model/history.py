@@ -217,17 +217,19 @@ def pictured(process: Process, span_s: int, width: int, over: bool = False) -> P
     cells = max(width * seconds // span_s, 1)
     room = width // cells
     origin = process.began_ns // _SECOND // seconds if process.began_ns >= 0 else process.columns[0].second // seconds
-    newest = process.columns[-1].second // seconds - origin
+    # Not that of the last column: a damaged time may be later than all that follow.
+    newest = max(column.second for column in process.columns) // seconds - origin
     page = 1 if over else max(room // 4, 1)
     first = -(-(newest + 1 - room) // page) * page if newest >= room else 0
-    return Picture(_placed(process.columns, seconds, origin + first), cells, seconds)
+    return Picture(_placed(process.columns, seconds, origin + first)[-room:], cells, seconds)
 
 
 def _whole(process: Process, width: int) -> Picture:
     found = columns_of(process, 0)
     seconds = process.long_s if process.columns_made > COLUMNS_KEPT or process.long_only else 1
     first = _begin(found[0]) // seconds
-    seconds *= -(-(found[-1].second // seconds - first + 1) // width)
+    newest = max(column.second for column in found)
+    seconds *= -(-(newest // seconds - first + 1) // width)
     return Picture(_placed(found, seconds, _begin(found[0]) // seconds)[-width:], 1, seconds)
 
 

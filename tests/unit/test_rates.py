@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 from kept import keep
@@ -13,11 +14,12 @@ from dpmon.cli.progress import Progress
 from dpmon.cli.summary import summary_lines
 from dpmon.model import State, fold
 from dpmon.model.compare import compared
-from dpmon.model.history import figures, pictured
+from dpmon.model.history import add_step, figures, pictured
 from dpmon.model.past import fold_past
+from dpmon.model.state import PHASES, Process, StepSample
 from dpmon.model.stats import mean_speed, speed
 from dpmon.rates import Between, Gap, Pace, Paces, Tally, rate_of
-from dpmon.records import pack_event
+from dpmon.records import Step, pack_event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.series import Series
@@ -284,7 +286,37 @@ def test_epochs_with_gaps_have_one_rate_everywhere(state: Path) -> None:
     assert f"{true:.0f} samples/s ({within / 1000:.2f}k within steps)" in status
 
 
-def test_sums_of_seconds_and_minutes_include_the_time_between_steps(state: Path) -> None:
+class Records:
+    """Stands for a RunReader: gives what it was handed since it was last asked."""
+
+    def __init__(self) -> None:
+        self.fresh: list[Step] = []
+
+    def poll(self) -> list[Step]:
+        found, self.fresh = self.fresh, []
+        return found
+
+
+def test_a_line_after_an_evaluation_has_the_rate_of_the_training() -> None:
+    records = Records()
+    progress = Progress(cast(RunReader, records))
+    at = number = 0
+    lines = []
+    for count, wall, phases in (
+        (50, SECOND // 100, {"forward": 10}),
+        (60, SECOND // 10, {"forward": 10, "backward": 5}),
+        (20, SECOND // 100, {"forward": 10}),
+        (60, SECOND // 5, {"forward": 10, "backward": 5}),
+    ):
+        for _ in range(count):
+            number += 1
+            records.fresh.append(Step(0, None, number, "single", at, wall, 16, phases))
+            at += wall
+        lines.append(progress.line())
+    assert [line.split("  ")[1] for line in lines] == ["100 steps/s", "10.0 steps/s", "evaluation", "5.00 steps/s"]
+
+
+def test_sums_of_seconds_and_minutes_know_the_time_between_steps(state: Path) -> None:
     payloads, training = epochs()
     true, within = truth(payloads)
     kept = Kept(keep({0: payloads}, seconds=training.now / 1e9))
@@ -348,7 +380,16 @@ def test_a_pause_and_a_wait_for_input_are_in_no_rate(state: Path) -> None:
     assert '"seconds": 5.0' in said
 
 
-def test_a_gap_between_epochs_is_a_gap_in_the_chart_but_a_long_step_is_not() -> None:
+@pytest.mark.parametrize("span", [600, 0])
+def test_a_damaged_time_costs_no_more_columns_than_there_are_cells(span: int) -> None:
+    process = Process(0)
+    process.began_ns = 0
+    for number, (mode, second) in enumerate((("dp", 200_000), ("single", 5)), start=1):
+        add_step(process, StepSample(number, second * SECOND, 10**7, 8, (1,) * len(PHASES)), mode)
+    assert 0 < len(pictured(process, span, 100).columns) <= 100
+
+
+def test_a_gap_between_epochs_is_a_gap_in_the_chart_and_a_long_step_is_none() -> None:
     training = Training(mode="single", step_ns=250_000_000)
     now = State()
     payloads = [*training.begin(), *training.run(20)]

@@ -103,6 +103,7 @@ class HostSampler:
             self._scan_due = now + took / _SCAN_SHARE
         used = 0.0
         resident: dict[tuple[int, float], int] = {}
+        parents: dict[tuple[int, float], int] = {}
         alive: dict[psutil.Process, float] = {}
         for process, before in self._cpu.items():
             try:
@@ -112,7 +113,8 @@ class HostSampler:
                     if process.status() == psutil.STATUS_ZOMBIE:
                         continue
                     times = process.cpu_times()
-                    resident[process.pid, process.create_time()] = process.memory_info().rss
+                    key = process.pid, process.create_time()
+                    resident[key], parents[key] = process.memory_info().rss, process.ppid()
             except psutil.Error:
                 continue
             alive[process] = times.user + times.system
@@ -124,7 +126,7 @@ class HostSampler:
             absent.update(run_cpu_pct=reason, run_mem_bytes=reason)
             self._at = None
             return None, None
-        memory, why = self._proportional.total(resident)
+        memory, why = self._proportional.total(resident, parents)
         if why is not None:
             absent["run_mem_bytes"] = why
         if before_at is None or now <= before_at:

@@ -53,11 +53,20 @@ class ProportionalMemory:
         self._clock = clock
         self._read = read
         self._readings: dict[tuple[int, float], _Reading] = {}
+        self._typical: dict[int, float] = {}
+        """By parent: the mean shared part of its children, as far as they were read."""
         self._budget_s = BUDGET_MOST_S
         self._at_s = clock()
 
-    def total(self, resident: Mapping[tuple[int, float], int]) -> tuple[int | None, str | None]:
-        """Total bytes of all processes, or None and the reason. `resident`: bytes by process id and start time."""
+    def total(
+        self, resident: Mapping[tuple[int, float], int], parents: Mapping[tuple[int, float], int] | None = None
+    ) -> tuple[int | None, str | None]:
+        """Bytes of all processes together, or None and the reason.
+
+        `resident`: bytes by process id and start; `parents`: ids of the parents, where they are known. A process that
+        was not read yet is an estimate: it shares as much as its siblings do on average.
+        """
+        parents = parents or {}
         now = self._clock()
         self._budget_s = min(self._budget_s + (now - self._at_s) * BUDGET_SHARE, BUDGET_MOST_S)
         self._at_s = now
@@ -68,7 +77,8 @@ class ProportionalMemory:
             if self._budget_s <= 0 or self._clock() - now >= AT_ONCE_S:
                 break
             self._refresh(key, resident[key])
-        return self._sum(resident)
+        self._learn(parents)
+        return self._sum(resident, parents)
 
     def _due(self, key: tuple[int, float]) -> float:
         known = self._readings.get(key)
@@ -92,13 +102,28 @@ class ProportionalMemory:
         shared = max(resident - (pss or 0), 0) if pss is not None else resident
         self._readings[key] = _Reading(shared, ended + max(EVERY_S, REST_FACTOR * took), why)
 
-    def _sum(self, resident: Mapping[tuple[int, float], int]) -> tuple[int | None, str | None]:
+    def _learn(self, parents: Mapping[tuple[int, float], int]) -> None:
+        """Work out what children share; what is known of a parent stays while all its children are new."""
+        shared: dict[int, list[int]] = {}
+        present = set(parents.values())
+        for key, parent in parents.items():
+            known = self._readings.get(key)
+            if known is not None and known.why is None:
+                shared.setdefault(parent, []).append(known.shared)
+        self._typical = {parent: mean for parent, mean in self._typical.items() if parent in present}
+        self._typical.update({parent: sum(each) / len(each) for parent, each in shared.items()})
+
+    def _sum(
+        self, resident: Mapping[tuple[int, float], int], parents: Mapping[tuple[int, float], int]
+    ) -> tuple[int | None, str | None]:
         total = 0
         unread = 0
         for key, size in resident.items():
             known = self._readings.get(key)
             if known is None:
-                unread += 1
+                typical = self._typical.get(parents.get(key, -1))
+                unread += typical is None
+                total += max(size - int(typical or 0), 0)
             elif known.why is not None:
                 return None, known.why
             else:

@@ -94,6 +94,31 @@ def test_reading_keeps_to_its_budget_in_the_long_run() -> None:
     assert 0 < len(kernel.asked) * kernel.takes_s < 1000 * BUDGET_SHARE + 2
 
 
-def test_the_kernel_agrees_with_psutil() -> None:
+def test_workers_that_start_anew_are_estimated_by_their_siblings() -> None:
+    """Sixteen workers, restarted every minute: more than the budget can read in that time."""
+    kernel = Kernel(takes_s=0.1)
+    kernel.answers = dict.fromkeys(range(17), 10 * MIB)
+    found = []
+    for second in range(600):
+        kernel.now = max(kernel.now, float(second))
+        workers = {(pid, float(second // 60)): 600 * MIB for pid in range(1, 17)}
+        parents = {(0, 0.0): 100, **dict.fromkeys(workers, 0)}
+        found.append(kernel.memory.total({(0, 0.0): 600 * MIB, **workers}, parents))
+    assert found[0] == (None, "the memory of 16 of 17 processes has not been read yet")
+    assert found[5:] == [(170 * MIB, None)] * 595
+
+
+def test_a_process_without_a_sibling_that_was_read_is_not_estimated() -> None:
+    kernel = Kernel(takes_s=AT_ONCE_S)
+    kernel.answers = dict.fromkeys(range(3), 10 * MIB)
+    resident = {(pid, 1.0): 600 * MIB for pid in range(3)}
+    parents = {(0, 1.0): 100, (1, 1.0): 0, (2, 1.0): 0}
+    assert kernel.memory.total(resident, parents)[1] == "the memory of 2 of 3 processes has not been read yet"
+    assert kernel.memory.total(resident, parents)[0] == 30 * MIB
+    kernel.now += 1
+    assert kernel.memory.total({**resident, (5, 1.0): 50 * MIB}, {**parents, (5, 1.0): 100})[0] is not None
+
+
+def test_the_kernel_says_what_psutil_says() -> None:
     psutil = pytest.importorskip("psutil")
     assert read_pss(os.getpid()) == pytest.approx(psutil.Process().memory_full_info().pss, rel=0.05)

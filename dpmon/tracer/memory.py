@@ -10,6 +10,7 @@ of torch's allocator are read and never reset: the peak is the one since the sta
 from __future__ import annotations
 
 import weakref
+from _thread import get_ident
 from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any
@@ -179,6 +180,9 @@ class Memory:
         try:
             if self._unstepped.pop(id(optimizer), None) is None or self._due == 0 or self._faults >= MAX_FAULTS:
                 return 0
+            if self.calls.steps.thread != get_ident():  # beside the training, or before its first call
+                self._due = min(self._due, self._soonest)
+                return 0
             self._due = 0 if self._extra > 0 else min(self._due, self._soonest)
             self._extra -= 1
             self.soon()
@@ -282,6 +286,8 @@ class Memory:
             absent[_PARTS[STATES]] = (
                 f"more than {MAX_OPTIMIZERS} optimizers at once; {self._forgotten} of them are not counted"
             )
+        elif not self._optimizers and not walk.total(STATES):
+            absent.setdefault(_PARTS[STATES], "no optimizer of torch's was made")
         elif unstepped and not walk.total(STATES):
             absent.setdefault(_PARTS[STATES], "no optimizer had stepped when this was measured")
         return absent

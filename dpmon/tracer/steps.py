@@ -692,6 +692,7 @@ class Steps:
                 self.unseen += 1
                 if self.unseen == UNSEEN_STEPS:
                     self.on_unseen()
+            self.on_step(optimizer)
             return
         self.learns = True
         if self.session.timing is not None:

@@ -143,6 +143,48 @@ def test_an_optimizer_without_a_state_holds_zero(tmp_path: Path) -> None:
     assert "optimizer_bytes" not in cpu["absent"]
 
 
+BY_HAND = """\
+import torch
+model = torch.nn.Linear(30, 20)
+moments = [torch.zeros_like(p) for p in model.parameters()]
+for x in torch.utils.data.DataLoader(torch.ones(40, 30), batch_size=4):
+    model(x).sum().backward()
+    with torch.no_grad():
+        for p, moment in zip(model.parameters(), moments):
+            p.sub_(moment.mul_(0.9).add_(p.grad))
+    model.zero_grad()
+"""
+
+
+def test_without_an_optimizer_of_torchs_its_part_is_unknown(tmp_path: Path) -> None:
+    cpu = newest(traced(tmp_path, BY_HAND))
+    assert cpu["optimizer_bytes"] is None
+    assert cpu["absent"]["optimizer_bytes"] == "no optimizer of torch's was made"
+
+
+ELSEWHERE = """\
+import sys, threading, torch
+model = torch.nn.Linear(30, 20)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if sys.argv[1] == "before":
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+for x in torch.utils.data.DataLoader(torch.ones(40, 30), batch_size=4):
+    model(x).sum().backward()
+    if sys.argv[1] == "thread":
+        thread = threading.Thread(target=optimizer.step)
+        thread.start()
+        thread.join()
+"""
+
+
+@pytest.mark.parametrize("where", ["before", "thread"])
+def test_an_optimizer_that_steps_elsewhere_has_stepped(tmp_path: Path, where: str) -> None:
+    cpu = newest(traced(tmp_path, ELSEWHERE, where))
+    assert cpu["optimizer_bytes"] == 0, cpu["absent"]
+
+
 QUANTIZED = """\
 import warnings
 warnings.simplefilter("ignore")
@@ -162,7 +204,7 @@ def test_the_summary_and_the_report_say_why_a_part_is_unknown(dpmon: Dpmon, tmp_
     record = next(one for one in dpmon.records() if one["kind"] == "memory")
     assert record["devices"][0]["absent"]["model_bytes"] == REASON
     assert record["devices"][0]["model_bytes"] is None
-    assert "cpu  model –, gradients –, optimizer 0 B" in run.errors
+    assert "cpu  model –, gradients –, optimizer –" in run.errors
     assert f"model: {REASON}" in run.errors
     report = dpmon.run("report")
     flat = " ".join(report.text.split())

@@ -91,6 +91,9 @@ class _Worker:
                 Context().run(replica.run)
             except BaseException as error:  # noqa: BLE001 - torch keeps Exceptions for itself
                 _report(error)
+            # A new thread has no tracer and no profiler. The values that are cleared may have finalisers.
+            sys.settrace(None)
+            sys.setprofile(None)
             locals_of_thread.clear()
             _ACTIVE.pop(get_ident(), None)
             crew.idle.append(self)
@@ -152,9 +155,10 @@ def _nothing() -> None:
 
 
 def _locals_of_thread() -> dict[Any, Any]:
-    """The dict of the calling thread's `threading.local` values; the end of a thread clears it."""
-    function = ctypes.pythonapi.PyThreadState_GetDict
-    function.restype = ctypes.c_void_p  # a borrowed reference, which py_object would release
+    """The dict that holds the calling thread's `threading.local` values; clearing it is what a thread's end does."""
+    # A function of our own: the one in `pythonapi` is shared with the script. The result is a borrowed reference,
+    # which py_object would give back.
+    function = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
     found: dict[Any, Any] = ctypes.cast(function(), ctypes.py_object).value
     return found
 

@@ -46,7 +46,12 @@ def test_threads_are_kept(said: Any) -> None:
 
 def test_each_replica_finds_a_new_thread(said: Any) -> None:
     assert said["state"] == [["nothing", "default"]] * 6
+    assert said["watched"] == [[False, False]] * 6
     assert said["current"] == [True] * 4
+
+
+def test_a_function_that_ctypes_shares_is_left_alone(said: Any) -> None:
+    assert said["shared"]
 
 
 def test_the_script_finds_no_thread_of_ours(said: Any) -> None:

@@ -4,6 +4,7 @@ Argument: the number of threads that the script's own parallel regions take, or 
 """
 
 import contextvars
+import ctypes
 import json
 import os
 import signal
@@ -66,6 +67,14 @@ def state(_):
     found = [getattr(mine, "value", "nothing"), variable.get()]
     mine.value = "left behind"
     variable.set("left behind")
+    return found
+
+
+def watchers(_):
+    """Whether this thread was left with a tracer or a profiler; leaves both behind."""
+    found = [sys.gettrace() is not None, sys.getprofile() is not None]
+    sys.settrace(lambda *_: None)
+    sys.setprofile(lambda *_: None)
     return found
 
 
@@ -139,6 +148,8 @@ said = {
     "alone afterwards": torch.get_num_threads(),
     "at the same time": sorted(calls(meeting())),
     "state": calls(state, 3),
+    "shared": ctypes.pythonapi.PyThreadState_GetDict.restype is ctypes.c_int,
+    "watched": calls(watchers, 3),
     "current": calls(names, 2),
     "threads": len(set(calls(lambda _: threading.get_native_id(), 20))),
     "error": caught(),

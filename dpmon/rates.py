@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dpmon.records import Step
+from dpmon.records import Step, is_evaluation
 
 __all__ = ["NO_GAP", "Between", "Gap", "Pace", "Paces", "Rate", "Tally", "rate_of", "span_rate"]
 
@@ -292,8 +292,8 @@ class Paces:
         return gap
 
     def record(self, step: Step) -> Gap:
-        """Add a recorded step and the time before it; return that time."""
-        evaluation = "backward" not in step.phases and "optimizer" not in step.phases
+        """Add a step as it was recorded; the time before it that was added with it."""
+        evaluation = is_evaluation(step.phases.get("backward"), step.phases.get("optimizer"))
         return self.step(step.step, step.mode, step.start_ns, step.wall_ns, step.samples, evaluation)
 
     def sums(self, mode: str, pace: Pace, begin: int, end: int) -> None:

@@ -52,6 +52,7 @@ from dpmon.packing import (
 from dpmon.plainjson import load_event, load_json
 
 __all__ = [
+    "BACKWARD_AT",
     "CALL_PHASES",
     "CALL_TAG",
     "DDP",
@@ -59,6 +60,7 @@ __all__ = [
     "GRAD",
     "MODES",
     "MORE",
+    "OPTIMIZER_AT",
     "PLAIN_FORMAT",
     "PLAIN_TAG",
     "PLAIN_WORDS",
@@ -121,7 +123,7 @@ UNTIMED = (
     "the step copies more tensors to devices than are timed: 16",
 )
 """The reasons by their numbers."""
-_BACKWARD, _OPTIMIZER = STEP_PHASES.index("backward"), STEP_PHASES.index("optimizer")
+BACKWARD_AT, OPTIMIZER_AT = STEP_PHASES.index("backward"), STEP_PHASES.index("optimizer")
 _BEFORE = "it ran before the first call on a GPU, or on a thread that does not train"
 _KINDS = ("", "definition", "call", "step", "event", "call")
 _MAX_TIMES = 1 << 13
@@ -595,9 +597,12 @@ def step_fields(payload: bytes) -> tuple[int, ...]:
     return (mode, step, start, wall, samples, data, copy, *rest)
 
 
-def is_evaluation(phases: Sequence[int | None]) -> bool:
-    """Whether a step with these phases (ordered as STEP_PHASES) is an evaluation, if other steps of its mode train."""
-    return phases[_BACKWARD] is None and phases[_OPTIMIZER] is None
+def is_evaluation(backward: int | None, optimizer: int | None) -> bool:
+    """Whether a step with these phases (None or negative: did not run) belongs to an evaluation.
+
+    This holds if other steps of its mode train. A batch that the script skips cannot be told from an evaluation.
+    """
+    return (backward is None or backward < 0) and (optimizer is None or optimizer < 0)
 
 
 def copied_bytes(payload: bytes) -> int | None:

@@ -32,7 +32,7 @@ from dpmon.model.state import (
     WarningText,
 )
 from dpmon.model.turns import saw
-from dpmon.records import CALL_PHASES, MODES, STEP_PHASES, Call, Event, Record, Step
+from dpmon.records import CALL_PHASES, MODES, STEP_PHASES, Call, Event, Record, Step, is_evaluation
 
 __all__ = ["fold", "process_of", "refined"]
 
@@ -221,7 +221,7 @@ def _step(state: State, step: Step) -> None:
         track = process.modes[mode] = ModeTrack(mode)
     track.steps.append(sample)
     track.count += 1
-    evaluation = "backward" not in step.phases and "optimizer" not in step.phases
+    evaluation = is_evaluation(step.phases.get("backward"), step.phases.get("optimizer"))
     gap = process.paces.step(step.step, mode, step.start_ns, step.wall_ns, step.samples, evaluation)
     if process.marks_mode != mode:
         process.marks.clear()

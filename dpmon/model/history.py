@@ -31,6 +31,7 @@ from dpmon.model.state import (
 from dpmon.model.stats import PhaseFigures, Summary, summary, weighed_middle, weighed_phase, weighed_rank
 from dpmon.model.uneven import Uneven, uneven
 from dpmon.rates import NO_GAP, Gap, Pace, Paces, Rate, rate_of
+from dpmon.records import is_evaluation
 
 __all__ = ["Picture", "add_column", "add_settled", "add_step", "columns_of", "figures", "forward_figures", "pictured"]
 
@@ -64,7 +65,7 @@ def add_step(process: Process, sample: StepSample, mode: str, gap: Gap = NO_GAP)
     column.count += 1
     column.wall_ns += sample.wall_ns
     phases = sample.phases
-    evaluation = phases[_BACKWARD] < 0 and phases[_OPTIMIZER] < 0
+    evaluation = is_evaluation(phases[_BACKWARD], phases[_OPTIMIZER])
     column.pace.step(sample.end_ns - sample.wall_ns, sample.wall_ns, sample.samples, evaluation, gap)
     column.phases = [total + took if took > 0 else total for total, took in zip(column.phases, phases, strict=True)]
     column.ran = [count + (took >= 0) for count, took in zip(column.ran, phases, strict=True)]

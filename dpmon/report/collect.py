@@ -13,7 +13,7 @@ from dpmon.model.findings import findings
 from dpmon.model.inputs import INPUT, is_wait, waited_ns
 from dpmon.model.memory import held
 from dpmon.rates import Gap
-from dpmon.records import PartTimes, is_evaluation
+from dpmon.records import BACKWARD_AT, OPTIMIZER_AT, PartTimes, is_evaluation
 from dpmon.report.compared import Settled, compared
 from dpmon.report.devices import Devices
 from dpmon.report.events import mode_change, process_facts
@@ -146,7 +146,7 @@ class _Collector(Adder):
             return
         super().step(process, number, mode, start, wall, samples, phases, times)
         self._there.take(process, start, start + wall)
-        evaluation = is_evaluation(phases)
+        evaluation = is_evaluation(phases[BACKWARD_AT], phases[OPTIMIZER_AT])
         self.series.step(mode, evaluation, start, wall, samples, phases)
         self.settled.step(process, number, mode, start, wall, samples, phases)
         self._last_ns = max(self._last_ns or 0, start + wall)

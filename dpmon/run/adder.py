@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 
 from dpmon.rates import Gap, Paces, Tally, rate_of
 from dpmon.records import (
+    BACKWARD_AT,
     CALL_PHASES,
     DDP,
     GRAD,
     MODES,
+    OPTIMIZER_AT,
     STEP_PHASES,
     TRAINING,
     PartTimes,
@@ -129,7 +131,7 @@ class Adder:
         """`start` in ns since the run's start; `phases` as in STEP_PHASES; `times` as records.step_times gives them."""
         self._processes.add(process)
         self.totals.pauses.step(process, start)
-        evaluation = is_evaluation(phases)
+        evaluation = is_evaluation(phases[BACKWARD_AT], phases[OPTIMIZER_AT])
         gap = self._pace(process).step(number, mode, start, wall, samples, evaluation)
         self.elapsed(mode, start, gap)
         _times(self._walls, (process, mode, evaluation)).append(wall)

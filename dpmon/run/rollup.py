@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpmon.rates import Gap, Pace, Tally
-from dpmon.records import CALL_PHASES, MODES
+from dpmon.records import CALL_PHASES, MODES, is_evaluation
 
 __all__ = ["SERIES", "WHOLE", "WIDTHS", "Gathered", "Rollup", "bucket", "bucket_middle"]
 
@@ -113,7 +113,7 @@ class Rollup:
             between = phases[_BETWEEN_AT] if len(phases) > _BETWEEN_AT else no
             trained = phases[_BACKWARD_AT], phases[_OPTIMIZER_AT]
             for start, wall, count, back, stepped, gap in zip(starts, walls, samples, *trained, between, strict=True):
-                self.pace.step(start, wall, count, back is None and stepped is None, Gap(abs(gap or 0), (gap or 0) < 0))
+                self.pace.step(start, wall, count, is_evaluation(back, stepped), Gap(abs(gap or 0), (gap or 0) < 0))
             for series, place in _COLUMNS:
                 if place < len(phases):
                     self._count(series, [took for took in phases[place] if took is not None])

@@ -10,7 +10,9 @@ from typing import Any
 from dpmon.plainjson import load_event
 from dpmon.rates import Between
 from dpmon.records import (
+    BACKWARD_AT,
     MODES,
+    OPTIMIZER_AT,
     STEP_PHASES,
     Decoder,
     Event,
@@ -100,7 +102,7 @@ class Sorter:
         data, copy, *known = [took if took >= 0 else None for took in phases]
         other = max(0, wall - sum(took for took in phases if took >= 0))
         count = samples if samples >= 0 else None
-        gap = self._between.step(step, began, wall, is_evaluation([data, copy, *known]))
+        gap = self._between.step(step, began, wall, is_evaluation(phases[BACKWARD_AT], phases[OPTIMIZER_AT]))
         between = min(gap.ns, _MAX_INT)
         row = (
             number, self.row.process, step, MODES[mode], began, wall, count,

@@ -19,7 +19,7 @@ from dpmon.model.past import fold_past
 from dpmon.model.state import PHASES, Process, StepSample
 from dpmon.model.stats import mean_speed, speed
 from dpmon.rates import Between, Gap, Pace, Paces, Tally, rate_of
-from dpmon.records import Step, pack_event
+from dpmon.records import Step, is_evaluation, pack_event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.series import Series
@@ -161,7 +161,14 @@ def test_an_evaluation_has_its_own_time_and_the_time_around_it_is_training() -> 
     assert pace.counted() == pace.training
 
 
-def test_without_training_evaluation_steps_count() -> None:
+@pytest.mark.parametrize("absent", [None, -1])
+def test_a_step_is_an_evaluation_if_neither_backward_nor_optimizer_ran(absent: int | None) -> None:
+    assert is_evaluation(absent, absent)
+    assert not is_evaluation(0, absent)
+    assert not is_evaluation(absent, 0)
+
+
+def test_where_nothing_trains_evaluations_are_the_steps() -> None:
     paces = Paces()
     for number in (1, 2):
         paces.step(number, "single", 100 * number, 60, 4, True)

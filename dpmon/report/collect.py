@@ -271,4 +271,4 @@ def _last_output(reader: RunReader, raised: Uncaught | None) -> tuple[str, ...]:
         return ()
     # A carriage return begins the line anew: what a progress bar showed last is what counts.
     shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
-    return tuple([line for line in last_lines(shown, raised) if line.strip()][-LINES_KEPT:])
+    return tuple([line for line in last_lines(shown, raised, reader.info.command_pid) if line.strip()][-LINES_KEPT:])

@@ -68,11 +68,26 @@ def uncaught(directory: Path, info: RunInfo, status: int | None) -> Uncaught | N
         return None
     if own is not None and own.kind not in _MAYBE_OF_LAUNCHERS:
         return own
-    # Take the first of the others: later ones are mostly consequences of it.
+    begun = _begun(directory)
     others = [
         one for one in found if one.kind not in _OF_LAUNCHERS and one is not own and one.kind != "KeyboardInterrupt"
     ]
-    return others[0] if others else own
+    if own is None and info.command_pid in begun:
+        # A Python that ended by sys.exit. It may have handled the end of a child; ranks end a launcher.
+        others = [one for one in others if one.rank is not None]
+    # A launcher that starts its ranks again reports the last attempt. In that, take the first exception: later ones are
+    # mostly its consequences.
+    attempt = begun.get(others[-1].pid, 0) if others else 0
+    return next((one for one in others if one.at_ns >= attempt), own)
+
+
+def _begun(directory: Path) -> dict[int, int]:
+    """When each process made its first note (monotonic ns)."""
+    try:
+        notes = parse_notes(read_file(directory / "stages.log", _MOST_BYTES))
+    except OSError:
+        return {}
+    return {pid: at_ns for pid, at_ns, _ in reversed(notes)}
 
 
 def uncaught_in(directory: Path, pid: int | None) -> str | None:
@@ -80,9 +95,12 @@ def uncaught_in(directory: Path, pid: int | None) -> str | None:
     return next((one.kind for one in every_uncaught(directory) if one.pid == pid), None)
 
 
-def last_lines(lines: list[str], raised: Uncaught | None) -> list[str]:
-    """The output up to the exception that ended the run, without what a launcher prints after it."""
-    if raised is None:
+def last_lines(lines: list[str], raised: Uncaught | None, command: int | None) -> list[str]:
+    """The output up to the exception that ended the run, without what a launcher prints after it.
+
+    `command`: the process id of the command. All that follows its own exception is the script's output.
+    """
+    if raised is None or raised.pid == command:
         return lines
     end = max((i for i, line in enumerate(lines) if line.rstrip().endswith(raised.text)), default=len(lines) - 1)
     return lines[: end + 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from types import TracebackType, WrapperDescriptorType
 from typing import Any
@@ -23,7 +24,10 @@ _NAME: Any = type.__dict__["__name__"]
 _MRO: Any = type.__dict__["__mro__"]
 _MEMBERS: Any = type.__dict__["__dict__"]
 
+_IN_TRACEBACK = re.compile(r'^ *File "([^"\n]+)", line (\d{1,9})', re.MULTILINE)
 MAX_CHARACTERS = 300
+MAX_PATH = 1000
+"""A note is one write of a bounded size."""
 _SILENT = {
     "StopIteration": (
         "(next() found nothing: a replica has no parameters, so take device and dtype from an input,"
@@ -57,11 +61,29 @@ def uncaught(rank: int | None) -> str | None:
     kind = getattr(sys, "last_type", None)
     if kind is None:
         return None
-    said: dict[str, object] = {"message": _message(getattr(sys, "last_value", None)), "rank": rank}
+    value = getattr(sys, "last_value", None)
+    name, message = _NAME.__get__(kind), _message(value)
     place = _place(getattr(sys, "last_traceback", None))
-    if place is not None:
+    retold = _retold(name, value)
+    if retold is not None:
+        name, message, rank, place = retold
+    said: dict[str, object] = {"message": message, "rank": rank}
+    if place is not None and len(place[0]) <= MAX_PATH:
         said["file"], said["line"] = place
-    return f"{shortened(_NAME.__get__(kind))} {json.dumps(said)}"
+    return f"{shortened(''.join(name.split()))} {json.dumps(said)}"
+
+
+def _retold(kind: str, value: object) -> tuple[str, str, int | None, tuple[str, int] | None] | None:
+    """Class, message, rank and place of a rank's exception that torch.multiprocessing.spawn raises again as text."""
+    arguments = _ARGS.__get__(value) if isinstance(value, Exception) else ()
+    if kind != "ProcessRaisedException" or not arguments or type(arguments[0]) is not str:
+        return None
+    lines = arguments[0].strip().splitlines()
+    name, _, message = (lines[-1] if lines else "").partition(": ")
+    places = [(file, int(line)) for file, line in _IN_TRACEBACK.findall(arguments[0]) if _is_script(file)]
+    index = getattr(value, "error_index", None)  # by the class of torch
+    rank = index if type(index) is int else None
+    return name.rpartition(".")[2] or kind, message[:MAX_CHARACTERS], rank, places[-1] if places else None
 
 
 def _message(error: BaseException | None) -> str:
@@ -92,12 +114,17 @@ def _is_plain(value: object) -> bool:
     return type(value) in _PLAIN
 
 
+def _is_script(file: str) -> bool:
+    """Whether a file is the script's: not an installed package's, nor of Python's library."""
+    return not (file.startswith((_LIBRARY, "<")) or any(part in file for part in _INSTALLED))
+
+
 def _place(traceback: TracebackType | None) -> tuple[str, int] | None:
     """The innermost line of the script itself, not of an installed package or of Python's library."""
     found = None
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
-        if not (file.startswith((_LIBRARY, "<")) or any(part in file for part in _INSTALLED)):
+        if _is_script(file):
             found = os.path.abspath(file), traceback.tb_lineno
         traceback = traceback.tb_next
     return found

@@ -127,9 +127,44 @@ class _Info:
     command_pid = 7
 
 
+def test_of_a_launcher_that_starts_its_ranks_again_the_last_attempt_counts(tmp_path: Path) -> None:
+    noted(tmp_path, f"8 5 OSError {of(0, 'first')}", f"9 25 KeyError {of(1, 'a')}", f"10 26 ValueError {of(0)}",
+          "7 30 ChildFailedError {}")  # fmt: skip
+    stages = ["7 1 importing torch", "8 2 importing torch", "9 11 importing torch", "10 12 importing torch"]
+    (tmp_path / "stages.log").write_text("".join(f"{line}\n" for line in stages))
+    found = uncaught(tmp_path, _Info(), 1)  # type: ignore[arg-type]
+    assert found is not None
+    assert found.sentence("/work") == "rank 1: KeyError: a (train.py:3)"
+
+
+def test_a_child_that_failed_and_was_handled_did_not_end_the_run(dpmon: Dpmon) -> None:
+    script = dpmon.script(
+        "import subprocess, sys, torch\n"
+        "child = [sys.executable, '-c', 'import torch; raise OSError(\"trial 2 failed\")']\n"
+        "assert subprocess.run(child).returncode == 1\nsys.exit(3)\n",
+        "train.py",
+    )
+    run = dpmon.run("--headless", script)
+    assert run.status == 3
+    assert "OSError" in (dpmon.last() / "endings.log").read_text(), "the child noted it"
+    assert dpmon.exit()["cause"] is None
+
+
+def test_a_rank_of_mp_spawn_that_raises(dpmon: Dpmon) -> None:
+    script = dpmon.script(
+        "import torch\n\n\ndef train(rank):\n    if rank == 1:\n        raise ValueError('no data')\n\n\n"
+        "if __name__ == '__main__':\n    torch.multiprocessing.spawn(train, nprocs=2)\n",
+        "train.py",
+    )
+    run = dpmon.run("--headless", script)
+    assert run.status == 1
+    assert dpmon.exit()["cause"] == "rank 1: ValueError: no data (train.py:6)"
+
+
 def test_the_output_ends_with_the_exception() -> None:
     raised = Uncaught(8, 5, "RuntimeError", "broke")
     lines = ["training", "[rank1]: RuntimeError: broke", "E1122 failed", "ChildFailedError: "]
-    assert last_lines(lines, raised) == lines[:2]
-    assert last_lines(lines, None) == lines
-    assert last_lines(lines[2:], raised) == lines[2:]
+    assert last_lines(lines, raised, 7) == lines[:2]
+    assert last_lines(lines, None, 7) == lines
+    assert last_lines(lines[2:], raised, 7) == lines[2:]
+    assert last_lines(lines, raised, 8) == lines, "the script's own output, which atexit may add to"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from dpmon.run.rundir import ExitInfo, RunInfo, ring_paths
 from dpmon.run.uncaught import every_uncaught
 from dpmon.run.waiting import waits_since
 
-__all__ = ["IDLE", "Standing", "how_it_stands", "newest_stage", "stages", "standing", "standings"]
+__all__ = ["IDLE", "Standing", "activities", "how_it_stands", "newest_stage", "stages", "standing", "standings"]
 
 QUIET_NS = 10_000_000_000
 """Time without progress after which it is reported."""
@@ -67,23 +67,27 @@ def newest_stage(found: Mapping[int, Stage], alive: Callable[[int], bool] = lamb
     return max(busy, key=lambda stage: stage[1], default=None)
 
 
-def standings(directory: Path, *, over: bool) -> list[Standing]:
-    """All processes that train, then those that have not called a model yet; `over`: the run has ended."""
-    found = []
+def activities(directory: Path) -> Iterator[tuple[int, RingReader, int, int]]:
+    """Number and ring of each training process, one of Activity, and its time (monotonic ns).
+
+    The ring is open until the next one is asked for.
+    """
     for process, path in ring_paths(directory):
         if process < 0:
             continue
-        with contextlib.suppress(RingError, OSError):
-            ring = RingReader(str(path))
-            try:
-                what, since = ring.activity()
-                name = Activity.NAMES[what]
-                doing = _WORDS.get(name, f"in {name}")
-                if not over and what != Activity.ENDED and not proc.alive(ring.pid, None):
-                    doing = "gone"
-                found.append(Standing(process, ring.rank, ring.pid, doing, since))
-            finally:
-                ring.close()
+        with contextlib.suppress(RingError, OSError), contextlib.closing(RingReader(str(path))) as ring:
+            yield process, ring, *ring.activity()
+
+
+def standings(directory: Path, *, over: bool) -> list[Standing]:
+    """All processes that train, then those that have not called a model yet; `over`: the run has ended."""
+    found = []
+    for process, ring, what, since in activities(directory):
+        name = Activity.NAMES[what]
+        doing = _WORDS.get(name, f"in {name}")
+        if not over and what != Activity.ENDED and not proc.alive(ring.pid, None):
+            doing = "gone"
+        found.append(Standing(process, ring.rank, ring.pid, doing, since))
     known = {one.pid for one in found}
     for pid, (text, since) in stages(directory).items():
         if pid not in known and text not in IDLE and (over or proc.alive(pid, None)):

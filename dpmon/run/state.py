@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from pathlib import Path
 
-from dpmon.ring import Activity, RingError, RingReader
+from dpmon.ring import Activity
 from dpmon.run import proc
 from dpmon.run.ending import outcome
 from dpmon.run.lock import goes_on_elsewhere, supervised
-from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, ring_paths
+from dpmon.run.rundir import ExitInfo, RunInfo, load_exit
+from dpmon.run.standing import activities
 
 __all__ = ["YOUNG_S", "command_alive", "goes_on", "is_paused", "run_state"]
 
@@ -54,16 +54,6 @@ def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
 
 def is_paused(directory: Path) -> bool:
     """Whether every process that trains has paused, as the rings of a run of this machine say."""
-    doing = []
-    for process, path in ring_paths(directory):
-        if process < 0:
-            continue
-        with contextlib.suppress(RingError, OSError):
-            ring = RingReader(str(path))
-            try:
-                what, _ = ring.activity()
-                if what != Activity.ENDED and proc.alive(ring.pid, None):
-                    doing.append(what)
-            finally:
-                ring.close()
+    found = [(ring.pid, what) for _, ring, what, _ in activities(directory) if what != Activity.ENDED]
+    doing = [what for pid, what in found if proc.alive(pid, None)]
     return bool(doing) and all(what == Activity.PAUSED for what in doing)

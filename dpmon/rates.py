@@ -28,6 +28,7 @@ _SUMS_KEPT = 4096
 """The same for steps that are known only as sums. A minute has one for each mode."""
 _UNSURE_NS = 300_000_000
 """A wait may be shorter than reported by this much: its begin and its end are sampled."""
+_BESIDE = 16
 _LONGEST = 256
 _MAX = (1 << 63) - 1
 
@@ -193,8 +194,14 @@ class _Piece:
     """Whether it lies within steps."""
 
     def leave_out(self, wait: _Wait) -> None:
-        """Take what it has in common with the wait out of its tally."""
+        """Take what it has in common with the wait out of its tally.
+
+        A wait that has less than a sixteenth of its time in common with this stretch lies beside it: its begin and its
+        end are sampled, so it only seems to overlap.
+        """
         shared = min(max(min(wait.end, self.end) - max(wait.begin, self.begin), 0), wait.left)
+        if _BESIDE * shared < wait.end - wait.begin:
+            return
         wait.left -= shared
         self.tally.elapsed_ns = max(self.tally.elapsed_ns - shared, 0)
         if self.within:

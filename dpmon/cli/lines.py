@@ -29,7 +29,7 @@ from typing import Any
 
 from dpmon.model import State, fold
 from dpmon.model.history import figures, forward_figures
-from dpmon.model.ranks import training
+from dpmon.model.ranks import speed_together, training
 from dpmon.model.state import Process
 from dpmon.model.stats import PhaseFigures, median_known, speed
 from dpmon.model.turns import ended_of
@@ -148,7 +148,7 @@ class Lines:
         absent: dict[str, str] = {}
         said: dict[str, Any] = {"kind": "status", "run": info.id, "t_s": round(now_ns / 1e9, 3)}
         said["state"] = "ended" if over else self._doing(focus)
-        progress, lacks = _progress(focus, None if over else now_ns)
+        progress, lacks = _progress(focus, state, None if over else now_ns)
         said |= progress
         absent |= lacks
         trained = training(state)
@@ -174,14 +174,14 @@ class Lines:
         return "running"
 
 
-def _progress(focus: Process | None, now_ns: int | None) -> tuple[dict[str, Any], dict[str, str]]:
+def _progress(focus: Process | None, state: State, now_ns: int | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Step, speeds and times of the process that stands for the run; and why some of them are null, by their names."""
     absent: dict[str, str] = {}
     if focus is None or focus.last_step is None:
         names = ("step", *_RATES, "mode", "virtual", "step_ms", "phases", "call_phases")
         absent.update(dict.fromkeys(names, "no step has ended yet"))
         return dict.fromkeys(names), absent
-    fast = speed(focus, now_ns)
+    fast = speed_together(focus, state, lambda one: speed(one, now_ns))
     if fast.reason is not None:
         absent.update(dict.fromkeys(_RATES, fast.reason))
     elif fast.samples_per_s is None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import NamedTuple
 
 from dpmon.model.state import PHASES, CallTrack, Process, State, StepSample
-from dpmon.model.stats import median
+from dpmon.model.stats import Speed, median
 from dpmon.records import DDP
 
-__all__ = ["FORWARD", "RankRow", "distributed", "forward_of", "rank_rows", "toggle_refusal", "training", "world"]
+__all__ = [
+    "FORWARD",
+    "RankRow",
+    "distributed",
+    "forward_of",
+    "rank_rows",
+    "speed_together",
+    "toggle_refusal",
+    "training",
+    "world",
+]
 
 STEPS_COUNTED = 128
 FORWARD = (PHASES.index("scatter"), PHASES.index("replicate"), PHASES.index("apply"), PHASES.index("gather"),
@@ -43,6 +53,26 @@ def training(state: State) -> list[Process]:
         if key not in found or process.seen_ns > found[key].seen_ns:
             found[key] = process
     return [found[key] for key in sorted(found)]
+
+
+def speed_together(process: Process, state: State, speed_of: Callable[[Process], Speed]) -> Speed:
+    """The speed of a process or, if it is a rank, of all ranks: they step together, and their samples add up.
+
+    Samples are None where those of one rank are not known. `speed_of`: the speed of one process.
+    """
+    own = speed_of(process)
+    others = [one for one in training(state) if one is not process and one.rank is not None]
+    if process.rank is None or not others or own.rate is None:
+        return own
+    rates = [own.rate, *(speed_of(other).rate for other in others)]
+    samples, within = (
+        None if None in found else sum(each for each in found if each is not None)
+        for found in (
+            [None if rate is None else rate.samples_per_s for rate in rates],
+            [None if rate is None else rate.samples_within for rate in rates],
+        )
+    )
+    return Speed(own.rate._replace(samples_per_s=samples, samples_within=within), own.reason)
 
 
 def world(process: Process) -> int | None:

@@ -14,6 +14,7 @@ from dpmon.packing import shortened
 __all__ = ["in_a_line", "uncaught"]
 
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 _PLAIN = (str, bytes, int, float, bool, type(None))
@@ -116,7 +117,7 @@ def _is_plain(value: object) -> bool:
 
 def _is_script(file: str) -> bool:
     """Whether a file is the script's: not an installed package's, nor of Python's library."""
-    return not (file.startswith((_LIBRARY, "<")) or any(part in file for part in _INSTALLED))
+    return not (file.startswith((_LIBRARY, _OURS, "<")) or any(part in file for part in _INSTALLED))
 
 
 def _place(traceback: TracebackType | None) -> tuple[str, int] | None:

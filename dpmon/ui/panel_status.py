@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpmon.model.ranks import training, world
+from dpmon.model.ranks import speed_together, world
 from dpmon.model.state import Process
 from dpmon.model.stats import Speed, mean_speed, speed
 from dpmon.ui.answers import answer
@@ -60,20 +60,7 @@ def _speed(scene: Scene) -> Speed:
     def of(one: Process) -> Speed:
         return mean_speed(one) if scene.over else speed(one, scene.now_ns)
 
-    own = of(process)
-    others = [p for p in training(scene.state) if p is not process and p.rank is not None]
-    if process.rank is None or not others or own.rate is None:
-        return own
-    # The ranks take their steps together: steps once, samples added up; unknown if one of them is.
-    all_of_them = [own.rate, *(of(other).rate for other in others)]
-    samples, within = (
-        None if None in found else sum(each for each in found if each is not None)
-        for found in (
-            [None if rate is None else rate.samples_per_s for rate in all_of_them],
-            [None if rate is None else rate.samples_within for rate in all_of_them],
-        )
-    )
-    return Speed(own.rate._replace(samples_per_s=samples, samples_within=within), own.reason)
+    return speed_together(process, scene.state, of)
 
 
 def _sign(alive: Life, look: Look) -> tuple[str, str]:

@@ -80,6 +80,6 @@ def test_a_line_that_knows_no_device_says_why(state: Path, took: Any, reason: st
 
 
 def test_why_something_is_null_is_given_back_and_changes_nothing_of_the_callers() -> None:
-    progress, absent = _progress(None, None)
+    progress, absent = _progress(None, State(), None)
     assert progress.keys() == absent.keys()
     assert set(absent.values()) == {"no step has ended yet"}

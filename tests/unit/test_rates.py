@@ -413,3 +413,13 @@ def test_a_gap_between_epochs_is_a_gap_in_the_chart_and_a_long_step_is_none() ->
     assert len(empty) in (9, 10)
     assert empty[0] in (first, first + 1)
     assert {column.mode for column in shown.columns} == {"single"}
+
+
+def test_a_wait_that_only_touches_a_step_is_not_taken_out_of_it() -> None:
+    """A wait before the first step whose end was sampled late, and one after the last whose begin was sampled early."""
+    paces = Paces()
+    for number in range(1, 3):
+        paces.step(number, "dp", number * 100, 100, 8, False)
+    paces.wait(-5000, 112)
+    paces.wait(256, 4000)
+    assert paces.of("dp").training.elapsed_ns == 200

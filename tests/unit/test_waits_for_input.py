@@ -191,7 +191,7 @@ def test_of_very_many_waits_the_longest_are_known_and_there_were_at_least_so_man
     ]
     assert {who for who, _ in spans} == {3}
     waits = [(process, *span) for process, span in spans]
-    assert waited(waits).startswith("waited for a line of input at least 1,000 times, for 25 min 00 s: that")
+    assert waited(waits).startswith("waited for a line of input at least 1,000 times, for 25 min 00 s: step times")
     assert waited(waits[1:]).startswith("waited for a line of input 999 times, for 24 min 58 s in all: ")
 
 

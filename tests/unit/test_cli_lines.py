@@ -13,6 +13,7 @@ from synthetic import Training
 from timed import GPUS, HOST_ONLY, OF_CALL, staged, timed, trained
 
 from dpmon.cli.lines import Lines, _progress
+from dpmon.model import State
 from dpmon.records import CALL_PHASES, UNTIMED, Untimed, call_head, kind_of, pack_step
 
 

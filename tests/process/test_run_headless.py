@@ -175,7 +175,7 @@ def test_a_script_that_trains_nothing_is_told_so(dpmon: Dpmon) -> None:
     dpmon.script("pass")
     result = dpmon.run("script.py")
     assert result.status == 0
-    assert "nothing was traced: no Python process of it imported torch" in result.errors
+    assert "nothing was traced: no Python process of the run imported torch" in result.errors
 
 
 def test_a_reader_that_leaves_does_not_stop_the_training(dpmon: Dpmon) -> None:

@@ -115,7 +115,7 @@ def test_a_run_that_goes_on_that_is_lost_and_that_trained_nothing(state: Path) -
     assert lines[0].endswith("how it ended is not known")
     assert section(lines, "FINDINGS") == ["  too few steps to say anything (30 in one mode are needed)"]
     lines = report_text(keep({}), 80)
-    assert "no Python process of it imported torch" in "\n".join(lines)
+    assert "no Python process of the run imported torch" in "\n".join(lines)
 
 
 def test_where_a_run_is_kept_is_no_reason_for_it_to_have_traced_nothing(state: Path) -> None:
@@ -123,7 +123,7 @@ def test_where_a_run_is_kept_is_no_reason_for_it_to_have_traced_nothing(state: P
     warning = pack_event("warning", {"process": None, "t_s": 0.0, "text": where})
     directory = keep({-1: [warning]}, options={"elsewhere": where})
     text = "\n".join(report_text(directory, 200))
-    assert "nothing was traced: no Python process of it imported torch" in text
+    assert "nothing was traced: no Python process of the run imported torch" in text
     assert where in text
 
 

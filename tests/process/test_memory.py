@@ -208,7 +208,7 @@ def test_a_long_look_takes_several_turns_and_is_in_none_of_them(tmp_path: Path) 
     found = run.events("memory")[0].data
     (cpu,) = found["devices"]
     assert cpu["model_bytes"] == 6000 * 8
-    assert cpu["absent"]["optimizer_bytes"] == "more than 256 optimizers at once: 44 of them are not counted"
+    assert cpu["absent"]["optimizer_bytes"] == "more than 256 optimizers at once; 44 of them are not counted"
     assert found["turns"] > 1
     steps = run.steps()
     assert len(steps) == 60

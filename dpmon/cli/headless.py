@@ -218,8 +218,9 @@ class Follower:
             self._forward(number)
             return
         mark_stop(self._directory)
-        self._forward(_ESCALATION[min(self._interrupts, len(_ESCALATION) - 1)])
-        self._interrupts += 1
+        number = _ESCALATION[min(self._interrupts, len(_ESCALATION) - 1)]
+        self._interrupts += 1  # first: the next interrupt may come while this one is passed on
+        self._forward(number)
 
     def _forward(self, number: int) -> None:
         if self._guard is not None and not self._guard.send(number):

@@ -354,7 +354,7 @@ class Monitor(Drawing):
         if self._dialog_open:
             return
         directory, width = self.feed.directory, max(min(self.size.width - 4, 108), 20)
-        rows: list[Row] = [[("the report is being made; the training goes on", "dim")]]
+        rows: list[Row] = [[("the report is being made", "dim")]]
         # Open from the start: what is read later does not come over something else that one has gone on to.
         pages = Pages("Report", lambda _: rows, self.look)
         lines: list[str] = []

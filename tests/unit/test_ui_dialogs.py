@@ -104,6 +104,7 @@ async def test_the_list_of_commands_changes_at_the_end(directory: Path) -> None:
 @pytest.mark.parametrize("opener", ["e", "slash", "question_mark", "r"])
 async def test_dialogs_that_are_useful_after_the_end_stay_open(directory: Path, opener: str) -> None:
     async with stage(directory) as on:
+        await on.shows("● running")
         await on.press(opener)
         await on.until(lambda: isinstance(on.app.screen, Dialog), "the dialog")
         on.end(0)

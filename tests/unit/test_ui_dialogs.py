@@ -18,6 +18,12 @@ def footer(on: Stage) -> str:
     return on.app.text()[-1]
 
 
+@pytest.fixture(autouse=True)
+def report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no run in the directory: a real report would fail, and close its dialog, at any moment."""
+    monkeypatch.setattr("dpmon.ui.errands.report", lambda directory, width: ["a report"])
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     os.mkfifo(tmp_path / "input.fifo")

@@ -95,16 +95,13 @@ class Adder:
 
     def delete(self, width_s: int, rollup: Rollup) -> None:
         """What is left of the steps of some seconds that were deleted (0: of all before its start)."""
+        begin_s = rollup.start_s if width_s else 0
         found = self.totals.deleted.get(rollup.mode)
         if found is None:
             whole = Rollup(rollup.start_s, -1, rollup.mode)
-            # A row without a width lies somewhere between the beginning and its start.
-            first_s = rollup.start_s if width_s else 0
-            found = self.totals.deleted[rollup.mode] = Deleted(whole, first_s, rollup.start_s)
+            found = self.totals.deleted[rollup.mode] = Deleted(whole, begin_s, rollup.start_s)
         found.sums.merge(rollup)
         gone = self._gone.setdefault(rollup.process, Paces())
-        # A row without a width lies somewhere between the beginning and its start.
-        begin_s = rollup.start_s if width_s else 0
         gone.sums(rollup.mode, rollup.pace, begin_s * 10**9, (rollup.start_s + width_s) * 10**9)
         found.paces[rollup.process] = gone.of(rollup.mode)
         found.last_s = max(found.last_s, rollup.start_s + width_s)

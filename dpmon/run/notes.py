@@ -7,9 +7,12 @@ of thousands of digits is an error in Python, and one of hundreds cannot be divi
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Note", "parse_notes"]
+from dpmon.run.files import read_file, read_tail
+
+__all__ = ["Note", "parse_notes", "read_notes"]
 
 _NOTE = re.compile(r"([0-9]{1,10}) ([0-9]{1,19}) (.+)")
 
@@ -21,6 +24,14 @@ class Note(NamedTuple):
     at_ns: int
     """Monotonic."""
     text: str
+
+
+def read_notes(path: Path, most_bytes: int, *, newest: bool = False) -> list[Note]:
+    """The notes in the first bytes of a file, or in its last (`newest`); none if it cannot be read."""
+    try:
+        return parse_notes((read_tail if newest else read_file)(path, most_bytes))
+    except OSError:
+        return []
 
 
 def parse_notes(data: bytes) -> list[Note]:

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from dpmon.ring import Activity, RingError, RingReader
 from dpmon.run import proc
-from dpmon.run.files import read_tail
-from dpmon.run.notes import parse_notes
+from dpmon.run.notes import read_notes
 from dpmon.run.rundir import ExitInfo, RunInfo, ring_paths
 from dpmon.run.uncaught import every_uncaught
 from dpmon.run.waiting import waits_since
@@ -49,10 +48,7 @@ class Standing(NamedTuple):
 
 def stages(directory: Path, until_ns: int | None = None) -> dict[int, Stage]:
     """The last stage that each process noted (up to `until_ns`) and its time (monotonic ns), by process id."""
-    try:
-        notes = parse_notes(read_tail(directory / "stages.log", _MOST_BYTES))
-    except OSError:
-        return {}
+    notes = read_notes(directory / "stages.log", _MOST_BYTES, newest=True)
     return {pid: (text, at_ns) for pid, at_ns, text in notes if until_ns is None or at_ns <= until_ns}
 
 
@@ -111,7 +107,7 @@ def standing(found: Iterable[Standing], now_ns: int) -> str | None:
 
 
 def how_it_stands(directory: Path, info: RunInfo, state: str, how: ExitInfo | None) -> str | None:
-    """The same for a run in this state, or for one that a signal ended; None if there is nothing to report."""
+    """Where a run stands that does not move, or where it stood when a signal ended it; None if neither is the case."""
     if state in ("running", "unsupervised"):
         now = time.monotonic_ns()
         waits = waits_since(directory)

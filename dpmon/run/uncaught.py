@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.plainjson import load_json
-from dpmon.run.files import read_file
-from dpmon.run.notes import parse_notes
+from dpmon.run.notes import read_notes
 from dpmon.run.rundir import RunInfo
 
 __all__ = ["Uncaught", "every_uncaught", "last_lines", "uncaught", "uncaught_in"]
@@ -83,10 +82,7 @@ def uncaught(directory: Path, info: RunInfo, status: int | None) -> Uncaught | N
 
 def _begun(directory: Path) -> dict[int, int]:
     """When each process made its first note (monotonic ns)."""
-    try:
-        notes = parse_notes(read_file(directory / "stages.log", _MOST_BYTES))
-    except OSError:
-        return {}
+    notes = read_notes(directory / "stages.log", _MOST_BYTES)
     return {pid: at_ns for pid, at_ns, _ in reversed(notes)}
 
 
@@ -108,12 +104,8 @@ def last_lines(lines: list[str], raised: Uncaught | None, command: int | None) -
 
 def every_uncaught(directory: Path) -> list[Uncaught]:
     """The exceptions that all processes noted, in the order of the notes."""
-    try:
-        notes = parse_notes(read_file(directory / "endings.log", _MOST_BYTES))
-    except OSError:
-        return []
     found = []
-    for pid, at_ns, text in notes:
+    for pid, at_ns, text in read_notes(directory / "endings.log", _MOST_BYTES):
         kind, _, rest = text.partition(" ")
         found.append(_of(pid, at_ns, kind, rest or "{}"))
     return found

@@ -365,8 +365,7 @@ class ByHand:
             site.absent = absent
             site.epoch = -1
         self.calls.write(trace, hand.flags | failed * FAILED, outputs, hand.ended)
-        if trace.watch is not None:
-            trace.watch.close()
+        self.calls.let_go(trace.watch)
 
     def _site(self, modules: Any, hand: Hand, virtual: Any) -> Site:
         from dpmon.tracer.calls import Site

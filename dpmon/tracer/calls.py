@@ -551,7 +551,7 @@ class Calls:
         except Exception as error:  # noqa: BLE001 - the call goes on as it is written
             self.session.fault("fall back", error)
         finally:
-            self._let_go(watch)
+            self.let_go(watch)
             if isinstance(why, Exception):
                 # torch raises a replica's error from a local variable of a frame in the error's own traceback. This
                 # cycle would keep the call's arguments alive until the next garbage collection.
@@ -805,7 +805,7 @@ class Calls:
         if weights and args and isinstance(args[0], (list, tuple)):
             site = self._keep(id(module), module, self.modes.stateless(module, args[0]), None, 0)
             site.weights, site.plain = weights, False
-            site.root = type(getattr(module, "stateless_model", module)).__name__
+            site.root = class_name(getattr(module, "stateless_model", module))
             return site
         dim = self.modes.dim_of(module) if wrapper else 0
         if wrapper:
@@ -883,9 +883,9 @@ class Calls:
         except Exception as error:  # noqa: BLE001 - the result is the script's, whatever we make of it
             self.session.fault("end", error)
         finally:
-            self._let_go(trace.watch)
+            self.let_go(trace.watch)
 
-    def _let_go(self, watch: Watch | None) -> None:
+    def let_go(self, watch: Watch | None) -> None:
         """Drop all references to the replicas of a call that is over. Never raises."""
         try:
             if watch is not None:

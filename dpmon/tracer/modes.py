@@ -125,7 +125,7 @@ class Modes:
             plan = Plan(SINGLE, here, None, None, "its weights are arguments of each call", True)
         else:
             plan = Plan(SINGLE, here)
-        self.unannounced.append((type(module).__name__, plan))
+        self.unannounced.append((class_name(module), plan))
         return plan
 
     def failed(self, module: torch.nn.Module, reason: str, final: bool, call: int) -> Plan | None:

@@ -136,8 +136,8 @@ class Roots:
             if self._missed and self._late < MAX_LATE and id(module) not in self._made:
                 self._late += 1
                 self._warn(
-                    f"{kind.__name__} was called by the script at step {steps.number}, the first call that dpmon saw: "
-                    "earlier calls of it, if any, are not in the record"
+                    f"{class_name(module)} was called by the script at step {steps.number}, the first call that dpmon "
+                    "saw: earlier calls of it, if any, are not in the record"
                 )
             self._register(kind, called=True)
         return True
@@ -236,7 +236,7 @@ class Roots:
     def _know_models(self) -> None:
         """Trace the modules that the script may call later: models that were made, and submodules with submodules."""
         try:
-            made = [module for known in self._made.values() if (module := known()) is not None]
+            made = [module for known in list(self._made.values()) if (module := known()) is not None]
             self._made.clear()
             parts = {id(part) for module in made for part in values_of(module, MODULES)}
             for module in made:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from dpmon.packing import shortened
 from dpmon.tracer.frames import drop_frames, named_like
 from dpmon.tracer.inject import note
+from dpmon.tracer.names import class_name
 from dpmon.tracer.session import Session
 
 __all__ = ["Startup"]
@@ -90,7 +90,7 @@ class Startup:
 def _first_batch(iterator: Any) -> str:
     workers = getattr(iterator, "_num_workers", 0)
     with_workers = f", {workers} worker{'' if workers == 1 else 's'}" if workers else ""
-    dataset = shortened(type(getattr(iterator, "_dataset", None)).__name__)
+    dataset = class_name(getattr(iterator, "_dataset", None))
     return f"waiting for data: the first batch of {dataset}{with_workers}"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dpmon.tracer.names import class_name
 from dpmon.tracer.tables import BUFFERS, PARAMETERS, modules_of, values_of
 
 __all__ = ["GRADIENTS", "MAX_TENSORS", "MODEL", "STATES", "Walk"]
@@ -112,7 +113,7 @@ class Walk:
                 if storage.device.type != "meta":  # a fake tensor reports another device, but holds nothing
                     self._add_storage(kind, str(part.device), storage)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError):
-            self._add_unsized(kind, type(tensor).__name__)
+            self._add_unsized(kind, class_name(tensor))
             with suppress(Exception):
                 self.held.setdefault(str(tensor.device), [0, 0, 0])
 
@@ -151,7 +152,7 @@ def _opaque(module: Any) -> Iterator[str]:
     """Attributes that hold weights in C++ objects, outside the module's tables, as in quantized modules."""
     for value in list(module.__dict__.values()):
         if isinstance(value, torch.ScriptObject):
-            yield type(module).__name__
+            yield class_name(module)
 
 
 def _tensors(values: Iterable[Any], depth: int) -> Iterator[Any]:

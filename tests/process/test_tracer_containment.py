@@ -20,7 +20,7 @@ GUARDS = {
     "tracer.byhand.ByHand.verb",
     "tracer.calls.Calls._before",
     "tracer.calls.Calls._begin",
-    "tracer.calls.Calls._let_go",
+    "tracer.calls.Calls.let_go",
     "tracer.calls.Calls._run_functional",
     "tracer.calls.Calls._run_root",
     "tracer.calls.Calls._run_wrapper",

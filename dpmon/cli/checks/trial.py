@@ -21,9 +21,8 @@ from dpmon.cli.checks.check import Check, ok, problem, warning
 from dpmon.records import Call, Event
 from dpmon.run import proc
 from dpmon.run.command import CommandError, choose_python
-from dpmon.run.files import read_file
 from dpmon.run.launch import environment
-from dpmon.run.notes import parse_notes
+from dpmon.run.notes import read_notes
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError, RunInfo, save
 
@@ -166,11 +165,7 @@ def _read(seen: _Seen, reader: RunReader) -> None:
 
 
 def _warnings(directory: Path) -> list[str]:
-    try:
-        notes = parse_notes(read_file(directory / "warnings.log", 1 << 16))
-    except OSError:
-        return []
-    return [note.text for note in notes]
+    return [note.text for note in read_notes(directory / "warnings.log", 1 << 16)]
 
 
 # ------------------------------------------------------------------------------------------------ what it means

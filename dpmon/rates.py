@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dpmon.records import Step, is_evaluation
+from dpmon.records import Step
 
-__all__ = ["NO_GAP", "Between", "Gap", "Pace", "Paces", "Rate", "Tally", "rate_of", "span_rate"]
+__all__ = ["NO_GAP", "Between", "Gap", "Pace", "Paces", "Rate", "Tally", "as_fields", "rate_of", "span_rate"]
 
 BESIDE = 0.03
 """The rate within steps is shown if it differs from the rate by more than this share."""
@@ -236,7 +236,7 @@ class _Sum:
         return sum(self.room[:slots]) + _UNSURE_NS >= wait.end - wait.begin
 
     def leave_out(self, wait: _Wait) -> None:
-        """Take what is left of the wait out of the tallies, at most all that was added."""
+        """Subtract the rest of the wait from the tallies, at most all that was added."""
         for slot, room in enumerate(self.room):
             tally = self.pace.evaluation if slot % 2 else self.pace.training
             took = min(room, wait.left, max(tally.elapsed_ns, 0))
@@ -263,7 +263,7 @@ class Paces:
         self._pieces: deque[_Piece] = deque(maxlen=_PIECES_KEPT)
         self._sums: deque[_Sum] = deque(maxlen=_SUMS_KEPT)
         self._waits: list[_Wait] = []
-        """Those that may lie in what is yet to come."""
+        """Waits that may overlap steps that are added later."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Paces) and self.modes == other.modes
@@ -300,11 +300,10 @@ class Paces:
 
     def record(self, step: Step) -> Gap:
         """Add a step as it was recorded; the time before it that was added with it."""
-        evaluation = is_evaluation(step.phases.get("backward"), step.phases.get("optimizer"))
-        return self.step(step.step, step.mode, step.start_ns, step.wall_ns, step.samples, evaluation)
+        return self.step(step.step, step.mode, step.start_ns, step.wall_ns, step.samples, step.evaluation)
 
     def sums(self, mode: str, pace: Pace, begin: int, end: int) -> None:
-        """Add what is known only as sums, of steps that ended between two times; later than all before it."""
+        """Add the sums of steps that ended between two times (ns). Call it in the order of time."""
         found = self.of(mode)
         found.add(pace)
         self._sums.append(_Sum(begin, end, pace, found))
@@ -391,6 +390,12 @@ def span_rate(steps: float, samples: float | None, elapsed_ns: float, step_ns: f
         steps * 1e9 / within,
         None if samples is None else samples * 1e9 / within * at_once,
     )
+
+
+def as_fields(rate: Rate | None) -> dict[str, float | None]:
+    """The rate under its names in JSON; all values are None if there is no rate."""
+    names = ("steps_per_s", "samples_per_s", "steps_per_s_within_steps", "samples_per_s_within_steps")
+    return dict(zip(names, rate or (None,) * len(names), strict=True))
 
 
 def _at_once(tallies: list[Tally]) -> float:

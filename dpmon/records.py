@@ -264,6 +264,11 @@ class Step:
     copied: int | None = None
     """Bytes that its phase copy brought to devices; None: no copy was seen."""
 
+    @property
+    def evaluation(self) -> bool:
+        """Whether it belongs to an evaluation, if other steps of its mode train."""
+        return is_evaluation(self.phases.get("backward"), self.phases.get("optimizer"))
+
 
 @dataclass(frozen=True, slots=True)
 class Event:

@@ -33,6 +33,7 @@ from dpmon.model.ranks import speed_together, training
 from dpmon.model.state import Process
 from dpmon.model.stats import PhaseFigures, median_known, speed
 from dpmon.model.turns import ended_of
+from dpmon.rates import as_fields
 from dpmon.records import STEP_PHASES
 from dpmon.run.destination import is_stream, open_stream, open_truncated
 from dpmon.run.reader import RunReader
@@ -45,8 +46,7 @@ EVERY_S = 1.0
 _STEP_PHASES = {name: name for name in STEP_PHASES}
 _CALL_PHASES = {"scatter": "scatter", "replicate": "replicate", "apply": "parallel_apply", "gather": "gather"}
 """What the screen calls the phases of a call, and what the record does."""
-_RATES = ("steps_per_s", "samples_per_s", "steps_per_s_within_steps", "samples_per_s_within_steps")
-"""The names of a Rate's fields, in order."""
+_RATES = tuple(as_fields(None))
 _POLLS = 16
 _SPAN_S = 120
 """The figures are of so many seconds of steps, as those of a screen that was just opened."""
@@ -163,7 +163,7 @@ class Lines:
         return said
 
     def _doing(self, focus: Process | None) -> str:
-        """ "running", or what the run waits for: the command's start, its first step, or the stage before that."""
+        """What the run waits for: the command's start, its first step, or the stage before that; else "running"."""
         if self._reader.info.command_pid is None:
             return "starting"
         if focus is None:
@@ -198,7 +198,7 @@ def _progress(focus: Process | None, state: State, now_ns: int | None) -> tuple[
         absent |= {} if reason is None else {"device_median_ms": reason}
     said = {
         "step": focus.last_step.step,
-        **dict(zip(_RATES, fast.rate or (None,) * len(_RATES), strict=True)),
+        **as_fields(fast.rate),
         "mode": focus.mode or None,
         "virtual": focus.virtual,
         "step_ms": _ms(found.median_ns, found.p95_ns) if found.steps else None,

@@ -103,7 +103,7 @@ class ProportionalMemory:
         self._readings[key] = _Reading(shared, ended + max(EVERY_S, REST_FACTOR * took), why)
 
     def _learn(self, parents: Mapping[tuple[int, float], int]) -> None:
-        """Work out what children share; what is known of a parent stays while all its children are new."""
+        """Update the mean shared part of each parent's children; keep the old mean while all children are new."""
         shared: dict[int, list[int]] = {}
         present = set(parents.values())
         for key, parent in parents.items():

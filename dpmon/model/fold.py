@@ -32,7 +32,7 @@ from dpmon.model.state import (
     WarningText,
 )
 from dpmon.model.turns import saw
-from dpmon.records import CALL_PHASES, MODES, STEP_PHASES, Call, Event, Record, Step, is_evaluation
+from dpmon.records import CALL_PHASES, MODES, STEP_PHASES, Call, Event, Record, Step
 
 __all__ = ["fold", "process_of", "refined"]
 
@@ -221,13 +221,12 @@ def _step(state: State, step: Step) -> None:
         track = process.modes[mode] = ModeTrack(mode)
     track.steps.append(sample)
     track.count += 1
-    evaluation = is_evaluation(step.phases.get("backward"), step.phases.get("optimizer"))
-    gap = process.paces.step(step.step, mode, step.start_ns, step.wall_ns, step.samples, evaluation)
+    gap = process.paces.step(step.step, mode, step.start_ns, step.wall_ns, step.samples, step.evaluation)
     if process.marks_mode != mode:
         process.marks.clear()
         process.marks_mode = mode
         process.visit = step.step
-    _mark(process, sample, evaluation)
+    _mark(process, sample, step.evaluation)
     process.turn = step
     if step.device_ms is not None or track.device_ms:
         _device_phases(process, track, step, sample)

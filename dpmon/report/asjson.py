@@ -53,7 +53,7 @@ from typing import Any
 
 from dpmon.model.evidence import DeviceFacts, HostFacts, ModeFacts
 from dpmon.model.stats import median
-from dpmon.rates import Rate
+from dpmon.rates import as_fields
 from dpmon.report.story import PARTS, Bin, Story
 
 __all__ = ["as_object"]
@@ -128,7 +128,7 @@ def _mode(mode: ModeFacts) -> dict[str, Any]:
         "steps": mode.steps,
         "median_ms": _ms(mode.median_ns),
         "p95_ms": _ms(mode.p95_ns),
-        **_rate(mode.rate),
+        **as_fields(mode.rate),
         "phases": {
             phase.name: {
                 "share": phase.share,
@@ -140,15 +140,6 @@ def _mode(mode: ModeFacts) -> dict[str, Any]:
             }
             for phase in mode.phases
         },
-    }
-
-
-def _rate(rate: Rate | None) -> dict[str, float | None]:
-    return {
-        "steps_per_s": None if rate is None else rate.steps_per_s,
-        "samples_per_s": None if rate is None else rate.samples_per_s,
-        "steps_per_s_within_steps": None if rate is None else rate.steps_within,
-        "samples_per_s_within_steps": None if rate is None else rate.samples_within,
     }
 
 
@@ -175,7 +166,7 @@ def _ranks(story: Story) -> list[dict[str, Any]]:
         del said["forward"], said["rate"]
         name, why = "forward_device_median_ms", line.forward.untimed
         on_device = {name: median(line.forward.ms), "absent": {} if why is None else {name: why}}
-        found.append({**said, "median_ms": _ms(median(walls)), **_rate(line.rate), **on_device})
+        found.append({**said, "median_ms": _ms(median(walls)), **as_fields(line.rate), **on_device})
     return found
 
 

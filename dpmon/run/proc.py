@@ -29,7 +29,7 @@ __all__ = [
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 TICK_S = 1 / _TICKS
-"""The kernel notes the start of a process to so many seconds."""
+"""Resolution of the start times of processes, in seconds."""
 _RUN = b"DPMON_RUN="
 _MAX_ENVIRON_BYTES = 1 << 23
 

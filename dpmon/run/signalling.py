@@ -67,7 +67,7 @@ def find_members(
     `over`: the run has ended, so its recorded command no longer proves anything. `known`: members found earlier.
     """
     table = proc.every_process()
-    # To read an environment can take long, and what is older than the command cannot have been started by it.
+    # Reading an environment can be slow. A process that is older than the command cannot descend from it.
     since = _earliest(info)
     mine = {pid for pid, process in table.items() if pid > 1 and process.started >= since and is_named(pid, directory)}
     for pid, process in (known or {}).items():

@@ -115,7 +115,7 @@ def _start(
     bytecode = ["-B"] if sys.dont_write_bytecode else []  # a wish that -I would not let through
     try:
         log = open_file(directory / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    except OSError:  # something else is in its place, or the disk is full: the run matters more than what is logged
+    except OSError:  # something else is in its place, or the disk is full: the run matters more than its log
         log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     try:
         return subprocess.Popen(

@@ -103,7 +103,7 @@ class _WarningsLog:
         except OSError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
-        # A line that does not end within so many bytes is none of the tracer's: those after it are read on.
+        # The tracer writes no line of this length. Skip it and read the lines after it.
         self._at += len(whole) or (len(data) if len(data) == _MOST_WARNINGS else 0)
         return [note.text for note in parse_notes(whole) if not self._known(note.text)]
 

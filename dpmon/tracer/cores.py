@@ -1,4 +1,4 @@
-"""The cores that this process may use, and the threads that one thread's parallel regions take."""
+"""The cores that this process may use, and the number of threads that torch uses in parallel regions."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Modes:
         return plan
 
     def stateless(self, module: torch.nn.Module, weights: Any) -> Plan:
-        """Make the plan for a model whose calls have its weights as arguments: it runs on their device."""
+        """Make the plan for a model that takes its weights as arguments of each call: it runs on their device."""
         tensor = next((value for value in weights if isinstance(value, torch.Tensor)), None)
         here = (str(torch.device("cpu") if tensor is None else tensor.device),)
         if self.chosen == DP and not self.locked:

@@ -24,7 +24,7 @@ FAULTS = {
 
 
 def broken(dpmon: Dpmon, file: str, name: str) -> dict[str, str]:
-    """The environment in which a copy of dpmon runs, one function of which raises."""
+    """The environment for a copy of dpmon in which one function raises."""
     place = dpmon.cwd / "broken"
     shutil.copytree(Path(package.__file__).parent, place / "dpmon", ignore=shutil.ignore_patterns("__pycache__"))
     # A line of progress soon, not after ten seconds.
@@ -58,4 +58,4 @@ def test_a_fault_in_the_lines_of_json_costs_only_these(dpmon: Dpmon) -> None:
     result = run(dpmon, broken(dpmon, "cli/lines.py", "Lines._status"), f"--json={lines}")
     assert result.status == 5, result.errors
     assert "no line of JSON: RuntimeError: broken on purpose" in result.errors
-    assert '"kind":"exit"' in lines.read_text(), "how it ended is said all the same"
+    assert '"kind":"exit"' in lines.read_text(), "the last line still says how it ended"

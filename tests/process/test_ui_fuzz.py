@@ -39,7 +39,7 @@ def burst(chance: random.Random) -> bytes:
         return chance.randbytes(chance.randrange(1, 300)).translate(NOT_HERE)
     if kind == 1:  # one sequence, repeated
         return chance.choice(SEQUENCES) * chance.choice((1, 10, 100))
-    if kind == 2:  # one long write, of which only the beginning is read
+    if kind == 2:  # one long write, read only in part
         return chance.randbytes(1 << 14).translate(NOT_HERE)
     data = b"".join(chance.choice(SEQUENCES) for _ in range(chance.randrange(1, 30)))
     if kind == 3:

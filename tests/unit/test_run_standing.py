@@ -1,4 +1,4 @@
-"""What is reported of a run that does not move, from the notes of its processes."""
+"""The report of a run that does not move, from the notes of its processes."""
 
 from __future__ import annotations
 

@@ -73,7 +73,9 @@ def take_over(directory: Path) -> subprocess.Popen[bytes]:
 
     OSError if it cannot be started.
     """
-    return _start(directory, TAKE_OVER, "", stdin=False)
+    helper = _start(directory, TAKE_OVER, "", stdin=False)
+    _helpers.append(helper)
+    return helper
 
 
 def look_after(directory: Path) -> None:
@@ -91,12 +93,10 @@ def look_after(directory: Path) -> None:
     if info.boot_id != proc.boot_id() or not proc.is_running(info.command_pid, info.command_started):
         with contextlib.suppress(subprocess.TimeoutExpired):
             helper.wait(FINISH_S)
-    else:
-        _helpers.append(helper)
 
 
 _helpers: list[subprocess.Popen[bytes]] = []
-"""Those that are to outlive this process: kept, so that nothing is said of them when they are forgotten."""
+"""Supervisors that may outlive this process. Python warns about a running process whose Popen is collected."""
 
 
 def _is_here(place: str) -> bool:

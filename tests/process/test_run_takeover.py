@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
 import sqlite3
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kept import keep
 from running import Dpmon, Terminal, wait_for
+from synthetic import Training
 from test_run_faults import SLOW, begun, finish
 from test_run_records import WRITER, expected, of_training, tailed
 
 from dpmon.run import proc
 from dpmon.run.reader import RunReader
+from dpmon.run.rundir import load_exit
 from dpmon.run.start import look_after
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -334,6 +339,17 @@ def test_a_run_of_another_machine_is_left_to_it(dpmon: Dpmon) -> None:
     look_after(dpmon.last())
     assert not (dpmon.last() / "exit.json").exists()
     assert json.loads((dpmon.last() / "run.json").read_text()) == info
+
+
+def test_no_warning_about_a_supervisor_that_is_slow(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpmon.run.start.FINISH_S", 0.0)
+    directory = keep({0: Training().run(3)}, status=None, command_pid=4_000_000)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        look_after(directory)
+        gc.collect()
+    assert [str(one.message) for one in said] == []
+    assert wait_for(lambda: load_exit(directory), what="the supervisor has taken over").status is None
 
 
 def test_the_chart_of_devices_has_a_gap(dpmon: Dpmon, state: Path) -> None:

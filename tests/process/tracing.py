@@ -27,10 +27,12 @@ from dpmon.ring import RingError, RingReader
 
 __all__ = ["SITE", "Script", "Traced", "alone", "read_run", "text_of", "traced"]
 
-SITE = Path(dpmon.__file__).resolve().parent / "tracer" / "site"
+PACKAGE = Path(dpmon.__file__).resolve().parent
+SITE = PACKAGE / "tracer" / "site"
 LIMIT_S = 250.0
 # One thread, so that the last bit of a sum hangs on nothing; no byte code beside scripts that live for a second.
-SAME = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+# OURS: how the path of each file of dpmon begins. Its name alone does not tell: it may be that of the clone, too.
+SAME = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "OURS": f"{PACKAGE}{os.sep}"}
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ MODULES = (
 BY_HAND = ("tracer.byhand", "tracer.memory", "tracer.pause", "tracer.stages", "tracer.storages")
 DEVICES = ("tracer.timing", "tracer.late", "tracer.events")
 LIMIT_S = 60
+OURS = os.environ["OURS"]
 # Python 3.12 warns of what may go wrong in a child of a process with threads.
 warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
 
@@ -274,7 +275,7 @@ def watching(seen):
     """Note the code of ours that runs, on any thread."""
 
     def note(frame, event, _):
-        if event == "call" and "dpmon" in frame.f_code.co_filename:
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
             seen.add(frame.f_code)
 
     threading.setprofile(note)

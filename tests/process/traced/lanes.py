@@ -4,6 +4,7 @@ The models are DataParallels if the first word is "wrapped", else bare.
 """
 
 import json
+import os
 import sys
 import traceback
 
@@ -12,6 +13,7 @@ from torch import nn
 
 torch.manual_seed(5)
 WRAPPED = sys.argv[1] == "wrapped"
+OURS = os.environ["OURS"]
 told = {}
 
 
@@ -91,7 +93,7 @@ try:
     turns(failing, 1)
 except ValueError as error:
     told["raised"] = [type(error).__name__, type(error.__context__).__name__]
-    told["lines of ours"] = sum("dpmon" in line for line in traceback.format_exc().splitlines())
+    told["lines of ours"] = sum(OURS in line for line in traceback.format_exc().splitlines())
 inner(failing).refuse = None
 told["after it"] = turns(failing, 3)
 
@@ -109,7 +111,7 @@ if WRAPPED:
         turns(stopped, 1)
     except KeyboardInterrupt as error:
         told["interrupted"] = [
-            frame.name for frame in traceback.extract_tb(error.__traceback__) if "dpmon" in frame.filename
+            frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(OURS)
         ]
     del stopped.gather
 turns(stopped, 3)

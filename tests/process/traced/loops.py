@@ -20,6 +20,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+OURS = os.environ["OURS"]
+
 loops = {}
 # Python 3.12 warns of what may go wrong in a child of a process with threads.
 warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
@@ -851,7 +853,7 @@ def failing_parts():
             while part is not None:
                 frames.append(part.tb_frame.f_code.co_filename)
                 part = part.tb_next
-            told.append([type(error).__name__, sum("dpmon" in frame for frame in frames)])
+            told.append([type(error).__name__, sum(frame.startswith(OURS) for frame in frames)])
     return told
 
 
@@ -949,7 +951,7 @@ def forward_fails():
             try:
                 learn(model, optimizer, x, y)
             except ValueError:
-                told.append(traceback.format_exc().count("dpmon"))
+                told.append(traceback.format_exc().count(OURS))
     return told
 
 

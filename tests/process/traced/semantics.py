@@ -14,6 +14,8 @@ import warnings
 import torch
 from torch import nn
 
+OURS = os.environ["OURS"]
+
 torch.manual_seed(3)
 warnings.simplefilter("error")
 checks = {}
@@ -245,7 +247,7 @@ def interrupt():
         ours = []
         traceback = error.__traceback__
         while traceback is not None:
-            if "dpmon" in traceback.tb_frame.f_code.co_filename:
+            if traceback.tb_frame.f_code.co_filename.startswith(OURS):
                 ours.append(traceback.tb_frame.f_code.co_name)
             traceback = traceback.tb_next
         return ["interrupted", ours if sys.version_info >= (3, 11) else [], shape(model(x[:2]))]

@@ -25,6 +25,7 @@ import torch  # noqa: E402 - the piece tests what was registered before
 from torch import nn  # noqa: E402
 
 SPREAD = sys.argv[2] == "dp"
+OURS = os.environ["OURS"]
 
 
 class Net(nn.Linear):
@@ -394,7 +395,7 @@ def replaced_builtins():
 
             def strange(*args, real=real, **kwargs):
                 caller = sys._getframe(1).f_code.co_filename
-                if "dpmon" in caller:
+                if caller.startswith(OURS):
                     raise RuntimeError("not for you")
                 return real(*args, **kwargs)
         else:

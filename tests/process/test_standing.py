@@ -82,7 +82,8 @@ def at_once(dpmon: Dpmon, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def until_stage(dpmon: Dpmon, text: str) -> RunReader:
-    reader = wait_for(lambda: dpmon.runs() and RunReader(dpmon.last()), what="the run")
+    dpmon.info()
+    reader = RunReader(dpmon.last())
     wait_for(lambda: (reader.stage() or ("",))[0] == text, what=text)
     return reader
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from dpmon.rates import Pace
-from dpmon.records import Step
+from dpmon.record.codec import Step
 
 __all__ = ["DevicePast", "Drawn", "Past"]
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dpmon.records import Step
+from dpmon.record.codec import Step
 
 __all__ = ["NO_GAP", "Between", "Gap", "Pace", "Paces", "Rate", "Tally", "as_fields", "rate_of", "span_rate"]
 

@@ -401,7 +401,7 @@ class Ring:
 
     @property
     def request_mode(self) -> int:
-        """The mode asked for by the last request, as `dpmon.packing.MODES` numbers it."""
+        """The mode asked for by the last request, as `dpmon.record.wire.MODES` numbers it."""
         return self.words[_REQUEST_MODE]
 
     def acknowledge(self, serial: int, mode: int) -> None:

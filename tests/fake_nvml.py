@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.records import Decoder, Event
+from dpmon.record.codec import Decoder, Event
 from dpmon.ring import RingError, RingReader
 
 __all__ = ["CUDA", "FOREVER", "Asked", "FakeNvml", "GpuRing", "compiler", "library"]

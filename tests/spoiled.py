@@ -6,7 +6,7 @@ import json
 
 from synthetic import device_event, host_event
 
-from dpmon.packing import DEFINE_HEAD, DEFINE_TAG, EVENT_TAG
+from dpmon.record.wire import DEFINE_HEAD, DEFINE_TAG, EVENT_TAG
 
 __all__ = ["DAMAGE", "spoiled"]
 

@@ -13,7 +13,7 @@ from synthetic import SECOND, Training, decoded, host_event
 from textual.pilot import Pilot
 
 from dpmon.past import Drawn, Past
-from dpmon.records import Record
+from dpmon.record.codec import Record
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.monitor import Monitor
 

@@ -1,4 +1,4 @@
-"""A training that never was: real payloads, packed with dpmon.records, for tests of everything that reads them."""
+"""A training that never was: real payloads, packed with dpmon.record.codec, for tests of everything that reads them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dpmon.records import (
+from dpmon.record.codec import (
     CALL_PHASES,
     Decoder,
     Record,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from dpmon.rates import Pace, Paces, rate_of
-from dpmon.records import Event, Step
+from dpmon.record.codec import Event, Step
 from dpmon.run.inputs import Inputs
 from dpmon.run.pauses import Pauses
 from dpmon.run.reader import RunReader

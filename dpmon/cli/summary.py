@@ -11,7 +11,7 @@ from typing import NamedTuple
 from dpmon.model.finding import many
 from dpmon.model.memory import held, reasons
 from dpmon.model.stats import median, percentile
-from dpmon.records import CALL_PHASES, STEP_PHASES
+from dpmon.record.codec import CALL_PHASES, STEP_PHASES
 from dpmon.report.said import waited
 from dpmon.report.words import times_paused
 from dpmon.run.add_up import add_up, why_nothing

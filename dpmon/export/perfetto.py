@@ -22,8 +22,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
-from dpmon.asjson import as_json
-from dpmon.records import Call, Event, Record, Step
+from dpmon.record.codec import Call, Event, Record, Step
+from dpmon.record.jsonl import as_json
 from dpmon.run.rundir import RunInfo, short_name
 
 __all__ = ["write_trace"]

@@ -9,7 +9,7 @@ from dpmon.model import state as kept
 from dpmon.model.members import SECOND, number_in, text_in, time_of, whole_in
 from dpmon.model.state import DeviceTrack, ModeChange, Peak, Process, State
 from dpmon.past import DevicePast
-from dpmon.records import Event
+from dpmon.record.codec import Event
 
 __all__ = ["add_mean", "device_event", "host_event", "keep_peaks"]
 

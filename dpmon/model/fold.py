@@ -32,7 +32,7 @@ from dpmon.model.state import (
     WarningText,
 )
 from dpmon.model.turns import saw
-from dpmon.records import CALL_PHASES, MODES, STEP_PHASES, Call, Event, Record, Step
+from dpmon.record.codec import CALL_PHASES, MODES, STEP_PHASES, Call, Event, Record, Step
 
 __all__ = ["fold", "process_of", "refined"]
 

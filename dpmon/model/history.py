@@ -31,7 +31,7 @@ from dpmon.model.state import (
 from dpmon.model.stats import PhaseFigures, Summary, summary, weighed_middle, weighed_phase, weighed_rank
 from dpmon.model.uneven import Uneven, uneven
 from dpmon.rates import NO_GAP, Gap, Pace, Paces, Rate, rate_of
-from dpmon.records import is_evaluation
+from dpmon.record.codec import is_evaluation
 
 __all__ = ["Picture", "add_column", "add_settled", "add_step", "columns_of", "figures", "forward_figures", "pictured"]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from dpmon.model.state import PHASES, CallTrack, Process, State, StepSample
 from dpmon.model.stats import Speed, median
-from dpmon.records import DDP
+from dpmon.record.codec import DDP
 
 __all__ = [
     "FORWARD",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dpmon.model.turns import standing_for, taking_turns
 from dpmon.rates import Pace, Paces
-from dpmon.records import Call, Step
+from dpmon.record.codec import Call, Step
 
 __all__ = [
     "MODES_COMPARED",

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dpmon.model.state import Process
-from dpmon.records import CALL_PHASES, Call, Step
+from dpmon.record.codec import CALL_PHASES, Call, Step
 
 __all__ = ["Lane", "Piece", "Turn", "last_turn"]
 

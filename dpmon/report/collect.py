@@ -13,7 +13,7 @@ from dpmon.model.findings import findings
 from dpmon.model.inputs import INPUT, is_wait, waited_ns
 from dpmon.model.memory import held
 from dpmon.rates import Gap
-from dpmon.records import BACKWARD_AT, OPTIMIZER_AT, PartTimes, is_evaluation
+from dpmon.record.codec import BACKWARD_AT, OPTIMIZER_AT, PartTimes, is_evaluation
 from dpmon.report.compared import Settled, compared
 from dpmon.report.devices import Devices
 from dpmon.report.events import mode_change, process_facts

@@ -10,7 +10,7 @@ from typing import Any
 
 from dpmon.model.evidence import BatchFacts, ReplicaFacts
 from dpmon.model.stats import median, percentile
-from dpmon.records import DDP, GRAD, MODES, TRAINING, VIRTUAL, PartTimes
+from dpmon.record.codec import DDP, GRAD, MODES, TRAINING, VIRTUAL, PartTimes
 from dpmon.run.totals import OnDevice, why_untimed
 
 __all__ = ["Shares"]

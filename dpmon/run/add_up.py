@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from dpmon.plainjson import load_event
-from dpmon.records import (
+from dpmon.record.codec import (
     MODES,
     Event,
     RecordError,
@@ -17,6 +16,7 @@ from dpmon.records import (
     step_fields,
     step_times,
 )
+from dpmon.record.plainjson import load_event
 from dpmon.run.adder import Adder
 from dpmon.run.export import Snapshot
 from dpmon.run.past import deleted

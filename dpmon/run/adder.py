@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from dpmon.rates import Gap, Paces, Tally, rate_of
-from dpmon.records import (
+from dpmon.record.codec import (
     BACKWARD_AT,
     CALL_PHASES,
     DDP,

@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
-from dpmon.records import RecordError, call_head
+from dpmon.record.codec import RecordError, call_head
 from dpmon.run.kept import Kept
 from dpmon.run.rollup import Gathered, Rollup
 from dpmon.run.rows import step_columns

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from dpmon.asjson import as_json
-from dpmon.records import Call, Decoder, Event, Record, RecordError, Step
+from dpmon.record.codec import Call, Decoder, Event, Record, RecordError, Step
+from dpmon.record.jsonl import as_json
 from dpmon.ring import RingError, RingReader
 from dpmon.run.kept import Kept
 from dpmon.run.proc import alive

@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpmon.plainjson import load_json
+from dpmon.record.plainjson import load_json
 from dpmon.run.files import check_database
 from dpmon.run.rollup import SERIES, WHOLE, WIDTHS, Gathered, Rollup
 from dpmon.run.tables import (

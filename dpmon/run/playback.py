@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.past import Drawn, Past
-from dpmon.records import Event, Record, RecordError
+from dpmon.record.codec import Event, Record, RecordError
 from dpmon.run.kept import Kept
 from dpmon.run.past import Before
 from dpmon.run.reader import RECENT_NS, RECENT_RECORDS, Pause

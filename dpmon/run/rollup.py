@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpmon.rates import Gap, Pace, Tally
-from dpmon.records import CALL_PHASES, MODES, is_evaluation
+from dpmon.record.codec import CALL_PHASES, MODES, is_evaluation
 
 __all__ = ["SERIES", "WHOLE", "WIDTHS", "Gathered", "Rollup", "bucket", "bucket_middle"]
 

@@ -7,9 +7,8 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from dpmon.plainjson import load_event
 from dpmon.rates import Between
-from dpmon.records import (
+from dpmon.record.codec import (
     BACKWARD_AT,
     MODES,
     OPTIMIZER_AT,
@@ -29,6 +28,7 @@ from dpmon.records import (
     step_fields,
     step_times,
 )
+from dpmon.record.plainjson import load_event
 from dpmon.run.history import Batch
 from dpmon.run.kept import Kept
 from dpmon.run.tables import RingRow
@@ -217,7 +217,7 @@ def _step_of(row: tuple[Any, ...], decoders: Mapping[int, Decoder]) -> Step:
 
 
 def step_device(row: tuple[Any, ...]) -> bytes | None:
-    """What a row of steps has of its devices, as dpmon.records.step_times."""
+    """What a row of steps has of its devices, as dpmon.record.codec.step_times."""
     kept = _later(row, _DEVICE_AT)
     return kept if isinstance(kept, bytes) else None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpmon.records import PartTimes
+from dpmon.record.codec import PartTimes
 from dpmon.run.totals import OnDevice, StageLine, why_untimed
 
 __all__ = ["Stages"]
@@ -32,7 +32,7 @@ class Stages:
     def call(
         self, process: int, layout: int, stages: Iterable[tuple[int, int, int, int, int]], parts: PartTimes | None
     ) -> None:
-        """A call's: as dpmon.records.call_stages and part_times give them."""
+        """A call's: as dpmon.record.codec.call_stages and part_times give them."""
         for index, (number, got, gave, _, took) in enumerate(stages):
             key = (process, layout, index, number, got, gave)
             found = self._sums.get(key)

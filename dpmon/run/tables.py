@@ -4,9 +4,9 @@
     rings        one row per ring: how far it was read (position, sequence), the counts of missed and other records,
                  the first and the last id of its calls and steps
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
-    calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.records)
+    calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.record.codec)
     steps        id, process, step, mode, start_ns, wall_ns, samples, data_ns ... other_ns (NULL: did not run),
-                 device (NULL, or its device times: dpmon.records.step_times), copy_ns, copied_bytes (NULL: none),
+                 device (NULL, or its device times: dpmon.record.codec.step_times), copy_ns, copied_bytes (NULL: none),
                  between_ns (time since the previous step, without pauses: dpmon.rates.Gap; negative if both are
                  evaluation steps)
     events       id, process (NULL: the supervisor), kind, t_ns, json
@@ -37,7 +37,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dpmon.plainjson import load_json
+from dpmon.record.plainjson import load_json
 from dpmon.run.rollup import SERIES
 
 __all__ = [

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.plainjson import load_json
+from dpmon.record.plainjson import load_json
 from dpmon.run.notes import read_notes
 from dpmon.run.rundir import RunInfo
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpmon.packing import FAILED, GRAD, TRAINING
+from dpmon.record.wire import FAILED, GRAD, TRAINING
 from dpmon.ring import Ring
 from dpmon.tracer.frames import OF_CALLS, outwards
 from dpmon.tracer.modes import DP

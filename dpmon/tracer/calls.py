@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dpmon.packing import CALL_PHASES, CALL_TAG, DDP, FAILED, GRAD, TRAINING, VIRTUAL, Untimed, pack_call
+from dpmon.record.wire import CALL_PHASES, CALL_TAG, DDP, FAILED, GRAD, TRAINING, VIRTUAL, Untimed, pack_call
 from dpmon.ring import Ring
 from dpmon.tracer.byhand import ByHand
 from dpmon.tracer.errors import in_a_line
@@ -954,7 +954,7 @@ class Calls:
         return number
 
     def _replicas(self, trace: Trace, outputs: int, now: int) -> tuple[int, ...] | list[int]:
-        """Four numbers a replica, as dpmon.packing.pack_call takes them."""
+        """Four numbers a replica, as dpmon.record.wire.pack_call takes them."""
         start = trace.start
         if trace.share is not None:
             args, kwargs = trace.share

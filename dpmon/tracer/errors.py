@@ -9,7 +9,7 @@ import sys
 from types import TracebackType, WrapperDescriptorType
 from typing import Any
 
-from dpmon.packing import shortened
+from dpmon.record.wire import shortened
 
 __all__ = ["in_a_line", "uncaught"]
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dpmon.packing import Untimed
+from dpmon.record.wire import Untimed
 from dpmon.tracer.captures import Captures
 
 __all__ = ["POOL_EVENTS", "DeviceTimes", "Events", "Span", "TorchEvents"]

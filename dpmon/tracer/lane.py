@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpmon.packing import CALL_TAG, GRAD, TRAINING, VIRTUAL, call_format
+from dpmon.record.wire import CALL_TAG, GRAD, TRAINING, VIRTUAL, call_format
 from dpmon.ring import Activity, Frame, Ring
 from dpmon.tracer.frames import drop_frames
 from dpmon.tracer.modes import DP
@@ -79,7 +79,7 @@ class Lane:
         self.count = 0
         """Replicas in this call."""
         self.replicas = [0] * (4 * len(site.replicas))
-        """Four numbers each, as dpmon.packing.pack_call takes them."""
+        """Four numbers each, as dpmon.record.wire.pack_call takes them."""
         self.blank = tuple(self.replicas)
         self.odd: bool | None = False if site.via is None else None
         """As `Watch.odd`."""
@@ -93,8 +93,10 @@ class Lane:
 
     @property
     def phases(self) -> list[int]:
-        """As dpmon.packing.pack_call takes them: of each verb its start after the call's own, -1 if it was not run to
-        its end, and its duration."""
+        """Offset from the call's start and duration of each verb, as dpmon.record.wire.pack_call takes them.
+
+        The offset is -1 if the verb did not run to its end.
+        """
         phases = [-1, 0] * len(VERBS)
         for at in range(0, len(self.marks) & ~1, 2):
             began, ended = self.marks[at : at + 2]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from dpmon.packing import Untimed, pack_timed
+from dpmon.record.wire import Untimed, pack_timed
 from dpmon.ring import Frame, Ring
 from dpmon.tracer.events import DeviceTimes, Span
 

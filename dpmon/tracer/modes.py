@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dpmon.packing import MODES
+from dpmon.record.wire import MODES
 from dpmon.tracer.names import class_name
 from dpmon.tracer.session import Session
 from dpmon.tracer.tables import buffers_of, modules_of, parameters_of

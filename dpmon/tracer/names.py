@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dpmon.packing import shortened
+from dpmon.record.wire import shortened
 
 __all__ = ["class_name", "name_of"]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpmon.packing import FAILED, GRAD, PLAIN_TAG, TRAINING
+from dpmon.record.wire import FAILED, GRAD, PLAIN_TAG, TRAINING
 from dpmon.ring import Activity, Ring
 from dpmon.tracer.frames import drop_frames
 from dpmon.tracer.lane import lane_way

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpmon.packing import PLAIN_WORDS, STEP_WORDS, pack_definition, pack_event, shortened
+from dpmon.record.wire import PLAIN_WORDS, STEP_WORDS, pack_definition, pack_event, shortened
 from dpmon.ring import DEFAULT_CAPACITY, Ring
 from dpmon.tracer import sizes
 from dpmon.tracer.errors import in_a_line

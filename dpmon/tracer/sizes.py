@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dpmon.packing import MORE, shortened
+from dpmon.record.wire import MORE, shortened
 from dpmon.tracer.names import class_name
 
 __all__ = [

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpmon.packing import shortened
+from dpmon.record.wire import shortened
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sizes import MAX_PATH, tensors_in
 from dpmon.tracer.tables import buffers_of, modules_of, parameters_of
@@ -214,7 +214,7 @@ class Stages:
                 self.session.fault("stages", error)
 
     def packed(self, start: int) -> list[int]:
-        """Five numbers a stage, as dpmon.packing.pack_call takes them; `start` of the call, monotonic ns."""
+        """Five numbers a stage, as dpmon.record.wire.pack_call takes them; `start` of the call, monotonic ns."""
         flat: list[int] = []
         for stage in self._ran:
             names = tuple(stage.names)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from dpmon.packing import FAILED, GRAD, STEP_TAG, STEP_WORDS, TRAINING, Untimed, with_copies
+from dpmon.record.wire import FAILED, GRAD, STEP_TAG, STEP_WORDS, TRAINING, Untimed, with_copies
 from dpmon.ring import HEADER_BYTES, Activity, Frame, Ring
 from dpmon.tracer import timing
 from dpmon.tracer.frames import drop_frames, named_like
@@ -480,7 +480,7 @@ class Steps:
             self.mode = mode
 
     def call_ends(self, root: int, began: int, now: int, outer: int, rows: int, flags: int) -> None:
-        """The outermost call of `root` is over; `rows` of its batch or -1; `flags` as in dpmon.packing."""
+        """The outermost call of `root` is over; `rows` of its batch or -1; `flags` as in dpmon.record.wire."""
         if self.session.timing is not None:
             self.session.timing.end(timing.FORWARD)
         self.forward += now - began - self.inner

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dpmon.packing import CALL_PHASES, PLAIN_WORDS, Untimed
+from dpmon.record.wire import CALL_PHASES, PLAIN_WORDS, Untimed
 from dpmon.tracer.events import DeviceTimes, Events, Span, TorchEvents
 from dpmon.tracer.late import Late, Slot
 

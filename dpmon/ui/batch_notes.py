@@ -10,7 +10,7 @@ from dpmon.model.phases import CALLS_AT
 from dpmon.model.ranks import distributed
 from dpmon.model.state import PHASES, Process
 from dpmon.model.stats import PhaseFigures, Summary, median_known, shown
-from dpmon.records import CALL_PHASES, Call
+from dpmon.record.codec import CALL_PHASES, Call
 from dpmon.ui.format import percent, rate_words
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, cut, wrapped

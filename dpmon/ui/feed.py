@@ -17,7 +17,7 @@ from dpmon.model.ranks import toggle_refusal, training
 from dpmon.model.state import SETTLED_MOST
 from dpmon.model.turns import ended_of
 from dpmon.past import DevicePast, Drawn, Past
-from dpmon.records import Record
+from dpmon.record.codec import Record
 from dpmon.ui.panel_output import Output
 from dpmon.ui.scene import Ended, Facts, Pausing, Scene, Toggle, View, at_its_end
 from dpmon.ui.tail import Tail, last_line_of_traceback

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpmon.model.ranks import RankRow, rank_rows, training
-from dpmon.records import DDP, rows_of
+from dpmon.record.codec import DDP, rows_of
 from dpmon.ui.format import UNKNOWN, group, ms
 from dpmon.ui.look import Look
 from dpmon.ui.panel_replicas import kind, shown, size_line, size_text

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from dpmon.model.finding import many
 from dpmon.model.state import CallTrack, Process
 from dpmon.model.stats import median, median_known, percentile
-from dpmon.records import Call, Replica, Size, rows_of
+from dpmon.record.codec import Call, Replica, Size, rows_of
 from dpmon.ui.chart import bar, range_bar
 from dpmon.ui.format import UNKNOWN, group, memory, ms, short_ms
 from dpmon.ui.look import Look

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dpmon.model.state import CallTrack
 from dpmon.model.stats import median
-from dpmon.records import Stage
+from dpmon.record.codec import Stage
 from dpmon.ui.format import UNKNOWN, memory, ms
 from dpmon.ui.look import Look
 from dpmon.ui.panel_replicas import device_time, shown, size_line, size_text

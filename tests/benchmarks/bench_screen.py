@@ -58,7 +58,7 @@ from dataclasses import replace
 from pathlib import Path
 from synthetic import Training, decoded
 from dpmon.model import State, fold
-from dpmon.records import Call, Step
+from dpmon.record.codec import Call, Step
 from dpmon.ui.look import look
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_output import Output

@@ -8,7 +8,7 @@ import pytest
 from simulated import Simulated
 from tracing import alone, traced
 
-from dpmon.records import UNTIMED, Untimed
+from dpmon.record.codec import UNTIMED, Untimed
 
 pytestmark = pytest.mark.simulated
 

@@ -9,7 +9,7 @@ import pytest
 from simulated import NO_CUDNN, WAITING, WORK, Simulated
 from tracing import Traced, traced
 
-from dpmon.records import UNTIMED, Untimed
+from dpmon.record.codec import UNTIMED, Untimed
 
 pytestmark = pytest.mark.simulated
 

@@ -22,7 +22,7 @@ from running import Dpmon, wait_for
 from tracing import Script, Traced, traced
 
 from dpmon.gpu.share import bare
-from dpmon.records import mode_number
+from dpmon.record.codec import mode_number
 from dpmon.tracer.events import DeviceTimes, Span, TorchEvents
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -316,7 +316,7 @@ def test_the_command_line_without_a_screen(dpmon: Dpmon, gpu: str) -> None:
     """The whole way: command line, supervisor, record, export, report."""
     result = dpmon.run("--headless", dpmon.script(LARGE), gpu, 20, "losses", limit=250)
     assert result.status == 0, result.errors
-    records = dpmon.records()
+    records = dpmon.record.codec()
     steps = [record for record in records if record["kind"] == "step"]
     assert len(steps) == 30
     for step in steps[5:-1]:

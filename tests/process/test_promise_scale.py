@@ -15,7 +15,7 @@ from running import Dpmon, wait_for
 from sizes import reached, size
 from test_run_records import WRITER, expected, of_training, tailed
 
-from dpmon.records import pack_event, pack_step
+from dpmon.record.codec import pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run import ending, proc
 from dpmon.run.drain import Drain
@@ -82,7 +82,7 @@ def test_promise_6_killed_at_any_instant(dpmon: Dpmon) -> None:
         wait_for(lambda count=count: tailed(dpmon, count))  # type: ignore[misc]
         os.kill(info["command_pid"], signal.SIGKILL)
         assert process.wait(100) == 137
-        records = dpmon.records()
+        records = dpmon.record.codec()
         found = of_training(records)
         assert found == expected(len(found))
         assert next(r["count"] for r in records if r["kind"] == "dropped") == 0

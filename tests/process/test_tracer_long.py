@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tracing import Script, Traced, text_of
 
-from dpmon.records import Call, Decoder, Record, RecordError, Step
+from dpmon.record.codec import Call, Decoder, Record, RecordError, Step
 from dpmon.ring import Activity, RingReader
 
 CALLS = 57_000

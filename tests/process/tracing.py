@@ -22,7 +22,7 @@ from sizes import LONG
 from warm import Piped
 
 import dpmon
-from dpmon.records import Call, Decoder, Event, Record, RecordError, Step
+from dpmon.record.codec import Call, Decoder, Event, Record, RecordError, Step
 from dpmon.ring import RingError, RingReader
 
 __all__ = ["SITE", "Script", "Traced", "alone", "read_run", "text_of", "traced"]

@@ -14,7 +14,7 @@ from timed import GPUS, HOST_ONLY, OF_CALL, staged, timed, trained
 
 from dpmon.cli.lines import Lines, _progress
 from dpmon.model import State
-from dpmon.records import CALL_PHASES, UNTIMED, Untimed, call_head, kind_of, pack_step
+from dpmon.record.codec import CALL_PHASES, UNTIMED, Untimed, call_head, kind_of, pack_step
 
 
 def line_of(payloads: Sequence[bytes]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from synthetic import Training
 from dpmon.cli.commands import ls
 from dpmon.cli.main import entry
 from dpmon.export import export
-from dpmon.records import Event, Step
+from dpmon.record.codec import Event, Step
 from dpmon.report import report_text
 from dpmon.run.export import history
 from dpmon.run.history import History

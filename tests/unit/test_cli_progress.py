@@ -10,7 +10,7 @@ import pytest
 
 from dpmon.cli.progress import Progress
 from dpmon.cli.summary import duration
-from dpmon.records import Event, Record, Step
+from dpmon.record.codec import Event, Record, Step
 
 
 class FakeReader:

@@ -15,12 +15,11 @@ import pytest
 from kept import keep
 from synthetic import SECOND, Training, decoded
 
-from dpmon.asjson import as_json
 from dpmon.cli.summary import summary_lines
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables
 from dpmon.model import State, fold
-from dpmon.records import (
+from dpmon.record.codec import (
     UNTIMED,
     Call,
     Decoder,
@@ -33,6 +32,7 @@ from dpmon.records import (
     pack_timed,
     step_fields,
 )
+from dpmon.record.jsonl import as_json
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.text import report_text

@@ -65,22 +65,22 @@ def test_a_plain_question_loads_nothing_heavy(
 
 
 def test_the_training_process_loads_only_the_standard_library() -> None:
-    for part in ("dpmon.packing", "dpmon.ring", "dpmon.tracer", "dpmon.tracer.inject"):
+    for part in ("dpmon.record.wire", "dpmon.ring", "dpmon.tracer", "dpmon.tracer.inject"):
         added = tops(added_by(f"import {part}")) - {"dpmon"}
         assert added <= sys.stdlib_module_names, part
         assert not added & {"sqlite3", "asyncio", "subprocess", "socket", "ssl", "logging"}, part
 
 
-def test_the_tracer_loads_of_dpmon_only_itself_ring_and_packing() -> None:
+def test_the_tracer_loads_of_dpmon_only_itself_ring_and_wire() -> None:
     added = loaded_by("import dpmon.tracer.patch", beyond="import torch")
-    assert {name for name in added if name.startswith("dpmon.")} >= {"dpmon.ring", "dpmon.packing", "dpmon.tracer"}
+    assert {name for name in added if name.startswith("dpmon.")} >= {"dpmon.ring", "dpmon.record.wire", "dpmon.tracer"}
     for name in added:
         top = name.partition(".")[0]
         assert (
             top == "torch"
             or top in sys.stdlib_module_names
-            or name.startswith(("dpmon.tracer", "dpmon.ring", "dpmon.packing"))
-            or name == "dpmon"
+            or name.startswith(("dpmon.tracer", "dpmon.ring", "dpmon.record.wire"))
+            or name in ("dpmon", "dpmon.record")
         ), name
 
 

@@ -13,7 +13,7 @@ from dpmon.model import State, fold
 from dpmon.model.compare import MIN_STEPS, Interval, compare, compared, median_interval, ratio, sentence
 from dpmon.model.history import figures
 from dpmon.model.state import HOST, NOT_RUN, PHASES, WARM_STEPS, Peak, Process, StepSample
-from dpmon.records import Event, Record, Step
+from dpmon.record.codec import Event, Record, Step
 
 MS = 1_000_000
 TWO = ("cuda:0", "cuda:1")

@@ -23,7 +23,7 @@ from dpmon.model.state import (
     StepSample,
 )
 from dpmon.model.stats import summary
-from dpmon.records import Step
+from dpmon.record.codec import Step
 
 
 def sample(number: int, end_ns: int, wall_ns: int = 1000, samples: int | None = 4) -> StepSample:

@@ -12,7 +12,7 @@ from dpmon.model.past import fold_past
 from dpmon.model.ranks import training
 from dpmon.past import Past
 from dpmon.rates import Pace
-from dpmon.records import Call, Record, Step
+from dpmon.record.codec import Call, Record, Step
 from dpmon.ui import panel_ranks
 from dpmon.ui.scene import Scene
 

@@ -11,7 +11,7 @@ from synthetic import Training, decoded
 from dpmon.model import State, fold
 from dpmon.model.state import CALLS_KEPT
 from dpmon.model.turn import Piece, Turn, last_turn
-from dpmon.records import Call, Phase, Record, Replica, Stage, Step
+from dpmon.record.codec import Call, Phase, Record, Replica, Stage, Step
 
 STEP = Step(0, None, 7, "dp", 1000, 200, 8, {"data": 10, "forward": 60, "backward": 50, "optimizer": 20, "other": 60})
 PHASES = {

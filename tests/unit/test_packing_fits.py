@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dpmon.packing import DEFINE_HEAD, MAX_JSON, MORE, pack_definition, pack_event, shortened
+from dpmon.record.wire import DEFINE_HEAD, MAX_JSON, MORE, pack_definition, pack_event, shortened
 from dpmon.ring import MAX_PAYLOAD
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.asjson import as_json
-from dpmon.records import (
+from dpmon.record.codec import (
     CALL_PHASES,
     FAILED,
     GRAD,
@@ -47,6 +46,7 @@ from dpmon.records import (
     step_times,
     with_copies,
 )
+from dpmon.record.jsonl import as_json
 from dpmon.ring import BLOCK_BYTES, Ring, RingReader
 
 DP, SINGLE = mode_number("dp"), mode_number("single")
@@ -442,7 +442,7 @@ def test_more_replicas_than_devices() -> None:
 
 def test_a_decoder_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest definitions are forgotten; those in use are written again by the tracer now and then."""
-    monkeypatch.setattr("dpmon.records.MAX_DEFINITIONS", 100)
+    monkeypatch.setattr("dpmon.record.codec.MAX_DEFINITIONS", 100)
     known = decoder()
     for number in range(5, 400):
         assert known.decode(pack_definition(number, OUT)) is None

@@ -7,9 +7,8 @@ import struct
 import pytest
 from synthetic import SECOND
 
-from dpmon.asjson import as_json
 from dpmon.model import State, fold
-from dpmon.records import (
+from dpmon.record.codec import (
     Call,
     Decoder,
     Record,
@@ -19,6 +18,7 @@ from dpmon.records import (
     pack_call,
     pack_definition,
 )
+from dpmon.record.jsonl import as_json
 from dpmon.ui import panel_stages
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rings import everything, opened
 
-from dpmon.records import STEP_TAG, STEP_WORDS, Untimed, is_timed, known_times, pack_step, step_times
+from dpmon.record.codec import STEP_TAG, STEP_WORDS, Untimed, is_timed, known_times, pack_step, step_times
 from dpmon.ring import Ring
 from dpmon.tracer.captures import Captures
 from dpmon.tracer.events import MAX_FAULTS, DeviceTimes, Span, TorchEvents

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rings import everything, opened
 
-from dpmon.records import kind_of
+from dpmon.record.codec import kind_of
 from dpmon.ring import Ring
 from dpmon.tracer.steps import Steps
 

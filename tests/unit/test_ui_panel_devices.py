@@ -9,7 +9,7 @@ from situations import FACTS, LOOK, MONO_ASCII, gpu_scene, rows_text, scene_of, 
 from synthetic import Training, device_event
 
 from dpmon.model import fold
-from dpmon.records import Event
+from dpmon.record.codec import Event
 from dpmon.ui import panel_devices
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import Scene

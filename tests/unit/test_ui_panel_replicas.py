@@ -10,7 +10,7 @@ from synthetic import Training, decoded
 
 from dpmon.model import State, fold
 from dpmon.model.stats import percentile
-from dpmon.records import Call, Event, Record, Size
+from dpmon.record.codec import Call, Event, Record, Size
 from dpmon.ui import panel_replicas
 from dpmon.ui.format import ms, short_ms
 from dpmon.ui.paint import places, scroll_room

@@ -11,7 +11,7 @@ from situations import FACTS, LOOK, MONO_ASCII, scene_of, situations, state_of, 
 from synthetic import SECOND, Training
 
 from dpmon.model import State, fold
-from dpmon.records import Event
+from dpmon.record.codec import Event
 from dpmon.ui.footer import keys
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange
 from dpmon.ui.look import Look

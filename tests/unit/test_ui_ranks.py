@@ -10,7 +10,7 @@ from synthetic import SECOND, Training, decoded
 from dpmon.model import State, fold
 from dpmon.model.ranks import rank_rows, toggle_refusal, training
 from dpmon.model.stats import speed
-from dpmon.records import Event
+from dpmon.record.codec import Event
 from dpmon.ui import panel_batch, panel_compare, panel_ranks
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.cli.checks.check import Check, ok, problem, warning
-from dpmon.records import Call, Event
+from dpmon.record.codec import Call, Event
 from dpmon.run import proc
 from dpmon.run.command import CommandError, choose_python
 from dpmon.run.launch import environment

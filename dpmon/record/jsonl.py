@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpmon.records import MORE, STEP_PHASES, Call, Record, Size, Stage, Step
+from dpmon.record.codec import MORE, STEP_PHASES, Call, Record, Size, Stage, Step
 
 __all__ = ["as_json"]
 

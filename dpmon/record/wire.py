@@ -2,7 +2,7 @@
 
 On its hot path the tracer fills the formats itself. What does not change from batch to batch (names, devices, shapes)
 is sent once as a *definition* and referred to by number, so that a call over 8 replicas takes 304 bytes. What these
-bytes mean to everybody else is in dpmon.records.
+bytes mean to everybody else is in dpmon.record.codec.
 
 Standard library only, and little of that: this module is imported into the training process.
 """
@@ -70,7 +70,7 @@ DDP = "DistributedDataParallel"
 
 
 class Untimed:
-    """Why a device's own time is not known, as numbers in records: dpmon.records.UNTIMED has the words."""
+    """Why a device's own time is not known, as numbers in records: dpmon.record.codec.UNTIMED has the words."""
 
     (NONE, LATE, CAPTURED, NO_EVENT, FAULT, ENDED, RAISED, ON_CPU, CROSSED, TOO_MANY, COPIES) = range(11)
 

@@ -1,7 +1,7 @@
 """What a record is to everybody but the training process: objects, and how they are read from its bytes.
 
-`dpmon.packing` makes the bytes; a `Decoder` makes objects of them. What only counts and adds up reads single numbers
-instead, without decoding a record.
+`dpmon.record.wire` makes the bytes; a `Decoder` makes objects of them. Code that only counts and sums reads single
+numbers instead, without decoding a record.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from dpmon.packing import (
+from dpmon.record.plainjson import load_event, load_json
+from dpmon.record.wire import (
     CALL_FORMAT,
     CALL_PHASES,
     CALL_STAGE,
@@ -49,7 +50,6 @@ from dpmon.packing import (
     pack_timed,
     with_copies,
 )
-from dpmon.plainjson import load_event, load_json
 
 __all__ = [
     "BACKWARD_AT",

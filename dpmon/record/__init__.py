@@ -1,0 +1,1 @@
+"""What a record is: its fields (schema), its bytes (wire), and how one is read (codec)."""

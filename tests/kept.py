@@ -8,7 +8,7 @@ from typing import Any
 
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
-from dpmon.run.history import LIMIT_BYTES
+from dpmon.store.writer import LIMIT_BYTES
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
 
 __all__ = ["keep"]

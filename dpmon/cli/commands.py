@@ -187,7 +187,7 @@ def _steps(directory: Path) -> int | None:
     those of the one that took the most.
     """
     from dpmon.run.kept import Kept
-    from dpmon.run.tables import HistoryError
+    from dpmon.store.tables import HistoryError
 
     try:
         kept = Kept(directory)

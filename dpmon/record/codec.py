@@ -106,6 +106,7 @@ __all__ = [
     "step_fields",
     "step_times",
     "why_missing",
+    "why_number",
     "with_copies",
 ]
 
@@ -533,6 +534,13 @@ def known_times(payload: bytes) -> dict[str, float]:
 def why_missing(payload: bytes) -> str:
     """Of a timed call, or of what `step_times` gave of a step: why a time that is not known is not."""
     return _why(payload[1])
+
+
+def why_number(payload: bytes) -> int:
+    """Of a timed call: the number of the reason why one of its times is missing (UNTIMED); 0 if none is."""
+    _, why, count, _ = TIMED_HEAD.unpack_from(payload)
+    times = struct.unpack_from(f"<{count}f", payload, len(payload) - 4 * count)
+    return 0 if all(_known_ms(time) is not None for time in times) else why
 
 
 def part_times(payload: bytes) -> PartTimes:

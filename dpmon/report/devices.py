@@ -14,7 +14,7 @@ from dpmon.model.evidence import DeviceFacts, HostFacts
 from dpmon.model.stats import median
 from dpmon.report.story import DevicePoint
 from dpmon.run.pauses import Span
-from dpmon.run.tables import BEFORE_S
+from dpmon.store.tables import BEFORE_S
 
 __all__ = ["HOST", "Devices"]
 

@@ -23,8 +23,8 @@ from dpmon.run.past import deleted
 from dpmon.run.reader import RunReader
 from dpmon.run.rows import record_of, step_columns, step_device
 from dpmon.run.standing import IDLE
-from dpmon.run.tables import HistoryError
 from dpmon.run.totals import Totals
+from dpmon.store.tables import HistoryError
 
 __all__ = ["add_up", "why_nothing"]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from dpmon.record.codec import RecordError, pack_event
 from dpmon.ring import RingError, RingReader
 from dpmon.run.files import remove_file
-from dpmon.run.history import LIMIT_BYTES, Batch, History
 from dpmon.run.proc import alive
-from dpmon.run.rows import Sorter
 from dpmon.run.rundir import RunInfo, ring_paths
-from dpmon.run.tables import HistoryError, RingRow
+from dpmon.store.intake import Accounts, Intake
+from dpmon.store.tables import HistoryError, RingRow
+from dpmon.store.writer import LIMIT_BYTES, Batch, History
 
 __all__ = ["Drain"]
 
@@ -34,13 +34,13 @@ _MEMORY = pack_event("memory", {})[:-1]
 
 
 class _Source:
-    """One ring, how far it is read, and the sorter of its payloads."""
+    """One ring, how far it is read, and what takes its payloads in."""
 
-    def __init__(self, path: Path, row: RingRow | None, start_ns: int) -> None:
+    def __init__(self, path: Path, row: RingRow | None, start_ns: int, accounts: Accounts) -> None:
         position, sequence = (0, 0) if row is None else (row.position, row.sequence)
         self.ring = RingReader(str(path), position=position, sequence=sequence)
         self.row = row or RingRow(path.name, self.ring.process, self.ring.rank, self.ring.pid)
-        self.sorter = Sorter(self.row, start_ns)
+        self.intake = Intake(self.row, start_ns, accounts)
         self._missed_before = self.row.missed
         self.unreadable = 0
         self.over = False
@@ -70,6 +70,7 @@ class Drain:
         self._sources: dict[str, _Source] = {}
         self._refused: set[str] = set()
         self._batch = Batch()
+        self._accounts = Accounts()
         self._bytes = 0
         self._next_id = 1
         self._commit_at = 0.0
@@ -108,6 +109,7 @@ class Drain:
             source.over = True
             with suppress(RingError, OSError):
                 self._add(source, source.ring.last_words())
+            source.intake.flush(self._batch)
         if self._history is not None:
             self._write(now)
 
@@ -148,10 +150,11 @@ class Drain:
                 continue
             kept = self._kept.get(path.name)
             try:
-                source = self._sources[path.name] = _Source(path, kept and replace(kept), self._info.start_ns)
+                source = self._sources[path.name] = _Source(
+                    path, kept and replace(kept), self._info.start_ns, self._accounts
+                )
                 if kept is not None and self._history is not None:
-                    for number, value in self._history.definitions(kept.process):
-                        source.sorter.learn(number, value)
+                    self._history.resume(source.intake, self._accounts)
             except (RingError, OSError) as error:
                 # It may be half made: its header is complete a moment later.
                 if time.time() - _modified(path) > RETRY_S:
@@ -172,7 +175,7 @@ class Drain:
         before = len(self._batch.rollups)
         for payload in payloads:
             try:
-                if source.sorter.add(self._batch, self._next_id, payload):
+                if source.intake.add(self._batch, self._next_id, payload):
                     self._next_id += 1
                 if payload.startswith(_MEMORY):
                     self.heard(payload, source.ring.pid)

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from dpmon.record.codec import RecordError, call_head
-from dpmon.run.kept import Kept
+from dpmon.run.kept import Kept, named
 from dpmon.run.rollup import Gathered, Rollup
 from dpmon.run.rows import step_columns
 
@@ -147,7 +147,7 @@ class Edges:
                 with suppress(RecordError, ValueError, TypeError, struct.error, IndexError):
                     if row[1] == "steps":
                         _, _, mode, start, wall, _, _ = step_columns(row)
-                        found[(start + wall) // _SECOND, mode].steps.append(row[2:])
+                        found[(start + wall) // _SECOND, mode].steps.append(named(row))
                     else:
                         _, _, _, _, _, _, mode, start, wall, _, payload = row
                         found[(start + wall) // _SECOND, mode].calls.append(call_head(payload)[10:])
@@ -211,4 +211,4 @@ def _take_out(rollup: Rollup, gathered: Gathered) -> None:
     for key, count in out.counts.items():
         rollup.counts[key] = rollup.counts.get(key, 0) - count
     if gathered.steps and rollup.last_step is not None:
-        rollup.last_step = min(rollup.last_step, min(row[2] for row in gathered.steps) - 1)
+        rollup.last_step = min(rollup.last_step, min(row["step"] for row in gathered.steps) - 1)

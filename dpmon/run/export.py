@@ -18,7 +18,7 @@ from dpmon.run.kept import Kept
 from dpmon.run.proc import alive
 from dpmon.run.rows import decoders_of, record_of
 from dpmon.run.rundir import RunInfo, load_exit, load_info, ring_paths
-from dpmon.run.tables import HistoryError, RingRow
+from dpmon.store.tables import HistoryError, RingRow
 
 __all__ = ["Snapshot", "history", "kind", "write_jsonl"]
 

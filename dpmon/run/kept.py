@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from dpmon.record.codec import MODES
 from dpmon.record.plainjson import load_json
 from dpmon.run.files import check_database
 from dpmon.run.rollup import WHOLE, Rollup
-from dpmon.run.tables import (
+from dpmon.store.tables import (
     BEFORE_S,
     HISTORY_FILE,
     LASTING,
@@ -26,11 +27,17 @@ from dpmon.run.tables import (
     rings_in,
 )
 
-__all__ = ["DISORDER", "Kept", "chance"]
+__all__ = ["DISORDER", "Kept", "chance", "named"]
 
 DISORDER = 16_000
 """Rings are taken over in turn, so that rows do not lie in strict order of time: by so many ids at most."""
 
+_CALL_COLUMNS = "id, process, call, step, mode, start_ns, wall_ns, rows, payload"
+_STEP_COLUMNS = (
+    *("id", "process", "step", "mode", "start_ns", "wall_ns", "samples", "data_ns", "forward_ns", "backward_ns"),
+    *("optimizer_ns", "other_ns", "device", "copy_ns", "copied_bytes", "between_ns"),
+)
+"""In their order in a row; a history of an earlier version lacks the last."""
 _NEAR_STEP = 4096
 """Ids before a step's in which its calls are looked for."""
 _CHANCE = "(step * 2654435761 & 4294967295)"
@@ -42,6 +49,11 @@ _CHANCES = 1 << 32
 def chance(number: int) -> int:
     """By what the step of this number is drawn: the lowest are."""
     return number * 2654435761 & 4294967295
+
+
+def named(row: Sequence[Any]) -> dict[str, Any]:
+    """A row of steps, as `Kept.rows` gives it, by the names of its columns; those it lacks are None."""
+    return dict(zip_longest(_STEP_COLUMNS, row[2:]))
 
 
 class Kept:
@@ -63,12 +75,20 @@ class Kept:
             check_schema(self._db)
             check_version(self._db)
             self.rings = rings_in(self._db)
+            self._columns = {"events": "*", "calls": _CALL_COLUMNS, "steps": self._step_columns()}
             self.last_id = max(last_ids(self._db))
             row = self._db.execute("SELECT value FROM meta WHERE key = 'pruned'").fetchone()
             self.pruned = int(row[0]) if row else 0
         except (HistoryError, sqlite3.Error, OSError, ValueError, TypeError, OverflowError) as error:
             self._db.close()
             raise HistoryError(str(error)) from None
+
+    def _select(self, table: str) -> str:
+        return f"SELECT id, '{table}', {self._columns[table]} FROM {table}"
+
+    def _step_columns(self) -> str:
+        there = {row[1] for row in self._db.execute("PRAGMA table_info(steps)")}
+        return ", ".join(name for name in _STEP_COLUMNS if name in there)
 
     def definitions(self, process: int) -> list[tuple[int, Any]]:
         """Number and value of every definition of one process."""
@@ -83,7 +103,9 @@ class Kept:
         """Everything with an id above `after` in order: (id, table name, columns after the id ...)."""
         return heapq.merge(
             *(
-                self._all(f"SELECT id, '{table}', * FROM {table} WHERE id > ? ORDER BY id", (after,))
+                self._all(
+                    f"SELECT id, '{table}', {self._columns[table]} FROM {table} WHERE id > ? ORDER BY id", (after,)
+                )
                 for table in ("calls", "steps", "events")
             )
         )
@@ -249,7 +271,7 @@ class Kept:
         return heapq.merge(
             *(
                 self._all(
-                    f"SELECT id, '{table}', * FROM {table} WHERE id BETWEEN ? AND ? AND process = ?"
+                    f"{self._select(table)} WHERE id BETWEEN ? AND ? AND process = ?"
                     f" ORDER BY id{' DESC' if back else ''}",
                     (low, high, process),
                 )
@@ -290,7 +312,7 @@ class Kept:
 
     def steps_at(self, number: int) -> Iterator[tuple[Any, ...]]:
         """The step with this id, as in `rows`, if there is one."""
-        return self._all("SELECT id, 'steps', * FROM steps WHERE id = ?", (number,))
+        return self._all(f"{self._select('steps')} WHERE id = ?", (number,))
 
     def calls_of(self, before: int, process: int, step: int) -> list[bytes] | None:
         """Payloads of the calls of a step that has the id `before`: they lie shortly before it.

@@ -21,7 +21,7 @@ from dpmon.run.reader import RECENT_NS, RECENT_RECORDS, Pause
 from dpmon.run.rows import decoders_of, record_of
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info
 from dpmon.run.standing import newest_stage, stages
-from dpmon.run.tables import HistoryError
+from dpmon.store.tables import HistoryError
 
 __all__ = ["SPEEDS", "PlaybackReader", "can_be_played"]
 

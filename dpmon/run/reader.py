@@ -204,7 +204,7 @@ class RunReader:
             return
         from dpmon.run.kept import Kept
         from dpmon.run.past import past_of
-        from dpmon.run.tables import HistoryError
+        from dpmon.store.tables import HistoryError
 
         try:
             self._kept = Kept(self.directory)
@@ -216,7 +216,7 @@ class RunReader:
         """Of a run that is over: as many steps of both modes as a report compares. None: there is more to come."""
         from dpmon.run.kept import Kept
         from dpmon.run.past import Before
-        from dpmon.run.tables import HistoryError
+        from dpmon.store.tables import HistoryError
 
         try:
             kept = Kept(self.directory)
@@ -268,7 +268,7 @@ class RunReader:
             return iter(())
         from dpmon.run.kept import Kept
         from dpmon.run.rows import decoders_of, record_of
-        from dpmon.run.tables import HistoryError
+        from dpmon.store.tables import HistoryError
 
         try:
             kept = self._kept = self._kept or Kept(self.directory)

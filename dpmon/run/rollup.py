@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,10 @@ _FIRST_KEPT = SERIES.index("copy")
 """The sums from here on follow the histogram in a row: the first versions had no column for them."""
 _COLUMNS = (*enumerate(range(5), start=1), (SERIES.index("copy"), 6))
 """Of a row of steps, after its samples: the series, and the place of the column. Between them is `device`."""
+_STEP_NAMES = (
+    *("step", "start_ns", "wall_ns", "samples", "data_ns", "forward_ns", "backward_ns", "optimizer_ns", "other_ns"),
+    *("device", "copy_ns", "copied_bytes", "between_ns"),
+)
 _BACKWARD_AT, _OPTIMIZER_AT, _BETWEEN_AT = 2, 3, 8
 """Positions of columns, as above."""
 _SECOND = 1_000_000_000
@@ -65,7 +69,7 @@ class Gathered:
     __slots__ = ("calls", "steps")
 
     def __init__(self) -> None:
-        self.steps: list[tuple[Any, ...]] = []
+        self.steps: list[Mapping[str, Any]] = []
         """Rows of the table `steps`."""
         self.calls: list[Sequence[int]] = []
         """For each of CALL_PHASES its start (negative: it did not run) and how long it took, ns."""
@@ -99,7 +103,8 @@ class Rollup:
         steps, calls = gathered.steps, gathered.calls
         self.calls += len(calls)
         if steps:
-            _, _, numbers, _, starts, walls, samples, *phases = zip(*steps, strict=True)
+            of_rows = [[step[name] for name in _STEP_NAMES] for step in steps]
+            numbers, starts, walls, samples, *phases = zip(*of_rows, strict=True)
             known = [count for count in samples if count is not None]
             low, high = min(walls), max(walls)
             self.steps += len(steps)

@@ -2,156 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Mapping
 from typing import Any
 
-from dpmon.rates import Between
 from dpmon.record.codec import (
-    BACKWARD_AT,
     MODES,
-    OPTIMIZER_AT,
     STEP_PHASES,
     Decoder,
     Event,
     Record,
     RecordError,
     Step,
-    call_head,
-    copied_bytes,
-    definition,
-    is_evaluation,
     kept_step_times,
-    kind_of,
     pack_definition,
-    step_fields,
-    step_times,
 )
 from dpmon.record.plainjson import load_event
-from dpmon.run.history import Batch
 from dpmon.run.kept import Kept
-from dpmon.run.tables import RingRow
 
-__all__ = ["Sorter", "decoders_of", "record_of", "step_columns", "step_device"]
+__all__ = ["decoders_of", "record_of", "step_columns", "step_device"]
 
 _MAX_INT = (1 << 63) - 1
 _DEVICE_AT = 9 + 5
 _COPY_AT = _DEVICE_AT + 1
 _WHOLE, _WHOLE_OR_NONE = {int}, {int, type(None)}
-
-
-class Sorter:
-    """Puts one ring's payloads into the rows they belong to, without decoding more than the columns need."""
-
-    def __init__(self, row: RingRow, start_ns: int) -> None:
-        self.row = row
-        self._start_ns = start_ns
-        self._rows: dict[int, int | None] = {}
-        self._between = Between()
-
-    def learn(self, number: int, value: Any) -> None:
-        """Remember how many rows a batch has whose inputs are this definition (None: not to be known)."""
-        if isinstance(value, list):
-            shapes = (size[1] for size in value if size[1])
-            rows = next((shape[0] for shape in shapes), None)
-            self._rows[number] = rows if type(rows) is int and 0 <= rows <= _MAX_INT else None
-
-    def add(self, batch: Batch, number: int, payload: bytes) -> bool:
-        """Put `payload` into `batch` under the id `number`; False if it was a definition, which takes no id.
-
-        Raises RecordError for bytes that are no record.
-        """
-        kind = kind_of(payload)
-        try:
-            if kind == "call":
-                batch.calls.append(self._call(batch, number, payload))
-            elif kind == "step":
-                batch.steps.append(self._step(batch, number, payload))
-            elif kind == "event":
-                batch.events.append(self._event(batch, number, payload))
-            elif kind == "definition":
-                which, value = definition(payload)
-                _check(which)
-                self.learn(which, value)
-                batch.definitions.append((self.row.process, which, json.dumps(value, separators=(",", ":"))))
-                return False
-            else:
-                raise RecordError("unknown kind of record")
-        except (LookupError, ValueError, TypeError, AttributeError, struct.error, RecursionError) as error:
-            raise RecordError(f"unreadable record: {type(error).__name__}") from None
-        return True
-
-    def _call(self, batch: Batch, number: int, payload: bytes) -> tuple[Any, ...]:
-        mode, _, _, _, step, call, start, wall, inputs, _, *phases = call_head(payload)
-        began = start - self._start_ns
-        _check(step, call, began, wall, began + wall)
-        batch.rollup(began + wall, self.row.process, MODES[mode]).calls.append(phases)
-        row = (
-            number, self.row.process, call, step, MODES[mode], began, wall,
-            self._rows.get(inputs), payload,
-        )  # fmt: skip
-        self._place(number)
-        self.row.calls += 1
-        return row
-
-    def _step(self, batch: Batch, number: int, payload: bytes) -> tuple[Any, ...]:
-        mode, step, start, wall, samples, *phases = step_fields(payload)
-        began = start - self._start_ns
-        _check(step, began, wall, began + wall)
-        data, copy, *known = [took if took >= 0 else None for took in phases]
-        other = max(0, wall - sum(took for took in phases if took >= 0))
-        count = samples if samples >= 0 else None
-        gap = self._between.step(step, began, wall, is_evaluation(phases[BACKWARD_AT], phases[OPTIMIZER_AT]))
-        between = min(gap.ns, _MAX_INT)
-        row = (
-            number, self.row.process, step, MODES[mode], began, wall, count,
-            data, *known, other, step_times(payload), copy, copied_bytes(payload),
-            -between if gap.evaluation else between,
-        )  # fmt: skip
-        batch.rollup(began + wall, self.row.process, MODES[mode]).steps.append(row)
-        self._place(number)
-        self.row.steps += 1
-        self.row.last_step = step
-        return row
-
-    def _place(self, number: int) -> None:
-        row = self.row
-        if row.first_id is not None:
-            row.last_id = number
-        elif row.calls == row.steps == 0:  # else where it began is not known: an earlier version has begun it
-            row.first_id = row.last_id = number
-
-    def _event(self, batch: Batch, number: int, payload: bytes) -> tuple[Any, ...]:
-        text = payload[1:].decode()
-        kind, data = load_event(text)
-        seconds = data.get("t_s")
-        t_ns = int(seconds * 1e9) if isinstance(seconds, (int, float)) and abs(seconds) < 1e9 else None
-        process = self.row.process if self.row.process >= 0 else None
-        kind.encode()  # ValueError: half a character, which the database does not take
-        if kind == "pause" and data.get("refused") is None:
-            took = data.get("paused_s")
-            took_ns = int(took * 1e9) if isinstance(took, (int, float)) and 0 <= took < 1e9 else None
-            self._between.pause(data.get("paused") is True, t_ns, took_ns)
-        if process is None and t_ns is not None and kind in ("device", "host"):
-            _add_sample(batch, t_ns, kind, data)
-        return (number, process, kind, t_ns, text)
-
-
-def _add_sample(batch: Batch, t_ns: int, kind: str, data: Mapping[str, Any]) -> None:
-    index = data.get("index") if kind == "device" else -1
-    if type(index) is not int or not -1 <= index <= 0xFFFF:
-        return
-    for name, value in data.items():
-        if type(value) in (int, float) and name not in ("t_s", "index") and abs(value) < 1e18:
-            name.encode()
-            batch.device(t_ns, index, name[:64], float(value))
-
-
-def _check(*numbers: int) -> None:
-    """RecordError for what the database has no room for: a damaged record."""
-    if min(numbers) < -_MAX_INT or max(numbers) > _MAX_INT:
-        raise RecordError("numbers beyond reason")
 
 
 def decoders_of(kept: Kept, origin_ns: int) -> dict[int, Decoder]:

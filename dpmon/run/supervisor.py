@@ -255,7 +255,7 @@ class Supervisor:
 
     def _watch(self, command: Command, *, late: bool = False) -> None:
         from dpmon.run.drain import Drain  # sqlite is loaded while the command loads torch, not before
-        from dpmon.run.history import LIMIT_BYTES
+        from dpmon.store.writer import LIMIT_BYTES
 
         sampler = self._sampler(command.pid)
         drain = Drain(

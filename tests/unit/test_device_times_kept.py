@@ -39,7 +39,7 @@ from dpmon.report.text import report_text
 from dpmon.run.export import history
 from dpmon.run.kept import Kept
 from dpmon.run.rundir import load_info
-from dpmon.run.tables import LASTING, SCHEMA_VERSION
+from dpmon.store.tables import LASTING, SCHEMA_VERSION
 from dpmon.ui import panel_batch, panel_replicas
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole
@@ -189,7 +189,7 @@ def test_a_history_of_an_earlier_version_is_gone_on_with_and_read(state: Path, l
     old = [record for record in history(directory) if isinstance(record, Step)]
     assert len(old) == 5
     assert {step.device_ms for step in old} == {None}
-    from dpmon.run.history import History
+    from dpmon.store.writer import History
 
     with closing(Kept(directory)) as kept:
         sums = list(kept.rollups(1))

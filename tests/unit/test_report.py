@@ -35,7 +35,7 @@ from dpmon.run.playback import can_be_played
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, save, short_name
 from dpmon.run.state import run_state
-from dpmon.run.tables import BEFORE_S
+from dpmon.store.tables import BEFORE_S
 from dpmon.ui.look import look
 
 HOSTILE = '<script>alert(1)</script>\x1b]52;c;eA==\x07\x1b[31m\u202e<b onload="x">'

@@ -14,7 +14,7 @@ from dpmon.run.drain import Drain
 from dpmon.run.playback import POLL_RECORDS, PlaybackReader
 from dpmon.run.reader import RECENT_NS, RECENT_RECORDS
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, save
-from dpmon.run.tables import HISTORY_FILE
+from dpmon.store.tables import HISTORY_FILE
 
 SECOND = 1_000_000_000
 START = 50 * SECOND

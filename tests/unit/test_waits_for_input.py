@@ -22,7 +22,7 @@ from dpmon.record.codec import Event, pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.said import waited
-from dpmon.run.history import Batch, History
+from dpmon.store.writer import Batch, History
 from dpmon.run.inputs import KEPT, Inputs
 from dpmon.run.kept import Kept
 from dpmon.ui.paint import whole
@@ -167,7 +167,7 @@ def test_a_launcher_waits_in_no_step(state: Path) -> None:
 
 
 def test_a_script_that_waits_all_day_does_not_fill_its_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.run.history._LASTING_KEPT", 50)
+    monkeypatch.setattr("dpmon.store.writer._LASTING_KEPT", 50)
     writer = History(tmp_path, {}, 1 << 16)
     for first in range(0, 2000, 100):
         batch = Batch()

@@ -14,7 +14,19 @@
                  without samples), last_step, low_ns, high_ns (of a step), step_ns, data_ns ... gather_ns (sums;
                  NULL: did not run), histogram (dpmon.run.rollup), copy_ns, pace (dpmon.rates.Pace); all steps that
                  ended in that second or minute
+    series       number, name: what the sketches of the tallies are of (dpmon.record.schema, and the replicas and
+                 stages of calls: dpmon.store.parts)
+    tallies      width (1, 10, 60, 3600 s), start_s, process (-1: all), mode, kind (dpmon.record.schema.KINDS), batch
+                 (samples a step), and dpmon.store.tally.Tally: all steps that ended in that time
+    times        width, start_s, process, mode, ns of each activity in that time (dpmon.store.accounting)
+    gaps         id, process, after_step, before_step, mode, begin_ns, end_ns, ns: the longer times between two steps
+    shapes       calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and outputs, of
+                 the call, then of each replica) and why a device time is missing (dpmon.record.codec.UNTIMED)
     device_rollups  start_s (of a minute; -1: see below), device (index; -1: the host), name, count, total, low, high
+
+A tally of 10 s or more is made when its time is over: up to the second in meta's `whole_10`, `whole_60`, `whole_3600`.
+Those that were deleted to save room ended before meta's `pruned_1`, `pruned_10`, `pruned_60`. What is recorded late is
+added to every tally of its time.
 
 When the database reaches its size limit, the oldest rows are deleted: calls, steps and events first, except a run's
 processes, modes, warnings and exit. Rollups stay longer: those of a second, and those of a minute, may each take a
@@ -31,21 +43,28 @@ from __future__ import annotations
 import re
 import sqlite3
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dpmon.record.plainjson import load_json
+from dpmon.record.schema import PHASES, QUANTITIES
 from dpmon.run.rollup import SERIES
+from dpmon.store.accounting import ACTIVITIES
+from dpmon.store.tally import PLAIN
 
 __all__ = [
+    "ACTIVITY_COLUMNS",
     "BEFORE_S",
+    "CALL_COLUMNS",
     "HISTORY_FILE",
     "LASTING",
     "SCHEMA",
     "SCHEMA_VERSION",
+    "STEP_COLUMNS",
+    "TALLY_COLUMNS",
     "Bounds",
     "HistoryError",
     "RingRow",
@@ -59,9 +78,31 @@ __all__ = [
 BEFORE_S = -1
 """The start of device_rollups that are of all the time before the first minute that is left."""
 HISTORY_FILE = "history.sqlite"
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 LASTING = "kind IN ('process', 'mode', 'exit', 'warning', 'pause', 'input')"
 """Events that outlive the steps around them (of warnings and waits the newest): they hold for what follows."""
+_FIRST_COLUMNS = (
+    *("samples", "copied_bytes"),
+    *("data_ns", "copy_ns", "forward_ns", "backward_ns", "optimizer_ns", "other_ns"),
+)
+"""Columns of steps that the first versions had; they come first."""
+STEP_COLUMNS = (
+    "kind",
+    "calls",
+    "rest_ns",
+    *(name for q in QUANTITIES if (name := q.name) not in _FIRST_COLUMNS),
+    *(name for phase in PHASES if (name := f"{phase.name}_ns") not in _FIRST_COLUMNS),
+)
+"""Further columns of steps: the phases of its calls are sums over all of them."""
+CALL_COLUMNS = tuple(f"{phase.name}_ns" for phase in PHASES if phase.of_call)
+TALLY_COLUMNS = (*PLAIN, *(f"{quantity.name}_{part}" for quantity in QUANTITIES for part in ("sum", "n")))
+ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
+
+
+def _whole_numbers(names: Iterable[str]) -> str:
+    return ", ".join(f"{name} INTEGER" for name in names)
+
+
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rings (
@@ -72,12 +113,12 @@ CREATE TABLE IF NOT EXISTS definitions (
     process INTEGER, number INTEGER, value TEXT, PRIMARY KEY (process, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS calls (
     id INTEGER PRIMARY KEY, process INTEGER, call INTEGER, step INTEGER, mode TEXT, start_ns INTEGER,
-    wall_ns INTEGER, rows INTEGER, payload BLOB);
+    wall_ns INTEGER, rows INTEGER, payload BLOB, {call_columns});
 CREATE TABLE IF NOT EXISTS steps (
     id INTEGER PRIMARY KEY, process INTEGER, step INTEGER, mode TEXT, start_ns INTEGER, wall_ns INTEGER,
     samples INTEGER, data_ns INTEGER, forward_ns INTEGER, backward_ns INTEGER, optimizer_ns INTEGER,
     other_ns INTEGER, device BLOB, copy_ns INTEGER, copied_bytes INTEGER,
-    between_ns INTEGER);
+    between_ns INTEGER, {step_columns});
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, process INTEGER, kind TEXT, t_ns INTEGER, json TEXT);
 CREATE TABLE IF NOT EXISTS rollups (
@@ -85,11 +126,31 @@ CREATE TABLE IF NOT EXISTS rollups (
     unknown INTEGER, last_step INTEGER, low_ns INTEGER, high_ns INTEGER,
     {sums}, histogram BLOB, copy_ns INTEGER, pace TEXT,
     PRIMARY KEY (width, start_s, process, mode)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS series (number INTEGER PRIMARY KEY, name TEXT);
+CREATE TABLE IF NOT EXISTS tallies (
+    width INTEGER, start_s INTEGER, process INTEGER, mode TEXT, kind INTEGER, batch INTEGER, {tally_columns},
+    PRIMARY KEY (width, start_s, process, mode, kind, batch)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS times (
+    width INTEGER, start_s INTEGER, process INTEGER, mode TEXT, {activities},
+    PRIMARY KEY (width, start_s, process, mode)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS gaps (
+    id INTEGER PRIMARY KEY, process INTEGER, after_step INTEGER, before_step INTEGER, mode TEXT, begin_ns INTEGER,
+    end_ns INTEGER, ns INTEGER);
+CREATE TABLE IF NOT EXISTS shapes (
+    process INTEGER, mode TEXT, kind INTEGER, layout INTEGER, virtual INTEGER, sizes TEXT, untimed INTEGER,
+    calls INTEGER, PRIMARY KEY (process, mode, kind, layout, virtual, sizes, untimed)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS device_rollups (
     start_s INTEGER, device INTEGER, name TEXT, count INTEGER, total REAL, low REAL, high REAL,
     PRIMARY KEY (start_s, device, name)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS lasting ON events (id) WHERE {lasting};
-""".format(lasting=LASTING, sums=", ".join(f"{name}_ns INTEGER" for name in SERIES if name != "copy"))
+""".format(
+    lasting=LASTING,
+    sums=", ".join(f"{name}_ns INTEGER" for name in SERIES if name != "copy"),
+    step_columns=_whole_numbers(STEP_COLUMNS),
+    call_columns=_whole_numbers(CALL_COLUMNS),
+    tally_columns=_whole_numbers(TALLY_COLUMNS) + ", sketches BLOB",
+    activities=_whole_numbers(ACTIVITY_COLUMNS),
+)
 
 
 _TABLES = frozenset(re.findall(r"TABLE IF NOT EXISTS (\w+)", SCHEMA))

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpmon.record.plainjson import load_json
+from dpmon.record.schema import EVALUATION, SETTLING_STEPS
 from dpmon.run.files import check_database
 from dpmon.run.rollup import SERIES, WHOLE, WIDTHS, Gathered, Rollup
-from dpmon.run.tables import (
+from dpmon.store.accounting import Spent
+from dpmon.store.tables import (
     BEFORE_S,
+    CALL_COLUMNS,
     HISTORY_FILE,
     LASTING,
     SCHEMA,
     SCHEMA_VERSION,
+    STEP_COLUMNS,
     Bounds,
     HistoryError,
     RingRow,
@@ -27,8 +33,13 @@ from dpmon.run.tables import (
     last_ids,
     rings_in,
 )
+from dpmon.store.tally import Key, StepFacts
+from dpmon.store.tally_writer import TallyWriter
 
-__all__ = ["LIMIT_BYTES", "Batch", "History"]
+if TYPE_CHECKING:
+    from dpmon.store.intake import Accounts, Intake
+
+__all__ = ["LIMIT_BYTES", "Batch", "Ended", "History"]
 
 LIMIT_BYTES = 256 << 20
 _PRUNE_PART = 16
@@ -38,15 +49,44 @@ _ROW_BYTES = 180
 """What a row of rollups takes beside its histogram, roughly."""
 _CACHED = 512
 _LATER: Mapping[str, Mapping[str, str]] = {
-    "steps": {"device": "BLOB", "copy_ns": "INTEGER", "copied_bytes": "INTEGER", "between_ns": "INTEGER"},
+    "steps": {
+        "device": "BLOB",
+        "copy_ns": "INTEGER",
+        "copied_bytes": "INTEGER",
+        "between_ns": "INTEGER",
+        **dict.fromkeys(STEP_COLUMNS, "INTEGER"),
+    },
+    "calls": dict.fromkeys(CALL_COLUMNS, "INTEGER"),
     "rings": {"first_id": "INTEGER", "last_id": "INTEGER"},
     "rollups": {"copy_ns": "INTEGER", "pace": "TEXT"},
 }
 """Columns, in their order, that the first version's tables did not have."""
+_STEP_NAMES = (
+    *("id", "process", "step", "mode", "start_ns", "wall_ns", "samples", "data_ns", "forward_ns", "backward_ns"),
+    *("optimizer_ns", "other_ns", "device", "copy_ns", "copied_bytes", "between_ns"),
+    *STEP_COLUMNS,
+)
+_CALL_NAMES = ("id", "process", "call", "step", "mode", "start_ns", "wall_ns", "rows", "payload", *CALL_COLUMNS)
+_INTO_STEPS, _INTO_CALLS = (
+    f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join(f':{name}' for name in names)})"
+    for table, names in (("steps", _STEP_NAMES), ("calls", _CALL_NAMES))
+)
+_INTO_GAPS = "INSERT INTO gaps (process, after_step, before_step, mode, begin_ns, end_ns, ns) VALUES (?,?,?,?,?,?,?)"
+_ADD_SHAPE = """\
+INSERT INTO shapes VALUES (?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET calls = calls + excluded.calls"""
 _ADD_DEVICE = """\
 INSERT INTO device_rollups {} ON CONFLICT (start_s, device, name) DO UPDATE SET
     count = count + excluded.count, total = total + excluded.total, low = min(low, excluded.low),
     high = max(high, excluded.high)"""
+
+
+@dataclass(slots=True)
+class Ended:
+    """Steps of one tally that ended in one second; when the first began and the last ended."""
+
+    steps: list[StepFacts]
+    first_ns: int
+    last_ns: int
 
 
 @dataclass
@@ -54,12 +94,20 @@ class Batch:
     """Rows that are written together."""
 
     definitions: list[tuple[int, int, str]] = field(default_factory=list)
-    calls: list[tuple[Any, ...]] = field(default_factory=list)
-    steps: list[tuple[Any, ...]] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Rows by the names of their columns."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
     events: list[tuple[Any, ...]] = field(default_factory=list)
     rings: list[RingRow] = field(default_factory=list)
     rollups: dict[tuple[int, int, str], Gathered] = field(default_factory=dict)
     """By second, process and mode; only what this batch adds."""
+    tallied: dict[tuple[int, Key], Ended] = field(default_factory=dict)
+    """Steps by the second they ended in and their tally."""
+    spent: dict[tuple[int, int, str, str], int] = field(default_factory=dict)
+    """Time (ns) by second, process, mode and activity; negative where it is taken back."""
+    gaps: list[tuple[Any, ...]] = field(default_factory=list)
+    shapes: Counter[tuple[int, str, int, int, int, str, int]] = field(default_factory=Counter)
+    """Calls by process, mode, kind, layout, whether virtual, sizes and why a device time is missing."""
     devices: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
     """Count, total, lowest and highest by minute (its first second), device and name."""
 
@@ -70,6 +118,23 @@ class Batch:
         if found is None:
             found = self.rollups[key] = Gathered()
         return found
+
+    def step(self, key: Key, start_ns: int, facts: StepFacts) -> None:
+        """Add a step to its tally."""
+        end = start_ns + facts.wall
+        at = end // 1_000_000_000, key
+        found = self.tallied.get(at)
+        if found is None:
+            found = self.tallied[at] = Ended([], start_ns, end)
+        found.steps.append(facts)
+        found.last_ns = max(found.last_ns, end)
+
+    def spend(self, process: int, spent: Iterable[Spent]) -> None:
+        """Add time of a process's activities."""
+        for one in spent:
+            for second, ns in one.by_second():
+                key = second, process, one.mode, one.activity
+                self.spent[key] = self.spent.get(key, 0) + ns
 
     def device(self, t_ns: int, device: int, name: str, value: float) -> None:
         """Add one value of a sample."""
@@ -127,6 +192,7 @@ class History:
                     run(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
         rows = {"schema": SCHEMA_VERSION, "limit_bytes": self._limit, "pruned": 0, **meta}
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", rows.items())
+        self._tallies = TallyWriter(self._db)
         self._page_bytes: int = run("PRAGMA page_size").fetchone()[0]
         self.next_id: int = 1 + max(last_ids(self._db))
 
@@ -134,9 +200,24 @@ class History:
         """How far each ring was taken over by whoever wrote this history before."""
         return rings_in(self._db)
 
-    def definitions(self, process: int) -> list[tuple[int, Any]]:
-        """Number and value of every definition of one process."""
-        return list(definitions_in(self._db, process))
+    def resume(self, intake: Intake, accounts: Accounts) -> None:
+        """Tell an intake what it would know if it had taken its process's records from the start."""
+        process = intake.row.process
+        for number, value in definitions_in(self._db, process):
+            intake.learn(number, value)
+        query = "SELECT mode, step, start_ns + wall_ns, kind FROM steps WHERE process = ? ORDER BY id DESC LIMIT ?"
+        last = self._db.execute(query, (process, SETTLING_STEPS)).fetchall()
+        sizes = self._db.execute("SELECT DISTINCT batch FROM tallies WHERE process = ?", (process,)).fetchall()
+        if last:
+            mode, step, end, kind = last[0]
+            in_mode = sum(1 for _ in takewhile(lambda row: row[0] == mode, last))
+            intake.resume(mode, in_mode, [size for (size,) in sizes])
+            accounts.account(process).resume(step, end, bool((kind or 0) & EVALUATION), mode)
+        for at, text in self._db.execute(
+            "SELECT t_ns, json FROM events WHERE process = ? AND kind IN ('process', 'pause') ORDER BY id", (process,)
+        ):
+            with suppress(ValueError, TypeError, AttributeError):
+                accounts.heard(process, load_json(text), at)
 
     def warnings(self) -> list[str]:
         """The texts of the supervisor's own warnings."""
@@ -164,19 +245,23 @@ class History:
         try:
             self._db.execute("BEGIN IMMEDIATE")
             many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
-            many("INSERT INTO calls VALUES (?,?,?,?,?,?,?,?,?)", batch.calls)
-            many("INSERT INTO steps VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", batch.steps)
+            many(_INTO_CALLS, batch.calls)
+            many(_INTO_STEPS, batch.steps)
             many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
             many("INSERT OR REPLACE INTO rings VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", map(astuple, batch.rings))
             many(
                 _ADD_DEVICE.format("VALUES (?,?,?,?,?,?,?)"), [(*key, *values) for key, values in batch.devices.items()]
             )
             self._add_rollups(batch)
+            self._tallies.add(batch)
+            many(_INTO_GAPS, batch.gaps)
+            many(_ADD_SHAPE, [(*key, count) for key, count in batch.shapes.items()])
             if self._used_bytes() > self._limit:
                 self._prune()
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             self._cache.clear()
+            self._tallies.forget()
             with suppress(sqlite3.Error):  # some errors have rolled back already
                 self._db.execute("ROLLBACK")
             raise HistoryError(str(error)) from None
@@ -252,6 +337,8 @@ class History:
         count, first, last = run(query, (BEFORE_S,)).fetchone()
         if count * _ROW_BYTES > self._limit / _ROLLUPS_PART:
             self._add_devices_up(first + max((last - first) // 8, 1))
+        self._tallies.prune(self._limit // _ROLLUPS_PART)
+        run("DELETE FROM gaps WHERE id < (SELECT max(id) FROM gaps) - ?", (_LASTING_KEPT,))
         for kind in ("warning", "input"):  # of the events that last, those that a script can make any number of
             run(
                 "DELETE FROM events WHERE kind = ? AND id <"

@@ -1,0 +1,169 @@
+"""Where the time of a run went: every second of a process belongs to one activity.
+
+startup     before the process's first step
+training    within training steps
+evaluation  within evaluation steps, and between two of them
+between     between two steps of which at least one trains: the start of a loader's workers, a checkpoint, logging
+paused      the user paused the training
+input       the script waited for a line of input
+missed      steps that were not recorded, and the time between them
+ending      after the last step
+
+The activities of a process add up to its elapsed time. Steps come in order. Pauses and waits for input are reported
+after they ended; they are taken out of the activity in which they lie.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+__all__ = ["ACTIVITIES", "Account", "Gap", "Spent"]
+
+ACTIVITIES = ("startup", "training", "evaluation", "between", "paused", "input", "missed", "ending")
+_PIECES = 1024
+"""Stretches of time in which a late wait for input is looked for."""
+_SECOND = 1_000_000_000
+
+
+class Spent(NamedTuple):
+    """Time of an activity: from `begin` to `end` (ns since the run's start); `sign` -1 takes it back."""
+
+    activity: str
+    mode: str
+    begin: int
+    end: int
+    sign: int = 1
+
+    def by_second(self) -> Iterator[tuple[int, int]]:
+        """Each second it touches, and the time in it (ns, negative if it is taken back)."""
+        at = self.begin
+        while at < self.end:
+            second = at // _SECOND
+            until = min((second + 1) * _SECOND, self.end)
+            yield second, self.sign * (until - at)
+            at = until
+
+
+class Gap(NamedTuple):
+    """Time between two steps that is neither a pause nor a wait for input."""
+
+    after_step: int
+    before_step: int
+    mode: str
+    begin: int
+    end: int
+    ns: int
+    """Without pauses and waits."""
+
+
+class Account:
+    """The activities of one process."""
+
+    def __init__(self, begin: int = 0) -> None:
+        """`begin`: when the process began, ns since the run's start."""
+        self._at = begin
+        """Everything before has been accounted for."""
+        self._number: int | None = None
+        self._evaluation = False
+        self._mode = ""
+        self._apart: list[tuple[str, int, int]] = []
+        """Pauses and waits for input that lie after `_at`, or may."""
+        self._paused_since: int | None = None
+        self._pieces: deque[Spent] = deque(maxlen=_PIECES)
+
+    def resume(self, number: int, end: int, evaluation: bool, mode: str) -> None:
+        """Go on after a step that another supervisor accounted for."""
+        self._at, self._number, self._evaluation, self._mode = end, number, evaluation, mode
+
+    def step(self, number: int, mode: str, start: int, wall: int, evaluation: bool) -> tuple[list[Spent], Gap | None]:
+        """Add a step. Return the time since the last one with it, and the gap before it if there is one."""
+        end = start + wall
+        before = self._number
+        if before is None:
+            activity = "startup"
+        elif number != before + 1:
+            activity = "missed"
+        elif evaluation and self._evaluation:
+            activity = "evaluation"
+        else:
+            activity = "between"
+        self._end_pause(start)
+        spent, left = self._gap(activity, mode, start)
+        gap = None
+        if activity == "between" and left > 0 and before is not None:
+            gap = Gap(before, number, mode, self._at, start, left)
+        spent += self._stretch("evaluation" if evaluation else "training", mode, max(start, self._at), end)
+        self._at, self._number, self._evaluation, self._mode = max(end, self._at), number, evaluation, mode
+        self._apart = [one for one in self._apart if one[2] > self._at]
+        return spent, gap
+
+    def pause(self, paused: bool, at: int | None, took: int | None) -> None:
+        """A pause began (`paused`) at `at`, or ended there after `took` ns."""
+        if paused:
+            self._paused_since = at
+            return
+        begin = at - took if at is not None and took is not None else self._paused_since
+        self._paused_since = None
+        if begin is not None and at is not None and at > begin:
+            self._apart.append(("paused", begin, at))
+
+    def _end_pause(self, at: int) -> None:
+        """A step began: a pause whose end was not recorded is over."""
+        if self._paused_since is not None and at > self._paused_since:
+            self._apart.append(("paused", self._paused_since, at))
+            self._paused_since = None
+
+    def wait(self, begin: int, end: int) -> list[Spent]:
+        """The process waited for input. Return what changes in the time that was accounted for before."""
+        changes: list[Spent] = []
+        for piece in self._pieces:
+            low, high = max(begin, piece.begin), min(end, piece.end)
+            if high > low and piece.activity not in ("paused", "input"):
+                changes += (Spent(piece.activity, piece.mode, low, high, -1), Spent("input", piece.mode, low, high))
+        if end > self._at:
+            self._apart.append(("input", begin, end))
+        return changes
+
+    def finish(self, end: int) -> list[Spent]:
+        """The process ended: return the time after its last step."""
+        if self._paused_since is not None:
+            self._apart.append(("paused", self._paused_since, end))
+            self._paused_since = None
+        spent, _ = self._gap("startup" if self._number is None else "ending", self._mode, end)
+        self._at = max(end, self._at)
+        return spent
+
+    def _gap(self, activity: str, mode: str, until: int) -> tuple[list[Spent], int]:
+        """The time up to `until`, in order; and how much of it is none of the pauses and waits."""
+        spent: list[Spent] = []
+        at, left = self._at, 0
+        for what, begin, end in sorted(self._apart, key=lambda one: one[1]):
+            low, high = max(begin, at), min(end, until)
+            if high > low:
+                left += low - at
+                spent += self._piece(activity, mode, at, low) + self._piece(what, mode, low, high)
+                at = high
+        left += max(until - at, 0)
+        return spent + self._piece(activity, mode, at, until), left
+
+    def _stretch(self, activity: str, mode: str, begin: int, end: int) -> list[Spent]:
+        """The time of a step, without the waits for input in it."""
+        at, spent = begin, []
+        for what, low, high in sorted(self._apart, key=lambda one: one[1]):
+            low, high = max(low, at), min(high, end)
+            if high > low and what == "input":
+                spent += self._piece(activity, mode, at, low) + self._piece(what, mode, low, high)
+                at = high
+        return spent + self._piece(activity, mode, at, end)
+
+    def _piece(self, activity: str, mode: str, begin: int, end: int) -> list[Spent]:
+        if end <= begin:
+            return []
+        last = self._pieces[-1] if self._pieces else None
+        if last is not None and last.end == begin and (last.activity, last.mode) == (activity, mode):
+            self._pieces[-1] = last._replace(end=end)
+        else:
+            self._pieces.append(Spent(activity, mode, begin, end))
+        return [Spent(activity, mode, begin, end)]

@@ -1,0 +1,176 @@
+"""The one definition of every figure: medians, tails, means, shares and rates of a mode's steps. Pure.
+
+A figure is read from tallies (dpmon.store.tally), which the store adds up for any time. Steps of evaluations are apart
+from training; where a mode never trains, its evaluation steps are its steps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from dpmon.rates import Rate, span_rate
+from dpmon.record.schema import EVALUATION, PHASES, REST, SETTLING, STEP, device_series
+from dpmon.store.answers import TimeRow
+from dpmon.store.tally import Key, Tally
+
+__all__ = ["Figures", "PhaseFigures", "elapsed", "figures", "merged", "modes_of", "rate", "trains"]
+
+
+class PhaseFigures(NamedTuple):
+    """One phase of the steps: times in ns of the steps it ran in, its share of all their time (0 to 1)."""
+
+    name: str
+    """As in dpmon.record.schema; REST for what the phases of the calls leave of the forward."""
+    ran: int
+    median_ns: float | None
+    p95_ns: float | None
+    mean_ns: float | None
+    share: float | None
+    device_ns: float | None = None
+    """Median of what the slowest device took, of the steps in which that is known."""
+    device_count: int = 0
+    device_share: float | None = None
+    """Of all time of the steps (0 to 1), if the phase took it every time what it did where that is known."""
+
+
+class Figures(NamedTuple):
+    """The steps of one mode: training, or evaluation."""
+
+    mode: str
+    evaluation: bool
+    steps: int
+    calls: int
+    median_ns: float | None
+    p95_ns: float | None
+    mean_ns: float | None
+    rate: Rate | None
+    phases: tuple[PhaseFigures, ...]
+    tally: Tally
+    """What they were read from."""
+
+    def phase(self, name: str) -> PhaseFigures | None:
+        """One phase; None if it did not run."""
+        return next((phase for phase in self.phases if phase.name == name and phase.ran), None)
+
+
+def trains(kinds: Iterable[tuple[str, int]]) -> set[str]:
+    """The modes with training steps, of the modes and kinds of a run's steps."""
+    return {mode for mode, kind in kinds if not kind & EVALUATION}
+
+
+def modes_of(kinds: Iterable[tuple[str, int]]) -> list[tuple[str, bool]]:
+    """The modes, each with whether these are its evaluation steps, in the order in which they are listed."""
+    there = set(kinds)
+    training = trains(there)
+    found = {(mode, bool(kind & EVALUATION) and mode in training) for mode, kind in there}
+    return sorted(found)
+
+
+def merged(
+    tallies: Mapping[Key, Tally],
+    mode: str,
+    evaluation: bool,
+    trained: bool,
+    *,
+    process: int | None = None,
+    settled: bool = False,
+    batch: int | None = None,
+) -> Tally:
+    """The tally of one mode: its evaluation steps, or its training steps, or all where it never trains.
+
+    `trained`: whether the mode ever trains; `settled`: without settling steps; `batch`: of this size only.
+    """
+    found = Tally()
+    for key, tally in tallies.items():
+        if key.mode != mode or (trained and bool(key.kind & EVALUATION) != evaluation):
+            continue
+        if (settled and key.kind & SETTLING) or (batch is not None and key.batch != batch):
+            continue
+        if process is None or key.process == process:
+            found.merge(tally)
+    return found
+
+
+def figures(mode: str, evaluation: bool, tally: Tally, speed: Rate | None) -> Figures:
+    """The figures of a mode's steps."""
+    step = tally.stat(STEP)
+    names = [phase.name for phase in PHASES]
+    names.insert(names.index("forward") + 1, REST)
+    return Figures(
+        mode,
+        evaluation,
+        tally.steps,
+        tally.calls,
+        tally.median(STEP),
+        tally.quantile(STEP, 0.95),
+        step.mean,
+        speed,
+        tuple(_phase(name, tally, step.total) for name in names),
+        tally,
+    )
+
+
+def _phase(name: str, tally: Tally, total: int) -> PhaseFigures:
+    stat, device = tally.stat(name), tally.stat(device_series(name))
+    share = stat.total / total if stat.count and total else None
+    known = device.mean
+    return PhaseFigures(
+        name,
+        stat.count,
+        stat.median,
+        stat.quantile(0.95),
+        stat.mean,
+        share,
+        device.median,
+        device.count,
+        known * stat.count / total if known is not None and total else None,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ rates
+
+
+def elapsed(rows: Iterable[TimeRow], mode: str | None, evaluation: bool, trained: bool) -> dict[int, tuple[int, int]]:
+    """By process, the time of a mode's steps (ns): within and between them, and within them alone."""
+    found: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    for row in rows:
+        if mode is not None and row.mode != mode:
+            continue
+        spent = row.spent
+        within = spent["evaluation"] if evaluation else spent["training"]
+        between = 0 if evaluation else spent["between"]
+        if not trained:
+            within, between = spent["training"] + spent["evaluation"], spent["between"]
+        found[row.process][0] += within + between
+        found[row.process][1] += within
+    return {process: (whole, within) for process, (whole, within) in found.items() if whole > 0}
+
+
+def rate(tallies: Mapping[int, Tally], times: Mapping[int, tuple[int, int]]) -> Rate | None:
+    """The rate of processes that train together or one after the other; None if no time has passed.
+
+    `tallies` and `times` (see `elapsed`) are by process. Samples of processes that train at the same time add up. Their
+    steps do not: the step rate is that of one process.
+    """
+    there = [process for process, tally in tallies.items() if tally.steps and times.get(process, (0, 0))[0] > 0]
+    if not there:
+        return None
+    steps = sum(tallies[process].steps for process in there)
+    knowing = [tallies[process].sum("samples") for process in there]
+    samples = sum(each.total for each in knowing) if sum(each.count for each in knowing) == steps else None
+    whole, within = (sum(times[process][part] for process in there) for part in (0, 1))
+    return span_rate(steps, samples, whole, within, _at_once([tallies[process] for process in there]))
+
+
+def _at_once(tallies: Sequence[Tally]) -> float:
+    """The mean number of processes that trained at the same time; all of them if the times are unknown."""
+    spans = sorted((t.first_ns, t.last_ns) for t in tallies if t.first_ns is not None and t.last_ns is not None)
+    covered, reach = 0, 0
+    for begin, end in spans:
+        covered += max(end - max(begin, reach), 0)
+        reach = max(reach, end)
+    if len(spans) < len(tallies) or not covered:
+        return float(len(tallies))
+    return sum(end - begin for begin, end in spans) / covered

@@ -1,0 +1,387 @@
+"""Takes the records of rings into rows, tallies and the account of time.
+
+An `Intake` belongs to one ring. The calls of a step come before it; they are held until it does, since their phases
+are part of the step's row and their kind is the step's.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dpmon.record.codec import (
+    BACKWARD_AT,
+    GRAD,
+    MODES,
+    OPTIMIZER_AT,
+    TRAINING,
+    VIRTUAL,
+    RecordError,
+    call_head,
+    call_replicas,
+    call_stages,
+    copied_bytes,
+    definition,
+    is_evaluation,
+    is_timed,
+    kind_of,
+    known_times,
+    part_times,
+    step_fields,
+    step_times,
+    why_number,
+)
+from dpmon.record.plainjson import load_event
+from dpmon.record.schema import EVALUATION, PHASES, SETTLING, SETTLING_STEPS
+from dpmon.record.wire import CALL_PHASES, STEP_PHASES
+from dpmon.store.accounting import Account
+from dpmon.store.parts import replica_series, stage_series
+from dpmon.store.tables import RingRow
+from dpmon.store.tally import Key, StepFacts
+from dpmon.store.writer import Batch
+
+__all__ = ["NO_SAMPLES", "OTHER_SIZES", "Accounts", "Intake"]
+
+NO_SAMPLES, OTHER_SIZES = -1, -2
+"""Batch sizes in the key of a tally: the samples are unknown; a size beyond the first BATCH_SIZES of a process."""
+BATCH_SIZES = 16
+GAP_NS = 20_000_000
+"""Shorter times between two steps get no row."""
+_WAITING = 4096
+"""Calls of a process that are held for their step."""
+_MAX_INT = (1 << 63) - 1
+_APPLY = CALL_PHASES.index("parallel_apply")
+_CALL_AT = {name: index for index, name in enumerate(CALL_PHASES)}
+_STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
+
+
+class _Call(NamedTuple):
+    """What is held of a call until its step comes."""
+
+    step: int
+    layout: int
+    flags: int
+    end_ns: int
+    phases: tuple[int, ...]
+    """ns in the order of CALL_PHASES, -1 for one that did not run."""
+    device_ms: Mapping[str, float] | None
+    parts: list[tuple[str, int]]
+    sizes: str
+    untimed: int
+
+
+@dataclass
+class Accounts:
+    """The accounts of all processes of a run: a process is known by the pid, too, that waits for input."""
+
+    of: dict[int, Account] = field(default_factory=dict)
+    _processes: dict[int, int] = field(default_factory=dict)
+    """By pid."""
+    _early: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=1000))
+    """Waits of pids that are not known to train: pid, begin, end."""
+
+    def account(self, process: int) -> Account:
+        """The account of a process; a new one begins with the run."""
+        found = self.of.get(process)
+        if found is None:
+            found = self.of[process] = Account()
+        return found
+
+    def heard(self, process: int, data: Mapping[str, Any], at_ns: int | None) -> None:
+        """An event of a process: it began to record, or paused, or goes on."""
+        if type(data.get("pid")) is int:
+            self._processes[data["pid"]] = process
+            if process not in self.of:
+                self.of[process] = Account(at_ns or 0)
+        elif isinstance(data.get("paused"), bool) and data.get("refused") is None:
+            self.account(process).pause(data["paused"], at_ns, _ns(data.get("paused_s")))
+
+    def began(self, batch: Batch, pid: int) -> None:
+        """A process began to record: account for the waits that were reported before."""
+        for early in [one for one in self._early if one[0] == pid]:
+            self._early.remove(early)
+            self.wait(batch, *early)
+
+    def wait(self, batch: Batch, pid: int, begin: int, end: int) -> None:
+        """The process with this pid waited for input."""
+        process = self._processes.get(pid)
+        if process is None:
+            self._early.append((pid, begin, end))
+        else:
+            batch.spend(process, self.account(process).wait(begin, end))
+
+    def finish(self, batch: Batch, end_ns: int) -> None:
+        """The run ended."""
+        for process, account in self.of.items():
+            batch.spend(process, account.finish(end_ns))
+
+
+class Intake:
+    """Puts the payloads of one ring into a batch, without decoding more than is needed."""
+
+    def __init__(self, row: RingRow, start_ns: int, accounts: Accounts) -> None:
+        self.row = row
+        self._start_ns = start_ns
+        self._accounts = accounts
+        self._rows: dict[int, int | None] = {}
+        """Rows of the batch by definition of sizes."""
+        self._calls: list[_Call] = []
+        self._sizes: set[int] = set()
+        """Batch sizes with tallies of their own."""
+        self._mode: str | None = None
+        self._steps_in_mode = 0
+
+    def learn(self, number: int, value: Any) -> None:
+        """Remember how many rows a batch has whose inputs are this definition (None: unknown)."""
+        if isinstance(value, list):
+            shapes = (size[1] for size in value if size[1])
+            rows = next((shape[0] for shape in shapes), None)
+            self._rows[number] = rows if type(rows) is int and 0 <= rows <= _MAX_INT else None
+
+    def resume(self, mode: str | None, steps_in_mode: int, sizes: Sequence[int]) -> None:
+        """Go on after another supervisor: the mode, how many steps it has had since the change, the batch sizes."""
+        self._mode, self._steps_in_mode = mode, steps_in_mode
+        self._sizes.update(size for size in sizes if size >= 0)
+
+    def add(self, batch: Batch, number: int, payload: bytes) -> bool:
+        """Put `payload` into `batch` under the id `number`; False if it was a definition, which takes no id.
+
+        Raises RecordError for bytes that are no record.
+        """
+        kind = kind_of(payload)
+        try:
+            if kind == "call":
+                self._call(batch, number, payload)
+            elif kind == "step":
+                self._step(batch, number, payload)
+            elif kind == "event":
+                batch.events.append(self._event(batch, number, payload))
+            elif kind == "definition":
+                which, value = definition(payload)
+                _check(which)
+                self.learn(which, value)
+                batch.definitions.append((self.row.process, which, json.dumps(value, separators=(",", ":"))))
+                return False
+            else:
+                raise RecordError("unknown kind of record")
+        except (LookupError, ValueError, TypeError, AttributeError, struct.error, RecursionError) as error:
+            raise RecordError(f"unreadable record: {type(error).__name__}") from None
+        return True
+
+    # ------------------------------------------------------------------------------------------ calls
+
+    def _call(self, batch: Batch, number: int, payload: bytes) -> None:
+        mode, flags, _, layout, step, call, start, wall, inputs, outputs, *phases = call_head(payload)
+        began = start - self._start_ns
+        _check(step, call, began, wall, began + wall)
+        took = tuple(phases[2 * i + 1] if phases[2 * i] >= 0 else -1 for i in range(len(CALL_PHASES)))
+        _check(*took)
+        replicas, stages = call_replicas(payload), call_stages(payload)
+        timed = is_timed(payload)
+        sizes = [inputs, outputs, *([got, gave] for got, gave, _, _ in replicas)]
+        held = _Call(
+            step,
+            layout,
+            flags,
+            began + wall,
+            took,
+            known_times(payload) if timed else None,
+            [(replica_series(layout, i), max(ran, 0)) for i, (_, _, _, ran) in enumerate(replicas)]
+            + [(stage_series(layout, i, *stage[:3]), stage[4]) for i, stage in enumerate(stages) if stage[4] >= 0],
+            json.dumps(sizes, separators=(",", ":")),
+            why_number(payload) if timed else 0,
+        )  # fmt: skip
+        if timed:
+            named = [replica_series(layout, i) for i in range(len(replicas))]
+            named = named or [stage_series(layout, i, *stage[:3]) for i, stage in enumerate(stages)]
+            times = part_times(payload)
+            known = ((name, times.of(i)) for i, name in enumerate(named))
+            held.parts.extend((f"{name}@device", int(ms * 1e6)) for name, ms in known if ms is not None)
+        batch.calls.append(
+            {
+                "id": number, "process": self.row.process, "call": call, "step": step, "mode": MODES[mode],
+                "start_ns": began, "wall_ns": wall, "rows": self._rows.get(inputs), "payload": payload,
+                **{f"{name}_ns": took[i] if took[i] >= 0 else None for name, i in _CALL_AT.items()},
+            }
+        )  # fmt: skip
+        batch.rollup(began + wall, self.row.process, MODES[mode]).calls.append(phases)
+        self._calls.append(held)
+        if len(self._calls) > _WAITING:  # a process whose calls are in no step
+            self._count(batch, [self._calls.pop(0)], MODES[mode], None)
+        self._place(number)
+        self.row.calls += 1
+
+    def _count(self, batch: Batch, calls: Sequence[_Call], mode: str, kind: int | None) -> None:
+        """Count what the calls got and gave; `kind` of their step, None if they are in none."""
+        for call in calls:
+            of_call = kind if kind is not None else EVALUATION * (call.flags & (TRAINING | GRAD) == 0)
+            virtual = int(call.flags & VIRTUAL > 0)
+            batch.shapes[self.row.process, mode, of_call, call.layout, virtual, call.sizes, call.untimed] += 1
+
+    def flush(self, batch: Batch) -> None:
+        """The process ended: its last calls are in no step that ended."""
+        self._count(batch, self._calls, self._mode or "", None)
+        self._calls.clear()
+
+    # ------------------------------------------------------------------------------------------ steps
+
+    def _step(self, batch: Batch, number: int, payload: bytes) -> None:
+        mode_number, step, start, wall, samples, *phases = step_fields(payload)
+        mode = MODES[mode_number]
+        began = start - self._start_ns
+        _check(step, began, wall, began + wall)
+        evaluation = is_evaluation(phases[BACKWARD_AT], phases[OPTIMIZER_AT])
+        kind = self._kind(mode, evaluation)
+        calls = [call for call in self._calls if call.step <= step]
+        self._calls = [call for call in self._calls if call.step > step]
+        self._count(batch, calls, mode, kind)
+        other = max(0, wall - sum(took for took in phases if took >= 0))
+        by_call, rest = _of_calls([*phases, other], calls)
+        values = [
+            _known(by_call[_CALL_AT[phase.name]] if phase.of_call else [*phases, other][_STEP_AT[phase.name]])
+            for phase in PHASES
+        ]
+        quantities = (_known(samples), copied_bytes(payload))
+        times = step_times(payload)
+        device = _device_times(times, calls, by_call)
+        parts = [part for call in calls for part in call.parts]
+        facts = StepFacts(step, max(wall, 0), quantities, values, rest, len(calls), device, parts)
+        process = self.row.process
+        batch.step(Key(process, mode, kind, self._batch_size(quantities[0])), began, facts)
+        spent, gap = self._accounts.account(process).step(step, mode, began, max(wall, 0), evaluation)
+        batch.spend(process, spent)
+        if gap is not None and gap.ns >= GAP_NS:
+            batch.gaps.append((process, *gap))
+        row: dict[str, Any] = {f"{phase.name}_ns": took for phase, took in zip(PHASES, values, strict=True)}
+        between = gap.ns if gap is not None else 0
+        if evaluation and gap is None:
+            between = -sum(one.end - one.begin for one in spent if one.activity == "evaluation" and one.end <= began)
+        row |= {
+            "id": number, "process": process, "step": step, "mode": mode, "start_ns": began, "wall_ns": wall,
+            "samples": quantities[0], "copied_bytes": quantities[1], "device": times,
+            "between_ns": max(min(between, _MAX_INT), -_MAX_INT), "kind": kind, "calls": len(calls), "rest_ns": rest,
+        }  # fmt: skip
+        batch.steps.append(row)
+        batch.rollup(began + wall, process, mode).steps.append(row)
+        self._place(number)
+        self.row.steps += 1
+        self.row.last_step = step
+
+    def _kind(self, mode: str, evaluation: bool) -> int:
+        """The kind of the next step."""
+        if mode != self._mode:
+            self._mode, self._steps_in_mode = mode, 0
+        self._steps_in_mode += 1
+        return EVALUATION * evaluation | SETTLING * (self._steps_in_mode <= SETTLING_STEPS)
+
+    def _batch_size(self, samples: int | None) -> int:
+        if samples is None:
+            return NO_SAMPLES
+        if samples not in self._sizes:
+            if len(self._sizes) >= BATCH_SIZES:
+                return OTHER_SIZES
+            self._sizes.add(samples)
+        return samples
+
+    def _place(self, number: int) -> None:
+        row = self.row
+        if row.first_id is not None:
+            row.last_id = number
+        elif row.calls == row.steps == 0:  # else where it began is not known: an earlier version has begun it
+            row.first_id = row.last_id = number
+
+    # ------------------------------------------------------------------------------------------ events
+
+    def _event(self, batch: Batch, number: int, payload: bytes) -> tuple[Any, ...]:
+        text = payload[1:].decode()
+        kind, data = load_event(text)
+        t_ns = _ns(data.get("t_s"))
+        process = self.row.process if self.row.process >= 0 else None
+        kind.encode()  # ValueError: half a character, which the database does not take
+        if process is None:
+            self._of_supervisor(batch, kind, data, t_ns)
+        elif kind in ("process", "pause"):
+            self._accounts.heard(process, data, t_ns)
+            if kind == "process" and type(data.get("pid")) is int:
+                self._accounts.began(batch, data["pid"])
+        return (number, process, kind, t_ns, text)
+
+    def _of_supervisor(self, batch: Batch, kind: str, data: Mapping[str, Any], t_ns: int | None) -> None:
+        took, pid = _ns(data.get("waited_s")), data.get("pid")
+        if t_ns is None:
+            return
+        if kind in ("device", "host"):
+            _add_sample(batch, t_ns, kind, data)
+        elif kind == "input" and took is not None and type(pid) is int:
+            self._accounts.wait(batch, pid, t_ns, t_ns + took)
+        elif kind == "exit":
+            self._accounts.finish(batch, t_ns)
+
+
+def _of_calls(own: Sequence[int], calls: Sequence[_Call]) -> tuple[list[int], int | None]:
+    """The phases of a step's calls together (-1: did not run), and what they leave of its forward.
+
+    `own`: the step's phases in the order of STEP_PHASES. Calls of other threads, or calls that ran again in the
+    backward pass, may take more than the whole forward: then they cannot be told apart, and all is forward.
+    """
+    sums = [-1] * len(CALL_PHASES)
+    for call in calls:
+        for index, took in enumerate(call.phases):
+            if took >= 0:
+                sums[index] = max(sums[index], 0) + took
+    forward, copy = own[_STEP_AT["forward"]], own[_STEP_AT["copy"]]
+    if forward < 0:
+        return [-1] * len(CALL_PHASES), None
+    inside = sum(took for took in sums if took > 0)
+    over = inside - forward
+    if 0 < over <= min(copy, sums[_APPLY]):
+        # A lone replica runs on the training thread. Its copies are taken off the forward, not off the call.
+        sums[_APPLY] -= over
+        inside = forward
+    if inside > forward:
+        return [-1] * len(CALL_PHASES), forward
+    return sums, forward - inside
+
+
+def _device_times(times: bytes | None, calls: Sequence[_Call], by_call: Sequence[int]) -> dict[str, int]:
+    """Device times of the step's phases in ns, by phase; of its calls' phases where every call has one."""
+    found = {} if times is None else {name: int(ms * 1e6) for name, ms in known_times(times).items()}
+    for name, index in _CALL_AT.items():
+        if by_call[index] < 0:
+            continue
+        ran = [call.device_ms for call in calls if call.phases[index] >= 0]
+        known = [ms[name] for ms in ran if ms is not None and name in ms]
+        if known and len(known) == len(ran):
+            found[name] = int(sum(known) * 1e6)
+    return found
+
+
+def _known(value: int) -> int | None:
+    return value if value >= 0 else None
+
+
+def _ns(seconds: object) -> int | None:
+    """Seconds of an event in ns; None for what can be no time."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not abs(seconds) < 1e9:
+        return None
+    return int(seconds * 1e9)
+
+
+def _add_sample(batch: Batch, t_ns: int, kind: str, data: Mapping[str, Any]) -> None:
+    index = data.get("index") if kind == "device" else -1
+    if type(index) is not int or not -1 <= index <= 0xFFFF:
+        return
+    for name, value in data.items():
+        if type(value) in (int, float) and name not in ("t_s", "index") and abs(value) < 1e18:
+            name.encode()
+            batch.device(t_ns, index, name[:64], float(value))
+
+
+def _check(*numbers: int) -> None:
+    """RecordError for what the database has no room for: a damaged record."""
+    if min(numbers) < -_MAX_INT or max(numbers) > _MAX_INT:
+        raise RecordError("numbers beyond reason")

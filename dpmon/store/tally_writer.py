@@ -1,0 +1,196 @@
+"""Writes tallies and times: every second as it goes on, every wider stretch when it is over.
+
+What ends in a second is added to that second's tally. When 10 s are over, their tallies are merged into one of 10 s;
+six of these make one of 60 s, and so on. Facts that come later, such as a wait for input or the records of a process
+that was stopped, are added to every tally of their time.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from dpmon.store.accounting import ACTIVITIES
+from dpmon.store.tables import ACTIVITY_COLUMNS, TALLY_COLUMNS
+from dpmon.store.tally import ALL, WIDTHS, Key, SeriesNames, Tally
+
+if TYPE_CHECKING:
+    from dpmon.store.writer import Batch
+
+__all__ = ["TallyWriter"]
+
+_CACHED = 4096
+_SLACK_S = 2
+"""A stretch is over this long after its end: processes are read one after the other."""
+_ROW_BYTES = 200
+"""What a row of tallies takes beside its sketches, or a row of times; roughly."""
+_COLUMNS = (*TALLY_COLUMNS, "sketches")
+_KEY = "width = ? AND start_s = ? AND process = ? AND mode = ? AND kind = ? AND batch = ?"
+_INTO_TALLIES = f"INSERT OR REPLACE INTO tallies VALUES ({', '.join('?' * (6 + len(_COLUMNS)))})"
+_ADD_TIME = (
+    f"INSERT INTO times VALUES ({', '.join('?' * (4 + len(ACTIVITY_COLUMNS)))})"
+    " ON CONFLICT (width, start_s, process, mode) DO UPDATE SET "
+    + ", ".join(f"{name} = {name} + excluded.{name}" for name in ACTIVITY_COLUMNS)
+)
+_SUMS = ", ".join(f"total({name})" for name in ACTIVITY_COLUMNS)
+_Place = tuple[int, int, Key]
+"""Width, start in seconds, key."""
+
+
+class TallyWriter:
+    """The writing end of the tables `tallies` and `times`, within the transactions of its owner."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self._names = SeriesNames(db.execute("SELECT number, name FROM series"))
+        self._cache: dict[_Place, Tally] = {}
+        """Tallies as they stand in the database."""
+        self._processes: set[int] = set()
+        self._whole: dict[int, int] = {}
+        """By width: every stretch that ends up to this second has been made."""
+        self.forget()
+
+    def forget(self) -> None:
+        """A transaction was rolled back: read again what the database holds."""
+        self._cache.clear()
+        self._names = SeriesNames(self._db.execute("SELECT number, name FROM series"))
+        self._processes = {
+            row[0] for row in self._db.execute("SELECT DISTINCT process FROM tallies WHERE process >= 0")
+        }
+        whole = "SELECT value FROM meta WHERE key = ?"
+        for width in WIDTHS[1:]:
+            row = self._db.execute(whole, (f"whole_{width}",)).fetchone()
+            self._whole[width] = row[0] if row is not None and type(row[0]) is int else 0
+
+    def add(self, batch: Batch) -> None:
+        """Add what a batch has of steps and times."""
+        changed: dict[_Place, Tally] = {}
+        newest = max((second for second, _ in batch.tallied), default=0)
+        for (second, key), ended in batch.tallied.items():
+            added = Tally()
+            added.add(ended.steps, ended.first_ns, ended.last_ns)
+            self._know(key.process, changed)
+            keys = [key] if len(self._processes) < 2 else [key, key._replace(process=ALL)]
+            for one in keys:
+                for width in self._widths(second):
+                    self._tally((width, second // width * width, one), changed).merge(added)
+        self._put(changed)
+        self._add_times(batch.spent)
+        self._make_wider(newest)
+        if self._names.fresh:
+            self._db.executemany("INSERT OR IGNORE INTO series VALUES (?, ?)", self._names.fresh)
+            self._names.fresh.clear()
+
+    def _widths(self, second: int) -> Iterable[int]:
+        """The widths of the tallies that a second's facts go into: wider ones only if they were made before."""
+        return [width for width in WIDTHS if width == 1 or second < self._whole[width]]
+
+    def _know(self, process: int, changed: dict[_Place, Tally]) -> None:
+        """Remember a process. With the second one begin the tallies of all: so far they are those of the first."""
+        if process in self._processes:
+            return
+        if len(self._processes) == 1:
+            self._put(changed)
+            self._db.execute(
+                f"INSERT OR IGNORE INTO tallies SELECT width, start_s, {ALL}, mode, kind, batch, {', '.join(_COLUMNS)}"
+                " FROM tallies WHERE process >= 0"
+            )
+        self._processes.add(process)
+
+    def _tally(self, place: _Place, changed: dict[_Place, Tally]) -> Tally:
+        """The tally at a place, to be added to."""
+        found = changed.get(place)
+        if found is None:
+            found = changed[place] = self._cache.get(place) or self._read(place)
+        return found
+
+    def _read(self, place: _Place) -> Tally:
+        width, start, key = place
+        query = f"SELECT {', '.join(_COLUMNS)} FROM tallies WHERE {_KEY}"
+        row = self._db.execute(query, (width, start, *key)).fetchone()
+        with suppress(ValueError):
+            if row is not None:
+                return Tally.of_row(dict(zip(_COLUMNS, row, strict=True)), self._names.by_number)
+        return Tally()
+
+    def _put(self, tallies: Mapping[_Place, Tally]) -> None:
+        rows = []
+        for (width, start, key), tally in tallies.items():
+            values = tally.row(self._names)
+            rows.append((width, start, *key, *(values[name] for name in _COLUMNS)))
+        self._db.executemany(_INTO_TALLIES, rows)
+        self._cache.update(tallies)
+        if len(self._cache) > _CACHED:
+            self._cache = dict(tallies)
+
+    def _add_times(self, spent: Mapping[tuple[int, int, str, str], int]) -> None:
+        sums: dict[tuple[int, int, int, str], list[int]] = defaultdict(lambda: [0] * len(ACTIVITIES))
+        for (second, process, mode, activity), ns in spent.items():
+            for width in self._widths(second):
+                sums[width, second // width * width, process, mode][ACTIVITIES.index(activity)] += ns
+        self._db.executemany(_ADD_TIME, [(*key, *values) for key, values in sums.items()])
+
+    # ------------------------------------------------------------------------------------------ wider stretches
+
+    def _make_wider(self, newest_s: int) -> None:
+        """Make the tallies of the stretches that are over as of a second."""
+        for finer, width in pairwise(WIDTHS):
+            begin, end = self._whole[width], (newest_s - _SLACK_S) // width * width
+            if end <= begin:
+                continue
+            self._merge_tallies(finer, width, begin, end)
+            self._db.execute(
+                f"INSERT OR REPLACE INTO times SELECT ?, start_s / ? * ?, process, mode, {_SUMS} FROM times"
+                " WHERE width = ? AND start_s >= ? AND start_s < ? GROUP BY 2, 3, 4",
+                (width, width, width, finer, begin, end),
+            )
+            self._whole[width] = end
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"whole_{width}", end))
+
+    def _merge_tallies(self, finer: int, width: int, begin: int, end: int) -> None:
+        query = (
+            f"SELECT start_s, process, mode, kind, batch, {', '.join(_COLUMNS)} FROM tallies"
+            " WHERE width = ? AND start_s >= ? AND start_s < ? ORDER BY start_s"
+        )
+        wider: dict[_Place, Tally] = {}
+        at = None
+        for row in self._db.execute(query, (finer, begin, end)).fetchall():
+            start = row[0] // width * width
+            if start != at:
+                self._put(wider)
+                wider, at = {}, start
+            place = width, start, Key(*row[1:5])
+            with suppress(ValueError):
+                tally = Tally.of_row(dict(zip(_COLUMNS, row[5:], strict=True)), self._names.by_number)
+                wider.setdefault(place, Tally()).merge(tally)
+        self._put(wider)
+        for place in [place for place in self._cache if place[0] < width and place[1] < end]:
+            del self._cache[place]
+
+    # ------------------------------------------------------------------------------------------ room
+
+    def prune(self, most: int) -> None:
+        """Let the tallies and times of no width take more than `most` bytes: delete the oldest eighth."""
+        run = self._db.execute
+        for width in WIDTHS:
+            query = "SELECT count(*), total(length(sketches)), min(start_s), max(start_s) FROM tallies WHERE width = ?"
+            count, data, first, last = run(query, (width,)).fetchone()
+            times = run("SELECT count(*) FROM times WHERE width = ?", (width,)).fetchone()[0]
+            if count and (count + times) * _ROW_BYTES + data > most:
+                before = min(first + max((last - first) // 8, 1), self._bound(width))
+                if width == WIDTHS[-1]:  # there is nothing wider: what all processes did together stays
+                    run(f"DELETE FROM tallies WHERE width = ? AND start_s < ? AND process <> {ALL}", (width, before))
+                else:
+                    run("DELETE FROM tallies WHERE width = ? AND start_s < ?", (width, before))
+                    run("DELETE FROM times WHERE width = ? AND start_s < ?", (width, before))
+                    run("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"pruned_{width}", before))
+                self._cache.clear()
+
+    def _bound(self, width: int) -> int:
+        """Up to this second the tallies of a width can be deleted: wider ones have their time."""
+        wider = next((each for each in WIDTHS if each > width), None)
+        return 1 << 60 if wider is None else self._whole[wider]

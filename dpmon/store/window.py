@@ -1,0 +1,148 @@
+"""The figures of a run between two seconds: what the screen, the report, the summary and the others ask for. Pure.
+
+One `Window` reads the tallies and times once; every figure that is shown of that time comes from it, so the same figure
+has the same digits everywhere.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Protocol
+
+from dpmon.rates import Rate
+from dpmon.store.accounting import ACTIVITIES
+from dpmon.store.answers import TimeRow
+from dpmon.store.figures import Figures, elapsed, figures, merged, modes_of, rate, trains
+from dpmon.store.tally import Key, Tally
+
+__all__ = ["Source", "Window", "accounted", "shared_out", "thirds"]
+
+_SECOND = 1_000_000_000
+
+
+class Source(Protocol):
+    """What a window needs of dpmon.store.queries.Store."""
+
+    processes: list[int]
+
+    def of_all(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
+        """Tallies of all processes together."""
+
+    def tallies(self, begin_s: int, end_s: int, *, process: int | None = None) -> dict[Key, Tally]:
+        """Tallies of each process, or of one."""
+
+    def time_rows(self, begin_s: int, end_s: int) -> list[TimeRow]:
+        """What each process did."""
+
+    def kinds(self) -> set[tuple[str, int]]:
+        """Mode and kind of all steps so far."""
+
+
+class Window:
+    """All figures of the time between two seconds."""
+
+    def __init__(self, source: Source, begin_s: int = 0, end_s: int = 1 << 40) -> None:
+        self._source = source
+        self._begin_s, self._end_s = begin_s, end_s
+        self._kinds = source.kinds()
+        self._trained = trains(self._kinds)
+
+    @cached_property
+    def together(self) -> dict[Key, Tally]:
+        """Tallies of all processes together."""
+        return self._source.of_all(self._begin_s, self._end_s)
+
+    @cached_property
+    def by_process(self) -> dict[Key, Tally]:
+        """Tallies of each process."""
+        return self._source.tallies(self._begin_s, self._end_s)
+
+    @cached_property
+    def times(self) -> list[TimeRow]:
+        """What each process did, in order of time."""
+        return self._source.time_rows(self._begin_s, self._end_s)
+
+    @property
+    def modes(self) -> list[tuple[str, bool]]:
+        """The modes of this time, each with whether these are its evaluation steps."""
+        there = {(key.mode, key.kind) for key in self.together}
+        known = modes_of(self._kinds)
+        now = {(mode, bool(kind & 1) and mode in self._trained) for mode, kind in there}
+        return [each for each in known if each in now]
+
+    def trained(self, mode: str) -> bool:
+        """Whether a mode has training steps at any time; if not, its evaluation steps are its steps."""
+        return mode in self._trained
+
+    def figures(self, mode: str, evaluation: bool = False, process: int | None = None) -> Figures:
+        """The figures of a mode's steps: of all processes together, or of one."""
+        return figures(mode, evaluation, self.tally(mode, evaluation, process), self.rate(mode, evaluation, process))
+
+    def tally(
+        self,
+        mode: str,
+        evaluation: bool = False,
+        process: int | None = None,
+        *,
+        settled: bool = False,
+        batch: int | None = None,
+    ) -> Tally:
+        """The tally of a mode's steps; parameters as in dpmon.store.figures.merged."""
+        tallies = self.together if process is None else self.by_process
+        trained = self.trained(mode)
+        return merged(tallies, mode, evaluation, trained, process=process, settled=settled, batch=batch)
+
+    def rate(self, mode: str, evaluation: bool = False, process: int | None = None) -> Rate | None:
+        """Steps and samples of a mode per elapsed time; None if no time has passed."""
+        trained = self.trained(mode)
+        there = self._source.processes if process is None else [process]
+        tallies = {each: merged(self.by_process, mode, evaluation, trained, process=each) for each in there}
+        return rate(tallies, elapsed(self.times, mode, evaluation, trained))
+
+    @cached_property
+    def spent(self) -> dict[str, int]:
+        """The time of this window by activity (ns): they add up to the time in which there were processes."""
+        return shared_out(self.times)
+
+
+def shared_out(rows: Iterable[TimeRow], only: Callable[[TimeRow], bool] = lambda row: True) -> dict[str, int]:
+    """What a run did, by activity (ns): where several processes did several things at once, each has its share."""
+    found = dict.fromkeys(ACTIVITIES, 0.0)
+    stretches: dict[tuple[int, int], list[TimeRow]] = defaultdict(list)
+    for row in rows:
+        stretches[row.start_s, row.width_s].append(row)
+    for (_, width), there in stretches.items():
+        whole = sum(max(ns, 0) for row in there for ns in row.spent.values())
+        scale = min(1.0, width * _SECOND / whole) if whole else 0.0
+        for row in there:
+            if only(row):
+                for activity, ns in row.spent.items():
+                    found[activity] += max(ns, 0) * scale
+    return {activity: round(ns) for activity, ns in found.items()}
+
+
+def accounted(spent: Mapping[str, int], elapsed_ns: int, first_step_ns: int | None) -> dict[str, int]:
+    """The parts of a run's elapsed time, by activity (ns); they add up to it.
+
+    No process accounts for the time before it was traced, nor for what a killed supervisor did not record. Before the
+    first step (`first_step_ns`, None if there was none) that is start-up, after it the end.
+    """
+    left = max(elapsed_ns - sum(spent.values()), 0)
+    before = left if first_step_ns is None else min(max(first_step_ns - spent["startup"], 0), left)
+    return {**spent, "startup": spent["startup"] + before, "ending": spent["ending"] + left - before}
+
+
+def thirds(rows: Sequence[tuple[int, Tally]], steps: int) -> tuple[Tally, Tally]:
+    """The first third of the steps and the last, as far as rows of tallies (in order of time) can be cut."""
+    first, last = Tally(), Tally()
+    for _, tally in rows:
+        if first.steps + tally.steps > steps / 3:
+            break
+        first.merge(tally)
+    for _, tally in reversed(rows):
+        if last.steps + tally.steps > steps / 3:
+            break
+        last.merge(tally)
+    return first, last

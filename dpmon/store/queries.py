@@ -194,7 +194,8 @@ class Store:
     def steps(self, most: int, *, begin_ns: int = 0, end_ns: int = _LAST_NS, process: int | None = None) -> list[Step]:
         """The newest steps that ended between two times, the newest first; damaged ones are left out."""
         who, values = ("", ()) if process is None else (" AND process = ?", (process,))
-        query = f"SELECT * FROM steps WHERE start_ns + wall_ns > ? AND start_ns + wall_ns <= ?{who} ORDER BY id DESC LIMIT ?"
+        ended = "start_ns + wall_ns"
+        query = f"SELECT * FROM steps WHERE {ended} > ? AND {ended} <= ?{who} ORDER BY id DESC LIMIT ?"
         cursor = self._db.execute(query, (begin_ns, end_ns, *values, most))
         names = [column[0] for column in cursor.description]
         found = []

@@ -316,7 +316,7 @@ def test_the_command_line_without_a_screen(dpmon: Dpmon, gpu: str) -> None:
     """The whole way: command line, supervisor, record, export, report."""
     result = dpmon.run("--headless", dpmon.script(LARGE), gpu, 20, "losses", limit=250)
     assert result.status == 0, result.errors
-    records = dpmon.record.codec()
+    records = dpmon.records()
     steps = [record for record in records if record["kind"] == "step"]
     assert len(steps) == 30
     for step in steps[5:-1]:

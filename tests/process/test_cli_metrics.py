@@ -136,4 +136,4 @@ def test_the_metrics_of_a_run_that_was_left_alone(dpmon: Dpmon, tmp_path: Path) 
 
     found = wait_for(over, what="the last metrics")
     assert (found["dpmon_run_exit_status"], found["dpmon_step_duration_seconds_count"]) == (7, 50)
-    assert not [warning for warning in dpmon.record.codec() if warning["kind"] == "warning"]
+    assert not [warning for warning in dpmon.records() if warning["kind"] == "warning"]

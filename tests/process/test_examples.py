@@ -64,7 +64,7 @@ def check_tables(records: list[dict[str, Any]], replicas: int) -> None:
 def test_the_tutorial_gives_the_sizes_of_the_tables(place: SideBySide, replicas: int) -> None:
     outcome = place.under(TUTORIAL, "--seed", 3, options=("--replicas", replicas))
     assert outcome.status == 0, outcome.stderr
-    records = place.dpmon.record.codec()
+    records = place.dpmon.records()
     check_tables(records, replicas)
     assert {call["via"] for call in of_kind(records, "call")} == {"DataParallel"}
     # What the model prints itself is the same table, though replicas print in any order.
@@ -79,7 +79,7 @@ def test_the_tutorial_gives_the_sizes_of_the_tables(place: SideBySide, replicas:
 def test_the_published_tutorial_with_its_guard_gives_them_too(place: SideBySide, replicas: int) -> None:
     outcome = place.under(SCRIPTS / "guarded.py", options=("--replicas", replicas))
     assert outcome.status == 0, outcome.stderr
-    records = place.dpmon.record.codec()
+    records = place.dpmon.records()
     check_tables(records, replicas)
     assert {call["via"] for call in of_kind(records, "call")} == {None}
 
@@ -93,7 +93,7 @@ def test_the_main_job(place: SideBySide) -> None:
     assert losses[-1] < losses[0]
     assert outcome.stdout.decode().splitlines()[-1] == f"final loss {losses[-1]:.5f}"
 
-    records = place.dpmon.record.codec()
+    records = place.dpmon.records()
     calls, turns = of_kind(records, "call"), of_kind(records, "step")
     assert [call["call"] for call in calls] == list(range(1, steps + 1))
     assert [turn["step"] for turn in turns] == list(range(1, steps + 1))
@@ -127,7 +127,7 @@ def test_mode_script_changes_no_bit(losses: SideBySide) -> None:
     alone = losses.alone("losses.py")
     assert set(alone.files) == {"losses.json", "weights.pt"}
     found = losses.under("losses.py", options=("--mode", "script"))
-    records = losses.dpmon.record.codec()
+    records = losses.dpmon.records()
     assert found == as_alone(found, alone, lambda: losses.alone("losses.py"))
     assert len(of_kind(records, "call")) == len(of_kind(records, "step")) == 200
     assert {call["mode"] for call in of_kind(records, "call")} == {"single"}
@@ -171,7 +171,7 @@ def weighed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     first = alone()
     traced = place.under(SCRIPTS / "weighed.py", *words, options=("--mode", "script"))
-    records = dpmon.record.codec()
+    records = dpmon.records()
     dpmon.clean_up()
     return {"alone": first, "traced": parts(traced.stdout), "records": records, "again": alone}
 
@@ -207,7 +207,7 @@ def test_a_step_has_the_mode_of_the_dataparallel_inside_its_model(dpmon: Dpmon) 
     """And nothing is refused: what was asked for is done by the part that can."""
     result = dpmon.run(*dpmon.warm(), "--replicas", "3", str(ROOT / "examples" / "nested.py"), "--steps", "10")
     assert result.status == 0, result.errors
-    records = dpmon.record.codec()
+    records = dpmon.records()
     assert {len(call["replicas"]) for call in of_kind(records, "call")} == {3}
     assert of_kind(records, "warning") == []
     assert [mode["refused"] for mode in of_kind(records, "mode")] == [None] * len(of_kind(records, "mode"))

@@ -21,7 +21,7 @@ for number, batch in enumerate(DataLoader(torch.randn(100, 5), batch_size=10), 1
 
 def test_killed_between_forward_and_backward(dpmon: Dpmon) -> None:
     assert dpmon.run(*dpmon.warm(), dpmon.script(SCRIPT)).status == 128 + 9
-    records = dpmon.record.codec()
+    records = dpmon.records()
     assert [r["call"] for r in records if r["kind"] == "call"] == [1, 2, 3, 4, 5, 6, 7]
     assert [r["step"] for r in records if r["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
     assert next(r for r in records if r["kind"] == "dropped")["count"] == 0

@@ -201,7 +201,7 @@ REASON = "1 of its tensors does not report its size (LinearPackedParams); the ot
 def test_the_summary_and_the_report_say_why_a_part_is_unknown(dpmon: Dpmon, tmp_path: Path) -> None:
     run = dpmon.run(*dpmon.warm(), "--headless", "--mode", "script", dpmon.script(QUANTIZED))
     assert run.status == 0, run.errors
-    record = next(one for one in dpmon.record.codec() if one["kind"] == "memory")
+    record = next(one for one in dpmon.records() if one["kind"] == "memory")
     assert record["devices"][0]["absent"]["model_bytes"] == REASON
     assert record["devices"][0]["model_bytes"] is None
     assert "cpu  model –, gradients –, optimizer –" in run.errors

@@ -39,7 +39,7 @@ def test_what_torchs_allocator_says_and_an_oom_with_the_state_before_it(dpmon: D
     (dpmon.cwd / "stop").touch()
     script = dpmon.script(SCRIPT.read_text().replace('while not os.path.exists("stop"):', "while turn < 40:"))
     assert dpmon.run("--headless", script, env={"LD_LIBRARY_PATH": str(directory)}).status == 0
-    records = dpmon.record.codec()
+    records = dpmon.records()
     (one,) = [one for one in next(r for r in records if r["kind"] == "memory")["devices"] if one["device"] == "cuda:1"]
     assert one["uuid"] == "00000000-0000-0000-0000-000000000003"
     assert (one["allocated_bytes"], one["reserved_bytes"], one["peak_bytes"]) == (GIB, 5 * GIB, 2 * GIB)

@@ -225,7 +225,7 @@ def test_nobody_is_left_while_it_is_paused(dpmon: Dpmon) -> None:
     (dpmon.cwd / "stop").touch()
     wait_for(lambda: not proc.alive(info["command_pid"], info["command_started"]), what="the end")
     dpmon.run("attach")
-    records = dpmon.record.codec()
+    records = dpmon.records()
     assert any("goes on by itself: the supervisor is gone" in r["text"] for r in records if r["kind"] == "warning")
     found = [record for record in records if record["kind"] == "pause"]
     assert [record["paused"] for record in found] == [True, False]
@@ -241,7 +241,7 @@ def test_interrupted_while_it_is_paused(dpmon: Dpmon) -> None:
     out, err = process.communicate(timeout=100)
     assert (process.returncode, out) == (11, b"interrupted\n")
     assert b"paused once, for " in err
-    found = [record for record in dpmon.record.codec() if record["kind"] in ("pause", "step")]
+    found = [record for record in dpmon.records() if record["kind"] in ("pause", "step")]
     at = next(n for n, record in enumerate(found) if record["kind"] == "pause" and not record["paused"])
     assert found[at]["reason"] == "interrupted"
     told = dpmon.run("report").text

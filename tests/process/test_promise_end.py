@@ -56,7 +56,7 @@ def test_promise_7_how_it_ended(dpmon: Dpmon) -> None:
         how = dpmon.exit()
         slowest = max(slowest, time.monotonic() - began)
         assert (how["status"], how["signal"], how["unknown"]) == (status, number, None), name
-        records = dpmon.record.codec()
+        records = dpmon.records()
         # 64 calls are written at once, then up to thirty-two at a time: what a sudden end takes with it is counted.
         calls = [r["call"] for r in records if r["kind"] == "call"]
         dropped = next(r["count"] for r in records if r["kind"] == "dropped")
@@ -162,8 +162,8 @@ def test_workers_that_outlive_the_training(dpmon: Dpmon) -> None:
     assert result.status == 0, result.errors
     (dpmon.cwd / "go").touch()
     wait_for((dpmon.cwd / "done").exists)
-    calls = [r for r in dpmon.record.codec() if r["kind"] == "call"]
+    calls = [r for r in dpmon.records() if r["kind"] == "call"]
     assert [r["call"] for r in calls][:14] == list(range(1, 15))  # the last one is written with the next
-    worker = next(r["pid"] for r in dpmon.record.codec() if r["kind"] == "process")
+    worker = next(r["pid"] for r in dpmon.records() if r["kind"] == "process")
     assert newest_state(dpmon) == "finished"
     os.kill(worker, signal.SIGKILL)

@@ -105,7 +105,7 @@ def test_promise_2_the_training_outlives_us(dpmon: Dpmon, alone: str, kind: str)
             assert foreground.wait(60) == 7
         how = dpmon.exit()
         assert how["status"] == 7 or (kind == "both" and how["status"] is None and how["unknown"])
-        steps = [r["step"] for r in dpmon.record.codec() if r["kind"] == "step"]
+        steps = [r["step"] for r in dpmon.records() if r["kind"] == "step"]
         assert steps == list(range(1, 81))
     reached("P2", f"{kind} killed {times} times: status and weights as alone")
 
@@ -170,7 +170,7 @@ def test_promise_1_the_training_never_waits(dpmon: Dpmon) -> None:
     (dpmon.cwd / "go").touch()
     assert dpmon.exit()["status"] == 0
     terminal.shows("finished")
-    records = dpmon.record.codec()
+    records = dpmon.records()
     seen = len([r for r in records if r["kind"] == "step"])
     dropped = next(r for r in records if r["kind"] == "dropped")
     assert seen * 2 + dropped["count"] + dropped["pruned"] >= steps_of(dpmon) * 2

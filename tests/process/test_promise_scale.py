@@ -82,7 +82,7 @@ def test_promise_6_killed_at_any_instant(dpmon: Dpmon) -> None:
         wait_for(lambda count=count: tailed(dpmon, count))  # type: ignore[misc]
         os.kill(info["command_pid"], signal.SIGKILL)
         assert process.wait(100) == 137
-        records = dpmon.record.codec()
+        records = dpmon.records()
         found = of_training(records)
         assert found == expected(len(found))
         assert next(r["count"] for r in records if r["kind"] == "dropped") == 0

@@ -49,7 +49,7 @@ def test_promise_15_processes_of_every_shape(dpmon: Dpmon) -> None:
     said = result.text.splitlines()
     assert said[1:] == ["closed", "own handlers True"]
     assert int(said[0].split()[-1]) <= 2
-    records = dpmon.record.codec()
+    records = dpmon.records()
     calls: dict[int, list[int]] = {}
     for record in records:
         if record["kind"] == "call":

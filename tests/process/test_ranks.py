@@ -82,7 +82,7 @@ def check_ranks(records: list[dict[str, Any]], steps: int, rows: dict[int, int],
 def test_torchrun(dpmon: Dpmon) -> None:
     result = until_it_ends_well(dpmon, *TORCHRUN, "--nproc-per-node", 2, EXAMPLE, "--steps", 20)
     assert b"final loss" in result.out
-    check_ranks(dpmon.record.codec(), 20, {0: 30, 1: 30}, (5, 2))
+    check_ranks(dpmon.records(), 20, {0: 30, 1: 30}, (5, 2))
     assert "rank 0 of 2 cpu  [30, 5] -> [30, 2]  20 calls, 20 steps" in result.errors
     assert "rank 1 of 2 cpu  [30, 5] -> [30, 2]  20 calls, 20 steps" in result.errors
 
@@ -111,7 +111,7 @@ def test_mp_spawn_with_batches_of_different_sizes(dpmon: Dpmon, tmp_path: Path) 
         if result.status == 0:
             break
     assert result.status == 0, result.errors
-    check_ranks(dpmon.record.codec(), 6, {0: 4, 1: 6}, (6, 3))
+    check_ranks(dpmon.records(), 6, {0: 4, 1: 6}, (6, 3))
     torch.manual_seed(0)
     # The gradient of a sum is the sum of the rows: 4 rows of `step` on one rank, 6 of `step + 1` on the other.
     expected = torch.nn.Linear(6, 3).weight - 0.1 * sum((4 * step + 6 * (step + 1)) / 2 for step in range(6))
@@ -124,7 +124,7 @@ def test_mp_spawn_with_batches_of_different_sizes(dpmon: Dpmon, tmp_path: Path) 
 def test_alone_the_example_is_one_process(dpmon: Dpmon) -> None:
     result = dpmon.run(*dpmon.warm(), "--headless", EXAMPLE, "--steps", 10)
     assert result.status == 0, result.errors
-    records = dpmon.record.codec()
+    records = dpmon.records()
     assert [process["rank"] for process in of_kind(records, "process")] == [None]
     assert {call["via"] for call in of_kind(records, "call")} == {None}
     assert len(of_kind(records, "call")) == 10
@@ -135,4 +135,4 @@ def test_accelerate(dpmon: Dpmon) -> None:
     script = dpmon.script(ACCELERATED)
     # Its own launcher starts several processes on one machine for GPUs only; there it is torchrun under another name.
     until_it_ends_well(dpmon, *TORCHRUN, "--nproc-per-node", 2, script)
-    check_ranks(dpmon.record.codec(), 5, {0: 16, 1: 16}, (5, 2))
+    check_ranks(dpmon.records(), 5, {0: 16, 1: 16}, (5, 2))

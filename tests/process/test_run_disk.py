@@ -82,7 +82,7 @@ def check_elsewhere(dpmon: Dpmon, place: Path, says: str) -> None:
     assert str(place) in told[0]
     (directory,) = runs_in(place)
     assert os.stat(directory.parent).st_mode & 0o777 == 0o700
-    records = dpmon.record.codec()
+    records = dpmon.records()
     assert len([r for r in records if r["kind"] == "step"]) == 100
     assert [says in r["text"] for r in records if r["kind"] == "warning"] == [True]
     assert "finished" in dpmon.run("ls").text
@@ -151,7 +151,7 @@ def test_a_disk_that_fills_up_meanwhile(dpmon: Dpmon, small_disk: Callable[..., 
     assert output.endswith(b"the end of the training\n"), output[-3000:]
     assert b"line 29999 of the script's own output" in output
     (dpmon.state / "hog").unlink()
-    records = dpmon.record.codec()
+    records = dpmon.records()
     assert records[-1]["kind"] == "exit"
     assert records[-1]["status"] == 0
     texts = [r["text"] for r in records if r["kind"] == "warning"]

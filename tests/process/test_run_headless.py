@@ -324,7 +324,7 @@ def test_what_the_tracer_could_not_record_is_told(dpmon: Dpmon) -> None:
     result = dpmon.run("script.py")
     assert "nothing was traced: this torch (9.9) cannot be traced" in result.errors
     assert "\x1b" not in result.errors
-    warnings = [record for record in dpmon.record.codec() if record["kind"] == "warning" and "9.9" in record["text"]]
+    warnings = [record for record in dpmon.records() if record["kind"] == "warning" and "9.9" in record["text"]]
     assert len(warnings) == 1
     assert warnings[0]["process"] is None
 

@@ -57,7 +57,7 @@ def expected(count: int) -> list[tuple[str, int]]:
 
 def test_every_record_is_exported_once_and_in_order(dpmon: Dpmon) -> None:
     assert dpmon.run(WRITER, 6000, 6000).status == 0
-    records = dpmon.record.codec()
+    records = dpmon.records()
     assert of_training(records) == expected(6000)
     assert records[-2:-1] == [{"kind": "dropped", "count": 0, "pruned": 0}]
     assert (records[-1]["kind"], records[-1]["status"]) == ("exit", 0)
@@ -86,7 +86,7 @@ def test_a_flood_is_seen_or_counted(dpmon: Dpmon) -> None:
     definitions_and_events = sent - missed - calls - steps
     assert 1 <= definitions_and_events <= sent - total
     assert missed > 10_000
-    records = dpmon.record.codec()
+    records = dpmon.records()
     dropped = next(r["count"] for r in records if r["kind"] == "dropped")
     exported = of_training(records)
     assert len(exported) == calls + steps
@@ -101,7 +101,7 @@ def test_export_while_the_run_goes_on(dpmon: Dpmon) -> None:
     for wanted in (500, 3500):
 
         def enough(wanted: int = wanted) -> list[tuple[str, int]] | None:
-            found = of_training(dpmon.record.codec()) if dpmon.runs() and (dpmon.last() / "run.json").exists() else []
+            found = of_training(dpmon.records()) if dpmon.runs() and (dpmon.last() / "run.json").exists() else []
             return found if len(found) >= wanted else None
 
         found = wait_for(enough)
@@ -118,7 +118,7 @@ def test_supervisor_killed_the_rest_is_read_from_the_ring(dpmon: Dpmon) -> None:
     wait_for(lambda: tailed(dpmon, 3000))
     os.kill(info["supervisor_pid"], signal.SIGKILL)
     assert process.wait(100) == 0
-    records = dpmon.record.codec()
+    records = dpmon.records()
     assert of_training(records) == expected(9000)
     assert records[-1]["by"] in ("foreground", "supervisor")  # of which there is a new one
     assert records[-2]["count"] == 0
@@ -133,17 +133,17 @@ def test_killed_at_any_moment_nothing_is_lost_or_doubled(dpmon: Dpmon, count: in
     os.kill(info["supervisor_pid"], signal.SIGKILL)
     os.kill(info["command_pid"], signal.SIGKILL)
     assert process.wait(100) == 137
-    found = of_training(dpmon.record.codec())
+    found = of_training(dpmon.records())
     assert found == expected(len(found))
     assert len(found) >= count
 
 
 def test_without_any_history_the_rings_speak(dpmon: Dpmon) -> None:
     dpmon.run(WRITER, 3000, 10_000)
-    whole = of_training(dpmon.record.codec())
+    whole = of_training(dpmon.records())
     for path in dpmon.last().glob("history.sqlite*"):
         path.unlink()
-    assert of_training(dpmon.record.codec()) == whole == expected(3000)
+    assert of_training(dpmon.records()) == whole == expected(3000)
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def test_the_history_is_bounded_and_says_what_it_left_out(dpmon: Dpmon, monkeypa
     monkeypatch.undo()
     size = (directory / "history.sqlite").stat().st_size
     assert size < limit * 1.6
-    records = dpmon.record.codec()
+    records = dpmon.records()
     found = of_training(records)
     dropped = next(r for r in records if r["kind"] == "dropped")
     assert found == expected(40_000)[-len(found) :]

@@ -93,7 +93,7 @@ def new_supervisor(dpmon: Dpmon, old: dict[str, Any]) -> dict[str, Any] | None:
 def test_attach_brings_another_one_and_no_record_is_lost_or_doubled(dpmon: Dpmon) -> None:
     dpmon.run("--detach", dpmon.script(HELD))
     wait_for(lambda: tailed(dpmon, 2000))
-    wait_for(lambda: any(r["kind"] == "host" for r in dpmon.record.codec()))
+    wait_for(lambda: any(r["kind"] == "host" for r in dpmon.records()))
     old = kill_supervisor(dpmon)
     killed_at = time.time() - old["started_unix"]
     assert state_of(dpmon) == "unsupervised"
@@ -108,7 +108,7 @@ def test_attach_brings_another_one_and_no_record_is_lost_or_doubled(dpmon: Dpmon
     assert how["status"] == 0 or how["unknown"], how
     assert screen.returncode == (2 if how["status"] is None else 0), err
     wait_for(lambda: not proc.alive(new["supervisor_pid"], new["supervisor_started"]))
-    records = dpmon.record.codec()
+    records = dpmon.records()
     assert of_training(records) == expected(9000)
     assert next(r for r in records if r["kind"] == "dropped")["count"] == 0
     assert next(r["t_s"] for r in records if r["kind"] == "host") < killed_at  # its ring has gone, not its samples
@@ -182,7 +182,7 @@ def test_of_several_at_once_one_becomes_the_supervisor(dpmon: Dpmon) -> None:
         screen.communicate(timeout=100)
     # Each supervisor makes a ring of its own for its samples, and deletes those that it has taken over.
     assert sorted(path.name for path in dpmon.last().glob("gpu*.ring")) == ["gpu-1.ring"]
-    assert [r["kind"] for r in dpmon.record.codec()].count("exit") == 1
+    assert [r["kind"] for r in dpmon.records()].count("exit") == 1
 
 
 @pytest.mark.usefixtures("reaper")
@@ -203,7 +203,7 @@ def test_ended_while_nobody_looked(dpmon: Dpmon) -> None:
     with sqlite3.connect(dpmon.last() / "history.sqlite") as db:
         assert db.execute("SELECT count(*), count(DISTINCT step) FROM steps").fetchone() == (2000, 2000)
     db.close()
-    records = dpmon.record.codec()
+    records = dpmon.records()
     assert of_training(records) == expected(4000)
     assert records[-1]["absent"]["status"] == how["unknown"]
     assert records[-1]["t_s"] == pytest.approx(last_line, abs=0.05)

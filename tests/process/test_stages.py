@@ -117,7 +117,7 @@ def test_the_example_and_the_summary(dpmon: Dpmon, tmp_path: Path) -> None:
     """On the CPU alone the example lies on one device; a spread model has its stages in the summary."""
     result = dpmon.run(*dpmon.warm(), "--headless", ROOT / "examples" / "model_parallel.py", "--steps", 5)
     assert result.status == 0, result.errors
-    calls = of_kind(dpmon.record.codec(), "call")
+    calls = of_kind(dpmon.records(), "call")
     assert [call["call"] for call in calls] == [1, 2, 3, 4, 5]
     assert {call["root"] for call in calls} == {"DistributedModel"}
     assert all(len(call.get("stages", ())) == (2 if len(call["devices"]) > 1 else 0) for call in calls)

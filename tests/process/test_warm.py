@@ -113,7 +113,7 @@ def test_under_dpmon_too(dpmon: Dpmon, end: str, status: int) -> None:
     for options in ((), dpmon.warm()):
         result = dpmon.run(*options, "--headless", "script.py", "a b")
         how = dpmon.exit()
-        calls = [(r["inputs"][0]["shape"], r["root"]) for r in dpmon.record.codec() if r["kind"] == "call"]
+        calls = [(r["inputs"][0]["shape"], r["root"]) for r in dpmon.records() if r["kind"] == "call"]
         found.append((result.status, result.out, (dpmon.last() / "stderr.log").read_text(), how["signal"], calls))
     assert found[0] == found[1]
     assert found[0][0] == status

@@ -78,7 +78,7 @@ def test_stdout_replaced_by_an_object_without_isatty(place: SideBySide) -> None:
 def test_workers_of_a_loader_leave_no_trace(place: SideBySide, method: str) -> None:
     outcome = check(place, "workers.py", method, script=True)
     assert outcome.status == 0
-    records = place.dpmon.record.codec()
+    records = place.dpmon.records()
     assert len(of_kind(records, "process")) == 1
     assert len(of_kind(records, "call")) == len(of_kind(records, "step")) == 8
     assert of_kind(records, "warning") == []
@@ -87,7 +87,7 @@ def test_workers_of_a_loader_leave_no_trace(place: SideBySide, method: str) -> N
 def test_processes_that_train_each_have_a_record(place: SideBySide) -> None:
     outcome = check(place, "spawned.py")
     assert outcome.status == 3
-    records = place.dpmon.record.codec()
+    records = place.dpmon.records()
     assert {record["process"] for record in of_kind(records, "process")} == {0, 1}
     for process in (0, 1):
         calls = [call for call in of_kind(records, "call") if call["process"] == process]
@@ -111,7 +111,7 @@ def test_the_surroundings_are_the_same(place: SideBySide) -> None:
 def test_a_script_that_starts_itself_again(place: SideBySide) -> None:
     outcome = check(place, "relaunch.py")
     assert outcome.status == 2
-    assert len(of_kind(place.dpmon.record.codec(), "process")) == 2
+    assert len(of_kind(place.dpmon.records(), "process")) == 2
 
 
 def test_odd_ways_to_call_a_model(place: SideBySide) -> None:
@@ -147,7 +147,7 @@ def test_a_sitecustomize_of_the_users_own(dpmon: Dpmon, tmp_path: Path) -> None:
     outcome = check(place, "look.py", fresh=True)
     assert outcome.status == 0, outcome.stderr
     assert str(mine / "sitecustomize.py").encode() in outcome.stdout
-    assert len(of_kind(dpmon.record.codec(), "call")) == 1
+    assert len(of_kind(dpmon.records(), "call")) == 1
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_every_ending_is_the_scripts_own(place: SideBySide, how: str, status: in
     alone = place.alone("endings.py", how)
     assert alone.status == status
     assert place.under("endings.py", how) == alone
-    records = place.dpmon.record.codec()
+    records = place.dpmon.records()
     (ended,) = of_kind(records, "exit")
     assert ended["status"] == status
     assert ended["signal"] == {137: "SIGKILL", 130: "SIGINT"}.get(status)

@@ -28,9 +28,9 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 MODULES = (
-    "tracer.calls", "tracer.cores", "tracer.frames", "tracer.lane", "tracer.modes", "tracer.patch", "tracer.plain",
-    "tracer.replicas", "tracer.roots", "tracer.session", "tracer.sizes", "tracer.steps", "tracer.tables",
-    "tracer.virtual", "tracer.inject", "ring", "record.codec",
+    "tracer.calls", "tracer.cores", "tracer.frames", "tracer.lane", "tracer.loaders", "tracer.modes", "tracer.patch",
+    "tracer.plain", "tracer.replicas", "tracer.roots", "tracer.session", "tracer.sizes", "tracer.steps",
+    "tracer.tables", "tracer.virtual", "tracer.inject", "ring", "record.wire",
 )  # fmt: skip
 BY_HAND = ("tracer.byhand", "tracer.memory", "tracer.pause", "tracer.stages", "tracer.storages")
 DEVICES = ("tracer.timing", "tracer.late", "tracer.events")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["GapRow", "LongRow", "MinuteRow", "Shape", "TimeRow"]
+from dpmon.record.wire import FAILED, GRAD, TRAINING
+
+__all__ = ["CallHead", "GapRow", "LongRow", "MinuteRow", "Shape", "TimeRow"]
 
 
 class TimeRow(NamedTuple):
@@ -75,3 +77,25 @@ class Shape(NamedTuple):
     untimed: int
     """Why a device time is missing: an index of dpmon.record.codec.UNTIMED; 0 if none is."""
     calls: int
+
+
+class CallHead(NamedTuple):
+    """What is read of a call without its definitions."""
+
+    id: int
+    step: int
+    layout: int
+    mode: str
+    flags: int
+    end_ns: int
+    payload: bytes
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether it is an evaluation's: neither in training mode nor with gradients."""
+        return not self.flags & (TRAINING | GRAD)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it raised an exception."""
+        return bool(self.flags & FAILED)

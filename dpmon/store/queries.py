@@ -31,7 +31,7 @@ from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape, TimeRow
 from dpmon.store.tables import ACTIVITY_COLUMNS, TALLY_COLUMNS, HistoryError, RingRow, rings_in
 from dpmon.store.tally import ALL, WIDTHS, Key, Tally
 
-__all__ = ["END", "Store"]
+__all__ = ["END", "LONG_COLUMNS", "Store", "long_row"]
 
 END = 1 << 40
 """A second after every run."""
@@ -44,6 +44,8 @@ _STARTS = (
     "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + :width FROM starts WHERE at + :width < :end)"
 )
 _LONG_PHASES = tuple(f"{phase.name}_ns" for phase in PHASES if not phase.of_call)
+LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_ns", *_LONG_PHASES))
+"""What `long_row` takes of a step."""
 _SHAPE_CHARACTERS = 1 << 20
 
 
@@ -53,7 +55,7 @@ class Store:
     def __init__(self, db: sqlite3.Connection, origin_ns: int = 0) -> None:
         """`db`: in a transaction, so that every query sees the same; `origin_ns`: the run's start, monotonic."""
         self._db = db
-        self._origin_ns = origin_ns
+        self.origin_ns = origin_ns
         self._decoders: dict[int, Decoder] = {}
         self.rings: dict[str, RingRow] = rings_in(db)
         self._names = dict(self._rows("SELECT number, name FROM series"))
@@ -64,6 +66,10 @@ class Store:
         """Rows that were deleted to bound the history."""
         self.processes = sorted({ring.process for ring in self.rings.values() if ring.process >= 0 and ring.steps})
         """Those with steps."""
+
+    def query(self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
+        """All rows of a query; for other files of this package."""
+        return self._db.execute(query, values).fetchall()
 
     def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         return self._db.execute(query, values).fetchall()
@@ -242,19 +248,11 @@ class Store:
         """
         only, values = _only(mode, evaluation)
         query = (
-            f"SELECT process, step, mode, kind, start_ns, wall_ns, {', '.join(_LONG_PHASES)} FROM steps"
-            f" WHERE start_ns >= ? AND start_ns < ? AND {only} ORDER BY wall_ns DESC LIMIT ?"
+            f"SELECT {LONG_COLUMNS} FROM steps WHERE start_ns >= ? AND start_ns < ? AND {only}"
+            " ORDER BY wall_ns DESC LIMIT ?"
         )
-        found = []
-        for process, step, name, kind, start, wall, *phases in self._rows(query, (begin_ns, end_ns, *values, most)):
-            known = {
-                phase.name: took
-                for phase, took in zip((p for p in PHASES if not p.of_call), phases, strict=True)
-                if type(took) is int
-            }
-            if name in MODES and all(type(value) is int for value in (process, step, kind, start, wall)):
-                found.append(LongRow(process, step, name, kind, start, wall, known))
-        return found
+        rows = self._rows(query, (begin_ns, end_ns, *values, most))
+        return [row for each in rows if (row := long_row(each)) is not None]
 
     def longest_deleted(self, most: int, *, mode: str | None = None, evaluation: bool | None = None) -> list[LongRow]:
         """As `longest`, of the steps that have no row any more: the longest of each tally.
@@ -282,7 +280,15 @@ class Store:
         who, values = ("", ()) if process is None else (" AND process = ?", (process,))
         ended = "start_ns + wall_ns"
         query = f"SELECT * FROM steps WHERE {ended} > ? AND {ended} <= ?{who} ORDER BY id DESC LIMIT ?"
-        cursor = self._db.execute(query, (begin_ns, end_ns, *values, most))
+        return self._steps(query, (begin_ns, end_ns, *values, most))
+
+    def steps_before(self, before: int, process: int, most: int) -> list[Step]:
+        """The newest steps of a process with lower ids than `before`, the newest first; damaged ones are left out."""
+        query = "SELECT * FROM steps WHERE process = ? AND id < ? ORDER BY id DESC LIMIT ?"
+        return self._steps(query, (process, before, most))
+
+    def _steps(self, query: str, values: tuple[Any, ...]) -> list[Step]:
+        cursor = self._db.execute(query, values)
         names = [column[0] for column in cursor.description]
         found = []
         for row in cursor:
@@ -359,7 +365,7 @@ class Store:
         """A decoder that knows the definitions of a process."""
         found = self._decoders.get(process)
         if found is None:
-            found = self._decoders[process] = Decoder(process, self.rank(process), self._origin_ns)
+            found = self._decoders[process] = Decoder(process, self.rank(process), self.origin_ns)
             for number, value in self.definitions(process).items():
                 with suppress(RecordError, struct.error):
                     found.decode(pack_definition(number, value))
@@ -465,6 +471,16 @@ def _longest_of(row: Mapping[str, Any], width: int, tally: Tally) -> LongRow:
     # As if the others had been in that phase all the time.
     least = {name: took - others for name, took in spent.items() if 2 * (took - others) > wall}
     return LongRow(process, None, mode, kind, max((start + width) * _SECOND - wall, 0), wall, least)
+
+
+def long_row(row: tuple[Any, ...]) -> LongRow | None:
+    """A step of LONG_COLUMNS; None if it is damaged."""
+    process, step, mode, kind, start, wall, *phases = row
+    named = zip((phase.name for phase in PHASES if not phase.of_call), phases, strict=True)
+    known = {name: took for name, took in named if type(took) is int}
+    if mode in MODES and all(type(value) is int for value in (process, step, kind, start, wall)):
+        return LongRow(process, step, mode, kind, start, wall, known)
+    return None
 
 
 def _whole(value: object, otherwise: int = 0) -> int:

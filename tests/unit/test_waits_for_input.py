@@ -15,16 +15,17 @@ from synthetic import SECOND, Training, decoded
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model import State, fold
-from dpmon.model.compare import compared, sentence
+from dpmon.model.compare import sentence
 from dpmon.model.history import figures
 from dpmon.model.inputs import INPUT, is_wait
+from dpmon.model.settled import compared
 from dpmon.record.codec import Event, pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.said import waited
-from dpmon.store.writer import Batch, History
 from dpmon.run.inputs import KEPT, Inputs
 from dpmon.run.kept import Kept
+from dpmon.store.writer import Batch, History
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_output import Output
 from dpmon.ui.rows import plain

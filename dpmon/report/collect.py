@@ -35,7 +35,7 @@ from dpmon.store.queries import END, Store
 from dpmon.store.tables import HistoryError
 from dpmon.store.tally import ALL, WIDTHS, Tally
 from dpmon.store.window import Window, accounted
-from dpmon.ui.tail import last_words
+from dpmon.text.last_words import READ_BYTES, last_words
 
 __all__ = ["collect"]
 
@@ -63,6 +63,7 @@ def collect(directory: Path) -> Story:
     reader = RunReader(directory)
     failed = how is not None and how.status and how.signal is None
     raised = uncaught(directory, info, how.status) if how is not None and failed else None
+    end = _output_end(reader) if how is not None and how.status else b""
     evidence = record.evidence(how)
     if raised is not None:
         evidence = replace(evidence, raised=raised.sentence(info.cwd))
@@ -91,8 +92,8 @@ def collect(directory: Path) -> Story:
         ranks=tuple(record.ranks),
         stages=tuple(record.stages),
         warnings=tuple(dict.fromkeys(record.warnings)),
-        last_output=_last_output(reader, raised) if how is not None and how.status else (),
-        raised=last_words(reader.output_paths[-1]) if how is not None and how.status else None,
+        last_output=_last_output(end, raised, reader.info.command_pid),
+        raised=last_words(end),
         host=record.devices.host(),
         gpu_absent=record.devices.gpu_absent,
         distributed=record.distributed,
@@ -336,12 +337,17 @@ def _nothing(directory: Path, info: RunInfo, how: ExitInfo | None, record: _Reco
     return why_nothing(directory, info, how, record.warnings) or "the command was not started"
 
 
-def _last_output(reader: RunReader, raised: Uncaught | None) -> tuple[str, ...]:
-    """The last lines of the script's output (its errors, where they are apart)."""
+def _output_end(reader: RunReader) -> bytes:
+    """The end of the script's output (of its errors, where they are apart); empty if it cannot be read."""
     try:
-        lines = read_tail(reader.output_paths[-1], _TAIL_BYTES).decode("utf-8", "replace").split("\n")
+        return read_tail(reader.output_paths[-1], READ_BYTES)
     except OSError:
-        return ()
+        return b""
+
+
+def _last_output(end: bytes, raised: Uncaught | None, command: int | None) -> tuple[str, ...]:
+    """The last lines of the script's output, given its end; `command`: the process id of the command."""
+    lines = end[-_TAIL_BYTES:].decode("utf-8", "replace").split("\n")
     # A carriage return begins the line anew: what a progress bar showed last is what counts.
     shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
-    return tuple([line for line in last_lines(shown, raised, reader.info.command_pid) if line.strip()][-LINES_KEPT:])
+    return tuple([line for line in last_lines(shown, raised, command) if line.strip()][-LINES_KEPT:])

@@ -49,7 +49,8 @@ def stretches(store: Store, first_ns: int, last_ns: int, median_ns: float) -> tu
             while (before := slots.get(first - 1)) is not None and not before.tally.steps and before.within_ns > 0:
                 first -= 1
                 elapsed += before.within_ns
-            found.append(_bin(first * seconds, max((slot + 1) * seconds, one.end_s), mode, evaluation, one, elapsed))
+            begin = max(first * seconds, first_ns // _SECOND)  # tallies of deleted narrow ones reach back too far
+            found.append(_bin(begin, max((slot + 1) * seconds, one.end_s), mode, evaluation, one, elapsed))
     return seconds * _SECOND, tuple(sorted(found, key=lambda one: (one.end_ns, one.mode, one.evaluation)))
 
 

@@ -9,7 +9,8 @@ from kept import keep
 from stage import LOOK
 from synthetic import SECOND, Training
 
-from dpmon.model.compare import Comparison, compared, sentence
+from dpmon.model.compare import Comparison, sentence
+from dpmon.model.settled import compared
 from dpmon.report import collect
 from dpmon.report.said import comparison
 from dpmon.run.draws import ALL_DRAWN

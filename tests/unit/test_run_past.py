@@ -14,9 +14,9 @@ from kept import keep
 from synthetic import SECOND, Training, decoded, device_event, host_event
 
 from dpmon.model import State, fold
-from dpmon.model.compare import compared
 from dpmon.model.history import columns_of, figures
 from dpmon.model.past import fold_past
+from dpmon.model.settled import compared
 from dpmon.past import DevicePast, Drawn, Past
 from dpmon.record.codec import Call, Decoder, Step, pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import collect

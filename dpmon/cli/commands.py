@@ -47,12 +47,12 @@ def _follow(directory: Path, options: argparse.Namespace) -> int:
         how = follower.follow()
         return closing(directory, how, None if lines == "stderr" else follower.say)
     info = RunReader(directory).info
-    from dpmon.run.playback import can_be_played
+    from dpmon.run.opened import can_be_opened
     from dpmon.ui.app import run_screen
 
     refresh = options.refresh or options.settings.refresh or info.refresh
     was_over = load_exit(directory) is not None
-    playback = was_over and can_be_played(directory)
+    playback = was_over and can_be_opened(directory)
     if run_screen(directory, refresh=refresh, theme=options.settings.theme, playback=playback) == "left":
         speak(f"the training goes on; back to it: dpmon attach {short_name(info)}")
         return 0

@@ -12,7 +12,7 @@ from dpmon.model.members import SECOND, number_in, text_in, time_of, whole_in
 from dpmon.model.state import DeviceTrack, ModeChange, Peak
 from dpmon.record.codec import Event
 
-__all__ = ["HISTORY_S", "HostPeaks", "Samples", "Visit", "device_peaks", "visits_of"]
+__all__ = ["HISTORY_S", "HostPeaks", "SampleSource", "Samples", "Visit", "device_peaks", "visits_of"]
 
 HISTORY_S = 640
 """Seconds of samples that are kept for the charts."""
@@ -27,12 +27,12 @@ _LATE_NS = 5 * SECOND
 _Values = tuple[float | None, float | None, float | None]
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """What this needs of dpmon.store.as_of.AsOf."""
 
     until_ns: int
 
-    def samples(self, begin_ns: int, after_id: int = 0) -> list[tuple[int, Event]]:
+    def samples(self, span_ns: int, after_id: int = 0) -> list[tuple[int, Event]]:
         """Id and samples of devices and host, in their order."""
 
     def memory(self, process: int, until_ns: int | None = None) -> Event | None:
@@ -88,13 +88,13 @@ class Samples:
     host: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
     """When the run's processes had how many bytes of the host's memory."""
 
-    def read(self, source: Source, newest_ns: int) -> None:
-        """Take in what is new up to the time of `source`; `newest_ns`: about now."""
+    def read(self, source: SampleSource) -> None:
+        """Take in what is new up to the time of `source`."""
         if source.until_ns < self._until_ns:
             self._tracks, self._last_id, self.began = {}, 0, self.began + 1
             self.host.clear()
         self._until_ns = source.until_ns
-        for number, event in source.samples(max(newest_ns - HISTORY_S * SECOND, 0), self._last_id):
+        for number, event in source.samples(HISTORY_S * SECOND, self._last_id):
             self._last_id = max(self._last_id, number)
             self._add(event)
 
@@ -144,7 +144,7 @@ def visits_of(changes: Iterable[ModeChange], process: int) -> list[Visit]:
     return found
 
 
-def device_peaks(source: Source, process: int, visits: Sequence[Visit]) -> dict[str, dict[str, Peak]]:
+def device_peaks(source: SampleSource, process: int, visits: Sequence[Visit]) -> dict[str, dict[str, Peak]]:
     """By mode and device, the most that torch had allocated: the allocator's peak never falls.
 
     A peak that came before a mode was in force says only that the mode used no more.
@@ -179,7 +179,7 @@ class HostPeaks:
     _peaks: dict[str, Peak] = field(default_factory=dict)
     _until_ns: int = -1
 
-    def read(self, source: Source, samples: Samples, process: int, visits: Sequence[Visit]) -> dict[str, Peak]:
+    def read(self, source: SampleSource, samples: Samples, process: int, visits: Sequence[Visit]) -> dict[str, Peak]:
         """The peaks as of the time of the samples, which come after sums of whole minutes."""
         if self._of != (process, samples.began):
             self._of, self._peaks, self._until_ns = (process, samples.began), {}, -1

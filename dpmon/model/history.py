@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from dpmon.model.state import Column, Process
@@ -93,7 +93,8 @@ def _column(second: int, mode: str, tally: Tally) -> Column:
 
 
 def _both(one: Column, other: Column) -> Column:
-    return one._replace(
+    return replace(
+        one,
         count=one.count + other.count,
         wall_ns=one.wall_ns + other.wall_ns,
         begin_ns=min(one.begin_ns, other.begin_ns),
@@ -169,7 +170,7 @@ def _placed(columns: Iterable[Column], seconds: int, first: int) -> list[Column]
         while first + len(found) < slot:
             place = first + len(found)
             if (place + 1) * seconds * _SECOND > drawn.begin_ns:  # the column's first step was under way
-                found.append(drawn._replace(second=place * seconds))
+                found.append(replace(drawn, second=place * seconds))
             else:
                 found.append(Column(place * seconds, mode or drawn.mode))
         found.append(drawn)

@@ -6,57 +6,40 @@ columns of the history, samples) is read once and kept, at most as much as a pic
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from dpmon.model.announced import Announced, EventSource
 from dpmon.model.calls_seen import Calls, CallSource, call_tracks
-from dpmon.model.compare import compare_modes
-from dpmon.model.devices import HostPeaks, Samples, Source, Visit, device_peaks, visits_of
+from dpmon.model.compare import Comparison, compare_modes
+from dpmon.model.devices import HostPeaks, Samples, SampleSource, Visit, device_peaks, visits_of
 from dpmon.model.history import COLUMNS, Columns, width_of_columns
-from dpmon.model.members import SECOND, number_in, text_in, time_of, whole_in
-from dpmon.model.pace import WINDOW_S, mean_rate, recent, recent_of_steps
-from dpmon.model.state import (
-    HOST,
-    MODES_COMPARED,
-    CallTrack,
-    ModeChange,
-    ModeTrack,
-    PauseChange,
-    Process,
-    RankFigures,
-    Recent,
-    Refusal,
-    State,
-    Summary,
-    WarningText,
-)
-from dpmon.model.turns import last_resumption
+from dpmon.model.members import SECOND
+from dpmon.model.pace import WINDOW_S, recent, recent_of_steps
+from dpmon.model.state import HOST, MODES_COMPARED, ModeTrack, Process, RankFigures, Recent, State, Summary
+from dpmon.model.turns import last_resumption, some_are_silent
 from dpmon.model.uneven import uneven_steps
-from dpmon.record.codec import DDP, MODES, Event, Step
+from dpmon.record.codec import DDP, Step
 from dpmon.record.schema import STEP
 from dpmon.store.answers import LongRow, TimeRow
-from dpmon.store.figures import elapsed, figures, merged, rate, trains
+from dpmon.store.figures import merged, trains
 from dpmon.store.tally import ALL, Key, Tally
 from dpmon.store.window import Window
 
 __all__ = ["Rows", "Snapshots", "Tallies", "Wanted"]
 
-END_S = 1 << 40
-CHANGES_READ = 500
-"""Changes of mode that are looked at; older ones say nothing of what is in force."""
-TEXTS_READ = 100
-ANSWERING_STEPS = 100
-"""Within this many steps every root that is still called has answered a request."""
-ROOTS_KEPT = 32
 RANKS_FIGURED = 64
-"""Processes beside the first one for which figures and the last step are read."""
+"""Of many processes, the first ones are read, and of those that are shown as many twice: there are scrolled ones."""
+RANK_CALLS_READ = 16
 RANKS_SPAN_S = 120
+_SILENT_S = 40
+"""Seconds back to which it matters whether a process took up work again (dpmon.model.turns)."""
 _LONG_READ = 64
 _COMPARED_S = 10
 """Seconds of steps after which the modes are compared again."""
 _COMPARED_SOON = 500
-"""While a mode has fewer steps than this, its steps are compared each time."""
+"""While a mode has fewer steps than this, the modes are compared for every picture."""
 _RANK_SERIES = (STEP, "forward", "backward")
 _NO_SERIES: tuple[str, ...] = ()
 
@@ -105,16 +88,15 @@ class Tallies(Protocol):
         """Mode and kind of all steps so far."""
 
 
-class Rows(CallSource, Source, Protocol):
+class Rows(CallSource, SampleSource, EventSource, Protocol):
     """What a snapshot needs of dpmon.store.as_of.AsOf."""
 
-    ranks: Mapping[int, int | None]
+    ranks: dict[int, int | None]
     missed: int
-    until_s: int | None
 
     @property
-    def store(self) -> Tallies:
-        """Where the figures come from."""
+    def until_s(self) -> int | None:
+        """The first second that is not over; None as of now."""
 
     def first_ns(self, process: int) -> int | None:
         """When the first call or step of a process began."""
@@ -122,14 +104,11 @@ class Rows(CallSource, Source, Protocol):
     def steps(self, process: int, most: int) -> list[Step]:
         """Its newest steps, the newest first."""
 
-    def long_steps(self, process: int, mode: str, over_ns: int, most: int) -> list[LongRow]:
+    def long_steps(self, process: int, mode: str, over_ns: float, most: int) -> list[LongRow]:
         """Of its newest steps in a mode those that took longer than a time."""
 
-    def lasting(self, kind: str, newest: int = -1) -> list[Event]:
-        """Events of a kind, in their order."""
-
-    def count(self, kind: str) -> int:
-        """How many events of a kind there were."""
+    def last_training_ns(self, process: int) -> int | None:
+        """When its last training step ended."""
 
 
 class Wanted(NamedTuple):
@@ -143,6 +122,9 @@ class Wanted(NamedTuple):
     """Whether the run is over."""
 
 
+_USUAL = Wanted()
+
+
 @dataclass(slots=True)
 class Snapshots:
     """Takes pictures of one run, one after the other."""
@@ -150,128 +132,302 @@ class Snapshots:
     _samples: Samples = field(default_factory=Samples)
     _columns: Columns = field(default_factory=Columns)
     _host_peaks: HostPeaks = field(default_factory=HostPeaks)
-    _compared: tuple[Any, Any] = (None, None)
-    """The comparison that was made last, and what it depends on."""
+    _compared: tuple[tuple[object, ...], Comparison] | None = None
+    """What the comparison that was made last depends on, and itself."""
 
-    def take(self, rows: Rows, wanted: Wanted = Wanted(), ended: frozenset[int] = frozenset()) -> State:
+    def take(self, rows: Rows, tallies: Tallies, wanted: Wanted = _USUAL, ended: frozenset[int] = frozenset()) -> State:
         """The state as of the time of `rows`; `ended`: processes that are known to train no more."""
-        events = _Events(rows)
-        known = {number: _seen(rows, number, rank, events) for number, rank in rows.ranks.items()}
-        for number in events.processes:
-            known.setdefault(number, _seen(rows, number, None, events))
-        newest = max((process.seen_ns for process in known.values()), default=-1)
-        self._samples.read(rows, _now(rows, newest, events))
+        said = Announced.read(rows)
+        numbers = {**dict.fromkeys(said.info), **rows.ranks}
+        known = {number: _seen(rows, number, said) for number in sorted(numbers)}
+        self._samples.read(rows)
         state = State(
-            processes=dict(sorted(known.items())),
+            processes=known,
             devices=dict(sorted(self._samples.devices().items())),
             host=self._samples.of_host(),
-            mode_changes=tuple(events.changes),
+            mode_changes=said.changes,
             mode_change_count=rows.count("mode"),
-            pauses=tuple(events.pauses),
-            warnings=tuple(events.warnings),
+            pauses=said.pauses,
+            warnings=said.warnings,
             warning_count=rows.count("warning"),
-            dropped=events.dropped,
             missed=rows.missed,
-            newest_ns=newest,
+            newest_ns=max((process.seen_ns for process in known.values()), default=-1),
             ended=ended,
             over=wanted.over,
         )
-        state = replace(state, processes=_resumed(rows, state))
-        return self._filled(rows, state, wanted, events)
-
-    # ------------------------------------------------------------------------------------------ those that train
-
-    def _filled(self, rows: Rows, state: State, wanted: Wanted, events: _Events) -> State:
-        """With what is shown of the processes that train now."""
+        state = replace(state, processes=_resumed(tallies, state))
         focus = state.focus()
         if focus is None:
             return state
-        training = sorted(state.training(), key=lambda process: (process.rank is None, process.rank or 0))
-        near = [process.process for process in training[:RANKS_FIGURED]]
-        near += [process.process for process in training[wanted.first_rank : wanted.first_rank + RANKS_FIGURED]]
-        processes = dict(state.processes)
-        for process in training:
-            number = process.process
-            if number == focus.process or number not in near:
-                continue
-            drawn = _called(rows, process, Calls(rows, number), {})
-            processes[number] = replace(drawn, figures=_rank_figures(rows, process))
-        whole = self._focus(rows, focus, wanted, events)
-        if len(training) > 1:
-            whole = replace(whole, figures=_rank_figures(rows, whole))
-        processes[focus.process] = whole
-        share = _samples_share(rows, whole, training, wanted.over)
-        return replace(state, processes=processes, samples_share=share)
+        near = _near(state, focus, wanted)
+        processes = {process.process: _beside(rows, tallies, process) for process in near}
+        found = self._focus(rows, tallies, focus, wanted, said)
+        if near:
+            found = replace(found, figures=_rank_figures(rows, tallies, found))
+        share = _samples_share(rows, tallies, found, near, over=wanted.over)
+        return replace(state, processes={**known, **processes, found.process: found}, samples_share=share)
 
-    def _focus(self, rows: Rows, process: Process, wanted: Wanted, events: _Events) -> Process:
+    def _focus(self, rows: Rows, tallies: Tallies, process: Process, wanted: Wanted, said: Announced) -> Process:
         """The process that stands for the run, with its figures and its history."""
-        number, store = process.process, rows.store
-        calls = Calls(rows, number)
-        if process.last_step is None:
-            return _called(rows, process, calls, {})
-        end_ns = process.last_step.start_ns + process.last_step.wall_ns
-        end_s = _end_s(rows, end_ns)
+        step = process.last_step
+        if step is None:
+            tracks, newest = call_tracks(Calls(rows, process.process), {}, (), process.mode)
+            return _with_devices(replace(process, calls=tracks, newest=newest))
+        end_s = _end_s(rows, process)
         begin_s = max(end_s - wanted.span_s, 0) if wanted.span_s else 0
-        kinds = store.kinds()
-        ranged = store.tallies(begin_s, end_s, process=number)
-        drawn = _called(rows, process, calls, ranged, trains(kinds))
-        mode = process.mode if any(key.mode == process.mode for key in ranged) else process.last_step.mode
-        visits = visits_of(events.changes, number) or [Visit(mode, 0, 0)]
-        length = end_s - max(process.began_ns, 0) // SECOND
-        width = width_of_columns(wanted.span_s, length)
-        shown = min(2 * wanted.span_s, COLUMNS) if wanted.span_s else length + width
-        summary = _summary(rows, number, mode, ranged, kinds, (begin_s, end_s))
+        ranged = Window(_OfOne(tallies, process.process), begin_s, end_s)
+        mode = process.mode if any(key.mode == process.mode for key in ranged.by_process) else step.mode
+        waits = said.waits_of(process.process)
+        visits = visits_of(said.changes, process.process) or [Visit(mode, 0, 0)]
+        length_s = end_s - max(process.began_ns, 0) // SECOND
+        width = width_of_columns(wanted.span_s, length_s)
+        shown_s = min(2 * wanted.span_s, COLUMNS) if wanted.span_s else length_s + width
+        found = _called(rows, process, ranged, step.mode)
         found = replace(
-            drawn,
-            ranged=_told_apart(rows, summary, number, events.waits(process)),
-            recent=_recent(rows, process.last_step, kinds, end_s),
-            columns=self._columns.read(store, number, max(end_s - shown, 0), end_s, width),
+            found,
+            ranged=_summary(rows, ranged, process.process, mode, waits),
+            recent=_recent(rows, tallies, process.process, step, end_s),
+            columns=self._columns.read(tallies, process.process, max(end_s - shown_s, 0), end_s, width),
             column_s=width,
-            modes=self._modes(rows, drawn, visits),
+            modes=self._modes(rows, found, visits, said),
         )
         if wanted.over:
-            everything = store.tallies(0, end_s, process=number)
-            times = store.time_rows(0, end_s, process=number)
+            whole = Window(_OfOne(tallies, process.process), 0, end_s)
             found = replace(
                 found,
-                whole=_summary(rows, number, mode, everything, kinds, (0, end_s)),
-                mean=mean_rate(number, everything, times, kinds),
+                whole=_summary(rows, whole, process.process, mode, waits),
+                mean=whole.of_process(process.process)[1],
             )
         if not any(via == DDP for _, via in found.calls):
-            found = replace(found, compared=self._comparison(rows, found, end_s, wanted.over, events))
+            found = replace(found, compared=self._comparison(rows, tallies, found, end_s, wanted, waits))
         return found
 
-    def _modes(self, rows: Rows, process: Process, visits: Sequence[Visit]) -> dict[str, ModeTrack]:
-        """What was seen in each mode: over which devices it ran, and how much memory it used."""
+    def _modes(self, rows: Rows, process: Process, visits: Sequence[Visit], said: Announced) -> dict[str, ModeTrack]:
+        """Over which devices each mode ran, and how much memory it used."""
         peaks = device_peaks(rows, process.process, visits)
         host = self._host_peaks.read(rows, self._samples, process.process, visits)
-        found: dict[str, ModeTrack] = {}
-        for visit in visits:
-            used = {**peaks.get(visit.mode, {}), **({HOST: host[visit.mode]} if visit.mode in host else {})}
-            found[visit.mode] = ModeTrack(visit.mode, (), False, used)
+        devices = said.devices_of(process.process)
+        if process.devices:
+            devices[process.mode] = process.devices, process.virtual
+        found = {}
+        for mode in {visit.mode for visit in visits}:
+            used = {**peaks.get(mode, {}), **({HOST: host[mode]} if mode in host else {})}
+            found[mode] = ModeTrack(mode, *devices.get(mode, ((), False)), used)
         return found
 
-    def _comparison(self, rows: Rows, process: Process, end_s: int, over: bool, events: _Events) -> Any:
-        """The modes side by side. Where there are many steps, a few more make little difference."""
-        devices = _devices_by_mode(events.changes, process)
+    def _comparison(
+        self,
+        rows: Rows,
+        tallies: Tallies,
+        process: Process,
+        end_s: int,
+        wanted: Wanted,
+        waits: Sequence[tuple[int, int]],
+    ) -> Comparison:
+        """The modes side by side. If there are many steps, a few more make little difference."""
+        number = process.process
+        dp = process.modes.get("dp")
+        devices, virtual = (dp.devices, dp.virtual) if dp is not None else ((), False)
+        key = number, end_s // _COMPARED_S, process.mode, devices, wanted.over, len(waits)
+        if self._compared is not None and self._compared[0] == key:
+            found = self._compared[1]
+        else:
+            window = Window(_OfOne(tallies, number), 0, end_s)
+            longest = [step for mode in MODES_COMPARED for step in rows.long_steps(number, mode, 0, _LONG_READ)]
+            found = compare_modes(window, number, devices=devices, virtual=virtual, longest=longest, waits=waits)
+            many = all(side.seen >= _COMPARED_SOON for side in found.sides.values())
+            self._compared = (key, found) if many else None
         peaks = {mode: track.peaks for mode, track in process.modes.items()}
-        key = (process.process, end_s // _COMPARED_S, len(events.changes), over)
-        known, found = self._compared
-        few = found is None or any(side.seen < _COMPARED_SOON for side in found.sides.values())
-        if known != key or few:
-            window = Window(_OfOne(rows.store, process.process), 0, end_s)
-            over_devices, virtual = devices.get("dp", ((), False))
-            longest = [
-                step for mode in MODES_COMPARED for step in rows.long_steps(process.process, mode, 0, _LONG_READ)
-            ]
-            found = compare_modes(
-                window,
-                process.process,
-                devices=over_devices,
-                virtual=virtual,
-                longest=longest,
-                waits=events.waits(process),
-            )
-            self._compared = key, found
         sides = {mode: side._replace(memory=peaks.get(mode, {})) for mode, side in found.sides.items()}
         return replace(found, sides=sides)
+
+
+class _OfOne:
+    """The tallies of one process, as a window takes them."""
+
+    def __init__(self, tallies: Tallies, process: int) -> None:
+        self._tallies = tallies
+        self.processes = [process]
+
+    def of_all(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
+        """Its tallies, under the process ALL."""
+        return {key._replace(process=ALL): tally for key, tally in self.tallies(begin_s, end_s).items()}
+
+    def tallies(self, begin_s: int, end_s: int, *, process: int | None = None) -> dict[Key, Tally]:
+        """Its tallies by key."""
+        return self._tallies.tallies(begin_s, end_s, process=self.processes[0])
+
+    def tally_rows(
+        self, begin_s: int, end_s: int, *, process: int | None = None
+    ) -> Iterable[tuple[int, int, Key, Tally]]:
+        """Its tallies in order of time."""
+        return self._tallies.tally_rows(begin_s, end_s, process=self.processes[0])
+
+    def time_rows(self, begin_s: int, end_s: int) -> list[TimeRow]:
+        """What it did."""
+        return self._tallies.time_rows(begin_s, end_s, process=self.processes[0])
+
+    def kinds(self) -> set[tuple[str, int]]:
+        """Mode and kind of all steps so far."""
+        return self._tallies.kinds()
+
+
+# ------------------------------------------------------------------------------------------------ each process
+
+
+def _seen(rows: Rows, number: int, said: Announced) -> Process:
+    """What is known of a process without its figures."""
+    step = next(iter(rows.steps(number, 1)), None)
+    head = next(iter(rows.heads(number, 1)), None)
+    ends = [-1 if step is None else step.start_ns + step.wall_ns, -1 if head is None else head.end_ns]
+    seen = max(ends)
+    began = rows.first_ns(number) if seen >= 0 else None
+    memory = rows.memory(number)
+    force = said.in_force(number, None if step is None else (step.mode, ends[0]), "" if head is None else head.mode)
+    rank = rows.ranks.get(number)
+    return Process(
+        number,
+        rank if rank is not None else said.rank_of(number),
+        said.info.get(number, {}),
+        began_ns=-1 if began is None else began,
+        resumed_ns=-1 if began is None else began,
+        seen_ns=seen,
+        last_step=step,
+        mode=force.mode,
+        virtual=force.virtual,
+        devices=force.devices,
+        mode_reason=force.reason,
+        refusals=said.refusals_of(number),
+        paused_since_ns=said.paused_since(number, None if step is None else step.start_ns),
+        memory=memory.data if memory is not None and isinstance(memory.data.get("devices"), list) else {},
+    )
+
+
+def _resumed(tallies: Tallies, state: State) -> dict[int, Process]:
+    """The processes, with the time at which each took up work again, if that matters: if some are silent."""
+    found = dict(state.processes)
+    newest_s = state.newest_ns // SECOND
+    if some_are_silent(state):
+        for number, process in state.processes.items():
+            if process.seen_ns >= 0 and process.seen_ns // SECOND >= newest_s - _SILENT_S:
+                rows = tallies.tally_rows(
+                    newest_s - _SILENT_S, newest_s + 1, process=number, sketches=False, widest=1, series=_NO_SERIES
+                )
+                spans = [(tally.first_ns, tally.last_ns) for _, _, _, tally in rows]
+                resumed = last_resumption(process, (newest_s - _SILENT_S) * SECOND, spans)
+                found[number] = replace(process, resumed_ns=resumed)
+    return found
+
+
+def _near(state: State, focus: Process, wanted: Wanted) -> list[Process]:
+    """The other processes that train now and have room in a picture, by rank."""
+    training = sorted(state.training(), key=lambda process: (process.rank is None, process.rank or 0))
+    shown = [*training[:RANKS_FIGURED], *training[wanted.first_rank : wanted.first_rank + 2 * RANKS_FIGURED]]
+    return list({process.process: process for process in shown if process.process != focus.process}.values())
+
+
+def _beside(rows: Rows, tallies: Tallies, process: Process) -> Process:
+    """A process that trains beside the one that stands for the run."""
+    calls = Calls(rows, process.process)
+    mode = process.last_step.mode if process.last_step is not None else process.mode
+    tracks, newest = call_tracks(calls, {}, (), mode, RANK_CALLS_READ)
+    found = replace(process, calls=tracks, newest=newest, last_calls=calls.of_last_step())
+    return _with_devices(replace(found, figures=_rank_figures(rows, tallies, process)))
+
+
+def _called(rows: Rows, process: Process, ranged: Window, mode: str) -> Process:
+    """With its calls, and their times in a time range."""
+    calls = Calls(rows, process.process)
+    trained = {key.mode for key in ranged.by_process if ranged.trained(key.mode)}
+    tracks, newest = call_tracks(calls, ranged.by_process, trained, mode)
+    return _with_devices(replace(process, calls=tracks, newest=newest, last_calls=calls.of_last_step()))
+
+
+def _with_devices(process: Process) -> Process:
+    """With the devices of its newest call in the mode in force."""
+    tracks = [process.calls[process.newest]] if process.newest is not None else []
+    tracks += process.calls.values()
+    call = next((track.last for track in tracks if track.last.mode == process.mode and track.last.devices), None)
+    return process if call is None else replace(process, devices=call.devices, virtual=call.virtual)
+
+
+def _end_s(rows: Rows, process: Process) -> int:
+    """The second with which the figures of a process end: that of its newest step is the last one they hold.
+
+    As of a time in the past only whole seconds are known, unless there is none.
+    """
+    assert process.last_step is not None
+    end_s = (process.last_step.start_ns + process.last_step.wall_ns) // SECOND + 1
+    whole_s = rows.until_s
+    return end_s if whole_s is None or whole_s <= process.began_ns // SECOND + 1 else min(end_s, whole_s)
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+def _summary(rows: Rows, window: Window, process: int, mode: str, waits: Sequence[tuple[int, int]]) -> Summary:
+    """The figures of a mode: of its training steps; if there are none in this time, of its evaluation steps."""
+    found = window.figures(mode, process=process)
+    if not found.steps and window.trained(mode):
+        found = window.figures(mode, True, process)
+    if not found.steps:
+        return Summary()
+    uneven = uneven_steps(found.tally, (), waits)
+    if uneven is not None:
+        long = rows.long_steps(process, mode, found.mean_ns or 0.0, _LONG_READ)
+        uneven = uneven_steps(found.tally, long, waits)
+    return Summary(found, found.parts, uneven)
+
+
+def _recent(rows: Rows, tallies: Tallies, process: int, step: Step, end_s: int) -> Recent:
+    """The last ten seconds of training; if there were fewer than two steps, the last two steps."""
+    begin_s = max(end_s - WINDOW_S - 2, 0)
+    trained = step.mode in trains(tallies.kinds())
+    seconds = tallies.tally_rows(begin_s, end_s, process=process, sketches=False, widest=1, series=(STEP,))
+    times = tallies.time_rows(begin_s, end_s, process=process, widest=1)
+    found = recent([(key, tally) for _, _, key, tally in seconds], times, step.mode, trained)
+    if found.rate is None and not (trained and step.evaluation):
+        newest = rows.steps(process, 2)
+        begin_s = newest[-1].start_ns // SECOND
+        slow = recent_of_steps(newest, tallies.time_rows(begin_s, end_s, process=process), trained)
+        found = slow if slow.rate is not None else found
+    if found.last_ns is None and trained:
+        found = found._replace(last_ns=rows.last_training_ns(process))
+    return found
+
+
+def _rank_figures(rows: Rows, tallies: Tallies, process: Process) -> RankFigures:
+    """The medians of one of several processes over its last two minutes."""
+    if process.last_step is None:
+        return RankFigures()
+    end_s, mode = _end_s(rows, process), process.last_step.mode
+    found = tallies.tallies(max(end_s - RANKS_SPAN_S, 0), end_s, process=process.process, series=_RANK_SERIES)
+    trained = mode in trains((key.mode, key.kind) for key in found)
+    tally = merged(found, mode, False, trained)
+    step, forward, backward = (tally.median(series) for series in _RANK_SERIES)
+    return RankFigures(step, forward, backward, tally.quantile(STEP, 0.95))
+
+
+def _samples_share(
+    rows: Rows, tallies: Tallies, process: Process, others: Sequence[Process], *, over: bool
+) -> float | None:
+    """The samples of all ranks that train, over those of one of them; None if they are unknown."""
+    ranks = [other.process for other in others if other.rank is not None]
+    if process.rank is None or not ranks or process.last_step is None:
+        return 1.0
+    end_s = _end_s(rows, process)
+    if over:
+        found = [_samples(tallies, 0, end_s, number) for number in (process.process, *ranks)]
+        own, together = found[0], None if None in found else sum(each or 0 for each in found)
+    else:  # the last second is not over for all of them
+        begin_s, end_s = max(end_s - WINDOW_S, 0), max(end_s - 1, process.began_ns // SECOND + 1)
+        own, together = (_samples(tallies, begin_s, end_s, number) for number in (process.process, ALL))
+    return together / own if own and together is not None else None
+
+
+def _samples(tallies: Tallies, begin_s: int, end_s: int, process: int) -> int | None:
+    found = tallies.tallies(begin_s, end_s, process=process, series=_NO_SERIES).values()
+    known = [tally.sum("samples") for tally in found]
+    if sum(each.count for each in known) != sum(tally.steps for tally in found):
+        return None
+    return sum(each.total for each in known)

@@ -57,7 +57,8 @@ class Peak(NamedTuple):
     exact: bool
 
 
-class Column(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Column:
     """One column of the history: the steps of one mode that ended in a stretch of time. Sums in ns."""
 
     second: int
@@ -211,6 +212,7 @@ class RankFigures(NamedTuple):
     step_ns: float | None = None
     forward_ns: float | None = None
     backward_ns: float | None = None
+    step_p95_ns: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,17 +245,17 @@ class Process:
     """The root that was called last."""
     last_calls: tuple[Call, ...] = ()
     """Of its last step."""
-    figures: RankFigures = RankFigures()
+    figures: RankFigures = field(default_factory=RankFigures)
     """If it is one of several that train."""
-    recent: Recent = Recent()
+    recent: Recent = field(default_factory=Recent)
     modes: Mapping[str, ModeTrack] = field(default_factory=dict)
     columns: tuple[Column, ...] = ()
     """The history in the time range, oldest first."""
     column_s: int = 1
     """Seconds of each."""
-    ranged: Summary = Summary()
+    ranged: Summary = field(default_factory=Summary)
     """The steps of the mode of the last step, in the time range."""
-    whole: Summary = Summary()
+    whole: Summary = field(default_factory=Summary)
     """The same of the whole run, once it is over."""
     mean: Rate | None = None
     """Its rate in all modes, once the run is over."""
@@ -282,7 +284,7 @@ class State:
 
     processes: Mapping[int, Process] = field(default_factory=dict)
     devices: Mapping[int, DeviceTrack] = field(default_factory=dict)
-    host: DeviceTrack = DeviceTrack()
+    host: DeviceTrack = field(default_factory=DeviceTrack)
     mode_changes: tuple[ModeChange, ...] = ()
     """The newest, oldest first; as the other lists."""
     mode_change_count: int = 0
@@ -290,8 +292,6 @@ class State:
     pauses: tuple[PauseChange, ...] = ()
     warnings: tuple[WarningText, ...] = ()
     warning_count: int = 0
-    dropped: int = 0
-    """Records that the record itself says were dropped."""
     missed: int = 0
     """Records that nobody will read."""
     newest_ns: int = -1

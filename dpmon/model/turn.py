@@ -57,10 +57,10 @@ class Turn(NamedTuple):
 
 def last_turn(process: Process) -> Turn | None:
     """The newest step of `process`; None before its first."""
-    step = process.turn
+    step = process.last_step
     if step is None:
         return None
-    calls = sorted((call for call in process.calls_kept if call.step == step.step), key=lambda call: call.start_ns)
+    calls = sorted(process.last_calls, key=lambda call: call.start_ns)
     main: list[Piece] = []
     data = step.phases.get("data", -1)
     if data > 0:

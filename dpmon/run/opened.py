@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from dpmon.run.files import check_database
-from dpmon.run.rundir import load_info
+from dpmon.run.rundir import RunError, load_info
 from dpmon.store.queries import Store
 from dpmon.store.tables import HISTORY_FILE, Bounds, HistoryError, check_schema, check_version
 
-__all__ = ["open_store"]
+__all__ = ["can_be_opened", "open_store"]
 
 
 @contextmanager
@@ -37,3 +37,12 @@ def open_store(directory: Path) -> Iterator[Store]:
         raise HistoryError(str(error)) from None
     finally:
         db.close()
+
+
+def can_be_opened(directory: Path) -> bool:
+    """Whether there is something recorded of a run that can be read."""
+    try:
+        with open_store(directory):
+            return True
+    except (HistoryError, RunError):
+        return False

@@ -181,6 +181,13 @@ class AsOf:
                 high = rows[0][0] - 1 if type(rows[0][0]) is int else middle - 1
         return found
 
+    def step_end(self, process: int, *, forward: bool) -> int | None:
+        """When the first step of a process ended after this time, or the last one by this time; None if none did."""
+        last = self._last_id("steps", process)
+        query = "SELECT start_ns + wall_ns FROM steps WHERE process = ? AND id {} ORDER BY id {} LIMIT 1"
+        query = query.format("> ?", "") if forward else query.format("<= ?", "DESC")
+        return next((end for (end,) in self.store.query(query, (process, last)) if type(end) is int), None)
+
     # ------------------------------------------------------------------------------------------ events
 
     def lasting(self, kind: str, newest: int = -1) -> list[Event]:

@@ -325,6 +325,15 @@ class Store:
         """The rank of a process; None if it has none."""
         return next((ring.rank for ring in self.rings.values() if ring.process == process), None)
 
+    def newest_ns(self) -> int:
+        """When the last thing that is recorded was over; 0 if there is none."""
+        found = 0
+        for table, end in (("steps", "start_ns + wall_ns"), ("calls", "start_ns + wall_ns"), ("events", "t_ns")):
+            query = f"SELECT max(at) FROM (SELECT {end} AS at FROM {table} ORDER BY id DESC LIMIT 1000)"
+            ((newest,),) = self._rows(query)
+            found = max(found, _whole(newest))
+        return found
+
     def oldest_step_ns(self) -> int | None:
         """When the oldest step began that has a row; None if there is none."""
         (found,) = self._rows("SELECT min(start_ns) FROM (SELECT start_ns FROM steps ORDER BY id LIMIT 1000)")[0]

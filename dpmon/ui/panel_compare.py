@@ -8,10 +8,9 @@ from dpmon.model.compare import Comparison, Side, sentence
 from dpmon.model.finding import many
 from dpmon.model.numbers import UNKNOWN, duration, group, percent, times
 from dpmon.model.ranks import distributed
-from dpmon.model.settled import compared
-from dpmon.model.state import HOST, PHASES, WARM_STEPS, Peak
+from dpmon.model.state import HOST, PHASES, Peak
 from dpmon.model.turn import Piece
-from dpmon.record.schema import REST, phase_named
+from dpmon.record.schema import REST, SETTLING_STEPS, phase_named
 from dpmon.text.cells import cut, right, wrapped
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import compact, memory
@@ -34,7 +33,7 @@ _VIRTUAL = "virtual replicas share one processor: this shows how dp behaves, not
 def figures(scene: Scene) -> Comparison:
     """Both modes of the process that stands for the run; of ranks, which have no mode, nothing."""
     process = scene.process
-    return compared(process) if process is not None and not distributed(process) else Comparison()
+    return process.compared or Comparison() if process is not None else Comparison()
 
 
 def title(found: Comparison, look: Look, folded: bool) -> tuple[Row, Row]:
@@ -271,7 +270,8 @@ def _refused(scene: Scene) -> str:
     several = len(process.calls) > 1
     said: dict[str, list[str]] = {}
     for root, refusal in process.refusals.items():
-        if refusal.mode == process.marks_mode and scene.view.zoom != "compare":
+        stepped = process.last_step.mode if process.last_step is not None else process.mode
+        if refusal.mode == stepped and scene.view.zoom != "compare":
             continue
         said.setdefault(f"{refusal.mode} refused{{}}: {clean(refusal.reason, 300)}", []).append(clean(root, 60))
     return "; ".join(
@@ -303,7 +303,7 @@ def _of(found: Comparison) -> str:
     """What is compared and what is left out."""
     parts = [*_left_out(found), *_no_memory(found)]
     parts += [
-        f"median, p95 and phases without the {WARM_STEPS} after each switch",
+        f"median, p95 and phases without the {SETTLING_STEPS} after each switch",
         "samples/s: all training, without pauses and evaluations",
     ]
     if any(not peak.exact for side in found.sides.values() for peak in side.memory.values()):

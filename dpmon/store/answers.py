@@ -54,6 +54,9 @@ class Shape(NamedTuple):
     inputs: int
     outputs: int
     replicas: tuple[tuple[int, int], ...]
+    """Inputs and outputs of each."""
+    stages: tuple[tuple[int, int, int], ...]
+    """The definition of each stage, its inputs and its outputs (0: it did not end)."""
     untimed: int
     """Why a device time is missing: an index of dpmon.record.codec.UNTIMED; 0 if none is."""
     calls: int

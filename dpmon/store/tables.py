@@ -20,8 +20,9 @@
                  (samples a step), and dpmon.store.tally.Tally: all steps that ended in that time
     times        width, start_s, process, mode, ns of each activity in that time (dpmon.store.accounting)
     gaps         id, process, after_step, before_step, mode, begin_ns, end_ns, ns: the longer times between two steps
-    shapes       calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and outputs, of
-                 the call, then of each replica) and why a device time is missing (dpmon.record.codec.UNTIMED)
+    shapes       calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and outputs of
+                 the call, then of each replica, or of each stage after that of the stage itself) and why a device
+                 time is missing (dpmon.record.codec.UNTIMED)
     device_rollups  start_s (of a minute; -1: see below), device (index; -1: the host), name, count, total, low, high
 
 A tally of 10 s or more is made when its time is over: up to the second in meta's `whole_10`, `whole_60`, `whole_3600`.
@@ -61,6 +62,7 @@ __all__ = [
     "CALL_COLUMNS",
     "HISTORY_FILE",
     "LASTING",
+    "LASTING_KINDS",
     "SCHEMA",
     "SCHEMA_VERSION",
     "STEP_COLUMNS",
@@ -79,8 +81,9 @@ BEFORE_S = -1
 """The start of device_rollups that are of all the time before the first minute that is left."""
 HISTORY_FILE = "history.sqlite"
 SCHEMA_VERSION = 5
-LASTING = "kind IN ('process', 'mode', 'exit', 'warning', 'pause', 'input')"
+LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input")
 """Events that outlive the steps around them (of warnings and waits the newest): they hold for what follows."""
+LASTING = f"kind IN ({', '.join(repr(kind) for kind in LASTING_KINDS)})"
 _FIRST_COLUMNS = (
     *("samples", "copied_bytes"),
     *("data_ns", "copy_ns", "forward_ns", "backward_ns", "optimizer_ns", "other_ns"),

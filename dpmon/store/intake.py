@@ -41,14 +41,13 @@ from dpmon.record.wire import CALL_PHASES, STEP_PHASES
 from dpmon.store.accounting import Account
 from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.tables import RingRow
-from dpmon.store.tally import Key, StepFacts
+from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, StepFacts
 from dpmon.store.writer import Batch
 
-__all__ = ["NO_SAMPLES", "OTHER_SIZES", "Accounts", "Intake"]
+__all__ = ["Accounts", "Intake"]
 
-NO_SAMPLES, OTHER_SIZES = -1, -2
-"""Batch sizes in the key of a tally: the samples are unknown; a size beyond the first BATCH_SIZES of a process."""
 BATCH_SIZES = 16
+"""Batch sizes of a process that have tallies of their own; the others share OTHER_SIZES."""
 GAP_NS = 20_000_000
 """Shorter times between two steps get no row."""
 _WAITING = 4096

@@ -11,7 +11,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
-__all__ = ["Counts", "add_values", "bucket", "median", "merge", "middle", "pack", "quantile", "quantiles", "unpack"]
+__all__ = [
+    "Counts",
+    "add_values",
+    "bounds",
+    "bucket",
+    "median",
+    "merge",
+    "middle",
+    "pack",
+    "quantile",
+    "quantiles",
+    "unpack",
+]
 
 Counts = dict[int, int]
 """Number of values by bucket."""
@@ -37,6 +49,15 @@ def middle(number: int) -> float:
         return float(number)
     shift = (number >> _BITS) - 1
     return float((1 << _BITS) + (number & _MASK) << shift) + ((1 << shift) - 1) / 2
+
+
+def bounds(number: int) -> tuple[int, int]:
+    """The lowest and the highest value of a bucket."""
+    if number < _EXACT:
+        return number, number
+    shift = (number >> _BITS) - 1
+    low = (1 << _BITS) + (number & _MASK) << shift
+    return low, low + (1 << shift) - 1
 
 
 def add_values(counts: Counts, values: Iterable[int]) -> None:

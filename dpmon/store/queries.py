@@ -25,10 +25,18 @@ from dpmon.record.codec import (
     pack_definition,
 )
 from dpmon.record.plainjson import load_event, load_json
-from dpmon.record.schema import MODES, PHASES, SETTLING
+from dpmon.record.schema import EVALUATION, MODES, PHASES, SETTLING, STEP
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.answers import GapRow, LongRow, Shape, TimeRow
-from dpmon.store.tables import ACTIVITY_COLUMNS, LASTING, LASTING_KINDS, TALLY_COLUMNS, RingRow, rings_in
+from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape, TimeRow
+from dpmon.store.tables import (
+    ACTIVITY_COLUMNS,
+    LASTING,
+    LASTING_KINDS,
+    TALLY_COLUMNS,
+    HistoryError,
+    RingRow,
+    rings_in,
+)
 from dpmon.store.tally import ALL, WIDTHS, Key, Tally
 
 __all__ = ["END", "Store"]
@@ -36,6 +44,7 @@ __all__ = ["END", "Store"]
 END = 1 << 40
 """A second after every run."""
 _LAST_NS = (1 << 63) - 1
+_SECOND = 1_000_000_000
 _TALLY = ("start_s", "process", "mode", "kind", "batch", *TALLY_COLUMNS, "sketches")
 _LONG_PHASES = tuple(f"{phase.name}_ns" for phase in PHASES if not phase.of_call)
 _SHAPE_CHARACTERS = 1 << 20
@@ -57,6 +66,8 @@ class Store:
         meta = dict(self._rows("SELECT key, value FROM meta"))
         self._whole: dict[int, int] = {width: _whole(meta.get(f"whole_{width}")) for width in WIDTHS[1:]}
         self._pruned: dict[int, int] = {width: _whole(meta.get(f"pruned_{width}")) for width in WIDTHS[:-1]}
+        self.pruned = _count(meta.get("pruned", 0))
+        """Rows that were deleted to bound the history."""
         query = "SELECT DISTINCT process FROM tallies WHERE process >= 0"
         self.processes = sorted(process for (process,) in self._rows(query) if type(process) is int)
         """Those with steps."""
@@ -66,17 +77,18 @@ class Store:
 
     # ------------------------------------------------------------------------------------------ tallies
 
-    def cover(self, begin_s: int, end_s: int, finest: int = 1) -> list[tuple[int, int, int]]:
+    def cover(self, begin_s: int, end_s: int, finest: int = 1, widest: int = WIDTHS[-1]) -> list[tuple[int, int, int]]:
         """Width, begin and end of the fewest stretches of tallies that make up the time from `begin_s` to `end_s`.
 
-        `finest`: use no narrower tallies. Where narrow ones were deleted, wider ones reach beyond the begin.
+        `finest`, `widest`: use no narrower and no wider tallies. Where narrow ones were deleted, wider ones are used
+        all the same, and reach beyond the begin.
         """
         newest: int = max(self._newest(), begin_s)
         end_s = min(end_s, newest + 1)
         found: list[tuple[int, int, int]] = []
         at = begin_s
         while at < end_s:
-            width = self._width_at(at, end_s, finest)
+            width = self._width_at(at, end_s, finest, widest)
             at -= at % width
             until = at + width
             if found and found[-1][0] == width and found[-1][2] == at:
@@ -86,10 +98,10 @@ class Store:
             at = until
         return found
 
-    def _width_at(self, at: int, end: int, finest: int) -> int:
+    def _width_at(self, at: int, end: int, finest: int, widest: int) -> int:
         """The widest stretch that begins at a second and ends by `end`, or the narrowest that was not deleted."""
         for width in WIDTHS[:0:-1]:
-            if at % width == 0 and at + width <= min(end, self._whole[width]):
+            if width <= widest and at % width == 0 and at + width <= min(end, self._whole[width]):
                 return width
         for width in WIDTHS:
             there = width == 1 or at - at % width + width <= self._whole[width]
@@ -105,7 +117,14 @@ class Store:
         return _whole(found, -1)
 
     def tally_rows(
-        self, begin_s: int, end_s: int = END, *, process: int | None = None, sketches: bool = True, finest: int = 1
+        self,
+        begin_s: int = 0,
+        end_s: int = END,
+        *,
+        process: int | None = None,
+        sketches: bool = True,
+        finest: int = 1,
+        widest: int = WIDTHS[-1],
     ) -> Iterator[tuple[int, int, Key, Tally]]:
         """Start, width, key and tally of each row between two seconds, in order of time; damaged rows are left out.
 
@@ -114,7 +133,7 @@ class Store:
         who = "process >= 0" if process is None else "process = ?"
         values = () if process is None else (process,)
         query = f"SELECT {', '.join(_TALLY)} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ? AND {who}"
-        for width, begin, end in self.cover(begin_s, end_s, finest):
+        for width, begin, end in self.cover(begin_s, end_s, finest, widest):
             for row in self._db.execute(f"{query} ORDER BY start_s", (width, begin, end, *values)):
                 named = dict(zip(_TALLY, row, strict=True))
                 if type(named["start_s"]) is not int or type(named["process"]) is not int or named["mode"] not in MODES:
@@ -164,14 +183,16 @@ class Store:
 
     # ------------------------------------------------------------------------------------------ time
 
-    def time_rows(self, begin_s: int = 0, end_s: int = END, *, finest: int = 1) -> list[TimeRow]:
+    def time_rows(
+        self, begin_s: int = 0, end_s: int = END, *, finest: int = 1, widest: int = WIDTHS[-1]
+    ) -> list[TimeRow]:
         """What each process did between two seconds, in order of time."""
         query = (
             f"SELECT start_s, process, mode, {', '.join(ACTIVITY_COLUMNS)} FROM times"
             " WHERE width = ? AND start_s >= ? AND start_s < ? ORDER BY start_s"
         )
         found = []
-        for width, begin, end in self.cover(begin_s, end_s, finest):
+        for width, begin, end in self.cover(begin_s, end_s, finest, widest):
             for start, process, mode, *spent in self._rows(query, (width, begin, end)):
                 if mode in MODES and {type(start), type(process), *map(type, spent)} <= {int, float}:
                     ns = dict(zip(ACTIVITIES, (int(each) for each in spent), strict=True))
@@ -209,22 +230,55 @@ class Store:
 
     # ------------------------------------------------------------------------------------------ rows
 
-    def longest(self, most: int, begin_ns: int = 0, end_ns: int = _LAST_NS) -> list[LongRow]:
-        """The longest steps that began between two times, the longest first, without settling ones."""
+    def longest(
+        self,
+        most: int,
+        begin_ns: int = 0,
+        end_ns: int = _LAST_NS,
+        *,
+        mode: str | None = None,
+        evaluation: bool | None = None,
+    ) -> list[LongRow]:
+        """The longest steps that began between two times, the longest first, without settling ones.
+
+        `mode`, `evaluation`: of this mode, and of its evaluation steps or the others.
+        """
+        only, values = _only(mode, evaluation)
         query = (
             f"SELECT process, step, mode, kind, start_ns, wall_ns, {', '.join(_LONG_PHASES)} FROM steps"
-            f" WHERE start_ns >= ? AND start_ns < ? AND kind & {SETTLING} = 0 ORDER BY wall_ns DESC LIMIT ?"
+            f" WHERE start_ns >= ? AND start_ns < ? AND {only} ORDER BY wall_ns DESC LIMIT ?"
         )
         found = []
-        for process, step, mode, kind, start, wall, *phases in self._rows(query, (begin_ns, end_ns, most)):
+        for process, step, name, kind, start, wall, *phases in self._rows(query, (begin_ns, end_ns, *values, most)):
             known = {
                 phase.name: took
                 for phase, took in zip((p for p in PHASES if not p.of_call), phases, strict=True)
                 if type(took) is int
             }
-            if mode in MODES and all(type(value) is int for value in (process, step, kind, start, wall)):
-                found.append(LongRow(process, step, mode, kind, start, wall, known))
+            if name in MODES and all(type(value) is int for value in (process, step, kind, start, wall)):
+                found.append(LongRow(process, step, name, kind, start, wall, known))
         return found
+
+    def longest_deleted(self, most: int, *, mode: str | None = None, evaluation: bool | None = None) -> list[LongRow]:
+        """As `longest`, of the steps that have no row any more: the longest of each tally.
+
+        Its phase is known if the others of the tally were too short to have spent what the tally has of that phase.
+        """
+        oldest = self.oldest_step_ns()
+        if not self.pruned or oldest is None:
+            return []
+        only, values = _only(mode, evaluation)
+        query = (
+            f"SELECT {', '.join(_TALLY)} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ?"
+            f" AND process >= 0 AND {only} ORDER BY high_ns DESC LIMIT ?"
+        )
+        found = []
+        for width, begin, end in self.cover(0, oldest // _SECOND, widest=1):
+            for row in self._rows(query, (width, begin, end, *values, most)):
+                named = dict(zip(_TALLY, row, strict=True))
+                with suppress(ValueError, TypeError):
+                    found.append(_longest_of(named, width, Tally.of_row(named, self._names, sketches=False)))
+        return sorted(found, key=lambda step: -step.wall_ns)[:most]
 
     def steps(self, most: int, *, begin_ns: int = 0, end_ns: int = _LAST_NS, process: int | None = None) -> list[Step]:
         """The newest steps that ended between two times, the newest first; damaged ones are left out."""
@@ -238,12 +292,6 @@ class Store:
             with suppress(RecordError):
                 found.append(self._step(dict(zip(names, row, strict=True))))
         return found
-
-    def next_step_ns(self, process: int, after_ns: int) -> int | None:
-        """When the first step of a process began at or after a time; None if there is none."""
-        query = "SELECT min(start_ns) FROM steps WHERE process = ? AND start_ns >= ?"
-        (found,) = self._rows(query, (process, after_ns))[0]
-        return found if type(found) is int else None
 
     def _step(self, row: Mapping[str, Any]) -> Step:
         """The record in a row of steps; RecordError if it is damaged."""
@@ -278,6 +326,18 @@ class Store:
         """When the oldest step began that has a row; None if there is none."""
         (found,) = self._rows("SELECT min(start_ns) FROM (SELECT start_ns FROM steps ORDER BY id LIMIT 1000)")[0]
         return found if type(found) is int else None
+
+    def next_step_ns(self, process: int, after_ns: int) -> int | None:
+        """When the first step of a process began that began no earlier than a time; None if there is none.
+
+        Where rows were deleted it may be a later step.
+        """
+        rows = self._rows(
+            "SELECT min(start_ns) FROM steps WHERE process = ? AND start_ns >= ?"
+            " UNION ALL SELECT min(first_ns) FROM tallies WHERE process = ? AND first_ns >= ?",
+            (process, after_ns, process, after_ns),
+        )
+        return min((at for (at,) in rows if type(at) is int), default=None)
 
     # ------------------------------------------------------------------------------------------ calls
 
@@ -331,6 +391,23 @@ class Store:
         (found,) = self._rows(f"SELECT count(*) FROM events WHERE {LASTING} AND kind = ?", (kind,))[0]
         return _whole(found)
 
+    def device_minutes(self) -> list[MinuteRow]:
+        """Sums of the samples of devices and host that were deleted, those of the time before all minutes first."""
+        if not self.pruned:
+            return []
+        query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
+        first = next((at for (at,) in self._rows(query) if type(at) is int), _LAST_NS)
+        query = (
+            "SELECT start_s, device, name, count, total, high FROM device_rollups WHERE (start_s + 60) * ? <= ?"
+            " ORDER BY start_s, device, name"
+        )
+        return [
+            MinuteRow(start, device, name, samples, float(total), float(high))
+            for start, device, name, samples, total, high in self._rows(query, (_SECOND, first))
+            if (type(start), type(device), type(name), type(samples)) == (int, int, str, int)
+            and {type(total), type(high)} <= {int, float}
+        ]
+
     def shapes(self) -> list[Shape]:
         """What calls got and gave, over the whole run so far."""
         query = "SELECT process, mode, kind, layout, virtual, sizes, untimed, calls FROM shapes"
@@ -340,9 +417,11 @@ class Store:
                 if not isinstance(sizes, str) or len(sizes) > _SHAPE_CHARACTERS or mode not in MODES:
                     continue
                 inputs, outputs, *parts = json.loads(sizes)
-                whole = [tuple(int(number) for number in part) for part in parts]
-                pairs = tuple((part[0], part[1]) for part in whole if len(part) == 2)
-                stages = tuple((part[0], part[1], part[2]) for part in whole if len(part) == 3)
+                pairs = tuple((int(got), int(gave)) for got, gave in (part for part in parts if len(part) == 2))
+                stages = tuple(
+                    (int(number), int(got), int(gave))
+                    for number, got, gave in (part for part in parts if len(part) != 2)
+                )
                 numbers = (process, kind, layout, untimed, calls, inputs, outputs)
                 if all(type(number) is int for number in numbers):
                     shape = Shape(
@@ -365,6 +444,35 @@ class Store:
         for shape in self.shapes():
             found[shape.process] += shape.calls
         return found
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise HistoryError("the number of its deleted rows is none")
+    return value
+
+
+def _only(mode: str | None, evaluation: bool | None) -> tuple[str, tuple[Any, ...]]:
+    """A condition for rows of steps and tallies, and its values."""
+    parts, values = [f"kind & {SETTLING} = 0"], []
+    if mode is not None:
+        parts.append("mode = ?")
+        values.append(mode)
+    if evaluation is not None:
+        parts.append(f"kind & {EVALUATION} {'>' if evaluation else '='} 0")
+    return " AND ".join(parts), tuple(values)
+
+
+def _longest_of(row: Mapping[str, Any], width: int, tally: Tally) -> LongRow:
+    """The longest step of a tally; ValueError if it has none."""
+    process, mode, kind, start, wall = row["process"], row["mode"], row["kind"], row["start_s"], tally.high_ns
+    if mode not in MODES or wall is None or not {type(process), type(kind), type(start)} <= {int}:
+        raise ValueError("a damaged tally")
+    others = max(tally.stat(STEP).total - wall, 0)
+    spent = {phase.name: tally.stat(phase.name).total for phase in PHASES if not phase.of_call}
+    # As if the others had been in that phase all the time.
+    least = {name: took - others for name, took in spent.items() if 2 * (took - others) > wall}
+    return LongRow(process, None, mode, kind, max((start + width) * _SECOND - wall, 0), wall, least)
 
 
 def _whole(value: object, otherwise: int = 0) -> int:

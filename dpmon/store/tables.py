@@ -20,9 +20,9 @@
                  (samples a step), and dpmon.store.tally.Tally: all steps that ended in that time
     times        width, start_s, process, mode, ns of each activity in that time (dpmon.store.accounting)
     gaps         id, process, after_step, before_step, mode, begin_ns, end_ns, ns: the longer times between two steps
-    shapes       calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and outputs of
-                 the call, then of each replica, or of each stage after that of the stage itself) and why a device
-                 time is missing (dpmon.record.codec.UNTIMED)
+    shapes       calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and outputs, of
+                 the call, then of each replica, or stage and sizes of each stage) and why a device time is missing
+                 (dpmon.record.codec.UNTIMED)
     device_rollups  start_s (of a minute; -1: see below), device (index; -1: the host), name, count, total, low, high
 
 A tally of 10 s or more is made when its time is over: up to the second in meta's `whole_10`, `whole_60`, `whole_3600`.

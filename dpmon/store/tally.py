@@ -16,10 +16,12 @@ from dpmon.record.schema import PHASES, QUANTITIES, REST, STEP, device_series
 from dpmon.store import quantiles
 from dpmon.store.quantiles import Counts
 
-__all__ = ["ALL", "WIDTHS", "Key", "SeriesNames", "Stat", "StepFacts", "Sum", "Tally"]
+__all__ = ["ALL", "NO_SAMPLES", "OTHER_SIZES", "WIDTHS", "Key", "SeriesNames", "Stat", "StepFacts", "Sum", "Tally"]
 
 ALL = -1
 """The process number of the tallies of all processes together."""
+NO_SAMPLES, OTHER_SIZES = -1, -2
+"""Batch sizes in a key: the samples are unknown; a size beyond the first of a process."""
 WIDTHS = (1, 10, 60, 3600)
 """Seconds that a tally covers."""
 _ENTRY = struct.Struct("<HIqI")
@@ -35,7 +37,7 @@ class Key(NamedTuple):
     kind: int
     """A number of dpmon.record.schema.KINDS."""
     batch: int
-    """Samples a step; NO_SAMPLES if unknown, OTHER_SIZES for the sizes beyond those that are kept apart."""
+    """Samples a step, or one of NO_SAMPLES and OTHER_SIZES."""
 
 
 class StepFacts(NamedTuple):

@@ -7,7 +7,7 @@ has the same digits everywhere.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -32,6 +32,9 @@ class Source(Protocol):
 
     def tallies(self, begin_s: int, end_s: int, *, process: int | None = None) -> dict[Key, Tally]:
         """Tallies of each process, or of one."""
+
+    def tally_rows(self, begin_s: int, end_s: int, *, process: int) -> Iterable[tuple[int, int, Key, Tally]]:
+        """Start, width, key and tally of each row of one process, in order of time."""
 
     def time_rows(self, begin_s: int, end_s: int) -> list[TimeRow]:
         """What each process did."""
@@ -63,6 +66,16 @@ class Window:
     def times(self) -> list[TimeRow]:
         """What each process did, in order of time."""
         return self._source.time_rows(self._begin_s, self._end_s)
+
+    def rows(self, process: int) -> Iterator[tuple[Key, Tally]]:
+        """Key and tally of each row of one process, in order of time."""
+        for _, _, key, tally in self._source.tally_rows(self._begin_s, self._end_s, process=process):
+            yield key, tally
+
+    @property
+    def processes(self) -> list[int]:
+        """Those with steps at any time."""
+        return self._source.processes
 
     @property
     def modes(self) -> list[tuple[str, bool]]:

@@ -23,13 +23,13 @@ from dpmon.report.pauses import There, any_of, together, within
 from dpmon.report.series import Series
 from dpmon.report.shares import Shares
 from dpmon.report.story import Compared, Deleted, ModeChange, ProcessFacts, Story
-from dpmon.run.add_up import add_up, why_nothing
+from dpmon.run.add_up import add_up
 from dpmon.run.adder import Adder
 from dpmon.run.files import read_tail
 from dpmon.run.reader import RunReader
 from dpmon.run.rollup import Rollup
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
-from dpmon.run.standing import how_it_stands
+from dpmon.run.standing import how_it_stands, why_nothing
 from dpmon.run.state import run_state
 from dpmon.run.totals import Totals
 from dpmon.run.uncaught import Uncaught, last_lines, uncaught
@@ -105,7 +105,9 @@ def collect(directory: Path) -> Story:
         pruned=totals.pruned,
         compared=verdict,
         standing=how_it_stands(directory, info, state, how),
-        nothing=None if steps or calls else why_nothing(totals, reader) or "the command was not started",
+        nothing=None
+        if steps or calls
+        else why_nothing(directory, info, how, totals.warnings) or "the command was not started",
     )
 
 

@@ -62,6 +62,7 @@ class _Call(NamedTuple):
     """What is held of a call until its step comes."""
 
     step: int
+    mode: str
     layout: int
     flags: int
     end_ns: int
@@ -184,6 +185,7 @@ class Intake:
         sizes = [inputs, outputs, *([got, gave] for got, gave, _, _ in replicas), *(stage[:3] for stage in stages)]
         held = _Call(
             step,
+            MODES[mode],
             layout,
             flags,
             began + wall,
@@ -210,20 +212,23 @@ class Intake:
         batch.rollup(began + wall, self.row.process, MODES[mode]).calls.append(phases)
         self._calls.append(held)
         if len(self._calls) > _WAITING:  # a process whose calls are in no step
-            self._count(batch, [self._calls.pop(0)], MODES[mode], None)
+            self._count_apart(batch, [self._calls.pop(0)])
         self._place(number)
         self.row.calls += 1
 
-    def _count(self, batch: Batch, calls: Sequence[_Call], mode: str, kind: int | None) -> None:
-        """Count what the calls got and gave; `kind` of their step, None if they are in none."""
+    def _count(self, batch: Batch, call: _Call, mode: str, kind: int) -> None:
+        """Count what a call got and gave; `mode` and `kind` of its step."""
+        virtual = int(call.flags & VIRTUAL > 0)
+        batch.shapes[self.row.process, mode, kind, call.layout, virtual, call.sizes, call.untimed] += 1
+
+    def _count_apart(self, batch: Batch, calls: Sequence[_Call]) -> None:
+        """The same for calls that are in no step."""
         for call in calls:
-            of_call = kind if kind is not None else EVALUATION * (call.flags & (TRAINING | GRAD) == 0)
-            virtual = int(call.flags & VIRTUAL > 0)
-            batch.shapes[self.row.process, mode, of_call, call.layout, virtual, call.sizes, call.untimed] += 1
+            self._count(batch, call, call.mode, EVALUATION * (call.flags & (TRAINING | GRAD) == 0))
 
     def flush(self, batch: Batch) -> None:
-        """The process ended: its last calls are in no step that ended."""
-        self._count(batch, self._calls, self._mode or "", None)
+        """The run ended: the last calls are in no step that ended."""
+        self._count_apart(batch, self._calls)
         self._calls.clear()
 
     # ------------------------------------------------------------------------------------------ steps
@@ -237,7 +242,8 @@ class Intake:
         kind = self._kind(mode, evaluation)
         calls = [call for call in self._calls if call.step <= step]
         self._calls = [call for call in self._calls if call.step > step]
-        self._count(batch, calls, mode, kind)
+        for call in calls:
+            self._count(batch, call, mode, kind)
         other = max(0, wall - sum(took for took in phases if took >= 0))
         by_call, rest = _of_calls([*phases, other], calls)
         values = [

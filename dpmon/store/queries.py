@@ -28,7 +28,15 @@ from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, MODES, PHASES, SETTLING, STEP
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape, TimeRow
-from dpmon.store.tables import ACTIVITY_COLUMNS, TALLY_COLUMNS, HistoryError, RingRow, rings_in
+from dpmon.store.tables import (
+    ACTIVITY_COLUMNS,
+    LASTING,
+    LASTING_KINDS,
+    TALLY_COLUMNS,
+    HistoryError,
+    RingRow,
+    rings_in,
+)
 from dpmon.store.tally import ALL, WIDTHS, Key, Tally
 
 __all__ = ["END", "LONG_COLUMNS", "Store", "long_row"]
@@ -47,6 +55,9 @@ _LONG_PHASES = tuple(f"{phase.name}_ns" for phase in PHASES if not phase.of_call
 LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_ns", *_LONG_PHASES))
 """What `long_row` takes of a step."""
 _SHAPE_CHARACTERS = 1 << 20
+_REACH = {"last_step": "max", "low_ns": "min", "high_ns": "max", "first_ns": "min", "last_ns": "max"}
+_ADDED = frozenset(TALLY_COLUMNS) - frozenset(_REACH)
+"""Columns of tallies that add up, and the others with what makes one of several."""
 
 
 class Store:
@@ -185,6 +196,21 @@ class Store:
                 known.merge(tally)
         return found
 
+    def counts(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
+        """As `tallies`, but without any series: cheap for any time."""
+        sums = ", ".join(f"{'sum' if name in _ADDED else _REACH[name]}({name})" for name in TALLY_COLUMNS)
+        query = (
+            f"SELECT process, mode, kind, batch, {sums} FROM tallies"
+            " WHERE width = ? AND start_s >= ? AND start_s < ? AND process >= 0 GROUP BY 1, 2, 3, 4"
+        )
+        found: dict[Key, Tally] = {}
+        for stretch in self.cover(begin_s, end_s):
+            for process, mode, kind, batch, *values in self._rows(query, stretch):
+                with suppress(ValueError):
+                    row = {**dict(zip(TALLY_COLUMNS, values, strict=True)), "sketches": b""}
+                    found.setdefault(Key(process, mode, kind, batch), Tally()).merge(Tally.of_row(row, {}))
+        return found
+
     def of_all(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
         """As `tallies`, of all processes together, under the process ALL."""
         if len(self.processes) > 1:
@@ -218,6 +244,23 @@ class Store:
                 ns = dict(zip(ACTIVITIES, (int(each) for each in spent), strict=True))
                 found.append(TimeRow(int(start), width, int(who), mode, ns))
         return found
+
+    def times(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:
+        """As `time_rows`, but one row for each process and mode."""
+        sums = ", ".join(f"total({name})" for name in ACTIVITY_COLUMNS)
+        query = (
+            f"SELECT process, mode, {sums} FROM times WHERE width = ? AND start_s >= ? AND start_s < ? GROUP BY 1, 2"
+        )
+        found: Counter[tuple[int, str, str]] = Counter()
+        for stretch in self.cover(begin_s, end_s):
+            for process, mode, *spent in self._rows(query, stretch):
+                if type(process) is int and mode in MODES:
+                    found.update({(process, mode, name): int(ns) for name, ns in zip(ACTIVITIES, spent, strict=True)})
+        keys = sorted({(process, mode) for process, mode, _ in found})
+        return [
+            TimeRow(begin_s, end_s - begin_s, process, mode, {name: found[process, mode, name] for name in ACTIVITIES})
+            for process, mode in keys
+        ]
 
     def gaps(self, most: int, begin_ns: int = 0, end_ns: int = _LAST_NS) -> list[GapRow]:
         """The longest times between two steps, the longest first."""
@@ -388,15 +431,20 @@ class Store:
         An event without a time counts as old. Damaged ones are left out.
         """
         since, values = ("", ()) if begin_ns is None else (" AND t_ns >= ?", (begin_ns,))
-        query = (
-            f"SELECT json FROM events WHERE kind IN ({', '.join('?' * len(kinds))}) AND ifnull(t_ns, 0) <= ?{since}"
-            " ORDER BY id DESC LIMIT ?"
-        )
+        # The words of the index's own condition let SQLite use it.
+        lasting = f"{LASTING} AND " if set(kinds) <= set(LASTING_KINDS) else ""
+        named = f"{lasting}kind IN ({', '.join('?' * len(kinds))})"
+        query = f"SELECT json FROM events WHERE {named} AND ifnull(t_ns, 0) <= ?{since} ORDER BY id DESC LIMIT ?"
         found = []
         for (text,) in reversed(self._rows(query, (*kinds, end_ns, *values, -1 if newest is None else newest))):
             with suppress(ValueError, TypeError, AttributeError, RecursionError):
                 found.append(Event(*load_event(text)))
         return found
+
+    def event_count(self, kind: str) -> int:
+        """How many events of a kind there are, of those kinds that are kept (dpmon.store.tables.LASTING)."""
+        (found,) = self._rows(f"SELECT count(*) FROM events WHERE {LASTING} AND kind = ?", (kind,))[0]
+        return _whole(found)
 
     def device_minutes(self) -> list[MinuteRow]:
         """Sums of the samples of devices and host that were deleted, those of the time before all minutes first."""

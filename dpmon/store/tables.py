@@ -62,6 +62,7 @@ __all__ = [
     "CALL_COLUMNS",
     "HISTORY_FILE",
     "LASTING",
+    "LASTING_KINDS",
     "SCHEMA",
     "SCHEMA_VERSION",
     "STEP_COLUMNS",
@@ -80,8 +81,9 @@ BEFORE_S = -1
 """The start of device_rollups that are of all the time before the first minute that is left."""
 HISTORY_FILE = "history.sqlite"
 SCHEMA_VERSION = 5
-LASTING = "kind IN ('process', 'mode', 'exit', 'warning', 'pause', 'input', 'loader')"
+LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "loader")
 """Events that outlive the steps around them (of warnings, waits and loaders the newest): they hold for what follows."""
+LASTING = f"kind IN ({', '.join(repr(kind) for kind in LASTING_KINDS)})"
 _FIRST_COLUMNS = (
     *("samples", "copied_bytes"),
     *("data_ns", "copy_ns", "forward_ns", "backward_ns", "optimizer_ns", "other_ns"),

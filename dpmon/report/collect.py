@@ -164,7 +164,7 @@ class _Record:
         self.replica_facts = replica_facts(shapes, definitions, window.by_process)
         self.stages = layouts.stages(window.by_process)
         if several:
-            ranks = [self._rank(process, layouts, window) for process in {*store.processes, *layouts.processes}]
+            ranks = [self._rank(process, store, layouts, window) for process in {*store.processes, *layouts.processes}]
             self.ranks = sorted(ranks, key=lambda line: (line.rank is None, line.rank or 0, line.process))
         long = _longest(store, window)
         self.longest = [_named(step, self.inputs) for step in long[:LONGEST]]
@@ -220,10 +220,11 @@ class _Record:
         if self._last_ns is not None:
             self.bin_ns, self.bins = stretches(store, self._begin_ns, self._last_ns, max(medians, default=0))
 
-    def _rank(self, process: int, layouts: Layouts, window: Window) -> RankLine:
+    def _rank(self, process: int, store: Store, layouts: Layouts, window: Window) -> RankLine:
         sizes, (tally, speed) = layouts.of_process(process), window.of_process(process)
         facts = self.processes.get(process)
         forward = tally.stat(device_series("forward"))
+        untimed = next((step.untimed for step in store.steps(1, process=process)), None)
         return RankLine(
             process,
             None if facts is None else facts.rank,
@@ -236,7 +237,7 @@ class _Record:
             tally.median(STEP),
             speed,
             forward.median,
-            None if forward.count else most_common(layouts.untimed(process)),
+            None if forward.count else untimed or most_common(layouts.untimed(process)),
         )
 
     def _compare(self, window: Window, longest: Sequence[LongRow]) -> None:

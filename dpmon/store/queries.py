@@ -63,10 +63,12 @@ _ADDED = frozenset(TALLY_COLUMNS) - frozenset(_REACH)
 class Store:
     """The tables of one history, as of one instant."""
 
-    def __init__(self, db: sqlite3.Connection, origin_ns: int = 0) -> None:
+    def __init__(self, db: sqlite3.Connection, origin_ns: int = 0, damaged: str | None = None) -> None:
         """`db`: in a transaction, so that every query sees the same; `origin_ns`: the run's start, monotonic."""
         self._db = db
         self.origin_ns = origin_ns
+        self.damaged = damaged
+        """Why the history could not be read, if it could not."""
         self._decoders: dict[int, Decoder] = {}
         self.rings: dict[str, RingRow] = rings_in(db)
         self._names = dict(self._rows("SELECT number, name FROM series"))
@@ -81,6 +83,11 @@ class Store:
     def query(self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
         """All rows of a query; for other files of this package."""
         return self._db.execute(query, values).fetchall()
+
+    @property
+    def dropped(self) -> int:
+        """Records that nobody could keep: lost by their writer, overwritten before they were read, or unreadable."""
+        return sum(ring.missed + ring.lost for ring in self.rings.values())
 
     def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         return self._db.execute(query, values).fetchall()

@@ -150,9 +150,9 @@ def device_peaks(source: SampleSource, process: int, visits: Sequence[Visit]) ->
     A peak that came before a mode was in force says only that the mode used no more.
     """
     found: dict[str, dict[str, Peak]] = {}
-    recent = visits[-_VISITS:]
-    for number, visit in enumerate(recent):
-        end = recent[number + 1].begin_ns if number + 1 < len(recent) else None
+    for number, visit in list(enumerate(visits))[-_VISITS:]:
+        end = visits[number + 1].begin_ns if number + 1 < len(visits) else None
+        alone = len({each.mode for each in visits[: number + 1]}) == 1
         event = source.memory(process, end)
         listed = event.data.get("devices") if event is not None else None
         peaks = found.setdefault(visit.mode, {})
@@ -163,7 +163,7 @@ def device_peaks(source: SampleSource, process: int, visits: Sequence[Visit]) ->
             if name is None or peak is None or peak < 0:
                 continue
             before = peaks.get(name)
-            if len({each.mode for each in visits}) == 1 or (after is not None and after >= visit.step):
+            if alone or (after is not None and after >= visit.step):
                 peaks[name] = Peak(max(peak, before.bytes if before is not None and before.exact else 0), True)
             elif before is None or not before.exact:
                 peaks[name] = Peak(peak, False)
@@ -181,14 +181,15 @@ class HostPeaks:
 
     def read(self, source: SampleSource, samples: Samples, process: int, visits: Sequence[Visit]) -> dict[str, Peak]:
         """The peaks as of the time of the samples, which come after sums of whole minutes."""
+        if not samples.host:
+            return {}
         if self._of != (process, samples.began):
             self._of, self._peaks, self._until_ns = (process, samples.began), {}, -1
-            first = samples.host[0][0] if samples.host else source.until_ns
-            for start, most in source.host_memory(0, first - _MINUTE):
+            for start, most in source.host_memory(0, samples.host[0][0] - _MINUTE):
                 modes = _modes_between(visits, start, start + _MINUTE)
                 for mode in modes:
                     _keep_peak(self._peaks, mode, most, sure=len(modes) == 1)
-        newest = samples.host[-1][0] if samples.host else 0
+        newest = samples.host[-1][0]
         for t_ns, held in samples.host:
             # A change of mode is recorded a moment later.
             if self._until_ns < t_ns <= newest - _LATE_NS:

@@ -77,7 +77,7 @@ class AsOf:
 
     def steps(self, process: int, most: int) -> list[Step]:
         """Its newest steps, the newest first; damaged ones are left out."""
-        return self.store.steps_before(self._last_id("steps", process) + 1, process, most)
+        return self.store.steps_until(self._last_id("steps", process), process, most)
 
     def long_steps(self, process: int, mode: str, over_ns: float, most: int) -> list[LongRow]:
         """Of its newest steps in a mode those that took longer than a time, the newest first, without settling ones."""

@@ -37,7 +37,7 @@ from dpmon.record.codec import (
     why_number,
 )
 from dpmon.record.plainjson import load_event
-from dpmon.record.schema import EVALUATION, PHASES, SETTLING, SETTLING_STEPS
+from dpmon.record.schema import EVALUATION, PHASES, REST, SETTLING, SETTLING_STEPS
 from dpmon.record.wire import CALL_PHASES, STEP_PHASES
 from dpmon.store.accounting import Account
 from dpmon.store.parts import replica_series, stage_series
@@ -384,7 +384,7 @@ def _of_calls(own: Sequence[int], calls: Sequence[_Call]) -> tuple[list[int], in
 
 
 def _device_times(times: bytes | None, calls: Sequence[_Call], by_call: Sequence[int]) -> dict[str, int]:
-    """Device times of the step's phases in ns, by phase; of its calls' phases where every call has one."""
+    """Device times of the step's phases in ns, by phase; of its calls' phases if every call has one; of the REST."""
     found = {} if times is None else {name: int(ms * 1e6) for name, ms in known_times(times).items()}
     for name, index in _CALL_AT.items():
         if by_call[index] < 0:
@@ -393,6 +393,9 @@ def _device_times(times: bytes | None, calls: Sequence[_Call], by_call: Sequence
         known = [ms[name] for ms in ran if ms is not None and name in ms]
         if known and len(known) == len(ran):
             found[name] = int(sum(known) * 1e6)
+    inside = [name for name, index in _CALL_AT.items() if by_call[index] >= 0]
+    if "forward" in found and all(name in found for name in inside):
+        found[REST] = max(found["forward"] - sum(found[name] for name in inside), 0)
     return found
 
 

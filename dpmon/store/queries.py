@@ -332,10 +332,10 @@ class Store:
         query = f"SELECT * FROM steps WHERE {ended} > ? AND {ended} <= ?{who} ORDER BY id DESC LIMIT ?"
         return self._steps(query, (begin_ns, end_ns, *values, most))
 
-    def steps_before(self, before: int, process: int, most: int) -> list[Step]:
-        """The newest steps of a process with lower ids than `before`, the newest first; damaged ones are left out."""
-        query = "SELECT * FROM steps WHERE process = ? AND id < ? ORDER BY id DESC LIMIT ?"
-        return self._steps(query, (process, before, most))
+    def steps_until(self, last_id: int, process: int, most: int) -> list[Step]:
+        """The newest steps of a process up to an id, the newest first; damaged ones are left out."""
+        query = "SELECT * FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT ?"
+        return self._steps(query, (process, last_id, most))
 
     def _steps(self, query: str, values: tuple[Any, ...]) -> list[Step]:
         cursor = self._db.execute(query, values)

@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from dpmon.run.playback import can_be_played
 from kept import keep
 from synthetic import Training
 
@@ -23,7 +24,6 @@ from dpmon.record.codec import Event, Step
 from dpmon.report import report_text
 from dpmon.run.export import history
 from dpmon.run.kept import Kept
-from dpmon.run.playback import can_be_played
 from dpmon.run.rundir import RunError, find_run
 from dpmon.store.tables import SCHEMA_VERSION, HistoryError
 from dpmon.store.writer import History

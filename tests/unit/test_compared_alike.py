@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from dpmon.model.settled import compared
+from dpmon.run.playback import PlaybackReader
 from kept import keep
 from stage import LOOK
 from synthetic import SECOND, Training
 
 from dpmon.model.compare import Comparison, sentence
-from dpmon.model.settled import compared
 from dpmon.report import collect
 from dpmon.run.draws import ALL_DRAWN
-from dpmon.run.playback import PlaybackReader
 from dpmon.run.reader import RunReader
 from dpmon.ui import panel_compare
 from dpmon.ui.feed import Feed

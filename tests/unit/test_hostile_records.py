@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from dpmon.model.past import fold_past
 from kept import keep
 from spoiled import DAMAGE, spoiled
 from synthetic import Training, device_event, host_event
 
 from dpmon.cli.main import main
 from dpmon.model import State, fold
-from dpmon.model.past import fold_past
 from dpmon.past import Drawn, Past
 from dpmon.run.reader import RunReader
 

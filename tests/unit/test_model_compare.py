@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable
 
 import pytest
+from dpmon.model.settled import compare_steps as compare
+from dpmon.model.settled import compared
 from synthetic import Training, decoded, host_event
 
 from dpmon.model import State, fold
 from dpmon.model.compare import MIN_STEPS, Interval, median_interval, ratio, sentence
 from dpmon.model.history import figures
-from dpmon.model.settled import compare_steps as compare
-from dpmon.model.settled import compared
 from dpmon.model.state import HOST, NOT_RUN, PHASES, WARM_STEPS, Peak, Process, StepSample
 from dpmon.record.codec import Event, Record, Step
 from dpmon.record.schema import STEP

@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 
+from dpmon.model.past import fold_past
 from synthetic import SECOND, Training, decoded
 
 from dpmon.model import State, fold
-from dpmon.model.past import fold_past
 from dpmon.model.ranks import training
 from dpmon.past import Past
 from dpmon.rates import Pace

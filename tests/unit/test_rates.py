@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from dpmon.model.past import fold_past
+from dpmon.model.settled import compared
 from kept import keep
 from synthetic import SECOND, Training, decoded
 
@@ -14,8 +16,6 @@ from dpmon.cli.progress import Progress
 from dpmon.cli.summary import summary_lines
 from dpmon.model import State, fold
 from dpmon.model.history import add_step, figures, pictured
-from dpmon.model.past import fold_past
-from dpmon.model.settled import compared
 from dpmon.model.state import PHASES, Process, StepSample
 from dpmon.model.stats import mean_speed, speed
 from dpmon.rates import Between, Gap, Pace, Paces, Tally, rate_of

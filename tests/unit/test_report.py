@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dpmon.run.playback import can_be_played
 from kept import keep
 from synthetic import SECOND, Training, device_event, host_event
 
@@ -27,7 +28,6 @@ from dpmon.report.plots import plots
 from dpmon.report.story import PARTS
 from dpmon.report.stretches import BINS
 from dpmon.report.text import text_lines
-from dpmon.run.playback import can_be_played
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, save, short_name
 from dpmon.run.state import run_state
 from dpmon.store.answers import MinuteRow

@@ -9,11 +9,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from dpmon.model.past import fold_past
+from dpmon.run.playback import PlaybackReader, can_be_played
 from sizes import size
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model import State, fold
-from dpmon.model.past import fold_past
 from dpmon.past import Drawn, Past
 from dpmon.record.codec import pack_call, pack_definition, pack_event, pack_step
 from dpmon.record.jsonl import as_json
@@ -21,7 +22,6 @@ from dpmon.report import report_text
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
 from dpmon.run.export import history
-from dpmon.run.playback import PlaybackReader, can_be_played
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, save
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from shutil import copytree
 
 import pytest
+from dpmon.model.past import fold_past
+from dpmon.model.settled import compared
+from dpmon.run.playback import PlaybackReader
 from kept import keep
 from synthetic import SECOND, Training, decoded, device_event, host_event
 
 from dpmon.model import State, fold
 from dpmon.model.history import columns_of, figures
-from dpmon.model.past import fold_past
-from dpmon.model.settled import compared
 from dpmon.past import DevicePast, Drawn, Past
 from dpmon.record.codec import Call, Decoder, Step, pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import collect
@@ -24,7 +25,6 @@ from dpmon.ring import Ring
 from dpmon.run.drain import Drain
 from dpmon.run.kept import Kept
 from dpmon.run.past import Before, past_of
-from dpmon.run.playback import PlaybackReader
 from dpmon.run.reader import RECENT_RECORDS, RunReader
 from dpmon.run.rows import decoders_of, record_of, step_columns
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dpmon.run.playback import POLL_RECORDS, PlaybackReader
 
 from dpmon.model import State, fold
 from dpmon.record.codec import Event, Step, pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
-from dpmon.run.playback import POLL_RECORDS, PlaybackReader
 from dpmon.run.reader import RECENT_NS, RECENT_RECORDS
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, save
 from dpmon.store.tables import HISTORY_FILE

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from dpmon.model.past import fold_past
 from situations import FACTS, LOOK, rows_text, scene_of, state_of
 from synthetic import SECOND, Training, decoded, host_event
 
 from dpmon.model import State, fold
 from dpmon.model.compare import Interval
-from dpmon.model.past import fold_past
 from dpmon.model.state import HOST, ROOTS_KEPT
 from dpmon.past import Past
 from dpmon.rates import Pace

@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from dpmon.run.playback import PlaybackReader
 from test_run_playback import SECOND, Clock, a_run
 from textual.pilot import Pilot
 
-from dpmon.run.playback import PlaybackReader
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.playback import Playback
 from dpmon.ui.rows import plain, width_of

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from dpmon.model.settled import compare_steps as compare
 from stage import LOOK, stage
 from synthetic import SECOND, Training, decoded
 from test_run_playback import Clock, a_run
@@ -20,7 +21,6 @@ from dpmon.model.compare import sentence
 from dpmon.model.history import figures, forward_figures, pictured
 from dpmon.model.numbers import duration
 from dpmon.model.ranks import forward_of
-from dpmon.model.settled import compare_steps as compare
 from dpmon.model.state import NOT_RUN, PHASES, StepSample
 from dpmon.model.stats import mean_speed, median
 from dpmon.run.rundir import load_exit

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from dpmon.model.settled import compared
 from kept import keep
 from stage import LOOK
 from synthetic import SECOND, Training, decoded
@@ -18,7 +19,6 @@ from dpmon.model import State, fold
 from dpmon.model.compare import sentence
 from dpmon.model.history import figures
 from dpmon.model.inputs import INPUT, is_wait
-from dpmon.model.settled import compared
 from dpmon.record.codec import Event, pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object

@@ -16,7 +16,7 @@ from textual.geometry import Size
 from textual.timer import Timer
 
 from dpmon.ui.dialogs import Dialog
-from dpmon.ui.feed import Feed, Reader
+from dpmon.ui.feed import Feed, OpenStore, Reader
 from dpmon.ui.layout import Slot
 from dpmon.ui.leaving import Leaving, terminal_gone
 from dpmon.ui.look import Look
@@ -56,6 +56,7 @@ class Drawing(App[str]):
         *,
         refresh: float = 1.0,
         open_reader: Callable[[], Reader] | None = None,
+        open_store: OpenStore | None = None,
         direct: bool = True,
     ) -> None:
         """`refresh`: seconds between pictures; `direct` False leaves all drawing to Textual."""
@@ -63,7 +64,7 @@ class Drawing(App[str]):
         self.look = look
         self.period = refresh
         self.direct = direct
-        self.feed = Feed(directory, open_reader or (lambda: _open(directory)))
+        self.feed = Feed(directory, open_reader or (lambda: _open(directory)), open_store=open_store)
         self.leaving = Leaving(self._ask_to_exit)
         self.problem: Exception | None = None
         """Why the run could not be opened."""

@@ -25,7 +25,10 @@ from dpmon.ui.tail import Tail
 if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
-__all__ = ["Feed", "Reader"]
+__all__ = ["Feed", "OpenStore", "Reader"]
+
+OpenStore = Callable[[], "AbstractContextManager[Store]"]
+"""Opens what is recorded so far."""
 
 INPUT = "input.fifo"
 _GRACE_NS = 3_000_000_000
@@ -89,7 +92,7 @@ class Feed:
         directory: Path,
         open_reader: Callable[[], Reader],
         clock: Callable[[], int] = time.monotonic_ns,
-        open_store: Callable[[], AbstractContextManager[Store]] | None = None,
+        open_store: OpenStore | None = None,
     ) -> None:
         """`open_store`: what is recorded so far; that of `directory` if it is None."""
         self.directory = directory

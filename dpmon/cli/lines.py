@@ -3,8 +3,8 @@
     status  run, t_s (s since the run's start), state, step, steps_per_s and samples_per_s (of elapsed training time:
             dpmon.rates; the same with _within_steps leave out the time between steps), mode, virtual, processes,
             step_ms, phases and call_phases (median_ms, p95_ms, share of the steps' time): the last two minutes of
-            training steps in the current mode of the first process, ranks where several train, devices and host as in the
-            record, warnings, dropped, absent: why something is null. phases are those of a step and add up to it;
+            training steps in the current mode of the first process, ranks where several train, devices and host as in
+            the record, warnings, dropped, absent: why something is null. phases are those of a step and add up to it;
             call_phases are those of its calls (scatter, replicate, parallel_apply, gather), which lie within the
             step's forward. A phase that did not run is left out. device_median_ms is the time of the slowest device
             for the same phase: the median of the steps of that time that have device times. It is null if no step has

@@ -65,12 +65,19 @@ class Calls:
 
 
 def call_tracks(
-    calls: Calls, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str, most: int = HEADS_READ
+    calls: Calls,
+    tallies: Mapping[Key, Tally],
+    trained: Collection[str],
+    mode: str,
+    *,
+    most: int = HEADS_READ,
+    timed: bool = True,
 ) -> tuple[dict[Root, CallTrack], Root | None]:
     """Each root's last call with its times, of the `most` newest calls; and the root that was called last.
 
     `tallies`: of the time range; `trained`: the modes that have training steps; `mode`: that of the last step. Where no
-    tally has the times of a call, such as in the first step, they are those of the newest calls.
+    tally has the times of a call, such as in the first step, they are those of the newest calls. Without `timed` there
+    are no times.
     """
     heads = calls.source.heads(calls.process, most)
     roots: dict[int, Root] = {}
@@ -87,7 +94,9 @@ def call_tracks(
     found: dict[Root, CallTrack] = {}
     for root, own in by_root.items():
         call = calls.call(own[0])
-        if call is not None:
+        if call is not None and not timed:
+            found[root] = CallTrack(call)
+        elif call is not None:
             nth = [track for each in parts.get(root, ()) if (track := _of_heads(calls, each)) is not None]
             times, on_device = _of_tallies(own[0], call, tallies, trained, mode)
             track = CallTrack(call, times, on_device) if any(times) else _of_heads(calls, own)

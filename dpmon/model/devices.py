@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from dpmon.model.members import SECOND, number_in, text_in, time_of, whole_in
+from dpmon.model.members import SECOND, text_in, whole_in
 from dpmon.model.state import DeviceTrack, ModeChange, Peak
 from dpmon.record.codec import Event
+from dpmon.store.answers import Sample
 
 __all__ = ["HISTORY_S", "HostPeaks", "SampleSource", "Samples", "Visit", "device_peaks", "visits_of"]
 
@@ -32,8 +33,11 @@ class SampleSource(Protocol):
 
     until_ns: int
 
-    def samples(self, span_ns: int, after_id: int = 0) -> list[tuple[int, Event]]:
-        """Id and samples of devices and host, in their order."""
+    def samples(self, span_ns: int, after_id: int = 0) -> list[Sample]:
+        """Samples of devices and host, in their order."""
+
+    def sample(self, number: int) -> Event | None:
+        """The whole sample with this id."""
 
     def memory(self, process: int, until_ns: int | None = None) -> Event | None:
         """What the memory of the devices of a process held when it was looked at last."""
@@ -44,36 +48,30 @@ class SampleSource(Protocol):
 
 @dataclass(slots=True)
 class _Track:
-    """The newest sample of one device and its values by second."""
+    """The newest sample of one device and its values, one a second."""
 
-    data: Mapping[str, Any] = field(default_factory=dict)
+    id: int = 0
     t_ns: int = -1
-    values: deque[tuple[int, _Values]] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
+    data: Mapping[str, Any] = field(default_factory=dict)
+    values: deque[_Values] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
 
-    def add(self, t_ns: int, data: Mapping[str, Any], key: str) -> None:
-        if t_ns < self.t_ns:
+    def add(self, sample: Sample) -> None:
+        if sample.t_ns < self.t_ns:
             return
-        second, values = t_ns // SECOND, _values(data, key)
-        self.data, self.t_ns = data, t_ns
-        if self.values and self.values[-1][0] == second:
+        used, total = sample.mem_used, sample.mem_total
+        missing = sample.t_ns // SECOND - self.t_ns // SECOND - 1 if self.values else 0
+        if missing < 0:  # two in one second
             self.values.pop()
-        self.values.append((second, values))
+        elif missing:
+            last = self.values[-1] if missing < _GAP_S else (None, None, None)
+            self.values.extend([last] * min(missing, HISTORY_S))
+        share = used / total * 100 if used is not None and total else None
+        self.values.append((sample.util, share, sample.power))
+        self.id, self.t_ns = sample.id, sample.t_ns
 
     def shown(self) -> DeviceTrack:
-        """With a value a second."""
-        series: list[_Values] = []
-        for second, values in self.values:
-            missing = second - self.values[0][0] - len(series)
-            series += [series[-1] if missing < _GAP_S else (None, None, None)] * missing if series else []
-            series.append(values)
-        util, mem, power = zip(*series[-HISTORY_S:], strict=True) if series else ((), (), ())
-        return DeviceTrack(self.data, self.t_ns, self.values[-1][0] if self.values else -1, util, mem, power)
-
-
-def _values(data: Mapping[str, Any], key: str) -> _Values:
-    """Utilisation and used memory (per cent), power (W)."""
-    used, total = number_in(data, "mem_used_bytes"), number_in(data, "mem_total_bytes")
-    return number_in(data, key), used / total * 100 if used is not None and total else None, number_in(data, "power_w")
+        util, mem, power = zip(*self.values, strict=True)
+        return DeviceTrack(self.data, self.t_ns, self.t_ns // SECOND, util, mem, power)
 
 
 @dataclass(slots=True)
@@ -94,19 +92,15 @@ class Samples:
             self._tracks, self._last_id, self.began = {}, 0, self.began + 1
             self.host.clear()
         self._until_ns = source.until_ns
-        for number, event in source.samples(HISTORY_S * SECOND, self._last_id):
-            self._last_id = max(self._last_id, number)
-            self._add(event)
-
-    def _add(self, event: Event) -> None:
-        t_ns = time_of(event.data)
-        index = _HOST if event.kind == "host" else whole_in(event.data, "index")
-        if t_ns is None or index is None or (index not in self._tracks and len(self._tracks) > _DEVICES):
-            return
-        self._tracks.setdefault(index, _Track()).add(t_ns, event.data, "cpu_pct" if index == _HOST else "util_pct")
-        held = whole_in(event.data, "run_mem_bytes") if index == _HOST else None
-        if held is not None and held >= 0:
-            self.host.append((t_ns, held))
+        for sample in source.samples(HISTORY_S * SECOND, self._last_id):
+            self._last_id = max(self._last_id, sample.id)
+            if sample.device in self._tracks or len(self._tracks) <= _DEVICES:
+                self._tracks.setdefault(sample.device, _Track()).add(sample)
+            if sample.device == _HOST and sample.run_mem is not None and sample.run_mem >= 0:
+                self.host.append((sample.t_ns, int(sample.run_mem)))
+        for track in self._tracks.values():
+            event = source.sample(track.id)
+            track.data = event.data if event is not None else {}
 
     def devices(self) -> dict[int, DeviceTrack]:
         """The GPUs by index."""
@@ -185,10 +179,7 @@ class HostPeaks:
             return {}
         if self._of != (process, samples.began):
             self._of, self._peaks, self._until_ns = (process, samples.began), {}, -1
-            for start, most in source.host_memory(0, samples.host[0][0] - _MINUTE):
-                modes = _modes_between(visits, start, start + _MINUTE)
-                for mode in modes:
-                    _keep_peak(self._peaks, mode, most, sure=len(modes) == 1)
+            self._add_minutes(source.host_memory(0, samples.host[0][0] - _MINUTE), visits)
         newest = samples.host[-1][0]
         for t_ns, held in samples.host:
             # A change of mode is recorded a moment later.
@@ -200,6 +191,19 @@ class HostPeaks:
             if t_ns > self._until_ns:
                 _keep_peak(found, _modes_between(visits, t_ns, t_ns)[-1], held)
         return found
+
+    def _add_minutes(self, minutes: Sequence[tuple[int, int]], visits: Sequence[Visit]) -> None:
+        """Add what is known of whole minutes; if the mode changed in one, it counts only for a mode that has no other."""
+        mixed: list[tuple[str, int]] = []
+        for start, most in minutes:
+            modes = _modes_between(visits, start, start + _MINUTE)
+            if len(modes) == 1:
+                _keep_peak(self._peaks, modes[0], most)
+            else:
+                mixed += ((mode, most) for mode in modes)
+        for mode, most in mixed:
+            if mode not in self._peaks or not self._peaks[mode].exact:
+                _keep_peak(self._peaks, mode, most, sure=False)
 
 
 def _modes_between(visits: Sequence[Visit], begin_ns: int, end_ns: int) -> list[str]:

@@ -31,8 +31,8 @@ __all__ = ["Rows", "Snapshots", "Tallies", "Wanted"]
 
 RANKS_FIGURED = 64
 """Of many processes, the first ones are read, and of those that are shown as many twice: there are scrolled ones."""
-RANK_CALLS_READ = 16
-RANKS_SPAN_S = 120
+RANK_CALLS_READ = 8
+_MINUTE_S = 60
 _SILENT_S = 40
 """Seconds back to which it matters whether a process took up work again (dpmon.model.turns)."""
 _LONG_READ = 64
@@ -330,7 +330,7 @@ def _beside(rows: Rows, tallies: Tallies, process: Process) -> Process:
     """A process that trains beside the one that stands for the run."""
     calls = Calls(rows, process.process)
     mode = process.last_step.mode if process.last_step is not None else process.mode
-    tracks, newest = call_tracks(calls, {}, (), mode, RANK_CALLS_READ)
+    tracks, newest = call_tracks(calls, {}, (), mode, most=RANK_CALLS_READ, timed=False)
     found = replace(process, calls=tracks, newest=newest, last_calls=calls.of_last_step())
     return _with_devices(replace(found, figures=_rank_figures(rows, tallies, process)))
 
@@ -397,11 +397,12 @@ def _recent(rows: Rows, tallies: Tallies, process: int, step: Step, end_s: int) 
 
 
 def _rank_figures(rows: Rows, tallies: Tallies, process: Process) -> RankFigures:
-    """The medians of one of several processes over its last two minutes."""
+    """The medians of one of several processes over this minute and the last one."""
     if process.last_step is None:
         return RankFigures()
     end_s, mode = _end_s(rows, process), process.last_step.mode
-    found = tallies.tallies(max(end_s - RANKS_SPAN_S, 0), end_s, process=process.process, series=_RANK_SERIES)
+    begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # a minute has a tally of its own
+    found = tallies.tallies(begin_s, end_s, process=process.process, series=_RANK_SERIES)
     trained = mode in trains((key.mode, key.kind) for key in found)
     tally = merged(found, mode, False, trained)
     step, forward, backward = (tally.median(series) for series in _RANK_SERIES)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dpmon.record.wire import FAILED, GRAD, TRAINING
 
-__all__ = ["CallHead", "GapRow", "LongRow", "MinuteRow", "Shape", "TimeRow"]
+__all__ = ["CallHead", "GapRow", "LongRow", "MinuteRow", "Sample", "Shape", "TimeRow"]
 
 
 class TimeRow(NamedTuple):
@@ -99,3 +99,20 @@ class CallHead(NamedTuple):
     def failed(self) -> bool:
         """Whether it raised an exception."""
         return bool(self.flags & FAILED)
+
+
+class Sample(NamedTuple):
+    """What the charts show of one sample of a device (-1: of the host); None if it is unknown."""
+
+    id: int
+    t_ns: int
+    device: int
+    util: float | None
+    """Per cent of the device, or of the host's processors."""
+    mem_used: float | None
+    """Bytes, as the next."""
+    mem_total: float | None
+    power: float | None
+    """Watts."""
+    run_mem: float | None
+    """Bytes of the host's memory that the run's processes have."""

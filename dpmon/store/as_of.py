@@ -25,7 +25,7 @@ from dpmon.record.codec import (
 )
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, SETTLING
-from dpmon.store.answers import CallHead, LongRow
+from dpmon.store.answers import CallHead, LongRow, Sample
 from dpmon.store.queries import LONG_COLUMNS, Store, long_row
 from dpmon.store.tables import LASTING
 
@@ -33,6 +33,10 @@ __all__ = ["AsOf"]
 
 _LAST = (1 << 63) - 1
 _SECOND = 1_000_000_000
+_SAMPLED = ", ".join(
+    f"json_extract(json, '$.{name}')"
+    for name in ("index", "util_pct", "cpu_pct", "mem_used_bytes", "mem_total_bytes", "power_w", "run_mem_bytes")
+)
 _HOST = -1
 """The host, as a device."""
 _LOOKED_AT = 20_000
@@ -212,8 +216,8 @@ class AsOf:
         until = self.until_ns if until_ns is None else min(until_ns, self.until_ns)
         return next((_event(text) for (text,) in self.store.query(query, (process, until))), None)
 
-    def samples(self, span_ns: int, after_id: int = 0) -> list[tuple[int, Event]]:
-        """Id and samples of devices and host of the last `span_ns`, in their order; those after an id if it is given.
+    def samples(self, span_ns: int, after_id: int = 0) -> list[Sample]:
+        """Samples of devices and host of the last `span_ns`, in their order; those after an id if it is given.
 
         The span ends with the newest event.
         """
@@ -223,12 +227,21 @@ class AsOf:
             ((newest,),) = self.store.query(query)
             begin = min(newest if type(newest) is int else 0, self.until_ns) - span_ns
             first = max(self._event_at(begin) - _NEAR, 0)
+        # Taken apart by SQLite, which is ten times as fast.
         query = (
-            "SELECT id, json FROM events WHERE id > ? AND kind IN ('device', 'host') AND t_ns >= ? AND t_ns <= ?"
-            " ORDER BY id"
+            f"SELECT id, t_ns, kind, {_SAMPLED} FROM events"
+            " WHERE id > ? AND kind IN ('device', 'host') AND t_ns >= ? AND t_ns <= ? AND json_valid(json) ORDER BY id"
         )
-        rows = self.store.query(query, (first, begin, self.until_ns))
-        return [(number, event) for number, text in rows if (event := _event(text)) is not None]
+        return [
+            sample
+            for row in self.store.query(query, (first, begin, self.until_ns))
+            if (sample := _sample(*row)) is not None
+        ]
+
+    def sample(self, number: int) -> Event | None:
+        """The whole sample with this id."""
+        rows = self.store.query("SELECT json FROM events WHERE id = ?", (number,))
+        return next((_event(text) for (text,) in rows), None)
 
     def _event_at(self, t_ns: int) -> int:
         """About the id of the first event at or after a time."""
@@ -270,6 +283,16 @@ def _numbers(payload: bytes) -> list[int]:
     for stage, got, gave, _, _ in call_stages(payload):
         found += (stage, got, gave)
     return found
+
+
+def _sample(number: int, t_ns: int, kind: str, index: object, *values: object) -> Sample | None:
+    device = _HOST if kind == "host" else index
+    if type(device) is not int or device < _HOST or type(t_ns) is not int:
+        return None
+    util, cpu, used, total, power, run = (
+        float(value) if isinstance(value, (int, float)) and abs(value) < 1e18 else None for value in values
+    )
+    return Sample(number, t_ns, device, cpu if device == _HOST else util, used, total, power, run)
 
 
 def _event(text: Any) -> Event | None:

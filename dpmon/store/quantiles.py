@@ -14,6 +14,7 @@ from itertools import accumulate
 
 __all__ = [
     "Counts",
+    "add_pairs",
     "add_values",
     "between",
     "bounds",
@@ -22,6 +23,7 @@ __all__ = [
     "merge",
     "middle",
     "pack",
+    "pairs",
     "quantile",
     "quantiles",
     "unpack",
@@ -107,10 +109,24 @@ def pack(counts: Mapping[int, int]) -> bytes:
 
 def unpack(counts: Counts, data: bytes) -> None:
     """Add what `pack` gave; ValueError if it is damaged."""
+    add_pairs(counts, pairs(data))
+
+
+def pairs(data: bytes) -> array[int]:
+    """What `pack` gave: bucket and count by turns; ValueError if it is damaged."""
     flat = array("H")
     flat.frombytes(data)
     if len(flat) % 2 or max(flat[::2], default=0) > LAST_BUCKET:
         raise ValueError("a damaged sketch")
+    return flat
+
+
+def add_pairs(counts: Counts, flat: array[int]) -> None:
+    """Add what `pairs` gave."""
+    fresh = dict(zip(flat[::2], flat[1::2], strict=True))
+    if not counts and 2 * len(fresh) == len(flat):
+        counts.update(fresh)
+        return
     get = counts.get
     for number, count in zip(flat[::2], flat[1::2], strict=True):
         counts[number] = get(number, 0) + count

@@ -12,6 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 from dpmon.record.codec import (
@@ -70,6 +71,8 @@ class Store:
         self.damaged = damaged
         """Why the history could not be read, if it could not."""
         self._decoders: dict[int, Decoder] = {}
+        self._covers: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
+        """What `cover` found, by what it was asked for."""
         self.rings: dict[str, RingRow] = rings_in(db)
         self._names = dict(self._rows("SELECT number, name FROM series"))
         meta = dict(self._rows("SELECT key, value FROM meta"))
@@ -100,9 +103,12 @@ class Store:
         `finest`, `widest`: use no narrower and no wider tallies. Where narrow ones were deleted, wider ones are used
         all the same, and reach beyond the begin.
         """
+        asked = begin_s, end_s, finest, widest
+        if asked in self._covers:
+            return self._covers[asked]
         newest: int = max(self._newest(), begin_s)
         end_s = min(end_s, newest + 1)
-        found: list[tuple[int, int, int]] = []
+        found = self._covers[asked] = []
         at = begin_s
         while at < end_s:
             width = self._width_at(at, end_s, finest, widest)
@@ -151,12 +157,15 @@ class Store:
         """
         for width, row in self._stretches("tallies", _TALLY, begin_s, end_s, process, finest, widest):
             named = dict(zip(_TALLY, row, strict=True))
-            if type(named["start_s"]) is not int or type(named["process"]) is not int or named["mode"] not in MODES:
-                continue
-            with suppress(ValueError):
-                tally = Tally.of_row(named, self._names, sketches=sketches, series=series)
-                key = Key(named["process"], named["mode"], named["kind"], named["batch"])
-                yield named["start_s"], width, key, tally
+            key = _key(named)
+            if key is not None:
+                with suppress(ValueError):
+                    yield (
+                        named["start_s"],
+                        width,
+                        key,
+                        Tally.of_row(named, self._names, sketches=sketches, series=series),
+                    )
 
     def _stretches(
         self,
@@ -165,8 +174,8 @@ class Store:
         begin_s: int,
         end_s: int,
         process: int | None,
-        finest: int,
-        widest: int,
+        finest: int = 1,
+        widest: int = WIDTHS[-1],
     ) -> Iterator[tuple[int, tuple[Any, ...]]]:
         """Width and columns of the rows of tallies or times between two seconds, in order of time."""
         names = ", ".join(columns)
@@ -195,12 +204,14 @@ class Store:
     ) -> dict[Key, Tally]:
         """By key, all of the time between two seconds. Parameters as in `tally_rows`."""
         found: dict[Key, Tally] = {}
-        for _, _, key, tally in self.tally_rows(begin_s, end_s, process=process, sketches=sketches, series=series):
-            known = found.get(key)
-            if known is None:
-                found[key] = tally
-            else:
-                known.merge(tally)
+        for _, row in self._stretches("tallies", _TALLY, begin_s, end_s, process):
+            named = dict(zip(_TALLY, row, strict=True))
+            key = _key(named)
+            if key is not None:
+                with suppress(ValueError):
+                    fresh = Tally() if key not in found else found[key]
+                    fresh.add_row(named, self._names, sketches=sketches, series=series)
+                    found[key] = fresh
         return found
 
     def counts(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
@@ -224,13 +235,15 @@ class Store:
             return self.tallies(begin_s, end_s, process=ALL)
         return {key._replace(process=ALL): tally for key, tally in self.tallies(begin_s, end_s).items()}
 
+    @cached_property
+    def _kinds(self) -> frozenset[tuple[str, int]]:
+        process = ALL if len(self.processes) > 1 else next(iter(self.processes), 0)
+        rows = self._stretches("tallies", ("mode", "kind"), 0, END, process)
+        return frozenset((mode, kind) for _, (mode, kind) in rows)
+
     def kinds(self) -> set[tuple[str, int]]:
         """Mode and kind of all steps so far."""
-        process = ALL if len(self.processes) > 1 else next(iter(self.processes), 0)
-        return {
-            (mode, kind)
-            for _, (mode, kind) in self._stretches("tallies", ("mode", "kind"), 0, END, process, 1, WIDTHS[-1])
-        }
+        return set(self._kinds)
 
     # ------------------------------------------------------------------------------------------ time
 
@@ -533,6 +546,13 @@ def _longest_of(row: Mapping[str, Any], width: int, tally: Tally) -> LongRow:
     # As if the others had been in that phase all the time.
     least = {name: took - others for name, took in spent.items() if 2 * (took - others) > wall}
     return LongRow(process, None, mode, kind, max((start + width) * _SECOND - wall, 0), wall, least)
+
+
+def _key(row: Mapping[str, Any]) -> Key | None:
+    """The key of a row of tallies; None if it is damaged."""
+    if type(row["start_s"]) is not int or type(row["process"]) is not int or row["mode"] not in MODES:
+        return None
+    return Key(row["process"], row["mode"], row["kind"], row["batch"])
 
 
 def long_row(row: tuple[Any, ...]) -> LongRow | None:

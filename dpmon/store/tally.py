@@ -255,33 +255,67 @@ class Tally:
 
         `series`: read these only.
         """
-        found = cls(*(_whole(row[name], optional=name not in ("steps", "calls")) for name in PLAIN))  # type: ignore[arg-type]
+        found = cls()
+        found.add_row(row, names, sketches=sketches, series=series)
+        return found
+
+    def add_row(
+        self,
+        row: Mapping[str, Any],
+        names: Mapping[int, str],
+        *,
+        sketches: bool = True,
+        series: Collection[str] | None = None,
+    ) -> None:
+        """Add the tally in a row, as `of_row` reads it. A damaged one changes nothing."""
+        values = [row[name] for name in PLAIN]
+        added = Tally(*values)
+        if not all(
+            type(value) is int or (value is None and name not in _COUNTS)
+            for name, value in zip(PLAIN, values, strict=True)
+        ):
+            raise ValueError("a damaged tally")
         for quantity in QUANTITIES:
             total, count = (_whole(row[f"{quantity.name}_{part}"], optional=True) for part in ("sum", "n"))
             if total is not None and count:
-                found.sums[quantity.name] = Sum(count, total)
-        data = row["sketches"]
-        if not isinstance(data, bytes):
-            raise ValueError("a damaged tally")
-        at = 0
+                added.sums[quantity.name] = Sum(count, total)
+        entries = list(_entries_of(row["sketches"], names, series))
+        counts = [quantiles.pairs(data) for *_, data in entries] if sketches else []
+        self.merge(added)
+        for index, (name, count, total, _) in enumerate(entries):
+            stat = self.stats.get(name)
+            if stat is None:
+                stat = self.stats[name] = Stat()
+            stat.count += count
+            stat.total = _bounded(stat.total + total)
+            if sketches:
+                quantiles.add_pairs(stat.counts, counts[index])
+
+
+def _entries_of(
+    data: object, names: Mapping[int, str], series: Collection[str] | None
+) -> Iterator[tuple[str, int, int, bytes]]:
+    """Name, count, sum and sketch of each series in a row; ValueError if they are damaged."""
+    if not isinstance(data, bytes):
+        raise ValueError("a damaged tally")
+    at = 0
+    while at < len(data):
         try:
-            while at < len(data):
-                number, count, total, size = _ENTRY.unpack_from(data, at)
-                at += _ENTRY.size + size
-                if at > len(data):
-                    raise ValueError("a damaged tally")
-                name = names.get(number)
-                if name is not None and (series is None or name in series):
-                    stat = found.stats[name] = Stat(count, total)
-                    if sketches:
-                        quantiles.unpack(stat.counts, data[at - size : at])
+            number, count, total, size = _ENTRY.unpack_from(data, at)
         except struct.error:
             raise ValueError("a damaged tally") from None
-        return found
+        at += _ENTRY.size + size
+        if at > len(data):
+            raise ValueError("a damaged tally")
+        name = names.get(number)
+        if name is not None and (series is None or name in series):
+            yield name, count, total, data[at - size : at]
 
 
 PLAIN = ("steps", "calls", "last_step", "low_ns", "high_ns", "first_ns", "last_ns")
 """Members of Tally with a column of the same name."""
+_COUNTS = ("steps", "calls")
+"""Those of them that are never NULL."""
 
 
 def _whole(value: object, *, optional: bool) -> int | None:

@@ -61,9 +61,11 @@ _ADDED = frozenset(TALLY_COLUMNS) - frozenset(_REACH)
 class Store:
     """The tables of one history, as of one instant."""
 
-    def __init__(self, db: sqlite3.Connection, origin_ns: int = 0) -> None:
+    def __init__(self, db: sqlite3.Connection, origin_ns: int = 0, damaged: str | None = None) -> None:
         """`db`: in a transaction, so that every query sees the same; `origin_ns`: the run's start, monotonic."""
         self._db = db
+        self.damaged = damaged
+        """Why the history could not be read, if it could not."""
         self._origin_ns = origin_ns
         self._decoders: dict[int, Decoder] = {}
         self.rings: dict[str, RingRow] = rings_in(db)
@@ -75,6 +77,11 @@ class Store:
         """Rows that were deleted to bound the history."""
         self.processes = sorted({ring.process for ring in self.rings.values() if ring.process >= 0 and ring.steps})
         """Those with steps."""
+
+    @property
+    def dropped(self) -> int:
+        """Records that nobody could keep: lost by their writer, overwritten before they were read, or unreadable."""
+        return sum(ring.missed + ring.lost for ring in self.rings.values())
 
     def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         return self._db.execute(query, values).fetchall()

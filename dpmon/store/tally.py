@@ -109,7 +109,7 @@ class SeriesNames:
     """The numbers under which series are stored. `fresh` holds names that were not written yet."""
 
     def __init__(self, names: Iterable[tuple[int, str]] = ()) -> None:
-        self.by_number: dict[int, str] = dict(names)
+        self.by_number = {number: name for number, name in names if type(number) is int and isinstance(name, str)}
         self._numbers = {name: number for number, name in self.by_number.items()}
         self.fresh: list[tuple[int, str]] = []
 
@@ -117,7 +117,7 @@ class SeriesNames:
         """The number of a series, a new one if it has none; None when there are too many."""
         found = self._numbers.get(name)
         if found is None:
-            found = len(self._numbers)
+            found = max(self.by_number, default=-1) + 1
             if found > 0xFFFF:
                 return None
             self._numbers[name] = found

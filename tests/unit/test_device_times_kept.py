@@ -194,7 +194,7 @@ def test_a_history_of_an_earlier_version_is_gone_on_with_and_read(state: Path, l
     with closing(Kept(directory)) as kept:
         sums = list(kept.rollups(1))
     assert sum(rollup.steps for rollup in sums) == 5
-    History(directory, {}).close()  # a supervisor that takes over
+    History.open(directory, {}).close()  # a supervisor that takes over
     assert [record for record in history(directory) if isinstance(record, Step)] == old
     with closing(Kept(directory)) as kept:
         assert list(kept.rollups(1)) == sums

@@ -171,7 +171,7 @@ def test_a_script_that_waits_all_day_does_not_fill_its_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr("dpmon.store.writer._LASTING_KEPT", 50)
-    writer = History(tmp_path, {}, 1 << 16)
+    writer = History.open(tmp_path, {}, 1 << 16)
     for first in range(0, 2000, 100):
         batch = Batch()
         batch.events = [(n, None, kind, n * SECOND, '{"pid": 1}') for n in range(first + 1, first + 101)]

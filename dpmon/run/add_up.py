@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dpmon.record.codec import (
     MODES,
+    SAMPLES_AT,
     Event,
     RecordError,
     definition,
@@ -114,7 +115,8 @@ def _add_payload(adder: Adder, process: int, payload: bytes, origin: int) -> Non
     elif kind == "call":
         adder.call(process, payload)
     elif kind == "step":
-        mode, number, start, wall, samples, *phases = step_fields(payload)
+        mode, number, start, wall, phases, counted = step_fields(payload)
+        samples = counted[SAMPLES_AT]
         known: list[int | None] = [took if took >= 0 else None for took in phases]
         other = max(0, wall - sum(took for took in phases if took >= 0))
         known_samples = samples if samples >= 0 else None

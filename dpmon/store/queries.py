@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import Any
 
 from dpmon.record.codec import (
-    STEP_PHASES,
     Call,
     Decoder,
     Event,
@@ -25,10 +24,10 @@ from dpmon.record.codec import (
     pack_definition,
 )
 from dpmon.record.plainjson import load_event, load_json
-from dpmon.record.schema import MODES, PHASES, SETTLING
+from dpmon.record.schema import MODES, QUANTITIES, SETTLING, STEP_PHASES
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.answers import GapRow, LongRow, Shape, TimeRow
-from dpmon.store.tables import ACTIVITY_COLUMNS, TALLY_COLUMNS, RingRow, rings_in
+from dpmon.store.tables import ACTIVITY_COLUMNS, STEP_COLUMNS, TALLY_COLUMNS, RingRow, columns_in, rings_in
 from dpmon.store.tally import ALL, WIDTHS, Key, Tally
 
 __all__ = ["END", "Store"]
@@ -37,7 +36,7 @@ END = 1 << 40
 """A second after every run."""
 _LAST_NS = (1 << 63) - 1
 _TALLY = ("start_s", "process", "mode", "kind", "batch", *TALLY_COLUMNS, "sketches")
-_LONG_PHASES = tuple(f"{phase.name}_ns" for phase in PHASES if not phase.of_call)
+_LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
 _SHAPE_CHARACTERS = 1 << 20
 
 
@@ -54,6 +53,8 @@ class Store:
         meta = dict(self._rows("SELECT key, value FROM meta"))
         self._whole: dict[int, int] = {width: _whole(meta.get(f"whole_{width}")) for width in WIDTHS[1:]}
         self._pruned: dict[int, int] = {width: _whole(meta.get(f"pruned_{width}")) for width in WIDTHS[:-1]}
+        self._tally_columns = columns_in(db, "tallies", _TALLY)
+        self._step_columns = columns_in(db, "steps", STEP_COLUMNS)
         query = "SELECT DISTINCT process FROM tallies WHERE process >= 0"
         self.processes = sorted(process for (process,) in self._rows(query) if type(process) is int)
         """Those with steps."""
@@ -110,7 +111,7 @@ class Store:
         """
         who = "process >= 0" if process is None else "process = ?"
         values = () if process is None else (process,)
-        query = f"SELECT {', '.join(_TALLY)} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ? AND {who}"
+        query = f"SELECT {self._tally_columns} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ? AND {who}"
         for width, begin, end in self.cover(begin_s, end_s, finest):
             for row in self._db.execute(f"{query} ORDER BY start_s", (width, begin, end, *values)):
                 named = dict(zip(_TALLY, row, strict=True))
@@ -182,11 +183,7 @@ class Store:
         )
         found = []
         for process, step, mode, kind, start, wall, *phases in self._rows(query, (begin_ns, end_ns, most)):
-            known = {
-                phase.name: took
-                for phase, took in zip((p for p in PHASES if not p.of_call), phases, strict=True)
-                if type(took) is int
-            }
+            known = {name: took for name, took in zip(STEP_PHASES, phases, strict=True) if type(took) is int}
             if mode in MODES and all(type(value) is int for value in (process, step, kind, start, wall)):
                 found.append(LongRow(process, step, mode, kind, start, wall, known))
         return found
@@ -195,20 +192,19 @@ class Store:
         """The newest steps that ended between two times, the newest first; damaged ones are left out."""
         who, values = ("", ()) if process is None else (" AND process = ?", (process,))
         ended = "start_ns + wall_ns"
-        query = f"SELECT * FROM steps WHERE {ended} > ? AND {ended} <= ?{who} ORDER BY id DESC LIMIT ?"
-        cursor = self._db.execute(query, (begin_ns, end_ns, *values, most))
-        names = [column[0] for column in cursor.description]
+        query = f"SELECT {self._step_columns} FROM steps WHERE {ended} > ? AND {ended} <= ?{who}"
         found = []
-        for row in cursor:
+        for row in self._db.execute(f"{query} ORDER BY id DESC LIMIT ?", (begin_ns, end_ns, *values, most)):
             with suppress(RecordError):
-                found.append(self._step(dict(zip(names, row, strict=True))))
+                found.append(self._step(dict(zip(STEP_COLUMNS, row, strict=True))))
         return found
 
     def _step(self, row: Mapping[str, Any]) -> Step:
         """The record in a row of steps; RecordError if it is damaged."""
         phases = {name: row[f"{name}_ns"] for name in STEP_PHASES}
+        quantities = {quantity.name: row[quantity.name] for quantity in QUANTITIES}
         whole = [row[name] for name in ("process", "step", "start_ns", "wall_ns")]
-        optional = [row["samples"], row["copied_bytes"], *phases.values()]
+        optional = [*quantities.values(), *phases.values()]
         known = all(type(value) is int for value in whole)
         if not known or row["mode"] not in MODES or not all(value is None or type(value) is int for value in optional):
             raise RecordError("damaged row in steps")
@@ -220,9 +216,9 @@ class Store:
             mode=row["mode"],
             start_ns=start,
             wall_ns=wall,
-            samples=row["samples"],
+            samples=quantities.pop("samples"),
             phases={name: took for name, took in phases.items() if took is not None},
-            copied=row["copied_bytes"],
+            quantities={name: count for name, count in quantities.items() if count is not None},
         )
         try:
             return kept_step_times(found, row["device"]) if isinstance(row["device"], bytes) else found

@@ -5,10 +5,11 @@
                  the first and the last id of its calls and steps
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
     calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.record.codec)
-    steps        id, process, step, mode, start_ns, wall_ns, samples, data_ns ... other_ns (NULL: did not run),
-                 device (NULL, or its device times: dpmon.record.codec.step_times), copy_ns, copied_bytes (NULL: none),
-                 between_ns (time since the previous step, without pauses: dpmon.rates.Gap; negative if both are
-                 evaluation steps)
+    steps        id, process, step, mode, start_ns, wall_ns, kind (dpmon.record.schema.KINDS), calls, each quantity,
+                 the ns of each phase (NULL: did not run; those of its calls are sums), rest_ns (what the phases of its
+                 calls leave of its forward), device (NULL, or its device times:
+                 dpmon.record.codec.step_times), between_ns (time since the previous step, without pauses:
+                 dpmon.rates.Gap; negative if both are evaluation steps)
     events       id, process (NULL: the supervisor), kind, t_ns, json
     rollups      width (1 or 60 s; 0: see below), start_s, process, mode, steps, calls, samples, unknown (steps
                  without samples), last_step, low_ns, high_ns (of a step), step_ns, data_ns ... gather_ns (sums;
@@ -43,7 +44,7 @@ from __future__ import annotations
 import re
 import sqlite3
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -70,6 +71,7 @@ __all__ = [
     "RingRow",
     "check_schema",
     "check_version",
+    "columns_in",
     "definitions_in",
     "last_ids",
     "rings_in",
@@ -81,19 +83,18 @@ HISTORY_FILE = "history.sqlite"
 SCHEMA_VERSION = 5
 LASTING = "kind IN ('process', 'mode', 'exit', 'warning', 'pause', 'input')"
 """Events that outlive the steps around them (of warnings and waits the newest): they hold for what follows."""
-_FIRST_COLUMNS = (
-    *("samples", "copied_bytes"),
-    *("data_ns", "copy_ns", "forward_ns", "backward_ns", "optimizer_ns", "other_ns"),
-)
-"""Columns of steps that the first versions had; they come first."""
-STEP_COLUMNS = (
-    "kind",
-    "calls",
-    "rest_ns",
-    *(name for q in QUANTITIES if (name := q.name) not in _FIRST_COLUMNS),
-    *(name for phase in PHASES if (name := f"{phase.name}_ns") not in _FIRST_COLUMNS),
-)
-"""Further columns of steps: the phases of its calls are sums over all of them."""
+STEP_COLUMNS: Mapping[str, str] = {
+    "id": "INTEGER PRIMARY KEY",
+    **dict.fromkeys(("process", "step"), "INTEGER"),
+    "mode": "TEXT",
+    **dict.fromkeys(("start_ns", "wall_ns", "kind", "calls"), "INTEGER"),
+    **dict.fromkeys((quantity.name for quantity in QUANTITIES), "INTEGER"),
+    **dict.fromkeys((f"{phase.name}_ns" for phase in PHASES), "INTEGER"),
+    "rest_ns": "INTEGER",
+    "device": "BLOB",
+    "between_ns": "INTEGER",
+}
+"""The columns of steps and their types."""
 CALL_COLUMNS = tuple(f"{phase.name}_ns" for phase in PHASES if phase.of_call)
 TALLY_COLUMNS = (*PLAIN, *(f"{quantity.name}_{part}" for quantity in QUANTITIES for part in ("sum", "n")))
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
@@ -114,11 +115,7 @@ CREATE TABLE IF NOT EXISTS definitions (
 CREATE TABLE IF NOT EXISTS calls (
     id INTEGER PRIMARY KEY, process INTEGER, call INTEGER, step INTEGER, mode TEXT, start_ns INTEGER,
     wall_ns INTEGER, rows INTEGER, payload BLOB, {call_columns});
-CREATE TABLE IF NOT EXISTS steps (
-    id INTEGER PRIMARY KEY, process INTEGER, step INTEGER, mode TEXT, start_ns INTEGER, wall_ns INTEGER,
-    samples INTEGER, data_ns INTEGER, forward_ns INTEGER, backward_ns INTEGER, optimizer_ns INTEGER,
-    other_ns INTEGER, device BLOB, copy_ns INTEGER, copied_bytes INTEGER,
-    between_ns INTEGER, {step_columns});
+CREATE TABLE IF NOT EXISTS steps ({step_columns});
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, process INTEGER, kind TEXT, t_ns INTEGER, json TEXT);
 CREATE TABLE IF NOT EXISTS rollups (
@@ -146,7 +143,7 @@ CREATE INDEX IF NOT EXISTS lasting ON events (id) WHERE {lasting};
 """.format(
     lasting=LASTING,
     sums=", ".join(f"{name}_ns INTEGER" for name in SERIES if name != "copy"),
-    step_columns=_whole_numbers(STEP_COLUMNS),
+    step_columns=", ".join(f"{name} {kind}" for name, kind in STEP_COLUMNS.items()),
     call_columns=_whole_numbers(CALL_COLUMNS),
     tally_columns=_whole_numbers(TALLY_COLUMNS) + ", sketches BLOB",
     activities=_whole_numbers(ACTIVITY_COLUMNS),
@@ -239,6 +236,12 @@ def check_version(db: sqlite3.Connection) -> None:
     row = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
     if row is not None and isinstance(row[0], int) and row[0] > SCHEMA_VERSION:
         raise HistoryError(f"a later version of dpmon wrote it (schema {row[0]}; this one knows {SCHEMA_VERSION})")
+
+
+def columns_in(db: sqlite3.Connection, table: str, wanted: Iterable[str]) -> str:
+    """The columns as a query names them; NULL for those that a history lacks which an earlier version began."""
+    there = {row[1] for row in db.execute(f"PRAGMA table_info({table})")}
+    return ", ".join(name if name in there else f"NULL AS {name}" for name in wanted)
 
 
 def definitions_in(db: sqlite3.Connection, process: int) -> Iterator[tuple[int, Any]]:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from rich.style import Style
 
 from dpmon.config import THEMES
-from dpmon.model.state import PHASES
+from dpmon.record.schema import PHASES
 from dpmon.ui.ascii import knows_only_ascii
 from dpmon.ui.palettes import PALETTES, named
 from dpmon.ui.themes import MONO_STYLES, composed, styles_of
 
 __all__ = ["ASCII", "COLOUR", "LETTERS", "MONO", "UNICODE", "Glyphs", "Look", "choose", "look"]
 
-LETTERS: Mapping[str, str] = dict(zip(PHASES, "DCSRAGFBO.", strict=True))
+LETTERS: Mapping[str, str] = {phase.shown: phase.letter for phase in PHASES}
 """A letter a phase; what is left over has a dot."""
 
 

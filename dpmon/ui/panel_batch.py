@@ -9,14 +9,15 @@ from dpmon.model.history import figures as figures_of
 from dpmon.model.ranks import distributed, training
 from dpmon.model.state import ModeTrack, Process
 from dpmon.model.stats import PhaseFigures, Summary, leaves_rest, median_known, shown, summary
-from dpmon.model.turn import Turn, last_turn
+from dpmon.model.turn import Turn, is_placed, last_turn
+from dpmon.record.schema import phase_shown
 from dpmon.ui.batch_notes import notes
 from dpmon.ui.chart import stacked, top_of
 from dpmon.ui.format import clock, group, ms, percent, short_ms, span_words
 from dpmon.ui.look import LETTERS, Look
 from dpmon.ui.rows import Row, cut, right, width_of
 from dpmon.ui.scene import NAMES, SECOND, Scene, mode_words
-from dpmon.ui.waterfall import REST, SHORT_NAMES, waterfall
+from dpmon.ui.waterfall import REST, waterfall
 
 __all__ = ["batch", "figures", "mode_shown", "title", "wanted_rows"]
 
@@ -119,8 +120,11 @@ def _others(scene: Scene) -> list[tuple[str, Turn]]:
 def _told(numbers: Summary, width: int, look: Look) -> Row:
     """What the figures are of, and what in the waterfall was recorded and what was laid."""
     drawn = "" if numbers.sampled == numbers.steps else f", medians of {group(numbers.sampled)} evenly drawn"
-    laid = ("copy, " if any(phase.ran for phase in numbers.phases if phase.name == "copy") else "") + "backward"
-    text = f"{group(numbers.steps)} steps{drawn}; in the last step {laid} and optimizer are laid in their order"
+    *others, last = [
+        p.name for p in numbers.phases if is_placed(p.name) and (p.ran or not phase_shown(p.name).optional)
+    ]
+    laid = f"{', '.join(others)} and {last}"
+    text = f"{group(numbers.steps)} steps{drawn}; in the last step {laid} are laid in their order"
     if not look.colour or look.glyphs.ascii:
         text += "; a small letter: too short for a cell"
     return [(cut(text, width, look.glyphs.more), "dim")]
@@ -131,13 +135,15 @@ def _name(phase: str, room: int, look: Look, *, rest: bool) -> Row:
 
     `rest`: the call's phases are shown separately, and forward is only the rest.
     """
+    letter = LETTERS[phase]
     if rest and phase == "forward":
         text = next((word for word in REST if len(word) < room), REST[-1])[: room - 1]
+        letter = text[0].upper()
     else:
-        text = phase if len(phase) < room else SHORT_NAMES.get(phase, phase)[: room - 1]
-    if LETTERS[phase] == ".":
+        text = phase if len(phase) < room else phase_shown(phase).shortened[: room - 1]
+    if letter == ".":
         return [("." if not look.colour or look.glyphs.ascii else " ", f"chip.{phase}"), (text, "")]
-    return [(text[0].upper(), f"chip.{phase}"), (text[1:], "")]
+    return [(letter, f"chip.{phase}"), (text[1:], "")]
 
 
 def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_tail: bool) -> list[Row]:

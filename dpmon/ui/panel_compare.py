@@ -10,6 +10,7 @@ from dpmon.model.ranks import distributed
 from dpmon.model.state import HOST, PHASES, WARM_STEPS, Peak
 from dpmon.model.stats import leaves_rest
 from dpmon.model.turn import Piece
+from dpmon.record.schema import phase_shown
 from dpmon.ui.chart import ceiling
 from dpmon.ui.format import UNKNOWN, compact, group, memory, ms, percent
 from dpmon.ui.look import Look
@@ -176,7 +177,7 @@ class _Table:
         rows = []
         for index, name in enumerate(PHASES):
             phases = {m: s.phases[index] for m, s in self.found.sides.items()}
-            if name == "copy" and not any(phase.ran for phase in phases.values()):  # as in panel 3
+            if phase_shown(name).optional and not any(phase.ran for phase in phases.values()):  # as in panel 3
                 continue
             times = {m: phase.median_ns for m, phase in phases.items()}
             single, dp = times.get("single"), times.get("dp")

@@ -10,24 +10,17 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from dpmon.model.turn import Lane, Piece, Turn
+from dpmon.record.schema import phase_shown
 from dpmon.ui.chart import ceiling
 from dpmon.ui.format import group, ms
 from dpmon.ui.look import LETTERS, Glyphs, Look
 from dpmon.ui.rows import Row, Span, cut, fit, right, span_width
 from dpmon.ui.text import clean
 
-__all__ = ["REST", "SHORT_NAMES", "lane_row", "main_row", "waterfall"]
+__all__ = ["REST", "lane_row", "main_row", "waterfall"]
 
 REST = ("forward rest", "fwd rest", "rest")
 """Names, from long to short, for the rest of the forward when the call's phases are shown separately."""
-SHORT_NAMES = {
-    "replicate": "repl",
-    "backward": "back",
-    "optimizer": "opt",
-    "scatter": "scat",
-    "gather": "gath",
-    "forward": "forw",
-}
 _LEFT = " ▏▎▍▌▋▊▉█"
 _TOOK = 9
 
@@ -238,7 +231,7 @@ def _name(cells: list[Span], blocks: bool, colour: bool) -> None:
 
 def _text(phase: str, room: int, blocks: bool) -> str:
     letter = LETTERS[phase]
-    for word in (phase, SHORT_NAMES.get(phase, phase)):
+    for word in (phase, phase_shown(phase).shortened):
         if len(word) + (1 if blocks else 0) <= room:
             named = word if letter == "." else letter + word[1:]
             return (" " + named if blocks and room > len(word) else named).ljust(room, " " if blocks else "-")

@@ -211,8 +211,11 @@ def pack_step(mode: int, step: int, start_ns: int, wall_ns: int, samples: int, p
 
 def with_extras(step: bytes, extras: Mapping[str, int]) -> bytes:
     """The step that `pack_step` has packed, with the phases (ns) and quantities of STEP_EXTRAS that it has."""
-    head = bytes((*step[:2], len(extras))) + step[3:]
-    return head + b"".join([STEP_EXTRA.pack(_EXTRA_NUMBERS[name], value) for name, value in extras.items()])
+    found = bytearray(step)
+    found[2] = len(extras)
+    for name, value in extras.items():
+        found += STEP_EXTRA.pack(_EXTRA_NUMBERS[name], value)
+    return bytes(found)
 
 
 def pack_timed(record: bytes, times: Sequence[float | None], why: int) -> bytes:

@@ -14,7 +14,7 @@ from dpmon.record.schema import phase_shown
 from dpmon.ui.batch_notes import notes
 from dpmon.ui.chart import stacked, top_of
 from dpmon.ui.format import clock, group, ms, percent, short_ms, span_words
-from dpmon.ui.look import LETTERS, Look
+from dpmon.ui.look import LETTERS, Look, letter_in
 from dpmon.ui.rows import Row, cut, right, width_of
 from dpmon.ui.scene import NAMES, SECOND, Scene, mode_words
 from dpmon.ui.waterfall import REST, waterfall
@@ -135,15 +135,14 @@ def _name(phase: str, room: int, look: Look, *, rest: bool) -> Row:
 
     `rest`: the call's phases are shown separately, and forward is only the rest.
     """
-    letter = LETTERS[phase]
     if rest and phase == "forward":
         text = next((word for word in REST if len(word) < room), REST[-1])[: room - 1]
-        letter = text[0].upper()
-    else:
-        text = phase if len(phase) < room else phase_shown(phase).shortened[: room - 1]
+        return [(text[0].upper(), f"chip.{phase}"), (text[1:], "")]
+    text = phase if len(phase) < room else phase_shown(phase).shortened[: room - 1]
+    letter, at = LETTERS[phase], letter_in(phase, text)
     if letter == ".":
         return [("." if not look.colour or look.glyphs.ascii else " ", f"chip.{phase}"), (text, "")]
-    return [(letter, f"chip.{phase}"), (text[1:], "")]
+    return [*([(text[:at], "")] if at else []), (letter, f"chip.{phase}"), (text[at + 1 :], "")]
 
 
 def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_tail: bool) -> list[Row]:

@@ -13,7 +13,7 @@ from dpmon.model.turn import Lane, Piece, Turn
 from dpmon.record.schema import phase_shown
 from dpmon.ui.chart import ceiling
 from dpmon.ui.format import group, ms
-from dpmon.ui.look import LETTERS, Glyphs, Look
+from dpmon.ui.look import LETTERS, Glyphs, Look, letter_in
 from dpmon.ui.rows import Row, Span, cut, fit, right, span_width
 from dpmon.ui.text import clean
 
@@ -233,7 +233,8 @@ def _text(phase: str, room: int, blocks: bool) -> str:
     letter = LETTERS[phase]
     for word in (phase, phase_shown(phase).shortened):
         if len(word) + (1 if blocks else 0) <= room:
-            named = word if letter == "." else letter + word[1:]
+            at = letter_in(phase, word)
+            named = word if letter == "." else word[:at] + letter + word[at + 1 :]
             return (" " + named if blocks and room > len(word) else named).ljust(room, " " if blocks else "-")
     return letter.ljust(room, " " if blocks else "-")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,13 +20,11 @@ from dpmon.record.plainjson import load_event
 from dpmon.run.adder import Adder
 from dpmon.run.export import Snapshot
 from dpmon.run.past import deleted
-from dpmon.run.reader import RunReader
 from dpmon.run.rows import record_of, step_columns, step_device
-from dpmon.run.standing import IDLE
 from dpmon.run.totals import Totals
 from dpmon.store.tables import HistoryError
 
-__all__ = ["add_up", "why_nothing"]
+__all__ = ["add_up"]
 
 
 def add_up(directory: Path, adder: Adder | None = None) -> Totals:
@@ -60,27 +57,6 @@ def add_up(directory: Path, adder: Adder | None = None) -> Totals:
         return totals
     finally:
         snapshot.close()
-
-
-def why_nothing(totals: Totals, reader: RunReader) -> str | None:
-    """Why a run without steps and calls has none; None for one whose command was not started."""
-    # Where the record is kept is told as a warning too, but is no reason.
-    warnings = [text for text in totals.warnings if text != reader.info.options.get("elsewhere")]
-    if warnings:
-        return warnings[0]
-    stage = reader.stage()
-    if reader.info.command_pid is None:
-        return None
-    if stage is None:
-        return "no Python process of the run imported torch"
-    if stage[0] == "importing torch":
-        return "the process ended while it imported torch"
-    if stage[0] in IDLE:
-        return "torch was imported, but no model was called"
-    how = reader.exit()
-    end_ns = time.monotonic_ns() if how is None else how.end_ns
-    process = "the process is" if how is None else "when the process ended, it was"
-    return f"no model was called; {process} {stage[0]}, for {max(end_ns - stage[1], 0) / 1e9:.0f} s"
 
 
 def _payloads(snapshot: Snapshot) -> Iterator[tuple[int, bytes]]:

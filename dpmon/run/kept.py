@@ -77,7 +77,7 @@ class Kept:
             check_schema(self._db)
             check_version(self._db)
             self.rings = rings_in(self._db)
-            steps = columns_in(self._db, "steps", STEP_NAMES)
+            steps = ", ".join(columns_in(self._db, "steps", STEP_NAMES))
             self._columns = {"events": "*", "calls": _CALL_COLUMNS, "steps": steps}
             self.last_id = max(last_ids(self._db))
             row = self._db.execute("SELECT value FROM meta WHERE key = 'pruned'").fetchone()

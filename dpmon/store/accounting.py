@@ -83,6 +83,7 @@ class Account:
         before = self._number
         if before is None:
             activity = "startup"
+            self._at = min(self._at, start)  # a process reports itself within its first step
         elif number != before + 1:
             activity = "missed"
         elif evaluation and self._evaluation:

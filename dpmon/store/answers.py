@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["GapRow", "LongRow", "Shape", "TimeRow"]
+__all__ = ["GapRow", "LongRow", "MinuteRow", "Shape", "TimeRow"]
 
 
 class TimeRow(NamedTuple):
@@ -31,7 +31,11 @@ class GapRow(NamedTuple):
 
 
 class LongRow(NamedTuple):
-    """One of the longest steps, or the longest of some that were deleted: then `step` is None, and its times too."""
+    """One of the longest steps, or the longest of some that were deleted (`step` is None).
+
+    Of a deleted one `start_ns` is about when it began, and `phases` has at most one phase: the one that took most of
+    it, with the least that this may have been.
+    """
 
     process: int
     step: int | None
@@ -41,6 +45,17 @@ class LongRow(NamedTuple):
     wall_ns: int
     phases: Mapping[str, int]
     """ns by phase, without those of its calls."""
+
+
+class MinuteRow(NamedTuple):
+    """One figure of a device (-1: the host) in one minute, or (`start_s` -1) before all minutes that are known."""
+
+    start_s: int
+    device: int
+    name: str
+    samples: int
+    total: float
+    high: float
 
 
 class Shape(NamedTuple):
@@ -54,6 +69,9 @@ class Shape(NamedTuple):
     inputs: int
     outputs: int
     replicas: tuple[tuple[int, int], ...]
+    """Inputs and outputs of each."""
+    stages: tuple[tuple[int, int, int], ...]
+    """The definition of each stage, its inputs and its outputs (0: it did not end)."""
     untimed: int
     """Why a device time is missing: an index of dpmon.record.codec.UNTIMED; 0 if none is."""
     calls: int

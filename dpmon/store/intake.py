@@ -41,14 +41,13 @@ from dpmon.record.wire import CALL_PHASES
 from dpmon.store.accounting import Account
 from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.tables import RingRow
-from dpmon.store.tally import Key, StepFacts
+from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, StepFacts
 from dpmon.store.writer import Batch
 
-__all__ = ["NO_SAMPLES", "OTHER_SIZES", "Accounts", "Intake"]
+__all__ = ["Accounts", "Intake"]
 
-NO_SAMPLES, OTHER_SIZES = -1, -2
-"""Batch sizes in the key of a tally: the samples are unknown; a size beyond the first BATCH_SIZES of a process."""
 BATCH_SIZES = 16
+"""Batch sizes of a process that have tallies of their own; the others share OTHER_SIZES."""
 GAP_NS = 20_000_000
 """Shorter times between two steps get no row."""
 _WAITING = 4096
@@ -65,6 +64,7 @@ class _Call(NamedTuple):
     """What is held of a call until its step comes."""
 
     step: int
+    mode: str
     layout: int
     flags: int
     end_ns: int
@@ -184,9 +184,10 @@ class Intake:
         _check(*took)
         replicas, stages = call_replicas(payload), call_stages(payload)
         timed = is_timed(payload)
-        sizes = [inputs, outputs, *([got, gave] for got, gave, _, _ in replicas)]
+        sizes = [inputs, outputs, *([got, gave] for got, gave, _, _ in replicas), *(stage[:3] for stage in stages)]
         held = _Call(
             step,
+            MODES[mode],
             layout,
             flags,
             began + wall,
@@ -213,20 +214,23 @@ class Intake:
         batch.rollup(began + wall, self.row.process, MODES[mode]).calls.append(phases)
         self._calls.append(held)
         if len(self._calls) > _WAITING:  # a process whose calls are in no step
-            self._count(batch, [self._calls.pop(0)], MODES[mode], None)
+            self._count_apart(batch, [self._calls.pop(0)])
         self._place(number)
         self.row.calls += 1
 
-    def _count(self, batch: Batch, calls: Sequence[_Call], mode: str, kind: int | None) -> None:
-        """Count what the calls got and gave; `kind` of their step, None if they are in none."""
+    def _count(self, batch: Batch, call: _Call, mode: str, kind: int) -> None:
+        """Count what a call got and gave; `mode` and `kind` of its step."""
+        virtual = int(call.flags & VIRTUAL > 0)
+        batch.shapes[self.row.process, mode, kind, call.layout, virtual, call.sizes, call.untimed] += 1
+
+    def _count_apart(self, batch: Batch, calls: Sequence[_Call]) -> None:
+        """The same for calls that are in no step."""
         for call in calls:
-            of_call = kind if kind is not None else EVALUATION * (call.flags & (TRAINING | GRAD) == 0)
-            virtual = int(call.flags & VIRTUAL > 0)
-            batch.shapes[self.row.process, mode, of_call, call.layout, virtual, call.sizes, call.untimed] += 1
+            self._count(batch, call, call.mode, EVALUATION * (call.flags & (TRAINING | GRAD) == 0))
 
     def flush(self, batch: Batch) -> None:
-        """The process ended: its last calls are in no step that ended."""
-        self._count(batch, self._calls, self._mode or "", None)
+        """The run ended: the last calls are in no step that ended."""
+        self._count_apart(batch, self._calls)
         self._calls.clear()
 
     # ------------------------------------------------------------------------------------------ steps
@@ -240,7 +244,8 @@ class Intake:
         kind = self._kind(mode, evaluation)
         calls = [call for call in self._calls if call.step <= step]
         self._calls = [call for call in self._calls if call.step > step]
-        self._count(batch, calls, mode, kind)
+        for call in calls:
+            self._count(batch, call, mode, kind)
         other = max(0, wall - sum(took for took in phases if took >= 0))
         by_call, rest = _of_calls([*phases, other], calls)
         values = [

@@ -10,7 +10,7 @@ import json
 import sqlite3
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,10 +24,20 @@ from dpmon.record.codec import (
     pack_definition,
 )
 from dpmon.record.plainjson import load_event, load_json
-from dpmon.record.schema import MODES, QUANTITIES, SETTLING, STEP_PHASES
+from dpmon.record.schema import EVALUATION, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.answers import GapRow, LongRow, Shape, TimeRow
-from dpmon.store.tables import ACTIVITY_COLUMNS, STEP_COLUMNS, TALLY_COLUMNS, RingRow, columns_in, rings_in
+from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape, TimeRow
+from dpmon.store.tables import (
+    ACTIVITY_COLUMNS,
+    LASTING,
+    LASTING_KINDS,
+    STEP_COLUMNS,
+    TALLY_COLUMNS,
+    HistoryError,
+    RingRow,
+    columns_in,
+    rings_in,
+)
 from dpmon.store.tally import ALL, WIDTHS, Key, Tally
 
 __all__ = ["END", "Store"]
@@ -35,9 +45,18 @@ __all__ = ["END", "Store"]
 END = 1 << 40
 """A second after every run."""
 _LAST_NS = (1 << 63) - 1
+_SECOND = 1_000_000_000
 _TALLY = ("start_s", "process", "mode", "kind", "batch", *TALLY_COLUMNS, "sketches")
+_TIME = ("start_s", "process", "mode", *ACTIVITY_COLUMNS)
+_BETWEEN = "width = :width AND start_s >= :begin AND start_s < :end"
+_STARTS = (
+    "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + :width FROM starts WHERE at + :width < :end)"
+)
 _LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
 _SHAPE_CHARACTERS = 1 << 20
+_REACH = {"last_step": "max", "low_ns": "min", "high_ns": "max", "first_ns": "min", "last_ns": "max"}
+_ADDED = frozenset(TALLY_COLUMNS) - frozenset(_REACH)
+"""Columns of tallies that add up, and the others with what makes one of several."""
 
 
 class Store:
@@ -54,9 +73,10 @@ class Store:
         self._whole: dict[int, int] = {width: _whole(meta.get(f"whole_{width}")) for width in WIDTHS[1:]}
         self._pruned: dict[int, int] = {width: _whole(meta.get(f"pruned_{width}")) for width in WIDTHS[:-1]}
         self._tally_columns = columns_in(db, "tallies", _TALLY)
-        self._step_columns = columns_in(db, "steps", STEP_COLUMNS)
-        query = "SELECT DISTINCT process FROM tallies WHERE process >= 0"
-        self.processes = sorted(process for (process,) in self._rows(query) if type(process) is int)
+        self._step_columns = ", ".join(columns_in(db, "steps", STEP_COLUMNS))
+        self.pruned = _count(meta.get("pruned", 0))
+        """Rows that were deleted to bound the history."""
+        self.processes = sorted({ring.process for ring in self.rings.values() if ring.process >= 0 and ring.steps})
         """Those with steps."""
 
     def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -64,17 +84,18 @@ class Store:
 
     # ------------------------------------------------------------------------------------------ tallies
 
-    def cover(self, begin_s: int, end_s: int, finest: int = 1) -> list[tuple[int, int, int]]:
+    def cover(self, begin_s: int, end_s: int, finest: int = 1, widest: int = WIDTHS[-1]) -> list[tuple[int, int, int]]:
         """Width, begin and end of the fewest stretches of tallies that make up the time from `begin_s` to `end_s`.
 
-        `finest`: use no narrower tallies. Where narrow ones were deleted, wider ones reach beyond the begin.
+        `finest`, `widest`: use no narrower and no wider tallies. Where narrow ones were deleted, wider ones are used
+        all the same, and reach beyond the begin.
         """
         newest: int = max(self._newest(), begin_s)
         end_s = min(end_s, newest + 1)
         found: list[tuple[int, int, int]] = []
         at = begin_s
         while at < end_s:
-            width = self._width_at(at, end_s, finest)
+            width = self._width_at(at, end_s, finest, widest)
             at -= at % width
             until = at + width
             if found and found[-1][0] == width and found[-1][2] == at:
@@ -84,10 +105,10 @@ class Store:
             at = until
         return found
 
-    def _width_at(self, at: int, end: int, finest: int) -> int:
+    def _width_at(self, at: int, end: int, finest: int, widest: int) -> int:
         """The widest stretch that begins at a second and ends by `end`, or the narrowest that was not deleted."""
         for width in WIDTHS[:0:-1]:
-            if at % width == 0 and at + width <= min(end, self._whole[width]):
+            if width <= widest and at % width == 0 and at + width <= min(end, self._whole[width]):
                 return width
         for width in WIDTHS:
             there = width == 1 or at - at % width + width <= self._whole[width]
@@ -103,36 +124,88 @@ class Store:
         return _whole(found, -1)
 
     def tally_rows(
-        self, begin_s: int, end_s: int = END, *, process: int | None = None, sketches: bool = True, finest: int = 1
+        self,
+        begin_s: int = 0,
+        end_s: int = END,
+        *,
+        process: int | None = None,
+        sketches: bool = True,
+        finest: int = 1,
+        widest: int = WIDTHS[-1],
+        series: Collection[str] | None = None,
     ) -> Iterator[tuple[int, int, Key, Tally]]:
         """Start, width, key and tally of each row between two seconds, in order of time; damaged rows are left out.
 
         `process`: of this one only; ALL for those of all processes together, which a run of one process lacks.
+        `series`: read these only.
         """
-        who = "process >= 0" if process is None else "process = ?"
-        values = () if process is None else (process,)
-        query = f"SELECT {self._tally_columns} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ? AND {who}"
-        for width, begin, end in self.cover(begin_s, end_s, finest):
-            for row in self._db.execute(f"{query} ORDER BY start_s", (width, begin, end, *values)):
-                named = dict(zip(_TALLY, row, strict=True))
-                if type(named["start_s"]) is not int or type(named["process"]) is not int or named["mode"] not in MODES:
-                    continue
-                with suppress(ValueError):
-                    tally = Tally.of_row(named, self._names, sketches=sketches)
-                    key = Key(named["process"], named["mode"], named["kind"], named["batch"])
-                    yield named["start_s"], width, key, tally
+        for width, row in self._stretches("tallies", self._tally_columns, begin_s, end_s, process, finest, widest):
+            named = dict(zip(_TALLY, row, strict=True))
+            if type(named["start_s"]) is not int or type(named["process"]) is not int or named["mode"] not in MODES:
+                continue
+            with suppress(ValueError):
+                tally = Tally.of_row(named, self._names, sketches=sketches, series=series)
+                key = Key(named["process"], named["mode"], named["kind"], named["batch"])
+                yield named["start_s"], width, key, tally
+
+    def _stretches(
+        self,
+        table: str,
+        columns: Sequence[str],
+        begin_s: int,
+        end_s: int,
+        process: int | None,
+        finest: int,
+        widest: int,
+    ) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        """Width and columns of the rows of tallies or times between two seconds, in order of time."""
+        names = ", ".join(columns)
+        for width, begin, end in self.cover(begin_s, end_s, finest, widest):
+            values = {"width": width, "begin": begin, "end": end, "process": process}
+            if process is None:
+                query = f"SELECT {names} FROM {table} WHERE {_BETWEEN} AND process >= 0 ORDER BY start_s"
+            elif len(self.processes) < 2:
+                query = f"SELECT {names} FROM {table} WHERE {_BETWEEN} AND process = :process ORDER BY start_s"
+            else:  # one look-up a row: the rows of all processes lie together
+                query = (
+                    f"{_STARTS} SELECT {names} FROM starts CROSS JOIN {table}"
+                    " ON width = :width AND start_s = starts.at AND process = :process"
+                )
+            for row in self._db.execute(query, values):
+                yield width, row
 
     def tallies(
-        self, begin_s: int = 0, end_s: int = END, *, process: int | None = None, sketches: bool = True
+        self,
+        begin_s: int = 0,
+        end_s: int = END,
+        *,
+        process: int | None = None,
+        sketches: bool = True,
+        series: Collection[str] | None = None,
     ) -> dict[Key, Tally]:
-        """By key, all of the time between two seconds. `process` as in `tally_rows`."""
+        """By key, all of the time between two seconds. Parameters as in `tally_rows`."""
         found: dict[Key, Tally] = {}
-        for _, _, key, tally in self.tally_rows(begin_s, end_s, process=process, sketches=sketches):
+        for _, _, key, tally in self.tally_rows(begin_s, end_s, process=process, sketches=sketches, series=series):
             known = found.get(key)
             if known is None:
                 found[key] = tally
             else:
                 known.merge(tally)
+        return found
+
+    def counts(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
+        """As `tallies`, but without any series: cheap for any time."""
+        sums = ", ".join(f"{'sum' if name in _ADDED else _REACH[name]}({name})" for name in TALLY_COLUMNS)
+        query = (
+            f"SELECT process, mode, kind, batch, {sums} FROM tallies"
+            " WHERE width = ? AND start_s >= ? AND start_s < ? AND process >= 0 GROUP BY 1, 2, 3, 4"
+        )
+        found: dict[Key, Tally] = {}
+        for stretch in self.cover(begin_s, end_s):
+            for process, mode, kind, batch, *values in self._rows(query, stretch):
+                with suppress(ValueError):
+                    row = {**dict(zip(TALLY_COLUMNS, values, strict=True)), "sketches": b""}
+                    found.setdefault(Key(process, mode, kind, batch), Tally()).merge(Tally.of_row(row, {}))
         return found
 
     def of_all(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
@@ -143,23 +216,48 @@ class Store:
 
     def kinds(self) -> set[tuple[str, int]]:
         """Mode and kind of all steps so far."""
-        return set(self._rows("SELECT DISTINCT mode, kind FROM tallies"))
+        process = ALL if len(self.processes) > 1 else next(iter(self.processes), 0)
+        return {
+            (mode, kind)
+            for _, (mode, kind) in self._stretches("tallies", ("mode", "kind"), 0, END, process, 1, WIDTHS[-1])
+        }
 
     # ------------------------------------------------------------------------------------------ time
 
-    def time_rows(self, begin_s: int = 0, end_s: int = END, *, finest: int = 1) -> list[TimeRow]:
-        """What each process did between two seconds, in order of time."""
-        query = (
-            f"SELECT start_s, process, mode, {', '.join(ACTIVITY_COLUMNS)} FROM times"
-            " WHERE width = ? AND start_s >= ? AND start_s < ? ORDER BY start_s"
-        )
+    def time_rows(
+        self,
+        begin_s: int = 0,
+        end_s: int = END,
+        *,
+        finest: int = 1,
+        widest: int = WIDTHS[-1],
+        process: int | None = None,
+    ) -> list[TimeRow]:
+        """What each process did between two seconds, or one of them, in order of time."""
         found = []
-        for width, begin, end in self.cover(begin_s, end_s, finest):
-            for start, process, mode, *spent in self._rows(query, (width, begin, end)):
-                if mode in MODES and {type(start), type(process), *map(type, spent)} <= {int, float}:
-                    ns = dict(zip(ACTIVITIES, (int(each) for each in spent), strict=True))
-                    found.append(TimeRow(int(start), width, int(process), mode, ns))
+        for width, row in self._stretches("times", _TIME, begin_s, end_s, process, finest, widest):
+            start, who, mode, *spent = row
+            if mode in MODES and {type(start), type(who), *map(type, spent)} <= {int, float}:
+                ns = dict(zip(ACTIVITIES, (int(each) for each in spent), strict=True))
+                found.append(TimeRow(int(start), width, int(who), mode, ns))
         return found
+
+    def times(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:
+        """As `time_rows`, but one row for each process and mode."""
+        sums = ", ".join(f"total({name})" for name in ACTIVITY_COLUMNS)
+        query = (
+            f"SELECT process, mode, {sums} FROM times WHERE width = ? AND start_s >= ? AND start_s < ? GROUP BY 1, 2"
+        )
+        found: Counter[tuple[int, str, str]] = Counter()
+        for stretch in self.cover(begin_s, end_s):
+            for process, mode, *spent in self._rows(query, stretch):
+                if type(process) is int and mode in MODES:
+                    found.update({(process, mode, name): int(ns) for name, ns in zip(ACTIVITIES, spent, strict=True)})
+        keys = sorted({(process, mode) for process, mode, _ in found})
+        return [
+            TimeRow(begin_s, end_s - begin_s, process, mode, {name: found[process, mode, name] for name in ACTIVITIES})
+            for process, mode in keys
+        ]
 
     def gaps(self, most: int, begin_ns: int = 0, end_ns: int = _LAST_NS) -> list[GapRow]:
         """The longest times between two steps, the longest first."""
@@ -175,18 +273,51 @@ class Store:
 
     # ------------------------------------------------------------------------------------------ rows
 
-    def longest(self, most: int, begin_ns: int = 0, end_ns: int = _LAST_NS) -> list[LongRow]:
-        """The longest steps that began between two times, the longest first, without settling ones."""
+    def longest(
+        self,
+        most: int,
+        begin_ns: int = 0,
+        end_ns: int = _LAST_NS,
+        *,
+        mode: str | None = None,
+        evaluation: bool | None = None,
+    ) -> list[LongRow]:
+        """The longest steps that began between two times, the longest first, without settling ones.
+
+        `mode`, `evaluation`: of this mode, and of its evaluation steps or the others.
+        """
+        only, values = _only(mode, evaluation)
         query = (
             f"SELECT process, step, mode, kind, start_ns, wall_ns, {', '.join(_LONG_PHASES)} FROM steps"
-            f" WHERE start_ns >= ? AND start_ns < ? AND kind & {SETTLING} = 0 ORDER BY wall_ns DESC LIMIT ?"
+            f" WHERE start_ns >= ? AND start_ns < ? AND {only} ORDER BY wall_ns DESC LIMIT ?"
         )
         found = []
-        for process, step, mode, kind, start, wall, *phases in self._rows(query, (begin_ns, end_ns, most)):
+        for process, step, in_mode, kind, start, wall, *phases in self._rows(query, (begin_ns, end_ns, *values, most)):
             known = {name: took for name, took in zip(STEP_PHASES, phases, strict=True) if type(took) is int}
-            if mode in MODES and all(type(value) is int for value in (process, step, kind, start, wall)):
-                found.append(LongRow(process, step, mode, kind, start, wall, known))
+            if in_mode in MODES and all(type(value) is int for value in (process, step, kind, start, wall)):
+                found.append(LongRow(process, step, in_mode, kind, start, wall, known))
         return found
+
+    def longest_deleted(self, most: int, *, mode: str | None = None, evaluation: bool | None = None) -> list[LongRow]:
+        """As `longest`, of the steps that have no row any more: the longest of each tally.
+
+        Its phase is known if the others of the tally were too short to have spent what the tally has of that phase.
+        """
+        oldest = self.oldest_step_ns()
+        if not self.pruned or oldest is None:
+            return []
+        only, values = _only(mode, evaluation)
+        query = (
+            f"SELECT {', '.join(self._tally_columns)} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ?"
+            f" AND process >= 0 AND {only} ORDER BY high_ns DESC LIMIT ?"
+        )
+        found = []
+        for width, begin, end in self.cover(0, oldest // _SECOND, widest=1):
+            for row in self._rows(query, (width, begin, end, *values, most)):
+                named = dict(zip(_TALLY, row, strict=True))
+                with suppress(ValueError, TypeError):
+                    found.append(_longest_of(named, width, Tally.of_row(named, self._names, sketches=False)))
+        return sorted(found, key=lambda step: -step.wall_ns)[:most]
 
     def steps(self, most: int, *, begin_ns: int = 0, end_ns: int = _LAST_NS, process: int | None = None) -> list[Step]:
         """The newest steps that ended between two times, the newest first; damaged ones are left out."""
@@ -234,6 +365,18 @@ class Store:
         (found,) = self._rows("SELECT min(start_ns) FROM (SELECT start_ns FROM steps ORDER BY id LIMIT 1000)")[0]
         return found if type(found) is int else None
 
+    def next_step_ns(self, process: int, after_ns: int) -> int | None:
+        """When the first step of a process began that began no earlier than a time; None if there is none.
+
+        Where rows were deleted it may be a later step.
+        """
+        rows = self._rows(
+            "SELECT min(start_ns) FROM steps WHERE process = ? AND start_ns >= ?"
+            " UNION ALL SELECT min(first_ns) FROM tallies WHERE process = ? AND first_ns >= ?",
+            (process, after_ns, process, after_ns),
+        )
+        return min((at for (at,) in rows if type(at) is int), default=None)
+
     # ------------------------------------------------------------------------------------------ calls
 
     def calls(self, most: int, *, process: int, step: int | None = None, end_ns: int = _LAST_NS) -> list[Call]:
@@ -271,15 +414,37 @@ class Store:
         An event without a time counts as old. Damaged ones are left out.
         """
         since, values = ("", ()) if begin_ns is None else (" AND t_ns >= ?", (begin_ns,))
-        query = (
-            f"SELECT json FROM events WHERE kind IN ({', '.join('?' * len(kinds))}) AND ifnull(t_ns, 0) <= ?{since}"
-            " ORDER BY id DESC LIMIT ?"
-        )
+        # The words of the index's own condition let SQLite use it.
+        lasting = f"{LASTING} AND " if set(kinds) <= set(LASTING_KINDS) else ""
+        named = f"{lasting}kind IN ({', '.join('?' * len(kinds))})"
+        query = f"SELECT json FROM events WHERE {named} AND ifnull(t_ns, 0) <= ?{since} ORDER BY id DESC LIMIT ?"
         found = []
         for (text,) in reversed(self._rows(query, (*kinds, end_ns, *values, -1 if newest is None else newest))):
             with suppress(ValueError, TypeError, AttributeError, RecursionError):
                 found.append(Event(*load_event(text)))
         return found
+
+    def event_count(self, kind: str) -> int:
+        """How many events of a kind there are, of those kinds that are kept (dpmon.store.tables.LASTING)."""
+        (found,) = self._rows(f"SELECT count(*) FROM events WHERE {LASTING} AND kind = ?", (kind,))[0]
+        return _whole(found)
+
+    def device_minutes(self) -> list[MinuteRow]:
+        """Sums of the samples of devices and host that were deleted, those of the time before all minutes first."""
+        if not self.pruned:
+            return []
+        query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
+        first = next((at for (at,) in self._rows(query) if type(at) is int), _LAST_NS)
+        query = (
+            "SELECT start_s, device, name, count, total, high FROM device_rollups WHERE (start_s + 60) * ? <= ?"
+            " ORDER BY start_s, device, name"
+        )
+        return [
+            MinuteRow(start, device, name, samples, float(total), float(high))
+            for start, device, name, samples, total, high in self._rows(query, (_SECOND, first))
+            if (type(start), type(device), type(name), type(samples)) == (int, int, str, int)
+            and {type(total), type(high)} <= {int, float}
+        ]
 
     def shapes(self) -> list[Shape]:
         """What calls got and gave, over the whole run so far."""
@@ -289,13 +454,18 @@ class Store:
             with suppress(ValueError, TypeError, RecursionError):
                 if not isinstance(sizes, str) or len(sizes) > _SHAPE_CHARACTERS or mode not in MODES:
                     continue
-                inputs, outputs, *replicas = json.loads(sizes)
-                pairs = tuple((int(got), int(gave)) for got, gave in replicas)
+                inputs, outputs, *parts = json.loads(sizes)
+                pairs = tuple((int(got), int(gave)) for got, gave in (part for part in parts if len(part) == 2))
+                stages = tuple(
+                    (int(number), int(got), int(gave))
+                    for number, got, gave in (part for part in parts if len(part) != 2)
+                )
                 numbers = (process, kind, layout, untimed, calls, inputs, outputs)
                 if all(type(number) is int for number in numbers):
-                    found.append(
-                        Shape(process, mode, kind, layout, bool(virtual), inputs, outputs, pairs, untimed, calls)
+                    shape = Shape(
+                        process, mode, kind, layout, bool(virtual), inputs, outputs, pairs, stages, untimed, calls
                     )
+                    found.append(shape)
         return found
 
     def definitions(self, process: int) -> dict[int, Any]:
@@ -312,6 +482,35 @@ class Store:
         for shape in self.shapes():
             found[shape.process] += shape.calls
         return found
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise HistoryError("the number of its deleted rows is none")
+    return value
+
+
+def _only(mode: str | None, evaluation: bool | None) -> tuple[str, tuple[Any, ...]]:
+    """A condition for rows of steps and tallies, and its values."""
+    parts, values = [f"kind & {SETTLING} = 0"], []
+    if mode is not None:
+        parts.append("mode = ?")
+        values.append(mode)
+    if evaluation is not None:
+        parts.append(f"kind & {EVALUATION} {'>' if evaluation else '='} 0")
+    return " AND ".join(parts), tuple(values)
+
+
+def _longest_of(row: Mapping[str, Any], width: int, tally: Tally) -> LongRow:
+    """The longest step of a tally; ValueError if it has none."""
+    process, mode, kind, start, wall = row["process"], row["mode"], row["kind"], row["start_s"], tally.high_ns
+    if mode not in MODES or wall is None or not {type(process), type(kind), type(start)} <= {int}:
+        raise ValueError("a damaged tally")
+    others = max(tally.stat(STEP).total - wall, 0)
+    spent = {name: tally.stat(name).total for name in STEP_PHASES}
+    # As if the others had been in that phase all the time.
+    least = {name: took - others for name, took in spent.items() if 2 * (took - others) > wall}
+    return LongRow(process, None, mode, kind, max((start + width) * _SECOND - wall, 0), wall, least)
 
 
 def _whole(value: object, otherwise: int = 0) -> int:

@@ -22,7 +22,8 @@
     times        width, start_s, process, mode, ns of each activity in that time (dpmon.store.accounting)
     gaps         id, process, after_step, before_step, mode, begin_ns, end_ns, ns: the longer times between two steps
     shapes       calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and outputs, of
-                 the call, then of each replica) and why a device time is missing (dpmon.record.codec.UNTIMED)
+                 the call, then of each replica, or stage and sizes of each stage) and why a device time is missing
+                 (dpmon.record.codec.UNTIMED)
     device_rollups  start_s (of a minute; -1: see below), device (index; -1: the host), name, count, total, low, high
 
 A tally of 10 s or more is made when its time is over: up to the second in meta's `whole_10`, `whole_60`, `whole_3600`.
@@ -30,9 +31,9 @@ Those that were deleted to save room ended before meta's `pruned_1`, `pruned_10`
 added to every tally of its time.
 
 When the database reaches its size limit, the oldest rows are deleted: calls, steps and events first, except a run's
-processes, modes, warnings and exit. Rollups stay longer: those of a second, and those of a minute, may each take a
-third of the limit. Deleted minutes are added to one row per process and mode, with width 0 and start 0, which is never
-deleted. The oldest device_rollups are deleted in the same way and added to rows that start at -1.
+processes, modes, warnings, loaders and exit. Rollups stay longer: those of a second, and those of a minute, may each
+take a third of the limit. Deleted minutes are added to one row per process and mode, with width 0 and start 0, which is
+never deleted. The oldest device_rollups are deleted in the same way and added to rows that start at -1.
 
 Times are ns since the run's start. Ids come from one counter, so they give the order across the three tables. A ring's
 position is written in the transaction that writes its records, so a reader that continues from there misses and
@@ -62,6 +63,7 @@ __all__ = [
     "CALL_COLUMNS",
     "HISTORY_FILE",
     "LASTING",
+    "LASTING_KINDS",
     "SCHEMA",
     "SCHEMA_VERSION",
     "STEP_COLUMNS",
@@ -81,8 +83,9 @@ BEFORE_S = -1
 """The start of device_rollups that are of all the time before the first minute that is left."""
 HISTORY_FILE = "history.sqlite"
 SCHEMA_VERSION = 5
-LASTING = "kind IN ('process', 'mode', 'exit', 'warning', 'pause', 'input')"
-"""Events that outlive the steps around them (of warnings and waits the newest): they hold for what follows."""
+LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "loader")
+"""Events that outlive the steps around them (of warnings, waits and loaders the newest): they hold for what follows."""
+LASTING = f"kind IN ({', '.join(repr(kind) for kind in LASTING_KINDS)})"
 STEP_COLUMNS: Mapping[str, str] = {
     "id": "INTEGER PRIMARY KEY",
     **dict.fromkeys(("process", "step"), "INTEGER"),
@@ -238,10 +241,10 @@ def check_version(db: sqlite3.Connection) -> None:
         raise HistoryError(f"a later version of dpmon wrote it (schema {row[0]}; this one knows {SCHEMA_VERSION})")
 
 
-def columns_in(db: sqlite3.Connection, table: str, wanted: Iterable[str]) -> str:
+def columns_in(db: sqlite3.Connection, table: str, wanted: Iterable[str]) -> list[str]:
     """The columns as a query names them; NULL for those that a history lacks which an earlier version began."""
     there = {row[1] for row in db.execute(f"PRAGMA table_info({table})")}
-    return ", ".join(name if name in there else f"NULL AS {name}" for name in wanted)
+    return [name if name in there else f"NULL AS {name}" for name in wanted]
 
 
 def definitions_in(db: sqlite3.Connection, process: int) -> Iterator[tuple[int, Any]]:

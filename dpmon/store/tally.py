@@ -8,7 +8,7 @@ tally.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,10 +16,12 @@ from dpmon.record.schema import PHASES, QUANTITIES, REST, STEP, device_series
 from dpmon.store import quantiles
 from dpmon.store.quantiles import Counts
 
-__all__ = ["ALL", "WIDTHS", "Key", "SeriesNames", "Stat", "StepFacts", "Sum", "Tally"]
+__all__ = ["ALL", "NO_SAMPLES", "OTHER_SIZES", "WIDTHS", "Key", "SeriesNames", "Stat", "StepFacts", "Sum", "Tally"]
 
 ALL = -1
 """The process number of the tallies of all processes together."""
+NO_SAMPLES, OTHER_SIZES = -1, -2
+"""Batch sizes in a key: the samples are unknown; a size beyond the first of a process."""
 WIDTHS = (1, 10, 60, 3600)
 """Seconds that a tally covers."""
 _ENTRY = struct.Struct("<HIqI")
@@ -35,7 +37,7 @@ class Key(NamedTuple):
     kind: int
     """A number of dpmon.record.schema.KINDS."""
     batch: int
-    """Samples a step; NO_SAMPLES if unknown, OTHER_SIZES for the sizes beyond those that are kept apart."""
+    """Samples a step, or one of NO_SAMPLES and OTHER_SIZES."""
 
 
 class StepFacts(NamedTuple):
@@ -241,8 +243,18 @@ class Tally:
                 yield _ENTRY.pack(number, stat.count, stat.total, len(data)) + data
 
     @classmethod
-    def of_row(cls, row: Mapping[str, Any], names: Mapping[int, str], *, sketches: bool = True) -> Tally:
-        """The tally in a row; ValueError if it is damaged. Without `sketches` counts and sums only."""
+    def of_row(
+        cls,
+        row: Mapping[str, Any],
+        names: Mapping[int, str],
+        *,
+        sketches: bool = True,
+        series: Collection[str] | None = None,
+    ) -> Tally:
+        """The tally in a row; ValueError if it is damaged. Without `sketches` counts and sums only.
+
+        `series`: read these only.
+        """
         found = cls(*(_whole(row[name], optional=name not in ("steps", "calls")) for name in PLAIN))  # type: ignore[arg-type]
         for quantity in QUANTITIES:
             total, count = (_whole(row[f"{quantity.name}_{part}"], optional=True) for part in ("sum", "n"))
@@ -259,7 +271,7 @@ class Tally:
                 if at > len(data):
                     raise ValueError("a damaged tally")
                 name = names.get(number)
-                if name is not None:
+                if name is not None and (series is None or name in series):
                     stat = found.stats[name] = Stat(count, total)
                     if sketches:
                         quantiles.unpack(stat.counts, data[at - size : at])

@@ -7,7 +7,7 @@ has the same digits everywhere.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -32,6 +32,9 @@ class Source(Protocol):
 
     def tallies(self, begin_s: int, end_s: int, *, process: int | None = None) -> dict[Key, Tally]:
         """Tallies of each process, or of one."""
+
+    def tally_rows(self, begin_s: int, end_s: int, *, process: int) -> Iterable[tuple[int, int, Key, Tally]]:
+        """Start, width, key and tally of each row of one process, in order of time."""
 
     def time_rows(self, begin_s: int, end_s: int) -> list[TimeRow]:
         """What each process did."""
@@ -63,6 +66,16 @@ class Window:
     def times(self) -> list[TimeRow]:
         """What each process did, in order of time."""
         return self._source.time_rows(self._begin_s, self._end_s)
+
+    def rows(self, process: int) -> Iterator[tuple[Key, Tally]]:
+        """Key and tally of each row of one process, in order of time."""
+        for _, _, key, tally in self._source.tally_rows(self._begin_s, self._end_s, process=process):
+            yield key, tally
+
+    @property
+    def processes(self) -> list[int]:
+        """Those with steps at any time."""
+        return self._source.processes
 
     @property
     def modes(self) -> list[tuple[str, bool]]:
@@ -100,6 +113,16 @@ class Window:
         there = self._source.processes if process is None else [process]
         tallies = {each: merged(self.by_process, mode, evaluation, trained, process=each) for each in there}
         return rate(tallies, elapsed(self.times, mode, evaluation, trained))
+
+    def of_process(self, process: int) -> tuple[Tally, Rate | None]:
+        """The steps of a process in all modes, without the evaluations of modes that train; and their rate."""
+        whole, times = Tally(), [0, 0]
+        for mode in {mode for mode, _ in self._kinds}:
+            trained = self.trained(mode)
+            whole.merge(self.tally(mode, process=process))
+            for part, ns in enumerate(elapsed(self.times, mode, False, trained).get(process, (0, 0))):
+                times[part] += ns
+        return whole, rate({process: whole}, {process: (times[0], times[1])})
 
     @cached_property
     def spent(self) -> dict[str, int]:

@@ -413,8 +413,8 @@ def test_of_steps_that_were_deleted_the_sums_are_told(state: Path) -> None:
     assert sum(one["mean_ms"] * one["steps"] for one in stretches) == pytest.approx(
         sum(one["mean_ms"] * one["steps"] for one in whole["time"]["stretches"])
     )
-    (line,) = (line for line in summary_lines(directory, load_exit(directory)) if line.startswith("single, deleted"))
-    assert line.startswith("single, deleted: 1,500 steps, ")
+    (line,) = (line for line in summary_lines(directory, load_exit(directory)) if line.startswith("single: "))
+    assert line.startswith("single: 1,500 steps, 1,500 calls, ")
     text = " ".join(" ".join(report_text(directory, 100)).split())
     assert "single, deleted 1,500" in text
     assert "no verdict: the steps in single were deleted a verdict is of the steps that are left only." in text

@@ -14,11 +14,11 @@ from dpmon.model.stats import median, percentile
 from dpmon.record.codec import pack_call, pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
-from dpmon.store.writer import Batch, History
 from dpmon.run.kept import Kept
 from dpmon.run.rollup import SERIES, Gathered, Rollup, bucket, bucket_middle
 from dpmon.run.rundir import RunInfo
 from dpmon.store.tables import BEFORE_S, HistoryError
+from dpmon.store.writer import Batch, History
 
 SECOND = 1_000_000_000
 

@@ -22,9 +22,9 @@ from dpmon.record.codec import Event, pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.said import waited
-from dpmon.store.writer import Batch, History
 from dpmon.run.inputs import KEPT, Inputs
 from dpmon.run.kept import Kept
+from dpmon.store.writer import Batch, History
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_output import Output
 from dpmon.ui.rows import plain
@@ -166,12 +166,15 @@ def test_a_launcher_waits_in_no_step(state: Path) -> None:
     assert "steps" not in line
 
 
-def test_a_script_that_waits_all_day_does_not_fill_its_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["input", "loader"])
+def test_a_script_that_waits_all_day_does_not_fill_its_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     monkeypatch.setattr("dpmon.store.writer._LASTING_KEPT", 50)
     writer = History(tmp_path, {}, 1 << 16)
     for first in range(0, 2000, 100):
         batch = Batch()
-        batch.events = [(n, None, "input", n * SECOND, '{"pid": 1}') for n in range(first + 1, first + 101)]
+        batch.events = [(n, None, kind, n * SECOND, '{"pid": 1}') for n in range(first + 1, first + 101)]
         writer.write(batch)
     writer.close()
     with closing(Kept(tmp_path)) as kept:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dpmon.record.codec import Decoder, Event, Record, RecordError, kind_of, mode_number
+from dpmon.record.codec import Decoder, Record, RecordError, mode_number, pack_event
+from dpmon.record.plainjson import load_event
 from dpmon.ring import Activity, RingError, RingReader
 from dpmon.run import proc
 from dpmon.run.lock import supervised
@@ -44,6 +45,8 @@ RECENT_RECORDS = 4000
 RECENT_NS = 640 * 10**9
 """And this much of samples of devices and host, as far back as their charts go (dpmon.model.state.HISTORY_KEPT)."""
 _HISTORY = "history.sqlite"
+_EXIT = pack_event("exit", {})[:-1]
+"""How such a record begins."""
 _RANKS = "the ranks of a distributed training wait for each other: pausing would let their collectives time out"
 
 
@@ -129,23 +132,21 @@ class _Tail:
 
 
 class RunReader:
-    """Tails all rings of the run in `directory`; `calls` False leaves out calls, which are dear to decode."""
+    """Tails all rings of the run in `directory`."""
 
-    def __init__(
-        self, directory: Path, *, calls: bool = True, told: Callable[[], ExitInfo | None] = lambda: None
-    ) -> None:
+    def __init__(self, directory: Path, *, told: Callable[[], ExitInfo | None] = lambda: None) -> None:
         """`told`: how the run ended, if known without a file. RunError if the directory is not a run of this user."""
         self.directory = directory
         self._told = told
         self._stamp = 0
         self.info: RunInfo = load_info(directory)
-        self._calls = calls
         self._tails: dict[str, _Tail] = {}
         self._back: Iterator[Record] | None = None
         """What is left of the history; None: it was not looked at yet."""
         self._starts: dict[str, tuple[int, int, int, Decoder]] = {}
         self._exit: ExitInfo | None = None
-        self._exit_event: Event | None = None
+        self._endings: dict[str, RingReader] = {}
+        """Rings of supervisors, in which the run's exit is looked for."""
         self._kept: Kept | None = None
 
     def refresh(self) -> RunInfo:
@@ -161,9 +162,10 @@ class RunReader:
 
     def close(self) -> None:
         """Give the descriptors back; the reader is of no further use."""
-        for tail in self._tails.values():
-            tail.ring.close()
+        for ring in (*self._endings.values(), *(tail.ring for tail in self._tails.values())):
+            ring.close()
         self._tails.clear()
+        self._endings.clear()
         self._back = iter(())
         if self._kept is not None:
             self._kept.close()
@@ -251,16 +253,11 @@ class RunReader:
             self._tails[path.name] = _Tail(ring, decoder, missed)
 
     def _decode(self, tail: _Tail, payload: bytes) -> Record | None:
-        if not self._calls and kind_of(payload) in ("call", "definition"):
-            return None
         try:
-            record = tail.decoder.decode(payload)
+            return tail.decoder.decode(payload)
         except RecordError:
             tail.unreadable += 1
             return None
-        if isinstance(record, Event) and record.kind == "exit":
-            self._exit_event = record
-        return record
 
     def _look_back(self) -> Iterator[Record]:
         """What the history kept: lasting events, recent calls, steps, samples; the rings go on from there."""
@@ -286,9 +283,8 @@ class RunReader:
             first = kept.last_id - RECENT_RECORDS
             try:
                 for row in chain(kept.lasting(first, kept.last_ns() - RECENT_NS), kept.rows(first)):
-                    if self._calls or row[1] != "calls":
-                        with contextlib.suppress(RecordError):  # a damaged one does not hide those after it
-                            yield record_of(row, decoders)
+                    with contextlib.suppress(RecordError):  # a damaged one does not hide those after it
+                        yield record_of(row, decoders)
             except HistoryError:
                 pass  # damaged: what could be read is better than nothing
             finally:
@@ -309,6 +305,7 @@ class RunReader:
 
     def activities(self) -> dict[int, tuple[str, int]]:
         """What each training process is in, and since when (monotonic ns); "ended" of one that was killed, too."""
+        self._open_new()
         return {tail.ring.process: tail.doing() for tail in self._tails.values() if tail.ring.process >= 0}
 
     def exit(self) -> ExitInfo | None:
@@ -319,7 +316,7 @@ class RunReader:
 
     def _exit_from_ring(self) -> ExitInfo | None:
         """The exit as the ring has it, for a disk that had no room for exit.json."""
-        data = {} if self._exit_event is None else self._exit_event.data
+        data = self._exit_event()
         status, seconds = data.get("status"), data.get("t_s")
         signal, unknown, cause = data.get("signal"), data.get("unknown"), data.get("cause")
         status = status if type(status) is int and 0 <= status <= MAX_STATUS else None
@@ -337,6 +334,18 @@ class RunReader:
             seconds=float(seconds),
             by="supervisor",
         )
+
+    def _exit_event(self) -> Mapping[str, Any]:
+        """The data of the exit in a supervisor's ring; empty if there is none yet."""
+        for process, path in ring_paths(self.directory):
+            if process < 0:
+                with contextlib.suppress(RingError, OSError, ValueError):  # half made, truncated or damaged
+                    if path.name not in self._endings:
+                        self._endings[path.name] = RingReader(str(path), live=True)
+                    for payload in self._endings[path.name].read(POLL_BYTES):
+                        if payload.startswith(_EXIT):
+                            return load_event(payload[1:].decode())[1]
+        return {}
 
     def supervised(self) -> bool:
         """Whether the run's supervisor lives (as far as run.json names it)."""

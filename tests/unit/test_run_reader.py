@@ -179,16 +179,6 @@ def test_what_was_overwritten_is_counted(run: tuple[Path, RunInfo], reader: RunR
     assert reader.missed > 1000
 
 
-def test_without_calls_only_the_rest_is_decoded(run: tuple[Path, RunInfo]) -> None:
-    writer = Writer(run[0])
-    writer.steps(5)
-    kept(run)
-    writer.steps(5)
-    reader = RunReader(run[0], calls=False)
-    assert numbers(reader.poll()) == [("Step", step) for step in range(1, 11)]
-    reader.close()
-
-
 def test_a_request_is_pending_until_every_process_has_acted(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     assert reader.request_mode("single") == 0
     assert not reader.pending()
@@ -275,7 +265,6 @@ def test_the_end_is_read_from_the_file_or_the_ring(run: tuple[Path, RunInfo], re
     assert reader.exit() is None
     ring = Ring(str(run[0] / "gpu.ring"), process=-1, start_ns=START)
     ring.write(pack_event("exit", {"status": 137, "signal": "SIGKILL", "t_s": 2.5}))
-    reader.poll()
     found = reader.exit()
     assert found is not None
     assert (found.status, found.signal, found.seconds, found.end_ns) == (137, "SIGKILL", 2.5, START + 2_500_000_000)

@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import Any
 
 from dpmon.record.codec import (
-    STEP_PHASES,
     Call,
     Decoder,
     Event,
@@ -25,16 +24,18 @@ from dpmon.record.codec import (
     pack_definition,
 )
 from dpmon.record.plainjson import load_event, load_json
-from dpmon.record.schema import EVALUATION, MODES, PHASES, SETTLING, STEP
+from dpmon.record.schema import EVALUATION, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape, TimeRow
 from dpmon.store.tables import (
     ACTIVITY_COLUMNS,
     LASTING,
     LASTING_KINDS,
+    STEP_COLUMNS,
     TALLY_COLUMNS,
     HistoryError,
     RingRow,
+    columns_in,
     rings_in,
 )
 from dpmon.store.tally import ALL, WIDTHS, Key, Tally
@@ -51,7 +52,7 @@ _BETWEEN = "width = :width AND start_s >= :begin AND start_s < :end"
 _STARTS = (
     "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + :width FROM starts WHERE at + :width < :end)"
 )
-_LONG_PHASES = tuple(f"{phase.name}_ns" for phase in PHASES if not phase.of_call)
+_LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
 _SHAPE_CHARACTERS = 1 << 20
 _REACH = {"last_step": "max", "low_ns": "min", "high_ns": "max", "first_ns": "min", "last_ns": "max"}
 _ADDED = frozenset(TALLY_COLUMNS) - frozenset(_REACH)
@@ -73,6 +74,8 @@ class Store:
         meta = dict(self._rows("SELECT key, value FROM meta"))
         self._whole: dict[int, int] = {width: _whole(meta.get(f"whole_{width}")) for width in WIDTHS[1:]}
         self._pruned: dict[int, int] = {width: _whole(meta.get(f"pruned_{width}")) for width in WIDTHS[:-1]}
+        self._tally_columns = columns_in(db, "tallies", _TALLY)
+        self._step_columns = ", ".join(columns_in(db, "steps", STEP_COLUMNS))
         self.pruned = _count(meta.get("pruned", 0))
         """Rows that were deleted to bound the history."""
         self.processes = sorted({ring.process for ring in self.rings.values() if ring.process >= 0 and ring.steps})
@@ -143,7 +146,7 @@ class Store:
         `process`: of this one only; ALL for those of all processes together, which a run of one process lacks.
         `series`: read these only.
         """
-        for width, row in self._stretches("tallies", _TALLY, begin_s, end_s, process, finest, widest):
+        for width, row in self._stretches("tallies", self._tally_columns, begin_s, end_s, process, finest, widest):
             named = dict(zip(_TALLY, row, strict=True))
             if type(named["start_s"]) is not int or type(named["process"]) is not int or named["mode"] not in MODES:
                 continue
@@ -296,14 +299,10 @@ class Store:
             f" WHERE start_ns >= ? AND start_ns < ? AND {only} ORDER BY wall_ns DESC LIMIT ?"
         )
         found = []
-        for process, step, name, kind, start, wall, *phases in self._rows(query, (begin_ns, end_ns, *values, most)):
-            known = {
-                phase.name: took
-                for phase, took in zip((p for p in PHASES if not p.of_call), phases, strict=True)
-                if type(took) is int
-            }
-            if name in MODES and all(type(value) is int for value in (process, step, kind, start, wall)):
-                found.append(LongRow(process, step, name, kind, start, wall, known))
+        for process, step, in_mode, kind, start, wall, *phases in self._rows(query, (begin_ns, end_ns, *values, most)):
+            known = {name: took for name, took in zip(STEP_PHASES, phases, strict=True) if type(took) is int}
+            if in_mode in MODES and all(type(value) is int for value in (process, step, kind, start, wall)):
+                found.append(LongRow(process, step, in_mode, kind, start, wall, known))
         return found
 
     def longest_deleted(self, most: int, *, mode: str | None = None, evaluation: bool | None = None) -> list[LongRow]:
@@ -316,7 +315,7 @@ class Store:
             return []
         only, values = _only(mode, evaluation)
         query = (
-            f"SELECT {', '.join(_TALLY)} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ?"
+            f"SELECT {', '.join(self._tally_columns)} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ?"
             f" AND process >= 0 AND {only} ORDER BY high_ns DESC LIMIT ?"
         )
         found = []
@@ -331,20 +330,19 @@ class Store:
         """The newest steps that ended between two times, the newest first; damaged ones are left out."""
         who, values = ("", ()) if process is None else (" AND process = ?", (process,))
         ended = "start_ns + wall_ns"
-        query = f"SELECT * FROM steps WHERE {ended} > ? AND {ended} <= ?{who} ORDER BY id DESC LIMIT ?"
-        cursor = self._db.execute(query, (begin_ns, end_ns, *values, most))
-        names = [column[0] for column in cursor.description]
+        query = f"SELECT {self._step_columns} FROM steps WHERE {ended} > ? AND {ended} <= ?{who}"
         found = []
-        for row in cursor:
+        for row in self._db.execute(f"{query} ORDER BY id DESC LIMIT ?", (begin_ns, end_ns, *values, most)):
             with suppress(RecordError):
-                found.append(self._step(dict(zip(names, row, strict=True))))
+                found.append(self._step(dict(zip(STEP_COLUMNS, row, strict=True))))
         return found
 
     def _step(self, row: Mapping[str, Any]) -> Step:
         """The record in a row of steps; RecordError if it is damaged."""
         phases = {name: row[f"{name}_ns"] for name in STEP_PHASES}
+        quantities = {quantity.name: row[quantity.name] for quantity in QUANTITIES}
         whole = [row[name] for name in ("process", "step", "start_ns", "wall_ns")]
-        optional = [row["samples"], row["copied_bytes"], *phases.values()]
+        optional = [*quantities.values(), *phases.values()]
         known = all(type(value) is int for value in whole)
         if not known or row["mode"] not in MODES or not all(value is None or type(value) is int for value in optional):
             raise RecordError("damaged row in steps")
@@ -356,9 +354,9 @@ class Store:
             mode=row["mode"],
             start_ns=start,
             wall_ns=wall,
-            samples=row["samples"],
+            samples=quantities.pop("samples"),
             phases={name: took for name, took in phases.items() if took is not None},
-            copied=row["copied_bytes"],
+            quantities={name: count for name, count in quantities.items() if count is not None},
         )
         try:
             return kept_step_times(found, row["device"]) if isinstance(row["device"], bytes) else found
@@ -514,7 +512,7 @@ def _longest_of(row: Mapping[str, Any], width: int, tally: Tally) -> LongRow:
     if mode not in MODES or wall is None or not {type(process), type(kind), type(start)} <= {int}:
         raise ValueError("a damaged tally")
     others = max(tally.stat(STEP).total - wall, 0)
-    spent = {phase.name: tally.stat(phase.name).total for phase in PHASES if not phase.of_call}
+    spent = {name: tally.stat(name).total for name in STEP_PHASES}
     # As if the others had been in that phase all the time.
     least = {name: took - others for name, took in spent.items() if 2 * (took - others) > wall}
     return LongRow(process, None, mode, kind, max((start + width) * _SECOND - wall, 0), wall, least)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from dpmon.model.numbers import group
 from dpmon.record.schema import EVALUATION
 from dpmon.run.opened import open_store
 from dpmon.run.reader import RunReader
@@ -15,7 +16,7 @@ from dpmon.store.figures import elapsed, rate
 from dpmon.store.queries import Store
 from dpmon.store.tables import HistoryError
 from dpmon.store.tally import Key, Sum, Tally
-from dpmon.ui.format import compact, group, within_words
+from dpmon.text.quantities import compact, within_words
 
 __all__ = ["Progress"]
 
@@ -59,7 +60,7 @@ class Progress:
         try:
             with open_store(self._reader.directory) as store:
                 return self._stepped(store) or self._waiting()
-        except (HistoryError, OSError, RunError):  # nothing is recorded yet, or it is damaged or deleted
+        except (HistoryError, RunError):  # it is damaged or deleted
             return self._waiting()
 
     def _stepped(self, store: Store) -> str | None:

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 from dpmon.model.finding import many
 from dpmon.model.layouts import Layouts
 from dpmon.model.memory import held, reasons
+from dpmon.model.numbers import duration, group
 from dpmon.record.schema import EVALUATION, PHASES, STEP
 from dpmon.report.said import waited
 from dpmon.report.words import times_paused
+from dpmon.run.files import read_tail
 from dpmon.run.inputs import inputs_in
 from dpmon.run.opened import open_store
 from dpmon.run.pauses import pauses_in
@@ -23,10 +25,10 @@ from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.store.queries import Store
 from dpmon.store.tables import HistoryError
 from dpmon.store.window import Window, accounted
-from dpmon.ui.format import group, memory, ms, rate_words
-from dpmon.ui.rows import cut, span_width
-from dpmon.ui.tail import last_words
-from dpmon.ui.text import clean
+from dpmon.text.cells import cut, span_width
+from dpmon.text.cleaning import clean
+from dpmon.text.last_words import READ_BYTES, last_words
+from dpmon.text.quantities import memory, rate_words, run_time
 
 __all__ = ["Line", "ending_line", "fitted", "summary", "summary_lines"]
 
@@ -82,8 +84,8 @@ def summary(directory: Path, how: ExitInfo | None) -> list[Line]:
     try:
         with open_store(directory) as store:
             lines += _Summary(store, info, how).lines(directory)
-    except (HistoryError, OSError) as error:
-        texts = [] if isinstance(error, FileNotFoundError) else [f"the history cannot be read: {error}"]
+    except HistoryError as error:
+        texts = [f"the history cannot be read: {error}"]
         lines += [_nothing(directory, info, how, texts), *_ranked(_LACKS, _warnings(texts, short_name(info)))]
     lines.append(Line(_FIRST, f"record: {directory}  (dpmon export {short_name(info)})"))
     return [Line(rank, clean(text)) for rank, text in lines]
@@ -137,8 +139,8 @@ class _Summary:
             lacks.append(f"{times_paused(paused, how is not None)}: that time is in no step and no phase")
         if inputs := inputs_in(self._store).spans():
             lacks.append(waited([(process, *span) for process, span in inputs]))
-        if dropped := sum(ring.missed + ring.lost for ring in self._store.rings.values()):
-            lacks.append(f"{group(dropped)} records were dropped: the figures are of the rest")
+        if self._store.dropped:
+            lacks.append(f"{group(self._store.dropped)} records were dropped: the figures are of the rest")
         return [*lacks, *_warnings(warnings, short_name(self._info))]
 
     # ------------------------------------------------------------------------------------------ time and modes
@@ -156,7 +158,7 @@ class _Summary:
         if (parts["training"] or parts["evaluation"]) >= (1 - _NOT_TRAINING) * whole:
             return []
         texts = [
-            f"{text} {duration(parts[name] / 1e9)}{self._longest() if name == 'between' else ''}"
+            f"{text} {run_time(parts[name] / 1e9)}{self._longest() if name == 'between' else ''}"
             for name, text in _PARTS.items()
             if parts[name] > _TRIFLE * whole
         ]
@@ -164,7 +166,7 @@ class _Summary:
 
     def _longest(self) -> str:
         gaps = self._store.gaps(1)
-        return "".join(f" (longest {duration(gap.ns / 1e9)} after step {group(gap.after_step)})" for gap in gaps)
+        return "".join(f" (longest {run_time(gap.ns / 1e9)} after step {group(gap.after_step)})" for gap in gaps)
 
     def _mode_name(self, mode: str) -> str:
         """The mode's name as on the screen: ranks have one device each, so they are neither dp nor single."""
@@ -217,7 +219,7 @@ class _Summary:
             text += f"  {many(sizes.calls, 'call')}, {many(tally.steps, 'step')}"
             middle = tally.median(STEP)
             if middle is not None:
-                text += f", step median {ms(middle)}"
+                text += f", step median {duration(middle)}"
             if speed is not None:
                 text += f", {rate_words(speed)}"
             lines.append(text)
@@ -236,7 +238,7 @@ class _Summary:
             text = f"  {stage.root} stage {stage.stage} {stage.device}  {names}  {stage.inputs or 'sizes not seen'} -> "
             text += f"{stage.outputs or 'not finished'}  {many(stage.calls, 'call')}"
             middle = stage.time.median
-            lines.append(text if middle is None else f"{text}, host time median {ms(middle)}")
+            lines.append(text if middle is None else f"{text}, host time median {duration(middle)}")
         more = len(found) - len(lines)
         if more > 0:
             lines.append(f"  and {more} more; dpmon export has them all")
@@ -283,8 +285,8 @@ def _phase_lines(found: Figures) -> list[Line]:
 
 
 def _phase_line(rank: int, label: str, phase: PhaseFigures) -> Line:
-    text = f"  {label:<18} median {ms(phase.median_ns):>8}   p95 {ms(phase.p95_ns):>8}"
-    return Line(rank, text if phase.device_ns is None else f"{text}   on device {ms(phase.device_ns):>8}")
+    text = f"  {label:<18} median {duration(phase.median_ns):>8}   p95 {duration(phase.p95_ns):>8}"
+    return Line(rank, text if phase.device_ns is None else f"{text}   on device {duration(phase.device_ns):>8}")
 
 
 def _memory_lines(store: Store) -> list[str]:
@@ -359,7 +361,7 @@ def _outcome(info: RunInfo, how: ExitInfo | None) -> str:
         return f"{name}: how it ended is not known"
     if how.error is not None:
         return f"{name}: {how.error}"
-    took = duration(how.seconds)
+    took = run_time(how.seconds)
     if how.stopped:
         return f"{name}: stopped by you after {took}" + (f", exit status {how.status}" if how.status else "")
     if how.status is None:
@@ -375,15 +377,8 @@ def _raised(directory: Path, info: RunInfo, how: ExitInfo | None) -> list[str]:
     paths = RunReader(directory).output_paths
     if how is None or not how.status or how.stopped or how.cause or len(paths) > 1:
         return []
-    last = last_words(paths[0])
+    try:
+        last = last_words(read_tail(paths[0], READ_BYTES))
+    except OSError:
+        return []
     return [] if last is None else [f"its last words: {last}  (dpmon report {short_name(info)})"]
-
-
-def duration(seconds: float) -> str:
-    """A duration as people say it: 0.41 s, 12.3 s, 3 min 41 s, 2 h 05 min."""
-    if seconds < 60:
-        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -14,6 +14,7 @@ from dpmon.run.files import remove_file
 from dpmon.run.proc import alive
 from dpmon.run.rundir import RunInfo, ring_paths
 from dpmon.store.intake import Accounts, Intake
+from dpmon.store.resume import resume_accounts, resume_intake
 from dpmon.store.tables import HistoryError, RingRow
 from dpmon.store.writer import LIMIT_BYTES, Batch, History
 
@@ -58,8 +59,14 @@ class Drain:
     """All rings of one run, and what was taken from them since the last write."""
 
     def __init__(
-        self, directory: Path, info: RunInfo, warn: Callable[[str], None], limit_bytes: int = LIMIT_BYTES
+        self,
+        directory: Path,
+        info: RunInfo,
+        warn: Callable[[str], None],
+        limit_bytes: int = LIMIT_BYTES,
+        history: History | None = None,
     ) -> None:
+        """`history`: write into this one; None: into that of the run's directory, which is bounded to `limit_bytes`."""
         self._directory = directory
         self._info = info
         self._warn = warn
@@ -67,6 +74,8 @@ class Drain:
         self._history: History | None = None
         self._kept: dict[str, RingRow] = {}
         """The rings' rows as they stand in the history."""
+        self._batch_sizes: dict[int, set[int]] = {}
+        """Batch sizes by process that have tallies of their own in the history."""
         self._sources: dict[str, _Source] = {}
         self._refused: set[str] = set()
         self._batch = Batch()
@@ -75,10 +84,13 @@ class Drain:
         self._next_id = 1
         self._commit_at = 0.0
         self._retry_at = 0.0
-        self._failing = False
+        self.failure: Exception | None = None
+        """Why the history cannot be written just now."""
         self._silent_until = 0.0
         self.heard: Callable[[bytes, int], None] = lambda payload, pid: None
         """Called with every `memory` record of a training process, and its id: it says which GPUs that uses."""
+        if history is not None:
+            self._go_on_in(history)
 
     def drain(self, now: float) -> bool:
         """Take what is new, write what is due; True if there is more to take at once. `now`: monotonic s."""
@@ -104,11 +116,11 @@ class Drain:
             if not self.drain(now):
                 break
         for source in self._sources.values() if over else ():
-            # A process that outlives the command still has what it holds.
-            if source.row.process < 0 or not alive(source.ring.pid, None):
-                source.over = True
-                with suppress(RingError, OSError):
-                    self._add(source, source.ring.last_words())
+            if source.row.process >= 0 and alive(source.ring.pid, None):
+                continue  # a process that outlives the command still has what it holds
+            source.over = True
+            with suppress(RingError, OSError):
+                self._add(source, source.ring.last_words())
             source.intake.flush(self._batch)
         if self._history is not None:
             self._write(now)
@@ -150,16 +162,17 @@ class Drain:
                 continue
             kept = self._kept.get(path.name)
             try:
-                source = self._sources[path.name] = _Source(
-                    path, kept and replace(kept), self._info.start_ns, self._accounts
-                )
-                if kept is not None and self._history is not None:
-                    self._history.resume(source.intake, self._accounts)
+                source = _Source(path, kept and replace(kept), self._info.start_ns, self._accounts)
             except (RingError, OSError) as error:
                 # It may be half made: its header is complete a moment later.
                 if time.time() - _modified(path) > RETRY_S:
                     self._refused.add(path.name)
                     self._warn(f"{path.name} cannot be read: {error}")
+                continue
+            self._sources[path.name] = source
+            if kept is not None and self._history is not None:
+                with suppress(HistoryError):  # damaged; what comes now can be recorded all the same
+                    resume_intake(self._history, source.intake, self._batch_sizes)
 
     def _take(self, source: _Source) -> bool:
         """Move what one ring has into the batch; True if it filled faster than it was read."""
@@ -191,15 +204,26 @@ class Drain:
             return False
         meta = {"run": self._info.id, "start_ns": self._info.start_ns}
         try:
-            history = History(self._directory, meta, self._limit_bytes)
+            history = History.open(self._directory, meta, self._limit_bytes)
+            try:
+                self._go_on_in(history)
+            except HistoryError:
+                history.close()
+                raise
         except (HistoryError, OSError) as error:
             self._fail(now, error)
             return False
-        self._history = history
-        self._kept = history.rings()
-        self._next_id = history.next_id
         self._commit_at = now
         return True
+
+    def _go_on_in(self, history: History) -> None:
+        """Write into a history that another supervisor may have begun."""
+        self._accounts = Accounts()
+        resume_accounts(history, self._accounts)
+        self._batch_sizes = history.batch_sizes()
+        self._kept = history.rings()
+        self._next_id = history.next_id
+        self._history = history
 
     def _write(self, now: float) -> None:
         if self._history is None or now < self._retry_at:
@@ -208,7 +232,7 @@ class Drain:
         for source in self._sources.values():
             source.note()
         self._batch.rings = [source.row for name, source in self._sources.items() if self._kept.get(name) != source.row]
-        if not self._batch.rings and not self._batch.shapes:
+        if not self._batch.rings:
             return
         try:
             self._history.write(self._batch)
@@ -218,15 +242,15 @@ class Drain:
         self._kept.update((row.name, replace(row)) for row in self._batch.rings)
         self._batch = Batch()
         self._bytes = 0
-        self._failing = False
+        self.failure = None
 
     def _fail(self, now: float, error: Exception) -> None:
         """Say that the history cannot be written, once, and try again later: the run goes on without it."""
         self._retry_at = now + RETRY_S
-        if not self._failing and now >= self._silent_until:
+        if self.failure is None and now >= self._silent_until:
             self._silent_until = now + WARN_AGAIN_S
             self._warn(f"the history cannot be written ({error}); the run goes on, older records may be lost")
-        self._failing = True
+        self.failure = error
 
 
 def _modified(path: Path) -> float:

@@ -25,6 +25,7 @@ from dpmon.store.tables import (
     check_version,
     last_ids,
     rings_in,
+    size_of,
 )
 
 __all__ = ["DISORDER", "Kept", "chance", "named"]
@@ -70,7 +71,7 @@ class Kept:
         except sqlite3.Error as error:
             raise HistoryError(str(error)) from None
         try:
-            self._bounds = Bounds(self._db, path)
+            self._bounds = Bounds(self._db, size_of(path))
             self._db.execute("BEGIN")
             check_schema(self._db)
             check_version(self._db)

@@ -73,9 +73,11 @@ class Account:
         self._paused_since: int | None = None
         self._pieces: deque[Spent] = deque(maxlen=_PIECES)
 
-    def resume(self, number: int, end: int, evaluation: bool, mode: str) -> None:
+    def resume(self, number: int, mode: str, start: int, wall: int, evaluation: bool) -> None:
         """Go on after a step that another supervisor accounted for."""
-        self._at, self._number, self._evaluation, self._mode = end, number, evaluation, mode
+        self._at, self._number, self._evaluation, self._mode = start + wall, number, evaluation, mode
+        self._end_pause(start)
+        self._apart = [one for one in self._apart if one[2] > self._at]
 
     def step(self, number: int, mode: str, start: int, wall: int, evaluation: bool) -> tuple[list[Spent], Gap | None]:
         """Add a step. Return the time since the last one with it, and the gap before it if there is one."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import struct
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -58,14 +59,18 @@ _CALL_AT = {name: index for index, name in enumerate(CALL_PHASES)}
 _STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
 
 
+_DAMAGE = (RecordError, LookupError, ValueError, TypeError, AttributeError, struct.error, RecursionError)
+
+
 class _Call(NamedTuple):
     """What is held of a call until its step comes."""
 
+    number: int
+    """Its id."""
     step: int
     mode: str
     layout: int
     flags: int
-    end_ns: int
     phases: tuple[int, ...]
     """ns in the order of CALL_PHASES, -1 for one that did not run."""
     device_ms: Mapping[str, float] | None
@@ -91,8 +96,22 @@ class Accounts:
             found = self.of[process] = Account()
         return found
 
-    def heard(self, process: int, data: Mapping[str, Any], at_ns: int | None) -> None:
-        """An event of a process: it began to record, or paused, or goes on."""
+    def event(self, batch: Batch, process: int | None, kind: str, data: Mapping[str, Any], at_ns: int | None) -> None:
+        """Account for what an event says; `process` None: it is the supervisor's."""
+        if process is not None:
+            if kind in ("process", "pause"):
+                self._heard(process, data, at_ns)
+            if kind == "process" and type(data.get("pid")) is int:
+                self._began(batch, data["pid"])
+        elif at_ns is not None and kind == "input":
+            took, pid = _ns(data.get("waited_s")), data.get("pid")
+            if took is not None and type(pid) is int:
+                self._wait(batch, pid, at_ns, at_ns + took)
+        elif at_ns is not None and kind == "exit":
+            self._finish(batch, at_ns)
+
+    def _heard(self, process: int, data: Mapping[str, Any], at_ns: int | None) -> None:
+        """A process began to record, or paused, or goes on."""
         if type(data.get("pid")) is int:
             self._processes[data["pid"]] = process
             if process not in self.of:
@@ -100,13 +119,13 @@ class Accounts:
         elif isinstance(data.get("paused"), bool) and data.get("refused") is None:
             self.account(process).pause(data["paused"], at_ns, _ns(data.get("paused_s")))
 
-    def began(self, batch: Batch, pid: int) -> None:
+    def _began(self, batch: Batch, pid: int) -> None:
         """A process began to record: account for the waits that were reported before."""
         for early in [one for one in self._early if one[0] == pid]:
             self._early.remove(early)
-            self.wait(batch, *early)
+            self._wait(batch, *early)
 
-    def wait(self, batch: Batch, pid: int, begin: int, end: int) -> None:
+    def _wait(self, batch: Batch, pid: int, begin: int, end: int) -> None:
         """The process with this pid waited for input."""
         process = self._processes.get(pid)
         if process is None:
@@ -114,7 +133,7 @@ class Accounts:
         else:
             batch.spend(process, self.account(process).wait(begin, end))
 
-    def finish(self, batch: Batch, end_ns: int) -> None:
+    def _finish(self, batch: Batch, end_ns: int) -> None:
         """The run ended."""
         for process, account in self.of.items():
             batch.spend(process, account.finish(end_ns))
@@ -142,10 +161,20 @@ class Intake:
             rows = next((shape[0] for shape in shapes), None)
             self._rows[number] = rows if type(rows) is int and 0 <= rows <= _MAX_INT else None
 
-    def resume(self, mode: str | None, steps_in_mode: int, sizes: Sequence[int]) -> None:
-        """Go on after another supervisor: the mode, how many steps it has had since the change, the batch sizes."""
+    def resume(
+        self, mode: str | None, steps_in_mode: int, sizes: Iterable[int], waiting: Iterable[tuple[int, bytes]]
+    ) -> None:
+        """Go on after another supervisor.
+
+        `mode` and how many steps it has had since the change; batch sizes that have tallies of their own; id and
+        payload of the calls that wait for their step.
+        """
         self._mode, self._steps_in_mode = mode, steps_in_mode
-        self._sizes.update(size for size in sizes if size >= 0)
+        self._sizes.update(sizes)
+        self._calls = []
+        for number, payload in waiting:
+            with suppress(*_DAMAGE):
+                self._calls.append(_held(number, payload))
 
     def add(self, batch: Batch, number: int, payload: bytes) -> bool:
         """Put `payload` into `batch` under the id `number`; False if it was a definition, which takes no id.
@@ -168,40 +197,20 @@ class Intake:
                 return False
             else:
                 raise RecordError("unknown kind of record")
-        except (LookupError, ValueError, TypeError, AttributeError, struct.error, RecursionError) as error:
+        except _DAMAGE as error:
+            if isinstance(error, RecordError):
+                raise
             raise RecordError(f"unreadable record: {type(error).__name__}") from None
         return True
 
     # ------------------------------------------------------------------------------------------ calls
 
     def _call(self, batch: Batch, number: int, payload: bytes) -> None:
-        mode, flags, _, layout, step, call, start, wall, inputs, outputs, *phases = call_head(payload)
+        mode, _, _, _, step, call, start, wall, inputs, _, *phases = call_head(payload)
         began = start - self._start_ns
         _check(step, call, began, wall, began + wall)
-        took = tuple(phases[2 * i + 1] if phases[2 * i] >= 0 else -1 for i in range(len(CALL_PHASES)))
-        _check(*took)
-        replicas, stages = call_replicas(payload), call_stages(payload)
-        timed = is_timed(payload)
-        sizes = [inputs, outputs, *([got, gave] for got, gave, _, _ in replicas), *(stage[:3] for stage in stages)]
-        held = _Call(
-            step,
-            MODES[mode],
-            layout,
-            flags,
-            began + wall,
-            took,
-            known_times(payload) if timed else None,
-            [(replica_series(layout, i), max(ran, 0)) for i, (_, _, _, ran) in enumerate(replicas)]
-            + [(stage_series(layout, i, *stage[:3]), stage[4]) for i, stage in enumerate(stages) if stage[4] >= 0],
-            json.dumps(sizes, separators=(",", ":")),
-            why_number(payload) if timed else 0,
-        )  # fmt: skip
-        if timed:
-            named = [replica_series(layout, i) for i in range(len(replicas))]
-            named = named or [stage_series(layout, i, *stage[:3]) for i, stage in enumerate(stages)]
-            times = part_times(payload)
-            known = ((name, times.of(i)) for i, name in enumerate(named))
-            held.parts.extend((f"{name}@device", int(ms * 1e6)) for name, ms in known if ms is not None)
+        held = _held(number, payload)
+        took = held.phases
         batch.calls.append(
             {
                 "id": number, "process": self.row.process, "call": call, "step": step, "mode": MODES[mode],
@@ -214,7 +223,11 @@ class Intake:
         if len(self._calls) > _WAITING:  # a process whose calls are in no step
             self._count_apart(batch, [self._calls.pop(0)])
         self._place(number)
+        self._note_held()
         self.row.calls += 1
+
+    def _note_held(self) -> None:
+        self.row.held_id = self._calls[0].number if self._calls else None
 
     def _count(self, batch: Batch, call: _Call, mode: str, kind: int) -> None:
         """Count what a call got and gave; `mode` and `kind` of its step."""
@@ -227,9 +240,10 @@ class Intake:
             self._count(batch, call, call.mode, EVALUATION * (call.flags & (TRAINING | GRAD) == 0))
 
     def flush(self, batch: Batch) -> None:
-        """The run ended: the last calls are in no step that ended."""
+        """The process ended: its last calls are in no step that ended."""
         self._count_apart(batch, self._calls)
         self._calls.clear()
+        self._note_held()
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -273,6 +287,7 @@ class Intake:
         batch.steps.append(row)
         batch.rollup(began + wall, process, mode).steps.append(row)
         self._place(number)
+        self._note_held()
         self.row.steps += 1
         self.row.last_step = step
 
@@ -307,24 +322,40 @@ class Intake:
         t_ns = _ns(data.get("t_s"))
         process = self.row.process if self.row.process >= 0 else None
         kind.encode()  # ValueError: half a character, which the database does not take
-        if process is None:
-            self._of_supervisor(batch, kind, data, t_ns)
-        elif kind in ("process", "pause"):
-            self._accounts.heard(process, data, t_ns)
-            if kind == "process" and type(data.get("pid")) is int:
-                self._accounts.began(batch, data["pid"])
+        self._accounts.event(batch, process, kind, data, t_ns)
+        if process is None and t_ns is not None and kind in ("device", "host"):
+            _add_sample(batch, t_ns, kind, data)
         return (number, process, kind, t_ns, text)
 
-    def _of_supervisor(self, batch: Batch, kind: str, data: Mapping[str, Any], t_ns: int | None) -> None:
-        took, pid = _ns(data.get("waited_s")), data.get("pid")
-        if t_ns is None:
-            return
-        if kind in ("device", "host"):
-            _add_sample(batch, t_ns, kind, data)
-        elif kind == "input" and took is not None and type(pid) is int:
-            self._accounts.wait(batch, pid, t_ns, t_ns + took)
-        elif kind == "exit":
-            self._accounts.finish(batch, t_ns)
+
+def _held(number: int, payload: bytes) -> _Call:
+    """What is held of a call."""
+    mode, flags, _, layout, step, _, _, _, inputs, outputs, *phases = call_head(payload)
+    took = tuple(phases[2 * i + 1] if phases[2 * i] >= 0 else -1 for i in range(len(CALL_PHASES)))
+    _check(*took)
+    replicas, stages = call_replicas(payload), call_stages(payload)
+    timed = is_timed(payload)
+    sizes = [inputs, outputs, *([got, gave] for got, gave, _, _ in replicas), *(stage[:3] for stage in stages)]
+    parts = [(replica_series(layout, i), max(ran, 0)) for i, (_, _, _, ran) in enumerate(replicas)]
+    parts += [(stage_series(layout, i, *stage[:3]), stage[4]) for i, stage in enumerate(stages) if stage[4] >= 0]
+    if timed:
+        named = [replica_series(layout, i) for i in range(len(replicas))]
+        named = named or [stage_series(layout, i, *stage[:3]) for i, stage in enumerate(stages)]
+        times = part_times(payload)
+        known = ((name, times.of(i)) for i, name in enumerate(named))
+        parts += [(f"{name}@device", int(ms * 1e6)) for name, ms in known if ms is not None]
+    return _Call(
+        number,
+        step,
+        MODES[mode],
+        layout,
+        flags,
+        took,
+        known_times(payload) if timed else None,
+        parts,
+        json.dumps(sizes, separators=(",", ":")),
+        why_number(payload) if timed else 0,
+    )
 
 
 def _of_calls(own: Sequence[int], calls: Sequence[_Call]) -> tuple[list[int], int | None]:

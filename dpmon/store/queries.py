@@ -10,7 +10,7 @@ import json
 import sqlite3
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -46,6 +46,11 @@ END = 1 << 40
 _LAST_NS = (1 << 63) - 1
 _SECOND = 1_000_000_000
 _TALLY = ("start_s", "process", "mode", "kind", "batch", *TALLY_COLUMNS, "sketches")
+_TIME = ("start_s", "process", "mode", *ACTIVITY_COLUMNS)
+_BETWEEN = "width = :width AND start_s >= :begin AND start_s < :end"
+_STARTS = (
+    "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + :width FROM starts WHERE at + :width < :end)"
+)
 _LONG_PHASES = tuple(f"{phase.name}_ns" for phase in PHASES if not phase.of_call)
 _SHAPE_CHARACTERS = 1 << 20
 _REACH = {"last_step": "max", "low_ns": "min", "high_ns": "max", "first_ns": "min", "last_ns": "max"}
@@ -56,9 +61,11 @@ _ADDED = frozenset(TALLY_COLUMNS) - frozenset(_REACH)
 class Store:
     """The tables of one history, as of one instant."""
 
-    def __init__(self, db: sqlite3.Connection, origin_ns: int = 0) -> None:
+    def __init__(self, db: sqlite3.Connection, origin_ns: int = 0, damaged: str | None = None) -> None:
         """`db`: in a transaction, so that every query sees the same; `origin_ns`: the run's start, monotonic."""
         self._db = db
+        self.damaged = damaged
+        """Why the history could not be read, if it could not."""
         self._origin_ns = origin_ns
         self._decoders: dict[int, Decoder] = {}
         self.rings: dict[str, RingRow] = rings_in(db)
@@ -68,9 +75,13 @@ class Store:
         self._pruned: dict[int, int] = {width: _whole(meta.get(f"pruned_{width}")) for width in WIDTHS[:-1]}
         self.pruned = _count(meta.get("pruned", 0))
         """Rows that were deleted to bound the history."""
-        query = "SELECT DISTINCT process FROM tallies WHERE process >= 0"
-        self.processes = sorted(process for (process,) in self._rows(query) if type(process) is int)
+        self.processes = sorted({ring.process for ring in self.rings.values() if ring.process >= 0 and ring.steps})
         """Those with steps."""
+
+    @property
+    def dropped(self) -> int:
+        """Records that nobody could keep: lost by their writer, overwritten before they were read, or unreadable."""
+        return sum(ring.missed + ring.lost for ring in self.rings.values())
 
     def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         return self._db.execute(query, values).fetchall()
@@ -125,30 +136,60 @@ class Store:
         sketches: bool = True,
         finest: int = 1,
         widest: int = WIDTHS[-1],
+        series: Collection[str] | None = None,
     ) -> Iterator[tuple[int, int, Key, Tally]]:
         """Start, width, key and tally of each row between two seconds, in order of time; damaged rows are left out.
 
         `process`: of this one only; ALL for those of all processes together, which a run of one process lacks.
+        `series`: read these only.
         """
-        who = "process >= 0" if process is None else "process = ?"
-        values = () if process is None else (process,)
-        query = f"SELECT {', '.join(_TALLY)} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ? AND {who}"
+        for width, row in self._stretches("tallies", _TALLY, begin_s, end_s, process, finest, widest):
+            named = dict(zip(_TALLY, row, strict=True))
+            if type(named["start_s"]) is not int or type(named["process"]) is not int or named["mode"] not in MODES:
+                continue
+            with suppress(ValueError):
+                tally = Tally.of_row(named, self._names, sketches=sketches, series=series)
+                key = Key(named["process"], named["mode"], named["kind"], named["batch"])
+                yield named["start_s"], width, key, tally
+
+    def _stretches(
+        self,
+        table: str,
+        columns: Sequence[str],
+        begin_s: int,
+        end_s: int,
+        process: int | None,
+        finest: int,
+        widest: int,
+    ) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        """Width and columns of the rows of tallies or times between two seconds, in order of time."""
+        names = ", ".join(columns)
         for width, begin, end in self.cover(begin_s, end_s, finest, widest):
-            for row in self._db.execute(f"{query} ORDER BY start_s", (width, begin, end, *values)):
-                named = dict(zip(_TALLY, row, strict=True))
-                if type(named["start_s"]) is not int or type(named["process"]) is not int or named["mode"] not in MODES:
-                    continue
-                with suppress(ValueError):
-                    tally = Tally.of_row(named, self._names, sketches=sketches)
-                    key = Key(named["process"], named["mode"], named["kind"], named["batch"])
-                    yield named["start_s"], width, key, tally
+            values = {"width": width, "begin": begin, "end": end, "process": process}
+            if process is None:
+                query = f"SELECT {names} FROM {table} WHERE {_BETWEEN} AND process >= 0 ORDER BY start_s"
+            elif len(self.processes) < 2:
+                query = f"SELECT {names} FROM {table} WHERE {_BETWEEN} AND process = :process ORDER BY start_s"
+            else:  # one look-up a row: the rows of all processes lie together
+                query = (
+                    f"{_STARTS} SELECT {names} FROM starts CROSS JOIN {table}"
+                    " ON width = :width AND start_s = starts.at AND process = :process"
+                )
+            for row in self._db.execute(query, values):
+                yield width, row
 
     def tallies(
-        self, begin_s: int = 0, end_s: int = END, *, process: int | None = None, sketches: bool = True
+        self,
+        begin_s: int = 0,
+        end_s: int = END,
+        *,
+        process: int | None = None,
+        sketches: bool = True,
+        series: Collection[str] | None = None,
     ) -> dict[Key, Tally]:
-        """By key, all of the time between two seconds. `process` as in `tally_rows`."""
+        """By key, all of the time between two seconds. Parameters as in `tally_rows`."""
         found: dict[Key, Tally] = {}
-        for _, _, key, tally in self.tally_rows(begin_s, end_s, process=process, sketches=sketches):
+        for _, _, key, tally in self.tally_rows(begin_s, end_s, process=process, sketches=sketches, series=series):
             known = found.get(key)
             if known is None:
                 found[key] = tally
@@ -179,24 +220,30 @@ class Store:
 
     def kinds(self) -> set[tuple[str, int]]:
         """Mode and kind of all steps so far."""
-        return set(self._rows("SELECT DISTINCT mode, kind FROM tallies"))
+        process = ALL if len(self.processes) > 1 else next(iter(self.processes), 0)
+        return {
+            (mode, kind)
+            for _, (mode, kind) in self._stretches("tallies", ("mode", "kind"), 0, END, process, 1, WIDTHS[-1])
+        }
 
     # ------------------------------------------------------------------------------------------ time
 
     def time_rows(
-        self, begin_s: int = 0, end_s: int = END, *, finest: int = 1, widest: int = WIDTHS[-1]
+        self,
+        begin_s: int = 0,
+        end_s: int = END,
+        *,
+        finest: int = 1,
+        widest: int = WIDTHS[-1],
+        process: int | None = None,
     ) -> list[TimeRow]:
-        """What each process did between two seconds, in order of time."""
-        query = (
-            f"SELECT start_s, process, mode, {', '.join(ACTIVITY_COLUMNS)} FROM times"
-            " WHERE width = ? AND start_s >= ? AND start_s < ? ORDER BY start_s"
-        )
+        """What each process did between two seconds, or one of them, in order of time."""
         found = []
-        for width, begin, end in self.cover(begin_s, end_s, finest, widest):
-            for start, process, mode, *spent in self._rows(query, (width, begin, end)):
-                if mode in MODES and {type(start), type(process), *map(type, spent)} <= {int, float}:
-                    ns = dict(zip(ACTIVITIES, (int(each) for each in spent), strict=True))
-                    found.append(TimeRow(int(start), width, int(process), mode, ns))
+        for width, row in self._stretches("times", _TIME, begin_s, end_s, process, finest, widest):
+            start, who, mode, *spent = row
+            if mode in MODES and {type(start), type(who), *map(type, spent)} <= {int, float}:
+                ns = dict(zip(ACTIVITIES, (int(each) for each in spent), strict=True))
+                found.append(TimeRow(int(start), width, int(who), mode, ns))
         return found
 
     def times(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:

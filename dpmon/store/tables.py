@@ -2,7 +2,7 @@
 
     meta         key, value: schema, run, start_ns, limit_bytes, pruned (rows deleted to stay below it)
     rings        one row per ring: how far it was read (position, sequence), the counts of missed and other records,
-                 the first and the last id of its calls and steps
+                 the first and the last id of its calls and steps, the id of the first call that waits for its step
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
     calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.record.codec)
     steps        id, process, step, mode, start_ns, wall_ns, samples, data_ns ... other_ns (NULL: did not run),
@@ -30,9 +30,9 @@ Those that were deleted to save room ended before meta's `pruned_1`, `pruned_10`
 added to every tally of its time.
 
 When the database reaches its size limit, the oldest rows are deleted: calls, steps and events first, except a run's
-processes, modes, warnings and exit. Rollups stay longer: those of a second, and those of a minute, may each take a
-third of the limit. Deleted minutes are added to one row per process and mode, with width 0 and start 0, which is never
-deleted. The oldest device_rollups are deleted in the same way and added to rows that start at -1.
+processes, modes, warnings, loaders and exit. Rollups stay longer: those of a second, and those of a minute, may each
+take a third of the limit. Deleted minutes are added to one row per process and mode, with width 0 and start 0, which is
+never deleted. The oldest device_rollups are deleted in the same way and added to rows that start at -1.
 
 Times are ns since the run's start. Ids come from one counter, so they give the order across the three tables. A ring's
 position is written in the transaction that writes its records, so a reader that continues from there misses and
@@ -44,13 +44,11 @@ from __future__ import annotations
 import re
 import sqlite3
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dpmon.record.plainjson import load_json
 from dpmon.record.schema import PHASES, QUANTITIES
 from dpmon.run.rollup import SERIES
 from dpmon.store.accounting import ACTIVITIES
@@ -61,6 +59,7 @@ __all__ = [
     "BEFORE_S",
     "CALL_COLUMNS",
     "HISTORY_FILE",
+    "LARGEST",
     "LASTING",
     "LASTING_KINDS",
     "SCHEMA",
@@ -72,17 +71,18 @@ __all__ = [
     "RingRow",
     "check_schema",
     "check_version",
-    "definitions_in",
+    "check_whole",
     "last_ids",
     "rings_in",
+    "size_of",
 ]
 
 BEFORE_S = -1
 """The start of device_rollups that are of all the time before the first minute that is left."""
 HISTORY_FILE = "history.sqlite"
 SCHEMA_VERSION = 5
-LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input")
-"""Events that outlive the steps around them (of warnings and waits the newest): they hold for what follows."""
+LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "loader")
+"""Events that outlive the steps around them (of warnings, waits and loaders the newest): they hold for what follows."""
 LASTING = f"kind IN ({', '.join(repr(kind) for kind in LASTING_KINDS)})"
 _FIRST_COLUMNS = (
     *("samples", "copied_bytes"),
@@ -111,7 +111,7 @@ CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rings (
     name TEXT PRIMARY KEY, process INTEGER, rank INTEGER, pid INTEGER, position INTEGER, sequence INTEGER,
     missed INTEGER, lost INTEGER, calls INTEGER, steps INTEGER, last_step INTEGER,
-    first_id INTEGER, last_id INTEGER) WITHOUT ROWID;
+    first_id INTEGER, last_id INTEGER, held_id INTEGER) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS definitions (
     process INTEGER, number INTEGER, value TEXT, PRIMARY KEY (process, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS calls (
@@ -159,7 +159,8 @@ CREATE INDEX IF NOT EXISTS lasting ON events (id) WHERE {lasting};
 _TABLES = frozenset(re.findall(r"TABLE IF NOT EXISTS (\w+)", SCHEMA))
 _LOOK_STEPS = 100_000
 """Instructions of SQLite's virtual machine between two checks."""
-_LARGEST = 1 << 30
+LARGEST = 1 << 30
+"""Bytes of a database of which a copy is made in memory, at most; and after which its bounds grow no more."""
 _SMALLEST_ROW = 8
 """Fewest bytes of a row: its position in the page, its length and its id."""
 _LONGEST_VALUE = 64 << 20
@@ -189,15 +190,16 @@ class RingRow:
     first_id: int | None = None
     """Of its calls and steps, and the last; None: there are none, or an earlier version began it."""
     last_id: int | None = None
+    held_id: int | None = None
+    """Of the first call that waits for its step; None: none does."""
 
 
 class Bounds:
     """Limits one query by the size of the database, because a damaged tree can have endless rows."""
 
-    def __init__(self, db: sqlite3.Connection, path: Path) -> None:
-        """Watch `db`, the database at `path`, and do not let its schema run functions."""
-        size = sum(part.stat().st_size for part in (path, Path(f"{path}-wal")) if part.exists())
-        size = min(size, _LARGEST)
+    def __init__(self, db: sqlite3.Connection, size: int) -> None:
+        """Watch `db`, a database of `size` bytes, and do not let its schema run functions."""
+        size = min(size, LARGEST)
         self.rows = 10_000 + size // _SMALLEST_ROW
         self._most = (20_000_000 + 8 * size) // _LOOK_STEPS
         self._done = 0
@@ -214,6 +216,11 @@ class Bounds:
         """SQLite calls this regularly; a result other than 0 interrupts the query."""
         self._done += 1
         return self._done > self._most
+
+
+def size_of(path: Path) -> int:
+    """The bytes of the database at `path`."""
+    return sum(part.stat().st_size for part in (path, Path(f"{path}-wal")) if part.exists())
 
 
 def check_schema(db: sqlite3.Connection) -> None:
@@ -244,11 +251,11 @@ def check_version(db: sqlite3.Connection) -> None:
         raise HistoryError(f"a later version of dpmon wrote it (schema {row[0]}; this one knows {SCHEMA_VERSION})")
 
 
-def definitions_in(db: sqlite3.Connection, process: int) -> Iterator[tuple[int, Any]]:
-    """Number and value of every definition of one process; damaged ones are left out."""
-    for number, value in db.execute("SELECT number, value FROM definitions WHERE process = ?", (process,)):
-        with suppress(ValueError, TypeError):
-            yield number, load_json(value)
+def check_whole(db: sqlite3.Connection) -> None:
+    """HistoryError for a history that lacks a table."""
+    missing = _TABLES - {row[0] for row in db.execute("SELECT name FROM sqlite_master")}
+    if missing:
+        raise HistoryError(f"it has no table {min(missing)}")
 
 
 def last_ids(db: sqlite3.Connection) -> list[int]:
@@ -258,9 +265,24 @@ def last_ids(db: sqlite3.Connection) -> list[int]:
 
 
 def rings_in(db: sqlite3.Connection) -> dict[str, RingRow]:
-    """How far each ring was taken over, by its file's name."""
+    """How far each ring was taken over, by its file's name; damaged rows are left out."""
     there = {row[1] for row in db.execute("PRAGMA table_info(rings)")}
-    names = [member.name for member in fields(RingRow)]
-    # The last two are not there in a history of an earlier version.
-    columns = ", ".join(name for name in names if name in there or name not in ("first_id", "last_id"))
-    return {row[0]: RingRow(*row) for row in db.execute(f"SELECT {columns} FROM rings")}
+    members = fields(RingRow)
+    # A history of an earlier version lacks some.
+    columns = ", ".join(member.name if member.name in there else "NULL" for member in members)
+    found = {}
+    for row in db.execute(f"SELECT {columns} FROM rings"):
+        values = [_member(value, str(member.type)) for value, member in zip(row, members, strict=True)]
+        if _DAMAGED not in values:
+            found[row[0]] = RingRow(*values)
+    return found
+
+
+_DAMAGED = object()
+
+
+def _member(value: object, declared: str) -> Any:
+    """A column as what its member is declared to be, since SQLite takes values of any type."""
+    if isinstance(value, str) if declared == "str" else type(value) is int:
+        return value
+    return None if declared.endswith("None") else _DAMAGED

@@ -8,7 +8,7 @@ tally.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -109,7 +109,7 @@ class SeriesNames:
     """The numbers under which series are stored. `fresh` holds names that were not written yet."""
 
     def __init__(self, names: Iterable[tuple[int, str]] = ()) -> None:
-        self.by_number: dict[int, str] = dict(names)
+        self.by_number = {number: name for number, name in names if type(number) is int and isinstance(name, str)}
         self._numbers = {name: number for number, name in self.by_number.items()}
         self.fresh: list[tuple[int, str]] = []
 
@@ -117,7 +117,7 @@ class SeriesNames:
         """The number of a series, a new one if it has none; None when there are too many."""
         found = self._numbers.get(name)
         if found is None:
-            found = len(self._numbers)
+            found = max(self.by_number, default=-1) + 1
             if found > 0xFFFF:
                 return None
             self._numbers[name] = found
@@ -243,8 +243,18 @@ class Tally:
                 yield _ENTRY.pack(number, stat.count, stat.total, len(data)) + data
 
     @classmethod
-    def of_row(cls, row: Mapping[str, Any], names: Mapping[int, str], *, sketches: bool = True) -> Tally:
-        """The tally in a row; ValueError if it is damaged. Without `sketches` counts and sums only."""
+    def of_row(
+        cls,
+        row: Mapping[str, Any],
+        names: Mapping[int, str],
+        *,
+        sketches: bool = True,
+        series: Collection[str] | None = None,
+    ) -> Tally:
+        """The tally in a row; ValueError if it is damaged. Without `sketches` counts and sums only.
+
+        `series`: read these only.
+        """
         found = cls(*(_whole(row[name], optional=name not in ("steps", "calls")) for name in PLAIN))  # type: ignore[arg-type]
         for quantity in QUANTITIES:
             total, count = (_whole(row[f"{quantity.name}_{part}"], optional=True) for part in ("sum", "n"))
@@ -261,7 +271,7 @@ class Tally:
                 if at > len(data):
                     raise ValueError("a damaged tally")
                 name = names.get(number)
-                if name is not None:
+                if name is not None and (series is None or name in series):
                     stat = found.stats[name] = Stat(count, total)
                     if sketches:
                         quantiles.unpack(stat.counts, data[at - size : at])

@@ -11,11 +11,11 @@ import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING
 
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.tables import ACTIVITY_COLUMNS, TALLY_COLUMNS
+from dpmon.store.tables import ACTIVITY_COLUMNS, TALLY_COLUMNS, rings_in
 from dpmon.store.tally import ALL, WIDTHS, Key, SeriesNames, Tally
 
 if TYPE_CHECKING:
@@ -58,13 +58,21 @@ class TallyWriter:
         """A transaction was rolled back: read again what the database holds."""
         self._cache.clear()
         self._names = SeriesNames(self._db.execute("SELECT number, name FROM series"))
-        self._processes = {
-            row[0] for row in self._db.execute("SELECT DISTINCT process FROM tallies WHERE process >= 0")
-        }
+        self._processes = {ring.process for ring in rings_in(self._db).values() if ring.process >= 0 and ring.steps}
         whole = "SELECT value FROM meta WHERE key = ?"
         for width in WIDTHS[1:]:
             row = self._db.execute(whole, (f"whole_{width}",)).fetchone()
             self._whole[width] = row[0] if row is not None and type(row[0]) is int else 0
+
+    def batch_sizes(self) -> dict[int, set[int]]:
+        """By process, the batch sizes that have tallies of their own."""
+        found: dict[int, set[int]] = defaultdict(set)
+        query = "SELECT DISTINCT process, batch FROM tallies WHERE width = ? AND start_s >= ? AND process >= 0"
+        for width, wider in zip_longest(WIDTHS, WIDTHS[1:]):
+            for process, size in self._db.execute(query, (width, self._whole.get(wider, 0))):
+                if type(size) is int and size >= 0:
+                    found[process].add(size)
+        return found
 
     def add(self, batch: Batch) -> None:
         """Add what a batch has of steps and times."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
-from itertools import takewhile
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dpmon.record.plainjson import load_json
-from dpmon.record.schema import EVALUATION, SETTLING_STEPS
 from dpmon.run.files import check_database
 from dpmon.run.rollup import SERIES, WHOLE, WIDTHS, Gathered, Rollup
 from dpmon.store.accounting import Spent
@@ -29,15 +27,12 @@ from dpmon.store.tables import (
     RingRow,
     check_schema,
     check_version,
-    definitions_in,
     last_ids,
     rings_in,
+    size_of,
 )
 from dpmon.store.tally import Key, StepFacts
 from dpmon.store.tally_writer import TallyWriter
-
-if TYPE_CHECKING:
-    from dpmon.store.intake import Accounts, Intake
 
 __all__ = ["LIMIT_BYTES", "Batch", "Ended", "History"]
 
@@ -57,7 +52,7 @@ _LATER: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(STEP_COLUMNS, "INTEGER"),
     },
     "calls": dict.fromkeys(CALL_COLUMNS, "INTEGER"),
-    "rings": {"first_id": "INTEGER", "last_id": "INTEGER"},
+    "rings": {"first_id": "INTEGER", "last_id": "INTEGER", "held_id": "INTEGER"},
     "rollups": {"copy_ns": "INTEGER", "pace": "TEXT"},
 }
 """Columns, in their order, that the first version's tables did not have."""
@@ -71,6 +66,8 @@ _INTO_STEPS, _INTO_CALLS = (
     f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join(f':{name}' for name in names)})"
     for table, names in (("steps", _STEP_NAMES), ("calls", _CALL_NAMES))
 )
+_RING_NAMES = tuple(member.name for member in fields(RingRow))
+_INTO_RINGS = f"INSERT OR REPLACE INTO rings ({', '.join(_RING_NAMES)}) VALUES ({', '.join('?' * len(_RING_NAMES))})"
 _INTO_GAPS = "INSERT INTO gaps (process, after_step, before_step, mode, begin_ns, end_ns, ns) VALUES (?,?,?,?,?,?,?)"
 _ADD_SHAPE = """\
 INSERT INTO shapes VALUES (?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET calls = calls + excluded.calls"""
@@ -152,23 +149,39 @@ class Batch:
 class History:
     """The writing end."""
 
-    def __init__(self, directory: Path, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES) -> None:
-        """Open or make the history of the run in `directory`; raises HistoryError."""
+    def __init__(
+        self, db: sqlite3.Connection, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES, path: Path | None = None
+    ) -> None:
+        """Write into `db`: a history, or an empty database. `path`: its file; None: it is in memory, and the caller's.
+
+        Raises HistoryError.
+        """
         self._limit = limit_bytes
         self._cache: dict[tuple[int, int, int, str], Rollup] = {}
         """The rollups written last, as they stand in the database."""
-        self._path = directory / HISTORY_FILE
+        self._path = path
+        self._db = db
         try:
-            check_database(self._path, written=True)
-            self._db = sqlite3.connect(self._path, isolation_level=None, timeout=1.0, check_same_thread=False)
+            self._page_bytes: int = db.execute("PRAGMA page_size").fetchone()[0]
+            self._bounds = Bounds(db, self._file_bytes() if path is None else size_of(path))
+            self._prepare(meta)
+        except (sqlite3.Error, OSError, TypeError, ValueError, OverflowError) as error:
+            raise HistoryError(str(error)) from None
+
+    @classmethod
+    def open(cls, directory: Path, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES) -> History:
+        """Open or make the history of the run in `directory`; raises HistoryError."""
+        path = directory / HISTORY_FILE
+        try:
+            check_database(path, written=True)
+            db = sqlite3.connect(path, isolation_level=None, timeout=1.0, check_same_thread=False)
         except (sqlite3.Error, OSError) as error:
             raise HistoryError(str(error)) from None
         try:
-            self._bounds = Bounds(self._db, self._path)
-            self._prepare(meta)
-        except (sqlite3.Error, HistoryError, OSError, TypeError, ValueError) as error:
-            self._db.close()
-            raise HistoryError(str(error)) from None
+            return cls(db, meta, limit_bytes, path)
+        except HistoryError:
+            db.close()
+            raise
 
     def _prepare(self, meta: Mapping[str, Any]) -> None:
         run = self._db.execute
@@ -193,31 +206,34 @@ class History:
         rows = {"schema": SCHEMA_VERSION, "limit_bytes": self._limit, "pruned": 0, **meta}
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", rows.items())
         self._tallies = TallyWriter(self._db)
-        self._page_bytes: int = run("PRAGMA page_size").fetchone()[0]
         self.next_id: int = 1 + max(last_ids(self._db))
 
     def rings(self) -> dict[str, RingRow]:
         """How far each ring was taken over by whoever wrote this history before."""
-        return rings_in(self._db)
+        try:
+            return rings_in(self._db)
+        except sqlite3.Error as error:
+            raise HistoryError(str(error)) from None
 
-    def resume(self, intake: Intake, accounts: Accounts) -> None:
-        """Tell an intake what it would know if it had taken its process's records from the start."""
-        process = intake.row.process
-        for number, value in definitions_in(self._db, process):
-            intake.learn(number, value)
-        query = "SELECT mode, step, start_ns + wall_ns, kind FROM steps WHERE process = ? ORDER BY id DESC LIMIT ?"
-        last = self._db.execute(query, (process, SETTLING_STEPS)).fetchall()
-        sizes = self._db.execute("SELECT DISTINCT batch FROM tallies WHERE process = ?", (process,)).fetchall()
-        if last:
-            mode, step, end, kind = last[0]
-            in_mode = sum(1 for _ in takewhile(lambda row: row[0] == mode, last))
-            intake.resume(mode, in_mode, [size for (size,) in sizes])
-            accounts.account(process).resume(step, end, bool((kind or 0) & EVALUATION), mode)
-        for at, text in self._db.execute(
-            "SELECT t_ns, json FROM events WHERE process = ? AND kind IN ('process', 'pause') ORDER BY id", (process,)
-        ):
-            with suppress(ValueError, TypeError, AttributeError):
-                accounts.heard(process, load_json(text), at)
+    def rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Rows of a query; raises HistoryError."""
+        self._bounds.begin()
+        try:
+            return self._db.execute(query, values).fetchall()
+        except (sqlite3.Error, OverflowError) as error:
+            raise HistoryError(str(error)) from None
+
+    def definitions(self, process: int) -> list[tuple[int, Any]]:
+        """Number and value of every definition of one process; damaged ones are left out."""
+        found = []
+        for number, value in self.rows("SELECT number, value FROM definitions WHERE process = ?", (process,)):
+            with suppress(ValueError, TypeError):
+                found.append((number, load_json(value)))
+        return found
+
+    def batch_sizes(self) -> dict[int, set[int]]:
+        """By process, the batch sizes that have tallies of their own."""
+        return self._tallies.batch_sizes()
 
     def warnings(self) -> list[str]:
         """The texts of the supervisor's own warnings."""
@@ -248,7 +264,7 @@ class History:
             many(_INTO_CALLS, batch.calls)
             many(_INTO_STEPS, batch.steps)
             many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
-            many("INSERT OR REPLACE INTO rings VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", map(astuple, batch.rings))
+            many(_INTO_RINGS, map(astuple, batch.rings))
             many(
                 _ADD_DEVICE.format("VALUES (?,?,?,?,?,?,?)"), [(*key, *values) for key, values in batch.devices.items()]
             )
@@ -259,7 +275,7 @@ class History:
             if self._used_bytes() > self._limit:
                 self._prune()
             self._db.execute("COMMIT")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OverflowError) as error:  # the latter: sums of damaged rows
             self._cache.clear()
             self._tallies.forget()
             with suppress(sqlite3.Error):  # some errors have rolled back already
@@ -298,9 +314,12 @@ class History:
         return Rollup(*key[1:])
 
     def _used_bytes(self) -> int:
-        pages: int = self._db.execute("PRAGMA page_count").fetchone()[0]
         free: int = self._db.execute("PRAGMA freelist_count").fetchone()[0]
-        return (pages - free) * self._page_bytes
+        return self._file_bytes() - free * self._page_bytes
+
+    def _file_bytes(self) -> int:
+        pages: int = self._db.execute("PRAGMA page_count").fetchone()[0]
+        return pages * self._page_bytes
 
     def _prune(self) -> None:
         """Delete the oldest sixteenth of what is there; the pages are used again, the file does not grow."""
@@ -322,7 +341,7 @@ class History:
         self._db.execute("UPDATE meta SET value = value + ? WHERE key = 'pruned'", (gone,))
 
     def _prune_rollups(self) -> None:
-        """Keep them, warnings and waits for input from taking all the room in runs of many days or processes."""
+        """Keep rollups, and events that may be many, from taking all the room in runs of many days or processes."""
         run = self._db.execute
         for width in WIDTHS:
             query = "SELECT count(*), total(length(histogram)), min(start_s), max(start_s) FROM rollups WHERE width = ?"
@@ -339,7 +358,7 @@ class History:
             self._add_devices_up(first + max((last - first) // 8, 1))
         self._tallies.prune(self._limit // _ROLLUPS_PART)
         run("DELETE FROM gaps WHERE id < (SELECT max(id) FROM gaps) - ?", (_LASTING_KEPT,))
-        for kind in ("warning", "input"):  # of the events that last, those that a script can make any number of
+        for kind in ("warning", "input", "loader"):  # events that last, and that a script can make any number of
             run(
                 "DELETE FROM events WHERE kind = ? AND id <"
                 " (SELECT id FROM events WHERE kind = ? ORDER BY id DESC LIMIT 1 OFFSET ?)",
@@ -378,7 +397,9 @@ class History:
         self._cache.clear()
 
     def close(self) -> None:
-        """Close it, leaving one self-contained file if nobody else reads it now."""
+        """Close its file, leaving it self-contained if nobody else reads it now."""
+        if self._path is None:
+            return
         # If somebody still reads, the last reader cleans up.
         with suppress(sqlite3.Error, OSError):
             check_database(self._path, written=True)  # again: SQLite opens the journal only now

@@ -98,7 +98,7 @@ def test_the_history_of_a_later_version_is_not_read_as_if_it_were_ours(state: Pa
     directory = a_run()
     with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
         db.execute("UPDATE meta SET value = ? WHERE key = 'schema'", (SCHEMA_VERSION + 1,))
-    for opened in (lambda: Kept(directory), lambda: History(directory, {})):
+    for opened in (lambda: Kept(directory), lambda: History.open(directory, {})):
         with pytest.raises(HistoryError, match="a later version of dpmon wrote it"):
             opened()
     assert not can_be_played(directory)

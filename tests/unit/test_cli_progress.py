@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 from kept import keep
 
 from dpmon.cli.progress import Progress
-from dpmon.cli.summary import duration
 from dpmon.record.codec import mode_number, pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
@@ -165,14 +163,6 @@ def test_a_pause_is_no_part_of_the_speed(state: Path) -> None:
     over = {**who, "t_s": 4.2, "paused": False, "paused_s": 4.0}
     records = [step(1), pack_event("pause", who), pack_event("pause", over), step(2, start_ns=_SECOND * 42 // 10)]
     assert line(records).startswith("step 2  10.0 steps/s")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.412, "0.41 s"), (12.34, "12.3 s"), (59.96, "60.0 s"), (221, "3 min 41 s"), (7500, "2 h 05 min")],
-)
-def test_durations_are_read_at_a_glance(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_a_wait_for_input_is_said(state: Path) -> None:

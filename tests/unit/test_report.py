@@ -520,7 +520,8 @@ def test_a_verdict_that_the_means_do_not_share_has_their_ratio_too(both: Path) -
     assert as_object(replace(collect(both), compared=found))["compared"]["by_mean"] == found.by_mean
 
 
-def test_a_first_forward_that_failed_has_no_speed(state: Path) -> None:
+def test_a_first_forward_that_failed_has_no_speed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpmon.run.drain.alive", lambda *_: False)
     training = Training(mode="single", devices=("cpu:0",), virtual=False, via=None)
     only_the_call = [payload for payload in training.step(failed=True) if kind_of(payload) != "step"]
     directory = keep({0: [*training.begin(), *only_the_call]}, status=1)

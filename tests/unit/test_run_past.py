@@ -556,5 +556,5 @@ def test_the_span_of_a_process_that_ended_early_takes_no_look_at_all_rows(state:
         for name in ("first_id", "last_id"):
             db.execute(f"ALTER TABLE rings DROP COLUMN {name}")
     assert spans()[0] == found
-    History(directory, {}).close()
+    History.open(directory, {}).close()
     assert spans()[0] == found, "an earlier version began it, this one went on"

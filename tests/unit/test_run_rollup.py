@@ -93,7 +93,7 @@ def steps(count: int, per_second: int = 10) -> list[tuple[int, tuple[object, ...
 def test_they_grow_over_several_writes_and_writers(tmp_path: Path) -> None:
     """As after a takeover: the row of a second is added to, not replaced."""
     for part in range(6):
-        history = History(tmp_path, {})
+        history = History.open(tmp_path, {})
         for end, row in steps(300)[part * 50 : part * 50 + 50]:
             batch = Batch(steps=[row])
             batch.rollup(end, 0, "dp").steps.append(row)
@@ -110,7 +110,7 @@ def test_they_grow_over_several_writes_and_writers(tmp_path: Path) -> None:
 
 
 def test_a_write_that_failed_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    history = History(tmp_path, {})
+    history = History.open(tmp_path, {})
     row = steps(1)[0][1]
     batch = Batch(steps=[row])
     batch.rollup(SECOND, 0, "dp").steps.append(row)
@@ -128,7 +128,7 @@ def test_a_write_that_failed_counts_once(tmp_path: Path, monkeypatch: pytest.Mon
 def test_they_survive_what_is_pruned_and_stay_bounded(tmp_path: Path) -> None:
     """Ten hours of ten steps a second under a bound of 1 MB: the steps of the first hours go, their minutes stay."""
     limit = 1 << 20
-    history = History(tmp_path, {}, limit)
+    history = History.open(tmp_path, {}, limit)
     total = 36_000
     batch = Batch()
     for end, row in steps(total, per_second=1):
@@ -150,7 +150,7 @@ def test_they_survive_what_is_pruned_and_stay_bounded(tmp_path: Path) -> None:
 
 
 def test_minutes_that_are_deleted_are_left_as_one_sum(tmp_path: Path) -> None:
-    history, batch, total = History(tmp_path, {}, 1 << 18), Batch(), 6000
+    history, batch, total = History.open(tmp_path, {}, 1 << 18), Batch(), 6000
     for number, (_, row) in enumerate(steps(total), start=1):
         end, row = 20 * number * SECOND + 1000 * number, (*row[:4], 20 * number * SECOND, *row[5:])  # three a minute
         batch.steps.append(row)
@@ -204,7 +204,7 @@ def test_the_drain_rolls_up_calls_steps_and_samples(tmp_path: Path) -> None:
 
 
 def test_a_history_of_before_has_none(tmp_path: Path) -> None:
-    History(tmp_path, {}).close()
+    History.open(tmp_path, {}).close()
     with sqlite3.connect(tmp_path / "history.sqlite") as db:
         db.execute("DROP TABLE rollups")
         db.execute("DROP TABLE device_rollups")
@@ -231,7 +231,7 @@ def test_numbers_beyond_reason_do_not_stop_the_record(tmp_path: Path) -> None:
 
 def test_minutes_of_devices_that_are_deleted_are_left_as_one_sum(tmp_path: Path) -> None:
     """A device's figures over five days under a bound of 256 KiB: the first days are sums, the last are minutes."""
-    history, batch, minutes = History(tmp_path, {}, 1 << 18), Batch(), 5 * 24 * 60
+    history, batch, minutes = History.open(tmp_path, {}, 1 << 18), Batch(), 5 * 24 * 60
     for minute in range(minutes):
         heat = 91.0 if minute == 7 else 20.0 if minute == 9 else 60.0
         for second in (0, 30):

@@ -60,7 +60,7 @@ class Progress:
         try:
             with open_store(self._reader.directory) as store:
                 return self._stepped(store) or self._waiting()
-        except (HistoryError, OSError, RunError):  # nothing is recorded yet, or it is damaged or deleted
+        except (HistoryError, RunError):  # it is damaged or deleted
             return self._waiting()
 
     def _stepped(self, store: Store) -> str | None:

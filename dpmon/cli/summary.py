@@ -84,8 +84,8 @@ def summary(directory: Path, how: ExitInfo | None) -> list[Line]:
     try:
         with open_store(directory) as store:
             lines += _Summary(store, info, how).lines(directory)
-    except (HistoryError, OSError) as error:
-        texts = [] if isinstance(error, FileNotFoundError) else [f"the history cannot be read: {error}"]
+    except HistoryError as error:
+        texts = [f"the history cannot be read: {error}"]
         lines += [_nothing(directory, info, how, texts), *_ranked(_LACKS, _warnings(texts, short_name(info)))]
     lines.append(Line(_FIRST, f"record: {directory}  (dpmon export {short_name(info)})"))
     return [Line(rank, clean(text)) for rank, text in lines]
@@ -139,8 +139,8 @@ class _Summary:
             lacks.append(f"{times_paused(paused, how is not None)}: that time is in no step and no phase")
         if inputs := inputs_in(self._store).spans():
             lacks.append(waited([(process, *span) for process, span in inputs]))
-        if dropped := sum(ring.missed + ring.lost for ring in self._store.rings.values()):
-            lacks.append(f"{group(dropped)} records were dropped: the figures are of the rest")
+        if self._store.dropped:
+            lacks.append(f"{group(self._store.dropped)} records were dropped: the figures are of the rest")
         return [*lacks, *_warnings(warnings, short_name(self._info))]
 
     # ------------------------------------------------------------------------------------------ time and modes

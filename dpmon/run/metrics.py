@@ -132,8 +132,8 @@ class Metrics:
         )
         if how is not None and how.status is not None:
             lines += metric("run_exit_status", "gauge", "The status the run ended with.", [(run, how.status)])
-        # Before the first record there is no history; one that cannot be read just now may be later.
-        with contextlib.suppress(HistoryError, FileNotFoundError), open_store(self._directory) as store:
+        # A history that cannot be read just now may be later.
+        with contextlib.suppress(HistoryError), open_store(self._directory) as store:
             self._recorded = self._record_lines(store, run)
         return "\n".join([*lines, *self._recorded]) + "\n"
 
@@ -142,9 +142,8 @@ class Metrics:
         ranks = {ring.process: ring.rank for ring in store.rings.values()}
         lines = [*self._step_lines(window, ranks, run), *_figure_lines(window, run)]
         lines += self._time_lines(window, ranks, run)
-        dropped = sum(ring.missed + ring.lost for ring in store.rings.values())
         lines += self._counter(
-            "records_dropped_total", "Records that were lost before they were read.", [(run, dropped)]
+            "records_dropped_total", "Records that were lost before they were read.", [(run, store.dropped)]
         )
         lines += self._counter("warnings_total", "Warnings in the record.", [(run, store.event_count("warning"))])
         devices: dict[int, Mapping[str, Any]] = {}

@@ -242,7 +242,7 @@ class Intake:
             self._count(batch, call, call.mode, EVALUATION * (call.flags & (TRAINING | GRAD) == 0))
 
     def flush(self, batch: Batch) -> None:
-        """The run ended: the last calls are in no step that ended."""
+        """The process ended: its last calls are in no step that ended."""
         self._count_apart(batch, self._calls)
         self._calls.clear()
         self._note_held()

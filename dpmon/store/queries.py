@@ -6,7 +6,6 @@ and the metrics is made from what it returns (dpmon.store.figures, dpmon.store.w
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import struct
 from collections import Counter
@@ -33,6 +32,7 @@ from dpmon.store.tables import (
     LASTING_KINDS,
     STEP_COLUMNS,
     TALLY_COLUMNS,
+    Bounds,
     HistoryError,
     RingRow,
     columns_in,
@@ -44,6 +44,8 @@ __all__ = ["END", "Store"]
 
 END = 1 << 40
 """A second after every run."""
+Parameters = Sequence[Any] | Mapping[str, Any]
+"""Values of a query's parameters."""
 _LAST_NS = (1 << 63) - 1
 _SECOND = 1_000_000_000
 _TALLY = ("start_s", "process", "mode", "kind", "batch", *TALLY_COLUMNS, "sketches")
@@ -62,11 +64,15 @@ _ADDED = frozenset(TALLY_COLUMNS) - frozenset(_REACH)
 class Store:
     """The tables of one history, as of one instant."""
 
-    def __init__(self, db: sqlite3.Connection, origin_ns: int = 0, damaged: str | None = None) -> None:
-        """`db`: in a transaction, so that every query sees the same; `origin_ns`: the run's start, monotonic."""
+    def __init__(self, db: sqlite3.Connection, bounds: Bounds, origin_ns: int = 0, damaged: str | None = None) -> None:
+        """`db`: in a transaction, so that every query sees the same; `bounds`: its limits.
+
+        `origin_ns`: the run's start, monotonic; `damaged`: why the history could not be read.
+        """
         self._db = db
+        self._bounds = bounds
         self.damaged = damaged
-        """Why the history could not be read, if it could not."""
+        """Why the history could not be read, or not to its end; None: what was asked so far was read."""
         self._origin_ns = origin_ns
         self._decoders: dict[int, Decoder] = {}
         self.rings: dict[str, RingRow] = rings_in(db)
@@ -86,8 +92,20 @@ class Store:
         """Records that nobody could keep: lost by their writer, overwritten before they were read, or unreadable."""
         return sum(ring.missed + ring.lost for ring in self.rings.values())
 
-    def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        return self._db.execute(query, values).fetchall()
+    def _rows(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
+        return list(self._each(query, values))
+
+    def _each(self, query: str, values: Parameters = ()) -> Iterator[tuple[Any, ...]]:
+        """The rows of a query; where the database is damaged, those before the damage."""
+        self._bounds.begin()
+        try:
+            for number, row in enumerate(self._db.execute(query, values)):
+                if number > self._bounds.rows:
+                    raise HistoryError("it has more rows than its size allows")
+                self._bounds.begin()
+                yield row
+        except (sqlite3.Error, OverflowError, HistoryError) as error:
+            self.damaged = self.damaged or f"the history cannot be read to its end: {error}"
 
     # ------------------------------------------------------------------------------------------ tallies
 
@@ -104,7 +122,7 @@ class Store:
         while at < end_s:
             width = self._width_at(at, end_s, finest, widest)
             at -= at % width
-            until = at + width
+            until = self._same_until(at, width, end_s, widest)
             if found and found[-1][0] == width and found[-1][2] == at:
                 found[-1] = width, found[-1][1], until
             else:
@@ -123,12 +141,20 @@ class Store:
                 return width
         return WIDTHS[0]
 
+    def _same_until(self, at: int, width: int, end: int, widest: int) -> int:
+        """Up to where the stretches from `at` on are this wide."""
+        wider = next((each for each in WIDTHS if width < each <= widest), None)
+        limits = [end, *(second for each, second in self._pruned.items() if each < width and second > at)]
+        if wider is not None and at < self._whole[wider]:
+            limits.append(at - at % wider + wider)
+        if width > 1:
+            limits.append(self._whole[width])
+        return max(at + (min(limits) - at) // width * width, at + width)
+
     def _newest(self) -> int:
-        (found,) = self._rows(
-            "SELECT max(t) FROM (SELECT max(start_s) AS t FROM tallies WHERE width = 1"
-            " UNION ALL SELECT max(start_s) FROM times WHERE width = 1)"
-        )[0]
-        return _whole(found, -1)
+        rows = self._rows("SELECT max(start_s) FROM tallies WHERE width = 1")
+        rows += self._rows("SELECT max(start_s) FROM times WHERE width = 1")
+        return max(_whole(found, -1) for (found,) in (*rows, (-1,)))
 
     def tally_rows(
         self,
@@ -148,7 +174,8 @@ class Store:
         """
         for width, row in self._stretches("tallies", self._tally_columns, begin_s, end_s, process, finest, widest):
             named = dict(zip(_TALLY, row, strict=True))
-            if type(named["start_s"]) is not int or type(named["process"]) is not int or named["mode"] not in MODES:
+            whole = named["start_s"], named["process"], named["kind"], named["batch"]
+            if any(type(value) is not int for value in whole) or named["mode"] not in MODES:
                 continue
             with suppress(ValueError):
                 tally = Tally.of_row(named, self._names, sketches=sketches, series=series)
@@ -178,7 +205,7 @@ class Store:
                     f"{_STARTS} SELECT {names} FROM starts CROSS JOIN {table}"
                     " ON width = :width AND start_s = starts.at AND process = :process"
                 )
-            for row in self._db.execute(query, values):
+            for row in self._each(query, values):
                 yield width, row
 
     def tallies(
@@ -227,6 +254,7 @@ class Store:
         return {
             (mode, kind)
             for _, (mode, kind) in self._stretches("tallies", ("mode", "kind"), 0, END, process, 1, WIDTHS[-1])
+            if mode in MODES and type(kind) is int
         }
 
     # ------------------------------------------------------------------------------------------ time
@@ -244,9 +272,8 @@ class Store:
         found = []
         for width, row in self._stretches("times", _TIME, begin_s, end_s, process, finest, widest):
             start, who, mode, *spent = row
-            if mode in MODES and {type(start), type(who), *map(type, spent)} <= {int, float}:
-                ns = dict(zip(ACTIVITIES, (int(each) for each in spent), strict=True))
-                found.append(TimeRow(int(start), width, int(who), mode, ns))
+            if mode in MODES and {type(start), type(who), *map(type, spent)} == {int}:
+                found.append(TimeRow(start, width, who, mode, dict(zip(ACTIVITIES, spent, strict=True))))
         return found
 
     def times(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:
@@ -332,7 +359,7 @@ class Store:
         ended = "start_ns + wall_ns"
         query = f"SELECT {self._step_columns} FROM steps WHERE {ended} > ? AND {ended} <= ?{who}"
         found = []
-        for row in self._db.execute(f"{query} ORDER BY id DESC LIMIT ?", (begin_ns, end_ns, *values, most)):
+        for row in self._each(f"{query} ORDER BY id DESC LIMIT ?", (begin_ns, end_ns, *values, most)):
             with suppress(RecordError):
                 found.append(self._step(dict(zip(STEP_COLUMNS, row, strict=True))))
         return found
@@ -369,8 +396,8 @@ class Store:
 
     def oldest_step_ns(self) -> int | None:
         """When the oldest step began that has a row; None if there is none."""
-        (found,) = self._rows("SELECT min(start_ns) FROM (SELECT start_ns FROM steps ORDER BY id LIMIT 1000)")[0]
-        return found if type(found) is int else None
+        rows = self._rows("SELECT start_ns FROM steps ORDER BY id LIMIT 1000")
+        return min((at for (at,) in rows if type(at) is int), default=None)
 
     def next_step_ns(self, process: int, after_ns: int) -> int | None:
         """When the first step of a process began that began no earlier than a time; None if there is none.
@@ -461,7 +488,7 @@ class Store:
             with suppress(ValueError, TypeError, RecursionError):
                 if not isinstance(sizes, str) or len(sizes) > _SHAPE_CHARACTERS or mode not in MODES:
                     continue
-                inputs, outputs, *parts = json.loads(sizes)
+                inputs, outputs, *parts = load_json(sizes)
                 whole = [tuple(int(number) for number in part) for part in parts]
                 pairs = tuple((part[0], part[1]) for part in whole if len(part) == 2)
                 stages = tuple((part[0], part[1], part[2]) for part in whole if len(part) == 3)

@@ -154,7 +154,7 @@ class History:
         self._db = db
         try:
             self._page_bytes: int = db.execute("PRAGMA page_size").fetchone()[0]
-            self._bounds = Bounds(db, self._file_bytes() if path is None else size_of(path))
+            self.bounds = Bounds(db, self._file_bytes() if path is None else size_of(path))
             self._prepare(meta)
         except (sqlite3.Error, OSError, TypeError, ValueError, OverflowError) as error:
             raise HistoryError(str(error)) from None
@@ -208,7 +208,7 @@ class History:
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Rows of a query; raises HistoryError."""
-        self._bounds.begin()
+        self.bounds.begin()
         try:
             return self._db.execute(query, values).fetchall()
         except (sqlite3.Error, OverflowError) as error:
@@ -248,7 +248,7 @@ class History:
     def write(self, batch: Batch) -> None:
         """Write all of `batch` or nothing; raises HistoryError, and the same batch may be tried again."""
         many = self._db.executemany
-        self._bounds.begin()
+        self.bounds.begin()
         try:
             self._db.execute("BEGIN IMMEDIATE")
             many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.record.codec import DDP
-from dpmon.record.schema import EVALUATION
+from dpmon.record.codec import DDP, UNTIMED
+from dpmon.record.schema import EVALUATION, device_series
 from dpmon.store.answers import Shape
 from dpmon.store.parts import stage_series
 from dpmon.store.tally import Key, Stat, Tally
 
-__all__ = ["Layouts", "ProcessSizes", "ReplicaSizes", "StageSizes"]
+__all__ = ["Layouts", "ProcessSizes", "ReplicaSizes", "StageSizes", "most_common", "why_untimed"]
 
 _TENSORS_NAMED = 4
 
@@ -39,7 +39,7 @@ class ProcessSizes(NamedTuple):
 
 
 class StageSizes(NamedTuple):
-    """What one stage of a model on several devices got and gave; `time` is of the calls in which it ended."""
+    """What one stage of a model on several devices got and gave; times are of the calls in which it ended."""
 
     root: str
     stage: int
@@ -49,6 +49,9 @@ class StageSizes(NamedTuple):
     outputs: str | None
     calls: int
     time: Stat
+    on_device: Stat
+    untimed: str | None
+    """Why no device time is known, if the record says."""
 
 
 class Layouts:
@@ -120,6 +123,7 @@ class Layouts:
             for index, (number, got, gave) in enumerate(shape.stages):
                 calls[shape.process, shape.layout, index, number, got, gave] += shape.calls
         found: dict[tuple[Any, ...], StageSizes] = {}
+        untimed: dict[tuple[Any, ...], Counter[str]] = {}
         for (process, layout_number, index, number, got, gave), count in calls.items():
             layout, stage = self._definition(process, layout_number), self._definition(process, number)
             if not isinstance(layout, dict) or not isinstance(stage, dict):
@@ -127,13 +131,27 @@ class Layouts:
             parts = tuple(str(name) for name in stage.get("parts") or ())
             about = str(layout.get("root")), index, str(stage.get("device")), parts
             key = (*about, self._text(process, got), self._text(process, gave))
-            known = found.get(key) or StageSizes(*key, 0, Stat())
+            known = found.get(key) or StageSizes(*key, 0, Stat(), Stat(), None)
             series = stage_series(layout_number, index, number, got, gave)
             for of, tally in tallies.items():
                 if of.process == process:
                     known.time.merge(tally.stat(series))
+                    known.on_device.merge(tally.stat(device_series(series)))
             found[key] = known._replace(calls=known.calls + count)
+            untimed.setdefault(key, Counter()).update(self.untimed(process, layout_number))
+        for key, stage in found.items():
+            found[key] = stage._replace(untimed=None if stage.on_device.count else most_common(untimed[key]))
         return sorted(found.values(), key=lambda one: (one.root, one.stage, -one.calls))
+
+    def untimed(self, process: int, layout: int | None = None) -> Counter[str]:
+        """Why calls of a process have no device time, and how many: of one layout, or all."""
+        found: Counter[str] = Counter()
+        for shape in self._shapes:
+            if shape.process == process and layout in (None, shape.layout):
+                reason = why_untimed(self._layout(shape), shape.untimed)
+                if reason is not None:
+                    found[reason] += shape.calls
+        return found
 
     def _via(self, shape: Shape) -> Any:
         return self._layout(shape).get("via")
@@ -154,3 +172,17 @@ class Layouts:
         texts = [f"{list(shape)}" if path in ("", "0") else f"{path} {list(shape)}" for path, shape, *_ in value]
         more = len(texts) - _TENSORS_NAMED
         return ", ".join(texts[:_TENSORS_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def why_untimed(layout: Mapping[str, Any], number: int) -> str | None:
+    """Why calls have no device time: by the number in their records, or as their layout says."""
+    if 0 < number < len(UNTIMED):
+        return UNTIMED[number]
+    absent = layout.get("absent")
+    reason = absent.get("device_ms") if isinstance(absent, Mapping) else None
+    return reason if isinstance(reason, str) else None
+
+
+def most_common(reasons: Counter[str]) -> str | None:
+    """The reason that is given most often; None if there is none."""
+    return reasons.most_common(1)[0][0] if reasons else None

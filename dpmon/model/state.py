@@ -45,7 +45,6 @@ COLUMNS_KEPT = 640
 LONG_KEPT = 256
 SETTLED_KEPT, SETTLED_MOST = 512, 4096
 """Steps of each mode that are kept to be compared while a run goes on, and once it is over."""
-SETTLED_MANY, SETTLED_AT_ONCE = 128, 32
 WARM_STEPS = 5
 """Steps after a change of mode that are left out where modes are compared."""
 MODES_COMPARED = ("single", "dp")

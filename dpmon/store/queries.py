@@ -464,11 +464,9 @@ class Store:
                 if not isinstance(sizes, str) or len(sizes) > _SHAPE_CHARACTERS or mode not in MODES:
                     continue
                 inputs, outputs, *parts = json.loads(sizes)
-                pairs = tuple((int(got), int(gave)) for got, gave in (part for part in parts if len(part) == 2))
-                stages = tuple(
-                    (int(number), int(got), int(gave))
-                    for number, got, gave in (part for part in parts if len(part) != 2)
-                )
+                whole = [tuple(int(number) for number in part) for part in parts]
+                pairs = tuple((part[0], part[1]) for part in whole if len(part) == 2)
+                stages = tuple((part[0], part[1], part[2]) for part in whole if len(part) == 3)
                 numbers = (process, kind, layout, untimed, calls, inputs, outputs)
                 if all(type(number) is int for number in numbers):
                     shape = Shape(

@@ -16,7 +16,6 @@ from dpmon.record.schema import QUANTITIES, STEP_PHASES
 from dpmon.run.files import check_database
 from dpmon.run.rollup import WHOLE, Rollup
 from dpmon.store.tables import (
-    BEFORE_S,
     HISTORY_FILE,
     LASTING,
     Bounds,
@@ -333,16 +332,6 @@ class Kept:
         if self._has("device_rollups"):
             query = "SELECT start_s, device, name, count, total, low, high FROM device_rollups WHERE start_s >= ?"
             yield from self._all(f"{query} ORDER BY start_s, device, name", (since_s,))
-
-    def deleted_samples(self) -> Iterator[tuple[Any, ...]]:
-        """Those of `device_rollups` whose samples are there no more; first, with a start of BEFORE_S, what is left of
-        minutes that are there no more either.
-        """
-        query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
-        first = next((at for (at,) in self._all(query, ()) if isinstance(at, int)), None)
-        for row in self.device_rollups(BEFORE_S) if self.pruned else ():
-            if first is None or (isinstance(row[0], int) and (row[0] + 60) * 1_000_000_000 <= first):
-                yield row
 
     def first_sample(self, after: int, since_ns: int) -> int | None:
         """When (ns) the first sample of a device or of the host was that has an id above `after` or came after that."""

@@ -61,33 +61,12 @@ class Pause(NamedTuple):
     """Since when all that train are paused (monotonic); None while one runs."""
 
 
-class _Tail:
-    """One ring, its decoder, and what is asked of its process."""
+class _Process:
+    """The ring of a training process: what it is doing, and what is asked of it."""
 
-    def __init__(self, ring: RingReader, decoder: Decoder, missed_before: int) -> None:
+    def __init__(self, ring: RingReader) -> None:
         self.ring = ring
-        self.decoder = decoder
         self.asked = 0
-        self.unreadable = missed_before
-        self._waiting: deque[bytes] = deque()
-
-    def take(self, most: int | None) -> Iterator[bytes]:
-        """Payloads that were not taken yet, oldest first: `most`, or all that one read of the ring gives."""
-        if not self._waiting:
-            with contextlib.suppress(RingError, OSError):
-                self._waiting.extend(self.ring.read(POLL_BYTES))
-        for _ in range(len(self._waiting) if most is None else min(most, len(self._waiting))):
-            yield self._waiting.popleft()
-
-    @property
-    def missed(self) -> int:
-        try:
-            lost = self.ring.lost()
-            held = self.ring.held()
-            lost += held if held and not self.alive() else 0
-        except (RingError, OSError):
-            lost = 0
-        return self.unreadable + self.ring.missed + lost
 
     def alive(self) -> bool:
         """Whether the process that writes this ring runs."""
@@ -131,6 +110,34 @@ class _Tail:
             return False
 
 
+class _Tail:
+    """The records of one ring, and their decoder."""
+
+    def __init__(self, ring: RingReader, decoder: Decoder, missed_before: int) -> None:
+        self.ring = ring
+        self.decoder = decoder
+        self.unreadable = missed_before
+        self._waiting: deque[bytes] = deque()
+
+    def take(self, most: int | None) -> Iterator[bytes]:
+        """Payloads that were not taken yet, oldest first: `most`, or all that one read of the ring gives."""
+        if not self._waiting:
+            with contextlib.suppress(RingError, OSError):
+                self._waiting.extend(self.ring.read(POLL_BYTES))
+        for _ in range(len(self._waiting) if most is None else min(most, len(self._waiting))):
+            yield self._waiting.popleft()
+
+    @property
+    def missed(self) -> int:
+        try:
+            lost = self.ring.lost()
+            held = self.ring.held()
+            lost += held if held and not _Process(self.ring).alive() else 0
+        except (RingError, OSError):
+            lost = 0
+        return self.unreadable + self.ring.missed + lost
+
+
 class RunReader:
     """Tails all rings of the run in `directory`."""
 
@@ -140,6 +147,8 @@ class RunReader:
         self._told = told
         self._stamp = 0
         self.info: RunInfo = load_info(directory)
+        self._processes: dict[str, _Process] = {}
+        """Training processes by the name of their ring."""
         self._tails: dict[str, _Tail] = {}
         self._back: Iterator[Record] | None = None
         """What is left of the history; None: it was not looked at yet."""
@@ -162,9 +171,11 @@ class RunReader:
 
     def close(self) -> None:
         """Give the descriptors back; the reader is of no further use."""
-        for ring in (*self._endings.values(), *(tail.ring for tail in self._tails.values())):
+        rings = [process.ring for process in self._processes.values()] + [tail.ring for tail in self._tails.values()]
+        for ring in (*rings, *self._endings.values()):
             ring.close()
         self._tails.clear()
+        self._processes.clear()
         self._endings.clear()
         self._back = iter(())
         if self._kept is not None:
@@ -305,8 +316,8 @@ class RunReader:
 
     def activities(self) -> dict[int, tuple[str, int]]:
         """What each training process is in, and since when (monotonic ns); "ended" of one that was killed, too."""
-        self._open_new()
-        return {tail.ring.process: tail.doing() for tail in self._tails.values() if tail.ring.process >= 0}
+        self._find_processes()
+        return {process.ring.process: process.doing() for process in self._processes.values()}
 
     def exit(self) -> ExitInfo | None:
         """How the run ended; None while it goes on."""
@@ -365,35 +376,33 @@ class RunReader:
     def request_mode(self, mode: str) -> int:
         """Ask every training process for `mode` (dp or single); how many were asked. ValueError for others."""
         number = mode_number(mode)
-        self._open_new()
-        return sum(tail.request(number) for tail in self._training())
+        return sum(process.request(number) for process in self._training())
 
     def pending(self) -> bool:
         """Whether a living process has not yet acted on what was asked of it."""
-        return any(tail.waiting() for tail in self._training())
+        return any(process.waiting() for process in self._training())
 
     def request_pause(self, paused: bool) -> int:
         """Ask every training process to pause between two of its steps, or to go on; how many were asked.
 
         None is asked to pause where `pause_refusal` says that it cannot be.
         """
-        self._open_new()
         if paused and self.pause_refusal() is not None:
             return 0
-        return sum(tail.request_pause(paused) for tail in self._training())
+        return sum(process.request_pause(paused) for process in self._training())
 
     def pause_refusal(self) -> str | None:
         """Why the training cannot be paused now; None if it can be asked to."""
         training = self._training()
         if not training:
             return "no training process is there to pause"
-        return _RANKS if any((tail.ring.world or 1) > 1 for tail in training) else None
+        return _RANKS if any((process.ring.world or 1) > 1 for process in training) else None
 
     def paused(self) -> Pause:
         """What was asked for last, whether it is so yet, and since when."""
         training = self._training()
-        requests = [tail.pause_requests() for tail in training]
-        doing = [tail.activity() for tail in training]
+        requests = [process.pause_requests() for process in training]
+        doing = [process.activity() for process in training]
         paused = bool(doing) and all(what == "paused" for what, _ in doing)
         return Pause(
             wanted=any(asked & 1 for asked, _ in requests),
@@ -401,8 +410,15 @@ class RunReader:
             since_ns=max(since for _, since in doing) if paused else None,
         )
 
-    def _training(self) -> list[_Tail]:
-        return [tail for tail in self._tails.values() if tail.ring.process >= 0 and tail.alive()]
+    def _training(self) -> list[_Process]:
+        self._find_processes()
+        return [process for process in self._processes.values() if process.alive()]
+
+    def _find_processes(self) -> None:
+        for number, path in ring_paths(self.directory):
+            if number >= 0 and path.name not in self._processes:
+                with contextlib.suppress(RingError, OSError):  # its header is complete a moment later
+                    self._processes[path.name] = _Process(RingReader(str(path)))
 
     @property
     def output_paths(self) -> tuple[Path, ...]:

@@ -400,6 +400,8 @@ def test_what_was_deleted_changes_no_figure(state: Path) -> None:
     assert sum(one["steps"] for one in said["time"]["stretches"]) == 6000
     text = " ".join(" ".join(report_text(directory, 100)).split())
     assert "older records were deleted to bound the history: figures are of all steps" in text
+    (line,) = (line for line in summary_lines(directory, load_exit(directory)) if line.startswith("single: "))
+    assert line.startswith("single: 1,500 steps, 1,500 calls, ")
 
 
 # ------------------------------------------------------------------------------------------------ where the time went

@@ -256,8 +256,8 @@ def test_a_process_that_was_killed_has_ended_though_it_could_not_say_so(
     assert reader.activities()[0][0] == "backward"
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    (tail,) = reader._tails.values()
-    tail.ring.pid = gone.pid
+    (process,) = reader._processes.values()
+    process.ring.pid = gone.pid
     assert reader.activities()[0] == ("ended", 0)
 
 
@@ -309,6 +309,7 @@ def test_what_is_no_ring_is_skipped(run: tuple[Path, RunInfo], reader: RunReader
 def test_a_ring_that_is_truncated_under_the_reader(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     Writer(run[0], 0).steps(3)
     reader.poll()
+    assert set(reader.activities()) == {0}
     os.truncate(run[0] / "process-0.ring", 100)
     assert reader.poll() == []
     assert reader.activities() == {0: ("ended", 0)}
@@ -322,6 +323,8 @@ def test_descriptors_are_given_back(run: tuple[Path, RunInfo]) -> None:
     for _ in range(20):
         reader = RunReader(run[0])
         assert reader.poll()
+        assert reader.activities()
+        assert reader.exit() is None
         reader.close()
     assert len(os.listdir("/proc/self/fd")) == before
 

@@ -91,7 +91,7 @@ class Recording:
 
     def store(self) -> Store:
         """What was recorded so far."""
-        return Store(self._db, self.origin_ns)
+        return Store(self._db, self._history.bounds, self.origin_ns)
 
     def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> State:
         """The state as of now, or as of a time; `wanted`: of Wanted."""

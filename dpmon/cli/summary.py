@@ -13,7 +13,7 @@ from dpmon.model.memory import held, reasons
 from dpmon.model.numbers import duration, group
 from dpmon.record.schema import EVALUATION, PHASES, STEP
 from dpmon.report.said import waited
-from dpmon.report.words import times_paused
+from dpmon.report.words import ACTIVITY_NAMES, times_paused
 from dpmon.run.files import read_tail
 from dpmon.run.inputs import inputs_in
 from dpmon.run.opened import open_store
@@ -45,17 +45,6 @@ _NOT_TRAINING = 0.05
 """The parts of the elapsed time are shown if more than this share of it was no training."""
 _TRIFLE = 0.001
 """Parts of a smaller share are left out."""
-_PARTS = {
-    "startup": "start-up",
-    "training": "training",
-    "between": "between steps",
-    "evaluation": "evaluation",
-    "paused": "paused",
-    "input": "waiting for input",
-    "missed": "not recorded",
-    "ending": "after the last step",
-}
-"""By activity of dpmon.store.accounting, in the order of the line."""
 
 
 class Line(NamedTuple):
@@ -84,8 +73,8 @@ def summary(directory: Path, how: ExitInfo | None) -> list[Line]:
     try:
         with open_store(directory) as store:
             lines += _Summary(store, info, how).lines(directory)
-    except (HistoryError, OSError) as error:
-        texts = [] if isinstance(error, FileNotFoundError) else [f"the history cannot be read: {error}"]
+    except HistoryError as error:
+        texts = [f"the history cannot be read: {error}"]
         lines += [_nothing(directory, info, how, texts), *_ranked(_LACKS, _warnings(texts, short_name(info)))]
     lines.append(Line(_FIRST, f"record: {directory}  (dpmon export {short_name(info)})"))
     return [Line(rank, clean(text)) for rank, text in lines]
@@ -139,8 +128,8 @@ class _Summary:
             lacks.append(f"{times_paused(paused, how is not None)}: that time is in no step and no phase")
         if inputs := inputs_in(self._store).spans():
             lacks.append(waited([(process, *span) for process, span in inputs]))
-        if dropped := sum(ring.missed + ring.lost for ring in self._store.rings.values()):
-            lacks.append(f"{group(dropped)} records were dropped: the figures are of the rest")
+        if self._store.dropped:
+            lacks.append(f"{group(self._store.dropped)} records were dropped: the figures are of the rest")
         return [*lacks, *_warnings(warnings, short_name(self._info))]
 
     # ------------------------------------------------------------------------------------------ time and modes
@@ -159,14 +148,16 @@ class _Summary:
             return []
         texts = [
             f"{text} {run_time(parts[name] / 1e9)}{self._longest() if name == 'between' else ''}"
-            for name, text in _PARTS.items()
+            for name, text in ACTIVITY_NAMES.items()
             if parts[name] > _TRIFLE * whole
         ]
         return [f"time: {', '.join(texts)}"]
 
     def _longest(self) -> str:
-        gaps = self._store.gaps(1)
-        return "".join(f" (longest {run_time(gap.ns / 1e9)} after step {group(gap.after_step)})" for gap in gaps)
+        for gap in self._store.gaps(1):
+            of = f" of process {gap.process}" if len(self._processes) > 1 else ""
+            return f" (longest {run_time(gap.ns / 1e9)} after step {group(gap.after_step)}{of})"
+        return ""
 
     def _mode_name(self, mode: str) -> str:
         """The mode's name as on the screen: ranks have one device each, so they are neither dp nor single."""

@@ -193,7 +193,7 @@ class HostPeaks:
         return found
 
     def _add_minutes(self, minutes: Sequence[tuple[int, int]], visits: Sequence[Visit]) -> None:
-        """Add what is known of whole minutes; if the mode changed in one, it counts only for a mode that has no other."""
+        """Add sums of minutes; one in which the mode changed counts only for a mode that has no other."""
         mixed: list[tuple[str, int]] = []
         for start, most in minutes:
             modes = _modes_between(visits, start, start + _MINUTE)

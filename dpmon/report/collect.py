@@ -143,7 +143,9 @@ class _Record:
 
     def read(self, store: Store) -> None:
         """Ask everything of `store`."""
-        self.dropped = sum(ring.missed + ring.lost for ring in store.rings.values())
+        if store.damaged is not None:
+            self.warnings.append(store.damaged)
+        self.dropped = store.dropped
         self.pruned = store.pruned
         self._read_events(store)
         window = Window(store)

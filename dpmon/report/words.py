@@ -12,9 +12,11 @@ from dpmon.model.numbers import UNKNOWN, duration, percent
 from dpmon.rates import Rate
 from dpmon.report.story import ModeChange, Story
 from dpmon.run.pauses import Paused, PauseTotals
+from dpmon.store.accounting import ACTIVITIES
 from dpmon.text.quantities import clock, memory, memory_of, run_time
 
 __all__ = [
+    "ACTIVITY_NAMES",
     "FORWARD_ON_DEVICE",
     "ON_DEVICE",
     "Row",
@@ -243,19 +245,21 @@ def _is_over(story: Story) -> bool:
     return story.exit is not None or story.state not in _NOT_OVER
 
 
-_ACTIVITIES = {
+ACTIVITY_NAMES = {
+    **{name: name for name in ACTIVITIES},
     "startup": "start-up",
     "between": "between steps",
     "input": "waiting for input",
     "missed": "not recorded",
     "ending": "end",
 }
+"""What the activities of dpmon.store.accounting are called."""
 
 
 def time_spent(story: Story) -> list[str]:
     """Where the time of the run went, and its longest gaps between steps, in sentences; nothing if it has no steps."""
     spent = story.evidence.spent
-    parts = [f"{_ACTIVITIES.get(name, name)} {took(ns)}" for name, ns in spent.items() if ns >= _LEAST_SHOWN_NS]
+    parts = [f"{ACTIVITY_NAMES[name]} {took(ns)}" for name, ns in spent.items() if ns >= _LEAST_SHOWN_NS]
     if not parts:
         return []
     said = [f"elapsed {took(sum(spent.values()))}: {', '.join(parts)}"]

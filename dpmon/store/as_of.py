@@ -105,7 +105,8 @@ class AsOf:
         return next((end for (end,) in rows if type(end) is int), None)
 
     def _newest_id(self) -> int:
-        return int(self.store.query("SELECT ifnull(max(id), 0) FROM steps")[0][0])
+        rows = self.store.query("SELECT max(id) FROM steps")
+        return next((number for (number,) in rows if type(number) is int), 0)
 
     def heads(self, process: int, most: int) -> list[CallHead]:
         """Its newest calls, the newest first; damaged ones are left out."""
@@ -205,7 +206,7 @@ class AsOf:
     def count(self, kind: str) -> int:
         """How many events of such a kind there were."""
         query = f"SELECT count(*) FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ?"
-        return int(self.store.query(query, (kind, self.until_ns))[0][0])
+        return next((int(count) for (count,) in self.store.query(query, (kind, self.until_ns))), 0)
 
     def memory(self, process: int, until_ns: int | None = None) -> Event | None:
         """What the memory of the devices of a process held when it was looked at last, up to a time."""
@@ -224,8 +225,8 @@ class AsOf:
         begin, first = -_LAST, after_id
         if not after_id:
             query = "SELECT max(t_ns) FROM (SELECT t_ns FROM events ORDER BY id DESC LIMIT 100)"
-            ((newest,),) = self.store.query(query)
-            begin = min(newest if type(newest) is int else 0, self.until_ns) - span_ns
+            newest = next((at for (at,) in self.store.query(query) if type(at) is int), 0)
+            begin = min(newest, self.until_ns) - span_ns
             first = max(self._event_at(begin) - _NEAR, 0)
         # Taken apart by SQLite, which is ten times as fast.
         query = (
@@ -245,7 +246,8 @@ class AsOf:
 
     def _event_at(self, t_ns: int) -> int:
         """About the id of the first event at or after a time."""
-        low, high = 0, (self.store.query("SELECT ifnull(max(id), 0) FROM events")[0][0] or 0) + 1
+        newest = self.store.query("SELECT max(id) FROM events")
+        low, high = 0, next((number for (number,) in newest if type(number) is int), 0) + 1
         query = "SELECT id, t_ns FROM events WHERE id > ? AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
         while high - low > 1:
             middle = (low + high) // 2

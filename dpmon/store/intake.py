@@ -19,13 +19,13 @@ from dpmon.record.codec import (
     GRAD,
     MODES,
     OPTIMIZER_AT,
+    SAMPLES_AT,
     TRAINING,
     VIRTUAL,
     RecordError,
     call_head,
     call_replicas,
     call_stages,
-    copied_bytes,
     definition,
     is_evaluation,
     is_timed,
@@ -37,8 +37,8 @@ from dpmon.record.codec import (
     why_number,
 )
 from dpmon.record.plainjson import load_event
-from dpmon.record.schema import EVALUATION, PHASES, REST, SETTLING, SETTLING_STEPS
-from dpmon.record.wire import CALL_PHASES, STEP_PHASES
+from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SETTLING, SETTLING_STEPS, STEP_PHASES
+from dpmon.record.wire import CALL_PHASES
 from dpmon.store.accounting import Account
 from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.tables import RingRow
@@ -57,6 +57,8 @@ _MAX_INT = (1 << 63) - 1
 _APPLY = CALL_PHASES.index("parallel_apply")
 _CALL_AT = {name: index for index, name in enumerate(CALL_PHASES)}
 _STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
+_MEASURED = (*(quantity.name for quantity in QUANTITIES), *(f"{phase.name}_ns" for phase in PHASES))
+"""Columns of a step's quantities and phases."""
 
 
 _DAMAGE = (RecordError, LookupError, ValueError, TypeError, AttributeError, struct.error, RecursionError)
@@ -240,7 +242,7 @@ class Intake:
             self._count(batch, call, call.mode, EVALUATION * (call.flags & (TRAINING | GRAD) == 0))
 
     def flush(self, batch: Batch) -> None:
-        """The run ended: the last calls are in no step that ended."""
+        """The process ended: its last calls are in no step that ended."""
         self._count_apart(batch, self._calls)
         self._calls.clear()
         self._note_held()
@@ -248,7 +250,7 @@ class Intake:
     # ------------------------------------------------------------------------------------------ steps
 
     def _step(self, batch: Batch, number: int, payload: bytes) -> None:
-        mode_number, step, start, wall, samples, *phases = step_fields(payload)
+        mode_number, step, start, wall, phases, counted = step_fields(payload)
         mode = MODES[mode_number]
         began = start - self._start_ns
         _check(step, began, wall, began + wall)
@@ -264,25 +266,25 @@ class Intake:
             _known(by_call[_CALL_AT[phase.name]] if phase.of_call else [*phases, other][_STEP_AT[phase.name]])
             for phase in PHASES
         ]
-        quantities = (_known(samples), copied_bytes(payload))
+        quantities = [_known(count) for count in counted]
         times = step_times(payload)
         device = _device_times(times, calls, by_call)
         parts = [part for call in calls for part in call.parts]
         facts = StepFacts(step, max(wall, 0), quantities, values, rest, len(calls), device, parts)
         process = self.row.process
-        batch.step(Key(process, mode, kind, self._batch_size(quantities[0])), began, facts)
+        batch.step(Key(process, mode, kind, self._batch_size(quantities[SAMPLES_AT])), began, facts)
         spent, gap = self._accounts.account(process).step(step, mode, began, max(wall, 0), evaluation)
         batch.spend(process, spent)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append((process, *gap))
-        row: dict[str, Any] = {f"{phase.name}_ns": took for phase, took in zip(PHASES, values, strict=True)}
+        row: dict[str, Any] = dict(zip(_MEASURED, (*quantities, *values), strict=True))
         between = gap.ns if gap is not None else 0
         if evaluation and gap is None:
             between = -sum(one.end - one.begin for one in spent if one.activity == "evaluation" and one.end <= began)
         row |= {
             "id": number, "process": process, "step": step, "mode": mode, "start_ns": began, "wall_ns": wall,
-            "samples": quantities[0], "copied_bytes": quantities[1], "device": times,
-            "between_ns": max(min(between, _MAX_INT), -_MAX_INT), "kind": kind, "calls": len(calls), "rest_ns": rest,
+            "device": times, "between_ns": max(min(between, _MAX_INT), -_MAX_INT), "kind": kind, "calls": len(calls),
+            "rest_ns": rest,
         }  # fmt: skip
         batch.steps.append(row)
         batch.rollup(began + wall, process, mode).steps.append(row)

@@ -275,6 +275,8 @@ class Tally:
             for name, value in zip(PLAIN, values, strict=True)
         ):
             raise ValueError("a damaged tally")
+        if added.steps < 0 or added.calls < 0:
+            raise ValueError("a damaged tally")
         for quantity in QUANTITIES:
             total, count = (_whole(row[f"{quantity.name}_{part}"], optional=True) for part in ("sum", "n"))
             if total is not None and count:

@@ -10,7 +10,7 @@ from dpmon.model.numbers import percent
 from dpmon.model.ranks import distributed
 from dpmon.model.state import PHASES, Process, Summary
 from dpmon.record.codec import Call
-from dpmon.record.schema import PHASES as SCHEMA
+from dpmon.record.schema import phase_shown
 from dpmon.store.figures import PhaseFigures
 from dpmon.text.cells import cut, wrapped
 from dpmon.text.cleaning import clean
@@ -19,20 +19,7 @@ from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import Scene
 
-__all__ = ["OF_CALLS", "OPTIONAL", "missing", "notes", "unevenness"]
-
-OF_CALLS = {phase.shown: phase.name for phase in SCHEMA if phase.of_call}
-"""The phases of a call, by the names they have here."""
-OPTIONAL = frozenset(phase.shown for phase in SCHEMA if phase.optional)
-"""Phases that are not shown if they never ran."""
-_OWN = {
-    "data": "no DataLoader",
-    "forward": "no model was called",
-    "backward": "no backward pass",
-    "optimizer": "no optimizer step",
-    "other": "nothing is left of the step",
-}
-"""Why a phase of a step's own did not run."""
+__all__ = ["missing", "notes", "unevenness"]
 
 
 def notes(scene: Scene, process: Process, numbers: Summary, width: int, most: int, look: Look) -> list[Row]:
@@ -79,7 +66,7 @@ def missing(process: Process, phases: Sequence[PhaseFigures]) -> list[str]:
     call = process.calls[process.newest].last if process.newest is not None else None
     reasons: dict[str, list[str]] = {}
     for phase in phases:
-        if not phase.ran and phase.name not in OPTIONAL:
+        if not phase.ran and not phase_shown(phase.name).optional:
             reasons.setdefault(_why(process, call, phase.name), []).append(phase.name)
     return [f"no {_names(names)}: {reason}" for reason, names in reasons.items()]
 
@@ -93,9 +80,10 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _why(process: Process, call: Call | None, phase: str) -> str:
-    own = OF_CALLS.get(phase)
-    if own is None:
-        return _OWN[phase]
+    known = phase_shown(phase)
+    own = known.name
+    if not known.of_call:
+        return known.absent
     if call is None:
         return "no call was seen"
     if own in call.absent:
@@ -108,4 +96,4 @@ def _why(process: Process, call: Call | None, phase: str) -> str:
         return "one device"
     if own in call.phases:
         return "part of it ran in backward, too: it cannot be told apart from forward"
-    return "it did not run"
+    return known.absent

@@ -33,6 +33,9 @@ OpenStore = Callable[[], "AbstractContextManager[Store]"]
 INPUT = "input.fifo"
 _GRACE_NS = 3_000_000_000
 """How long a vanished command may be without a recorded exit before the screen says so."""
+_SLOW_S, _RESTS = 0.1, 10
+"""A look that takes longer than this is rare (nobody writes the history of a long run): the next one comes after this
+many times as long, so that keys are answered."""
 _IDLE = "no process trains now"
 
 
@@ -116,6 +119,7 @@ class Feed:
         """Whether there is something recorded that was not read yet: a run that is looked at again."""
         self._toggle: Toggle | None = None
         self._asked_at_change = 0
+        self._rests_until = 0.0
 
     def start(self) -> None:
         """Open the run. Raises what the reader raises when the directory is no run."""
@@ -174,9 +178,15 @@ class Feed:
 
     def _look(self) -> None:
         """Take the state as of now; if it cannot be read, it stays as it was."""
-        self._wanted = self._wanted._replace(over=self._ended is not None or self._alive is False)
+        wanted = self._wanted._replace(over=self._ended is not None or self._alive is False)
+        began = time.perf_counter()
+        if wanted == self._wanted and began < self._rests_until:
+            return
+        self._wanted = wanted
         self.state = self._taken(self._snapshots, self._wanted, self._position_ns()) or self.state
         self._reads = False
+        took = time.perf_counter() - began
+        self._rests_until = began + (_RESTS * took if took > _SLOW_S else 0.0)
 
     def _position_ns(self) -> int | None:
         """The time of the picture; None is now."""
@@ -334,7 +344,7 @@ class Feed:
         if reader is None:
             return Scene(self.state, 0, self._facts, view, reading=self._reads)
         if self._wanted != (wanted := _wanted(view, self._wanted)):
-            self._wanted = wanted
+            self._wanted, self._rests_until = wanted, 0.0
             self._look()
         start = self._facts.start_ns
         stage = reader.stage() if self._ended is None else None

@@ -8,16 +8,17 @@ from dpmon.model.history import Picture, pictured
 from dpmon.model.numbers import duration, group, percent
 from dpmon.model.ranks import distributed, training
 from dpmon.model.state import Process, Summary
-from dpmon.model.turn import Turn, last_turn
+from dpmon.model.turn import Turn, is_placed, last_turn
+from dpmon.record.schema import phase_shown
 from dpmon.store.figures import PhaseFigures
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, span_words
-from dpmon.ui.batch_notes import OF_CALLS, OPTIONAL, notes
+from dpmon.ui.batch_notes import notes
 from dpmon.ui.chart import stacked, top_of
-from dpmon.ui.look import LETTERS, Look
+from dpmon.ui.look import LETTERS, Look, letter_in
 from dpmon.ui.rows import Row, width_of
 from dpmon.ui.scene import NAMES, SECOND, Scene, mode_words
-from dpmon.ui.waterfall import REST, SHORT_NAMES, waterfall
+from dpmon.ui.waterfall import REST, waterfall
 
 __all__ = ["batch", "figures", "title", "wanted_rows"]
 
@@ -103,8 +104,9 @@ def _others(scene: Scene) -> list[tuple[str, Turn]]:
 
 def _told(numbers: Summary, width: int, look: Look) -> Row:
     """What the figures are of, and what in the waterfall was recorded and what was laid."""
-    laid = ("copy, " if any(phase.ran for phase in numbers.phases if phase.name == "copy") else "") + "backward"
-    text = f"{group(numbers.steps)} steps; in the last step {laid} and optimizer are laid in their order"
+    *others, last = [phase.name for phase in _shown(numbers) if is_placed(phase.name)]
+    laid = f"{', '.join(others)} and {last}"
+    text = f"{group(numbers.steps)} steps; in the last step {laid} are laid in their order"
     if not look.colour or look.glyphs.ascii:
         text += "; a small letter: too short for a cell"
     return [(cut(text, width, look.glyphs.more), "dim")]
@@ -117,23 +119,24 @@ def _name(phase: str, room: int, look: Look, *, rest: bool) -> Row:
     """
     if rest and phase == "forward":
         text = next((word for word in REST if len(word) < room), REST[-1])[: room - 1]
-    else:
-        text = phase if len(phase) < room else SHORT_NAMES.get(phase, phase)[: room - 1]
-    if LETTERS[phase] == ".":
+        return [(text[0].upper(), f"chip.{phase}"), (text[1:], "")]
+    text = phase if len(phase) < room else phase_shown(phase).shortened[: room - 1]
+    letter, at = LETTERS[phase], letter_in(phase, text)
+    if letter == ".":
         return [("." if not look.colour or look.glyphs.ascii else " ", f"chip.{phase}"), (text, "")]
-    return [(text[0].upper(), f"chip.{phase}"), (text[1:], "")]
+    return [*([(text[:at], "")] if at else []), (letter, f"chip.{phase}"), (text[at + 1 :], "")]
 
 
 def _shown(numbers: Summary) -> list[PhaseFigures]:
     """The phases that are worth a column: those that always run somewhere, and others if there are any."""
-    return [phase for phase in numbers.phases if phase.ran or phase.name not in OPTIONAL]
+    return [phase for phase in numbers.phases if phase.ran or not phase_shown(phase.name).optional]
 
 
 def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_tail: bool) -> list[Row]:
     columns = _shown(numbers)
     label, cell = _widths(width, len(columns))
     whole = _has_step(width, len(columns))
-    rest = any(phase.ran for phase in columns if phase.name in OF_CALLS)
+    rest = any(phase.ran for phase in columns if phase_shown(phase.name).of_call)
 
     def head(phase: str) -> Row:
         name = _name(phase, cell, look, rest=rest)

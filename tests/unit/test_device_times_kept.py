@@ -163,7 +163,7 @@ def test_history_exports_and_report_have_them(state: Path, drained: bool) -> Non
     assert ["phase", "share", "median", "p95", "on", "device"] in lines
     assert next(line for line in lines if line[:1] == ["backward"])[-2] in ("2.99", "3.00", "3.01")
     said = "\n".join(summary_lines(directory, None))
-    assert "on device  3.01 ms" in said
+    assert "on device  3.01 ms" in said, "at most 0.4 % off"
 
 
 @pytest.mark.parametrize(

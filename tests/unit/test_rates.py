@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import cast
 
 import pytest
 from dpmon.model.past import fold_past
@@ -19,7 +18,7 @@ from dpmon.model.history import add_step, figures, pictured
 from dpmon.model.state import PHASES, Process, StepSample
 from dpmon.model.stats import mean_speed, speed
 from dpmon.rates import Between, Gap, Pace, Paces, Tally, rate_of
-from dpmon.record.codec import Step, is_evaluation, pack_event
+from dpmon.record.codec import is_evaluation, pack_event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.stretches import BINS
@@ -291,36 +290,6 @@ def test_epochs_with_gaps_have_one_rate_everywhere(state: Path) -> None:
 
     status = Progress(RunReader(directory)).line()
     assert f"{true:.0f} samples/s ({within / 1000:.2f}k within steps)" in status
-
-
-class Records:
-    """Stands for a RunReader: gives what it was handed since it was last asked."""
-
-    def __init__(self) -> None:
-        self.fresh: list[Step] = []
-
-    def poll(self) -> list[Step]:
-        found, self.fresh = self.fresh, []
-        return found
-
-
-def test_a_line_after_an_evaluation_has_the_rate_of_the_training() -> None:
-    records = Records()
-    progress = Progress(cast(RunReader, records))
-    at = number = 0
-    lines = []
-    for count, wall, phases in (
-        (50, SECOND // 100, {"forward": 10}),
-        (60, SECOND // 10, {"forward": 10, "backward": 5}),
-        (20, SECOND // 100, {"forward": 10}),
-        (60, SECOND // 5, {"forward": 10, "backward": 5}),
-    ):
-        for _ in range(count):
-            number += 1
-            records.fresh.append(Step(0, None, number, "single", at, wall, 16, phases))
-            at += wall
-        lines.append(progress.line())
-    assert [line.split("  ")[1] for line in lines] == ["100 steps/s", "10.0 steps/s", "evaluation", "5.00 steps/s"]
 
 
 def test_sums_of_seconds_and_minutes_know_the_time_between_steps(state: Path) -> None:

@@ -400,6 +400,8 @@ def test_what_was_deleted_changes_no_figure(state: Path) -> None:
     assert sum(one["steps"] for one in said["time"]["stretches"]) == 6000
     text = " ".join(" ".join(report_text(directory, 100)).split())
     assert "older records were deleted to bound the history: figures are of all steps" in text
+    (line,) = (line for line in summary_lines(directory, load_exit(directory)) if line.startswith("single: "))
+    assert line.startswith("single: 1,500 steps, 1,500 calls, ")
 
 
 # ------------------------------------------------------------------------------------------------ where the time went
@@ -491,7 +493,8 @@ def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None
     assert as_object(collect(both))["compared"]["outcome"] in ("faster", "slower", "even")
 
 
-def test_a_first_forward_that_failed_has_no_speed(state: Path) -> None:
+def test_a_first_forward_that_failed_has_no_speed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpmon.run.drain.alive", lambda *_: False)
     training = Training(mode="single", devices=("cpu:0",), virtual=False, via=None)
     only_the_call = [payload for payload in training.step(failed=True) if kind_of(payload) != "step"]
     directory = keep({0: [*training.begin(), *only_the_call]}, status=1)

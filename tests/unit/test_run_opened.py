@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept import keep
+from kept import fill, keep
 from synthetic import Training, host_event
 
-from dpmon.ring import Ring
 from dpmon.run import opened as opened_module
 from dpmon.run import proc
 from dpmon.run.opened import open_store
@@ -65,7 +64,7 @@ def whole(state: Path) -> dict[str, Any]:
 
 
 def test_a_history_that_is_complete_is_asked_in_its_file(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opened_module, "_with_rest", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr(opened_module, "_in_memory", lambda *_: pytest.fail("copied"))
     assert read(keep(payloads()))["tallies"]
 
 
@@ -86,9 +85,7 @@ def append(directory: Path) -> None:
     for process, records in payloads().items():
         path = directory / ("gpu.ring" if process < 0 else f"process-{process}.ring")
         path.unlink(missing_ok=True)
-        ring = Ring(str(path), process=process, start_ns=0, capacity=1 << 22)
-        for payload in records:
-            ring.write(payload)
+        fill(path, process, records)
 
 
 def test_a_supervisor_that_writes_is_believed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from dpmon.model.snapshot import Snapshots, Wanted
 from dpmon.model.state import State
 from dpmon.record.codec import (
     CALL_PHASES,
-    STEP_PHASES,
     UNTIMED,
     Call,
     Record,
@@ -24,10 +23,9 @@ from dpmon.record.codec import (
     pack_event,
     pack_step,
     pack_timed,
-    with_copies,
 )
 from dpmon.record.plainjson import load_event
-from dpmon.record.wire import TIMED_PHASES
+from dpmon.record.wire import BODY_PHASES, STEP_EXTRAS, TIMED_PHASES, with_extras
 from dpmon.store.as_of import AsOf
 from dpmon.store.intake import Accounts, Intake
 from dpmon.store.queries import Store
@@ -198,13 +196,14 @@ class _Packer:
 
 
 def _step(step: Step) -> bytes:
-    took = [step.phases.get(name, -1) for name in ("data", "forward", "backward", "optimizer")]
+    took = [step.phases.get(name, -1) for name in BODY_PHASES]
     samples = -1 if step.samples is None else step.samples
     payload = pack_step(mode_number(step.mode), step.step, step.start_ns, step.wall_ns, samples, took)
-    if "copy" in step.phases:
-        payload = with_copies(payload, step.phases["copy"], step.copied or 0)
-    assert set(step.phases) <= set(STEP_PHASES)
+    known = {**step.phases, **step.quantities}
+    extras = {name: value for name in STEP_EXTRAS if (value := known.get(name)) is not None}
+    payload = with_extras(payload, extras) if extras else payload
     if step.device_ms is None:
         return payload
     why = UNTIMED.index(step.untimed) if step.untimed in UNTIMED else 0
-    return pack_timed(payload, [step.device_ms.get(name) for name in TIMED_PHASES[: 4 + ("copy" in step.phases)]], why)
+    names = [name for name in TIMED_PHASES if name in BODY_PHASES or name in step.phases]
+    return pack_timed(payload, [step.device_ms.get(name) for name in names], why)

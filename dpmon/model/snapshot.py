@@ -15,6 +15,7 @@ from dpmon.model.calls_seen import Calls, CallSource, call_tracks
 from dpmon.model.compare import Comparison, compare_modes
 from dpmon.model.devices import HostPeaks, Samples, SampleSource, Visit, device_peaks, visits_of
 from dpmon.model.history import COLUMNS, Columns, width_of_columns
+from dpmon.model.inputs import INPUT, waited_ns
 from dpmon.model.members import SECOND
 from dpmon.model.pace import WINDOW_S, recent, recent_of_steps
 from dpmon.model.state import HOST, MODES_COMPARED, ModeTrack, Process, RankFigures, Recent, State, Summary
@@ -104,8 +105,8 @@ class Rows(CallSource, SampleSource, EventSource, Protocol):
     def steps(self, process: int, most: int) -> list[Step]:
         """Its newest steps, the newest first."""
 
-    def long_steps(self, process: int, mode: str, over_ns: float, most: int) -> list[LongRow]:
-        """Of its newest steps in a mode those that took longer than a time."""
+    def longest(self, process: int, mode: str, most: int, *, of_all: bool = False) -> list[LongRow]:
+        """The longest of its newest steps in a mode; `of_all`: of all."""
 
     def last_training_ns(self, process: int) -> int | None:
         """When its last training step ended."""
@@ -233,7 +234,9 @@ class Snapshots:
             found = self._compared[1]
         else:
             window = Window(_OfOne(tallies, number), 0, end_s)
-            longest = [step for mode in MODES_COMPARED for step in rows.long_steps(number, mode, 0, _LONG_READ)]
+            longest = [
+                step for mode in MODES_COMPARED for step in rows.longest(number, mode, _LONG_READ, of_all=wanted.over)
+            ]
             found = compare_modes(window, number, devices=devices, virtual=virtual, longest=longest, waits=waits)
             many = all(side.seen >= _COMPARED_SOON for side in found.sides.values())
             self._compared = (key, found) if many else None
@@ -374,8 +377,11 @@ def _summary(rows: Rows, window: Window, process: int, mode: str, waits: Sequenc
         return Summary()
     uneven = uneven_steps(found.tally, (), waits)
     if uneven is not None:
-        long = rows.long_steps(process, mode, found.mean_ns or 0.0, _LONG_READ)
-        uneven = uneven_steps(found.tally, long, waits)
+        uneven = uneven_steps(found.tally, rows.longest(process, mode, _LONG_READ), waits)
+    if uneven is not None and uneven.phase == INPUT:  # of the time, only the waits
+        tally = found.tally
+        waited = waited_ns(waits, tally.first_ns or 0, tally.last_ns or 0)
+        uneven = uneven._replace(time=min(waited / max(tally.stat(STEP).total, 1), 1.0))
     return Summary(found, found.parts, uneven)
 
 

@@ -83,15 +83,15 @@ class AsOf:
         """Its newest steps, the newest first; damaged ones are left out."""
         return self.store.steps_until(self._last_id("steps", process), process, most)
 
-    def long_steps(self, process: int, mode: str, over_ns: float, most: int) -> list[LongRow]:
-        """Of its newest steps in a mode those that took longer than a time, the newest first, without settling ones."""
+    def longest(self, process: int, mode: str, most: int, *, of_all: bool = False) -> list[LongRow]:
+        """The longest of its newest steps in a mode, the longest first, without settling ones; `of_all`: of all."""
         last = self._last_id("steps", process)
         query = (
-            f"SELECT {LONG_COLUMNS} FROM steps WHERE process = ? AND id BETWEEN ? AND ? AND mode = ? AND wall_ns > ?"
-            f" AND kind & {SETTLING} = 0 ORDER BY id DESC LIMIT ?"
+            f"SELECT {LONG_COLUMNS} FROM steps WHERE process = ? AND id BETWEEN ? AND ? AND mode = ?"
+            f" AND kind & {SETTLING} = 0 ORDER BY wall_ns DESC LIMIT ?"
         )
         last = min(last, self._newest_id())
-        rows = self.store.query(query, (process, last - _LOOKED_AT, last, mode, int(over_ns), most))
+        rows = self.store.query(query, (process, 0 if of_all else last - _LOOKED_AT, last, mode, most))
         return [row for each in rows if (row := long_row(each)) is not None]
 
     def last_training_ns(self, process: int) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from dpmon.model.turns import standing_for, taking_turns
 from dpmon.rates import Pace, Paces
+from dpmon.record import schema
 from dpmon.record.codec import Call, Step
 
 __all__ = [
@@ -36,7 +37,7 @@ __all__ = [
     "WarningText",
 ]
 
-PHASES = ("data", "copy", "scatter", "replicate", "apply", "gather", "forward", "backward", "optimizer", "other")
+PHASES = tuple(phase.shown for phase in schema.PHASES)
 """Phases of a step as shown: the phases of its calls take their part out of `forward`, which keeps the rest."""
 NOT_RUN = -1
 
@@ -45,7 +46,6 @@ COLUMNS_KEPT = 640
 LONG_KEPT = 256
 SETTLED_KEPT, SETTLED_MOST = 512, 4096
 """Steps of each mode that are kept to be compared while a run goes on, and once it is over."""
-SETTLED_MANY, SETTLED_AT_ONCE = 128, 32
 WARM_STEPS = 5
 """Steps after a change of mode that are left out where modes are compared."""
 MODES_COMPARED = ("single", "dp")

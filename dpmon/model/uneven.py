@@ -7,8 +7,13 @@ from typing import NamedTuple
 
 from dpmon.model.inputs import INPUT, waited_ns
 from dpmon.model.state import PHASES, StepSample
+from dpmon.record.schema import PHASES as SCHEMA
+from dpmon.record.schema import STEP
+from dpmon.store.answers import LongRow
+from dpmon.store.quantiles import middle
+from dpmon.store.tally import Tally
 
-__all__ = ["Uneven", "uneven"]
+__all__ = ["Uneven", "uneven", "uneven_steps"]
 
 _APART = 1.25
 """By so much, either way, mean and median may differ without a word."""
@@ -54,3 +59,38 @@ def uneven(
     if 2 * waited > max(most, 1) * of_long:
         phase = INPUT
     return Uneven(of_long / (of_long + of_rest), spent / (spent + rest_spent), phase)
+
+
+def uneven_steps(tally: Tally, longest: Sequence[LongRow], waits: Sequence[tuple[int, int]] = ()) -> Uneven | None:
+    """How uneven the steps of a tally are; None where they are alike: mean and median are near each other.
+
+    `longest`: the longest of them. The phase is the one of which those have most more than all others; None if it is
+    not known. `waits`: from when to when (ns) the script waited for input.
+    """
+    steps = tally.stat(STEP)
+    mean, centre = steps.mean, tally.median(STEP)
+    if not mean or not centre or 1 / _APART <= mean / centre <= _APART:
+        return None
+    long = {bucket: count for bucket, count in steps.counts.items() if middle(bucket) > mean}
+    count, spent = sum(long.values()), sum(middle(bucket) * number for bucket, number in long.items())
+    if not 0 < count < steps.count:
+        return None
+    known = [step for step in longest if step.wall_ns > mean]
+    return Uneven(count / steps.count, min(spent / steps.total, 1.0), _longer_by(tally, known, waits))
+
+
+def _longer_by(tally: Tally, long: Sequence[LongRow], waits: Sequence[tuple[int, int]]) -> str | None:
+    """The phase of which some steps have most more than the others of their tally."""
+    others = tally.steps - len(long)
+    if not long or others <= 0:
+        return None
+    longer = {}
+    for phase in SCHEMA:
+        spent = sum(step.phases.get(phase.name, 0) for step in long)
+        if not phase.of_call:
+            longer[phase.name] = spent / len(long) - max(tally.stat(phase.name).total - spent, 0) / others
+    name = max(longer, key=lambda each: longer[each])
+    waited = sum(waited_ns(waits, step.start_ns, step.start_ns + step.wall_ns) for step in long)
+    if 2 * waited > max(longer[name], 1) * len(long):
+        return INPUT
+    return name if longer[name] > 0 else None

@@ -17,7 +17,7 @@ from dpmon.run.kept import Kept
 from dpmon.run.reader import RECENT_NS
 from dpmon.run.rollup import SERIES, WHOLE, Rollup
 
-__all__ = ["Before", "deleted", "past_of"]
+__all__ = ["Before", "past_of"]
 
 _SECOND = 1_000_000_000
 _FINE_S = 660
@@ -51,12 +51,6 @@ def _devices(kept: Kept, first: int) -> Iterator[DevicePast]:
             minutes[start, device] = max(most, count), means
     for (start, device), (count, means) in minutes.items():
         yield DevicePast(device, start, min(count, end - start, 60), means)
-
-
-def deleted(kept: Kept) -> Iterator[tuple[int, Rollup]]:
-    """What is left of what was deleted to bound the history: sums of so many seconds each (WHOLE: of all before)."""
-    if kept.pruned:
-        yield from Before(kept).rollups(0)
 
 
 class Before:

@@ -26,6 +26,7 @@ ACTIVITIES = ("startup", "training", "evaluation", "between", "paused", "input",
 _PIECES = 1024
 """Stretches of time in which a late wait for input is looked for."""
 _SECOND = 1_000_000_000
+_LONGEST_S = 1_000_000
 
 
 class Spent(NamedTuple):
@@ -38,8 +39,11 @@ class Spent(NamedTuple):
     sign: int = 1
 
     def by_second(self) -> Iterator[tuple[int, int]]:
-        """Each second it touches, and the time in it (ns, negative if it is taken back)."""
-        at = self.begin
+        """Each second it touches, and the time in it (ns, negative if it is taken back).
+
+        Of a stretch that no run has, made of damaged records, only the end.
+        """
+        at = max(self.begin, self.end - _LONGEST_S * _SECOND)
         while at < self.end:
             second = at // _SECOND
             until = min((second + 1) * _SECOND, self.end)
@@ -86,6 +90,7 @@ class Account:
         before = self._number
         if before is None:
             activity = "startup"
+            self._at = min(self._at, start)  # a process reports itself within its first step
         elif number != before + 1:
             activity = "missed"
         elif evaluation and self._evaluation:

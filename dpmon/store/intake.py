@@ -19,13 +19,13 @@ from dpmon.record.codec import (
     GRAD,
     MODES,
     OPTIMIZER_AT,
+    SAMPLES_AT,
     TRAINING,
     VIRTUAL,
     RecordError,
     call_head,
     call_replicas,
     call_stages,
-    copied_bytes,
     definition,
     is_evaluation,
     is_timed,
@@ -37,8 +37,8 @@ from dpmon.record.codec import (
     why_number,
 )
 from dpmon.record.plainjson import load_event
-from dpmon.record.schema import EVALUATION, PHASES, SETTLING, SETTLING_STEPS
-from dpmon.record.wire import CALL_PHASES, STEP_PHASES
+from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, SETTLING, SETTLING_STEPS, STEP_PHASES
+from dpmon.record.wire import CALL_PHASES
 from dpmon.store.accounting import Account
 from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.tables import RingRow
@@ -55,6 +55,8 @@ _MAX_INT = (1 << 63) - 1
 _APPLY = CALL_PHASES.index("parallel_apply")
 _CALL_AT = {name: index for index, name in enumerate(CALL_PHASES)}
 _STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
+_MEASURED = (*(quantity.name for quantity in QUANTITIES), *(f"{phase.name}_ns" for phase in PHASES))
+"""Columns of a step's quantities and phases."""
 
 
 _DAMAGE = (RecordError, LookupError, ValueError, TypeError, AttributeError, struct.error, RecursionError)
@@ -66,6 +68,7 @@ class _Call(NamedTuple):
     number: int
     """Its id."""
     step: int
+    mode: str
     layout: int
     flags: int
     phases: tuple[int, ...]
@@ -219,7 +222,7 @@ class Intake:
         batch.rollup(began + wall, self.row.process, MODES[mode]).calls.append(phases)
         self._calls.append(held)
         if len(self._calls) > _WAITING:  # a process whose calls are in no step
-            self._count(batch, [self._calls.pop(0)], MODES[mode], None)
+            self._count_apart(batch, [self._calls.pop(0)])
         self._place(number)
         self._note_held()
         self.row.calls += 1
@@ -227,23 +230,26 @@ class Intake:
     def _note_held(self) -> None:
         self.row.held_id = self._calls[0].number if self._calls else None
 
-    def _count(self, batch: Batch, calls: Sequence[_Call], mode: str, kind: int | None) -> None:
-        """Count what the calls got and gave; `kind` of their step, None if they are in none."""
+    def _count(self, batch: Batch, call: _Call, mode: str, kind: int) -> None:
+        """Count what a call got and gave; `mode` and `kind` of its step."""
+        virtual = int(call.flags & VIRTUAL > 0)
+        batch.shapes[self.row.process, mode, kind, call.layout, virtual, call.sizes, call.untimed] += 1
+
+    def _count_apart(self, batch: Batch, calls: Sequence[_Call]) -> None:
+        """The same for calls that are in no step."""
         for call in calls:
-            of_call = kind if kind is not None else EVALUATION * (call.flags & (TRAINING | GRAD) == 0)
-            virtual = int(call.flags & VIRTUAL > 0)
-            batch.shapes[self.row.process, mode, of_call, call.layout, virtual, call.sizes, call.untimed] += 1
+            self._count(batch, call, call.mode, EVALUATION * (call.flags & (TRAINING | GRAD) == 0))
 
     def flush(self, batch: Batch) -> None:
         """The process ended: its last calls are in no step that ended."""
-        self._count(batch, self._calls, self._mode or "", None)
+        self._count_apart(batch, self._calls)
         self._calls.clear()
         self._note_held()
 
     # ------------------------------------------------------------------------------------------ steps
 
     def _step(self, batch: Batch, number: int, payload: bytes) -> None:
-        mode_number, step, start, wall, samples, *phases = step_fields(payload)
+        mode_number, step, start, wall, phases, counted = step_fields(payload)
         mode = MODES[mode_number]
         began = start - self._start_ns
         _check(step, began, wall, began + wall)
@@ -251,32 +257,33 @@ class Intake:
         kind = self._kind(mode, evaluation)
         calls = [call for call in self._calls if call.step <= step]
         self._calls = [call for call in self._calls if call.step > step]
-        self._count(batch, calls, mode, kind)
+        for call in calls:
+            self._count(batch, call, mode, kind)
         other = max(0, wall - sum(took for took in phases if took >= 0))
         by_call, rest = _of_calls([*phases, other], calls)
         values = [
             _known(by_call[_CALL_AT[phase.name]] if phase.of_call else [*phases, other][_STEP_AT[phase.name]])
             for phase in PHASES
         ]
-        quantities = (_known(samples), copied_bytes(payload))
+        quantities = [_known(count) for count in counted]
         times = step_times(payload)
         device = _device_times(times, calls, by_call)
         parts = [part for call in calls for part in call.parts]
         facts = StepFacts(step, max(wall, 0), quantities, values, rest, len(calls), device, parts)
         process = self.row.process
-        batch.step(Key(process, mode, kind, self._batch_size(quantities[0])), began, facts)
+        batch.step(Key(process, mode, kind, self._batch_size(quantities[SAMPLES_AT])), began, facts)
         spent, gap = self._accounts.account(process).step(step, mode, began, max(wall, 0), evaluation)
         batch.spend(process, spent)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append((process, *gap))
-        row: dict[str, Any] = {f"{phase.name}_ns": took for phase, took in zip(PHASES, values, strict=True)}
+        row: dict[str, Any] = dict(zip(_MEASURED, (*quantities, *values), strict=True))
         between = gap.ns if gap is not None else 0
         if evaluation and gap is None:
             between = -sum(one.end - one.begin for one in spent if one.activity == "evaluation" and one.end <= began)
         row |= {
             "id": number, "process": process, "step": step, "mode": mode, "start_ns": began, "wall_ns": wall,
-            "samples": quantities[0], "copied_bytes": quantities[1], "device": times,
-            "between_ns": max(min(between, _MAX_INT), -_MAX_INT), "kind": kind, "calls": len(calls), "rest_ns": rest,
+            "device": times, "between_ns": max(min(between, _MAX_INT), -_MAX_INT), "kind": kind, "calls": len(calls),
+            "rest_ns": rest,
         }  # fmt: skip
         batch.steps.append(row)
         batch.rollup(began + wall, process, mode).steps.append(row)
@@ -324,7 +331,7 @@ class Intake:
 
 def _held(number: int, payload: bytes, head: Sequence[int]) -> _Call:
     """What is held of a call; `head`: as call_head gives it."""
-    _, flags, _, layout, step, _, _, _, inputs, outputs, *phases = head
+    mode, flags, _, layout, step, _, _, _, inputs, outputs, *phases = head
     took = tuple(phases[2 * i + 1] if phases[2 * i] >= 0 else -1 for i in range(len(CALL_PHASES)))
     _check(*took)
     replicas, stages = call_replicas(payload), call_stages(payload)
@@ -341,6 +348,7 @@ def _held(number: int, payload: bytes, head: Sequence[int]) -> _Call:
     return _Call(
         number,
         step,
+        MODES[mode],
         layout,
         flags,
         took,

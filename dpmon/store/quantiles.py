@@ -7,6 +7,7 @@ two. So the middle of a bucket is within 1/256 of every value in it. The idea is
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -14,6 +15,7 @@ from itertools import accumulate
 __all__ = [
     "Counts",
     "add_values",
+    "between",
     "bounds",
     "bucket",
     "median",
@@ -81,6 +83,14 @@ def merge(counts: Counts, other: Mapping[int, int]) -> None:
     get = counts.get
     for number, count in other.items():
         counts[number] = get(number, 0) + count
+
+
+def between(counts: Mapping[int, int], limits: Sequence[float]) -> list[int]:
+    """How many values lie up to each limit but above the one before, and how many above all; limits 0.4 % off."""
+    found = [0] * (len(limits) + 1)
+    for number, count in counts.items():
+        found[bisect_left(limits, middle(number))] += count
+    return found
 
 
 def pack(counts: Mapping[int, int]) -> bytes:

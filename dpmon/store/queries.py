@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import Any
 
 from dpmon.record.codec import (
-    STEP_PHASES,
     Call,
     Decoder,
     Event,
@@ -24,10 +23,21 @@ from dpmon.record.codec import (
     pack_definition,
 )
 from dpmon.record.plainjson import load_event, load_json
-from dpmon.record.schema import EVALUATION, MODES, PHASES, SETTLING, STEP
+from dpmon.record.schema import EVALUATION, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape, TimeRow
-from dpmon.store.tables import ACTIVITY_COLUMNS, TALLY_COLUMNS, Bounds, HistoryError, RingRow, rings_in
+from dpmon.store.tables import (
+    ACTIVITY_COLUMNS,
+    LASTING,
+    LASTING_KINDS,
+    STEP_COLUMNS,
+    TALLY_COLUMNS,
+    Bounds,
+    HistoryError,
+    RingRow,
+    columns_in,
+    rings_in,
+)
 from dpmon.store.tally import ALL, WIDTHS, Key, Tally
 
 __all__ = ["END", "Store"]
@@ -44,12 +54,11 @@ _BETWEEN = "width = :width AND start_s >= :begin AND start_s < :end"
 _STARTS = (
     "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + :width FROM starts WHERE at + :width < :end)"
 )
-_STEP = (
-    *("process", "step", "mode", "start_ns", "wall_ns", "samples", "copied_bytes", "device"),
-    *(f"{name}_ns" for name in STEP_PHASES),
-)
-_LONG_PHASES = tuple(f"{phase.name}_ns" for phase in PHASES if not phase.of_call)
+_LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
 _SHAPE_CHARACTERS = 1 << 20
+_REACH = {"last_step": "max", "low_ns": "min", "high_ns": "max", "first_ns": "min", "last_ns": "max"}
+_ADDED = frozenset(TALLY_COLUMNS) - frozenset(_REACH)
+"""Columns of tallies that add up, and the others with what makes one of several."""
 
 
 class Store:
@@ -71,6 +80,8 @@ class Store:
         meta = dict(self._rows("SELECT key, value FROM meta"))
         self._whole: dict[int, int] = {width: _whole(meta.get(f"whole_{width}")) for width in WIDTHS[1:]}
         self._pruned: dict[int, int] = {width: _whole(meta.get(f"pruned_{width}")) for width in WIDTHS[:-1]}
+        self._tally_columns = columns_in(db, "tallies", _TALLY)
+        self._step_columns = ", ".join(columns_in(db, "steps", STEP_COLUMNS))
         self.pruned = _count(meta.get("pruned", 0))
         """Rows that were deleted to bound the history."""
         self.processes = sorted({ring.process for ring in self.rings.values() if ring.process >= 0 and ring.steps})
@@ -161,7 +172,7 @@ class Store:
         `process`: of this one only; ALL for those of all processes together, which a run of one process lacks.
         `series`: read these only.
         """
-        for width, row in self._stretches("tallies", _TALLY, begin_s, end_s, process, finest, widest):
+        for width, row in self._stretches("tallies", self._tally_columns, begin_s, end_s, process, finest, widest):
             named = dict(zip(_TALLY, row, strict=True))
             whole = named["start_s"], named["process"], named["kind"], named["batch"]
             if any(type(value) is not int for value in whole) or named["mode"] not in MODES:
@@ -216,6 +227,21 @@ class Store:
                 known.merge(tally)
         return found
 
+    def counts(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
+        """As `tallies`, but without any series: cheap for any time."""
+        sums = ", ".join(f"{'sum' if name in _ADDED else _REACH[name]}({name})" for name in TALLY_COLUMNS)
+        query = (
+            f"SELECT process, mode, kind, batch, {sums} FROM tallies"
+            " WHERE width = ? AND start_s >= ? AND start_s < ? AND process >= 0 GROUP BY 1, 2, 3, 4"
+        )
+        found: dict[Key, Tally] = {}
+        for stretch in self.cover(begin_s, end_s):
+            for process, mode, kind, batch, *values in self._rows(query, stretch):
+                with suppress(ValueError):
+                    row = {**dict(zip(TALLY_COLUMNS, values, strict=True)), "sketches": b""}
+                    found.setdefault(Key(process, mode, kind, batch), Tally()).merge(Tally.of_row(row, {}))
+        return found
+
     def of_all(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
         """As `tallies`, of all processes together, under the process ALL."""
         if len(self.processes) > 1:
@@ -250,6 +276,23 @@ class Store:
                 found.append(TimeRow(start, width, who, mode, dict(zip(ACTIVITIES, spent, strict=True))))
         return found
 
+    def times(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:
+        """As `time_rows`, but one row for each process and mode."""
+        sums = ", ".join(f"total({name})" for name in ACTIVITY_COLUMNS)
+        query = (
+            f"SELECT process, mode, {sums} FROM times WHERE width = ? AND start_s >= ? AND start_s < ? GROUP BY 1, 2"
+        )
+        found: Counter[tuple[int, str, str]] = Counter()
+        for stretch in self.cover(begin_s, end_s):
+            for process, mode, *spent in self._rows(query, stretch):
+                if type(process) is int and mode in MODES:
+                    found.update({(process, mode, name): int(ns) for name, ns in zip(ACTIVITIES, spent, strict=True)})
+        keys = sorted({(process, mode) for process, mode, _ in found})
+        return [
+            TimeRow(begin_s, end_s - begin_s, process, mode, {name: found[process, mode, name] for name in ACTIVITIES})
+            for process, mode in keys
+        ]
+
     def gaps(self, most: int, begin_ns: int = 0, end_ns: int = _LAST_NS) -> list[GapRow]:
         """The longest times between two steps, the longest first."""
         query = (
@@ -283,14 +326,10 @@ class Store:
             f" WHERE start_ns >= ? AND start_ns < ? AND {only} ORDER BY wall_ns DESC LIMIT ?"
         )
         found = []
-        for process, step, name, kind, start, wall, *phases in self._rows(query, (begin_ns, end_ns, *values, most)):
-            known = {
-                phase.name: took
-                for phase, took in zip((p for p in PHASES if not p.of_call), phases, strict=True)
-                if type(took) is int
-            }
-            if name in MODES and all(type(value) is int for value in (process, step, kind, start, wall)):
-                found.append(LongRow(process, step, name, kind, start, wall, known))
+        for process, step, in_mode, kind, start, wall, *phases in self._rows(query, (begin_ns, end_ns, *values, most)):
+            known = {name: took for name, took in zip(STEP_PHASES, phases, strict=True) if type(took) is int}
+            if in_mode in MODES and all(type(value) is int for value in (process, step, kind, start, wall)):
+                found.append(LongRow(process, step, in_mode, kind, start, wall, known))
         return found
 
     def longest_deleted(self, most: int, *, mode: str | None = None, evaluation: bool | None = None) -> list[LongRow]:
@@ -303,7 +342,7 @@ class Store:
             return []
         only, values = _only(mode, evaluation)
         query = (
-            f"SELECT {', '.join(_TALLY)} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ?"
+            f"SELECT {', '.join(self._tally_columns)} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ?"
             f" AND process >= 0 AND {only} ORDER BY high_ns DESC LIMIT ?"
         )
         found = []
@@ -318,18 +357,19 @@ class Store:
         """The newest steps that ended between two times, the newest first; damaged ones are left out."""
         who, values = ("", ()) if process is None else (" AND process = ?", (process,))
         ended = "start_ns + wall_ns"
-        query = f"SELECT {', '.join(_STEP)} FROM steps WHERE {ended} > ? AND {ended} <= ?{who} ORDER BY id DESC LIMIT ?"
+        query = f"SELECT {self._step_columns} FROM steps WHERE {ended} > ? AND {ended} <= ?{who}"
         found = []
-        for row in self._each(query, (begin_ns, end_ns, *values, most)):
+        for row in self._each(f"{query} ORDER BY id DESC LIMIT ?", (begin_ns, end_ns, *values, most)):
             with suppress(RecordError):
-                found.append(self._step(dict(zip(_STEP, row, strict=True))))
+                found.append(self._step(dict(zip(STEP_COLUMNS, row, strict=True))))
         return found
 
     def _step(self, row: Mapping[str, Any]) -> Step:
         """The record in a row of steps; RecordError if it is damaged."""
         phases = {name: row[f"{name}_ns"] for name in STEP_PHASES}
+        quantities = {quantity.name: row[quantity.name] for quantity in QUANTITIES}
         whole = [row[name] for name in ("process", "step", "start_ns", "wall_ns")]
-        optional = [row["samples"], row["copied_bytes"], *phases.values()]
+        optional = [*quantities.values(), *phases.values()]
         known = all(type(value) is int for value in whole)
         if not known or row["mode"] not in MODES or not all(value is None or type(value) is int for value in optional):
             raise RecordError("damaged row in steps")
@@ -341,9 +381,9 @@ class Store:
             mode=row["mode"],
             start_ns=start,
             wall_ns=wall,
-            samples=row["samples"],
+            samples=quantities.pop("samples"),
             phases={name: took for name, took in phases.items() if took is not None},
-            copied=row["copied_bytes"],
+            quantities={name: count for name, count in quantities.items() if count is not None},
         )
         try:
             return kept_step_times(found, row["device"]) if isinstance(row["device"], bytes) else found
@@ -408,15 +448,20 @@ class Store:
         An event without a time counts as old. Damaged ones are left out.
         """
         since, values = ("", ()) if begin_ns is None else (" AND t_ns >= ?", (begin_ns,))
-        query = (
-            f"SELECT json FROM events WHERE kind IN ({', '.join('?' * len(kinds))}) AND ifnull(t_ns, 0) <= ?{since}"
-            " ORDER BY id DESC LIMIT ?"
-        )
+        # The words of the index's own condition let SQLite use it.
+        lasting = f"{LASTING} AND " if set(kinds) <= set(LASTING_KINDS) else ""
+        named = f"{lasting}kind IN ({', '.join('?' * len(kinds))})"
+        query = f"SELECT json FROM events WHERE {named} AND ifnull(t_ns, 0) <= ?{since} ORDER BY id DESC LIMIT ?"
         found = []
         for (text,) in reversed(self._rows(query, (*kinds, end_ns, *values, -1 if newest is None else newest))):
             with suppress(ValueError, TypeError, AttributeError, RecursionError):
                 found.append(Event(*load_event(text)))
         return found
+
+    def event_count(self, kind: str) -> int:
+        """How many events of a kind there are, of those kinds that are kept (dpmon.store.tables.LASTING)."""
+        (found,) = self._rows(f"SELECT count(*) FROM events WHERE {LASTING} AND kind = ?", (kind,))[0]
+        return _whole(found)
 
     def device_minutes(self) -> list[MinuteRow]:
         """Sums of the samples of devices and host that were deleted, those of the time before all minutes first."""
@@ -444,11 +489,9 @@ class Store:
                 if not isinstance(sizes, str) or len(sizes) > _SHAPE_CHARACTERS or mode not in MODES:
                     continue
                 inputs, outputs, *parts = load_json(sizes)
-                pairs = tuple((int(got), int(gave)) for got, gave in (part for part in parts if len(part) == 2))
-                stages = tuple(
-                    (int(number), int(got), int(gave))
-                    for number, got, gave in (part for part in parts if len(part) != 2)
-                )
+                whole = [tuple(int(number) for number in part) for part in parts]
+                pairs = tuple((part[0], part[1]) for part in whole if len(part) == 2)
+                stages = tuple((part[0], part[1], part[2]) for part in whole if len(part) == 3)
                 numbers = (process, kind, layout, untimed, calls, inputs, outputs)
                 if all(type(number) is int for number in numbers):
                     shape = Shape(
@@ -496,7 +539,7 @@ def _longest_of(row: Mapping[str, Any], width: int, tally: Tally) -> LongRow:
     if mode not in MODES or wall is None or not {type(process), type(kind), type(start)} <= {int}:
         raise ValueError("a damaged tally")
     others = max(tally.stat(STEP).total - wall, 0)
-    spent = {phase.name: tally.stat(phase.name).total for phase in PHASES if not phase.of_call}
+    spent = {name: tally.stat(name).total for name in STEP_PHASES}
     # As if the others had been in that phase all the time.
     least = {name: took - others for name, took in spent.items() if 2 * (took - others) > wall}
     return LongRow(process, None, mode, kind, max((start + width) * _SECOND - wall, 0), wall, least)

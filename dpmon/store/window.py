@@ -114,6 +114,16 @@ class Window:
         tallies = {each: merged(self.by_process, mode, evaluation, trained, process=each) for each in there}
         return rate(tallies, elapsed(self.times, mode, evaluation, trained))
 
+    def of_process(self, process: int) -> tuple[Tally, Rate | None]:
+        """The steps of a process in all modes, without the evaluations of modes that train; and their rate."""
+        whole, times = Tally(), [0, 0]
+        for mode in {mode for mode, _ in self._kinds}:
+            trained = self.trained(mode)
+            whole.merge(self.tally(mode, process=process))
+            for part, ns in enumerate(elapsed(self.times, mode, False, trained).get(process, (0, 0))):
+                times[part] += ns
+        return whole, rate({process: whole}, {process: (times[0], times[1])})
+
     @cached_property
     def spent(self) -> dict[str, int]:
         """The time of this window by activity (ns): they add up to the time in which there were processes."""

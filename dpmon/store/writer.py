@@ -22,6 +22,7 @@ from dpmon.store.tables import (
     SCHEMA,
     SCHEMA_VERSION,
     STEP_COLUMNS,
+    TALLY_COLUMNS,
     Bounds,
     HistoryError,
     RingRow,
@@ -46,27 +47,17 @@ _ROW_BYTES = 180
 """What a row of rollups takes beside its histogram, roughly."""
 _CACHED = 512
 _LATER: Mapping[str, Mapping[str, str]] = {
-    "steps": {
-        "device": "BLOB",
-        "copy_ns": "INTEGER",
-        "copied_bytes": "INTEGER",
-        "between_ns": "INTEGER",
-        **dict.fromkeys(STEP_COLUMNS, "INTEGER"),
-    },
+    "steps": STEP_COLUMNS,
     "calls": dict.fromkeys(CALL_COLUMNS, "INTEGER"),
+    "tallies": dict.fromkeys(TALLY_COLUMNS, "INTEGER"),
     "rings": {"first_id": "INTEGER", "last_id": "INTEGER", "held_id": "INTEGER"},
     "rollups": {"copy_ns": "INTEGER", "pace": "TEXT"},
 }
-"""Columns, in their order, that the first version's tables did not have."""
-_STEP_NAMES = (
-    *("id", "process", "step", "mode", "start_ns", "wall_ns", "samples", "data_ns", "forward_ns", "backward_ns"),
-    *("optimizer_ns", "other_ns", "device", "copy_ns", "copied_bytes", "between_ns"),
-    *STEP_COLUMNS,
-)
+"""Columns that a table may lack in a history that an earlier version began."""
 _CALL_NAMES = ("id", "process", "call", "step", "mode", "start_ns", "wall_ns", "rows", "payload", *CALL_COLUMNS)
 _INTO_STEPS, _INTO_CALLS = (
     f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join(f':{name}' for name in names)})"
-    for table, names in (("steps", _STEP_NAMES), ("calls", _CALL_NAMES))
+    for table, names in (("steps", tuple(STEP_COLUMNS)), ("calls", _CALL_NAMES))
 )
 _RING_NAMES = tuple(member.name for member in fields(RingRow))
 _INTO_RINGS = f"INSERT OR REPLACE INTO rings ({', '.join(_RING_NAMES)}) VALUES ({', '.join('?' * len(_RING_NAMES))})"

@@ -9,9 +9,9 @@ from kept import keep
 from stage import LOOK
 from synthetic import SECOND, Training
 
-from dpmon.model.compare import Comparison, compared, sentence
+from dpmon.model.compare import Comparison, sentence
+from dpmon.model.settled import compared
 from dpmon.report import collect
-from dpmon.report.said import comparison
 from dpmon.run.draws import ALL_DRAWN
 from dpmon.run.playback import PlaybackReader
 from dpmon.run.reader import RunReader
@@ -50,9 +50,7 @@ def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long:
     said = collect(long).compared
     assert said is not None
     assert said.speedup is not None
-    drawn = {mode: (kept, of) for mode, kept, of in said.drawn}
-    assert drawn == {"single": (ALL_DRAWN, 5000 + 4500 - 10)}, "of dp all are compared"
-    assert dict(said.steps) == {"single": ALL_DRAWN, "dp": 500 + 3000 - 10}
+    assert dict(said.steps) == {"single": 5000 + 4500 - 10, "dp": 500 + 3000 - 10}
     reader = Feed(long, lambda: RunReader(long))
     player = _PlaybackFeed(long, lambda: PlaybackReader(long))
     for feed in (reader, player):
@@ -64,10 +62,9 @@ def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long:
         found, text = judged(feed)
         assert (found.devices, found.virtual) == (("cpu:0", "cpu:1"), True), "though the last calls are all single"
         assert sentence(found) == said.sentence
-        assert found.speedup == (said.speedup, said.low, said.high)
-        assert {mode: side.steps for mode, side in found.sides.items()} == dict(said.steps)
-        assert f"single: medians of {ALL_DRAWN:,} drawn evenly of 9,490" in text
-        assert f"{ALL_DRAWN:,} drawn evenly from 9,490" in " ".join(comparison(said))
+        assert sentence(found) in text
+        assert found.speedup is not None
+        assert found.speedup.value == pytest.approx(said.speedup, rel=0.01)
         feed.close()
 
 

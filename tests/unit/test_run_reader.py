@@ -179,16 +179,6 @@ def test_what_was_overwritten_is_counted(run: tuple[Path, RunInfo], reader: RunR
     assert reader.missed > 1000
 
 
-def test_without_calls_only_the_rest_is_decoded(run: tuple[Path, RunInfo]) -> None:
-    writer = Writer(run[0])
-    writer.steps(5)
-    kept(run)
-    writer.steps(5)
-    reader = RunReader(run[0], calls=False)
-    assert numbers(reader.poll()) == [("Step", step) for step in range(1, 11)]
-    reader.close()
-
-
 def test_a_request_is_pending_until_every_process_has_acted(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     assert reader.request_mode("single") == 0
     assert not reader.pending()
@@ -266,8 +256,8 @@ def test_a_process_that_was_killed_has_ended_though_it_could_not_say_so(
     assert reader.activities()[0][0] == "backward"
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    (tail,) = reader._tails.values()
-    tail.ring.pid = gone.pid
+    (process,) = reader._processes.values()
+    process.ring.pid = gone.pid
     assert reader.activities()[0] == ("ended", 0)
 
 
@@ -275,7 +265,6 @@ def test_the_end_is_read_from_the_file_or_the_ring(run: tuple[Path, RunInfo], re
     assert reader.exit() is None
     ring = Ring(str(run[0] / "gpu.ring"), process=-1, start_ns=START)
     ring.write(pack_event("exit", {"status": 137, "signal": "SIGKILL", "t_s": 2.5}))
-    reader.poll()
     found = reader.exit()
     assert found is not None
     assert (found.status, found.signal, found.seconds, found.end_ns) == (137, "SIGKILL", 2.5, START + 2_500_000_000)
@@ -320,6 +309,7 @@ def test_what_is_no_ring_is_skipped(run: tuple[Path, RunInfo], reader: RunReader
 def test_a_ring_that_is_truncated_under_the_reader(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     Writer(run[0], 0).steps(3)
     reader.poll()
+    assert set(reader.activities()) == {0}
     os.truncate(run[0] / "process-0.ring", 100)
     assert reader.poll() == []
     assert reader.activities() == {0: ("ended", 0)}
@@ -333,6 +323,8 @@ def test_descriptors_are_given_back(run: tuple[Path, RunInfo]) -> None:
     for _ in range(20):
         reader = RunReader(run[0])
         assert reader.poll()
+        assert reader.activities()
+        assert reader.exit() is None
         reader.close()
     assert len(os.listdir("/proc/self/fd")) == before
 

@@ -16,10 +16,11 @@ from test_ui_playback import said, shown
 from dpmon.cli.speak import closing
 from dpmon.cli.summary import summary_lines
 from dpmon.model import State, fold
-from dpmon.model.compare import compare, sentence
+from dpmon.model.compare import sentence
 from dpmon.model.history import figures, forward_figures, pictured
 from dpmon.model.numbers import duration
 from dpmon.model.ranks import forward_of
+from dpmon.model.settled import compare_steps as compare
 from dpmon.model.state import NOT_RUN, PHASES, StepSample
 from dpmon.model.stats import mean_speed, median
 from dpmon.run.rundir import load_exit

@@ -15,9 +15,10 @@ from synthetic import SECOND, Training, decoded
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model import State, fold
-from dpmon.model.compare import compared, sentence
+from dpmon.model.compare import sentence
 from dpmon.model.history import figures
 from dpmon.model.inputs import INPUT, is_wait
+from dpmon.model.settled import compared
 from dpmon.record.codec import Event, pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object

@@ -43,14 +43,12 @@ from dpmon.store.accounting import Account
 from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.tables import RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, StepFacts
-from dpmon.store.writer import Batch
+from dpmon.store.writer import GAP_NS, Batch
 
 __all__ = ["Accounts", "Intake"]
 
 BATCH_SIZES = 16
 """Batch sizes of a process that have tallies of their own; the others share OTHER_SIZES."""
-GAP_NS = 20_000_000
-"""Shorter times between two steps get no row."""
 _WAITING = 4096
 """Calls of a process that are held for their step."""
 _MAX_INT = (1 << 63) - 1
@@ -176,7 +174,7 @@ class Intake:
         self._calls = []
         for number, payload in waiting:
             with suppress(*_DAMAGE):
-                self._calls.append(_held(number, payload))
+                self._calls.append(_held(number, payload, call_head(payload)))
 
     def add(self, batch: Batch, number: int, payload: bytes) -> bool:
         """Put `payload` into `batch` under the id `number`; False if it was a definition, which takes no id.
@@ -208,10 +206,11 @@ class Intake:
     # ------------------------------------------------------------------------------------------ calls
 
     def _call(self, batch: Batch, number: int, payload: bytes) -> None:
-        mode, _, _, _, step, call, start, wall, inputs, _, *phases = call_head(payload)
+        head = call_head(payload)
+        mode, _, _, _, step, call, start, wall, inputs, _, *phases = head
         began = start - self._start_ns
         _check(step, call, began, wall, began + wall)
-        held = _held(number, payload)
+        held = _held(number, payload, head)
         took = held.phases
         batch.calls.append(
             {
@@ -330,9 +329,9 @@ class Intake:
         return (number, process, kind, t_ns, text)
 
 
-def _held(number: int, payload: bytes) -> _Call:
-    """What is held of a call."""
-    mode, flags, _, layout, step, _, _, _, inputs, outputs, *phases = call_head(payload)
+def _held(number: int, payload: bytes, head: Sequence[int]) -> _Call:
+    """What is held of a call; `head`: as call_head gives it."""
+    mode, flags, _, layout, step, _, _, _, inputs, outputs, *phases = head
     took = tuple(phases[2 * i + 1] if phases[2 * i] >= 0 else -1 for i in range(len(CALL_PHASES)))
     _check(*took)
     replicas, stages = call_replicas(payload), call_stages(payload)

@@ -69,7 +69,7 @@ def resume_intake(history: History, intake: Intake, batch_sizes: dict[int, set[i
 def _steps(history: History, which: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """What is accounted for of some steps, without damaged rows."""
     rows = history.rows(f"SELECT {_ACCOUNTED} FROM steps {which}", values)
-    return [row for row in rows if [type(value) for value in row] == _TYPES]
+    return [row for row in rows if [type(value) for value in row] == _TYPES and row[4] >= 0]
 
 
 def _of_ring(ring: RingRow, most: int) -> tuple[str, tuple[Any, ...]]:

@@ -35,9 +35,11 @@ from dpmon.store.tables import (
 from dpmon.store.tally import Key, StepFacts
 from dpmon.store.tally_writer import TallyWriter
 
-__all__ = ["LIMIT_BYTES", "Batch", "Ended", "History"]
+__all__ = ["GAP_NS", "LIMIT_BYTES", "Batch", "Ended", "History"]
 
 LIMIT_BYTES = 256 << 20
+GAP_NS = 20_000_000
+"""Shorter times between two steps get no row."""
 _PRUNE_PART = 16
 _LASTING_KEPT = 10_000
 _ROLLUPS_PART = 3
@@ -60,6 +62,7 @@ _INTO_STEPS, _INTO_CALLS = (
 _RING_NAMES = tuple(member.name for member in fields(RingRow))
 _INTO_RINGS = f"INSERT OR REPLACE INTO rings ({', '.join(_RING_NAMES)}) VALUES ({', '.join('?' * len(_RING_NAMES))})"
 _INTO_GAPS = "INSERT INTO gaps (process, after_step, before_step, mode, begin_ns, end_ns, ns) VALUES (?,?,?,?,?,?,?)"
+_SHORTEN_GAP = "UPDATE gaps SET ns = ns - ? WHERE process = ? AND begin_ns <= ? AND end_ns >= ?"
 _ADD_SHAPE = """\
 INSERT INTO shapes VALUES (?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET calls = calls + excluded.calls"""
 _ADD_DEVICE = """\
@@ -94,6 +97,8 @@ class Batch:
     spent: dict[tuple[int, int, str, str], int] = field(default_factory=dict)
     """Time (ns) by second, process, mode and activity; negative where it is taken back."""
     gaps: list[tuple[Any, ...]] = field(default_factory=list)
+    waited: list[tuple[int, int, int]] = field(default_factory=list)
+    """Waits for input in gaps that were recorded before: process, begin, end."""
     shapes: Counter[tuple[int, str, int, int, int, str, int]] = field(default_factory=Counter)
     """Calls by process, mode, kind, layout, whether virtual, sizes and why a device time is missing."""
     devices: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
@@ -120,6 +125,8 @@ class Batch:
     def spend(self, process: int, spent: Iterable[Spent]) -> None:
         """Add time of a process's activities."""
         for one in spent:
+            if one.sign < 0 and one.activity == "between":
+                self.waited.append((process, one.begin, one.end))
             for second, ns in one.by_second():
                 key = second, process, one.mode, one.activity
                 self.spent[key] = self.spent.get(key, 0) + ns
@@ -262,6 +269,10 @@ class History:
             self._add_rollups(batch)
             self._tallies.add(batch)
             many(_INTO_GAPS, batch.gaps)
+            for process, begin, end in batch.waited:
+                self._db.execute(_SHORTEN_GAP, (end - begin, process, begin, end))
+            if batch.waited:
+                self._db.execute("DELETE FROM gaps WHERE ns < ?", (GAP_NS,))
             many(_ADD_SHAPE, [(*key, count) for key, count in batch.shapes.items()])
             if self._used_bytes() > self._limit:
                 self._prune()

@@ -8,8 +8,8 @@ from typing import Any
 
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
-from dpmon.store.writer import LIMIT_BYTES
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
+from dpmon.store.writer import LIMIT_BYTES
 
 __all__ = ["keep"]
 

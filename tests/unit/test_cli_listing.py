@@ -22,11 +22,11 @@ from dpmon.export import export
 from dpmon.record.codec import Event, Step
 from dpmon.report import report_text
 from dpmon.run.export import history
-from dpmon.store.writer import History
 from dpmon.run.kept import Kept
 from dpmon.run.playback import can_be_played
 from dpmon.run.rundir import RunError, find_run
 from dpmon.store.tables import SCHEMA_VERSION, HistoryError
+from dpmon.store.writer import History
 
 
 def a_run(name: str = "linear", **about: object) -> Path:

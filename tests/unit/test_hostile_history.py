@@ -12,11 +12,11 @@ from kept import keep
 from synthetic import Training, host_event
 
 from dpmon.run.export import history
-from dpmon.store.writer import History
 from dpmon.run.kept import Kept
 from dpmon.run.past import Before
 from dpmon.run.reader import RunReader
 from dpmon.store.tables import HistoryError
+from dpmon.store.writer import History
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
 STEP = "0 AS process, i AS step, 'dp' AS mode, i AS start_ns, 1 AS wall_ns"

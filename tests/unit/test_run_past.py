@@ -22,7 +22,6 @@ from dpmon.record.codec import Call, Decoder, Step, pack_call, pack_definition, 
 from dpmon.report import collect
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
-from dpmon.store.writer import LIMIT_BYTES, History
 from dpmon.run.kept import Kept
 from dpmon.run.past import Before, past_of
 from dpmon.run.playback import PlaybackReader
@@ -30,6 +29,7 @@ from dpmon.run.reader import RECENT_RECORDS, RunReader
 from dpmon.run.rows import decoders_of, record_of, step_columns
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
 from dpmon.store.tables import BEFORE_S
+from dpmon.store.writer import LIMIT_BYTES, History
 from dpmon.ui.feed import Feed
 from dpmon.ui.scene import View
 

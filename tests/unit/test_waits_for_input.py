@@ -22,9 +22,9 @@ from dpmon.record.codec import Event, pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.said import waited
-from dpmon.store.writer import Batch, History
 from dpmon.run.inputs import KEPT, Inputs
 from dpmon.run.kept import Kept
+from dpmon.store.writer import Batch, History
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_output import Output
 from dpmon.ui.rows import plain

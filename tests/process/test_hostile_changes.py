@@ -62,7 +62,8 @@ def test_nothing_is_written_through_a_link_that_replaces_a_runs_directory(dpmon:
     info = dpmon.info()
     directory = dpmon.last()
     wait_for((directory / "spare").exists)
-    wait_for((directory / "history.sqlite").exists)
+    # SQLite opens files by their paths until the history's index is there.
+    wait_for((directory / "history.sqlite-shm").exists)
     victim = tmp_path / "victim"
     victim.mkdir()
     for name in ("spare", "keep", "input.fifo", "waits-for-input", "run.json", "warnings.log", "process-0.ring"):

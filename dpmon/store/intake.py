@@ -10,7 +10,9 @@ import json
 import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from dpmon.record.codec import (
@@ -42,7 +44,7 @@ from dpmon.store.accounting import Account
 from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.tables import RingRow
 from dpmon.store.tally import Key, StepFacts
-from dpmon.store.writer import Batch
+from dpmon.store.writer import HELD_CALLS, Batch
 
 __all__ = ["NO_SAMPLES", "OTHER_SIZES", "Accounts", "Intake"]
 
@@ -51,21 +53,27 @@ NO_SAMPLES, OTHER_SIZES = -1, -2
 BATCH_SIZES = 16
 GAP_NS = 20_000_000
 """Shorter times between two steps get no row."""
-_WAITING = 4096
-"""Calls of a process that are held for their step."""
 _MAX_INT = (1 << 63) - 1
+_LATEST_NS = 10 * 365 * 86_400 * 1_000_000_000
+"""No run takes longer: later times are damaged."""
 _APPLY = CALL_PHASES.index("parallel_apply")
 _CALL_AT = {name: index for index, name in enumerate(CALL_PHASES)}
 _STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
+_CALL_COLUMNS = tuple(f"{name}_ns" for name in CALL_PHASES)
+_STEP_COLUMNS = tuple(f"{phase.name}_ns" for phase in PHASES)
+_PHASE_AT = tuple(
+    len(STEP_PHASES) + _CALL_AT[phase.name] if phase.of_call else _STEP_AT[phase.name] for phase in PHASES
+)
+"""Where each of PHASES is in the phases of a step, followed by those of its calls."""
 
 
 class _Call(NamedTuple):
     """What is held of a call until its step comes."""
 
+    mode: str
     step: int
     layout: int
     flags: int
-    end_ns: int
     phases: tuple[int, ...]
     """ns in the order of CALL_PHASES, -1 for one that did not run."""
     device_ms: Mapping[str, float] | None
@@ -112,7 +120,10 @@ class Accounts:
         if process is None:
             self._early.append((pid, begin, end))
         else:
-            batch.spend(process, self.account(process).wait(begin, end))
+            changes = self.account(process).wait(begin, end)
+            batch.spend(process, changes)
+            gone = [one for one in changes if one.sign < 0 and one.activity == "between"]
+            batch.waited.extend((one.end - one.begin, process, one.begin, one.end) for one in gone)
 
     def finish(self, batch: Batch, end_ns: int) -> None:
         """The run ended."""
@@ -162,7 +173,6 @@ class Intake:
                 batch.events.append(self._event(batch, number, payload))
             elif kind == "definition":
                 which, value = definition(payload)
-                _check(which)
                 self.learn(which, value)
                 batch.definitions.append((self.row.process, which, json.dumps(value, separators=(",", ":"))))
                 return False
@@ -177,54 +187,38 @@ class Intake:
     def _call(self, batch: Batch, number: int, payload: bytes) -> None:
         mode, flags, _, layout, step, call, start, wall, inputs, outputs, *phases = call_head(payload)
         began = start - self._start_ns
-        _check(step, call, began, wall, began + wall)
-        took = tuple(phases[2 * i + 1] if phases[2 * i] >= 0 else -1 for i in range(len(CALL_PHASES)))
-        _check(*took)
-        replicas, stages = call_replicas(payload), call_stages(payload)
-        timed = is_timed(payload)
-        sizes = [inputs, outputs, *([got, gave] for got, gave, _, _ in replicas)]
-        held = _Call(
-            step,
-            layout,
-            flags,
-            began + wall,
-            took,
-            known_times(payload) if timed else None,
-            [(replica_series(layout, i), max(ran, 0)) for i, (_, _, _, ran) in enumerate(replicas)]
-            + [(stage_series(layout, i, *stage[:3]), stage[4]) for i, stage in enumerate(stages) if stage[4] >= 0],
-            json.dumps(sizes, separators=(",", ":")),
-            why_number(payload) if timed else 0,
-        )  # fmt: skip
-        if timed:
-            named = [replica_series(layout, i) for i in range(len(replicas))]
-            named = named or [stage_series(layout, i, *stage[:3]) for i, stage in enumerate(stages)]
-            times = part_times(payload)
-            known = ((name, times.of(i)) for i, name in enumerate(named))
-            held.parts.extend((f"{name}@device", int(ms * 1e6)) for name, ms in known if ms is not None)
-        batch.calls.append(
-            {
-                "id": number, "process": self.row.process, "call": call, "step": step, "mode": MODES[mode],
-                "start_ns": began, "wall_ns": wall, "rows": self._rows.get(inputs), "payload": payload,
-                **{f"{name}_ns": took[i] if took[i] >= 0 else None for name, i in _CALL_AT.items()},
-            }
-        )  # fmt: skip
+        took = tuple([took if at >= 0 else -1 for at, took in zip(phases[::2], phases[1::2], strict=True)])
+        _check(began, wall, step, call)
+        self._calls.append(_held(payload, MODES[mode], flags, layout, step, inputs, outputs, took))
+        row = {
+            "id": number, "process": self.row.process, "call": call, "step": step, "mode": MODES[mode],
+            "start_ns": began, "wall_ns": wall, "rows": self._rows.get(inputs), "payload": payload,
+        }  # fmt: skip
+        row.update(zip(_CALL_COLUMNS, [each if each >= 0 else None for each in took], strict=True))
+        batch.calls.append(row)
         batch.rollup(began + wall, self.row.process, MODES[mode]).calls.append(phases)
-        self._calls.append(held)
-        if len(self._calls) > _WAITING:  # a process whose calls are in no step
-            self._count(batch, [self._calls.pop(0)], MODES[mode], None)
+        if len(self._calls) > HELD_CALLS:  # a process whose calls are in no step
+            self._count(batch, [self._calls.pop(0)], None)
         self._place(number)
         self.row.calls += 1
 
-    def _count(self, batch: Batch, calls: Sequence[_Call], mode: str, kind: int | None) -> None:
+    def hold(self, payload: bytes) -> None:
+        """Hold a call for its step, which another supervisor has written; a damaged one is ignored."""
+        with suppress(LookupError, ValueError, struct.error):
+            mode, flags, _, layout, step, _, _, _, inputs, outputs, *phases = call_head(payload)
+            took = tuple([took if at >= 0 else -1 for at, took in zip(phases[::2], phases[1::2], strict=True)])
+            self._calls.append(_held(payload, MODES[mode], flags, layout, step, inputs, outputs, took))
+
+    def _count(self, batch: Batch, calls: Sequence[_Call], kind: int | None) -> None:
         """Count what the calls got and gave; `kind` of their step, None if they are in none."""
         for call in calls:
             of_call = kind if kind is not None else EVALUATION * (call.flags & (TRAINING | GRAD) == 0)
             virtual = int(call.flags & VIRTUAL > 0)
-            batch.shapes[self.row.process, mode, of_call, call.layout, virtual, call.sizes, call.untimed] += 1
+            batch.shapes[self.row.process, call.mode, of_call, call.layout, virtual, call.sizes, call.untimed] += 1
 
     def flush(self, batch: Batch) -> None:
         """The process ended: its last calls are in no step that ended."""
-        self._count(batch, self._calls, self._mode or "", None)
+        self._count(batch, self._calls, None)
         self._calls.clear()
 
     # ------------------------------------------------------------------------------------------ steps
@@ -233,18 +227,14 @@ class Intake:
         mode_number, step, start, wall, samples, *phases = step_fields(payload)
         mode = MODES[mode_number]
         began = start - self._start_ns
-        _check(step, began, wall, began + wall)
+        _check(began, wall, step)
         evaluation = is_evaluation(phases[BACKWARD_AT], phases[OPTIMIZER_AT])
         kind = self._kind(mode, evaluation)
-        calls = [call for call in self._calls if call.step <= step]
-        self._calls = [call for call in self._calls if call.step > step]
-        self._count(batch, calls, mode, kind)
-        other = max(0, wall - sum(took for took in phases if took >= 0))
-        by_call, rest = _of_calls([*phases, other], calls)
-        values = [
-            _known(by_call[_CALL_AT[phase.name]] if phase.of_call else [*phases, other][_STEP_AT[phase.name]])
-            for phase in PHASES
-        ]
+        calls = self._of_step(batch, step, kind)
+        phases.append(max(0, wall - sum([took for took in phases if took >= 0])))
+        by_call, rest = _of_calls(phases, calls)
+        taken = [*phases, *by_call]
+        values = [taken[at] if taken[at] >= 0 else None for at in _PHASE_AT]
         quantities = (_known(samples), copied_bytes(payload))
         times = step_times(payload)
         device = _device_times(times, calls, by_call)
@@ -256,20 +246,31 @@ class Intake:
         batch.spend(process, spent)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append((process, *gap))
-        row: dict[str, Any] = {f"{phase.name}_ns": took for phase, took in zip(PHASES, values, strict=True)}
         between = gap.ns if gap is not None else 0
         if evaluation and gap is None:
             between = -sum(one.end - one.begin for one in spent if one.activity == "evaluation" and one.end <= began)
-        row |= {
+        row: dict[str, Any] = {
             "id": number, "process": process, "step": step, "mode": mode, "start_ns": began, "wall_ns": wall,
             "samples": quantities[0], "copied_bytes": quantities[1], "device": times,
             "between_ns": max(min(between, _MAX_INT), -_MAX_INT), "kind": kind, "calls": len(calls), "rest_ns": rest,
         }  # fmt: skip
+        row.update(zip(_STEP_COLUMNS, values, strict=True))
         batch.steps.append(row)
         batch.rollup(began + wall, process, mode).steps.append(row)
         self._place(number)
         self.row.steps += 1
         self.row.last_step = step
+
+    def _of_step(self, batch: Batch, step: int, kind: int) -> list[_Call]:
+        """The calls of a step, which are held no longer; nor are those of steps that were not recorded."""
+        held = self._calls
+        calls = [call for call in held if call.step == step]
+        self._count(batch, calls, kind)
+        self._calls = []
+        if len(calls) != len(held):
+            self._count(batch, [call for call in held if call.step < step], None)
+            self._calls = [call for call in held if call.step > step]
+        return calls
 
     def _kind(self, mode: str, evaluation: bool) -> int:
         """The kind of the next step."""
@@ -322,21 +323,52 @@ class Intake:
             self._accounts.finish(batch, t_ns)
 
 
+def _held(
+    payload: bytes,
+    mode: str,
+    flags: int,
+    layout: int,
+    step: int,
+    inputs: int,
+    outputs: int,
+    took: tuple[int, ...],
+) -> _Call:
+    """What is held of a call; struct.error if its replicas, stages or times are cut off."""
+    replicas, stages = call_replicas(payload), call_stages(payload)
+    parts = [(replica_series(layout, i), ran if ran > 0 else 0) for i, (_, _, _, ran) in enumerate(replicas)]
+    parts += [(stage_series(layout, i, *stage[:3]), stage[4]) for i, stage in enumerate(stages) if stage[4] >= 0]
+    sizes = _sizes_text(inputs, outputs, *[part[:2] for part in replicas])
+    if not is_timed(payload):
+        return _Call(mode, step, layout, flags, took, None, parts, sizes, 0)
+    named = [replica_series(layout, i) for i in range(len(replicas))]
+    named = named or [stage_series(layout, i, *stage[:3]) for i, stage in enumerate(stages)]
+    times = part_times(payload)
+    known = ((name, times.of(i)) for i, name in enumerate(named))
+    parts += [(f"{name}@device", int(ms * 1e6)) for name, ms in known if ms is not None]
+    return _Call(mode, step, layout, flags, took, known_times(payload), parts, sizes, why_number(payload))
+
+
+@lru_cache(4096)
+def _sizes_text(*sizes: int | tuple[int, ...]) -> str:
+    """The definitions of a call's inputs and outputs, and of each replica's, as JSON."""
+    return json.dumps(sizes, separators=(",", ":"))
+
+
 def _of_calls(own: Sequence[int], calls: Sequence[_Call]) -> tuple[list[int], int | None]:
     """The phases of a step's calls together (-1: did not run), and what they leave of its forward.
 
     `own`: the step's phases in the order of STEP_PHASES. Calls of other threads, or calls that ran again in the
     backward pass, may take more than the whole forward: then they cannot be told apart, and all is forward.
     """
-    sums = [-1] * len(CALL_PHASES)
-    for call in calls:
+    sums = list(calls[0].phases) if calls else [-1] * len(CALL_PHASES)
+    for call in calls[1:]:
         for index, took in enumerate(call.phases):
             if took >= 0:
                 sums[index] = max(sums[index], 0) + took
     forward, copy = own[_STEP_AT["forward"]], own[_STEP_AT["copy"]]
     if forward < 0:
         return [-1] * len(CALL_PHASES), None
-    inside = sum(took for took in sums if took > 0)
+    inside = sum([took for took in sums if took > 0])
     over = inside - forward
     if 0 < over <= min(copy, sums[_APPLY]):
         # A lone replica runs on the training thread. Its copies are taken off the forward, not off the call.
@@ -381,7 +413,7 @@ def _add_sample(batch: Batch, t_ns: int, kind: str, data: Mapping[str, Any]) -> 
             batch.device(t_ns, index, name[:64], float(value))
 
 
-def _check(*numbers: int) -> None:
-    """RecordError for what the database has no room for: a damaged record."""
-    if min(numbers) < -_MAX_INT or max(numbers) > _MAX_INT:
+def _check(began: int, wall: int, *numbers: int) -> None:
+    """RecordError for what the database has no room for, and for a time after every run: a damaged record."""
+    if began < -_MAX_INT or began + wall > _LATEST_NS or max(numbers) > _MAX_INT:
         raise RecordError("numbers beyond reason")

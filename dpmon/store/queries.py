@@ -29,7 +29,7 @@ from dpmon.record.schema import MODES, PHASES, SETTLING
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.answers import GapRow, LongRow, Shape, TimeRow
 from dpmon.store.tables import ACTIVITY_COLUMNS, TALLY_COLUMNS, RingRow, rings_in
-from dpmon.store.tally import ALL, WIDTHS, Key, Tally
+from dpmon.store.tally import ALL, PLAIN, WIDTHS, Key, Tally
 
 __all__ = ["END", "Store"]
 
@@ -37,6 +37,14 @@ END = 1 << 40
 """A second after every run."""
 _LAST_NS = (1 << 63) - 1
 _TALLY = ("start_s", "process", "mode", "kind", "batch", *TALLY_COLUMNS, "sketches")
+_SUMS = (
+    *("CAST(total(steps) AS INTEGER)", "CAST(total(calls) AS INTEGER)", "max(last_step)", "min(low_ns)"),
+    *("max(high_ns)", "min(first_ns)", "max(last_ns)"),
+    *(f"CAST(total({name}) AS INTEGER)" for name in TALLY_COLUMNS[len(PLAIN) :]),
+    "x''",
+)
+"""Of the columns of several tallies; `sum` would raise an error where a damaged one is too large."""
+_SUMMED = (*TALLY_COLUMNS, "sketches")
 _LONG_PHASES = tuple(f"{phase.name}_ns" for phase in PHASES if not phase.of_call)
 _SHAPE_CHARACTERS = 1 << 20
 
@@ -54,9 +62,14 @@ class Store:
         meta = dict(self._rows("SELECT key, value FROM meta"))
         self._whole: dict[int, int] = {width: _whole(meta.get(f"whole_{width}")) for width in WIDTHS[1:]}
         self._pruned: dict[int, int] = {width: _whole(meta.get(f"pruned_{width}")) for width in WIDTHS[:-1]}
-        query = "SELECT DISTINCT process FROM tallies WHERE process >= 0"
-        self.processes = sorted(process for (process,) in self._rows(query) if type(process) is int)
+        self._keys = [
+            key
+            for key in map(Key._make, self._rows("SELECT process, mode, kind, batch FROM keys"))
+            if key.mode in MODES and type(key.process) is type(key.kind) is type(key.batch) is int
+        ]
+        self.processes = sorted({key.process for key in self._keys})
         """Those with steps."""
+        self._newest = self._newest_second()
 
     def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         return self._db.execute(query, values).fetchall()
@@ -68,8 +81,7 @@ class Store:
 
         `finest`: use no narrower tallies. Where narrow ones were deleted, wider ones reach beyond the begin.
         """
-        newest: int = max(self._newest(), begin_s)
-        end_s = min(end_s, newest + 1)
+        end_s = min(end_s, max(self._newest, begin_s) + 1)
         found: list[tuple[int, int, int]] = []
         at = begin_s
         while at < end_s:
@@ -86,7 +98,8 @@ class Store:
     def _width_at(self, at: int, end: int, finest: int) -> int:
         """The widest stretch that begins at a second and ends by `end`, or the narrowest that was not deleted."""
         for width in WIDTHS[:0:-1]:
-            if at % width == 0 and at + width <= min(end, self._whole[width]):
+            there = at + width <= min(end, self._whole[width]) and at >= self._pruned.get(width, 0)
+            if there and at % width == 0:
                 return width
         for width in WIDTHS:
             there = width == 1 or at - at % width + width <= self._whole[width]
@@ -94,7 +107,7 @@ class Store:
                 return width
         return WIDTHS[0]
 
-    def _newest(self) -> int:
+    def _newest_second(self) -> int:
         (found,) = self._rows(
             "SELECT max(t) FROM (SELECT max(start_s) AS t FROM tallies WHERE width = 1"
             " UNION ALL SELECT max(start_s) FROM times WHERE width = 1)"
@@ -140,9 +153,24 @@ class Store:
             return self.tallies(begin_s, end_s, process=ALL)
         return {key._replace(process=ALL): tally for key, tally in self.tallies(begin_s, end_s).items()}
 
+    def sums(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
+        """As `tallies` of each process, without series: the database adds up, so that many processes cost little."""
+        query = (
+            f"SELECT process, mode, kind, batch, {', '.join(_SUMS)} FROM tallies"
+            " WHERE width = ? AND start_s >= ? AND start_s < ? AND process >= 0 GROUP BY process, mode, kind, batch"
+        )
+        found: dict[Key, Tally] = {}
+        for width, begin, end in self.cover(begin_s, end_s):
+            for process, mode, kind, batch, *values in self._rows(query, (width, begin, end)):
+                with suppress(ValueError):
+                    tally = Tally.of_row(dict(zip(_SUMMED, values, strict=True)), {})
+                    if mode in MODES and type(process) is int:
+                        found.setdefault(Key(process, mode, kind, batch), Tally()).merge(tally)
+        return found
+
     def kinds(self) -> set[tuple[str, int]]:
         """Mode and kind of all steps so far."""
-        return set(self._rows("SELECT DISTINCT mode, kind FROM tallies"))
+        return {(key.mode, key.kind) for key in self._keys}
 
     # ------------------------------------------------------------------------------------------ time
 
@@ -159,6 +187,33 @@ class Store:
                     ns = dict(zip(ACTIVITIES, (int(each) for each in spent), strict=True))
                     found.append(TimeRow(int(start), width, int(process), mode, ns))
         return found
+
+    def time_sums(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:
+        """What each process did in each mode: rows are added up as far as they are of one width."""
+        return [
+            TimeRow(begin, end - begin, process, mode, spent)
+            for width, begin, end in self.cover(begin_s, end_s)
+            for process, mode, spent in self._time_sums("process, mode", width, begin, end)
+        ]
+
+    def time_together(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:
+        """What all processes (ALL) did together, in order of time."""
+        return [
+            TimeRow(start, width, ALL, "", spent)
+            for width, begin, end in self.cover(begin_s, end_s)
+            for start, spent in self._time_sums("start_s", width, begin, end)
+        ]
+
+    def _time_sums(self, by: str, width: int, begin: int, end: int) -> Iterator[tuple[Any, ...]]:
+        """The columns to group by, and the sums of the activities (ns)."""
+        query = (
+            f"SELECT {by}, {', '.join(f'total({name})' for name in ACTIVITY_COLUMNS)} FROM times"
+            f" WHERE width = ? AND start_s >= ? AND start_s < ? GROUP BY {by}"
+        )
+        for row in self._db.execute(query, (width, begin, end)):
+            names, spent = row[: -len(ACTIVITIES)], map(int, row[-len(ACTIVITIES) :])
+            if all(type(name) is int or name in MODES for name in names):
+                yield *names, dict(zip(ACTIVITIES, spent, strict=True))
 
     def gaps(self, most: int, begin_ns: int = 0, end_ns: int = _LAST_NS) -> list[GapRow]:
         """The longest times between two steps, the longest first."""

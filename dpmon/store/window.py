@@ -33,8 +33,17 @@ class Source(Protocol):
     def tallies(self, begin_s: int, end_s: int, *, process: int | None = None) -> dict[Key, Tally]:
         """Tallies of each process, or of one."""
 
+    def sums(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
+        """Tallies of each process, without series."""
+
     def time_rows(self, begin_s: int, end_s: int) -> list[TimeRow]:
         """What each process did."""
+
+    def time_sums(self, begin_s: int, end_s: int) -> list[TimeRow]:
+        """The same, added up."""
+
+    def time_together(self, begin_s: int, end_s: int) -> list[TimeRow]:
+        """What all processes did together."""
 
     def kinds(self) -> set[tuple[str, int]]:
         """Mode and kind of all steps so far."""
@@ -48,6 +57,7 @@ class Window:
         self._begin_s, self._end_s = begin_s, end_s
         self._kinds = source.kinds()
         self._trained = trains(self._kinds)
+        self._elapsed: dict[tuple[str, bool], dict[int, tuple[int, int]]] = {}
 
     @cached_property
     def together(self) -> dict[Key, Tally]:
@@ -58,6 +68,14 @@ class Window:
     def by_process(self) -> dict[Key, Tally]:
         """Tallies of each process."""
         return self._source.tallies(self._begin_s, self._end_s)
+
+    @cached_property
+    def _sums(self) -> dict[Key, Tally]:
+        return self._source.sums(self._begin_s, self._end_s)
+
+    @cached_property
+    def _time_sums(self) -> list[TimeRow]:
+        return self._source.time_sums(self._begin_s, self._end_s)
 
     @cached_property
     def times(self) -> list[TimeRow]:
@@ -98,13 +116,16 @@ class Window:
         """Steps and samples of a mode per elapsed time; None if no time has passed."""
         trained = self.trained(mode)
         there = self._source.processes if process is None else [process]
-        tallies = {each: merged(self.by_process, mode, evaluation, trained, process=each) for each in there}
-        return rate(tallies, elapsed(self.times, mode, evaluation, trained))
+        tallies = {each: merged(self._sums, mode, evaluation, trained, process=each) for each in there}
+        times = self._elapsed.get((mode, evaluation))
+        if times is None:
+            times = self._elapsed[mode, evaluation] = elapsed(self._time_sums, mode, evaluation, trained)
+        return rate(tallies, times)
 
     @cached_property
     def spent(self) -> dict[str, int]:
         """The time of this window by activity (ns): they add up to the time in which there were processes."""
-        return shared_out(self.times)
+        return shared_out(self._source.time_together(self._begin_s, self._end_s))
 
 
 def shared_out(rows: Iterable[TimeRow], only: Callable[[TimeRow], bool] = lambda row: True) -> dict[str, int]:

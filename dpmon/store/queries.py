@@ -79,7 +79,7 @@ class Store:
     def cover(self, begin_s: int, end_s: int, finest: int = 1) -> list[tuple[int, int, int]]:
         """Width, begin and end of the fewest stretches of tallies that make up the time from `begin_s` to `end_s`.
 
-        `finest`: use no narrower tallies. Where narrow ones were deleted, wider ones reach beyond the begin.
+        `finest`: use no narrower tallies. Where narrow ones were deleted, wider ones reach beyond it.
         """
         end_s = min(end_s, max(self._newest, begin_s) + 1)
         found: list[tuple[int, int, int]] = []
@@ -102,8 +102,9 @@ class Store:
             if there and at % width == 0:
                 return width
         for width in WIDTHS:
-            there = width == 1 or at - at % width + width <= self._whole[width]
-            if width >= finest and there and at >= self._pruned.get(width, 0):
+            start = at - at % width
+            there = width == 1 or start + width <= self._whole[width]
+            if width >= finest and there and start >= self._pruned.get(width, 0):
                 return width
         return WIDTHS[0]
 

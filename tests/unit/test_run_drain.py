@@ -167,7 +167,7 @@ def test_while_the_disk_is_full_memory_is_bounded(setting: Setting, monkeypatch:
     for _ in range(60):
         setting.steps(400)
         setting.turn()
-        held = sum(len(row[-1]) for row in setting.drain._batch.calls)
+        held = sum(len(row["payload"]) for row in setting.drain._batch.calls)
         assert held < 100_000 + (1 << 20)
     db.execute("PRAGMA max_page_count = 100000")
     for _ in range(8):
@@ -236,7 +236,7 @@ def test_rows_that_no_batch_has_are_not_known(setting: Setting, rows: str) -> No
 
 def test_sums_beyond_reason_are_cut(setting: Setting) -> None:
     for _ in range(3):
-        setting.ring.write(pack_call(1, 0, 1, 1, 1, START, 5, 2, 0, (0, -(1 << 63)) * 4, (2, 0, 0, 5)))
+        setting.ring.write(pack_call(1, 0, 1, 1, 1, START, 5, 2, 0, (0, 1 - (1 << 63)) * 4, (2, 0, 0, 5)))
         setting.turn()
     assert setting.rows("SELECT count(*) FROM calls") == [(3,)]
 

@@ -83,8 +83,6 @@ class Drain:
         self._history: History | None = None
         self._kept: dict[str, RingRow] = {}
         """The rings' rows as they stand in the history."""
-        self._batch_sizes: dict[int, set[int]] = {}
-        """Batch sizes by process that have tallies of their own in the history."""
         self._sources: dict[str, _Source] = {}
         self._refused: set[str] = set()
         self._batch = Batch()
@@ -184,7 +182,7 @@ class Drain:
             self._sources[path.name] = source
             if kept is not None and self._history is not None:
                 with suppress(HistoryError):  # damaged; what comes now can be recorded all the same
-                    resume_intake(self._history, source.intake, self._batch_sizes)
+                    resume_intake(self._history, source.intake)
 
     def _take(self, source: _Source) -> bool:
         """Move what one ring has into the batch; True if it filled faster than it was read."""
@@ -248,7 +246,6 @@ class Drain:
         """Write into a history that another supervisor may have begun."""
         self._accounts = Accounts()
         resume_accounts(history, self._accounts)
-        self._batch_sizes = history.batch_sizes()
         self._kept = history.rings()
         self._next_id = history.next_id
         self._history = history

@@ -20,13 +20,17 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["ACTIVITIES", "Account", "Gap", "Spent"]
+__all__ = ["ACTIVITIES", "LATEST_NS", "Account", "Gap", "Spent"]
 
 ACTIVITIES = ("startup", "training", "evaluation", "between", "paused", "input", "missed", "ending")
 _PIECES = 1024
-"""Stretches of time in which a late wait for input is looked for."""
+"""Stretches of time in which a late wait for input is looked for: the newest."""
+_PIECE_NS = 20_000_000
+"""Shorter stretches are not among them. A wait lies within one long step, or between two steps."""
 _SECOND = 1_000_000_000
-_LONGEST_S = 1_000_000
+_HOUR = 3600 * _SECOND
+LATEST_NS = 10 * 365 * 24 * _HOUR
+"""No run takes longer: a time that is further from its start is damaged."""
 
 
 class Spent(NamedTuple):
@@ -41,13 +45,15 @@ class Spent(NamedTuple):
     def by_second(self) -> Iterator[tuple[int, int]]:
         """Each second it touches, and the time in it (ns, negative if it is taken back).
 
-        Of a stretch that no run has, made of damaged records, only the end.
+        The whole hours of a time of six hours or more are each given as one, under its first second: a damaged record
+        may claim a century.
         """
-        at = max(self.begin, self.end - _LONGEST_S * _SECOND)
+        at = self.begin
+        long = self.end - at >= 6 * _HOUR
         while at < self.end:
-            second = at // _SECOND
-            until = min((second + 1) * _SECOND, self.end)
-            yield second, self.sign * (until - at)
+            width = _HOUR if long and at % _HOUR == 0 and at + _HOUR <= self.end else _SECOND
+            until = min((at // width + 1) * width, self.end)
+            yield at // _SECOND, self.sign * (until - at)
             at = until
 
 
@@ -77,6 +83,7 @@ class Account:
         """Pauses and waits for input that lie after `_at`, or may."""
         self._paused_since: int | None = None
         self._pieces: deque[Spent] = deque(maxlen=_PIECES)
+        """Time that was accounted for as neither a pause nor a wait for input."""
 
     def resume(self, number: int, mode: str, start: int, wall: int, evaluation: bool) -> None:
         """Go on after a step that another supervisor accounted for."""
@@ -104,7 +111,8 @@ class Account:
             gap = Gap(before, number, mode, self._at, start, left)
         spent += self._stretch("evaluation" if evaluation else "training", mode, max(start, self._at), end)
         self._at, self._number, self._evaluation, self._mode = max(end, self._at), number, evaluation, mode
-        self._apart = [one for one in self._apart if one[2] > self._at]
+        if self._apart:
+            self._apart = [one for one in self._apart if one[2] > self._at]
         return spent, gap
 
     def pause(self, paused: bool, at: int | None, took: int | None) -> None:
@@ -176,9 +184,7 @@ class Account:
     def _piece(self, activity: str, mode: str, begin: int, end: int) -> list[Spent]:
         if end <= begin:
             return []
-        last = self._pieces[-1] if self._pieces else None
-        if last is not None and last.end == begin and (last.activity, last.mode) == (activity, mode):
-            self._pieces[-1] = last._replace(end=end)
-        else:
-            self._pieces.append(Spent(activity, mode, begin, end))
-        return [Spent(activity, mode, begin, end)]
+        piece = Spent(activity, mode, begin, end)
+        if end - begin >= _PIECE_NS and activity not in ("paused", "input"):
+            self._pieces.append(piece)
+        return [piece]

@@ -6,7 +6,8 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ _ROLLUPS_PART = 3
 _ROW_BYTES = 180
 """What a row of rollups takes beside its histogram, roughly."""
 _CACHED = 512
+_SECOND = 1_000_000_000
 _LATER: Mapping[str, Mapping[str, str]] = {
     "steps": STEP_COLUMNS,
     "calls": dict.fromkeys(CALL_COLUMNS, "INTEGER"),
@@ -56,13 +58,15 @@ _LATER: Mapping[str, Mapping[str, str]] = {
 """Columns that a table may lack in a history that an earlier version began."""
 _CALL_NAMES = ("id", "process", "call", "step", "mode", "start_ns", "wall_ns", "rows", "payload", *CALL_COLUMNS)
 _INTO_STEPS, _INTO_CALLS = (
-    f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join(f':{name}' for name in names)})"
+    f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
     for table, names in (("steps", tuple(STEP_COLUMNS)), ("calls", _CALL_NAMES))
 )
+_of_step, _of_call = itemgetter(*STEP_COLUMNS), itemgetter(*_CALL_NAMES)
 _RING_NAMES = tuple(member.name for member in fields(RingRow))
 _INTO_RINGS = f"INSERT OR REPLACE INTO rings ({', '.join(_RING_NAMES)}) VALUES ({', '.join('?' * len(_RING_NAMES))})"
+_of_ring = attrgetter(*_RING_NAMES)
 _INTO_GAPS = "INSERT INTO gaps (process, after_step, before_step, mode, begin_ns, end_ns, ns) VALUES (?,?,?,?,?,?,?)"
-_SHORTEN_GAP = "UPDATE gaps SET ns = ns - ? WHERE process = ? AND begin_ns <= ? AND end_ns >= ?"
+_SHORTEN_GAP = "UPDATE gaps SET ns = max(ns - ?, 0) WHERE process = ? AND begin_ns <= ? AND end_ns >= ?"
 _ADD_SHAPE = """\
 INSERT INTO shapes VALUES (?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET calls = calls + excluded.calls"""
 _ADD_DEVICE = """\
@@ -78,6 +82,12 @@ class Ended:
     steps: list[StepFacts]
     first_ns: int
     last_ns: int
+
+    def add(self, steps: Sequence[StepFacts], first_ns: int, last_ns: int) -> None:
+        """Add steps that began and ended between two times."""
+        self.steps.extend(steps)
+        self.first_ns = min(self.first_ns, first_ns)
+        self.last_ns = max(self.last_ns, last_ns)
 
 
 @dataclass
@@ -118,18 +128,25 @@ class Batch:
         at = end // 1_000_000_000, key
         found = self.tallied.get(at)
         if found is None:
-            found = self.tallied[at] = Ended([], start_ns, end)
-        found.steps.append(facts)
-        found.last_ns = max(found.last_ns, end)
+            self.tallied[at] = Ended([facts], start_ns, end)
+        else:
+            found.add((facts,), start_ns, end)
 
     def spend(self, process: int, spent: Iterable[Spent]) -> None:
         """Add time of a process's activities."""
+        sums = self.spent
         for one in spent:
-            if one.sign < 0 and one.activity == "between":
-                self.waited.append((process, one.begin, one.end))
+            activity, mode, begin, end, sign = one
+            if sign < 0 and activity == "between":
+                self.waited.append((process, begin, end))
+            second = begin // _SECOND
+            if end <= (second + 1) * _SECOND:  # as almost always
+                key = second, process, mode, activity
+                sums[key] = sums.get(key, 0) + sign * (end - begin)
+                continue
             for second, ns in one.by_second():
-                key = second, process, one.mode, one.activity
-                self.spent[key] = self.spent.get(key, 0) + ns
+                key = second, process, mode, activity
+                sums[key] = sums.get(key, 0) + ns
 
     def device(self, t_ns: int, device: int, name: str, value: float) -> None:
         """Add one value of a sample."""
@@ -229,10 +246,6 @@ class History:
                 found.append((number, load_json(value)))
         return found
 
-    def batch_sizes(self) -> dict[int, set[int]]:
-        """By process, the batch sizes that have tallies of their own."""
-        return self._tallies.batch_sizes()
-
     def warnings(self) -> list[str]:
         """The texts of the supervisor's own warnings."""
         try:
@@ -259,10 +272,10 @@ class History:
         try:
             self._db.execute("BEGIN IMMEDIATE")
             many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
-            many(_INTO_CALLS, batch.calls)
-            many(_INTO_STEPS, batch.steps)
+            many(_INTO_CALLS, map(_of_call, batch.calls))
+            many(_INTO_STEPS, map(_of_step, batch.steps))
             many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
-            many(_INTO_RINGS, map(astuple, batch.rings))
+            many(_INTO_RINGS, map(_of_ring, batch.rings))
             many(
                 _ADD_DEVICE.format("VALUES (?,?,?,?,?,?,?)"), [(*key, *values) for key, values in batch.devices.items()]
             )
@@ -358,7 +371,7 @@ class History:
         count, first, last = run(query, (BEFORE_S,)).fetchone()
         if count * _ROW_BYTES > self._limit / _ROLLUPS_PART:
             self._add_devices_up(first + max((last - first) // 8, 1))
-        self._tallies.prune(self._limit // _ROLLUPS_PART)
+        self._tallies.prune(self._limit)
         run("DELETE FROM gaps WHERE id < (SELECT max(id) FROM gaps) - ?", (_LASTING_KEPT,))
         for kind in ("warning", "input", "loader"):  # events that last, and that a script can make any number of
             run(

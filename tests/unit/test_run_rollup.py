@@ -17,10 +17,23 @@ from dpmon.run.drain import Drain
 from dpmon.run.kept import Kept
 from dpmon.run.rollup import SERIES, Gathered, Rollup, bucket, bucket_middle
 from dpmon.run.rundir import RunInfo
-from dpmon.store.tables import BEFORE_S, HistoryError
+from dpmon.store.tables import BEFORE_S, STEP_COLUMNS, HistoryError
 from dpmon.store.writer import Batch, History
 
 SECOND = 1_000_000_000
+_FIRST = (
+    *("id", "process", "step", "mode", "start_ns", "wall_ns", "samples", "data_ns", "forward_ns", "backward_ns"),
+    *("optimizer_ns", "other_ns", "device", "copy_ns", "copied_bytes", "between_ns"),
+)
+
+
+def of_step(number: int, start: int, wall: int, **more: object) -> dict[str, object]:
+    """A row of steps."""
+    row = dict.fromkeys((*_FIRST, *STEP_COLUMNS))
+    return row | {
+        "id": number, "process": 0, "step": number, "mode": "dp", "start_ns": start, "wall_ns": wall, "other_ns": wall,
+        **more,
+    }  # fmt: skip
 
 
 def test_buckets_are_narrow_and_in_order() -> None:
@@ -40,7 +53,7 @@ def test_quantiles_are_within_three_per_cent(seed: int) -> None:
     rollup = Rollup(0, 0, "dp")
     gathered = Gathered()
     gathered.steps = [
-        (n, 0, n, "dp", 0, wall, 8, None, wall // 2, None, None, wall - wall // 2) for n, wall in enumerate(walls)
+        of_step(n, 0, wall, samples=8, forward_ns=wall // 2, other_ns=wall - wall // 2) for n, wall in enumerate(walls)
     ]
     rollup.add(gathered)
     for fraction in (0.5, 0.95):
@@ -56,7 +69,8 @@ def test_quantiles_are_within_three_per_cent(seed: int) -> None:
 def test_a_row_comes_back_as_it_was_and_damage_is_noticed() -> None:
     rollup = Rollup(7, 3, "single")
     gathered = Gathered()
-    gathered.steps = [(1, 3, 5, "single", 0, 1000, None, 1, 2, 3, 4, 983, None, 7, 4096, -30)]
+    phases = {"data_ns": 1, "forward_ns": 2, "backward_ns": 3, "optimizer_ns": 4, "copy_ns": 7, "other_ns": 983}
+    gathered.steps = [of_step(5, 0, 1000, **phases, copied_bytes=4096, between_ns=-30)]
     gathered.calls = [[0, 10, -1, 0, 5, 20, 30, 1]]
     rollup.add(gathered)
     row = rollup.row(1)
@@ -81,12 +95,12 @@ def test_a_row_comes_back_as_it_was_and_damage_is_noticed() -> None:
             Rollup.of_row(damaged)
 
 
-def steps(count: int, per_second: int = 10) -> list[tuple[int, tuple[object, ...]]]:
+def steps(count: int, per_second: int = 10) -> list[tuple[int, dict[str, object]]]:
     """Rows of steps with when they ended."""
     found = []
     for n in range(1, count + 1):
         start, wall = n * SECOND // per_second, 1000 * n
-        found.append((start + wall, (n, 0, n, "dp", start, wall, 4, None, None, None, None, wall, None, None, None, 0)))
+        found.append((start + wall, of_step(n, start, wall, samples=4, between_ns=0)))
     return found
 
 
@@ -134,7 +148,7 @@ def test_they_survive_what_is_pruned_and_stay_bounded(tmp_path: Path) -> None:
     for end, row in steps(total, per_second=1):
         batch.steps.append(row)
         batch.rollup(end, 0, "dp").steps.append(row)
-        if row[0] % 500 == 0:
+        if row["id"] % 500 == 0:
             history.write(batch)
             batch = Batch()
     history.close()
@@ -152,7 +166,7 @@ def test_they_survive_what_is_pruned_and_stay_bounded(tmp_path: Path) -> None:
 def test_minutes_that_are_deleted_are_left_as_one_sum(tmp_path: Path) -> None:
     history, batch, total = History.open(tmp_path, {}, 1 << 18), Batch(), 6000
     for number, (_, row) in enumerate(steps(total), start=1):
-        end, row = 20 * number * SECOND + 1000 * number, (*row[:4], 20 * number * SECOND, *row[5:])  # three a minute
+        end, row = 20 * number * SECOND + 1000 * number, {**row, "start_ns": 20 * number * SECOND}  # three a minute
         batch.steps.append(row)
         batch.rollup(end, 0, "dp").steps.append(row)
         if number % 200 == 0:

@@ -208,7 +208,7 @@ class Intake:
     # ------------------------------------------------------------------------------------------ calls
 
     def _call(self, batch: Batch, number: int, payload: bytes) -> None:
-        mode, _, _, _, step, call, start, wall, inputs, _, *phases = call_head(payload)
+        mode, _, _, _, step, call, start, wall, inputs, *_ = call_head(payload)
         began = start - self._start_ns
         _check(step, call, began, wall, began + wall)
         held = _held(number, payload)
@@ -220,7 +220,6 @@ class Intake:
                 **{f"{name}_ns": took[i] if took[i] >= 0 else None for name, i in _CALL_AT.items()},
             }
         )  # fmt: skip
-        batch.rollup(began + wall, self.row.process, MODES[mode]).calls.append(phases)
         self._calls.append(held)
         if len(self._calls) > _WAITING:  # a process whose calls are in no step
             self._count_apart(batch, [self._calls.pop(0)])
@@ -278,16 +277,11 @@ class Intake:
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append((process, *gap))
         row: dict[str, Any] = dict(zip(_MEASURED, (*quantities, *values), strict=True))
-        between = gap.ns if gap is not None else 0
-        if evaluation and gap is None:
-            between = -sum(one.end - one.begin for one in spent if one.activity == "evaluation" and one.end <= began)
         row |= {
             "id": number, "process": process, "step": step, "mode": mode, "start_ns": began, "wall_ns": wall,
-            "device": times, "between_ns": max(min(between, _MAX_INT), -_MAX_INT), "kind": kind, "calls": len(calls),
-            "rest_ns": rest,
+            "device": times, "kind": kind, "calls": len(calls), "rest_ns": rest,
         }  # fmt: skip
         batch.steps.append(row)
-        batch.rollup(began + wall, process, mode).steps.append(row)
         self._place(number)
         self._note_held()
         self.row.steps += 1

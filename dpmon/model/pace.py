@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dpmon.model.state import Process, Recent, State
@@ -10,10 +10,9 @@ from dpmon.rates import Rate, span_rate
 from dpmon.record.codec import Step
 from dpmon.record.schema import EVALUATION, STEP
 from dpmon.store.answers import TimeRow
-from dpmon.store.figures import elapsed, rate
 from dpmon.store.tally import Key, Tally
 
-__all__ = ["WINDOW_S", "Speed", "mean_rate", "recent", "recent_of_steps", "speed"]
+__all__ = ["WINDOW_S", "Speed", "recent", "recent_of_steps", "speed"]
 
 WINDOW_S = 10
 _SECOND = 1_000_000_000
@@ -96,18 +95,6 @@ def _counted_ns(times: Iterable[TimeRow], begin_ns: int, end_ns: int, trained: b
         low, high = max(start * _SECOND, begin_ns), min((start + width) * _SECOND, end_ns)
         found += min(max(spent, 0), max(high - low, 0))
     return found
-
-
-def mean_rate(
-    process: int, tallies: Mapping[Key, Tally], times: Sequence[TimeRow], kinds: Iterable[tuple[str, int]]
-) -> Rate | None:
-    """The rate of all training steps of a process, in all modes; of its evaluation steps if it never trained."""
-    trained = any(not kind & EVALUATION for _, kind in kinds)
-    whole = Tally()
-    for key, tally in tallies.items():
-        if not (trained and key.kind & EVALUATION):
-            whole.merge(tally)
-    return rate({process: whole}, elapsed(times, None, False, trained))
 
 
 def speed(process: Process, state: State, now_ns: int) -> Speed:

@@ -28,8 +28,8 @@ COMMIT_BYTES = 1 << 19
 """Written at the latest when this much has gathered: an eighth of a ring, so a kill in between loses nothing."""
 HOLD_BYTES = 8 << 20
 """Held at most while the history cannot be written; the rings keep what is newer, what they lose is counted."""
-_ROLLUP_BYTES = 1024
-"""What one of those that gather takes in memory, roughly."""
+_SECOND_BYTES = 1024
+"""What the sums of one second take in memory, roughly."""
 RETRY_S = 5.0
 WARN_AGAIN_S = 300.0
 """A disk that is full gives a little room now and then: that it fails anew is said no more often."""
@@ -209,7 +209,7 @@ class Drain:
         return False
 
     def _add(self, source: _Source, payloads: list[bytes]) -> None:
-        before = len(self._batch.rollups)
+        before = len(self._batch.tallied)
         for payload in payloads:
             try:
                 if source.intake.add(self._batch, self._next_id, payload):
@@ -221,7 +221,7 @@ class Drain:
             except RecordError:
                 source.unreadable += 1
             self._bytes += len(payload)
-        self._bytes += _ROLLUP_BYTES * (len(self._batch.rollups) - before)
+        self._bytes += _SECOND_BYTES * (len(self._batch.tallied) - before)
 
     # ------------------------------------------------------------------------------------------ history
 

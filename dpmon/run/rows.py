@@ -20,7 +20,7 @@ from dpmon.record.plainjson import load_event
 from dpmon.record.schema import QUANTITIES, STEP_PHASES
 from dpmon.run.kept import STEP_NAMES, Kept
 
-__all__ = ["decoders_of", "record_of", "step_columns", "step_device"]
+__all__ = ["decoders_of", "record_of"]
 
 _MAX_INT = (1 << 63) - 1
 _DEVICE_AT = 2 + STEP_NAMES.index("device")
@@ -60,14 +60,13 @@ def record_of(row: tuple[Any, ...], decoders: Mapping[int, Decoder]) -> Record:
     return record
 
 
-def step_columns(row: tuple[Any, ...]) -> tuple[int, int, str, int, int, int | None, list[int | None]]:
+def _step_columns(row: tuple[Any, ...]) -> tuple[int, int, str, int, int, int | None, list[int | None]]:
     """process, step, mode, start_ns, wall_ns, samples and the phases of a row of steps; RecordError if damaged."""
     process, step, mode, start_ns, wall_ns = row[3:8]
     samples, phases = row[_SAMPLES_AT], list(row[_PHASES_AT:])
     # SQLite holds whatever was written into a column, of any type.
     if mode not in MODES:
         raise RecordError("damaged row in steps")
-    # By their types at once: this is done for every step of a report.
     if {type(process), type(step), type(start_ns), type(wall_ns)} != _WHOLE:
         raise RecordError("damaged row in steps")
     if not {type(samples), *map(type, phases)} <= _WHOLE_OR_NONE:
@@ -76,7 +75,7 @@ def step_columns(row: tuple[Any, ...]) -> tuple[int, int, str, int, int, int | N
 
 
 def _step_of(row: tuple[Any, ...], decoders: Mapping[int, Decoder]) -> Step:
-    process, step, mode, start_ns, wall_ns, samples, phases = step_columns(row)
+    process, step, mode, start_ns, wall_ns, samples, phases = _step_columns(row)
     found = Step(
         process=process,
         rank=decoders[process].rank,
@@ -92,11 +91,5 @@ def _step_of(row: tuple[Any, ...], decoders: Mapping[int, Decoder]) -> Step:
             if type(count) is int and quantity.name != "samples"
         },
     )
-    times = step_device(row)
-    return found if times is None else kept_step_times(found, times)
-
-
-def step_device(row: tuple[Any, ...]) -> bytes | None:
-    """What a row of steps has of its devices, as dpmon.record.codec.step_times."""
-    kept = row[_DEVICE_AT]
-    return kept if isinstance(kept, bytes) else None
+    times = row[_DEVICE_AT]
+    return kept_step_times(found, times) if isinstance(times, bytes) else found

@@ -210,7 +210,7 @@ class Intake:
 
     def _call(self, batch: Batch, number: int, payload: bytes) -> None:
         head = call_head(payload)
-        _, _, _, _, step, call, start, wall, inputs, _, *phases = head
+        _, _, _, _, step, call, start, wall, inputs, *_ = head
         began = start - self._start_ns
         _check(began, wall, step, call)
         held = _held(number, payload, head)
@@ -221,7 +221,6 @@ class Intake:
         }  # fmt: skip
         row.update(zip(_CALL_COLUMNS, [took if took >= 0 else None for took in held.phases], strict=True))
         batch.calls.append(row)
-        batch.rollup(began + wall, self.row.process, held.mode).calls.append(phases)
         if len(self._calls) > HELD_CALLS:  # a process whose calls are in no step
             self._count(batch, [self._calls.pop(0)], None)
         self._place(number)
@@ -269,17 +268,12 @@ class Intake:
         batch.spend(process, spent)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append((process, *gap))
-        between = gap.ns if gap is not None else 0
-        if evaluation and gap is None:
-            between = -sum(one.end - one.begin for one in spent if one.activity == "evaluation" and one.end <= began)
         row: dict[str, Any] = {
             "id": number, "process": process, "step": step, "mode": mode, "start_ns": began, "wall_ns": wall,
-            "device": times, "between_ns": max(min(between, _MAX_INT), -_MAX_INT), "kind": kind, "calls": len(calls),
-            "rest_ns": rest,
+            "device": times, "kind": kind, "calls": len(calls), "rest_ns": rest,
         }  # fmt: skip
         row.update(zip(_MEASURED, (*quantities, *values), strict=True))
         batch.steps.append(row)
-        batch.rollup(began + wall, process, mode).steps.append(row)
         self._place(number)
         self._note_held()
         self.row.steps += 1

@@ -7,14 +7,8 @@
     calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.record.codec)
     steps        id, process, step, mode, start_ns, wall_ns, kind (dpmon.record.schema.KINDS), calls, each quantity,
                  the ns of each phase (NULL: did not run; those of its calls are sums), rest_ns (what the phases of its
-                 calls leave of its forward), device (NULL, or its device times:
-                 dpmon.record.codec.step_times), between_ns (time since the previous step, without pauses:
-                 dpmon.rates.Gap; negative if both are evaluation steps)
+                 calls leave of its forward), device (NULL, or its device times: dpmon.record.codec.step_times)
     events       id, process (NULL: the supervisor), kind, t_ns, json
-    rollups      width (1 or 60 s; 0: see below), start_s, process, mode, steps, calls, samples, unknown (steps
-                 without samples), last_step, low_ns, high_ns (of a step), step_ns, data_ns ... gather_ns (sums;
-                 NULL: did not run), histogram (dpmon.run.rollup), copy_ns, pace (dpmon.rates.Pace); all steps that
-                 ended in that second or minute
     series       number, name: what the sketches of the tallies are of (dpmon.record.schema, and the replicas and
                  stages of calls: dpmon.store.parts)
     keys         process, mode, kind (dpmon.record.schema.KINDS), batch (samples a step): of all tallies, of those that
@@ -33,13 +27,12 @@ Those that were deleted to save room began before meta's `pruned_1`, `pruned_10`
 is recorded late is added to every tally of its time.
 
 When the database reaches its size limit, the oldest rows are deleted: calls, steps and events first, except a run's
-processes, modes, warnings, loaders and exit. Rollups stay longer: those of a second, and those of a minute, may each
-take a third of the limit. Deleted minutes are added to one row per process and mode, with width 0 and start 0, which is
-never deleted. The oldest device_rollups are deleted in the same way and added to rows that start at -1.
+processes, modes, warnings, loaders and exit. Tallies stay longer: those of each width may take a third of the limit.
+The oldest device_rollups are deleted in the same way and added to rows that start at -1.
 
 Times are ns since the run's start. Ids come from one counter, so they give the order across the three tables. A ring's
 position is written in the transaction that writes its records, so a reader that continues from there misses and
-repeats nothing. The only users of sqlite3 are this file, `history` (it writes) and `kept` (it reads).
+repeats nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +46,6 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.record.schema import PHASES, QUANTITIES
-from dpmon.run.rollup import SERIES
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.tally import PLAIN
 
@@ -97,7 +89,6 @@ STEP_COLUMNS: Mapping[str, str] = {
     **dict.fromkeys((f"{phase.name}_ns" for phase in PHASES), "INTEGER"),
     "rest_ns": "INTEGER",
     "device": "BLOB",
-    "between_ns": "INTEGER",
 }
 """The columns of steps and their types."""
 CALL_COLUMNS = tuple(f"{phase.name}_ns" for phase in PHASES if phase.of_call)
@@ -123,11 +114,6 @@ CREATE TABLE IF NOT EXISTS calls (
 CREATE TABLE IF NOT EXISTS steps ({step_columns});
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, process INTEGER, kind TEXT, t_ns INTEGER, json TEXT);
-CREATE TABLE IF NOT EXISTS rollups (
-    width INTEGER, start_s INTEGER, process INTEGER, mode TEXT, steps INTEGER, calls INTEGER, samples INTEGER,
-    unknown INTEGER, last_step INTEGER, low_ns INTEGER, high_ns INTEGER,
-    {sums}, histogram BLOB, copy_ns INTEGER, pace TEXT,
-    PRIMARY KEY (width, start_s, process, mode)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS series (number INTEGER PRIMARY KEY, name TEXT);
 CREATE TABLE IF NOT EXISTS keys (
     process INTEGER, mode TEXT, kind INTEGER, batch INTEGER, PRIMARY KEY (process, mode, kind, batch)) WITHOUT ROWID;
@@ -150,7 +136,6 @@ CREATE INDEX IF NOT EXISTS lasting ON events (id) WHERE {lasting};
 CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory';
 """.format(
     lasting=LASTING,
-    sums=", ".join(f"{name}_ns INTEGER" for name in SERIES if name != "copy"),
     step_columns=", ".join(f"{name} {kind}" for name, kind in STEP_COLUMNS.items()),
     call_columns=_whole_numbers(CALL_COLUMNS),
     tally_columns=_whole_numbers(TALLY_COLUMNS) + ", sketches BLOB",

@@ -13,7 +13,6 @@ from typing import Any
 
 from dpmon.record.plainjson import load_json
 from dpmon.run.files import check_database
-from dpmon.run.rollup import SERIES, WHOLE, WIDTHS, Gathered, Rollup
 from dpmon.store.accounting import Spent
 from dpmon.store.tables import (
     BEFORE_S,
@@ -43,17 +42,15 @@ GAP_NS = 20_000_000
 """Shorter times between two steps get no row."""
 _PRUNE_PART = 16
 _LASTING_KEPT = 10_000
-_ROLLUPS_PART = 3
+_SUMS_PART = 3
 _ROW_BYTES = 180
-"""What a row of rollups takes beside its histogram, roughly."""
-_CACHED = 512
+"""What a row of device_rollups takes, roughly."""
 _SECOND = 1_000_000_000
 _LATER: Mapping[str, Mapping[str, str]] = {
     "steps": STEP_COLUMNS,
     "calls": dict.fromkeys(CALL_COLUMNS, "INTEGER"),
     "tallies": dict.fromkeys(TALLY_COLUMNS, "INTEGER"),
     "rings": {"first_id": "INTEGER", "last_id": "INTEGER", "held_id": "INTEGER"},
-    "rollups": {"copy_ns": "INTEGER", "pace": "TEXT"},
 }
 """Columns that a table may lack in a history that an earlier version began."""
 _CALL_NAMES = ("id", "process", "call", "step", "mode", "start_ns", "wall_ns", "rows", "payload", *CALL_COLUMNS)
@@ -100,8 +97,6 @@ class Batch:
     steps: list[dict[str, Any]] = field(default_factory=list)
     events: list[tuple[Any, ...]] = field(default_factory=list)
     rings: list[RingRow] = field(default_factory=list)
-    rollups: dict[tuple[int, int, str], Gathered] = field(default_factory=dict)
-    """By second, process and mode; only what this batch adds."""
     tallied: dict[tuple[int, Key], Ended] = field(default_factory=dict)
     """Steps by the second they ended in and their tally."""
     spent: dict[tuple[int, int, str, str], int] = field(default_factory=dict)
@@ -113,14 +108,6 @@ class Batch:
     """Calls by process, mode, kind, layout, whether virtual, sizes and why a device time is missing."""
     devices: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
     """Count, total, lowest and highest by minute (its first second), device and name."""
-
-    def rollup(self, end_ns: int, process: int, mode: str) -> Gathered:
-        """Where to add what ended at `end_ns`."""
-        key = end_ns // 1_000_000_000, process, mode
-        found = self.rollups.get(key)
-        if found is None:
-            found = self.rollups[key] = Gathered()
-        return found
 
     def step(self, key: Key, start_ns: int, facts: StepFacts) -> None:
         """Add a step to its tally."""
@@ -172,8 +159,6 @@ class History:
         Raises HistoryError.
         """
         self._limit = limit_bytes
-        self._cache: dict[tuple[int, int, int, str], Rollup] = {}
-        """The rollups written last, as they stand in the database."""
         self._path = path
         self._db = db
         try:
@@ -279,7 +264,6 @@ class History:
             many(
                 _ADD_DEVICE.format("VALUES (?,?,?,?,?,?,?)"), [(*key, *values) for key, values in batch.devices.items()]
             )
-            self._add_rollups(batch)
             self._tallies.add(batch)
             many(_INTO_GAPS, batch.gaps)
             for process, begin, end in batch.waited:
@@ -291,42 +275,10 @@ class History:
                 self._prune()
             self._db.execute("COMMIT")
         except (sqlite3.Error, OverflowError) as error:  # the latter: sums of damaged rows
-            self._cache.clear()
             self._tallies.forget()
             with suppress(sqlite3.Error):  # some errors have rolled back already
                 self._db.execute("ROLLBACK")
             raise HistoryError(str(error)) from None
-
-    def _add_rollups(self, batch: Batch) -> None:
-        rows: dict[tuple[int, int, int, str], Rollup] = {}
-        for (second, process, mode), gathered in batch.rollups.items():
-            added = Rollup(second, process, mode)
-            added.add(gathered)
-            for width in WIDTHS:
-                key = width, second // width * width, process, mode
-                row = rows.get(key)
-                if row is None:
-                    row = rows[key] = self._cache.get(key) or self._rollup(key)
-                row.merge(added)
-        self._insert_rollups(rows)
-        self._cache.update(rows)
-        if len(self._cache) > _CACHED:
-            self._cache = rows
-
-    def _insert_rollups(self, rows: Mapping[tuple[int, int, int, str], Rollup]) -> None:
-        marks = ",".join("?" * (13 + len(SERIES)))
-        self._db.executemany(
-            f"INSERT OR REPLACE INTO rollups VALUES ({marks})", [row.row(key[0]) for key, row in rows.items()]
-        )
-
-    def _rollup(self, key: tuple[int, int, int, str]) -> Rollup:
-        """A row as it was written before (by another supervisor, or long ago), or an empty one."""
-        query = "SELECT * FROM rollups WHERE width = ? AND start_s = ? AND process = ? AND mode = ?"
-        found = self._db.execute(query, key).fetchone()
-        with suppress(ValueError):
-            if found is not None:
-                return Rollup.of_row(found)
-        return Rollup(*key[1:])
 
     def _used_bytes(self) -> int:
         free: int = self._db.execute("PRAGMA freelist_count").fetchone()[0]
@@ -338,7 +290,7 @@ class History:
 
     def _prune(self) -> None:
         """Delete the oldest sixteenth of what is there; the pages are used again, the file does not grow."""
-        self._prune_rollups()
+        self._prune_sums()
         firsts = [
             row[0]
             for row in self._db.execute(
@@ -355,21 +307,12 @@ class History:
         gone += self._db.execute(f"DELETE FROM events WHERE id < ? AND NOT ({LASTING})", (before,)).rowcount
         self._db.execute("UPDATE meta SET value = value + ? WHERE key = 'pruned'", (gone,))
 
-    def _prune_rollups(self) -> None:
-        """Keep rollups, and events that may be many, from taking all the room in runs of many days or processes."""
+    def _prune_sums(self) -> None:
+        """Keep sums, and events that may be many, from taking all the room in runs of many days or processes."""
         run = self._db.execute
-        for width in WIDTHS:
-            query = "SELECT count(*), total(length(histogram)), min(start_s), max(start_s) FROM rollups WHERE width = ?"
-            count, data, first, last = run(query, (width,)).fetchone()
-            if count * _ROW_BYTES + data > self._limit / _ROLLUPS_PART:
-                before = first + max((last - first) // 8, 1)
-                if width == WIDTHS[-1]:
-                    self._add_to_whole(before)
-                else:
-                    run("DELETE FROM rollups WHERE width = ? AND start_s < ?", (width, before))
         query = "SELECT count(*), min(start_s), max(start_s) FROM device_rollups WHERE start_s > ?"
         count, first, last = run(query, (BEFORE_S,)).fetchone()
-        if count * _ROW_BYTES > self._limit / _ROLLUPS_PART:
+        if count * _ROW_BYTES > self._limit / _SUMS_PART:
             self._add_devices_up(first + max((last - first) // 8, 1))
         self._tallies.prune(self._limit)
         run("DELETE FROM gaps WHERE id < (SELECT max(id) FROM gaps) - ?", (_LASTING_KEPT,))
@@ -390,26 +333,6 @@ class History:
         sums = f"SELECT ?, device, name, sum(count), total(total), min(low), max(high) {minutes} GROUP BY device, name"
         self._db.execute(_ADD_DEVICE.format(sums), (BEFORE_S, BEFORE_S, before))
         self._db.execute(f"DELETE {minutes}", (BEFORE_S, before))
-
-    def _add_to_whole(self, before: int) -> None:
-        """Of the minutes before this second leave one sum a process and mode, and nothing finer."""
-        full = "SELECT min(start_ns + wall_ns) FROM (SELECT * FROM {} ORDER BY id LIMIT 100000)"
-        ends = [self._db.execute(full.format(table)).fetchone()[0] for table in ("calls", "steps")]
-        # What is there in full must not be in a sum that it cannot be taken out of.
-        minute = WIDTHS[-1]
-        before = min([before, *(end // 1_000_000_000 for end in ends if end is not None)]) // minute * minute
-        whole: dict[tuple[int, int, int, str], Rollup] = {}
-        query = "SELECT * FROM rollups WHERE width = ? AND start_s < ? ORDER BY start_s"
-        for row in self._db.execute(query, (minute, before)).fetchall():
-            with suppress(ValueError):
-                found = Rollup.of_row(row)
-                key = WHOLE, 0, found.process, found.mode
-                if key not in whole:
-                    whole[key] = self._rollup(key)
-                whole[key].merge(found)
-        self._insert_rollups(whole)
-        self._db.execute("DELETE FROM rollups WHERE width IN (1, 60) AND start_s < ?", (before,))
-        self._cache.clear()
 
     def close(self) -> None:
         """Close its file, leaving it self-contained if nobody else reads it now."""

@@ -60,10 +60,14 @@ class TallyWriter:
         self._processes: set[int] = set()
         self._whole: dict[int, int] = {}
         """By width: every stretch that ends up to this second has been made."""
-        self.forget()
+        self._known = False
+        """Whether these are as in the database."""
 
     def forget(self) -> None:
-        """A transaction was rolled back: read again what the database holds."""
+        """A transaction was rolled back: read again what the database holds, before the next one."""
+        self._known = False
+
+    def _load(self) -> None:
         self._cache.clear()
         self._names = SeriesNames(self._db.execute("SELECT number, name FROM series"))
         self._keys = known_keys(self._db.execute("SELECT process, mode, kind, batch FROM keys"))
@@ -72,9 +76,12 @@ class TallyWriter:
         for width in WIDTHS[1:]:
             row = self._db.execute(whole, (f"whole_{width}",)).fetchone()
             self._whole[width] = row[0] if row is not None and type(row[0]) is int else 0
+        self._known = True
 
     def add(self, batch: Batch) -> None:
         """Add what a batch has of steps and times."""
+        if not self._known:
+            self._load()
         changed: dict[_Place, Tally] = {}
         for _, key in batch.tallied:
             if key not in self._keys:

@@ -275,9 +275,9 @@ class History:
                 self._prune()
             self._db.execute("COMMIT")
         except (sqlite3.Error, OverflowError) as error:  # the latter: sums of damaged rows
-            self._tallies.forget()
             with suppress(sqlite3.Error):  # some errors have rolled back already
                 self._db.execute("ROLLBACK")
+            self._tallies.forget()
             raise HistoryError(str(error)) from None
 
     def _used_bytes(self) -> int:

@@ -126,7 +126,7 @@ def test_a_write_that_failed_changes_nothing_and_can_be_tried_again(
         if number % 3 == 1:
             with monkeypatch.context() as patched:
                 patched.setattr(history, "_used_bytes", lambda: history._db.execute("SELECT no_such"))
-                for _ in range(2):
+                for _ in range(chance.randrange(1, 4)):
                     with pytest.raises(HistoryError):
                         history.write(batch)
         history.write(batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dpmon.model.snapshot import Snapshots, Wanted
@@ -26,13 +27,14 @@ from dpmon.record.codec import (
 )
 from dpmon.record.plainjson import load_event
 from dpmon.record.wire import BODY_PHASES, STEP_EXTRAS, TIMED_PHASES, with_extras
+from dpmon.run.opened import open_store
 from dpmon.store.as_of import AsOf
 from dpmon.store.intake import Accounts, Intake
 from dpmon.store.queries import Store
 from dpmon.store.tables import RingRow
 from dpmon.store.writer import Batch, History
 
-__all__ = ["Recording", "packed", "state_of", "store_of"]
+__all__ = ["Recording", "packed", "state_in", "state_of", "store_of"]
 
 SUPERVISOR = -1
 _OF_SUPERVISOR = ("device", "host", "input", "exit")
@@ -111,6 +113,12 @@ def state_of(
 ) -> State:
     """The state of the screen after the records of one process, or of several, as of a time."""
     return _recorded(records, origin_ns).state(t_ns, **wanted)
+
+
+def state_in(directory: Path, t_ns: int | None = None, **wanted: Any) -> State:
+    """The state of the screen of the run in `directory`, as of now or as of a time."""
+    with open_store(directory) as store:
+        return Snapshots().take(AsOf(store, t_ns), store, Wanted(**wanted), frozenset())
 
 
 def _recorded(records: Iterable[Any] | Mapping[int, Iterable[Any]], origin_ns: int) -> Recording:

@@ -116,9 +116,9 @@ def _have_more(directory: Path, rings: Mapping[str, RingRow]) -> bool:
 
 
 def can_be_opened(directory: Path) -> bool:
-    """Whether there is something recorded of a run that can be read."""
+    """Whether the history of a run, if there is one, can be read."""
     try:
-        with open_store(directory):
-            return True
+        with open_store(directory) as store:
+            return store.damaged is None
     except (HistoryError, RunError):
         return False

@@ -13,7 +13,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from dpmon.run.playback import can_be_played
 from kept import keep
 from synthetic import Training
 
@@ -24,6 +23,7 @@ from dpmon.record.codec import Event, Step
 from dpmon.report import report_text
 from dpmon.run.export import history
 from dpmon.run.kept import Kept
+from dpmon.run.opened import can_be_opened
 from dpmon.run.rundir import RunError, find_run
 from dpmon.store.tables import SCHEMA_VERSION, HistoryError
 from dpmon.store.writer import History
@@ -101,7 +101,7 @@ def test_the_history_of_a_later_version_is_not_read_as_if_it_were_ours(state: Pa
     for opened in (lambda: Kept(directory), lambda: History.open(directory, {})):
         with pytest.raises(HistoryError, match="a later version of dpmon wrote it"):
             opened()
-    assert not can_be_played(directory)
+    assert not can_be_opened(directory)
     # What its rings have is told all the same.
     text = " ".join(" ".join(report_text(directory)).split())
     assert "5 steps, 5 calls" in text

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dpmon.run.playback import can_be_played
 from kept import keep
 from synthetic import SECOND, Training, device_event, host_event
 
@@ -28,6 +27,7 @@ from dpmon.report.plots import plots
 from dpmon.report.story import PARTS
 from dpmon.report.stretches import BINS
 from dpmon.report.text import text_lines
+from dpmon.run.opened import can_be_opened
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, save, short_name
 from dpmon.run.state import run_state
 from dpmon.store.answers import MinuteRow
@@ -299,7 +299,7 @@ def test_a_history_that_does_not_know_what_it_lacks_is_told(state: Path) -> None
     with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
         db.execute("UPDATE meta SET value = 9e999 WHERE key = 'pruned'")
     assert "the history cannot be read" in " ".join(report_text(directory))
-    assert not can_be_played(directory)
+    assert not can_be_opened(directory)
 
 
 # ------------------------------------------------------------------------------------------------ over time

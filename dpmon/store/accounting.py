@@ -92,6 +92,7 @@ class Account:
         before = self._number
         if before is None:
             activity = "startup"
+            self._at = min(self._at, start)  # a process begins to record within its first step, or before it
         elif number != before + 1:
             activity = "missed"
         elif evaluation and self._evaluation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["GapRow", "LongRow", "Shape", "TimeRow"]
+__all__ = ["GapRow", "LongRow", "Shape", "TimeRow", "TimeTogether"]
 
 
 class TimeRow(NamedTuple):
@@ -15,6 +15,16 @@ class TimeRow(NamedTuple):
     width_s: int
     process: int
     mode: str
+    spent: Mapping[str, int]
+
+
+class TimeTogether(NamedTuple):
+    """What all processes did in one stretch of time: ns by activity, and the time in which there were processes.
+
+    That is the time of the process that was there longest, since all of them are there up to the run's end.
+    """
+
+    covered_ns: int
     spent: Mapping[str, int]
 
 

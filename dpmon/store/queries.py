@@ -10,7 +10,7 @@ import json
 import sqlite3
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,7 +27,7 @@ from dpmon.record.codec import (
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import MODES, PHASES, SETTLING
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.answers import GapRow, LongRow, Shape, TimeRow
+from dpmon.store.answers import GapRow, LongRow, Shape, TimeRow, TimeTogether
 from dpmon.store.tables import ACTIVITY_COLUMNS, TALLY_COLUMNS, RingRow, rings_in
 from dpmon.store.tally import ALL, PLAIN, WIDTHS, Key, Tally
 
@@ -44,6 +44,8 @@ _SUMS = (
     "x''",
 )
 """Of the columns of several tallies; `sum` would raise an error where a damaged one is too large."""
+_TIME_SUMS = ", ".join(f"total({name})" for name in ACTIVITY_COLUMNS)
+_NAMED_TIME_SUMS = ", ".join(f"total({name}) AS {name}" for name in ACTIVITY_COLUMNS)
 _SUMMED = (*TALLY_COLUMNS, "sketches")
 _LONG_PHASES = tuple(f"{phase.name}_ns" for phase in PHASES if not phase.of_call)
 _SHAPE_CHARACTERS = 1 << 20
@@ -191,30 +193,29 @@ class Store:
 
     def time_sums(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:
         """What each process did in each mode: rows are added up as far as they are of one width."""
-        return [
-            TimeRow(begin, end - begin, process, mode, spent)
-            for width, begin, end in self.cover(begin_s, end_s)
-            for process, mode, spent in self._time_sums("process, mode", width, begin, end)
-        ]
-
-    def time_together(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:
-        """What all processes (ALL) did together, in order of time."""
-        return [
-            TimeRow(start, width, ALL, "", spent)
-            for width, begin, end in self.cover(begin_s, end_s)
-            for start, spent in self._time_sums("start_s", width, begin, end)
-        ]
-
-    def _time_sums(self, by: str, width: int, begin: int, end: int) -> Iterator[tuple[Any, ...]]:
-        """The columns to group by, and the sums of the activities (ns)."""
         query = (
-            f"SELECT {by}, {', '.join(f'total({name})' for name in ACTIVITY_COLUMNS)} FROM times"
-            f" WHERE width = ? AND start_s >= ? AND start_s < ? GROUP BY {by}"
+            f"SELECT process, mode, {_TIME_SUMS} FROM times WHERE width = ? AND start_s >= ? AND start_s < ?"
+            " GROUP BY process, mode"
         )
-        for row in self._db.execute(query, (width, begin, end)):
-            names, spent = row[: -len(ACTIVITIES)], map(int, row[-len(ACTIVITIES) :])
-            if all(type(name) is int or name in MODES for name in names):
-                yield *names, dict(zip(ACTIVITIES, spent, strict=True))
+        return [
+            TimeRow(begin, end - begin, process, mode, _by_activity(spent))
+            for width, begin, end in self.cover(begin_s, end_s)
+            for process, mode, *spent in self._rows(query, (width, begin, end))
+            if type(process) is int and mode in MODES
+        ]
+
+    def times_together(self, begin_s: int = 0, end_s: int = END) -> list[TimeTogether]:
+        """What all processes did together, in order of time."""
+        own = " + ".join(f"total({name})" for name in ACTIVITY_COLUMNS)
+        query = (
+            f"SELECT max(own), {_TIME_SUMS} FROM (SELECT start_s, {_NAMED_TIME_SUMS}, {own} AS own FROM times"
+            " WHERE width = ? AND start_s >= ? AND start_s < ? GROUP BY start_s, process) GROUP BY start_s"
+        )
+        return [
+            TimeTogether(int(covered), _by_activity(spent))
+            for width, begin, end in self.cover(begin_s, end_s)
+            for covered, *spent in self._rows(query, (width, begin, end))
+        ]
 
     def gaps(self, most: int, begin_ns: int = 0, end_ns: int = _LAST_NS) -> list[GapRow]:
         """The longest times between two steps, the longest first."""
@@ -372,6 +373,10 @@ class Store:
         for shape in self.shapes():
             found[shape.process] += shape.calls
         return found
+
+
+def _by_activity(spent: Sequence[float]) -> dict[str, int]:
+    return dict(zip(ACTIVITIES, map(int, spent), strict=True))
 
 
 def _whole(value: object, otherwise: int = 0) -> int:

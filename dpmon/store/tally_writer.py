@@ -33,7 +33,11 @@ _ROW_BYTES = 200
 """What a row of tallies takes beside its sketches, or a row of times; roughly."""
 _COLUMNS = (*TALLY_COLUMNS, "sketches")
 _KEY = "width = ? AND start_s = ? AND process = ? AND mode = ? AND kind = ? AND batch = ?"
-_INTO_TALLIES = f"INSERT OR REPLACE INTO tallies VALUES ({', '.join('?' * (6 + len(_COLUMNS)))})"
+_INTO_TALLIES = (
+    f"INSERT INTO tallies VALUES ({', '.join('?' * (6 + len(_COLUMNS)))})"
+    " ON CONFLICT (width, start_s, process, mode, kind, batch) DO UPDATE SET "
+    + ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS)
+)
 _ADD_TIME = (
     f"INSERT INTO times VALUES ({', '.join('?' * (4 + len(ACTIVITY_COLUMNS)))})"
     " ON CONFLICT (width, start_s, process, mode) DO UPDATE SET "

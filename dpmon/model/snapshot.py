@@ -23,7 +23,7 @@ from dpmon.model.turns import last_resumption, some_are_silent
 from dpmon.model.uneven import uneven_steps
 from dpmon.record.codec import DDP, Step
 from dpmon.record.schema import STEP
-from dpmon.store.answers import LongRow, TimeRow
+from dpmon.store.answers import LongRow, TimeRow, TimeTogether
 from dpmon.store.figures import merged, trains
 from dpmon.store.tally import ALL, Key, Tally
 from dpmon.store.window import Window
@@ -278,9 +278,9 @@ class _OfOne:
         """What it did."""
         return self._tallies.time_rows(begin_s, end_s, process=self.processes[0])
 
-    def time_together(self, begin_s: int, end_s: int) -> list[TimeRow]:
+    def times_together(self, begin_s: int, end_s: int) -> list[TimeTogether]:
         """The same: there is no other process."""
-        return self.time_sums(begin_s, end_s)
+        return [TimeTogether(sum(row.spent.values()), row.spent) for row in self.time_sums(begin_s, end_s)]
 
     def kinds(self) -> set[tuple[str, int]]:
         """Mode and kind of all steps so far."""

@@ -25,7 +25,7 @@ from dpmon.record.codec import (
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape, TimeRow
+from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape, TimeRow, TimeTogether
 from dpmon.store.tables import (
     ACTIVITY_COLUMNS,
     LASTING,
@@ -68,6 +68,7 @@ def _total(column: str) -> str:
 
 _SUMS = tuple(f"{_REACH[name]}({name})" if name in _REACH else _total(name) for name in TALLY_COLUMNS)
 """Of the columns of several tallies."""
+_TIME_SUMS = ", ".join(map(_total, ACTIVITY_COLUMNS))
 
 
 class Store:
@@ -296,30 +297,31 @@ class Store:
 
     def time_sums(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:
         """What each process did in each mode: rows are added up as far as they are of one width."""
-        return [
-            TimeRow(begin, end - begin, process, mode, spent)
-            for width, begin, end in self.cover(begin_s, end_s)
-            for process, mode, spent in self._time_sums("process, mode", width, begin, end)
-        ]
-
-    def time_together(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:
-        """What all processes (ALL) did together, in order of time."""
-        return [
-            TimeRow(start, width, ALL, "", spent)
-            for width, begin, end in self.cover(begin_s, end_s)
-            for start, spent in self._time_sums("start_s", width, begin, end)
-        ]
-
-    def _time_sums(self, by: str, width: int, begin: int, end: int) -> Iterator[tuple[Any, ...]]:
-        """The columns to group by, and the sums of the activities (ns)."""
         query = (
-            f"SELECT {by}, {', '.join(map(_total, ACTIVITY_COLUMNS))} FROM times"
-            f" WHERE width = ? AND start_s >= ? AND start_s < ? GROUP BY {by}"
+            f"SELECT process, mode, {_TIME_SUMS} FROM times WHERE width = ? AND start_s >= ? AND start_s < ?"
+            " GROUP BY process, mode"
         )
-        for row in self._each(query, (width, begin, end)):
-            names, spent = row[: -len(ACTIVITIES)], row[-len(ACTIVITIES) :]
-            if all(type(value) is int or value in MODES for value in row):
-                yield *names, dict(zip(ACTIVITIES, spent, strict=True))
+        return [
+            TimeRow(begin, end - begin, process, mode, dict(zip(ACTIVITIES, spent, strict=True)))
+            for width, begin, end in self.cover(begin_s, end_s)
+            for process, mode, *spent in self._each(query, (width, begin, end))
+            if type(process) is int and mode in MODES and all(type(ns) is int for ns in spent)
+        ]
+
+    def times_together(self, begin_s: int = 0, end_s: int = END) -> list[TimeTogether]:
+        """What all processes did together, in order of time."""
+        own = " + ".join(map(_total, ACTIVITY_COLUMNS))
+        named = ", ".join(f"{_total(name)} AS {name}" for name in ACTIVITY_COLUMNS)
+        query = (
+            f"SELECT max(own), {_TIME_SUMS} FROM (SELECT start_s, {named}, {own} AS own FROM times"
+            " WHERE width = ? AND start_s >= ? AND start_s < ? GROUP BY start_s, process) GROUP BY start_s"
+        )
+        return [
+            TimeTogether(covered, dict(zip(ACTIVITIES, spent, strict=True)))
+            for width, begin, end in self.cover(begin_s, end_s)
+            for covered, *spent in self._each(query, (width, begin, end))
+            if type(covered) is int and all(type(ns) is int for ns in spent)
+        ]
 
     def gaps(self, most: int, begin_ns: int = 0, end_ns: int = _LAST_NS) -> list[GapRow]:
         """The longest times between two steps, the longest first."""

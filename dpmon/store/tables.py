@@ -119,7 +119,7 @@ CREATE TABLE IF NOT EXISTS keys (
     process INTEGER, mode TEXT, kind INTEGER, batch INTEGER, PRIMARY KEY (process, mode, kind, batch)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS tallies (
     width INTEGER, start_s INTEGER, process INTEGER, mode TEXT, kind INTEGER, batch INTEGER, {tally_columns},
-    PRIMARY KEY (width, start_s, process, mode, kind, batch)) WITHOUT ROWID;
+    UNIQUE (width, start_s, process, mode, kind, batch));
 CREATE TABLE IF NOT EXISTS times (
     width INTEGER, start_s INTEGER, process INTEGER, mode TEXT, {activities},
     PRIMARY KEY (width, start_s, process, mode)) WITHOUT ROWID;

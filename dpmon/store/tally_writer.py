@@ -34,8 +34,10 @@ _ROW_BYTES = 200
 _COLUMNS = (*TALLY_COLUMNS, "sketches")
 _KEY = "width = ? AND start_s = ? AND process = ? AND mode = ? AND kind = ? AND batch = ?"
 _INTO_TALLIES = (
-    f"INSERT OR REPLACE INTO tallies (width, start_s, process, mode, kind, batch, {', '.join(_COLUMNS)})"
+    f"INSERT INTO tallies (width, start_s, process, mode, kind, batch, {', '.join(_COLUMNS)})"
     f" VALUES ({', '.join('?' * (6 + len(_COLUMNS)))})"
+    " ON CONFLICT (width, start_s, process, mode, kind, batch) DO UPDATE SET "
+    + ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS)
 )
 _ADD_TIME = (
     f"INSERT INTO times VALUES ({', '.join('?' * (4 + len(ACTIVITY_COLUMNS)))})"

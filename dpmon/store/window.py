@@ -6,20 +6,17 @@ has the same digits everywhere.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
 from dpmon.rates import Rate
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.answers import TimeRow
+from dpmon.store.answers import TimeRow, TimeTogether
 from dpmon.store.figures import Figures, elapsed, figures, merged, modes_of, rate, trains
 from dpmon.store.tally import Key, Tally
 
 __all__ = ["Source", "Window", "accounted", "shared_out", "thirds"]
-
-_SECOND = 1_000_000_000
 
 
 class Source(Protocol):
@@ -42,7 +39,7 @@ class Source(Protocol):
     def time_sums(self, begin_s: int, end_s: int) -> list[TimeRow]:
         """What each process did in each mode."""
 
-    def time_together(self, begin_s: int, end_s: int) -> list[TimeRow]:
+    def times_together(self, begin_s: int, end_s: int) -> list[TimeTogether]:
         """What all processes did together."""
 
     def kinds(self) -> set[tuple[str, int]]:
@@ -145,22 +142,17 @@ class Window:
     @cached_property
     def spent(self) -> dict[str, int]:
         """The time of this window by activity (ns): they add up to the time in which there were processes."""
-        return shared_out(self._source.time_together(self._begin_s, self._end_s))
+        return shared_out(self._source.times_together(self._begin_s, self._end_s))
 
 
-def shared_out(rows: Iterable[TimeRow], only: Callable[[TimeRow], bool] = lambda row: True) -> dict[str, int]:
+def shared_out(stretches: Iterable[TimeTogether]) -> dict[str, int]:
     """What a run did, by activity (ns): where several processes did several things at once, each has its share."""
     found = dict.fromkeys(ACTIVITIES, 0.0)
-    stretches: dict[tuple[int, int], list[TimeRow]] = defaultdict(list)
-    for row in rows:
-        stretches[row.start_s, row.width_s].append(row)
-    for (_, width), there in stretches.items():
-        whole = sum(max(ns, 0) for row in there for ns in row.spent.values())
-        scale = min(1.0, width * _SECOND / whole) if whole else 0.0
-        for row in there:
-            if only(row):
-                for activity, ns in row.spent.items():
-                    found[activity] += max(ns, 0) * scale
+    for covered, spent in stretches:
+        whole = sum(max(ns, 0) for ns in spent.values())
+        scale = min(1.0, covered / whole) if whole else 0.0
+        for activity, ns in spent.items():
+            found[activity] += max(ns, 0) * scale
     return {activity: round(ns) for activity, ns in found.items()}
 
 

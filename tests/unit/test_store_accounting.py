@@ -222,6 +222,12 @@ def test_a_process_that_took_no_step_started_up_all_the_time() -> None:
     assert sums(account.finish(3 * SECOND)) == {("startup", ""): SECOND, ("paused", ""): SECOND}
 
 
+def test_a_process_that_began_to_record_within_its_first_step() -> None:
+    account = Account(SECOND + 30 * MS)
+    spent = account.step(1, "dp", SECOND, 100 * MS, False)[0] + account.finish(2 * SECOND)
+    assert sums(spent) == {("training", "dp"): 100 * MS, ("ending", "dp"): 900 * MS}
+
+
 def test_steps_that_overlap_count_once() -> None:
     account = Account()
     spent = account.step(1, "dp", SECOND, SECOND, False)[0]

@@ -207,6 +207,16 @@ def test_rates_and_parts_of_a_window_are_those_of_its_time(tmp_path: Path) -> No
             )
 
 
+def test_processes_that_begin_within_a_second_share_the_time_that_they_were_there(tmp_path: Path) -> None:
+    """Three ranks that train from 0.6 s on: all of that is training, and no second has more than a second."""
+    begin, end, step = 600_000_000, 3 * SECOND, some_steps(random.Random(1), 1, 2.5)[0]
+    trained = [(process, Spent("training", "dp", begin, end)) for process in range(3)]
+    written(tmp_path, [step], [*trained, (0, Spent("ending", "dp", end, end + SECOND // 4))])
+    with asked(tmp_path) as store:
+        spent = Window(store).spent
+    assert spent == {**dict.fromkeys(ACTIVITIES, 0), "training": end - begin, "ending": SECOND // 4}
+
+
 def test_what_the_database_adds_up_is_what_the_rows_add_up_to(tmp_path: Path) -> None:
     chance = random.Random(11)
     written(tmp_path, some_steps(chance, 900, 9000, (0, 1, 2)))

@@ -82,7 +82,7 @@ def setting(state: Path) -> Iterator[Setting]:
 
 FIRST_COLUMNS = (
     "id, process, step, mode, start_ns, wall_ns, samples, data_ns, forward_ns, backward_ns, optimizer_ns, other_ns,"
-    " device, copy_ns, copied_bytes, between_ns"
+    " device, copy_ns, copied_bytes"
 )
 
 
@@ -95,8 +95,8 @@ def test_rows_hold_what_the_records_say(setting: Setting) -> None:
         (3, 0, 2, 2, "dp", 2000, 5, 4),
     ]
     assert setting.rows(f"SELECT {FIRST_COLUMNS} FROM steps") == [
-        (2, 0, 1, "dp", 1000, 900, None, 1, 2, None, None, 897, None, None, None, 0),
-        (4, 0, 2, "dp", 2000, 900, None, 1, 2, None, None, 897, None, None, None, -100),
+        (2, 0, 1, "dp", 1000, 900, None, 1, 2, None, None, 897, None, None, None),
+        (4, 0, 2, "dp", 2000, 900, None, 1, 2, None, None, 897, None, None, None),
     ]
     ((number, process, kind, t_ns, text),) = setting.rows("SELECT * FROM events")
     assert (number, process, kind, t_ns) == (5, 0, "warning", 500_000_000)

@@ -291,7 +291,7 @@ def test_a_process_is_known_by_the_pid_that_waits(ring: Ring) -> None:
     assert spent(ring) == {
         "startup": 650 * MS, "input": 500 * MS, "training": 80 * MS, "between": 300 * MS, "ending": 420 * MS,
     }  # fmt: skip
-    assert ring.batch.waited == [(200 * MS, 0, 1140 * MS, 1340 * MS)]
+    assert ring.batch.waited == [(0, 1140 * MS, 1340 * MS)]
 
 
 def test_pauses_and_refused_ones(ring: Ring) -> None:

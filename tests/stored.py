@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from dpmon.record.codec import (
     UNTIMED,
     Call,
     Record,
+    RecordError,
     Size,
     Step,
     call_flags,
@@ -67,6 +69,11 @@ class Recording:
                 batch = self._write(batch)
         self._write(batch)
         return self
+
+    def try_to_add(self, record: Record, process: int = 0) -> None:
+        """The same of one record that may be refused, as a supervisor does."""
+        with suppress(RecordError):
+            self.add([record], process)
 
     def missed(self, count: int) -> None:
         """Records that were overwritten before they could be read."""

@@ -82,11 +82,10 @@ class Announced:
         A change that came after the last step is in force from then on.
         """
         own = [change for change in self.changes if change.process == process]
-        newest = own[-1] if own else None
-        if newest is not None and (step is None or (newest.t_ns or 0) > step[1]):
-            mode = newest.mode
-        else:
-            mode = step[0] if step is not None else called
+        since = {change.root: change.mode for change in own if step is None or (change.t_ns or 0) > step[1]}
+        mode = step[0] if step is not None else called
+        if since:  # a root that cannot be split is single beside one that is
+            mode = "dp" if "dp" in since.values() else "single"
         given = [change for change in own if change.refused is None]
         change = next((change for change in reversed(given) if change.mode == mode), given[-1] if given else None)
         if change is None:

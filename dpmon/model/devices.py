@@ -51,7 +51,7 @@ class _Track:
     """The newest sample of one device and its values, one a second."""
 
     id: int = 0
-    t_ns: int = -1
+    t_ns: int = -(1 << 63)
     data: Mapping[str, Any] = field(default_factory=dict)
     values: deque[_Values] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
 

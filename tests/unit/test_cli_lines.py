@@ -13,7 +13,7 @@ from synthetic import Training
 from timed import GPUS, HOST_ONLY, OF_CALL, staged, timed, trained
 
 from dpmon.cli.lines import Lines, _progress
-from dpmon.model import State
+from dpmon.model.state import State
 from dpmon.record.codec import CALL_PHASES, UNTIMED, Untimed, call_head, kind_of, pack_step
 
 
@@ -27,6 +27,11 @@ def line_of(payloads: Sequence[bytes]) -> dict[str, Any]:
     return found
 
 
+def near(times: dict[str, Any]) -> Any:
+    """As near as medians of many steps are."""
+    return {name: None if took is None else pytest.approx(took, rel=0.005) for name, took in times.items()}
+
+
 def on_device(phases: dict[str, dict[str, float | None]]) -> dict[str, float | None]:
     return {name: phase["device_median_ms"] for name, phase in phases.items()}
 
@@ -34,25 +39,37 @@ def on_device(phases: dict[str, dict[str, float | None]]) -> dict[str, float | N
 def test_a_line_has_the_device_beside_the_host_of_the_same_thing(state: Path) -> None:
     said = line_of(trained(40))
     # Whole, as the host's: the model has the phases of the calls apart, of which 0.25 ms would be left.
-    assert on_device(said["phases"]) == {
-        "data": 0.25, "forward": 4.0, "backward": 3.0, "optimizer": 0.5, "other": None,
-    }  # fmt: skip
-    assert on_device(said["call_phases"]) == dict(zip(CALL_PHASES, OF_CALL, strict=True))
+    assert on_device(said["phases"]) == near(
+        {
+            "data": 0.25,
+            "forward": 4.0,
+            "backward": 3.0,
+            "optimizer": 0.5,
+            "other": None,
+        }
+    )
+    assert on_device(said["call_phases"]) == near(dict(zip(CALL_PHASES, OF_CALL, strict=True)))
     whole = said["phases"]["forward"]["median_ms"]
     assert whole > sum(phase["median_ms"] for phase in said["call_phases"].values()) * 0.9
     assert "device_median_ms" not in said["absent"]
 
 
-def test_a_line_is_of_the_mode_in_force_and_of_its_newest_steps(state: Path) -> None:
+def test_a_line_is_of_the_mode_in_force(state: Path) -> None:
     made = Training(devices=GPUS, virtual=False)
     payloads = timed(made.run(10), of_step=(0.25, 9.0, 3.0, 0.5)) + made.switch("single")
     payloads += timed(made.run(5), lambda _: (2.0,), of_step=(None, 7.0, 3.0, 0.5), why=Untimed.LATE)
     payloads += timed(made.run(128), lambda _: (2.0,), of_step=(None, 2.0, 1.0, 0.5), why=Untimed.LATE)
     said = line_of(payloads)
     assert (said["mode"], said["call_phases"]) == ("single", {})
-    assert on_device(said["phases"]) == {
-        "data": None, "forward": 2.0, "backward": 1.0, "optimizer": 0.5, "other": None,
-    }  # fmt: skip
+    assert on_device(said["phases"]) == near(
+        {
+            "data": None,
+            "forward": 2.0,
+            "backward": 1.0,
+            "optimizer": 0.5,
+            "other": None,
+        }
+    )
 
 
 def test_several_calls_of_a_step_count_together_as_on_the_host(state: Path) -> None:
@@ -69,8 +86,10 @@ def test_several_calls_of_a_step_count_together_as_on_the_host(state: Path) -> N
         step = pack_step(1, number, made.now, 3 * took, 60, (-1, took, took, -1))
         payloads += timed([*call, *again[:-1], step], of_step=(None, 8.0, 3.0, None))
     said = line_of([*made.begin(), *payloads])
-    assert on_device(said["call_phases"]) == {name: 2 * took for name, took in zip(CALL_PHASES, OF_CALL, strict=True)}
-    assert on_device(said["phases"]) == {"forward": 8.0, "backward": 3.0, "other": None}
+    assert on_device(said["call_phases"]) == near(
+        {name: 2 * took for name, took in zip(CALL_PHASES, OF_CALL, strict=True)}
+    )
+    assert on_device(said["phases"]) == near({"forward": 8.0, "backward": 3.0, "other": None})
 
 
 @pytest.mark.parametrize(("took", "reason"), [(None, HOST_ONLY), (lambda number: (None, None), UNTIMED[Untimed.LATE])])
@@ -81,6 +100,6 @@ def test_a_line_that_knows_no_device_says_why(state: Path, took: Any, reason: st
 
 
 def test_why_something_is_null_is_given_back_and_changes_nothing_of_the_callers() -> None:
-    progress, absent = _progress(None, State(), None)
+    progress, absent = _progress(None, State(), 0)
     assert progress.keys() == absent.keys()
     assert set(absent.values()) == {"no step has ended yet"}

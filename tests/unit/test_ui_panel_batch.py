@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from situations import FACTS, LOOK, MONO_ASCII, rows_text, scene_of, state_of, text_of
-from synthetic import Training, decoded
+from situations import FACTS, LOOK, MONO_ASCII, focused, rows_text, scene_of, state_of, text_of, with_call
+from stored import Recording
+from synthetic import Training
 
-from dpmon.model import fold
 from dpmon.model.history import pictured
 from dpmon.model.state import PHASES, Column
 from dpmon.ui import panel_batch
@@ -57,9 +57,8 @@ def test_panel_3_keeps_its_steps_until_the_first_of_another_mode() -> None:
         text = text_of(seen, 120, 40)
         assert "3 Batch · dp ×2 · last 2 min" in text
         assert "no step" not in text
-    for record in decoded([*payloads, *training.run(3)]):
-        fold(scene.state, record)
-    assert "3 Batch · single · last 2 min" in text_of(scene, 120, 40)
+    later = replace(scene, state=state_of([*payloads, *training.run(3)]))
+    assert "3 Batch · single · last 2 min" in text_of(later, 120, 40)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
@@ -133,13 +132,7 @@ def test_why_a_phase_has_a_dash_is_what_the_record_says() -> None:
     none = [phase._replace(ran=0, share=None, median_ns=None) for phase in numbers.phases]
 
     def said(**changes: Any) -> str:
-        assert process is not None
-        assert process.newest is not None
-        track = process.calls[process.newest]
-        before, track.last = track.last, replace(track.last, **changes)
-        text = " | ".join(missing(process, none))
-        track.last = before
-        return text
+        return " | ".join(missing(focused(with_call(scene, **changes)), none))
 
     own = (
         "no data: no DataLoader | no scatter to gather: {} | no forward: no model was called | no backward: no backward"
@@ -152,8 +145,6 @@ def test_why_a_phase_has_a_dash_is_what_the_record_says() -> None:
     text = said(mode="single", absent={"gather": reason + "\x1b[2J"})
     assert f"no scatter to apply: one device | no gather: {reason}" in text
     assert "\x1b" not in text
-    rare = [numbers.phases[0]._replace(median_ns=None), *numbers.phases[1:]]
-    assert missing(process, rare) == ["no data: in none of the steps drawn for medians"]
 
 
 def test_the_history_stacks_phases_in_their_order_and_marks_modes() -> None:
@@ -184,9 +175,10 @@ def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_n
     """Steps of 5 ms beside those of 200 ms are there, however small; a blank column says "no steps"."""
     phases = [0] * len(PHASES)
     phases[PHASES.index("data")], phases[PHASES.index("forward")] = 1_000_000, 4_000_000
-    long, short, shorter, none = (Column(number, number, "single") for number in range(4))
-    for column, count, share in ((long, 2, 40.0), (short, 3, 1.0), (shorter, 3, 0.001)):
-        column.count, column.phases = count, [int(took * share * count) for took in phases]
+    long, short, shorter, none = (
+        Column(number, "single", count, 0, 0, tuple(int(took * share * count) for took in phases))
+        for number, (count, share) in enumerate(((2, 40.0), (3, 1.0), (3, 0.001), (0, 0.0)))
+    )
     for height in (1, 2, 4):
         rows = stacked([long, short, shorter, none, short], 6, height, 200_000_000, look)
         text = [plain(row) for row in rows]
@@ -197,19 +189,17 @@ def test_a_column_of_short_steps_has_the_lowest_mark_and_one_without_steps_has_n
 
 
 def test_steps_that_took_no_time_the_clock_can_tell_are_steps() -> None:
-    column = Column(0, 0, "dp", count=5)
+    column = Column(0, "dp", count=5)
     assert plain(stacked([column], 1, 1, 1_000_000, LOOK)[0]) == "▁"
     assert plain(stacked([column], 1, 1, 1_000_000, MONO_ASCII)[0]) == "."
 
 
 def test_columns_stay_in_place_until_a_quarter_has_to_go() -> None:
     training = Training(step_ns=1_000_000_000)
-    state = state_of(training.begin())
+    run = Recording().add(training.begin())
     begun: list[int] = []
     for made in range(1, 110):
-        for record in decoded(training.step()):
-            state = fold(state, record)
-        process = state.focus()
+        process = run.add(training.step()).state().focus()
         assert process is not None
         shown = [c.second for c in pictured(process, 40, 40).columns]
         assert shown[-1] == process.columns[-1].second, "the newest is always there"

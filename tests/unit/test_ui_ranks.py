@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import count
+from dataclasses import replace
 
 import pytest
-from synthetic import SECOND, Training, decoded
+from stored import Recording
+from synthetic import SECOND, Training
 
-from dpmon.model import State, fold
+from dpmon.model.pace import speed
 from dpmon.model.ranks import rank_rows, toggle_refusal, training
-from dpmon.model.stats import speed
-from dpmon.record.codec import Event
+from dpmon.model.state import State
+from dpmon.record.codec import kind_of, pack_event
+from dpmon.record.plainjson import load_event
 from dpmon.ui import panel_batch, panel_compare, panel_ranks
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole
@@ -25,20 +27,33 @@ FACTS = Facts("20261120-141502-ddp-7f3a", "examples/ddp.py", SECOND, "auto", "/u
 
 def scene_of(ranks: int, *, world: int | None = None, steps: int = 200, via: str = "DistributedDataParallel") -> Scene:
     """A run of so many ranks, the last of which has smaller batches and slower steps."""
-    state = State()
+    return recorded(ranks, world=world, steps=steps, via=via)[1]
+
+
+def recorded(
+    ranks: int, *, world: int | None = None, steps: int = 200, via: str = "DistributedDataParallel"
+) -> tuple[Recording, Scene]:
+    """The same, and what it is taken from."""
+    run = Recording()
     now = 0
-    for number, rank in zip(count(), range(ranks)):
+    for rank in range(ranks):
         last = rank == ranks - 1
         one = Training(
-            process=number + 1, rank=rank, devices=(f"cuda:{rank}",), virtual=False, via=via, mode="single",
+            process=rank + 1, rank=rank, devices=(f"cuda:{rank}",), virtual=False, via=via, mode="single",
             batch=20 if last else 30, step_ns=4_000_000 if last else 2_000_000, seed=rank,
         )  # fmt: skip
-        for record in decoded([*one.begin(), *one.run(steps)], number + 1, rank):
-            if isinstance(record, Event) and record.kind == "process":
-                record = Event("process", {**record.data, "world": ranks if world is None else world})
-            state = fold(state, record)
+        begin = [in_world(payload, ranks if world is None else world) for payload in one.begin()]
+        run.add([*begin, *one.run(steps)], rank + 1, rank)
         now = max(now, one.now)
-    return Scene(state, now + SECOND // 10, FACTS, alive=True, can_toggle=True)
+    return run, Scene(run.state(), now + SECOND // 10, FACTS, alive=True, can_toggle=True)
+
+
+def in_world(payload: bytes, world: int) -> bytes:
+    """The same record of a process, of so many ranks."""
+    if kind_of(payload) != "event":
+        return payload
+    kind, data = load_event(payload[1:].decode())
+    return pack_event(kind, {**data, "world": world}) if kind == "process" else payload
 
 
 def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
@@ -49,18 +64,18 @@ def test_ranks_are_not_switched_and_their_mode_is_their_own() -> None:
     assert process is not None
     assert process.mode == "single"
     assert mode_words(process, "x")[0] == "ddp x2"
-    process.calls["Teacher", None] = next(iter(process.calls.values()))
-    process.newest = ("Teacher", None)
-    assert mode_words(process, "x")[0] == "ddp x2"
-    assert toggle_refusal(state) is not None
+    taught = replace(process, calls={**process.calls, ("Teacher", None): next(iter(process.calls.values()))})
+    taught = replace(taught, newest=("Teacher", None))
+    assert mode_words(taught, "x")[0] == "ddp x2"
+    assert toggle_refusal(replace(state, processes={**state.processes, taught.process: taught})) is not None
     assert toggle_refusal(scene_of(1, via="DataParallel").state) is None
     assert toggle_refusal(State()) is not None
 
 
 def test_a_process_without_a_rank_is_numbered_and_not_counted() -> None:
     scene = scene_of(2)
-    for process in scene.state.processes.values():
-        process.rank, process.info = None, {}
+    processes = {number: replace(one, rank=None, info={}) for number, one in scene.state.processes.items()}
+    scene = replace(scene, state=replace(scene.state, processes=processes))
     text = plain(status(scene, 160, 2, LOOK)[1])
     assert "process 1, one of 2" in text, "they are numbered from 0: that is the second"
 
@@ -95,11 +110,11 @@ def test_the_status_says_ddp_and_adds_the_samples_of_all_ranks() -> None:
     text = "\n".join(plain(row) for row in status(scene, 160, 2, LOOK))
     assert "ddp ×2" in text
     assert "rank 0 of 2" in text
-    one, other = (speed(process, scene.now_ns).samples_per_s for process in training(scene.state))
-    assert one is not None
-    assert other is not None
+    first = training(scene.state)[0]
+    own = speed(first, replace(scene.state, samples_share=1.0), scene.now_ns).samples_per_s
+    assert own is not None
     shown = float(text.split(" samples/s")[0].split()[-1].removesuffix("k")) * 1000
-    assert shown == pytest.approx(one + other, rel=0.02)
+    assert shown == pytest.approx(own * (30 + 20) / 30, rel=0.02)
 
 
 def test_ranks_on_other_machines_are_missed_with_a_word() -> None:
@@ -109,21 +124,18 @@ def test_ranks_on_other_machines_are_missed_with_a_word() -> None:
 
 def test_one_process_or_replicas_of_its_own_keep_the_replicas_panel() -> None:
     assert not panel_ranks.applies(scene_of(1))
-    state = State()
+    run = Recording()
     for process in (0, 1):
         one = Training(process=process)
-        for record in decoded([*one.begin(), *one.run(5)], process):
-            state = fold(state, record)
-    assert not panel_ranks.applies(Scene(state, 3 * SECOND, FACTS))
+        run.add([*one.begin(), *one.run(5)], process)
+    assert not panel_ranks.applies(Scene(run.state(), 3 * SECOND, FACTS))
 
 
 def test_a_rank_that_was_started_again_counts_once() -> None:
-    scene = scene_of(2)
+    run, _ = recorded(2)
     again = Training(process=7, rank=1, mode="single", via="DistributedDataParallel", start_ns=4 * SECOND)
-    state = scene.state
-    for record in decoded([*again.begin(), *again.run(5)], 7, 1):
-        state = fold(state, record)
-    assert [process.process for process in training(state)] == [1, 7]
+    run.add([*again.begin(), *again.run(5)], 7, 1)
+    assert [process.process for process in training(run.state())] == [1, 7]
 
 
 def test_no_time_of_a_rank_is_cut_at_120_columns() -> None:

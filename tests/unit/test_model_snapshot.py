@@ -1,0 +1,420 @@
+"""The state of a run as of a time: what it says, what it refuses, and that it depends on the record alone."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from statistics import median
+
+import pytest
+from stored import Recording, state_of
+from synthetic import SECOND, Training, chunks, decoded, device_event, host_event
+
+from dpmon.model.pace import speed
+from dpmon.model.state import PHASES, Process, State
+from dpmon.model.stats import percentile
+from dpmon.record.codec import Call, Event, Phase, Record, Replica, Step
+
+NOT_RUN = None
+
+
+def after(training: Training, steps: int, **wanted: object) -> State:
+    return state_of([*training.begin(), *training.run(steps)], **wanted)
+
+
+def of_run(records: Iterable[bytes | Record], t_ns: int | None = None, **wanted: object) -> Process:
+    """The process that stands for the run."""
+    process = state_of(records, t_ns, **wanted).focus()
+    assert process is not None
+    return process
+
+
+def a_step(**changes: object) -> Step:
+    phases = {"data": 1000, "forward": 10_000, "backward": 5000, "optimizer": 2000, "other": 2000}
+    step = Step(0, None, 1, "dp", 0, 20_000, 4, phases)
+    return replace(step, **changes)  # type: ignore[arg-type]
+
+
+def a_call(**changes: object) -> Call:
+    call = Call(
+        0, None, 1, 1, "Net", "DataParallel", "dp", False, True, True, False, 0, 10_000, ("cuda:0", "cuda:1"), {},
+        (), (), (),
+    )  # fmt: skip
+    return replace(call, **changes)  # type: ignore[arg-type]
+
+
+def took(**phases: int) -> dict[str, Phase]:
+    """Phases of a call by what they took, µs."""
+    found, now = {}, 0
+    for name, us in phases.items():
+        found[name] = Phase(now, us * 1000)
+        now += us * 1000
+    return found
+
+
+def phases_of(records: Iterable[Record]) -> dict[str, int | None]:
+    """The mean of each phase as panel 3 shows it, µs."""
+    shown = of_run(records, span_s=0).ranged.phases
+    return {phase.name: None if not phase.ran else round((phase.mean_ns or 0) / 1000) for phase in shown}
+
+
+# ------------------------------------------------------------------------------------------------ phases
+
+
+def test_the_phases_of_calls_take_their_part_out_of_forward() -> None:
+    call = a_call(phases=took(scatter=1, replicate=2, parallel_apply=3, gather=1))
+    found = phases_of([call, a_step()])
+    assert found == {
+        "data": 1, "copy": NOT_RUN, "scatter": 1, "replicate": 2, "apply": 3, "gather": 1, "forward": 3,
+        "backward": 5, "optimizer": 2, "other": 2,
+    }  # fmt: skip
+    assert sum(us for us in found.values() if us is not None) == 20
+
+
+def test_several_calls_of_a_step_add_up_and_those_of_another_step_do_not() -> None:
+    first = a_call(phases=took(scatter=2))
+    second = a_call(phases=took(scatter=3, gather=1), call=2)
+    foreign = a_call(phases=took(scatter=100), call=3, step=2)
+    found = phases_of([first, second, foreign, a_step()])
+    assert (found["scatter"], found["gather"], found["forward"]) == (5, 1, 4)
+    assert found["replicate"] is NOT_RUN
+
+
+def test_calls_that_took_longer_than_the_forward_leave_it_whole() -> None:
+    """A forward that is computed again in backward: its phases are not part of this forward."""
+    found = phases_of([a_call(phases=took(parallel_apply=11)), a_step()])
+    assert found["forward"] == 10
+    assert found["apply"] is NOT_RUN
+
+
+def test_a_phase_that_did_not_run_has_no_figures() -> None:
+    process = of_run([a_step(phases={"forward": 15_000, "other": 5000})], span_s=0)
+    figures = {phase.name: phase for phase in process.ranged.phases}
+    assert (figures["backward"].ran, figures["backward"].median_ns, figures["backward"].share) == (0, None, None)
+    assert figures["forward"].median_ns == pytest.approx(15_000, rel=0.004)
+    assert figures["forward"].share == pytest.approx(0.75)
+
+
+# ------------------------------------------------------------------------------------------------ figures and speed
+
+
+def test_figures_against_plain_arithmetic() -> None:
+    training = Training(devices=("cuda:0", "cuda:1", "cuda:2"))
+    payloads = [*training.begin(), *training.run(200)]
+    numbers = of_run(payloads, span_s=0).ranged
+    steps = [record for record in decoded(payloads) if isinstance(record, Step)]
+    walls = [step.wall_ns for step in steps]
+    assert numbers.steps == 200
+    assert numbers.median_ns == pytest.approx(median(walls), rel=0.004)
+    assert numbers.p95_ns == pytest.approx(percentile(walls, 0.95), rel=0.004)
+    assert numbers.mean_ns == pytest.approx(sum(walls) / 200)
+    rate = numbers.rate
+    assert rate is not None
+    assert rate.samples_per_s == pytest.approx(200 * 30 / (training.now - steps[0].start_ns) * 1e9)
+    assert sum(phase.share or 0 for phase in numbers.phases) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, None), (1, 1), (20, 19), (100, 95), (21, 20)])
+def test_percentile_is_the_nearest_rank(count: int, expected: int | None) -> None:
+    assert percentile(range(1, count + 1), 0.95) == expected
+
+
+def test_samples_are_unknown_when_no_step_knew_them() -> None:
+    mean = of_run([a_step(samples=None), a_step(step=2, start_ns=20_000, samples=None)], over=True).mean
+    assert mean is not None
+    assert mean.steps_per_s == pytest.approx(50_000)
+    assert mean.samples_per_s is None
+
+
+def test_speed_is_that_of_the_steps_own_clock() -> None:
+    state = after(Training(step_ns=10_000_000), 2000)
+    process = state.focus()
+    assert process is not None
+    now = speed(process, state, process.seen_ns + SECOND)
+    assert now.reason is None
+    assert now.steps_per_s == pytest.approx(97.5, rel=0.02)
+    assert now.samples_per_s == pytest.approx((now.steps_per_s or 0) * 30)
+
+
+def test_speed_goes_away_with_the_reason_when_nothing_ends_any_more() -> None:
+    training = Training(step_ns=10_000_000)
+    payloads = [*training.begin(), *training.run(500)]
+    state = state_of(payloads)
+    process = state.focus()
+    assert process is not None
+    stalled = speed(process, state, process.seen_ns + 12 * SECOND)
+    assert stalled.steps_per_s is None
+    assert stalled.reason == "no step has ended for 12 s"
+    over = state_of(payloads, over=True)
+    process = over.focus()
+    assert process is not None
+    assert speed(process, over, process.seen_ns + 12 * SECOND).steps_per_s is not None, "the mean of the run stays"
+
+
+def test_speed_does_not_mix_modes() -> None:
+    training = Training(step_ns=10_000_000)
+    payloads = [*training.begin(), *training.run(500)]
+    training.step_ns = 40_000_000
+    state = state_of([*payloads, *training.switch("single"), *training.run(100)], span_s=0)
+    process = state.focus()
+    assert process is not None
+    assert speed(process, state, process.seen_ns).steps_per_s == pytest.approx(25, rel=0.05)
+    assert process.ranged.mode == "single"
+    assert process.ranged.steps == 100
+
+
+def test_replica_times_are_of_the_mode_of_the_last_step() -> None:
+    training = Training(devices=("cpu:0", "cpu:1"))
+    payloads = [*training.begin(), *training.run(50)]
+    (track,) = of_run(payloads).calls.values()
+    assert [times.calls for times in track.times if times is not None] == [50, 50]
+    (track,) = of_run([*payloads, *training.switch("single"), *training.run(3)]).calls.values()
+    assert [times.calls for times in track.times if times is not None] == [3]
+
+
+def test_idle_devices_are_those_beyond_the_replicas() -> None:
+    training = Training(devices=[f"cpu:{i}" for i in range(8)], batch=30)
+    (track,) = of_run([*training.begin(), *training.step(), *training.step(rows=10)]).calls.values()
+    assert len(track.last.replicas) == 5
+    assert len(track.last.devices) == 8
+    assert chunks(30, 8) == [4] * 7 + [2]
+
+
+def test_columns_are_seconds_and_break_where_the_mode_changes() -> None:
+    training = Training(step_ns=100_000_000)
+    payloads = [*training.begin(), *training.run(50)]
+    columns = of_run(payloads).columns
+    seconds = [column.second for column in columns]
+    assert seconds == sorted(set(seconds))
+    later = of_run([*payloads, *training.switch("single"), *training.run(5)]).columns
+    assert [column.mode for column in later] == ["dp"] * len(seconds) + ["single"] * (len(later) - len(seconds))
+    assert len(later) > len(seconds)
+    assert sum(column.count for column in later) == 55
+    assert all(sum(column.phases) <= column.wall_ns for column in later)
+    assert all(len(column.phases) == len(PHASES) for column in later)
+
+
+def test_the_focus_is_the_first_rank_that_still_trains() -> None:
+    launcher = Training(process=0, start_ns=SECOND)
+    run = Recording().add([*launcher.begin(), *launcher.run(2)])
+    for rank in (1, 0):
+        child = Training(process=rank + 1, rank=rank, start_ns=100 * SECOND)
+        run.add([*child.begin(), *child.run(3)], rank + 1, rank)
+    process = run.state().focus()
+    assert process is not None
+    assert (process.process, process.rank) == (1, 0)
+
+
+def test_devices_and_host_keep_absence_apart_from_nothing() -> None:
+    events = [device_event(1.0, 0), device_event(2.0, 0, util_pct=None, absent={"util_pct": "GPU is lost"})]
+    state = state_of([*events, host_event(1.0, cpu=0.0), host_event(2.0, cpu=None)])
+    assert state.devices[0].util == (97.0, None)
+    assert state.host.util == (0.0, None)
+    assert state.devices[0].data["absent"] == {"util_pct": "GPU is lost"}
+
+
+# ------------------------------------------------------------------------------------------------ what makes no sense
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Event("mode", {"process": 0, "mode": "triple"}),
+        Event("mode", {"process": "0", "mode": "dp"}),
+        Event("process", {}),
+        Event("device", {"index": True}),
+        Event("warning", {"text": 3}),
+        Event("surprise", {}),
+        *(
+            Event("pause", data)
+            for data in (
+                {}, {"process": 0}, {"process": "0", "paused": True}, {"process": True, "paused": True}, {"paused": 1},
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_nonsense_changes_nothing(record: Record) -> None:
+    training = Training()
+    payloads = [*training.begin(), *training.run(3)]
+    before, state = (
+        (state.mode_changes, state.pauses, state.newest_ns, set(state.processes), state.warnings, state.devices)
+        for state in (state_of(payloads), state_of([*payloads, record]))
+    )
+    assert before == state
+
+
+def test_events_of_any_shape_never_raise() -> None:
+    chance = random.Random(7)
+    values = [
+        None, True, -1, 0, 2**70, 1.5, float("nan"), float("inf"), "", "dp", "x" * 5000, [], [1, None], {}, {"a": []},
+    ]  # fmt: skip
+    keys = [
+        "process", "rank", "mode", "t_s", "devices", "index", "util_pct", "cpu_pct", "text", "count", "absent", "step",
+        "paused", "pid", "waited_s", "used",
+    ]  # fmt: skip
+    kinds = ["process", "mode", "warning", "device", "host", "exit", "pause", "input", "memory", "loader", "other"]
+    run = Recording()
+    for _ in range(40):
+        for _ in range(100):
+            data = {key: chance.choice(values) for key in chance.sample(keys, chance.randint(0, len(keys)))}
+            run.try_to_add(Event(chance.choice(kinds), data))
+        run.state().focus()
+
+
+def test_the_same_records_give_the_same_state() -> None:
+    payloads = [*Training().begin(), *Training().run(100)]
+    assert state_of(payloads) == state_of(payloads)
+
+
+def test_a_state_as_of_a_time_is_that_of_the_records_before_it() -> None:
+    training = Training(step_ns=50_000_000)
+    payloads, seconds = training.begin(), []
+    for _ in range(10):
+        payloads += training.run(20)
+        seconds.append((len(payloads), training.now))
+    whole = Recording().add(payloads)
+    for count, now in seconds:
+        then, live = whole.state(now), state_of(payloads[:count])
+        assert then.focus() is not None
+        assert [each.last_step for each in then.processes.values()] == [
+            each.last_step for each in live.processes.values()
+        ]
+        assert then.newest_ns == live.newest_ns
+
+
+def test_a_snapshot_asks_no_clock_and_opens_nothing() -> None:
+    """The import contract says it of the package; this says it of what is loaded with it."""
+    code = (
+        "import sys; before = set(sys.modules); import dpmon.model.snapshot; print(sorted(set(sys.modules) - before))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    loaded = {name.partition(".")[0] for name in json.loads(out.replace("'", '"'))}
+    assert not loaded & {"textual", "rich", "torch", "threading", "socket", "sqlite3", "subprocess", "pynvml"}
+
+
+# ------------------------------------------------------------------------------------------------ pauses
+
+
+def a_pause(paused: bool, t_s: float, **more: object) -> Event:
+    return Event("pause", {"process": 0, "rank": None, "t_s": t_s, "step": 5, "paused": paused, **more})
+
+
+def steps_from(start_s: float, count: int, first: int = 1) -> list[Record]:
+    """Steps of a tenth of a second, one after the other."""
+    tenth = SECOND // 10
+    return [
+        a_step(step=first + n, start_ns=int(start_s * SECOND) + n * tenth, wall_ns=tenth, samples=3)
+        for n in range(count)
+    ]
+
+
+def test_a_pause_has_a_beginning_and_an_end() -> None:
+    state = state_of([*steps_from(1.0, 20), a_pause(True, 3.0)])
+    assert state.processes[0].paused_since_ns == 3 * SECOND
+    assert speed(state.processes[0], state, 4 * SECOND).reason == "the training is paused"
+    state = state_of([*steps_from(1.0, 20), a_pause(True, 3.0), a_pause(False, 63.0, paused_s=60.0)])
+    assert state.processes[0].paused_since_ns is None
+    assert [(change.paused, change.t_ns, change.paused_ns, change.step) for change in state.pauses] == [
+        (True, 3 * SECOND, None, 5),
+        (False, 63 * SECOND, 60 * SECOND, 5),
+    ]
+
+
+def test_a_pause_is_no_part_of_the_speed() -> None:
+    pauses = [a_pause(True, 3.0), a_pause(False, 8.0, paused_s=5.0)]
+    state = state_of([*steps_from(1.0, 20), *pauses, *steps_from(8.0, 20, 21)])
+    found = speed(state.processes[0], state, 10 * SECOND)
+    assert found.steps_per_s == pytest.approx(10)
+    assert found.samples_per_s == pytest.approx(30)
+
+
+def test_a_step_ends_a_pause_whose_end_was_missed() -> None:
+    records = [*steps_from(1.0, 3), a_pause(True, 3.0), *steps_from(2.0, 1, 4)]
+    assert of_run(records).paused_since_ns == 3 * SECOND  # that step began before it
+    assert of_run([*records, *steps_from(9.0, 1, 5)]).paused_since_ns is None
+
+
+def test_a_pause_that_was_refused() -> None:
+    state = state_of([*steps_from(1.0, 3), a_pause(False, 1.0, refused="ranks")])
+    assert (state.pauses[0].refused, state.processes[0].paused_since_ns) == ("ranks", None)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, "60", True])
+def test_a_pause_of_no_known_length(seconds: object) -> None:
+    state = state_of([a_pause(True, 1.0), a_pause(False, 2.0, paused_s=seconds)])
+    assert state.pauses[1].paused_ns is None
+
+
+# ------------------------------------------------------------------------------------------------ modes
+
+
+def mode_event(root: str, mode: str, step: int, **more: object) -> Event:
+    data = {"process": 0, "t_s": float(step), "step": step, "root": root, "mode": mode, "requested_by": "user"}
+    return Event("mode", {**data, "devices": ["cpu:0"], "virtual": False, "reason": None, "refused": None, **more})
+
+
+def test_a_refusal_keeps_what_is_in_force() -> None:
+    training = Training()
+    payloads = [*training.begin(), *training.run(5)]
+    state = state_of([*payloads, training.mode_event("user", refused="the module is spread over devices")])
+    process = state.focus()
+    assert process is not None
+    assert process.mode == "dp"
+    assert process.devices == ("cpu:0", "cpu:1")
+    assert state.mode_changes[-1].refused == "the module is spread over devices"
+    assert state.mode_change_count == 2
+
+
+def test_a_bare_root_beside_one_that_is_split_does_not_make_the_mode_single() -> None:
+    """A head, a teacher: each announces its own mode, and is called in each step."""
+    announced = [mode_event("Net", "dp", 0), mode_event("Head", "single", 0)]
+    run, modes = Recording().add(announced), []
+    for number in range(1, 9):
+        mode = "dp" if number < 5 else "single"
+        start = number * SECOND
+        for call in (a_call(step=number, mode=mode), a_call(step=number, root="Head", via=None, mode="single")):
+            run.add([replace(call, start_ns=start)])
+            modes.append(run.state().processes[0].mode)
+        run.add([a_step(step=number, mode=mode, start_ns=start)])
+    assert modes == ["dp"] * 10 + ["single"] * 6, "a step later than the last of it"
+
+
+def test_refusals_of_roots_that_are_gone_do_not_stay() -> None:
+    records: list[Record] = [a_call(), mode_event("Old", "single", 10, refused="it is compiled")]
+    assert list(of_run(records).refusals) == ["Old"]
+    records.append(mode_event("New", "dp", 60))
+    assert list(of_run(records).refusals) == ["Old"], "it may have answered to the same request"
+    records.append(mode_event("New", "single", 5000))
+    assert list(of_run(records).refusals) == []
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_evaluation_has_neither_training_nor_gradients(training: bool, grad: bool) -> None:
+    assert a_call(training=training, grad=grad).evaluates == (not training and not grad)
+
+
+def test_times_of_an_evaluation_are_apart_from_those_of_the_training() -> None:
+    def part(number: int, took_ns: int, evaluates: bool) -> list[Record]:
+        replica = Replica(0, "cuda:0", 0, took_ns, (), ())
+        more = {"training": False, "grad": False} if evaluates else {}
+        start = number * SECOND
+        phases = {"forward": 10_000, "other": 10_000} if evaluates else a_step().phases
+        call = a_call(step=number, call=number, start_ns=start, replicas=(replica,), **more)
+        return [call, a_step(step=number, start_ns=start, phases=phases)]
+
+    records = [record for number in range(1, 4) for record in part(number, 9000, False)]
+    evaluated = [*records, *part(4, 1000, True)]
+    for made, expected in (
+        (records, (3, 9000)),
+        (evaluated, (1, 1000)),
+        ([*evaluated, *part(5, 9000, False)], (4, 9000)),
+    ):
+        (track,) = of_run(made).calls.values()
+        (times,) = track.times
+        assert times is not None
+        assert (times.calls, times.middle) == (expected[0], pytest.approx(expected[1], rel=0.004))

@@ -525,6 +525,14 @@ class RingReader:
         words = self._words()
         return words[_REQUEST_PAUSE - 16], words[_ACK_PAUSE - 16]
 
+    def has_more(self) -> bool:
+        """Whether the writer has written beyond what was read."""
+        return self.position < self._words()[_HEAD - 16]
+
+    def has_last_words(self) -> bool:
+        """Whether a record is staged that was not read."""
+        return self._staged() is not None
+
     def read(self, limit: int = 1 << 20) -> list[bytes]:
         """The next records' payloads, oldest first, from at most `limit` bytes; an empty list when there are none.
 
@@ -548,17 +556,22 @@ class RingReader:
 
     def last_words(self) -> list[bytes]:
         """The record that a process staged and died before it could write it, once `read` has nothing more."""
+        staged = self._staged()
+        if staged is None:
+            return []
+        self.sequence, payload = staged
+        return [payload]
+
+    def _staged(self) -> tuple[int, bytes] | None:
+        """Number and payload of the staged record, if `read` has not given it."""
         size = self._words()[_STAGE_SIZE - 16]
         if not 0 < size <= _STAGE_MAX:
-            return []
+            return None
         raw = os.pread(self._fd, size + 16, _STAGE_AT)
         if len(raw) < size + 16 or raw[:8] != raw[-8:]:  # killed while it staged: the record was not finished
-            return []
+            return None
         number = int.from_bytes(raw[:8], "little")
-        if number <= self.sequence:
-            return []
-        self.sequence = number
-        return [raw[8:-8]]
+        return None if number <= self.sequence else (number, raw[8:-8])
 
     def _skip_overwritten(self, claim: int) -> None:
         oldest = claim - self.capacity

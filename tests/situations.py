@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from synthetic import SECOND, Training, decoded, device_event, host_event, whole_device_event
+from stored import state_of
+from synthetic import SECOND, Training, device_event, host_event, whole_device_event
 
-from dpmon.model import State, fold
+from dpmon.model.state import Process, State
+from dpmon.record.codec import Record
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_output import Output
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Ended, Facts, Scene, Toggle, View
 
-__all__ = ["FACTS", "LOOK", "MONO_ASCII", "gpu_scene", "rows_text", "scene_of", "situations", "state_of", "text_of"]
+__all__ = [
+    "FACTS",
+    "LOOK",
+    "MONO_ASCII",
+    "focused",
+    "gpu_scene",
+    "rows_text",
+    "scene_of",
+    "situations",
+    "state_of",
+    "text_of",
+    "with_call",
+    "with_process",
+]
 
 LOOK = Look(UNICODE, COLOUR, True)
 
@@ -26,15 +42,8 @@ MONO_ASCII = Look(ASCII, MONO, False)
 FACTS = Facts("20261120-141502-linear-7f3a", "examples/linear.py", SECOND, "auto", "/usr/bin/python3")
 
 
-def state_of(payloads: list[bytes]) -> State:
-    state = State()
-    for record in decoded(payloads):
-        state = fold(state, record)
-    return state
-
-
-def scene_of(training: Training, steps: int = 300, **changes: Any) -> Scene:
-    payloads = [*training.begin(), *training.run(steps), *[host_event(float(i)) for i in range(30)]]
+def scene_of(training: Training, steps: int = 300, more: Sequence[bytes | Record] = (), **changes: Any) -> Scene:
+    payloads = [*training.begin(), *training.run(steps), *[host_event(float(i)) for i in range(30)], *more]
     state = state_of(payloads)
     scene = Scene(state, training.now + SECOND // 10, FACTS, alive=True, can_toggle=True, can_type=True)
     return replace(scene, **changes)
@@ -51,15 +60,35 @@ def gpu_scene(count: int, *, width_of_names: bool = False, **more: Any) -> Scene
     return Scene(state_of(payloads), training.now, FACTS, alive=True)
 
 
+def focused(scene: Scene) -> Process:
+    """The process whose numbers stand for the run."""
+    process = scene.process
+    assert process is not None
+    return process
+
+
+def with_process(scene: Scene, **changes: Any) -> Scene:
+    """The scene with another process that stands for the run."""
+    process = replace(focused(scene), **changes)
+    return replace(scene, state=replace(scene.state, processes={**scene.state.processes, process.process: process}))
+
+
+def with_call(scene: Scene, **changes: Any) -> Scene:
+    """The scene with another last call."""
+    process = focused(scene)
+    assert process.newest is not None
+    track = process.calls[process.newest]
+    changed = replace(track, last=replace(track.last, **changes))
+    return with_process(scene, calls={**process.calls, process.newest: changed})
+
+
 @cache
 def situations() -> dict[str, Scene]:
     """Named situations, as many as the screen has to be right in; made once, for a picture changes nothing."""
     dp = scene_of(Training(devices=[f"cpu:{i}" for i in range(4)]))
-    gpus = scene_of(Training(devices=[f"cuda:{i}" for i in range(8)], virtual=False))
-    for i in range(8):
-        for t in range(20):
-            for record in decoded([device_event(float(t), i, power_w=None, absent={"power_w": "not supported"})]):
-                fold(gpus.state, record)
+    lacking: dict[str, Any] = {"power_w": None, "absent": {"power_w": "not supported"}}
+    samples = [device_event(float(t), i, **lacking) for t in range(20) for i in range(8)]
+    gpus = scene_of(Training(devices=[f"cuda:{i}" for i in range(8)], virtual=False), more=samples)
     hostile = Training(
         root="Net\x1b]52;c;x\x07\u202e漢字" * 20, via="Sub\x9b31m\x00class", devices=["\x1b[2Jcuda:0", "cuda\u200b:1"]
     )

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import types
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from stored import Recording
 from synthetic import SECOND, Training, decoded, host_event
 from textual.pilot import Pilot
 
-from dpmon.past import Drawn, Past
-from dpmon.record.codec import Record
+from dpmon.record.codec import Event, Record
+from dpmon.store.queries import Store
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.monitor import Monitor
 
@@ -23,7 +25,7 @@ LOOK = Look(UNICODE, COLOUR, True)
 
 
 class FakeReader:
-    """A run that the test conducts: what it appends to `new` is what the next poll brings."""
+    """A run that the test conducts: what it appends to `new` is recorded when the screen looks the next time."""
 
     def __init__(self, directory: Path, mode_option: str = "auto") -> None:
         self.info = types.SimpleNamespace(
@@ -35,8 +37,8 @@ class FakeReader:
             command_pid=None,
         )
         self.output_paths: tuple[Path, ...] = (directory / "output.log",)
+        self.recording = Recording()
         self.new: list[Record] = []
-        self.missed = 0
         self.ended: Any = None
         self.is_alive: bool | None = True
         self.asked: list[str] = []
@@ -44,22 +46,19 @@ class FakeReader:
         self.pause = types.SimpleNamespace(wanted=False, pending=False, since_ns=None)
         self.no_pause: str | None = None
         self.doing: dict[int, tuple[str, int]] = {}
-        self.polls = 0
+        self.looks = 0
         self.closed = False
 
     def refresh(self) -> Any:
         return self.info
 
-    def past(self) -> Iterator[Past | Drawn]:
-        return iter(())
-
-    def of_both(self) -> Iterator[Drawn | None]:
-        return iter(())
-
-    def poll(self, most: int | None = None) -> list[Record]:
-        self.polls += 1
-        found, self.new = self.new[:most], self.new[most:] if most is not None else []
-        return found
+    @contextmanager
+    def open_store(self) -> Iterator[Store]:
+        self.looks += 1
+        new, self.new = self.new, []
+        for process, records in groupby(new, key=_process_of):
+            self.recording.add(records, process)
+        yield self.recording.store()
 
     def stage(self) -> tuple[str, int] | None:
         return None
@@ -96,6 +95,11 @@ class FakeReader:
 
     def close(self) -> None:
         self.closed = True
+
+
+def _process_of(record: Record) -> int:
+    number = record.data.get("process") if isinstance(record, Event) else record.process
+    return number if isinstance(number, int) else 0
 
 
 class Stage:
@@ -136,10 +140,10 @@ async def stage(
     training = Training(devices=("cpu:0", "cpu:1"))
     if steps:
         reader.new = decoded([*training.begin(), *training.run(steps), host_event(1.0)], origin_ns=SECOND)
-    app = Monitor(directory, LOOK, refresh=0.1, open_reader=lambda: reader)
+    app = Monitor(directory, LOOK, refresh=0.1, open_reader=lambda: reader, open_store=reader.open_store)
     async with app.run_test(size=size) as pilot:
         on = Stage(app, pilot, reader, training)
-        await on.until(lambda: reader.polls > 1, "the first polls")
+        await on.until(lambda: reader.looks > 1, "the first looks")
         yield on
     app.feed.close()
     assert reader.closed

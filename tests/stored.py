@@ -1,82 +1,217 @@
-"""Makes steps as the store takes them, and what the store should say of them, for tests of dpmon.store."""
+"""Writes records into a history in memory, as a supervisor does, and takes the state of the screen from it."""
 
 from __future__ import annotations
 
-import random
 import sqlite3
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from dpmon.record.schema import KINDS, PHASES
+from dpmon.model.snapshot import Snapshots, Wanted
+from dpmon.model.state import State
+from dpmon.record.codec import (
+    CALL_PHASES,
+    UNTIMED,
+    Call,
+    Record,
+    Size,
+    Step,
+    call_flags,
+    kind_of,
+    mode_number,
+    pack_call,
+    pack_definition,
+    pack_event,
+    pack_step,
+    pack_timed,
+)
+from dpmon.record.plainjson import load_event
+from dpmon.record.wire import BODY_PHASES, STEP_EXTRAS, TIMED_PHASES, with_extras
+from dpmon.run.opened import open_store
+from dpmon.store.as_of import AsOf
+from dpmon.store.intake import Accounts, Intake
 from dpmon.store.queries import Store
-from dpmon.store.tables import HISTORY_FILE
-from dpmon.store.tally import ALL, WIDTHS, Key, StepFacts, Tally
+from dpmon.store.tables import RingRow
+from dpmon.store.writer import Batch, History
 
-__all__ = ["SECOND", "OneStep", "asked", "expected", "some_facts", "some_steps"]
+__all__ = ["Recording", "packed", "state_in", "state_of", "store_of"]
 
-SECOND = 1_000_000_000
-
-
-class OneStep(NamedTuple):
-    """A step, when it began (ns), and which tally it belongs to."""
-
-    key: Key
-    start: int
-    facts: StepFacts
-
-    @property
-    def end(self) -> int:
-        """When it ended, ns."""
-        return self.start + self.facts.wall
+SUPERVISOR = -1
+_OF_SUPERVISOR = ("device", "host", "input", "exit")
+_BATCH = 2000
 
 
-def some_facts(chance: random.Random, number: int, wall: int, samples: int | None = 8) -> StepFacts:
-    """A step with some of the phases, and some device times and replicas."""
-    phases = [None if chance.random() < 0.2 else int(wall * chance.random()) for _ in PHASES]
-    parts = [(f"replica 1 {index}", int(wall * chance.random())) for index in range(chance.randrange(3))]
-    device = {"forward": int(wall * chance.random())} if chance.random() < 0.5 else {}
-    rest = None if chance.random() < 0.5 else wall // 3
-    copied = chance.choice((None, 4096))
-    return StepFacts(number, wall, (samples, copied), phases, rest, chance.randrange(3), device, parts)
+class Recording:
+    """A run that a test writes: payloads of rings, or records."""
+
+    def __init__(self, origin_ns: int = 0) -> None:
+        """`origin_ns`: the run's start on the clock of the payloads."""
+        self.origin_ns = origin_ns
+        self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        self._history = History(self._db, {"run": "test", "start_ns": origin_ns})
+        self._accounts = Accounts()
+        self._intakes: dict[int, Intake] = {}
+        self._packers: dict[int, _Packer] = {}
+        self._next_id = 1
+        self._snapshots = Snapshots()
+
+    def add(self, records: Iterable[bytes | Record], process: int = 0, rank: int | None = None) -> Recording:
+        """Write what a process recorded; samples, waits and the exit are the supervisor's."""
+        batch = Batch()
+        for count, record in enumerate(records, start=1):
+            for payload in [record] if isinstance(record, bytes) else self._packer(process).pack(record):
+                intake = self._intake(_source(payload, process), rank)
+                if intake.add(batch, self._next_id, payload):
+                    self._next_id += 1
+            if count % _BATCH == 0:
+                batch = self._write(batch)
+        self._write(batch)
+        return self
+
+    def missed(self, count: int) -> None:
+        """Records that were overwritten before they could be read."""
+        self._intake(0, None).row.missed = count
+        self._write(Batch())
+
+    def _write(self, batch: Batch) -> Batch:
+        batch.rings = [intake.row for intake in self._intakes.values()]
+        self._history.write(batch)
+        return Batch()
+
+    def _intake(self, process: int, rank: int | None) -> Intake:
+        found = self._intakes.get(process)
+        if found is None:
+            name = "gpu.ring" if process < 0 else f"process-{process}.ring"
+            row = RingRow(name, process, rank if process >= 0 else None, 4242)
+            found = self._intakes[process] = Intake(row, self.origin_ns, self._accounts)
+        return found
+
+    def _packer(self, process: int) -> _Packer:
+        return self._packers.setdefault(process, _Packer())
+
+    def store(self) -> Store:
+        """What was recorded so far."""
+        return Store(self._db, self._history.bounds, self.origin_ns)
+
+    def state(self, t_ns: int | None = None, ended: Iterable[int] = (), **wanted: Any) -> State:
+        """The state as of now, or as of a time; `wanted`: of Wanted."""
+        store = self.store()
+        return self._snapshots.take(AsOf(store, t_ns), store, Wanted(**wanted), frozenset(ended))
 
 
-def some_steps(
-    chance: random.Random, count: int, seconds: float, processes: Sequence[int] = (0,), begin: float = 0.0
-) -> list[OneStep]:
-    """Steps of some processes between two times, in order of their numbers, which is that of time in each process."""
-    found = []
-    ends = sorted(int((begin + chance.random() * (seconds - begin)) * SECOND) for _ in range(count))
-    for number, end in enumerate(ends, start=1):
-        wall = min(int(chance.lognormvariate(18, 1)), end)
-        samples = chance.choice((None, 8, 16))
-        batch = -1 if samples is None else samples
-        key = Key(chance.choice(processes), chance.choice(("dp", "single")), chance.choice(KINDS), batch)
-        found.append(OneStep(key, end - wall, some_facts(chance, number, wall, samples)))
+def store_of(records: Iterable[bytes | Record] | Mapping[int, Iterable[bytes | Record]], origin_ns: int = 0) -> Store:
+    """The store of a run of one process, or of several."""
+    return _recorded(records, origin_ns).store()
+
+
+def state_of(
+    records: Iterable[bytes | Record] | Mapping[int, Iterable[bytes | Record]],
+    t_ns: int | None = None,
+    *,
+    origin_ns: int = 0,
+    **wanted: Any,
+) -> State:
+    """The state of the screen after the records of one process, or of several, as of a time."""
+    return _recorded(records, origin_ns).state(t_ns, **wanted)
+
+
+def state_in(directory: Path, t_ns: int | None = None, **wanted: Any) -> State:
+    """The state of the screen of the run in `directory`, as of now or as of a time."""
+    with open_store(directory) as store:
+        return Snapshots().take(AsOf(store, t_ns), store, Wanted(**wanted), frozenset())
+
+
+def _recorded(records: Iterable[Any] | Mapping[int, Iterable[Any]], origin_ns: int) -> Recording:
+    found = Recording(origin_ns)
+    for process, own in records.items() if isinstance(records, Mapping) else [(0, records)]:
+        found.add(own, process)
     return found
 
 
-def expected(steps: Iterable[OneStep]) -> dict[int, dict[tuple[int, Key], Tally]]:
-    """By width, the tally of each start and key; those of all processes too, if there are several."""
-    found: dict[int, dict[tuple[int, Key], Tally]] = {width: defaultdict(Tally) for width in WIDTHS}
-    steps = list(steps)
-    several = len({step.key.process for step in steps}) > 1
-    for step in steps:
-        for key in (step.key, step.key._replace(process=ALL)) if several else (step.key,):
-            for width in WIDTHS:
-                start = step.end // SECOND // width * width
-                found[width][start, key].add([step.facts], step.start, step.end)
-    return found
+def _source(payload: bytes, process: int) -> int:
+    if kind_of(payload) != "event":
+        return process
+    kind, data = load_event(payload[1:].decode())
+    ours = kind in _OF_SUPERVISOR or (kind == "warning" and data.get("process") is None)
+    return SUPERVISOR if ours else process
 
 
-@contextmanager
-def asked(directory: Path) -> Iterator[Store]:
-    """The store of a history."""
-    db = sqlite3.connect(directory / HISTORY_FILE, isolation_level=None)
-    try:
-        db.execute("BEGIN")
-        yield Store(db)
-    finally:
-        db.close()
+# ------------------------------------------------------------------------------------------------ records
+
+
+def packed(records: Iterable[Record]) -> list[bytes]:
+    """The payloads of records, with the definitions that they need."""
+    packer = _Packer()
+    return [payload for record in records for payload in packer.pack(record)]
+
+
+class _Packer:
+    """Makes payloads of records of one process."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def pack(self, record: Record) -> list[bytes]:
+        """The definitions that are new, and the record."""
+        if isinstance(record, Call):
+            return self._call(record)
+        return [_step(record) if isinstance(record, Step) else pack_event(record.kind, record.data)]
+
+    def _define(self, out: list[bytes], value: Any) -> int:
+        key = repr(value)
+        if key not in self._numbers:
+            # Above those of payloads that the same test may have written.
+            self._numbers[key] = 1000 + len(self._numbers)
+            out.append(pack_definition(self._numbers[key], value))
+        return self._numbers[key]
+
+    def _sizes(self, out: list[bytes], sizes: Sequence[Size] | None) -> int:
+        if sizes is None:
+            return 0
+        return self._define(out, [[size.path, list(size.shape), size.dtype, size.bytes] for size in sizes])
+
+    def _call(self, call: Call) -> list[bytes]:
+        out: list[bytes] = []
+        layout = {
+            "root": call.root, "via": call.via, "virtual": call.virtual, "devices": list(call.devices),
+            "absent": dict(call.absent),
+        }  # fmt: skip
+        number, inputs, outputs = (
+            self._define(out, layout), self._sizes(out, call.inputs), self._sizes(out, call.outputs)
+        )  # fmt: skip
+        phases: list[int] = []
+        for name in CALL_PHASES:
+            phase = call.phases.get(name)
+            phases += (-1, 0) if phase is None else (phase.offset_ns, phase.host_ns)
+        replicas: list[int] = []
+        for each in call.replicas:
+            replicas += (self._sizes(out, each.inputs), self._sizes(out, each.outputs), each.offset_ns, each.host_ns)
+        stages: list[int] = []
+        for stage in call.stages:
+            about = self._define(out, {"device": stage.device, "parts": list(stage.parts)})
+            took = -1 if stage.host_ns is None else stage.host_ns
+            stages += (about, self._sizes(out, stage.inputs), self._sizes(out, stage.outputs), stage.offset_ns, took)
+        flags = call_flags(call.virtual, call.training, call.grad, call.failed)
+        payload = pack_call(
+            mode_number(call.mode), flags, number, call.step, call.call, call.start_ns, call.wall_ns, inputs, outputs,
+            phases, replicas, stages,
+        )  # fmt: skip
+        parts: Sequence[Any] = call.replicas or call.stages
+        times = [phase.device_ms if (phase := call.phases.get(name)) else None for name in CALL_PHASES]
+        times += [part.device_ms for part in parts]
+        timed = any(time is not None for time in times)
+        return [*out, pack_timed(payload, times, 0) if timed else payload]
+
+
+def _step(step: Step) -> bytes:
+    took = [step.phases.get(name, -1) for name in BODY_PHASES]
+    samples = -1 if step.samples is None else step.samples
+    payload = pack_step(mode_number(step.mode), step.step, step.start_ns, step.wall_ns, samples, took)
+    known = {**step.phases, **step.quantities}
+    extras = {name: value for name in STEP_EXTRAS if (value := known.get(name)) is not None}
+    payload = with_extras(payload, extras) if extras else payload
+    if step.device_ms is None:
+        return payload
+    why = UNTIMED.index(step.untimed) if step.untimed in UNTIMED else 0
+    names = [name for name in TIMED_PHASES if name in BODY_PHASES or name in step.phases]
+    return pack_timed(payload, [step.device_ms.get(name) for name in names], why)

@@ -50,7 +50,7 @@ def main(records: int, rate: float, replicas: int, after: Callable[[int], object
     ring, path = _open()
     _define(ring, replicas)
     written, renew_at = 5, ring.capacity // 4
-    shares = [3, 4, 1000, 90_000] * replicas
+    shares = [3, 4, 20_000, 25_000] * replicas
     began = time.monotonic()
     for number in range(records):
         if rate:
@@ -62,8 +62,8 @@ def main(records: int, rate: float, replicas: int, after: Callable[[int], object
             wall = 100_000 + step % 1000
             ring.write(pack_step(1, step, now, wall, 8 * replicas, (1000, 50_000, 40_000, 5000)))
         else:
-            phases = [0, 5000, 5000, 20_000, 25_000, 60_000, 85_000, 5000]
-            ring.write(pack_call(1, 7, 1, step, step, now, 90_000, 2, 4, phases, shares))
+            phases = [0, 5000, 5000, 15_000, 20_000, 25_000, 45_000, 5000]
+            ring.write(pack_call(1, 7, 1, step, step, now, 50_000, 2, 4, phases, shares))
         written += 1
         after(number)
         if ring.head >= renew_at:

@@ -14,12 +14,14 @@ from dpmon.cli.speak import closing, speak
 from dpmon.run import retention
 from dpmon.run.guard import looked_after
 from dpmon.run.lock import goes_on_elsewhere
+from dpmon.run.opened import open_store
 from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
 from dpmon.run.rundir import RunError, RunInfo, find_run, list_runs, load_exit, load_info, newest_run, short_name
 from dpmon.run.standing import how_it_stands
 from dpmon.run.start import look_after
 from dpmon.run.state import goes_on, is_paused, run_state
+from dpmon.store.tables import HistoryError
 from dpmon.text.cleaning import clean
 
 __all__ = ["attach", "export", "keep", "ls", "rm", "stop"]
@@ -47,12 +49,12 @@ def _follow(directory: Path, options: argparse.Namespace) -> int:
         how = follower.follow()
         return closing(directory, how, None if lines == "stderr" else follower.say)
     info = RunReader(directory).info
-    from dpmon.run.playback import can_be_played
+    from dpmon.run.opened import can_be_opened
     from dpmon.ui.app import run_screen
 
     refresh = options.refresh or options.settings.refresh or info.refresh
     was_over = load_exit(directory) is not None
-    playback = was_over and can_be_played(directory)
+    playback = was_over and can_be_opened(directory)
     if run_screen(directory, refresh=refresh, theme=options.settings.theme, playback=playback) == "left":
         speak(f"the training goes on; back to it: dpmon attach {short_name(info)}")
         return 0
@@ -183,19 +185,12 @@ def _arguments(info: RunInfo) -> tuple[str, ...]:
 
 
 def _steps(directory: Path) -> int | None:
-    """Steps that the history has counted; None if there is none. Of several processes, which take theirs together,
-    those of the one that took the most.
-    """
-    from dpmon.run.kept import Kept
-    from dpmon.store.tables import HistoryError
-
+    """Steps in the record, None if nothing is recorded. Processes step together: of several, those of the longest."""
     try:
-        kept = Kept(directory)
-    except (HistoryError, OSError):
+        with open_store(directory) as store:
+            return max((row.steps for row in store.rings.values()), default=None)
+    except HistoryError:
         return None
-    counts = [row.steps for row in kept.rings.values()]
-    kept.close()
-    return max(counts, default=None)
 
 
 def _age(seconds: float) -> str:

@@ -101,9 +101,11 @@ class Follower:
         where a line of JSON a second goes. On stderr they take the place of all that is said in words.
         """
         self._directory = directory
-        self._reader = RunReader(directory, calls=False)
+        self._reader = RunReader(directory)
         self._guard = None if supervisor is None else Guard(directory, supervisor)
         self._progress = Progress(self._reader)
+        if supervisor is None:
+            self._progress.line()  # the first one that is shown is of the time since now
         paths = self._reader.output_paths
         self._streams = [Stream(path, fd) for fd, path in enumerate(paths, start=1)]
         if keep is not None:

@@ -3,12 +3,12 @@
     status  run, t_s (s since the run's start), state, step, steps_per_s and samples_per_s (of elapsed training time:
             dpmon.rates; the same with _within_steps leave out the time between steps), mode, virtual, processes,
             step_ms, phases and call_phases (median_ms, p95_ms, share of the steps' time): the last two minutes of
-            steps in the current mode of the first process, ranks where several train, devices and host as in the
-            record, warnings, dropped, absent: why something is null. phases are those of a step and add up to it;
+            training steps in the current mode of the first process, ranks where several train, devices and host as in
+            the record, warnings, dropped, absent: why something is null. phases are those of a step and add up to it;
             call_phases are those of its calls (scatter, replicate, parallel_apply, gather), which lie within the
             step's forward. A phase that did not run is left out. device_median_ms is the time of the slowest device
-            for the same phase: the median of the newest 128 steps in this mode that have device times. It is null if
-            no step has them, and for other, which runs on the host
+            for the same phase: the median of the steps of that time that have device times. It is null if no step has
+            them, and for other, which runs on the host
     message text: a message of dpmon in words
     exit    run, t_s, status, signal: the last line
 
@@ -24,30 +24,30 @@ import os
 import stat
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dpmon.model import State, fold
-from dpmon.model.history import figures, forward_figures
-from dpmon.model.ranks import speed_together, training
-from dpmon.model.state import Process
-from dpmon.model.stats import PhaseFigures, median_known, speed
+from dpmon.model.pace import speed
+from dpmon.model.ranks import training
+from dpmon.model.snapshot import Snapshots, Wanted
+from dpmon.model.state import Process, State
 from dpmon.model.turns import ended_of
 from dpmon.rates import as_fields
-from dpmon.record.codec import STEP_PHASES
+from dpmon.record.schema import PHASES
 from dpmon.run.destination import is_stream, open_stream, open_truncated
+from dpmon.run.opened import open_store
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, is_run_directory
 from dpmon.run.standing import IDLE
+from dpmon.store.as_of import AsOf
+from dpmon.store.figures import Figures
+from dpmon.store.tables import HistoryError
 
 __all__ = ["EVERY_S", "LineFile", "Lines"]
 
 EVERY_S = 1.0
-_STEP_PHASES = {name: name for name in STEP_PHASES}
-_CALL_PHASES = {"scatter": "scatter", "replicate": "replicate", "apply": "parallel_apply", "gather": "gather"}
-"""What the screen calls the phases of a call, and what the record does."""
 _RATES = tuple(as_fields(None))
-_POLLS = 16
 _SPAN_S = 120
 """The figures are of so many seconds of steps, as those of a screen that was just opened."""
 _MAX_RANKS = 64
@@ -98,6 +98,7 @@ class Lines:
         self._reader = RunReader(directory)
         self._write = write
         self._state = State()
+        self._snapshots = Snapshots()
         self._due = 0.0
         self._skipped = 0
 
@@ -113,7 +114,7 @@ class Lines:
     def end(self, how: ExitInfo | None) -> None:
         """Give the last lines: where it stood, and how it ended."""
         try:
-            self._take()
+            self._take(over=True)
             self._put(self._status(over=True))
         finally:
             self._put_exit(how)
@@ -125,14 +126,10 @@ class Lines:
         self._put({**said, "absent": {"status": "how it ended is not known"}} if how is None else said)
         self._reader.close()
 
-    def _take(self) -> None:
-        for _ in range(_POLLS):
-            records = self._reader.poll()
-            for record in records:
-                self._state = fold(self._state, record)
-            if not records:
-                self._state.ended = ended_of(self._reader.activities())
-                break
+    def _take(self, over: bool = False) -> None:
+        with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
+            ended = ended_of(self._reader.activities())
+            self._state = self._snapshots.take(AsOf(store), store, Wanted(_SPAN_S, over=over), ended)
 
     def _put(self, said: dict[str, Any]) -> None:
         said["skipped"] = self._skipped
@@ -148,7 +145,7 @@ class Lines:
         absent: dict[str, str] = {}
         said: dict[str, Any] = {"kind": "status", "run": info.id, "t_s": round(now_ns / 1e9, 3)}
         said["state"] = "ended" if over else self._doing(focus)
-        progress, lacks = _progress(focus, state, None if over else now_ns)
+        progress, lacks = _progress(focus, state, now_ns)
         said |= progress
         absent |= lacks
         trained = training(state)
@@ -158,7 +155,7 @@ class Lines:
         said["devices"] = [dict(track.data) for _, track in sorted(state.devices.items())]
         said["host"] = dict(state.host.data) or None
         said["warnings"] = state.warning_count
-        said["dropped"] = self._reader.missed
+        said["dropped"] = state.missed
         said["absent"] = absent
         return said
 
@@ -174,26 +171,23 @@ class Lines:
         return "running"
 
 
-def _progress(focus: Process | None, state: State, now_ns: int | None) -> tuple[dict[str, Any], dict[str, str]]:
+def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[str, Any], dict[str, str]]:
     """Step, speeds and times of the process that stands for the run; and why some of them are null, by their names."""
     absent: dict[str, str] = {}
     if focus is None or focus.last_step is None:
         names = ("step", *_RATES, "mode", "virtual", "step_ms", "phases", "call_phases")
         absent.update(dict.fromkeys(names, "no step has ended yet"))
         return dict.fromkeys(names), absent
-    fast = speed_together(focus, state, lambda one: speed(one, now_ns))
+    fast = speed(focus, state, now_ns)
     if fast.reason is not None:
         absent.update(dict.fromkeys(_RATES, fast.reason))
     elif fast.samples_per_s is None:
         absent.update(dict.fromkeys(_RATES[1::2], "the steps have no sample count"))
-    found = figures(focus, focus.mode, _SPAN_S)
-    if not found.steps:
+    summary = focus.ranged
+    found = summary.figures if summary.mode == focus.mode and not summary.evaluation else None
+    if found is None:
         absent.update(dict.fromkeys(("step_ms", "phases", "call_phases"), "no step in this mode yet"))
-    named = {phase.name: phase for phase in found.phases}
-    # The whole forward of the steps: elsewhere the model has the phases of the calls apart from it.
-    forward = forward_figures(focus, focus.mode, _SPAN_S)
-    on_device = _on_device(focus)
-    if found.steps and not on_device:
+    elif not any(phase.device_count for phase in found.phases):
         reason = _why_untimed(focus)
         absent |= {} if reason is None else {"device_median_ms": reason}
     said = {
@@ -201,9 +195,9 @@ def _progress(focus: Process | None, state: State, now_ns: int | None) -> tuple[
         **as_fields(fast.rate),
         "mode": focus.mode or None,
         "virtual": focus.virtual,
-        "step_ms": _ms(found.median_ns, found.p95_ns) if found.steps else None,
-        "phases": _phases({**named, "forward": forward}, _STEP_PHASES, on_device) if found.steps else None,
-        "call_phases": _phases(named, _CALL_PHASES, on_device) if found.steps else None,
+        "step_ms": None if found is None else _ms(found.median_ns, found.p95_ns),
+        "phases": None if found is None else _phases(found, of_call=False),
+        "call_phases": None if found is None else _phases(found, of_call=True),
     }
     return said, absent
 
@@ -215,35 +209,35 @@ def _ms(median_ns: float | None, p95_ns: float | None) -> dict[str, float | None
     }
 
 
-def _on_device(focus: Process) -> dict[str, float]:
-    """Medians of what the slowest device took, by what the screen calls a phase, but of the whole forward; ms."""
-    track = focus.modes.get(focus.mode)
-    times = {} if track is None else {**track.device_ms, "forward": track.forward_ms}
-    return {name: middle for name, one in times.items() if (middle := median_known(one)) is not None}
-
-
 def _why_untimed(focus: Process) -> str | None:
     """Why no time of a device is known, if the newest step or call says so."""
-    if focus.turn is not None and focus.turn.untimed is not None:
-        return focus.turn.untimed
-    return focus.calls_kept[-1].absent.get("device_ms") if focus.calls_kept else None
+    if focus.last_step is not None and focus.last_step.untimed is not None:
+        return focus.last_step.untimed
+    track = focus.calls.get(focus.newest) if focus.newest is not None else None
+    return track.last.absent.get("device_ms") if track is not None else None
 
 
-def _phases(
-    figures: Mapping[str, PhaseFigures], names: Mapping[str, str], on_device: Mapping[str, float]
-) -> dict[str, Any]:
-    """Of the phases in `names` (ours, the record's) those that ran."""
-    return {
-        said: {**_ms(phase.median_ns, phase.p95_ns), "share": phase.share, "device_median_ms": on_device.get(name)}
-        for name, said in names.items()
-        if (phase := figures.get(name)) is not None and phase.ran
-    }
+def _phases(figures: Figures, *, of_call: bool) -> dict[str, Any]:
+    """The phases that ran: those of a step, with the whole forward, or those of its calls."""
+    found = {}
+    for named in PHASES:
+        phase = figures.phase(named.name) if named.of_call == of_call else None
+        if phase is not None:
+            on_device = None if phase.device_ns is None else phase.device_ns / 1e6
+            times = {**_ms(phase.median_ns, phase.p95_ns), "share": phase.share, "device_median_ms": on_device}
+            found[named.name] = times
+    return found
 
 
 def _rank(process: Process) -> dict[str, Any]:
-    found = figures(process, process.mode, _SPAN_S)
+    figures = process.figures
     step = process.last_step.step if process.last_step is not None else None
-    return {"process": process.process, "rank": process.rank, "step": step, **_ms(found.median_ns, found.p95_ns)}
+    return {
+        "process": process.process,
+        "rank": process.rank,
+        "step": step,
+        **_ms(figures.step_ns, figures.step_p95_ns),
+    }
 
 
 def _finite(value: Any) -> Any:

@@ -3,106 +3,111 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from dpmon.model.numbers import group
-from dpmon.rates import Pace, Paces, rate_of
-from dpmon.record.codec import Event, Step
-from dpmon.run.inputs import Inputs
-from dpmon.run.pauses import Pauses
+from dpmon.record.schema import EVALUATION
+from dpmon.run.opened import open_store
 from dpmon.run.reader import RunReader
+from dpmon.run.rundir import RunError
 from dpmon.run.standing import IDLE
+from dpmon.store.figures import elapsed, rate
+from dpmon.store.queries import Store
+from dpmon.store.tables import HistoryError
+from dpmon.store.tally import Key, Sum, Tally
 from dpmon.text.quantities import compact, within_words
 
 __all__ = ["Progress"]
 
-_POLLS = 16
 _SHOWN_NS = 1_000_000_000
+_NOTHING = (0, 0)
+
+
+class _Sums(NamedTuple):
+    """Steps of one process, and their time: within and between them, and within them alone (ns)."""
+
+    tally: Tally
+    times: tuple[int, int]
+
+    def since(self, then: _Sums | None) -> _Sums:
+        """What has come since `then`."""
+        if then is None:
+            return self
+        samples, before = self.tally.sum("samples"), then.tally.sum("samples")
+        fresh = Tally(
+            steps=self.tally.steps - then.tally.steps,
+            first_ns=then.tally.last_ns or self.tally.first_ns,
+            last_ns=self.tally.last_ns,
+            sums={"samples": Sum(samples.count - before.count, samples.total - before.total)},
+        )
+        return _Sums(fresh, (self.times[0] - then.times[0], self.times[1] - then.times[1]))
 
 
 class Progress:
-    """Counts what a reader sees between two lines."""
+    """Compares what the store of a run counts with what it counted at the last line."""
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
-        self._processes: set[int] = set()
-        self._virtual = False
-        self._ranks = False
-        """Whether the processes are ranks of one training, for which the modes do not hold."""
-        self._paces: dict[int, Paces] = {}
-        """By process."""
-        self._said: dict[int, Pace] = {}
-        """The same as it was at the last line."""
-        self._inputs, self._pauses = Inputs(), Pauses()
+        self._steps = 0
+        self._said: dict[tuple[int, bool], _Sums] = {}
+        """By process: of its training steps, and of all."""
         self._last_ns = 0
-        """When the newest step ended (monotonic); 0 before the first step."""
+        """When the newest step ended (since the run's start); 0 before the first step."""
 
     def line(self) -> str:
         """How far the run is and how fast since the last line; what it waits for if there was no step."""
-        steps = self._new_steps()
-        if not steps:
+        try:
+            with open_store(self._reader.directory) as store:
+                return self._stepped(store) or self._waiting()
+        except (HistoryError, RunError):  # it is damaged or deleted
             return self._waiting()
-        parts = [f"step {group(max(step.step for step in steps))}"]
-        if len(self._processes) > 1:
-            parts.append(f"{len(self._processes)} processes")
-        parts += self._rates()
-        if steps[-1].mode and not (self._ranks and steps[-1].mode == "single"):
-            parts.append(steps[-1].mode + (" (virtual)" if self._virtual and steps[-1].mode == "dp" else ""))
+
+    def _stepped(self, store: Store) -> str | None:
+        """The line if there were steps."""
+        counts = store.sums()
+        steps = sum(tally.steps for tally in counts.values())
+        if steps <= self._steps:
+            return None
+        self._steps = steps
+        newest = max(counts, key=lambda key: counts[key].last_ns or 0)
+        self._last_ns = counts[newest].last_ns or 0
+        parts = [f"step {group(max(tally.last_step or 0 for tally in counts.values()))}"]
+        processes = {key.process for key in counts}
+        if len(processes) > 1:
+            parts.append(f"{len(processes)} processes")
+        parts += self._rates(store, counts)
+        ranks = any(_is_rank(event.data.get("world")) for event in store.events("process"))
+        if newest.mode and not (ranks and newest.mode == "single"):
+            virtual = any(event.data.get("virtual") is True for event in store.events("mode", newest=1))
+            parts.append(newest.mode + (" (virtual)" if virtual and newest.mode == "dp" else ""))
         return "  ".join(parts)
 
-    def _rates(self) -> list[str]:
+    def _rates(self, store: Store, counts: Mapping[Key, Tally]) -> list[str]:
         """Of the training since the last line; of evaluations where a process has not trained yet."""
-        fresh = []
-        for process, paces in self._paces.items():
-            now = paces.total()
-            since = now.copy()
-            since.add(self._said.get(process, Pace()), -1)
-            fresh.append(since.training if now.training.steps else since.counted())
-            self._said[process] = now
-        rate = rate_of(fresh)
-        if rate is None:
+        times = store.time_sums()
+        tallies: dict[int, Tally] = {}
+        spent: dict[int, tuple[int, int]] = {}
+        for process in {key.process for key in counts}:
+            own = {key: tally for key, tally in counts.items() if key.process == process}
+            trained = any(not key.kind & EVALUATION for key in own)
+            for training in (True, False):
+                whole = Tally()
+                for key, tally in own.items():
+                    if not training or not key.kind & EVALUATION:
+                        whole.merge(tally)
+                now = _Sums(whole, elapsed(times, None, False, training).get(process, _NOTHING))
+                fresh = now.since(self._said.get((process, training)))
+                self._said[process, training] = now
+                if training == trained:
+                    tallies[process], spent[process] = fresh
+        found = rate(tallies, spent)
+        if found is None:
             return ["evaluation"]
-        parts = [f"{compact(rate.steps_per_s)} steps/s"]
-        if rate.samples_per_s is not None:
-            return [*parts, f"{compact(rate.samples_per_s)} samples/s{within_words(rate)}"]
-        return [parts[0] + within_words(rate)]
-
-    def _new_steps(self) -> list[Step]:
-        """The steps since the last line; modes are remembered on the way."""
-        steps: list[Step] = []
-        for _ in range(_POLLS):  # a writer that is faster than this is not chased for ever
-            records = self._reader.poll()
-            for record in records:
-                if isinstance(record, Step):
-                    steps.append(record)
-                    self._processes.add(record.process)
-                    self._pace(record.process).record(record)
-                    self._last_ns = max(self._last_ns, record.start_ns + record.wall_ns)
-                elif isinstance(record, Event) and record.kind == "mode":
-                    self._virtual = record.data.get("virtual") is True
-                elif isinstance(record, Event) and record.kind == "process":
-                    self._leave_out(record)
-                    world = record.data.get("world")
-                    self._ranks = self._ranks or (isinstance(world, int) and world > 1)
-                elif isinstance(record, Event) and record.kind in ("pause", "input"):
-                    self._leave_out(record)
-            if not records:
-                break
-        return steps
-
-    def _pace(self, process: int) -> Paces:
-        return self._paces.setdefault(process, Paces())
-
-    def _leave_out(self, record: Event) -> None:
-        """Leave a pause or a wait for input out of the rates; a process record may bring earlier waits."""
-        process = record.data.get("process")
-        if record.kind == "input" or (record.kind == "process" and type(process) is int):
-            take = self._inputs.event if record.kind == "input" else self._inputs.process
-            for wait in take(record.data):
-                self._pace(wait.process).wait(wait.begin_ns, wait.end_ns)
-        elif type(process) is int:
-            pause = self._pauses.event(record.data)
-            if pause is not None:
-                self._pace(process).pause(*pause)
+        parts = [f"{compact(found.steps_per_s)} steps/s"]
+        if found.samples_per_s is not None:
+            return [*parts, f"{compact(found.samples_per_s)} samples/s{within_words(found)}"]
+        return [parts[0] + within_words(found)]
 
     def _waiting(self) -> str:
         activities = self._reader.activities()
@@ -116,10 +121,15 @@ class Progress:
             if since and name != "ended":
                 return f"no step for {(now - since) / 1e9:.0f} s, in {name}"
         stage = self._reader.stage()
-        if self._last_ns and (stage is None or stage[1] < self._last_ns):
-            return f"no step for {(now - self._last_ns) / 1e9:.0f} s, the training process has ended"
+        last = self._last_ns + self._reader.info.start_ns if self._last_ns else 0
+        if last and (stage is None or stage[1] < last):
+            return f"no step for {(now - last) / 1e9:.0f} s, the training process has ended"
         if stage is None:
             return "waiting for the first step"
         text, at = stage
         text = f"waiting for the first step, {text}" if text in IDLE else text
         return f"{text} ({(now - at) / 1e9:.0f} s)"
+
+
+def _is_rank(world: object) -> bool:
+    return isinstance(world, int) and world > 1

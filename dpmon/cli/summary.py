@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dpmon.model.finding import many
+from dpmon.model.layouts import Layouts
 from dpmon.model.memory import held, reasons
 from dpmon.model.numbers import duration, group
-from dpmon.model.stats import median, percentile
-from dpmon.record.codec import CALL_PHASES, STEP_PHASES
+from dpmon.record.schema import EVALUATION, PHASES, STEP
 from dpmon.report.said import waited
-from dpmon.report.words import times_paused
-from dpmon.run.add_up import add_up, why_nothing
+from dpmon.report.words import ACTIVITY_NAMES, times_paused
 from dpmon.run.files import read_tail
+from dpmon.run.inputs import inputs_in
+from dpmon.run.opened import open_store
+from dpmon.run.pauses import pauses_in
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info, short_name
-from dpmon.run.totals import Deleted, ModeTotals, Totals
+from dpmon.run.standing import why_nothing
+from dpmon.store.figures import Figures, PhaseFigures
+from dpmon.store.queries import Store
+from dpmon.store.tables import HistoryError
+from dpmon.store.window import Window, accounted
 from dpmon.text.cells import cut, span_width
 from dpmon.text.cleaning import clean
 from dpmon.text.last_words import READ_BYTES, last_words
@@ -34,6 +39,12 @@ _MAX_ROWS = 2
 """Rows of the terminal that a line may take where there is no room for all; but for how it ended and where it is."""
 _MAX_STAGES = 8
 _MAX_WARNINGS = 5
+_MEMORY_RECORDS = 10_000
+"""The newest ones; each process has one now and then."""
+_NOT_TRAINING = 0.05
+"""The parts of the elapsed time are shown if more than this share of it was no training."""
+_TRIFLE = 0.001
+"""Parts of a smaller share are left out."""
 
 
 class Line(NamedTuple):
@@ -50,51 +61,243 @@ _FIRST, _MODE, _STEP, _LACKS, _PHASE, _WHO, _PART = range(7)
 def summary_lines(directory: Path, how: ExitInfo | None) -> list[str]:
     """The summary of the run in `directory`, a line each, safe for a terminal. RunError if it is no run.
 
-    Medians are the middle value, p95 the nearest rank (the smallest value that 95 % do not exceed), over every step
-    that is still in the record.
+    Medians and p95 (the smallest value that 95 % do not exceed) are at most 0.4 % off, over every step of the run.
     """
     return [line.text for line in summary(directory, how)]
 
 
 def summary(directory: Path, how: ExitInfo | None) -> list[Line]:
     """The same, each line with its rank."""
-    reader = RunReader(directory)
-    info = reader.info
-    totals = add_up(directory)
-    lines = [Line(_FIRST, _outcome(info, how)), *_ranked(_MODE, _raised(reader, how))]
-    if not any(mode.walls or mode.calls for mode in totals.modes.values()):
-        why = why_nothing(totals, reader)
-        lines.append(Line(_MODE, f"nothing was traced: {why}" if why else "nothing was traced"))
-    for name, mode in sorted(totals.modes.items()):
-        lines += _mode_lines(name, "", mode, totals)
-        if name in totals.evaluations:
-            lines += _mode_lines(name, ", evaluation", totals.evaluations[name], totals)
-    gone = ((name, gone) for name, gone in sorted(totals.deleted.items()) if gone.sums.steps)
-    lines += _ranked(_STEP, (_deleted_line(*each, totals) for each in gone))
-    lines += _ranked(_WHO, _rank_lines(totals))
-    lines += _ranked(_PART, _stage_lines(totals))
-    lines += _ranked(_WHO, _replica_lines(totals))
-    lines += _ranked(_PART, _memory_lines(totals))
-    paused = totals.pauses.total(int(how.seconds * 1e9) if how is not None and how.by == "supervisor" else None)
-    lacks: list[str] = []
-    if paused.times:
-        lacks.append(f"{times_paused(paused, how is not None)}: that time is in no step and no phase")
-    if inputs := totals.inputs.spans():
-        lacks.append(waited([(process, *span) for process, span in inputs]))
-    if totals.pruned:
-        pruned = group(totals.pruned)
-        lacks.append(f"{pruned} older records were deleted to bound the history: the figures are of the rest")
-    if totals.dropped:
-        lacks.append(f"{group(totals.dropped)} records were dropped: the figures are of the rest")
-    lacks += _warnings(totals, short_name(info))
-    lines += _ranked(_LACKS, lacks)
+    info = load_info(directory)
+    lines = [Line(_FIRST, _outcome(info, how)), *_ranked(_MODE, _raised(directory, info, how))]
+    try:
+        with open_store(directory) as store:
+            lines += _Summary(store, info, how).lines(directory)
+    except HistoryError as error:
+        texts = [f"the history cannot be read: {error}"]
+        lines += [_nothing(directory, info, how, texts), *_ranked(_LACKS, _warnings(texts, short_name(info)))]
     lines.append(Line(_FIRST, f"record: {directory}  (dpmon export {short_name(info)})"))
     return [Line(rank, clean(text)) for rank, text in lines]
 
 
-def _warnings(totals: Totals, name: str) -> list[str]:
+def _nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Iterable[str]) -> Line:
+    why = why_nothing(directory, info, how, warnings)
+    return Line(_MODE, f"nothing was traced: {why}" if why else "nothing was traced")
+
+
+class _Summary:
+    """What the store of a run says of all of it."""
+
+    def __init__(self, store: Store, info: RunInfo, how: ExitInfo | None) -> None:
+        self._store, self._info, self._how = store, info, how
+        self._window = Window(store)
+        shapes = store.shapes()
+        self._layouts = Layouts(shapes, {shape.process: store.definitions(shape.process) for shape in shapes})
+        self._processes = sorted({*store.processes, *self._layouts.processes})
+        self._members: dict[int, Mapping[str, Any]] = {
+            event.data["process"]: event.data
+            for event in store.events("process")
+            if type(event.data.get("process")) is int
+        }
+        """The newest `process` record of each."""
+
+    def lines(self, directory: Path) -> list[Line]:
+        """All but how it ended and where the record is."""
+        warnings = [text for event in self._store.events("warning") if isinstance(text := event.data.get("text"), str)]
+        found = _ranked(_STEP, self._time_lines())
+        kinds = self._store.kinds() | self._layouts.kinds()
+        if not kinds:
+            found.append(_nothing(directory, self._info, self._how, warnings))
+        for mode in sorted({mode for mode, _ in kinds}):
+            found += self._mode_lines(mode, False)
+            if self._window.trained(mode) and any(kind & EVALUATION for name, kind in kinds if name == mode):
+                found += self._mode_lines(mode, True)
+        found += _ranked(_WHO, self._rank_lines())
+        found += _ranked(_PART, self._stage_lines())
+        found += _ranked(_WHO, self._replica_lines())
+        found += _ranked(_PART, _memory_lines(self._store))
+        return found + _ranked(_LACKS, self._lacks(warnings))
+
+    def _lacks(self, warnings: Iterable[str]) -> list[str]:
+        """What figures leave out, and warnings."""
+        how = self._how
+        end_ns = int(how.seconds * 1e9) if how is not None and how.by == "supervisor" else None
+        paused = pauses_in(self._store).total(end_ns)
+        lacks: list[str] = []
+        if paused.times:
+            lacks.append(f"{times_paused(paused, how is not None)}: that time is in no step and no phase")
+        if inputs := inputs_in(self._store).spans():
+            lacks.append(waited([(process, *span) for process, span in inputs]))
+        if self._store.dropped:
+            lacks.append(f"{group(self._store.dropped)} records were dropped: the figures are of the rest")
+        return [*lacks, *_warnings(warnings, short_name(self._info))]
+
+    # ------------------------------------------------------------------------------------------ time and modes
+
+    def _time_lines(self) -> list[str]:
+        """The parts of the elapsed time, if it was not nearly all training."""
+        there = self._window.together.values()
+        begins = [tally.first_ns for tally in there if tally.first_ns is not None]
+        ends = [tally.last_ns for tally in there if tally.last_ns is not None]
+        if not begins or not ends:
+            return []
+        elapsed = max(ends) if self._how is None else int(self._how.seconds * 1e9)
+        parts = accounted(self._window.spent, elapsed, min(begins))
+        whole = sum(parts.values())
+        if (parts["training"] or parts["evaluation"]) >= (1 - _NOT_TRAINING) * whole:
+            return []
+        texts = [
+            f"{text} {run_time(parts[name] / 1e9)}{self._longest() if name == 'between' else ''}"
+            for name, text in ACTIVITY_NAMES.items()
+            if parts[name] > _TRIFLE * whole
+        ]
+        return [f"time: {', '.join(texts)}"]
+
+    def _longest(self) -> str:
+        for gap in self._store.gaps(1):
+            of = f" of process {gap.process}" if len(self._processes) > 1 else ""
+            return f" (longest {run_time(gap.ns / 1e9)} after step {group(gap.after_step)}{of})"
+        return ""
+
+    def _mode_name(self, mode: str) -> str:
+        """The mode's name as on the screen: ranks have one device each, so they are neither dp nor single."""
+        return "ddp" if mode == "single" and self._layouts.distributed else mode
+
+    def _mode_lines(self, mode: str, evaluation: bool) -> list[Line]:
+        found = self._window.figures(mode, evaluation)
+        title = (
+            (self._mode_name(mode) or "mode unknown")
+            + (" (virtual replicas)" if mode == "dp" and self._layouts.virtual else "")
+            + (", evaluation" if evaluation else "")
+        )
+        speed = rate_words(found.rate)
+        head = f"{title}: {self._steps(found)}"
+        return [Line(_MODE, f"{head}, {speed}" if speed else head), *_phase_lines(found)]
+
+    def _steps(self, found: Figures) -> str:
+        """Steps, calls and processes. Ranks step together; other processes step independently."""
+        mode, evaluation = found.mode, found.evaluation
+        tallies = [self._window.tally(mode, evaluation, process) for process in self._store.processes]
+        counts = [tally.steps for tally in tallies if tally.steps]
+        calls = many(self._layouts.calls(mode, evaluation, self._window.trained(mode)), "call")
+        if len(counts) < 2:
+            return f"{many(sum(counts), 'step')}, {calls}"
+        ranks = any(self._rank(process)[0] is not None for process in self._processes)
+        if ranks and len(set(counts)) == 1:
+            return f"{many(counts[0], 'step')} of each of {len(counts)} ranks, {calls} in all"
+        who = "ranks" if ranks else "processes"
+        return f"{many(sum(counts), 'step')} of {len(counts)} {who} in all, {calls}"
+
+    # ------------------------------------------------------------------------------------------ who did it
+
+    def _rank(self, process: int) -> tuple[int | None, int | None]:
+        """Its rank, and of how many."""
+        data = self._members.get(process, {})
+        rank, world = (value if type(value := data.get(key)) is int else None for key in ("rank", "world"))
+        return rank, world
+
+    def _rank_lines(self) -> list[str]:
+        if len(self._processes) < 2:
+            return []
+        ranks = {process: self._rank(process) for process in self._processes}
+        order = sorted(ranks, key=lambda process: (ranks[process][0] is None, ranks[process][0] or 0, process))
+        lines = []
+        for process in order[:_MAX_REPLICA_LINES]:
+            rank, world = ranks[process]
+            sizes, (tally, speed) = self._layouts.of_process(process), self._window.of_process(process)
+            who = f"process {process}" if rank is None else f"rank {rank} of {world or '?'}"
+            text = f"  {who} {sizes.device}  {sizes.inputs or 'sizes not seen'} -> {sizes.outputs or 'sizes not seen'}"
+            text += f"  {many(sizes.calls, 'call')}, {many(tally.steps, 'step')}"
+            middle = tally.median(STEP)
+            if middle is not None:
+                text += f", step median {duration(middle)}"
+            if speed is not None:
+                text += f", {rate_words(speed)}"
+            lines.append(text)
+        more = len(order) - len(lines)
+        if more > 0:
+            lines.append(f"  and {more} more; dpmon export has them all")
+        return ["ranks" if any(rank is not None for rank, _ in ranks.values()) else "processes", *lines]
+
+    def _stage_lines(self) -> list[str]:
+        lines = []
+        found = self._layouts.stages(self._window.by_process)
+        shown = [stage for stage in found if stage.stage < _MAX_STAGES]  # a model that goes to and fro has many
+        for stage in shown[:_MAX_REPLICA_LINES]:
+            parts = stage.parts
+            names = ", ".join(parts[:4]) + (f" and {len(parts) - 4} more" if len(parts) > 4 else "")
+            text = f"  {stage.root} stage {stage.stage} {stage.device}  {names}  {stage.inputs or 'sizes not seen'} -> "
+            text += f"{stage.outputs or 'not finished'}  {many(stage.calls, 'call')}"
+            middle = stage.time.median
+            lines.append(text if middle is None else f"{text}, host time median {duration(middle)}")
+        more = len(found) - len(lines)
+        if more > 0:
+            lines.append(f"  and {more} more; dpmon export has them all")
+        return ["stages (parts of the model on several devices)", *lines] if lines else []
+
+    def _replica_lines(self) -> list[str]:
+        lines: list[str] = []
+        replicas = self._layouts.replicas(several=len(self._processes) > 1)
+        several = len({one.root for one in replicas}) > 1
+        groups = [list(found) for _, found in groupby(replicas, key=lambda one: one[:4])]
+        told = 0
+        for found in groups:
+            if len(lines) >= _MAX_REPLICA_LINES:
+                break
+            told += 1
+            for one in found[:_MAX_SIZES]:
+                whose = f"{one.root} " if several else ""
+                sizes = f"{one.inputs or 'sizes not seen'} -> {one.outputs or 'sizes not seen'}"
+                replica = f"replica {one.replica} " if one.mode == "dp" else ""
+                who = f"{self._mode_name(one.mode) or '?'} {whose}{replica}{one.device}"
+                lines.append(f"  {who}  {sizes}  {many(one.calls, 'call')}")
+            if others := found[_MAX_SIZES:]:
+                lines.append(f"    and {many(len(others), 'other size')}, {many(sum(o.calls for o in others), 'call')}")
+        if told < len(groups):
+            lines.append(f"  and {len(groups) - told} more; dpmon export has them all")
+        return ["replicas", *lines] if lines else []
+
+
+def _phase_lines(found: Figures) -> list[Line]:
+    """The steps' times, and those of each phase that ran; phases of the calls stand under forward."""
+    if not found.steps:
+        return []
+    whole = PhaseFigures(STEP, found.steps, found.median_ns, found.p95_ns, found.mean_ns, 1.0)
+    lines = [_phase_line(_STEP, "step", whole)]
+    for phase in PHASES:
+        if phase.of_call:
+            continue
+        if (figures := found.phase(phase.name)) is not None:
+            lines.append(_phase_line(_PHASE, f"  {phase.name}", figures))
+        if phase.name == "forward":
+            parts = [found.phase(part.name) for part in PHASES if part.of_call]
+            lines += [_phase_line(_PART, f"    {part.name}", part) for part in parts if part is not None]
+    return lines
+
+
+def _phase_line(rank: int, label: str, phase: PhaseFigures) -> Line:
+    text = f"  {label:<18} median {duration(phase.median_ns):>8}   p95 {duration(phase.p95_ns):>8}"
+    return Line(rank, text if phase.device_ns is None else f"{text}   on device {duration(phase.device_ns):>8}")
+
+
+def _memory_lines(store: Store) -> list[str]:
+    newest: dict[int, Mapping[str, Any]] = {
+        event.data["process"]: event.data
+        for event in store.events("memory", newest=_MEMORY_RECORDS)
+        if type(event.data.get("process")) is int
+    }
+    lines = []
+    for row in held(newest.values())[:_MAX_REPLICA_LINES]:
+        text = f"  {row.device}  model {memory(row.model)}, gradients {memory(row.gradients)}, "
+        text += f"optimizer {memory(row.optimizer)}, rest {memory(row.rest)}, peak {memory(row.peak)}"
+        why = "; ".join(f"{names}: {reason}" for names, reason in reasons(row))
+        lines.append(f"{text}  ({why})" if why else text)
+    return ["memory", *lines] if lines else []
+
+
+def _warnings(warnings: Iterable[str], name: str) -> list[str]:
     """The first few warnings, then how many more there are and which command lists them."""
-    texts = list(dict.fromkeys(totals.warnings))
+    texts = list(dict.fromkeys(warnings))
     said = [f"warning: {text}" for text in texts[:_MAX_WARNINGS]]
     if more := len(texts) - len(said):
         said.append(f"{many(more, 'more warning')}: dpmon export {name} --kind warning lists all {len(texts)}")
@@ -160,136 +363,13 @@ def _outcome(info: RunInfo, how: ExitInfo | None) -> str:
     return f"{name}: finished in {took}" if how.status == 0 else f"{name}: exit status {how.status} after {took}{why}"
 
 
-def _raised(reader: RunReader, how: ExitInfo | None) -> list[str]:
+def _raised(directory: Path, info: RunInfo, how: ExitInfo | None) -> list[str]:
     """What a script that failed under the screen has raised: its output went with the screen."""
-    if how is None or not how.status or how.stopped or how.cause or len(reader.output_paths) > 1:
+    paths = RunReader(directory).output_paths
+    if how is None or not how.status or how.stopped or how.cause or len(paths) > 1:
         return []
     try:
-        last = last_words(read_tail(reader.output_paths[0], READ_BYTES))
+        last = last_words(read_tail(paths[0], READ_BYTES))
     except OSError:
         return []
-    return [] if last is None else [f"its last words: {last}  (dpmon report {short_name(reader.info)})"]
-
-
-def _mode_name(name: str, totals: Totals) -> str:
-    """The mode's name as on the screen: ranks have one device each, so they are neither dp nor single."""
-    return "ddp" if name == "single" and totals.distributed else name
-
-
-def _steps(mode: ModeTotals, totals: Totals) -> str:
-    """Steps, calls and processes. Ranks step together; other processes step independently."""
-    counts = [count for count in mode.steps.values() if count]
-    calls = many(mode.calls, "call")
-    if len(counts) < 2:
-        return f"{many(sum(counts), 'step')}, {calls}"
-    ranks = any(line.rank is not None for line in totals.ranks)
-    if ranks and len(set(counts)) == 1:
-        return f"{many(counts[0], 'step')} of each of {len(counts)} ranks, {calls} in all"
-    who = "ranks" if ranks else "processes"
-    return f"{many(sum(counts), 'step')} of {len(counts)} {who} in all, {calls}"
-
-
-def _mode_lines(name: str, kind: str, mode: ModeTotals, totals: Totals) -> list[Line]:
-    title = (
-        (_mode_name(name, totals) or "mode unknown")
-        + (" (virtual replicas)" if name == "dp" and totals.virtual else "")
-        + kind
-    )
-    speed = rate_words(mode.rate())
-    head = f"{title}: {_steps(mode, totals)}"
-    if speed:
-        head += f", {speed}"
-    rows = [(_STEP, "step", mode.walls)]
-    for phase in STEP_PHASES:
-        if phase in mode.step_phases:
-            rows.append((_PHASE, f"  {phase}", mode.step_phases[phase]))
-        if phase == "forward":
-            rows += [(_PART, f"    {part}", mode.call_phases[part]) for part in CALL_PHASES if part in mode.call_phases]
-    times = mode.device_ms
-    return [
-        Line(_MODE, head),
-        *(Line(rank, _phase_line(label, took, times.get(label.strip()))) for rank, label, took in rows if took),
-    ]
-
-
-def _deleted_line(name: str, gone: Deleted, totals: Totals) -> str:
-    """What is left of the steps of a mode that were deleted."""
-    middle, tail = (gone.sums.quantile("step", fraction) or 0 for fraction in (0.5, 0.95))
-    speed = rate_words(gone.rate())
-    said = f", {speed}" if speed else ""
-    head = f"{_mode_name(name, totals) or 'mode unknown'}, deleted: {many(gone.sums.steps, 'step')}{said}"
-    return f"{head}, median {duration(middle)}, p95 {duration(tail)} (within 3 %)"
-
-
-def _phase_line(label: str, values: array[int], device: array[float] | None) -> str:
-    ordered = sorted(values)
-    middle, tail = median(ordered) or 0, percentile(ordered, 0.95) or 0
-    text = f"  {label:<18} median {duration(middle):>8}   p95 {duration(tail):>8}"
-    on_device = median(device or ())
-    return text if on_device is None else f"{text}   on device {duration(on_device * 1e6):>8}"
-
-
-def _memory_lines(totals: Totals) -> list[str]:
-    lines = []
-    for row in held(totals.memory.values())[:_MAX_REPLICA_LINES]:
-        text = f"  {row.device}  model {memory(row.model)}, gradients {memory(row.gradients)}, "
-        text += f"optimizer {memory(row.optimizer)}, rest {memory(row.rest)}, peak {memory(row.peak)}"
-        why = "; ".join(f"{names}: {reason}" for names, reason in reasons(row))
-        lines.append(f"{text}  ({why})" if why else text)
-    return ["memory", *lines] if lines else []
-
-
-def _stage_lines(totals: Totals) -> list[str]:
-    lines = []
-    shown = [line for line in totals.stages if line.stage < _MAX_STAGES]  # a model that goes to and fro has many
-    for line in shown[:_MAX_REPLICA_LINES]:
-        names = ", ".join(line.parts[:4]) + (f" and {len(line.parts) - 4} more" if len(line.parts) > 4 else "")
-        text = f"  {line.root} stage {line.stage} {line.device}  {names}  {line.inputs or 'sizes not seen'} -> "
-        text += f"{line.outputs or 'not finished'}  {many(line.calls, 'call')}"
-        middle = median(line.walls)
-        lines.append(text if middle is None else f"{text}, host time median {duration(middle)}")
-    more = len(totals.stages) - len(lines)
-    if more > 0:
-        lines.append(f"  and {more} more; dpmon export has them all")
-    return ["stages (parts of the model on several devices)", *lines] if lines else []
-
-
-def _rank_lines(totals: Totals) -> list[str]:
-    lines = []
-    for line in totals.ranks[:_MAX_REPLICA_LINES]:
-        who = f"process {line.process}" if line.rank is None else f"rank {line.rank} of {line.world or '?'}"
-        text = f"  {who} {line.device}  {line.inputs or 'sizes not seen'} -> {line.outputs or 'sizes not seen'}"
-        text += f"  {many(line.calls, 'call')}, {many(line.steps, 'step')}"
-        middle = median(line.walls)
-        if middle is not None:
-            text += f", step median {duration(middle)}"
-        if line.rate is not None:
-            text += f", {rate_words(line.rate)}"
-        lines.append(text)
-    more = len(totals.ranks) - len(lines)
-    if more > 0:
-        lines.append(f"  and {more} more; dpmon export has them all")
-    title = "ranks" if any(line.rank is not None for line in totals.ranks) else "processes"
-    return [title, *lines] if lines else []
-
-
-def _replica_lines(totals: Totals) -> list[str]:
-    lines: list[str] = []
-    several = len({line.root for line in totals.replicas}) > 1
-    groups = [list(found) for _, found in groupby(totals.replicas, key=lambda line: line[:4])]
-    told = 0
-    for found in groups:
-        if len(lines) >= _MAX_REPLICA_LINES:
-            break
-        told += 1
-        for line in found[:_MAX_SIZES]:
-            whose = f"{line.root} " if several else ""
-            sizes = f"{line.inputs or 'sizes not seen'} -> {line.outputs or 'sizes not seen'}"
-            replica = f"replica {line.replica} " if line.mode == "dp" else ""
-            who = f"{_mode_name(line.mode, totals) or '?'} {whose}{replica}{line.device}"
-            lines.append(f"  {who}  {sizes}  {many(line.calls, 'call')}")
-        if others := found[_MAX_SIZES:]:
-            lines.append(f"    and {many(len(others), 'other size')}, {many(sum(o.calls for o in others), 'call')}")
-    if told < len(groups):
-        lines.append(f"  and {len(groups) - told} more; dpmon export has them all")
-    return ["replicas", *lines] if lines else []
+    return [] if last is None else [f"its last words: {last}  (dpmon report {short_name(info)})"]

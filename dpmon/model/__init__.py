@@ -1,6 +1,1 @@
-"""The state that records fold into: pure data, no clock, no I/O, no threads."""
-
-from dpmon.model.fold import fold
-from dpmon.model.state import State
-
-__all__ = ["State", "fold"]
+"""What is concluded from a run's record: pure functions of what the store says."""

@@ -1,35 +1,32 @@
 """dp against single: what the other devices are worth, with its uncertainty, its ground, or what a verdict lacks. Pure.
 
-Compared are steps of one kind: the same number of samples, and with a backward pass or without. The first steps after
-every change of mode are left out (caches are filled, algorithms chosen). The speed-up is the ratio of the median step
-times. Its interval comes from the order statistics of each mode's steps (a median's usual interval, which asks for no
-distribution), widened where steps depend on those before them (by batch means of what lies above the median), and put
-together for the ratio by MOVER on the logarithms (Zou and Donner, 2008).
+Compared are steps of one kind: the same number of samples, and all training or all evaluation. The first steps after a
+change of mode are left out (caches are filled, algorithms chosen). The speed-up is the ratio of the median step times.
+Its interval comes from the order statistics of each mode's steps (a median's usual interval, which asks for no
+distribution), widened where steps depend on those before them (by batch means of the share above the median, over the
+tallies in order of time), and combined for the ratio by MOVER on the logarithms (Zou and Donner, 2008).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil, exp, log, sqrt
+from itertools import accumulate
+from math import exp, log, sqrt
 from typing import NamedTuple
 
 from dpmon.model.inputs import INPUT, SAID
 from dpmon.model.numbers import duration, percent, times
-from dpmon.model.state import (
-    MODES_COMPARED,
-    PHASES,
-    SETTLED_AT_ONCE,
-    SETTLED_KEPT,
-    SETTLED_MANY,
-    Peak,
-    Process,
-    StepSample,
-)
-from dpmon.model.stats import PhaseFigures, median, percentile, summary
-from dpmon.model.uneven import Uneven, uneven
-from dpmon.rates import Rate, rate_of
+from dpmon.model.state import MODES_COMPARED, Peak
+from dpmon.model.uneven import Uneven, uneven_steps
+from dpmon.rates import Rate
+from dpmon.record.schema import EVALUATION, PHASES, REST, SETTLING, STEP
+from dpmon.store.answers import LongRow
+from dpmon.store.figures import PhaseFigures, figures
+from dpmon.store.quantiles import Counts, bounds, median, middle
+from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, Tally
+from dpmon.store.window import Window
 
 __all__ = [
     "MIN_STEPS",
@@ -37,8 +34,8 @@ __all__ = [
     "Ground",
     "Interval",
     "Side",
-    "compare",
-    "compared",
+    "compare_modes",
+    "first_with_both",
     "median_interval",
     "ratio",
     "sentence",
@@ -46,13 +43,15 @@ __all__ = [
 
 MIN_STEPS = 20
 """Steps of each mode below which no verdict is given."""
+_BATCHES = 4
+"""Fewer batches say nothing of how steps depend on each other."""
 _Z = 1.96
 """Of a normal distribution, for 95 %."""
 _WORTH = 0.05
 """Share of a step below which copying is not worth a word."""
 _APART = 1.1
 """By so much the ratio of means may lie outside the interval without a word."""
-_BACKWARD = PHASES.index("backward")
+_APPLY = "parallel_apply"
 _COPIES = ("scatter", "replicate", "gather")
 """Phases that only dp has."""
 
@@ -75,15 +74,20 @@ class Side(NamedTuple):
     """Steps of this mode in all."""
     median_ns: float | None
     p95_ns: float | None
+    mean_ns: float | None
     rate: Rate | None
-    """Of a process: over all steps of the mode, whatever is compared."""
+    """Over all steps of the mode, whatever is compared."""
     phases: tuple[PhaseFigures, ...]
+    """As in dpmon.store.figures.Figures."""
     memory: Mapping[str, Peak]
     """By device, the most that was allocated while in this mode."""
-    kept: int
-    """Steps that `steps` are taken from, of every kind."""
-    settled: int
-    """Of how many those were drawn, each as likely as any other; the same number where all are kept."""
+
+    @property
+    def parts(self) -> tuple[PhaseFigures, ...]:
+        """The phases that add up to the step, in its order: forward is what the phases of its calls leave of it."""
+        found = {phase.name: phase for phase in self.phases}
+        named = ((phase, found.get(REST if phase.name == "forward" else phase.name)) for phase in PHASES)
+        return tuple(figures._replace(name=phase.shown) for phase, figures in named if figures is not None)
 
 
 class Ground(NamedTuple):
@@ -107,11 +111,11 @@ class Comparison:
     samples: int | None = None
     """Samples in each of the steps that are compared; None: not known, or nothing is compared."""
     left_out: int = 0
-    """Kept steps of another kind: another number of samples, or the other in having a backward pass."""
+    """Steps of another kind: another number of samples, or the other of training and evaluation."""
     left_backward: int = 0
-    """Of these, those that are the other in having a backward pass."""
+    """Of these, those that are the other of training and evaluation."""
     trained: bool = True
-    """Whether the steps that are compared have one."""
+    """Whether the steps that are compared train."""
     speedup: Interval | None = None
     efficiency: float | None = None
     """Speed-up a device; None for virtual replicas, which have no devices of their own."""
@@ -132,32 +136,66 @@ class Comparison:
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def median_interval(values: Sequence[float]) -> Interval | None:
-    """The median of `values`, in their order of time, and its interval; None of nothing."""
-    count = len(values)
-    middle = median(values)
-    if middle is None:
+def median_interval(tally: Tally, parts: Iterable[Tally] = ()) -> Interval | None:
+    """The median step and its interval; None if there are no steps. `parts`: the same steps in order of time.
+
+    The ends of the interval are those of their buckets, so it holds what the sketch cannot tell apart.
+    """
+    counts, value = tally.stat(STEP).counts, tally.median(STEP)
+    count = sum(counts.values())
+    if value is None or not count:
         return None
-    ordered = sorted(values)
-    reach = _Z * sqrt(count * _dependence(values, middle)) / 2
-    low = max(int((count - 1) / 2 - reach), 0)
-    high = min(count - 1 - int((count - 1) / 2 - reach), count - 1)
-    return Interval(middle, ordered[low], ordered[high])
+    reach = _Z * sqrt(count * _dependence(counts, [part.stat(STEP).counts for part in parts])) / 2
+    rank = max(int((count - 1) / 2 - reach), 0)
+    low, high = bounds(_at(counts, rank))[0], bounds(_at(counts, count - 1 - rank))[1]
+    low = max(low, tally.low_ns if tally.low_ns is not None else low)
+    high = min(high, tally.high_ns if tally.high_ns is not None else high)
+    return Interval(value, min(low, value), max(high, value))
 
 
-def _dependence(values: Sequence[float], middle: float) -> float:
-    """By how much the variance of a median is larger than if no value depended on those before it; at least 1."""
-    count = len(values)
-    size = int(sqrt(count))
-    blocks = count // size if size else 0
-    if blocks < 4:
+def _at(counts: Counts, rank: int) -> int:
+    """The bucket of the value at a rank, counted from 0."""
+    ordered = sorted(counts)
+    sums = accumulate(counts[number] for number in ordered)
+    return next(number for number, upto in zip(ordered, sums, strict=True) if upto > rank)
+
+
+def _dependence(counts: Counts, parts: Sequence[Counts]) -> float:
+    """By how much the variance of a median is larger than if no value depended on those before it; at least 1.
+
+    Parts are joined into batches of at least the square root of all values. Their shares above the median vary as much
+    as those of random batches of their sizes, or more.
+    """
+    centre, count = median(counts), sum(counts.values())
+    if centre is None:
         return 1.0
-    above = [1.0 if value > middle else 0.5 if value == middle else 0.0 for value in values[count - blocks * size :]]
-    means = [sum(above[i * size : (i + 1) * size]) / size for i in range(blocks)]
-    mean = sum(means) / blocks
-    variance = sum((each - mean) ** 2 for each in means) / (blocks - 1)
-    whole = sum((each - mean) ** 2 for each in above) / len(above)
-    return max(variance * size / whole, 1.0) if whole > 0 else 1.0
+    batches: list[tuple[int, float]] = []
+    size, above = 0, 0.0
+    for part in parts:
+        size += sum(part.values())
+        above += _above(part, centre)
+        if size >= sqrt(count):
+            batches.append((size, above))
+            size, above = 0, 0.0
+    if size and batches:
+        batches[-1] = batches[-1][0] + size, batches[-1][1] + above
+    if len(batches) < _BATCHES:
+        return 1.0
+    whole = sum(size for size, _ in batches)
+    mean = sum(above for _, above in batches) / whole
+    equal = sum(number for bucket, number in counts.items() if middle(bucket) == centre) / count
+    variance = mean - equal / 4 - mean * mean  # of scores 0, 1/2 and 1
+    spread = sum((above - size * mean) ** 2 for size, above in batches)
+    free = 1 - sum((size / whole) ** 2 for size, _ in batches)
+    return max(spread / (whole * variance * free), 1.0) if variance > 0 else 1.0
+
+
+def _above(counts: Counts, centre: float) -> float:
+    """How many values lie above the median; those in its bucket count half."""
+    return sum(
+        number if middle(bucket) > centre else number / 2 if middle(bucket) == centre else 0
+        for bucket, number in counts.items()
+    )
 
 
 def ratio(above: Interval, below: Interval) -> Interval | None:
@@ -172,119 +210,136 @@ def ratio(above: Interval, below: Interval) -> Interval | None:
 
 # ------------------------------------------------------------------------------------------------ comparing
 
-_Kind = tuple[int | None, bool]
+
+class _Kind(NamedTuple):
+    batch: int
+    trains: bool
 
 
-def _kind(step: StepSample) -> _Kind:
-    return step.samples, step.phases[_BACKWARD] >= 0
+def _kind(key: Key) -> _Kind:
+    return _Kind(key.batch, not key.kind & EVALUATION)
 
 
-def compare(
-    steps: Mapping[str, Sequence[StepSample]],
+def _is_settled(key: Key) -> bool:
+    return not key.kind & SETTLING
+
+
+def compare_modes(
+    window: Window,
+    process: int | None = None,
     *,
-    seen: Mapping[str, int] | None = None,
-    settled: Mapping[str, int] | None = None,
     devices: Sequence[str] = (),
     virtual: bool = False,
     memory: Mapping[str, Mapping[str, Peak]] | None = None,
+    longest: Sequence[LongRow] = (),
     waits: Sequence[tuple[int, int]] = (),
 ) -> Comparison:
-    """Compare the steps of "dp" with those of "single", oldest first, without those after a change of mode.
+    """Compare the steps of "dp" with those of "single", of one process.
 
-    `seen`: how many steps of each mode there were in all, if not those; `settled`: from how many of each they were
-    drawn, if not from those; `devices`: those of dp; `memory`: by mode and device, the peak; `waits`: from when to when
-    the script waited for input.
+    `process`: None for the first that has both; `devices`: those of dp; `memory`: by mode and device, the peak;
+    `longest`: the longest steps, which tell what makes steps unlike; `waits`: from when to when (ns) the script waited
+    for input.
     """
-    counts = dict(seen) if seen is not None else {mode: len(found) for mode, found in steps.items()}
-    there = [mode for mode in MODES_COMPARED if counts.get(mode)]
-    kinds = {mode: Counter(map(_kind, steps.get(mode, ()))) for mode in there}
+    who = first_with_both(window) if process is None else process
+    tallies = {key: tally for key, tally in window.by_process.items() if key.process == who and tally.steps}
+    there = [mode for mode in MODES_COMPARED if any(key.mode == mode for key in tallies)]
+    kinds: dict[str, Counter[_Kind]] = {mode: Counter() for mode in there}
+    for key, tally in tallies.items():
+        if key.mode in kinds and _is_settled(key):
+            kinds[key.mode][_kind(key)] += tally.steps
     kind = _common(kinds) if len(there) == 2 else None
-    taken = {
-        mode: [step for step in steps.get(mode, ()) if kind is None or _kind(step) == kind] or list(steps.get(mode, ()))
-        for mode in there
-    }
-    peaks = memory or {}
-    kept = {mode: len(steps.get(mode, ())) for mode in there}
-    drawn = {mode: _Drawn(count, max((settled or {}).get(mode, 0), count)) for mode, count in kept.items()}
-    sides = {mode: _side(mode, taken[mode], counts[mode], peaks.get(mode, {}), drawn[mode]) for mode in there}
+    taken = {mode: _taken(tallies, mode, kind if kind and kinds[mode][kind] else None) for mode in there}
+    sides = {}
+    for mode in there:
+        seen = sum(tally.steps for key, tally in tallies.items() if key.mode == mode)
+        speed = window.rate(mode, process=who)
+        sides[mode] = _side(mode, taken[mode], seen, speed, (memory or {}).get(mode, {}))
     base = Comparison(sides=sides, devices=tuple(devices), virtual=virtual)
     lacking = {mode: MIN_STEPS - found[kind] for mode, found in kinds.items() if kind and found[kind] < MIN_STEPS}
     if len(there) < 2 or lacking:
-        drawn_of = {
-            mode: counts[mode] / len(found) if len(found := steps.get(mode, ())) >= SETTLED_KEPT else 1
-            for mode in lacking
-        }
-        return replace(base, missing=_lacking(there, lacking, drawn_of), lacking=lacking)
+        return replace(base, missing=_lacking(there, lacking), lacking=lacking)
     if kind is None:
-        return replace(base, missing=_unlike(kinds), lacking={})
-    left_out = sum(sum(each.values()) - each[kind] for each in kinds.values())
-    passes = sum(count for each in kinds.values() for other, count in each.items() if other[1] != kind[1])
-    base = replace(base, samples=kind[0], left_out=left_out, left_backward=passes, trained=kind[1])
-    return _judged(base, taken, waits)
+        return replace(base, missing=_unlike(kinds))
+    passes = sum(count for each in kinds.values() for other, count in each.items() if other.trains != kind.trains)
+    base = replace(
+        base,
+        samples=None if kind.batch == NO_SAMPLES else kind.batch,
+        left_out=sum(each.total() - each[kind] for each in kinds.values()),
+        left_backward=passes,
+        trained=kind.trains,
+    )
+    parts: dict[str, list[Tally]] = {mode: [] for mode in there}
+    for key, tally in window.rows(who):
+        if key.mode in parts and _is_settled(key) and _kind(key) == kind:
+            parts[key.mode].append(tally)
+    evaluation = 0 if kind.trains else EVALUATION
+    long = [step for step in longest if step.process == who and step.kind & EVALUATION == evaluation]
+    return _judged(base, taken, parts, long, waits)
+
+
+def first_with_both(window: Window) -> int:
+    """The first process that has steps in both modes, or else the first."""
+    modes: dict[int, set[str]] = {process: set() for process in window.processes}
+    for key in window.by_process:
+        modes.setdefault(key.process, set()).add(key.mode)
+    both = (process for process, there in modes.items() if there.issuperset(MODES_COMPARED))
+    return next(both, min(modes, default=0))
+
+
+def _taken(tallies: Mapping[Key, Tally], mode: str, kind: _Kind | None) -> Tally:
+    """The settled steps of a mode, of one kind if it is known."""
+    found = Tally()
+    for key, tally in tallies.items():
+        if key.mode == mode and _is_settled(key) and kind in (None, _kind(key)):
+            found.merge(tally)
+    return found
 
 
 def _common(kinds: Mapping[str, Counter[_Kind]]) -> _Kind | None:
-    """The kind of step that both modes have most of, rather one with a backward pass; None if they share none."""
+    """The kind of step that both modes have most of, rather one that trains; None if they share none."""
     one, other = kinds.values()
-    both = {kind: min(count, other[kind]) for kind, count in one.items() if other[kind]}
+    both = {kind: min(count, other[kind]) for kind, count in one.items() if other[kind] and kind.batch != OTHER_SIZES}
     if both:
-        return max(both, key=lambda kind: (both[kind] >= MIN_STEPS, kind[1], both[kind], kind[0] or 0))
+        return max(both, key=lambda kind: (both[kind] >= MIN_STEPS, kind.trains, both[kind], kind.batch))
     if one and other:
         return None
-    return next(iter((one or other).most_common(1)), ((None, True), 0))[0]
+    return next(iter((one or other).most_common(1)), (_Kind(NO_SAMPLES, True), 0))[0]
 
 
-def _lacking(there: Sequence[str], lacking: Mapping[str, int], drawn_of: Mapping[str, float]) -> str:
-    """What is missing, in steps; of so many steps (`drawn_of`, by mode) one is drawn."""
+def _lacking(there: Sequence[str], lacking: Mapping[str, int]) -> str:
+    """What is missing, in steps."""
     unseen = [mode for mode in MODES_COMPARED if mode not in there]
     if unseen:
         return f"{' and '.join(unseen)} not seen yet"
-    parts = []
-    for mode, steps in lacking.items():
-        count = ceil(steps * drawn_of[mode])
-        parts.append(f"{count} more step{'' if count == 1 else 's'} in {mode}")
+    parts = [f"{count} more step{'' if count == 1 else 's'} in {mode}" for mode, count in lacking.items()]
     return f"no verdict yet: it needs {' and '.join(parts)}"
 
 
 def _unlike(kinds: Mapping[str, Counter[_Kind]]) -> str:
     """Why no step of one mode can be compared with one of the other."""
     usual = {mode: max(found, key=lambda kind: found[kind]) for mode, found in kinds.items()}
-    trains = {mode: kind[1] for mode, kind in usual.items()}
+    trains = {mode: kind.trains for mode, kind in usual.items()}
     if len(set(trains.values())) > 1:
-        which = next(mode for mode, backward in trains.items() if not backward)
+        which = next(mode for mode, trained in trains.items() if not trained)
         return f"no verdict: the steps in {which} have no backward pass, the others have"
-    sizes = ", ".join(
-        f"{'unknown' if kind[0] is None else kind[0]} samples a step in {mode}" for mode, kind in usual.items()
-    )
+    names = {NO_SAMPLES: "unknown", OTHER_SIZES: "changing numbers of"}
+    sizes = ", ".join(f"{names.get(kind.batch, kind.batch)} samples a step in {mode}" for mode, kind in usual.items())
     return f"no verdict: the batches are not of the same size ({sizes})"
 
 
-class _Drawn(NamedTuple):
-    kept: int
-    of: int
-
-
-def _side(mode: str, steps: Sequence[StepSample], seen: int, memory: Mapping[str, Peak], drawn: _Drawn) -> Side:
-    found = summary(steps)
-    walls = [step.wall_ns for step in steps]
-    return Side(
-        mode=mode,
-        steps=len(steps),
-        seen=seen,
-        median_ns=median(walls),
-        p95_ns=percentile(walls, 0.95),
-        rate=None,
-        phases=found.phases,
-        memory=memory,
-        kept=drawn.kept,
-        settled=drawn.of,
-    )
+def _side(mode: str, tally: Tally, seen: int, speed: Rate | None, memory: Mapping[str, Peak]) -> Side:
+    found = figures(mode, False, tally, speed)
+    return Side(mode, tally.steps, seen, found.median_ns, found.p95_ns, found.mean_ns, speed, found.phases, memory)
 
 
 def _judged(
-    base: Comparison, taken: Mapping[str, Sequence[StepSample]], waits: Sequence[tuple[int, int]]
+    base: Comparison,
+    taken: Mapping[str, Tally],
+    parts: Mapping[str, Sequence[Tally]],
+    longest: Sequence[LongRow],
+    waits: Sequence[tuple[int, int]],
 ) -> Comparison:
-    single, dp = (median_interval([step.wall_ns for step in taken[mode]]) for mode in MODES_COMPARED)
+    single, dp = (median_interval(taken[mode], parts[mode]) for mode in MODES_COMPARED)
     found = ratio(single, dp) if single is not None and dp is not None else None
     if found is None:
         return replace(base, missing="no verdict: a step took no time that could be measured")
@@ -292,33 +347,29 @@ def _judged(
     each = found.value / len(base.devices) if base.devices and not base.virtual else None
     cost = _cost(base.sides["dp"])
     ground = _largest(base.sides, outcome)
-    means = _means(found, taken)
-    why = _least_alike(taken, waits) if means is not None else None
+    means = _means(found, base.sides)
+    why = _least_alike(taken, longest, waits) if means is not None else None
     base = replace(base, by_mean=means, uneven=why)
     return replace(base, speedup=found, efficiency=each, outcome=outcome, ground=ground, cost=cost)
 
 
-def _mean(steps: Sequence[StepSample]) -> float:
-    return sum(step.wall_ns for step in steps) / len(steps)
-
-
-def _means(found: Interval, taken: Mapping[str, Sequence[StepSample]]) -> float | None:
+def _means(found: Interval, sides: Mapping[str, Side]) -> float | None:
     """The ratio of the means, if it lies well outside the interval of the medians' ratio."""
-    single, dp = (_mean(taken[mode]) for mode in MODES_COMPARED)
-    means = single / dp
+    single, dp = (sides[mode].mean_ns for mode in MODES_COMPARED)
+    means = single / dp if single and dp else found.value
     return None if found.low / _APART <= means <= found.high * _APART else means
 
 
 def _least_alike(
-    taken: Mapping[str, Sequence[StepSample]], waits: Sequence[tuple[int, int]]
+    taken: Mapping[str, Tally], longest: Sequence[LongRow], waits: Sequence[tuple[int, int]]
 ) -> tuple[str, Uneven] | None:
     """The mode whose mean and median step are further apart, if they are far."""
     most, found = 0.0, None
     for mode in MODES_COMPARED:
-        mean, middle = _mean(taken[mode]), median([step.wall_ns for step in taken[mode]])
-        how = uneven([(step, 1.0) for step in taken[mode]], mean, middle, waits)
-        if how is not None and middle and abs(log(mean / middle)) > most:
-            most, found = abs(log(mean / middle)), (mode, how)
+        mean, centre = taken[mode].stat(STEP).mean, taken[mode].median(STEP)
+        how = uneven_steps(taken[mode], [step for step in longest if step.mode == mode], waits)
+        if how is not None and mean and centre and abs(log(mean / centre)) > most:
+            most, found = abs(log(mean / centre)), (mode, how)
     return found
 
 
@@ -330,57 +381,31 @@ def _cost(dp: Side) -> Ground | None:
 
 def _largest(sides: Mapping[str, Side], outcome: str) -> Ground | None:
     """The phase that is most of the difference; the replicas' forward counts as forward."""
-    times = {mode: _times(side) for mode, side in sides.items()}
-    shares = {phase.name: phase.share for phase in sides["dp"].phases}
-    apply, forward = shares.get("apply"), shares.get("forward")
-    shares["forward"] = (apply or 0) + (forward or 0) if apply is not None or forward is not None else None
     if outcome == "even":  # the copying, if it is worth a word
         cost = _cost(sides["dp"])
         return cost if cost is not None and (cost.share or 0) >= _WORTH else None
+    took = {mode: _by_phase(side, lambda phase: phase.median_ns) for mode, side in sides.items()}
     sign = 1 if outcome == "slower" else -1
     changes = {
-        name: sign * (times["dp"].get(name, 0.0) - times["single"].get(name, 0.0))
-        for name in times["dp"].keys() | times["single"].keys()
+        name: sign * (took["dp"].get(name, 0.0) - took["single"].get(name, 0.0))
+        for name in took["dp"].keys() | took["single"].keys()
     }
     name = max(sorted(changes), key=lambda each: changes[each], default=None)
     if name is None or changes[name] <= 0:
         return None
-    return Ground(name, shares.get(name), times["dp"].get(name), times["single"].get(name))
+    shares = _by_phase(sides["dp"], lambda phase: phase.share)
+    return Ground(name, shares.get(name), took["dp"].get(name), took["single"].get(name))
 
 
-def _times(side: Side) -> dict[str, float]:
-    times = {phase.name: phase.median_ns for phase in side.phases if phase.median_ns is not None}
-    apply = times.pop("apply", None)
-    if apply is not None:
-        times["forward"] = times.get("forward", 0.0) + apply
-    return times
-
-
-def compared(process: Process) -> Comparison:
-    """The modes of a process, over the steps that it keeps of each for this."""
-    tracks = {mode: track for mode in MODES_COMPARED if (track := process.modes.get(mode)) is not None}
-    dp = tracks.get("dp")
-    devices, virtual = (dp.devices, dp.virtual) if dp is not None else ((), False)
-    seen = {mode: track.count for mode, track in tracks.items()}
-    memory = {mode: dict(track.peaks) for mode, track in tracks.items()}
-    many = all(track.settled_count >= SETTLED_MANY for track in tracks.values())
-    # Where many are compared a few more make little difference, and each time costs more.
-    counts = (track.settled_count // max(SETTLED_AT_ONCE, len(track.settled) // 16) for track in tracks.values())
-    key = (devices, virtual, *counts, *list(process.inputs)[-1:])
-    known = process.memo.get("compared")
-    if many and known is not None and known[0] == key:
-        found: Comparison = known[1]
-    else:
-        steps = {mode: process.settled_of(mode) for mode in tracks}
-        settled = {mode: track.settled_of for mode, track in tracks.items()}
-        waits = tuple(process.inputs)
-        found = compare(steps, seen=seen, settled=settled, devices=devices, virtual=virtual, waits=waits)
-        process.memo["compared"] = (key, found) if many else None
-    sides = {
-        mode: side._replace(seen=seen[mode], rate=rate_of([process.paces.of(mode).counted()]), memory=memory[mode])
-        for mode, side in found.sides.items()
-    }
-    return replace(found, sides=sides)
+def _by_phase(side: Side, figure: Callable[[PhaseFigures], float | None]) -> dict[str, float]:
+    """A figure of each phase that ran; what the calls' own phases leave of the forward counts with the replicas'."""
+    found: dict[str, float] = {}
+    for phase in side.phases:
+        value = figure(phase)
+        if value is not None and phase.name != "forward":
+            name = "forward" if phase.name in (REST, _APPLY) else phase.name
+            found[name] = found.get(name, 0.0) + value
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ words

@@ -1,123 +1,222 @@
-"""Folds what is sampled of devices, of the host, and of what the devices' memory holds. Pure."""
+"""What was sampled of devices and of the host, and how much memory each mode used at most. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
-from dpmon.model import state as kept
-from dpmon.model.members import SECOND, number_in, text_in, time_of, whole_in
-from dpmon.model.state import DeviceTrack, ModeChange, Peak, Process, State
-from dpmon.past import DevicePast
+from dpmon.model.members import SECOND, text_in, whole_in
+from dpmon.model.state import DeviceTrack, ModeChange, Peak
 from dpmon.record.codec import Event
+from dpmon.store.answers import Sample
 
-__all__ = ["add_mean", "device_event", "host_event", "keep_peaks"]
+__all__ = ["HISTORY_S", "HostPeaks", "SampleSource", "Samples", "Visit", "device_peaks", "visits_of"]
 
-_GAP_NS = 5 * SECOND
-_LATE_NS = 2 * SECOND
-"""A sample that is so much older than the newest step is told by when it was taken, not by when it came."""
-_KEYS = ("util_pct", "cpu_pct")
-"""What is called utilisation, of a device and of the host."""
-
-
-def device_event(state: State, event: Event) -> None:
-    index = whole_in(event.data, "index")
-    if index is None or (index not in state.devices and len(state.devices) >= kept.DEVICES_KEPT):
-        state.ignored += 1
-        return
-    track = state.devices.setdefault(index, DeviceTrack())
-    _sample(track, event.data, _KEYS[False])
+HISTORY_S = 640
+"""Seconds of samples that are kept for the charts."""
+_DEVICES = 256
+_GAP_S = 5
+"""A shorter time without a sample is no gap: the value before it stands."""
+_HOST = -1
+_VISITS = 16
+"""Changes of mode back to which peaks are looked for."""
+_MINUTE = 60 * SECOND
+_LATE_NS = 5 * SECOND
+_Values = tuple[float | None, float | None, float | None]
 
 
-def host_event(state: State, event: Event) -> None:
-    _sample(state.host, event.data, _KEYS[True])
-    process = state.focus()
-    used = whole_in(event.data, "run_mem_bytes")
-    track = process.modes.get(_visit(state, process, time_of(event.data))[0]) if process is not None else None
-    if process is not None and track is not None and used is not None and used >= 0:
-        before = track.peaks.get(kept.HOST)
-        others = [m.peaks[kept.HOST].bytes for m in process.modes.values() if m is not track and kept.HOST in m.peaks]
-        # Memory of another mode often stays allocated: only the excess belongs to this mode.
-        exact = used > max(others, default=-1) or (before is not None and before.exact and used <= before.bytes)
-        most = max(used, before.bytes if before is not None and (before.exact or not exact) else 0)
-        track.peaks[kept.HOST] = Peak(most, exact)
+class SampleSource(Protocol):
+    """What this needs of dpmon.store.as_of.AsOf."""
+
+    until_ns: int
+
+    def samples(self, span_ns: int, after_id: int = 0) -> list[Sample]:
+        """Samples of devices and host, in their order."""
+
+    def sample(self, number: int) -> Event | None:
+        """The whole sample with this id."""
+
+    def memory(self, process: int, until_ns: int | None = None) -> Event | None:
+        """What the memory of the devices of a process held when it was looked at last."""
+
+    def host_memory(self, begin_ns: int, end_ns: int) -> list[tuple[int, int]]:
+        """The most memory that the run's processes had in each minute."""
 
 
-def _visit(state: State, process: Process, t_ns: int | None) -> tuple[str, int]:
-    """The mode in force when something was sampled, and the first step of that visit to it; "" where it is not known.
+@dataclass(slots=True)
+class _Track:
+    """The newest sample of one device and its values, one a second."""
 
-    A late reader is given the sums of all steps before the events of the time in which they were taken.
+    id: int = 0
+    t_ns: int = -1
+    data: Mapping[str, Any] = field(default_factory=dict)
+    values: deque[_Values] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
+
+    def add(self, sample: Sample) -> None:
+        if sample.t_ns < self.t_ns:
+            return
+        used, total = sample.mem_used, sample.mem_total
+        missing = sample.t_ns // SECOND - self.t_ns // SECOND - 1 if self.values else 0
+        if missing < 0:  # two in one second
+            self.values.pop()
+        elif missing:
+            last = self.values[-1] if missing < _GAP_S else (None, None, None)
+            self.values.extend([last] * min(missing, HISTORY_S))
+        share = used / total * 100 if used is not None and total else None
+        self.values.append((sample.util, share, sample.power))
+        self.id, self.t_ns = sample.id, sample.t_ns
+
+    def shown(self) -> DeviceTrack:
+        util, mem, power = zip(*self.values, strict=True)
+        return DeviceTrack(self.data, self.t_ns, self.t_ns // SECOND, util, mem, power)
+
+
+@dataclass(slots=True)
+class Samples:
+    """Reads the samples of the last minutes, and remembers them: each is read once."""
+
+    _tracks: dict[int, _Track] = field(default_factory=dict)
+    _last_id: int = 0
+    _until_ns: int = -1
+    began: int = 0
+    """How often it began anew: the time went back."""
+    host: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
+    """When the run's processes had how many bytes of the host's memory."""
+
+    def read(self, source: SampleSource) -> None:
+        """Take in what is new up to the time of `source`."""
+        if source.until_ns < self._until_ns:
+            self._tracks, self._last_id, self.began = {}, 0, self.began + 1
+            self.host.clear()
+        self._until_ns = source.until_ns
+        for sample in source.samples(HISTORY_S * SECOND, self._last_id):
+            self._last_id = max(self._last_id, sample.id)
+            if sample.device in self._tracks or len(self._tracks) <= _DEVICES:
+                self._tracks.setdefault(sample.device, _Track()).add(sample)
+            if sample.device == _HOST and sample.run_mem is not None and sample.run_mem >= 0:
+                self.host.append((sample.t_ns, int(sample.run_mem)))
+        for track in self._tracks.values():
+            event = source.sample(track.id)
+            track.data = event.data if event is not None else {}
+
+    def devices(self) -> dict[int, DeviceTrack]:
+        """The GPUs by index."""
+        return {index: track.shown() for index, track in self._tracks.items() if index != _HOST}
+
+    def of_host(self) -> DeviceTrack:
+        """The host; without data if there is no sample."""
+        return self._tracks[_HOST].shown() if _HOST in self._tracks else DeviceTrack()
+
+
+# ------------------------------------------------------------------------------------------------ memory by mode
+
+
+class Visit(NamedTuple):
+    """A time in which one mode was in force: the step it began with, and when."""
+
+    mode: str
+    step: int
+    begin_ns: int
+
+
+def visits_of(changes: Iterable[ModeChange], process: int) -> list[Visit]:
+    """Each time that a mode of a process was in force, in order.
+
+    If it has several roots, it is in dp while one of them is.
     """
-    if t_ns is None or t_ns >= process.seen_ns - _LATE_NS:
-        return process.marks_mode, process.visit
-    newest: dict[str, ModeChange] = {}  # of each root: one may be split and another beside it not
-    for change in reversed(state.mode_changes):
-        known = change.process == process.process and change.t_ns is not None
-        if known and (change.t_ns or 0) <= t_ns:
-            newest.setdefault(change.root, change)
-    split = [change for change in newest.values() if change.mode == "dp"]
-    found = max(split or newest.values(), key=lambda change: change.t_ns or 0, default=None)
-    return (found.mode, found.step or 0) if found is not None else ("", 0)
+    by_root: dict[str, str] = {}
+    found: list[Visit] = []
+    for change in changes:
+        if change.process == process and change.t_ns is not None:
+            by_root[change.root] = change.mode
+            mode = "dp" if "dp" in by_root.values() else change.mode
+            if not found or found[-1].mode != mode:
+                found.append(Visit(mode, change.step or 0, change.t_ns))
+    return found
 
 
-def add_mean(state: State, past: DevicePast) -> None:
-    """The samples of a minute of which the mean alone is known: as many samples, each of them the mean."""
-    if past.device >= 0 and past.device not in state.devices and len(state.devices) >= kept.DEVICES_KEPT:
-        state.ignored += 1
-        return
-    track = state.host if past.device < 0 else state.devices.setdefault(past.device, DeviceTrack())
-    count = min(max(past.samples, 0), kept.HISTORY_KEPT)
-    if not count:
-        return
-    _skip(track, past.start_s * SECOND)
-    track.t_ns = (past.start_s + count - 1) * SECOND
-    track.count += count
-    for history, value in zip(
-        (track.util, track.mem, track.power), _values(past.means, _KEYS[past.device < 0]), strict=True
-    ):
-        history.extend([value] * count)
+def device_peaks(source: SampleSource, process: int, visits: Sequence[Visit]) -> dict[str, dict[str, Peak]]:
+    """By mode and device, the most that torch had allocated: the allocator's peak never falls.
+
+    A peak that came before a mode was in force says only that the mode used no more.
+    """
+    found: dict[str, dict[str, Peak]] = {}
+    for number, visit in list(enumerate(visits))[-_VISITS:]:
+        end = visits[number + 1].begin_ns if number + 1 < len(visits) else None
+        alone = len({each.mode for each in visits[: number + 1]}) == 1
+        event = source.memory(process, end)
+        listed = event.data.get("devices") if event is not None else None
+        peaks = found.setdefault(visit.mode, {})
+        for one in listed[:_DEVICES] if isinstance(listed, list) else ():
+            if not isinstance(one, Mapping):
+                continue
+            name, peak, after = text_in(one, "device"), whole_in(one, "peak_bytes"), whole_in(one, "peak_after_step")
+            if name is None or peak is None or peak < 0:
+                continue
+            before = peaks.get(name)
+            if alone or (after is not None and after >= visit.step):
+                peaks[name] = Peak(max(peak, before.bytes if before is not None and before.exact else 0), True)
+            elif before is None or not before.exact:
+                peaks[name] = Peak(peak, False)
+    return found
 
 
-def _sample(track: DeviceTrack, data: Mapping[str, Any], key: str) -> None:
-    now = time_of(data)
-    _skip(track, now)
-    track.data, track.t_ns = data, now
-    track.count += 1
-    for history, value in zip((track.util, track.mem, track.power), _values(data, key), strict=True):
-        history.append(value)
+@dataclass(slots=True)
+class HostPeaks:
+    """By mode, the most memory of the host that the run's processes had. Each sample is taken in once."""
+
+    _of: tuple[int, int] = (-1, -1)
+    """Process, and how often the samples began anew."""
+    _peaks: dict[str, Peak] = field(default_factory=dict)
+    _until_ns: int = -1
+
+    def read(self, source: SampleSource, samples: Samples, process: int, visits: Sequence[Visit]) -> dict[str, Peak]:
+        """The peaks as of the time of the samples, which come after sums of whole minutes."""
+        if not samples.host:
+            return {}
+        if self._of != (process, samples.began):
+            self._of, self._peaks, self._until_ns = (process, samples.began), {}, -1
+            self._add_minutes(source.host_memory(0, samples.host[0][0] - _MINUTE), visits)
+        newest = samples.host[-1][0]
+        for t_ns, held in samples.host:
+            # A change of mode is recorded a moment later.
+            if self._until_ns < t_ns <= newest - _LATE_NS:
+                self._until_ns = t_ns
+                _keep_peak(self._peaks, _modes_between(visits, t_ns, t_ns)[-1], held)
+        found = dict(self._peaks)
+        for t_ns, held in samples.host:
+            if t_ns > self._until_ns:
+                _keep_peak(found, _modes_between(visits, t_ns, t_ns)[-1], held)
+        return found
+
+    def _add_minutes(self, minutes: Sequence[tuple[int, int]], visits: Sequence[Visit]) -> None:
+        """Add sums of minutes; one in which the mode changed counts only for a mode that has no other."""
+        mixed: list[tuple[str, int]] = []
+        for start, most in minutes:
+            modes = _modes_between(visits, start, start + _MINUTE)
+            if len(modes) == 1:
+                _keep_peak(self._peaks, modes[0], most)
+            else:
+                mixed += ((mode, most) for mode in modes)
+        for mode, most in mixed:
+            if mode not in self._peaks or not self._peaks[mode].exact:
+                _keep_peak(self._peaks, mode, most, sure=False)
 
 
-def _values(data: Mapping[str, Any], key: str) -> tuple[float | None, float | None, float | None]:
-    """Utilisation and used memory (per cent), power (W)."""
-    used, total = number_in(data, "mem_used_bytes"), number_in(data, "mem_total_bytes")
-    return number_in(data, key), used / total * 100 if used is not None and total else None, number_in(data, "power_w")
+def _modes_between(visits: Sequence[Visit], begin_ns: int, end_ns: int) -> list[str]:
+    """The modes that were in force between two times, at least one."""
+    first = max(bisect_right(visits, begin_ns, key=lambda visit: visit.begin_ns) - 1, 0)
+    last = max(bisect_right(visits, end_ns, key=lambda visit: visit.begin_ns), 1)
+    return list(dict.fromkeys(visit.mode for visit in visits[first:last]))
 
 
-def _skip(track: DeviceTrack, now: int | None) -> None:
-    """Where nobody sampled for a while (the supervisor was killed) the charts have a gap, a second a sample."""
-    if track.t_ns is None or now is None or now - track.t_ns <= _GAP_NS:
-        return
-    missing = [None] * min((now - track.t_ns) // SECOND - 1, kept.HISTORY_KEPT)
-    for history in (track.util, track.mem, track.power):
-        history.extend(missing)
-    track.count += len(missing)
-
-
-def keep_peaks(state: State, process: Process, data: Mapping[str, Any]) -> None:
-    """What the allocator's peak says of the mode in force: it never falls, so it may be another mode's."""
-    mode, visit = _visit(state, process, time_of(data))
-    track = process.modes.get(mode)
-    if track is None:
-        return
-    for one in data["devices"][: kept.DEVICES_KEPT]:
-        if not isinstance(one, Mapping):
-            continue
-        name, peak, after = text_in(one, "device"), whole_in(one, "peak_bytes"), whole_in(one, "peak_after_step")
-        if name is None or peak is None or peak < 0 or len(track.peaks) >= kept.DEVICES_KEPT:
-            continue
-        before = track.peaks.get(name)
-        if len(process.modes) == 1 or (after is not None and after >= visit):
-            most = max(peak, before.bytes if before is not None and before.exact else 0)
-            track.peaks[name] = Peak(most, True)
-        elif before is None or not before.exact:
-            track.peaks[name] = Peak(peak, False)
+def _keep_peak(peaks: dict[str, Peak], mode: str, used: int, sure: bool = True) -> None:
+    """Memory of another mode often stays allocated: only the excess belongs to this one."""
+    before = peaks.get(mode)
+    others = [peak.bytes for other, peak in peaks.items() if other != mode]
+    exact = sure and used > max(others, default=-1)
+    exact = exact or (before is not None and before.exact and used <= before.bytes)
+    peaks[mode] = Peak(max(used, before.bytes if before is not None and (before.exact or not exact) else 0), exact)

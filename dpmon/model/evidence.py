@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dpmon.model.memory import Held
-from dpmon.model.stats import PhaseFigures
 from dpmon.rates import Rate
+from dpmon.store.answers import GapRow
+from dpmon.store.figures import PhaseFigures
 
 __all__ = [
-    "WARM_UP_STEPS",
     "BatchFacts",
     "DeviceFacts",
     "Evidence",
     "HostFacts",
+    "LoaderStart",
     "LongStep",
     "ModeFacts",
     "ReplicaFacts",
     "Worth",
 ]
-
-WARM_UP_STEPS = 5
-"""First steps of a process in a mode that are never long steps: kernels are chosen and caches filled in them."""
 
 
 class ModeFacts(NamedTuple):
@@ -133,9 +131,8 @@ class HostFacts(NamedTuple):
 class LongStep(NamedTuple):
     """A step among the longest of the run, and the phase that took most of it.
 
-    Of one that was deleted (its number is None) the sums of its second or minute tell how long it took, about when it
-    began, and how much of it at least was in that phase; None where none took most of it for certain. INPUT: most of
-    it was a wait for a line of input.
+    Of a deleted one (its number is None) it is known how long it took, about when it began, and how much of it at least
+    was in that phase; None if no phase took most of it for certain. INPUT: most of it was a wait for a line of input.
     """
 
     process: int
@@ -145,6 +142,16 @@ class LongStep(NamedTuple):
     wall_ns: int
     phase: str | None
     phase_ns: int
+
+
+class LoaderStart(NamedTuple):
+    """A DataLoader that began to iterate: when, how long that took (ns), and what it is."""
+
+    process: int
+    start_ns: int
+    took_ns: int
+    workers: int | None
+    persistent: bool
 
 
 class Worth(NamedTuple):
@@ -168,8 +175,11 @@ class Evidence:
     memory: tuple[Held, ...] = ()
     longest: tuple[LongStep, ...] = ()
     """The longest steps, the longest first; not all that were long, where there are many."""
-    deleted: tuple[ModeFacts, ...] = ()
-    """Modes by the sums of their steps that were deleted, which are not in `modes`; evaluations are among them."""
+    spent: Mapping[str, int] = field(default_factory=dict)
+    """Time of the run by activity (dpmon.store.accounting), ns."""
+    gaps: tuple[GapRow, ...] = ()
+    """The longer times between two steps, the longest first."""
+    loaders: tuple[LoaderStart, ...] = ()
     worth: Worth | None = None
     """None where not both modes were seen, or too little of one."""
     processes: int = 0

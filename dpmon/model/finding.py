@@ -32,7 +32,7 @@ class Finding(NamedTuple):
 
     kind: str
     """data, slower, replicate, transfer, idle, small batch, uneven, fuller, throttled, low use, drift, stall, spread,
-    quiet, failed, busy, crowded."""
+    between, quiet, failed, busy, crowded."""
     text: str
     """What was found, one sentence."""
     ground: str

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from dpmon.model.evidence import Evidence
 from dpmon.model.finding import MIN_STEPS, Finding
-from dpmon.model.found_in_time import copies, data, drift, failed, quiet, slower, spread, stalls, transfers
+from dpmon.model.found_in_time import between, copies, data, drift, failed, quiet, slower, spread, stalls, transfers
 from dpmon.model.found_on_devices import fuller, idle, low_use, throttled, uneven
 from dpmon.model.found_on_host import busy
 
@@ -18,7 +18,7 @@ __all__ = ["MIN_STEPS", "Finding", "findings"]
 
 _FINDERS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     *(data, transfers, slower, copies, idle, uneven, fuller, throttled, low_use, busy),
-    *(drift, stalls, spread, quiet, failed),
+    *(drift, stalls, spread, between, quiet, failed),
 )
 
 

@@ -9,8 +9,9 @@ from dpmon.model.evidence import Evidence, LongStep, ModeFacts
 from dpmon.model.finding import MIN_STEPS, Finding, basis, clock, enough, of, of_process, times, took, under
 from dpmon.model.inputs import INPUT, SAID, waited_ns
 from dpmon.model.numbers import percent
+from dpmon.store.answers import GapRow
 
-__all__ = ["copies", "data", "drift", "failed", "quiet", "slower", "spread", "stalls", "transfers"]
+__all__ = ["between", "copies", "data", "drift", "failed", "quiet", "slower", "spread", "stalls", "transfers"]
 
 COPY_SHARE = 0.2
 """Of the step, for copies to the device; for replicate, or for scatter and gather: what DataParallel itself costs, and
@@ -24,6 +25,11 @@ SPREAD_RATIO, SPREAD_NS = 10, 50_000_000
 """p95 by the median, and at least so long: where one step in twenty takes that, there is no single stall to name."""
 STALLS_SHARE, STALLS_NS = 0.02, 5_000_000_000
 """Of the time of all steps, or so long together: less is not worth a line."""
+BETWEEN_SHARE, BETWEEN_NS = 0.1, 1_000_000_000
+"""Of the training time, and at least so long: an epoch's end or a checkpoint costs some per cent of it, and a tenth is
+worth as much as a tenth of every step."""
+WORKERS_SHARE = 0.5
+"""Of the gaps: then starting the workers is what most of that time goes into."""
 QUIET_NS, QUIET_SHARE = 30_000_000_000, 0.1
 """Without a step at the end, and of the run: saving and a last evaluation take some time."""
 
@@ -148,19 +154,15 @@ def drift(evidence: Evidence) -> Iterator[Finding]:
 
 def stalls(evidence: Evidence) -> Iterator[Finding]:
     """Single steps that took very long."""
-    medians = {mode.mode: mode.median_ns for mode in evidence.deleted if mode.median_ns and mode.steps >= MIN_STEPS}
-    medians |= {mode.mode: mode.median_ns for mode in enough(evidence) if mode.median_ns}
-    for mode in (*evidence.deleted, *evidence.modes):
-        if _is_spread(mode):
-            medians.pop(mode.mode, None)
-    total = sum((mode.median_ns or 0) * mode.steps for mode in (*evidence.modes, *evidence.deleted))
+    medians = {mode.mode: mode.median_ns for mode in enough(evidence) if mode.median_ns and not _is_spread(mode)}
+    total = sum((mode.median_ns or 0) * mode.steps for mode in evidence.modes)
     longest = [step for step in evidence.longest if step.phase != INPUT]  # nobody is to blame for those
     stalls = [step for step in longest if _is_stall(step, medians.get(step.mode))]
     lost = sum(step.wall_ns for step in stalls)
     if not stalls or (lost < STALLS_SHARE * (total + lost) and lost < STALLS_NS):
         return
     worst = stalls[0]
-    # Of those that were deleted only the longest of each sum is known, of the others so many as are kept.
+    # Of deleted steps only the longest of each tally is known, of the others a limited number.
     least = len(stalls) == len(longest) > 1 or any(step.step is None for step in stalls)
     count = "one" if len(stalls) == 1 else str(len(stalls))
     count = f"At least {count}" if least else count.capitalize()
@@ -184,7 +186,7 @@ def _where(step: LongStep, evidence: Evidence) -> str:
         phase = f", of which {step.phase} {took(step.phase_ns)}" if step.phase is not None else ""
         return f"step {step.step}{process} at {clock(step.start_ns)}, {took(step.wall_ns)}{phase}"
     phase = f", of which {step.phase} at least {took(step.phase_ns)}" if step.phase is not None else ""
-    return f"a step{process} about {clock(step.start_ns)}, of which only sums are left, {took(step.wall_ns)}{phase}"
+    return f"a step{process} about {clock(step.start_ns)}, which was deleted, {took(step.wall_ns)}{phase}"
 
 
 def _stall_advice(phase: str | None, evidence: Evidence) -> str:
@@ -193,6 +195,43 @@ def _stall_advice(phase: str | None, evidence: Evidence) -> str:
     if phase == "backward" and evidence.processes > 1:
         return _STALL_ADVICE[phase] + ", or a rank that the others waited for"
     return _STALL_ADVICE.get(phase, _STALL_ADVICE["other"])
+
+
+def between(evidence: Evidence) -> Iterator[Finding]:
+    """Time between the steps: loaders that start, checkpoints, logging."""
+    lost = evidence.spent.get("between", 0)
+    whole = lost + evidence.spent.get("training", 0)
+    if not evidence.gaps or lost < BETWEEN_NS or lost < BETWEEN_SHARE * whole or not list(enough(evidence)):
+        return
+    worst = evidence.gaps[0]
+    own = [gap for gap in evidence.gaps if gap.process == worst.process]
+    together = sum(gap.ns for gap in own)
+    where = f"after step {worst.after_step}"
+    longest = f"{took(worst.ns)} {where}"
+    text = f"one gap of {longest}" if len(own) == 1 else f"{len(own)} gaps, the longest {longest}"
+    starts = sum(_starts_workers(evidence, gap) for gap in own)
+    share = starts / together if together else 0.0
+    by = f" Starting the loader's workers takes {percent(share)} of it." if share >= WORKERS_SHARE else ""
+    yield Finding(
+        "between",
+        f"{percent(lost / whole)} of the time lies between steps: {text}.{by}",
+        f"training {took(evidence.spent.get('training', 0))}, between steps {took(lost)}; the longest gap at"
+        f" {clock(worst.begin_ns)}",
+        "DataLoader(persistent_workers=True): the workers then start once, not in every epoch"
+        if by
+        else "the script's own work there: a checkpoint, logging, a loader that starts its workers anew"
+        " (persistent_workers=True keeps them)",
+        lost / whole,
+    )
+
+
+def _starts_workers(evidence: Evidence, gap: GapRow) -> int:
+    """How long workers were started in a gap (ns), by loaders that do so in every epoch."""
+    return sum(
+        max(min(gap.end_ns, one.start_ns + one.took_ns) - max(gap.begin_ns, one.start_ns), 0)
+        for one in evidence.loaders
+        if one.process == gap.process and one.workers and not one.persistent
+    )
 
 
 def _is_spread(mode: ModeFacts) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from dpmon.model.finding import took
-from dpmon.model.stats import PhaseFigures
 
 __all__ = ["host_waits"]
 
@@ -15,7 +15,18 @@ SHARE, RATIO = 0.2, 2.0
 """Of the step, and host by device: where the host is behind, the device's time is as long as its own."""
 
 
-def host_waits(phases: Iterable[PhaseFigures], device_ns: Mapping[str, float | None]) -> list[str]:
+class _Phase(Protocol):
+    """The figures of a phase, of the screen's or of dpmon.store.figures."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def median_ns(self) -> float | None: ...
+    @property
+    def share(self) -> float | None: ...
+
+
+def host_waits(phases: Iterable[_Phase], device_ns: Mapping[str, float | None]) -> list[str]:
     """A sentence for each phase that is long on the host only; `device_ns`: the median of each phase on the device."""
     said = []
     for phase in phases:

@@ -1,189 +1,154 @@
-"""What is known of a run, as far as a reader needs it: everything in bounded buffers, so memory is flat for ever.
+"""What a picture of a run is drawn from: data only, made anew for each picture by dpmon.model.snapshot.
 
-Times are ns since the run's start. Unknown is None; a phase that did not run in a step is NOT_RUN in its sample.
+Times are ns since the run's start. Unknown is None.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.model.turns import standing_for, taking_turns
-from dpmon.rates import Pace, Paces
+from dpmon.rates import Rate
 from dpmon.record.codec import Call, Step
+from dpmon.record.schema import PHASES as SCHEMA
+from dpmon.store.figures import Figures, PhaseFigures
+
+if TYPE_CHECKING:
+    from dpmon.model.compare import Comparison
+    from dpmon.model.uneven import Uneven
 
 __all__ = [
+    "HOST",
     "MODES_COMPARED",
-    "NOT_RUN",
+    "NO_STEPS",
     "PHASES",
-    "SETTLED_KEPT",
-    "SETTLED_MOST",
-    "WARM_STEPS",
     "CallTrack",
     "Column",
     "DeviceTrack",
-    "Mark",
     "ModeChange",
     "ModeTrack",
+    "PauseChange",
     "Peak",
     "Process",
+    "RankFigures",
+    "Recent",
     "Refusal",
+    "Spread",
     "State",
-    "StepSample",
-    "Timed",
+    "Summary",
     "WarningText",
 ]
 
-PHASES = ("data", "copy", "scatter", "replicate", "apply", "gather", "forward", "backward", "optimizer", "other")
+PHASES = tuple(phase.shown for phase in SCHEMA)
 """Phases of a step as shown: the phases of its calls take their part out of `forward`, which keeps the rest."""
-NOT_RUN = -1
-
-STEPS_KEPT = 1024
-COLUMNS_KEPT = 640
-LONG_KEPT = 256
-SETTLED_KEPT, SETTLED_MOST = 512, 4096
-"""Steps of each mode that are kept to be compared while a run goes on, and once it is over."""
-SETTLED_MANY, SETTLED_AT_ONCE = 128, 32
-WARM_STEPS = 5
-"""Steps after a change of mode that are left out where modes are compared."""
 MODES_COMPARED = ("single", "dp")
+NO_STEPS = tuple(PhaseFigures(name, 0, None, None, None, None) for name in PHASES)
+"""The figures of phases that did not run."""
 HOST = "host"
 """The key in a mode's peaks for the sampled memory of all processes of the run."""
-SAMPLED_NEWEST = 256
-NEWEST_COLUMNS = 8
-"""Columns that keep SAMPLED_NEWEST of their steps: of a short run, or a mode that has just begun, all or nearly so."""
-SAMPLED = 8
-FULL_COLUMNS = 150
-"""Columns that keep SAMPLED of their steps at least; older ones keep SAMPLED_LATER."""
-SAMPLED_LATER = 2
-CALLS_KEPT = 64
-PARTS_KEPT = 8
-CALLS_TIMED = 128
-REPLICAS_TIMED = 256
-MARKS_KEPT = 32
-ROOTS_KEPT = 32
-PROCESSES_KEPT = 1024
-DEVICES_KEPT = 256
-HISTORY_KEPT = 640
-TEXTS_KEPT = 100
-OPEN_STEPS_KEPT = 64
-
-
-class StepSample(NamedTuple):
-    """One step: its number, when it ended, how long it took, samples or None, ns for each of PHASES or NOT_RUN."""
-
-    step: int
-    end_ns: int
-    wall_ns: int
-    samples: int | None
-    phases: tuple[int, ...]
-
-    def __deepcopy__(self, memo: object) -> StepSample:
-        """It never changes, so a frozen picture shares it."""
-        return self
 
 
 class Peak(NamedTuple):
-    """The most memory that was used in a mode: `exact`, or at most so much (the peak came before the mode did)."""
+    """The most memory that was used in a mode; at most this much if not `exact` (the peak came before the mode did)."""
 
     bytes: int
     exact: bool
 
 
-class Mark(NamedTuple):
-    """The progress of a process at one time, for rates over a window. The other fields are as in dpmon.rates.Tally."""
-
-    end_ns: int
-    steps: int
-    samples: int
-    unknown: int
-    step_ns: int
-    elapsed_ns: int
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Column:
-    """One column of history: the steps of one mode that ended in one second, or in several from `second` on."""
+    """One column of the history: the steps of one mode that ended in a stretch of time. Sums in ns."""
 
-    number: int
     second: int
+    """Start of the stretch."""
     mode: str
     count: int = 0
+    """Steps; 0 if there were none."""
     wall_ns: int = 0
     begin_ns: int = 0
     """When its first step began."""
-    pace: Pace = field(default_factory=Pace)
-    phases: list[int] = field(default_factory=lambda: [0] * len(PHASES))
-    """Sums in ns."""
-    ran: list[int] = field(default_factory=lambda: [0] * len(PHASES))
-    """Steps in which each phase ran."""
-    sampled: list[StepSample] = field(default_factory=list)
-    """At most SAMPLED_NEWEST of its steps, drawn evenly; each stands for `count` divided by how many there are."""
-
-    def __deepcopy__(self, memo: object) -> Column:
-        """By hand, since there are hundreds and a picture is to freeze at once."""
-        return self.copy(self.number)
-
-    def copy(self, number: int) -> Column:
-        """A column like this one, under a number of its own."""
-        return Column(
-            number, self.second, self.mode, self.count, self.wall_ns, self.begin_ns, self.pace.copy(),
-            self.phases[:], self.ran[:], self.sampled[:],
-        )  # fmt: skip
+    phases: tuple[int, ...] = (0,) * len(PHASES)
+    """In the order of PHASES."""
 
 
-@dataclass(slots=True)
-class ModeTrack:
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The steps of one mode in a time range; `figures` None if there are none."""
+
+    figures: Figures | None = None
+    phases: tuple[PhaseFigures, ...] = NO_STEPS
+    """As shown: `forward` is what the phases of the calls leave of it."""
+    uneven: Uneven | None = None
+    """Why the median says little of the speed, if it does."""
+
+    @property
+    def steps(self) -> int:
+        """How many there are."""
+        return self.figures.steps if self.figures is not None else 0
+
+    @property
+    def mode(self) -> str:
+        """Their mode; "" without steps."""
+        return self.figures.mode if self.figures is not None else ""
+
+    @property
+    def evaluation(self) -> bool:
+        """Whether they are the evaluation steps of a mode that also trains."""
+        return self.figures is not None and self.figures.evaluation
+
+    @property
+    def median_ns(self) -> float | None:
+        """Of a step."""
+        return self.figures.median_ns if self.figures is not None else None
+
+    @property
+    def p95_ns(self) -> float | None:
+        """Of a step."""
+        return self.figures.p95_ns if self.figures is not None else None
+
+    @property
+    def mean_ns(self) -> float | None:
+        """Of a step."""
+        return self.figures.mean_ns if self.figures is not None else None
+
+    @property
+    def rate(self) -> Rate | None:
+        """Steps and samples per elapsed time."""
+        return self.figures.rate if self.figures is not None else None
+
+
+class ModeTrack(NamedTuple):
     """What was seen of one process in one mode."""
 
     mode: str
-    steps: deque[StepSample] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
-    count: int = 0
-    settled: list[StepSample] = field(default_factory=list)
-    """At most SETTLED_KEPT steps (SETTLED_MOST after the end): of those that did not follow a change of mode each is as
-    likely as any other; unordered."""
-    settled_of: int = 0
-    """Of how many they were drawn."""
-    settled_count: int = 0
-    """How many were ever put there."""
     devices: tuple[str, ...] = ()
     virtual: bool = False
-    peaks: dict[str, Peak] = field(default_factory=dict)
+    peaks: Mapping[str, Peak] = {}
     """By device, how much memory was used while in this mode."""
-    device_ms: dict[str, deque[float | None]] = field(default_factory=dict)
-    """By phase (of PHASES): what the slowest device took in the newest steps, None where that is not known."""
-    forward_ms: deque[float | None] = field(default_factory=lambda: deque(maxlen=CALLS_TIMED))
-    """The same of the whole forward, the phases of the calls within."""
 
 
-class Timed(NamedTuple):
-    """The times of a CallTrack: of replicas, of stages, and on devices."""
+class Spread(NamedTuple):
+    """Times of one replica or stage in ns: the 5th percentile, the median, the 95th, of how many calls."""
 
-    replica_ns: list[deque[int]]
-    stage_ns: dict[tuple[int, str, tuple[str, ...]], deque[int]]
-    device_ms: dict[int, deque[float | None]]
+    low: float
+    middle: float
+    high: float
+    calls: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class CallTrack:
-    """The last call of one root and how long each replica took in the calls before it that looked the same."""
+    """The last call of one root, and how long each replica took in calls like it."""
 
     last: Call
-    count: int = 0
-    replica_ns: list[deque[int]] = field(default_factory=list)
-    """A deque a replica, newest last; begun anew when mode, devices or the number of replicas change.
-
-    Like the other times of calls that trained as the last one did, or of such as did not."""
-    stage_ns: dict[tuple[int, str, tuple[str, ...]], deque[int]] = field(default_factory=dict)
-    """The same for stages, by number, device and parts."""
-    device_ms: dict[int, deque[float | None]] = field(default_factory=dict)
-    """By replica or stage: what its device took in the newest calls, None where that is not known."""
-    aside: Timed | None = None
-    """The times of the calls in the other of training and evaluation, until there are such calls again."""
-    parts: list[CallTrack] = field(default_factory=list)
-    """Where a step calls this root several times: its first call in a step, its second, PARTS_KEPT at most."""
+    times: tuple[Spread | None, ...] = ()
+    """By replica, or stage."""
+    device_ns: Mapping[int, float] = field(default_factory=dict)
+    """By replica or stage: the median of what its device took, where that is known."""
+    parts: tuple[CallTrack, ...] = ()
+    """Where a step calls this root several times: its first call in a step, its second, ..."""
 
 
 class ModeChange(NamedTuple):
@@ -231,118 +196,112 @@ class WarningText(NamedTuple):
     text: str
 
 
-@dataclass(slots=True)
+class Recent(NamedTuple):
+    """The last ten seconds of training in the mode in force; `rate` None if there are too few steps."""
+
+    rate: Rate | None = None
+    last_ns: int | None = None
+    """When the last training step ended."""
+    step_ns: int = 0
+    """The mean step."""
+
+
+class RankFigures(NamedTuple):
+    """Medians of one process of several in ns; None if unknown."""
+
+    step_ns: float | None = None
+    forward_ns: float | None = None
+    backward_ns: float | None = None
+    step_p95_ns: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Process:
-    """One training process of the run."""
+    """One training process of the run. What follows `memory` is known only of those that train now, or of the first."""
 
     process: int
     rank: int | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
+    began_ns: int = -1
+    """When the first of its steps and calls began."""
+    resumed_ns: int = -1
+    """When it took up work again after its last silence; when it began, if there was none."""
+    seen_ns: int = -1
+    """When its newest step or call ended."""
+    last_step: Step | None = None
     mode: str = ""
     virtual: bool = False
     devices: tuple[str, ...] = ()
     mode_reason: str | None = None
-    refusals: dict[str, Refusal] = field(default_factory=dict)
+    refusals: Mapping[str, Refusal] = field(default_factory=dict)
     """By root, as long as the last answer that it gave was a refusal."""
-    answered: int = 0
-    """The last step in which a root answered to what somebody asked for."""
-    dp_step: int = -2
-    """The last step with a call under dp."""
-    calls: dict[tuple[str, str | None], CallTrack] = field(default_factory=dict)
-    newest: tuple[str, str | None] | None = None
-    """The root that was called last."""
-    calls_in_step: dict[tuple[str, str | None], int] = field(default_factory=dict)
-    """How often each root was called in the step of the newest call so far."""
-    call_count: int = 0
-    step_count: int = 0
-    last_step: StepSample | None = None
-    began_ns: int = -1
-    """When the first of its steps and calls that were seen began."""
-    resumed_ns: int = -1
-    """When it took up work again after its last silence; when it began, where there was none."""
-    seen_ns: int = -1
-    """When its newest step or call ended."""
-    modes: dict[str, ModeTrack] = field(default_factory=dict)
-    columns: deque[Column] = field(default_factory=lambda: deque(maxlen=COLUMNS_KEPT))
-    columns_made: int = 0
-    long: list[Column] = field(default_factory=list)
-    """The whole run but the newest column, in columns of `long_s` seconds."""
-    long_s: int = 1
-    long_only: bool = False
-    """The beginning of the run is in `long` only: it was read from what a record keeps of every minute."""
-    chance: int = 1
-    """Where the even draw of steps stands."""
-    calls_kept: deque[Call] = field(default_factory=lambda: deque(maxlen=CALLS_KEPT))
-    """The newest calls, oldest first."""
-    turn: Step | None = None
-    """The newest step, as it was recorded."""
-    marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MARKS_KEPT))
-    """Of the mode in force only: a speed never mixes two modes."""
-    marks_mode: str = ""
     paused_since_ns: int | None = None
     """None while it is not paused."""
-    paused_ns: int = 0
-    """In all pauses that are over: time that is in no step."""
-    inputs: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=TEXTS_KEPT))
-    """Begin and end of each wait for a line of input. Step times include that time, rates do not."""
-    paces: Paces = field(default_factory=Paces)
-    """The sums from which its rates are computed."""
-    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What was worked out of the rest, with what it depends on."""
-    visit: int = 0
-    """The number of the first step since the mode changed last."""
     memory: Mapping[str, Any] = field(default_factory=dict)
     """The newest record of what the devices' memory holds."""
-    open_steps: dict[int, list[int]] = field(default_factory=dict)
-    """Phases of the calls of steps that have not ended: ns in the order of CALL_PHASES."""
-    open_device: tuple[int, dict[str, float | None]] = (-1, {})
-    """Of the newest call's step: what the devices took for the phases of its calls so far, ms; None: not known."""
+    calls: Mapping[tuple[str, str | None], CallTrack] = field(default_factory=dict)
+    """By root and what it was called through."""
+    newest: tuple[str, str | None] | None = None
+    """The root that was called last."""
+    last_calls: tuple[Call, ...] = ()
+    """Of its last step."""
+    figures: RankFigures = field(default_factory=RankFigures)
+    """If it is one of several that train."""
+    recent: Recent = field(default_factory=Recent)
+    modes: Mapping[str, ModeTrack] = field(default_factory=dict)
+    columns: tuple[Column, ...] = ()
+    """The history in the time range, oldest first."""
+    column_s: int = 1
+    """Seconds of each."""
+    ranged: Summary = field(default_factory=Summary)
+    """The steps of the mode of the last step, in the time range."""
+    whole: Summary = field(default_factory=Summary)
+    """The same of the whole run, once it is over."""
+    mean: Rate | None = None
+    """Its rate in all modes, once the run is over."""
+    compared: Comparison | None = None
+    """Its modes side by side."""
 
-    def settled_of(self, mode: str) -> list[StepSample]:
-        """Steps of `mode`, drawn evenly from those that did not follow a change of mode; oldest first."""
-        track = self.modes.get(mode)
-        return sorted(track.settled) if track is not None else []
 
+class DeviceTrack(NamedTuple):
+    """The newest sample of a GPU, or of the host, and its histories: a value a second, None where it is not known."""
 
-@dataclass(slots=True)
-class DeviceTrack:
-    """The newest sample of a GPU, or of the host, and its histories (None: that sample did not have it)."""
-
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = {}
     t_ns: int | None = None
-    count: int = 0
-    """Samples so far."""
-    util: deque[float | None] = field(default_factory=lambda: deque(maxlen=HISTORY_KEPT))
+    second: int = -1
+    """Of the newest value."""
+    util: tuple[float | None, ...] = ()
     """Per cent."""
-    mem: deque[float | None] = field(default_factory=lambda: deque(maxlen=HISTORY_KEPT))
+    mem: tuple[float | None, ...] = ()
     """Used memory, per cent of all."""
-    power: deque[float | None] = field(default_factory=lambda: deque(maxlen=HISTORY_KEPT))
+    power: tuple[float | None, ...] = ()
     """Watts."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class State:
-    """Everything that was folded so far."""
+    """Everything that is known of a run at one time."""
 
-    processes: dict[int, Process] = field(default_factory=dict)
-    devices: dict[int, DeviceTrack] = field(default_factory=dict)
+    processes: Mapping[int, Process] = field(default_factory=dict)
+    devices: Mapping[int, DeviceTrack] = field(default_factory=dict)
     host: DeviceTrack = field(default_factory=DeviceTrack)
-    mode_changes: deque[ModeChange] = field(default_factory=lambda: deque(maxlen=TEXTS_KEPT))
+    mode_changes: tuple[ModeChange, ...] = ()
+    """The newest, oldest first; as the other lists."""
     mode_change_count: int = 0
-    pauses: deque[PauseChange] = field(default_factory=lambda: deque(maxlen=TEXTS_KEPT))
-    pause_count: int = 0
-    """Of them all, also of those that are no longer kept."""
-    warnings: deque[WarningText] = field(default_factory=lambda: deque(maxlen=TEXTS_KEPT))
+    """Of all."""
+    pauses: tuple[PauseChange, ...] = ()
+    warnings: tuple[WarningText, ...] = ()
     warning_count: int = 0
-    dropped: int = 0
-    """Records that the record itself says were dropped."""
-    ignored: int = 0
-    """Records that made no sense (negative durations, fields of the wrong type) or were beyond what is kept."""
-    exit: Mapping[str, Any] | None = None
+    missed: int = 0
+    """Records that nobody will read."""
     newest_ns: int = -1
-
+    """When the newest step or call ended."""
     ended: frozenset[int] = frozenset()
     """Processes that train no more, as far as a reader knows; no record says so."""
+    over: bool = False
+    """Whether the run is over."""
+    samples_share: float | None = 1.0
+    """Samples of all ranks that train, over those of the process that stands for the run; None if unknown."""
 
     def training(self) -> list[Process]:
         """Those that train now (`dpmon.model.turns`)."""

@@ -7,13 +7,13 @@ began, when it took up work again after a silence, when the newest ended; and th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from dpmon.model.state import Process, State
 
-__all__ = ["ended_of", "saw", "standing_for", "taking_turns"]
+__all__ = ["ended_of", "last_resumption", "some_are_silent", "standing_for", "taking_turns"]
 
 _LATELY_NS = 30_000_000_000
 _TURN_NS, _TURN_STEPS = 2_000_000_000, 3
@@ -36,18 +36,25 @@ def ended_of(activities: Mapping[int, tuple[str, int]]) -> frozenset[int]:
     return frozenset(number for number, (what, _) in activities.items() if what == "ended")
 
 
-def saw(process: Process, start_ns: int, end_ns: int) -> None:
-    """Note that a step or call of `process` was seen; one that comes after a silence is a resumption.
+def some_are_silent(state: State) -> bool:
+    """Whether one of several processes that trained lately is silent, so that another may have taken over."""
+    lately = _lately(state)
+    return len(lately) > 1 and any(state.newest_ns - process.seen_ns >= _TURN_NS for process in lately)
 
-    A step holds the time from one batch to the next: a long silence may be before it or within it.
+
+def last_resumption(process: Process, since_ns: int, spans: Iterable[tuple[int | None, int | None]]) -> int:
+    """When a process took up work again after its last silence; when it began, if there was none since a time.
+
+    `spans`: when the first step began and the last one ended of those that ended in each second since then, in order. A
+    step holds the time from one batch to the next: a long silence may be before it or within it.
     """
-    if process.began_ns < 0:
-        process.began_ns = process.resumed_ns = start_ns
-    elif end_ns - process.seen_ns >= _TURN_NS:  # most come without
-        silence = _silence(process)
-        resumed = next((at for at in (start_ns, end_ns) if at - process.seen_ns >= silence), None)
-        process.resumed_ns = process.resumed_ns if resumed is None else resumed
-    process.seen_ns = max(process.seen_ns, end_ns)
+    found, seen, silence = process.began_ns, max(process.began_ns, since_ns), _silence(process)
+    for first, last in spans:
+        if first is not None and last is not None:
+            known = (first,) if first <= process.began_ns else (first, last)
+            found = next((at for at in known if at - seen >= silence), found)
+            seen = max(seen, last)
+    return process.seen_ns if process.seen_ns - seen >= silence else found
 
 
 def taking_turns(state: State) -> list[Process]:
@@ -55,7 +62,7 @@ def taking_turns(state: State) -> list[Process]:
 
     Of these only those that have not ended, if there are any: a process that took over is shown until another goes on.
     """
-    lately = [p for p in state.processes.values() if p.seen_ns >= max(state.newest_ns - _LATELY_NS, 0)]
+    lately = _lately(state)
     if len(lately) < 2:
         return lately
     everybody = _newest(lately, state.newest_ns)
@@ -77,6 +84,10 @@ def standing_for(state: State) -> Process | None:
     return min(taking_turns(state), key=lambda p: (p.rank is None, p.rank or 0, p.process), default=None) or (
         next(iter(state.processes.values()), None)
     )
+
+
+def _lately(state: State) -> list[Process]:
+    return [p for p in state.processes.values() if p.seen_ns >= max(state.newest_ns - _LATELY_NS, 0)]
 
 
 def _silence(process: Process) -> int:

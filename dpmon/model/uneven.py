@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dpmon.model.inputs import INPUT, waited_ns
-from dpmon.model.state import PHASES, StepSample
+from dpmon.record.schema import PHASES, STEP
+from dpmon.store.answers import LongRow
+from dpmon.store.quantiles import middle
+from dpmon.store.tally import Tally
 
-__all__ = ["Uneven", "uneven"]
+__all__ = ["Uneven", "uneven_steps"]
 
 _APART = 1.25
 """By so much, either way, mean and median may differ without a word."""
@@ -23,34 +26,36 @@ class Uneven(NamedTuple):
     """INPUT where they are longer by waits for a line of input, whatever phase those fell into."""
 
 
-def uneven(
-    drawn: Sequence[tuple[StepSample, float]],
-    mean_ns: float | None,
-    median_ns: float | None,
-    waits: Sequence[tuple[int, int]] = (),
-) -> Uneven | None:
-    """How uneven steps are, of which `drawn` are some, each with how many it stands for; None where they are alike.
+def uneven_steps(tally: Tally, longest: Sequence[LongRow], waits: Sequence[tuple[int, int]] = ()) -> Uneven | None:
+    """How uneven the steps of a tally are; None where they are alike: mean and median are near each other.
 
-    Alike are steps whose mean and median are near each other. The phase is the one of which the long steps have most
-    more than the others; None if the long ones have no phase more. The long ones may be few or most of the steps.
-    `waits`: from when to when the script waited for input.
+    `longest`: the longest of them. The phase is the one of which those have most more than all others; None if it is
+    not known. `waits`: from when to when (ns) the script waited for input.
     """
-    if not mean_ns or not median_ns or 1 / _APART <= mean_ns / median_ns <= _APART:
+    steps = tally.stat(STEP)
+    mean, centre = steps.mean, tally.median(STEP)
+    if not mean or not centre or 1 / _APART <= mean / centre <= _APART:
         return None
-    long = [(step, weight) for step, weight in drawn if step.wall_ns > mean_ns]
-    rest = [(step, weight) for step, weight in drawn if step.wall_ns <= mean_ns]
-    if not long or not rest:
+    long = {bucket: count for bucket, count in steps.counts.items() if middle(bucket) > mean}
+    count, spent = sum(long.values()), sum(middle(bucket) * number for bucket, number in long.items())
+    if not 0 < count < steps.count:
         return None
-    of_long, of_rest = (sum(weight for _, weight in part) for part in (long, rest))
-    spent, rest_spent = (sum(step.wall_ns * weight for step, weight in part) for part in (long, rest))
-    longer = [
-        sum(max(step.phases[index], 0) * weight for step, weight in long) / of_long
-        - sum(max(step.phases[index], 0) * weight for step, weight in rest) / of_rest
-        for index in range(len(PHASES))
-    ]
-    most = max(longer)
-    phase = PHASES[longer.index(most)] if most > 0 else None
-    waited = sum(waited_ns(waits, step.end_ns - step.wall_ns, step.end_ns) * weight for step, weight in long)
-    if 2 * waited > max(most, 1) * of_long:
-        phase = INPUT
-    return Uneven(of_long / (of_long + of_rest), spent / (spent + rest_spent), phase)
+    known = [step for step in longest if step.wall_ns > mean]
+    return Uneven(count / steps.count, min(spent / steps.total, 1.0), _longer_by(tally, known, waits))
+
+
+def _longer_by(tally: Tally, long: Sequence[LongRow], waits: Sequence[tuple[int, int]]) -> str | None:
+    """The phase of which some steps have most more than the others of their tally."""
+    others = tally.steps - len(long)
+    if not long or others <= 0:
+        return None
+    longer = {}
+    for phase in PHASES:
+        spent = sum(step.phases.get(phase.name, 0) for step in long)
+        if not phase.of_call:
+            longer[phase.name] = spent / len(long) - max(tally.stat(phase.name).total - spent, 0) / others
+    name = max(longer, key=lambda each: longer[each])
+    waited = sum(waited_ns(waits, step.start_ns, step.start_ns + step.wall_ns) for step in long)
+    if 2 * waited > max(longer[name], 1) * len(long):
+        return INPUT
+    return name if longer[name] > 0 else None

@@ -11,8 +11,9 @@ modes         mode, virtual, steps, median_ms, p95_ms, steps_per_s, samples_per_
               p95_ms, count, device_median_ms, device_count (number of known device times)}:
               all steps in the record except evaluations
 evaluations   the same of steps without backward and optimizer, of modes whose other steps have them
-deleted       the same of deleted steps, from their sums (medians and p95 within 3 %; with evaluations), and
-              start_s, end_s, calls
+elapsed       startup_s, training_s, evaluation_s, between_s, paused_s, input_s, missed_s (not recorded), ending_s: they
+              add up to the time of the run; gaps: the longest times between two steps: process, after_step, t_s,
+              seconds; {} if there is no step
 findings      kind, text, ground, advice, weight; the heaviest first
 replicas      mode, root, replica, device, calls, rows, median_ms, p95_ms, device_median_ms (of device_calls, those in
               which it is known), virtual, absent: why it is in none; without evaluations
@@ -28,8 +29,8 @@ host          samples, cpu_median_pct, mem_used_max_bytes, mem_total_bytes; medi
 memory        device, model_bytes, gradients_bytes, optimizer_bytes, rest_bytes, peak_bytes, absent
 compared      dp against single: speedup, low, high (its 95 % interval), efficiency (a device; null for virtual
               replicas), outcome (faster, slower, even), by_mean (the ratio of mean steps; null where it is near
-              the speed-up), sentence, missing, steps, drawn (by mode, where not all of its steps were compared:
-              kept, of), note (of steps that were deleted and are in none of these); null where not both were seen
+              the speed-up), sentence, missing, steps (by mode, those that were compared); null where not both were
+              seen
 mode_changes  process, root, t_s, step, mode, requested_by, devices, virtual, reason, refused
 pauses        process, step (after which), t_s, seconds (null: see on, or its end was not recorded), on (it had not
               ended), reason (why it went on by itself), refused; the first of them: pauses_left_out and
@@ -41,22 +42,22 @@ paused        what all pauses come to, those left out too: times, seconds (of th
 inputs        process (null: one that does not train), t_s, seconds: waits for a line of input; step times
               include that time, rates do not
 warnings      texts
-time          timeless: deleted steps of which it is not known when they were, in no stretch; width_s; stretches:
-              start_s, mode, evaluation, deleted (by their sums, evaluations among them), steps, mean_ms,
-              elapsed_ms (training time: the rate is samples divided by it), longest_ms, samples,
-              parts_ms: {name: sum}
+time          width_s; stretches: start_s, end_s, mode, evaluation, steps (that ended in it), mean_ms, elapsed_ms
+              (training time: the rate is samples divided by it), longest_ms, samples, parts_ms: {name: sum}; time
+              without steps is in no stretch
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from dpmon.model.evidence import DeviceFacts, HostFacts, ModeFacts
-from dpmon.model.stats import median
+from dpmon.model.evidence import DeviceFacts, Evidence, HostFacts, ModeFacts
 from dpmon.rates import as_fields
 from dpmon.report.story import PARTS, Bin, Story
 
 __all__ = ["as_object"]
+
+_GAPS = 100
 
 
 def as_object(story: Story) -> dict[str, Any]:
@@ -85,10 +86,7 @@ def as_object(story: Story) -> dict[str, Any]:
         "standing": story.standing,
         "modes": [_mode(mode) for mode in story.evidence.modes],
         "evaluations": [_mode(mode) for mode in story.evaluations],
-        "deleted": [
-            {**_mode(one.facts), "start_s": one.first_s, "end_s": one.last_s, "calls": one.calls}
-            for one in story.deleted
-        ],
+        "elapsed": _elapsed(story.evidence),
         "findings": [finding._asdict() for finding in story.findings],
         "replicas": _replicas(story),
         "sizes": [line._asdict() for line in story.replicas],
@@ -110,7 +108,6 @@ def as_object(story: Story) -> dict[str, Any]:
         ],
         "warnings": list(story.warnings),
         "time": {
-            "timeless": story.timeless,
             "width_s": story.bin_ns / 1e9,
             "stretches": [_bin(one) for one in story.bins],
         },
@@ -143,6 +140,16 @@ def _mode(mode: ModeFacts) -> dict[str, Any]:
     }
 
 
+def _elapsed(evidence: Evidence) -> dict[str, Any]:
+    if not evidence.spent:
+        return {}
+    gaps = [
+        {"process": gap.process, "after_step": gap.after_step, "t_s": gap.begin_ns / 1e9, "seconds": gap.ns / 1e9}
+        for gap in evidence.gaps[:_GAPS]
+    ]
+    return {**{f"{activity}_s": ns / 1e9 for activity, ns in evidence.spent.items()}, "gaps": gaps}
+
+
 def _replicas(story: Story) -> list[dict[str, Any]]:
     found = []
     for fact in story.evidence.replicas:
@@ -162,11 +169,11 @@ def _ranks(story: Story) -> list[dict[str, Any]]:
     found = []
     for line in story.ranks:
         said = line._asdict()
-        walls = said.pop("walls")
-        del said["forward"], said["rate"]
-        name, why = "forward_device_median_ms", line.forward.untimed
-        on_device = {name: median(line.forward.ms), "absent": {} if why is None else {name: why}}
-        found.append({**said, "median_ms": _ms(median(walls)), **as_fields(line.rate), **on_device})
+        middle, forward, why = said.pop("median_ns"), said.pop("forward_ns"), said.pop("untimed")
+        del said["rate"]
+        name = "forward_device_median_ms"
+        on_device = {name: _ms(forward), "absent": {} if why is None else {name: why}}
+        found.append({**said, "median_ms": _ms(middle), **as_fields(line.rate), **on_device})
     return found
 
 
@@ -174,10 +181,10 @@ def _stages(story: Story) -> list[dict[str, Any]]:
     found = []
     for line in story.stages:
         said = line._asdict()
-        walls, times = said.pop("walls"), line.on_device
-        del said["on_device"]
-        on_device = _on_device(median(times.ms), len(times.ms), times.untimed)
-        found.append({**said, "parts": list(line.parts), "median_ms": _ms(median(walls)), **on_device})
+        for name in ("time", "on_device", "untimed"):
+            del said[name]
+        on_device = _on_device(_ms(line.on_device.median), line.on_device.count, line.untimed)
+        found.append({**said, "parts": list(line.parts), "median_ms": _ms(line.time.median), **on_device})
     return found
 
 
@@ -222,8 +229,7 @@ def _compared(story: Story) -> dict[str, Any] | None:
     found = story.compared
     if found is None:
         return None
-    drawn = {mode: {"kept": kept, "of": count} for mode, kept, count in found.drawn}
-    return {**found._asdict(), "steps": dict(found.steps), "drawn": drawn}
+    return {**found._asdict(), "steps": dict(found.steps)}
 
 
 def _changes(story: Story) -> list[dict[str, Any]]:
@@ -259,9 +265,9 @@ def _pauses(story: Story) -> list[dict[str, Any]]:
 def _bin(one: Bin) -> dict[str, Any]:
     return {
         "start_s": one.start_ns / 1e9,
+        "end_s": one.end_ns / 1e9,
         "mode": one.mode or None,
         "evaluation": one.evaluation,
-        "deleted": one.deleted,
         "steps": one.steps,
         "mean_ms": one.wall_ns / one.steps / 1e6,
         "elapsed_ms": one.elapsed_ns / 1e6,

@@ -1,44 +1,51 @@
-"""Reads a run's directory, once through, into a Story. Memory is that of the durations, 8 bytes each."""
+"""Reads a run's directory into a Story: every figure is a query of its store."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dpmon.model.evidence import WARM_UP_STEPS, Evidence, LongStep, Worth
+from dpmon.model.compare import compare_modes, first_with_both, sentence
+from dpmon.model.evidence import BatchFacts, Evidence, LoaderStart, LongStep, ModeFacts, ReplicaFacts, Worth
 from dpmon.model.findings import findings
 from dpmon.model.inputs import INPUT, is_wait, waited_ns
-from dpmon.model.memory import held
-from dpmon.rates import Gap
-from dpmon.record.codec import BACKWARD_AT, OPTIMIZER_AT, PartTimes, is_evaluation
-from dpmon.report.compared import Settled, compared
+from dpmon.model.layouts import Layouts, ReplicaSizes, StageSizes, most_common
+from dpmon.model.memory import Held, held
+from dpmon.model.replica_facts import batch_facts, replica_facts
+from dpmon.record.schema import SETTLING, STEP, device_series
 from dpmon.report.devices import Devices
-from dpmon.report.events import mode_change, process_facts
-from dpmon.report.figures import deleted_facts, mode_facts
-from dpmon.report.longest import Longest
-from dpmon.report.pauses import There, any_of, together, within
-from dpmon.report.series import Series
-from dpmon.report.shares import Shares
-from dpmon.report.story import Compared, Deleted, ModeChange, ProcessFacts, Story
-from dpmon.run.add_up import add_up, why_nothing
-from dpmon.run.adder import Adder
+from dpmon.report.events import loader_start, mode_change, process_facts
+from dpmon.report.figures import mode_facts
+from dpmon.report.pauses import any_of, together, within
+from dpmon.report.story import Bin, Compared, ModeChange, ProcessFacts, RankLine, Story
+from dpmon.report.stretches import stretches
 from dpmon.run.files import read_tail
+from dpmon.run.inputs import Inputs, inputs_in
+from dpmon.run.opened import open_store
+from dpmon.run.pauses import Pauses, Span, pauses_in
 from dpmon.run.reader import RunReader
-from dpmon.run.rollup import Rollup
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
-from dpmon.run.standing import how_it_stands
+from dpmon.run.standing import how_it_stands, why_nothing
 from dpmon.run.state import run_state
-from dpmon.run.totals import Totals
 from dpmon.run.uncaught import Uncaught, last_lines, uncaught
+from dpmon.store.answers import GapRow, LongRow
+from dpmon.store.queries import END, Store
+from dpmon.store.tables import HistoryError
+from dpmon.store.tally import ALL, WIDTHS, Tally
+from dpmon.store.window import Window, accounted
 from dpmon.text.last_words import READ_BYTES, last_words
 
 __all__ = ["collect"]
 
 LINES_KEPT = 12
 CHANGES_KEPT = 1000
+LONGEST = 64
+"""Long steps of each mode, of which LONGEST are named."""
+GAPS = 10_000
+THIRDS = 60
+"""Stretches of time that a run is cut into to find its first and its last third."""
 _TAIL_BYTES = 16384
 _SECOND = 1_000_000_000
 
@@ -46,26 +53,21 @@ _SECOND = 1_000_000_000
 def collect(directory: Path) -> Story:
     """The story of the run in `directory`, as far as it has come. RunError if it is no run."""
     info = load_info(directory)
-    collector = _Collector(info)
-    totals = add_up(directory, collector)
+    record = _Record()
+    try:
+        with open_store(directory) as store:
+            record.read(store)
+    except HistoryError as error:
+        record.warnings.append(f"the history cannot be read to its end: {error}")
     state, how = run_state(directory, info)
     reader = RunReader(directory)
-    gone = tuple(
-        Deleted(deleted_facts(name, one, totals.virtual, totals.distributed), one.sums.calls, one.first_s, one.last_s)
-        for name, one in sorted(totals.deleted.items())
-        if one.sums.steps
-    )
-    verdict = compared(collector.settled, totals.virtual, collector.changes, gone, totals.inputs.spans())
     failed = how is not None and how.status and how.signal is None
     raised = uncaught(directory, info, how.status) if how is not None and failed else None
     end = _output_end(reader) if how is not None and how.status else b""
-    evidence = collector.evidence(totals, how, verdict, gone)
+    evidence = record.evidence(how)
     if raised is not None:
         evidence = replace(evidence, raised=raised.sentence(info.cwd))
-    bin_ns, bins = collector.series.result()
-    there = [*totals.modes.values(), *totals.evaluations.values()]
-    steps = sum(len(mode.walls) for mode in there) + sum(one.facts.steps for one in gone)
-    calls = sum(mode.calls for mode in there) + sum(one.calls for one in gone)
+    steps = sum(mode.steps for mode in (*record.modes, *record.evaluations))
     return Story(
         directory=str(directory),
         info=info,
@@ -73,176 +75,217 @@ def collect(directory: Path) -> Story:
         state=state,
         evidence=evidence,
         findings=tuple(findings(evidence)),
-        evaluations=tuple(
-            mode_facts(name, mode, totals.virtual, totals.distributed)
-            for name, mode in sorted(totals.evaluations.items())
-            if mode.walls
-        ),
-        deleted=gone,
+        evaluations=tuple(record.evaluations),
         steps=steps,
-        calls=calls,
-        timeless=collector.timeless,
-        bin_ns=bin_ns,
-        bins=bins,
-        points=collector.devices.points(),
-        processes=tuple(collector.processes[number] for number in sorted(collector.processes)),
-        changes=tuple(collector.changes),
-        pauses=tuple(totals.pauses.found),
-        pauses_left_out=totals.pauses.left_out,
-        refusals_left_out=totals.pauses.refusals_left_out,
-        paused=totals.pauses.total(evidence.end_ns),
-        paused_alone_ns=collector.paused_alone_ns,
-        replicas=tuple(totals.replicas),
-        ranks=tuple(totals.ranks),
-        stages=tuple(totals.stages),
-        warnings=tuple(dict.fromkeys(totals.warnings)),
+        calls=record.calls,
+        bin_ns=record.bin_ns,
+        bins=record.bins,
+        points=record.devices.points(),
+        processes=tuple(record.processes[number] for number in sorted(record.processes)),
+        changes=tuple(record.changes),
+        pauses=tuple(record.pauses.found),
+        pauses_left_out=record.pauses.left_out,
+        refusals_left_out=record.pauses.refusals_left_out,
+        paused=record.pauses.total(evidence.end_ns),
+        paused_alone_ns=record.paused_alone_ns,
+        replicas=tuple(record.replicas),
+        ranks=tuple(record.ranks),
+        stages=tuple(record.stages),
+        warnings=tuple(dict.fromkeys(record.warnings)),
         last_output=_last_output(end, raised, reader.info.command_pid),
         raised=last_words(end),
-        host=collector.devices.host(),
-        gpu_absent=collector.devices.gpu_absent,
-        distributed=totals.distributed,
-        dropped=totals.dropped,
-        pruned=totals.pruned,
-        compared=verdict,
+        host=record.devices.host(),
+        gpu_absent=record.devices.gpu_absent,
+        distributed=record.distributed,
+        dropped=record.dropped,
+        pruned=record.pruned,
+        compared=record.compared,
         standing=how_it_stands(directory, info, state, how),
-        nothing=None if steps or calls else why_nothing(totals, reader) or "the command was not started",
+        nothing=_nothing(directory, info, how, record) if not steps and not record.calls else None,
     )
 
 
-class _Collector(Adder):
-    """Sees everything on its way into the totals, and keeps what these do not."""
+@dataclass
+class _Record:
+    """What the store says of a run; what was read before an error stays."""
 
-    def __init__(self, info: RunInfo) -> None:
-        super().__init__()
-        self._origin = info.start_ns
-        self.series = Series()
-        self.timeless = 0
-        self.devices = Devices()
-        self.processes: dict[int, ProcessFacts] = {}
-        self.changes: list[ModeChange] = []
-        self._there = There()
-        self.paused_alone_ns = 0
-        """As of a story."""
-        self._longest = Longest()
-        self._seen: Counter[tuple[int, str]] = Counter()
-        self._last_ns: int | None = None
-        self._shares = Shares(self.definition)
-        self.settled = Settled()
+    modes: list[ModeFacts] = field(default_factory=list)
+    evaluations: list[ModeFacts] = field(default_factory=list)
+    batches: list[BatchFacts] = field(default_factory=list)
+    replica_facts: list[ReplicaFacts] = field(default_factory=list)
+    replicas: list[ReplicaSizes] = field(default_factory=list)
+    ranks: list[RankLine] = field(default_factory=list)
+    stages: list[StageSizes] = field(default_factory=list)
+    devices: Devices = field(default_factory=Devices)
+    memory: list[Held] = field(default_factory=list)
+    longest: list[LongStep] = field(default_factory=list)
+    compared: Compared | None = None
+    processes: dict[int, ProcessFacts] = field(default_factory=dict)
+    changes: list[ModeChange] = field(default_factory=list)
+    pauses: Pauses = field(default_factory=Pauses)
+    paused_alone_ns: int = 0
+    """As of the evidence."""
+    inputs: tuple[tuple[int | None, int, int], ...] = ()
+    warnings: list[str] = field(default_factory=list)
+    loaders: list[LoaderStart] = field(default_factory=list)
+    spans: dict[int, Span] = field(default_factory=dict)
+    """By process, from its first step to its last."""
+    spent: dict[str, int] = field(default_factory=dict)
+    gaps: tuple[GapRow, ...] = ()
+    bin_ns: int = 0
+    bins: tuple[Bin, ...] = ()
+    process_count: int = 0
+    calls: int = 0
+    virtual: bool = False
+    distributed: bool = False
+    dropped: int = 0
+    pruned: int = 0
 
-    # ------------------------------------------------------------------------------------------ taking
+    def read(self, store: Store) -> None:
+        """Ask everything of `store`."""
+        if store.damaged is not None:
+            self.warnings.append(store.damaged)
+        self.dropped = store.dropped
+        self.pruned = store.pruned
+        self._read_events(store)
+        window = Window(store)
+        layouts = Layouts(shapes := store.shapes(), definitions := _definitions(store))
+        self.virtual, self.distributed = layouts.virtual, layouts.distributed
+        self.calls = sum(shape.calls for shape in shapes)
+        self.process_count = len({*store.processes, *layouts.processes})
+        for key, tally in window.by_process.items():
+            if tally.first_ns is not None and tally.last_ns is not None:
+                first, last = self.spans.get(key.process, (tally.first_ns, tally.last_ns))
+                self.spans[key.process] = min(first, tally.first_ns), max(last, tally.last_ns)
+        self._read_modes(store, window)
+        self.spent, self.gaps = window.spent, tuple(store.gaps(GAPS))
+        self._read_bins(store)
+        several = self.process_count > 1
+        self.replicas = layouts.replicas(several)
+        self.batches = batch_facts(shapes, definitions)
+        self.replica_facts = replica_facts(shapes, definitions, window.by_process)
+        self.stages = layouts.stages(window.by_process)
+        if several:
+            ranks = [self._rank(process, store, layouts, window) for process in {*store.processes, *layouts.processes}]
+            self.ranks = sorted(ranks, key=lambda line: (line.rank is None, line.rank or 0, line.process))
+        long = _longest(store, window)
+        self.longest = [_named(step, self.inputs) for step in long[:LONGEST]]
+        self._compare(window, long)
 
-    def step(
-        self,
-        process: int,
-        number: int,
-        mode: str,
-        start: int,
-        wall: int,
-        samples: int | None,
-        phases: Sequence[int | None],
-        times: bytes | None = None,
-    ) -> None:
-        """A step; one whose numbers make no sense is left out."""
-        if wall < 0 or start < 0:
+    def _read_events(self, store: Store) -> None:
+        newest: dict[int, Any] = {}
+        for event in store.events("process", "mode", "memory", "warning", "loader"):
+            data, process = event.data, event.data.get("process")
+            if event.kind == "warning" and isinstance(data.get("text"), str):
+                self.warnings.append(data["text"])
+            elif event.kind == "loader":
+                start = loader_start(data)
+                self.loaders += [start] if start is not None else []
+            elif type(process) is not int:
+                continue
+            elif event.kind == "process":
+                self.processes[process] = process_facts(data)
+            elif event.kind == "memory":
+                newest[process] = data
+            elif event.kind == "mode" and len(self.changes) < CHANGES_KEPT:
+                self.changes.append(mode_change(data))
+        self.memory = held(newest.values())
+        self.pauses = pauses_in(store)
+        inputs: Inputs = inputs_in(store)
+        self.inputs = tuple((process, *span) for process, span in inputs.spans())
+        for row in store.device_minutes():
+            self.devices.rollup(row)
+        for event in store.events("device", "host"):
+            self.devices.sample(event.kind, event.data)
+
+    def _read_modes(self, store: Store, window: Window) -> None:
+        rows = _rows_in_time(store, self._begin_ns, self._last_ns or 0)
+        for mode, evaluation in window.modes:
+            found = window.figures(mode, evaluation)
+            if evaluation:
+                self.evaluations.append(mode_facts(found, self.virtual, self.distributed))
+            else:
+                trained = window.trained(mode)
+                own = [(at, tally) for at, name, evaluates, tally in rows if name == mode and evaluates != trained]
+                self.modes.append(mode_facts(found, self.virtual, self.distributed, own))
+
+    @property
+    def _begin_ns(self) -> int:
+        return min((first for first, _ in self.spans.values()), default=0)
+
+    @property
+    def _last_ns(self) -> int | None:
+        return max((last for _, last in self.spans.values()), default=None)
+
+    def _read_bins(self, store: Store) -> None:
+        medians = [mode.median_ns for mode in self.modes if mode.median_ns is not None]
+        if self._last_ns is not None:
+            self.bin_ns, self.bins = stretches(store, self._begin_ns, self._last_ns, max(medians, default=0))
+
+    def _rank(self, process: int, store: Store, layouts: Layouts, window: Window) -> RankLine:
+        sizes, (tally, speed) = layouts.of_process(process), window.of_process(process)
+        facts = self.processes.get(process)
+        forward = tally.stat(device_series("forward"))
+        untimed = next((step.untimed for step in store.steps(1, process=process)), None)
+        return RankLine(
+            process,
+            None if facts is None else facts.rank,
+            None if facts is None else facts.world,
+            sizes.device,
+            sizes.inputs,
+            sizes.outputs,
+            sizes.calls,
+            tally.steps,
+            tally.median(STEP),
+            speed,
+            forward.median,
+            None if forward.count else untimed or most_common(layouts.untimed(process)),
+        )
+
+    def _compare(self, window: Window, longest: Sequence[LongRow]) -> None:
+        devices = next((one.devices for one in self.changes if one.mode == "dp" and one.refused is None), ())
+        who = first_with_both(window)
+        waits = [(begin, end) for process, begin, end in self.inputs if process == who]
+        found = compare_modes(window, who, devices=devices, virtual=self.virtual, longest=longest, waits=waits)
+        if len(found.sides) < 2:
             return
-        super().step(process, number, mode, start, wall, samples, phases, times)
-        self._there.take(process, start, start + wall)
-        evaluation = is_evaluation(phases[BACKWARD_AT], phases[OPTIMIZER_AT])
-        self.series.step(mode, evaluation, start, wall, samples, phases)
-        self.settled.step(process, number, mode, start, wall, samples, phases)
-        self._last_ns = max(self._last_ns or 0, start + wall)
-        self._seen[process, mode] += 1
-        if self._seen[process, mode] <= WARM_UP_STEPS:
-            return
-        self._longest.step(process, number, mode, start, wall, phases, evaluation)
+        speedup = found.speedup
+        self.compared = Compared(
+            sentence=sentence(found),
+            missing=found.missing,
+            speedup=None if speedup is None else speedup.value,
+            low=None if speedup is None else speedup.low,
+            high=None if speedup is None else speedup.high,
+            efficiency=found.efficiency,
+            outcome=found.outcome,
+            steps=tuple((mode, side.steps) for mode, side in found.sides.items()),
+            by_mean=found.by_mean,
+        )
 
-    def elapsed(self, mode: str, start: int, gap: Gap) -> None:
-        """The time before a step."""
-        self.series.gap(mode, start, gap)
-
-    def waited(self, process: int, begin: int, end: int) -> None:
-        """A process waited for input."""
-        super().waited(process, begin, end)
-        self.series.wait(begin, end)
-
-    def called(
-        self,
-        process: int,
-        head: Sequence[int],
-        shares: Sequence[tuple[int, int, int, int]],
-        parts: PartTimes | None,
-    ) -> None:
-        """A call, as it lies in the record."""
-        _, _, _, _, step, _, start, wall, _, _, *phases = head
-        self._there.take(process, start - self._origin, start - self._origin + max(wall, 0))
-        self.settled.call(process, step, phases)
-        self._shares.call(process, head, shares, parts)
-
-    def placed(self, mode: str, evaluation: bool, start: int, phases: Sequence[int]) -> None:
-        """A call whose step is over."""
-        self.series.call(mode, evaluation, start - self._origin, phases)
-
-    def delete(self, width_s: int, rollup: Rollup) -> None:
-        """What is left of the steps of some seconds that were deleted."""
-        super().delete(width_s, rollup)
-        warm = self._seen[rollup.process, rollup.mode] > WARM_UP_STEPS
-        self._seen[rollup.process, rollup.mode] += max(rollup.steps, 0)
-        # Of what has no width it is known only that it was before.
-        first_s = rollup.start_s if width_s else 0
-        self._there.take(rollup.process, first_s * _SECOND, (rollup.start_s + width_s) * _SECOND)
-        if width_s:
-            self.series.rollup(width_s, rollup)
-            if warm:
-                self._longest.rollup(width_s, rollup)
-        else:
-            self.timeless += rollup.steps
-
-    def delete_samples(
-        self, start_s: int, device: int, name: str, count: int, total: float, low: float, high: float
-    ) -> None:
-        """What is left of a minute's samples of a device that were deleted."""
-        self.devices.rollup(start_s, device, name, count, total, high)
-
-    def event(self, kind: str, data: Any) -> None:
-        """An event."""
-        super().event(kind, data)
-        if kind in ("device", "host"):
-            self.devices.sample(kind, data)
-        elif kind == "process" and type(data.get("process")) is int:
-            self.processes[data["process"]] = process_facts(data)
-        elif kind == "mode" and type(data.get("process")) is int and len(self.changes) < CHANGES_KEPT:
-            self.changes.append(mode_change(data))
-
-    # ------------------------------------------------------------------------------------------ giving
-
-    def evidence(
-        self, totals: Totals, how: ExitInfo | None, verdict: Compared | None, deleted: Sequence[Deleted]
-    ) -> Evidence:
+    def evidence(self, how: ExitInfo | None) -> Evidence:
         """What findings are found from."""
         end = None if how is None or how.by != "supervisor" else int(how.seconds * 1e9)
-        # Of a run that goes on as far as anything of it is known.
+        # Of a run that goes on, as far as anything of it is known.
         until = max(self._last_ns or 0, self.devices.last_ns) if end is None else end
-        paused = together(totals.pauses.stretches, self._there.spans, until)
-        of_any = any_of(totals.pauses.stretches, until)
+        paused = together(self.pauses.stretches, self.spans, until)
+        of_any = any_of(self.pauses.stretches, until)
         last = max([end or 0, *(stop for _, stop in of_any)])
         self.paused_alone_ns = within(of_any, 0, last) - within(paused, 0, last)
         self.devices.paused = paused
-        inputs = tuple((process, *span) for process, span in totals.inputs.spans())
         return Evidence(
-            modes=tuple(
-                mode_facts(name, mode, totals.virtual, totals.distributed)
-                for name, mode in sorted(totals.modes.items())
-            ),
-            batches=tuple(self._shares.batches()),
-            replicas=tuple(self._shares.replicas()),
+            modes=tuple(self.modes),
+            batches=tuple(self.batches),
+            replicas=tuple(self.replica_facts),
             devices=self.devices.facts(),
             host=self.devices.processors(),
-            memory=tuple(held(totals.memory.values())),
-            longest=tuple(_named(step, inputs) for step in self._longest.steps(totals)),
-            inputs=inputs,
-            deleted=tuple(one.facts for one in deleted),
-            worth=_worth(verdict),
-            processes=totals.processes,
+            memory=tuple(self.memory),
+            longest=tuple(self.longest),
+            inputs=self.inputs,
+            spent=accounted(self.spent, until, self._begin_ns) if self.spans else {},
+            gaps=self.gaps,
+            loaders=tuple(self.loaders),
+            worth=_worth(self.compared),
+            processes=self.process_count,
             last_step_ns=self._last_ns,
             end_ns=end,
             paused_ns=within(paused, 0, last),
@@ -250,18 +293,51 @@ class _Collector(Adder):
         )
 
 
-def _named(step: LongStep, inputs: Sequence[tuple[int | None, int, int]]) -> LongStep:
-    """The same; one that was mostly a wait for input is called so."""
-    spans = [(begin, end) for process, begin, end in inputs if process == step.process]
-    if not is_wait(spans, step.start_ns, step.start_ns + step.wall_ns):
-        return step
-    return step._replace(phase=INPUT, phase_ns=waited_ns(spans, step.start_ns, step.start_ns + step.wall_ns))
+def _definitions(store: Store) -> dict[int, dict[int, Any]]:
+    return {ring.process: store.definitions(ring.process) for ring in store.rings.values()}
+
+
+def _rows_in_time(store: Store, begin_ns: int, end_ns: int) -> list[tuple[int, str, bool, Tally]]:
+    """Start, mode, whether it evaluates, and tally of all settled steps in order of time, in stretches of one width."""
+    seconds = (end_ns - begin_ns) / _SECOND
+    width = max((width for width in WIDTHS if width * THIRDS <= seconds), default=1)
+    everybody = ALL if len(store.processes) > 1 else None
+    rows = store.tally_rows(0, END, process=everybody, finest=width, widest=width)
+    return [(at, key.mode, bool(key.kind & 1), tally) for at, _, key, tally in rows if not key.kind & SETTLING]
+
+
+def _longest(store: Store, window: Window) -> list[LongRow]:
+    """The longest steps that the figures are of, deleted ones too, the longest first."""
+    found: list[LongRow] = []
+    for mode, evaluation in window.modes:
+        if not evaluation:
+            apart = False if window.trained(mode) else None
+            found += store.longest(LONGEST, mode=mode, evaluation=apart)
+            found += store.longest_deleted(LONGEST, mode=mode, evaluation=apart)
+    return sorted(found, key=lambda step: -step.wall_ns)
+
+
+def _named(row: LongRow, inputs: Sequence[tuple[int | None, int, int]]) -> LongStep:
+    """A long step with the phase that took most of it; one that was mostly a wait for input is called so."""
+    spans = [(begin, end) for process, begin, end in inputs if process == row.process]
+    begin, end = row.start_ns, row.start_ns + row.wall_ns
+    phase: str | None
+    if is_wait(spans, begin, end):
+        phase, took = INPUT, waited_ns(spans, begin, end)
+    else:
+        phase = max(row.phases, key=lambda name: row.phases[name], default=None)
+        took = 0 if phase is None else row.phases[phase]
+    return LongStep(row.process, row.step, row.mode, begin, row.wall_ns, phase, took)
 
 
 def _worth(found: Compared | None) -> Worth | None:
     if found is None or found.speedup is None or found.low is None or found.high is None or found.sentence is None:
         return None
     return Worth(found.speedup, found.low, found.high, found.sentence)
+
+
+def _nothing(directory: Path, info: RunInfo, how: ExitInfo | None, record: _Record) -> str:
+    return why_nothing(directory, info, how, record.warnings) or "the command was not started"
 
 
 def _output_end(reader: RunReader) -> bytes:

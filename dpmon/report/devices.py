@@ -14,6 +14,7 @@ from dpmon.model.evidence import DeviceFacts, HostFacts
 from dpmon.model.stats import median
 from dpmon.report.story import DevicePoint
 from dpmon.run.pauses import Span
+from dpmon.store.answers import MinuteRow
 from dpmon.store.tables import BEFORE_S
 
 __all__ = ["HOST", "Devices"]
@@ -87,26 +88,25 @@ class Devices:
             self.last_ns = max(self.last_ns, int(seconds * 1e9))
             _place(track, seconds, None if util is None else (util, 1), None if used is None else (used, 1))
 
-    def rollup(self, start_s: object, index: object, name: object, count: object, total: object, high: object) -> None:
-        """What is left of one figure of a minute, as `Kept.device_rollups` gives it: extremes and means are told."""
-        number, most = _number(total), _number(high)
-        if type(index) is not int or type(start_s) is not int or type(count) is not int or number is None:
-            return
+    def rollup(self, row: MinuteRow) -> None:
+        """What is left of one figure of a minute: extremes and means are told."""
+        index = row.device
         if (
-            count <= 0
-            or not BEFORE_S <= start_s < 1e9
+            row.samples <= 0
+            or not abs(row.total) < 1e300
+            or not BEFORE_S <= row.start_s < 1e9
             or (index not in self._tracks and len(self._tracks) > MAX_DEVICES)
         ):
             return
         track = self._tracks.setdefault(index, _Track())
-        if name in _HIGHEST and most is not None:
-            track.highest[str(name)] = max(track.highest.get(str(name), most), most)
-        if start_s == BEFORE_S:  # when it was is not known any more
+        if row.name in _HIGHEST and abs(row.high) < 1e300:
+            track.highest[row.name] = max(track.highest.get(row.name, row.high), row.high)
+        if row.start_s == BEFORE_S:  # when it was is not known any more
             return
-        if name == ("cpu_pct" if index == HOST else "util_pct"):
-            _place(track, start_s + 30.0, (number, count), None)
-        elif name == "mem_used_bytes":
-            _place(track, start_s + 30.0, None, (number, count))
+        if row.name == ("cpu_pct" if index == HOST else "util_pct"):
+            _place(track, row.start_s + 30.0, (row.total, row.samples), None)
+        elif row.name == "mem_used_bytes":
+            _place(track, row.start_s + 30.0, None, (row.total, row.samples))
 
     def facts(self) -> tuple[DeviceFacts, ...]:
         """Every GPU that was ever sampled; the host is none."""

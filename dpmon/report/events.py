@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dpmon.model.evidence import LoaderStart
+from dpmon.model.members import number_in, time_of, whole_in
 from dpmon.report.story import ModeChange, ProcessFacts
 
-__all__ = ["mode_change", "process_facts"]
+__all__ = ["loader_start", "mode_change", "process_facts"]
 
 
 def _whole(data: Mapping[str, Any], key: str) -> int | None:
@@ -42,3 +44,11 @@ def mode_change(data: Mapping[str, Any]) -> ModeChange:
         _text(data, "reason"),
         _text(data, "refused"),
     )
+
+
+def loader_start(data: Mapping[str, Any]) -> LoaderStart | None:
+    """What a `loader` record says; None if it does not say of which process, when and how long."""
+    process, at, took = whole_in(data, "process"), time_of(data), number_in(data, "iter_s")
+    if process is None or at is None or took is None or not 0 <= took < 1e9:
+        return None
+    return LoaderStart(process, at, int(took * 1e9), whole_in(data, "workers"), data.get("persistent") is True)

@@ -18,7 +18,7 @@ from dpmon.extras import how_to_plot
 from dpmon.model.memory import reasons
 from dpmon.model.numbers import UNKNOWN, duration
 from dpmon.report.plots import Plot, plots
-from dpmon.report.said import comparison, facts, findings_note, of_what_is_left, phase_notes, phase_table, step_rows
+from dpmon.report.said import comparison, facts, findings_note, phase_notes, phase_table, step_rows
 from dpmon.report.story import Story
 from dpmon.report.text import MAX_ROWS
 from dpmon.report.words import (
@@ -32,6 +32,7 @@ from dpmon.report.words import (
     rank_rows,
     replica_rows,
     stage_rows,
+    time_spent,
     with_device,
 )
 from dpmon.run.rundir import short_name
@@ -135,6 +136,9 @@ def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
     for fact in facts(story):
         yield f"<p class=soft>{_text(fact)}</p>\n"
     yield from _findings(story)
+    said = time_spent(story)
+    if said:
+        yield "<h2>Time</h2>\n" + "".join(f"<p>{_text(line)}</p>\n" for line in said)
     yield from _steps(story)
     by_name = {plot.name: plot for plot in figures}
     for name in ("step-time", "speed", "phases", "modes"):
@@ -147,11 +151,10 @@ def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
     if story.compared is not None:
         yield "<h2>dp against single</h2>\n"
         yield "".join(f"<p>{_text(line)}</p>\n" for line in comparison(story.compared))
-    left = of_what_is_left(story)
-    yield from _sized(f"Replicas{left}", replica_rows(story), ranks=False)
+    yield from _sized("Replicas", replica_rows(story), ranks=False)
     yield from _plot(by_name.get("replicas"))
-    yield from _sized(f"Ranks{left}", rank_rows(story), ranks=True)
-    yield from _sized(f"Stages (parts of the model on several devices){left}", stage_rows(story), ranks=False)
+    yield from _sized("Ranks", rank_rows(story), ranks=True)
+    yield from _sized("Stages (parts of the model on several devices)", stage_rows(story), ranks=False)
     yield from _devices(story)
     for name in ("use", "memory"):
         yield from _plot(by_name.get(name))

@@ -6,21 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from dpmon.run.pauses import Span, Stretch, union
 
-__all__ = ["There", "any_of", "together", "within"]
-
-
-class There:
-    """From the beginning to the end of what each process has recorded: only then it can be said to train."""
-
-    def __init__(self) -> None:
-        self.spans: dict[int, Span] = {}
-        """By process."""
-
-    def take(self, process: int, start: int, end: int) -> None:
-        """It trained then, ns since the run's start."""
-        first, last = self.spans.get(process, (start, end))
-        if start <= first or end >= last:
-            self.spans[process] = (min(first, start), max(last, end))
+__all__ = ["any_of", "together", "within"]
 
 
 def any_of(stretches: Iterable[Stretch], end_ns: int | None) -> list[Span]:

@@ -9,8 +9,7 @@ import html
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from dpmon.record.codec import CALL_PHASES
-from dpmon.report.said import is_mixed
+from dpmon.record.schema import PHASES
 from dpmon.report.story import PARTS, Bin, Story
 from dpmon.report.words import mode_title
 from dpmon.text.cleaning import clean
@@ -19,9 +18,9 @@ from dpmon.text.palettes import LIGHT
 __all__ = ["Plot", "plots"]
 
 # As on the screen; the page is light.
-_COLOURS = {name.replace("apply", "parallel_apply"): colour for name, colour in LIGHT.by_phase.items()}
+_COLOURS = {phase.name: LIGHT.by_phase[phase.shown] for phase in PHASES}
 _MODE_COLOURS = {"dp": LIGHT.dp, "single": LIGHT.single}
-_ORDER = ("data", "copy", *CALL_PHASES, "forward", "backward", "optimizer", "other")
+_ORDER = tuple(phase.name for phase in PHASES)
 _LINES = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#000000", "#999999")
 _MAX_DEVICES = 16
 _MAX_PAUSES = 100
@@ -55,7 +54,7 @@ def _axes(y: str, x: str = "seconds since the run's start", **more: Any) -> dict
 def _with_pauses(story: Story, layout: dict[str, Any]) -> dict[str, Any]:
     """A grey stretch where the training was paused, in a plot over time."""
     until = max((point.t_ns for point in story.points), default=0)
-    until = max([until, *(one.start_ns + story.bin_ns for one in story.bins)])
+    until = max([until, *(one.end_ns for one in story.bins)])
     shapes = []
     for pause in story.pauses[:_MAX_PAUSES]:
         end = until if pause.on else pause.end_ns
@@ -72,32 +71,32 @@ def _seconds(one: Bin) -> float:
 
 
 def _modes(story: Story) -> list[tuple[str, str, list[Bin]]]:
-    """Mode, title, and its stretches; evaluations, and what was deleted, by themselves."""
-    titles = {mode.mode: mode_title(mode) for mode in (*story.evidence.deleted, *story.evidence.modes)}
-    kinds = sorted({(one.evaluation, one.deleted, one.mode) for one in story.bins})
+    """Mode, title, and its stretches; evaluations by themselves."""
+    titles = {mode.mode: mode_title(mode) for mode in story.evidence.modes}
+    kinds = sorted({(one.evaluation, one.mode) for one in story.bins})
     return [
         (
             name,
-            titles.get(name, name) + (", evaluation" if evaluation else ", deleted" if deleted else ""),
-            [one for one in story.bins if (one.evaluation, one.deleted, one.mode) == (evaluation, deleted, name)],
+            titles.get(name, name) + (", evaluation" if evaluation else ""),
+            [one for one in story.bins if (one.evaluation, one.mode) == (evaluation, name)],
         )
-        for evaluation, deleted, name in kinds
+        for evaluation, name in kinds
     ]
 
 
 def _mode_colour(mode: str, bins: Sequence[Bin], number: int) -> str:
-    """A mode's own colour for the steps that train in it; evaluations and what was deleted have others."""
-    own = None if bins[0].evaluation or bins[0].deleted else _MODE_COLOURS.get(mode)
+    """A mode's own colour for the steps that train in it; evaluations have others."""
+    own = None if bins[0].evaluation else _MODE_COLOURS.get(mode)
     return own or _LINES[number % len(_LINES)]
 
 
-def _with_gaps(story: Story, bins: Sequence[Bin], values: Sequence[float | None]) -> tuple[list[Any], list[Any]]:
-    """x and y of a line that is broken where no step began for a while."""
+def _with_gaps(bins: Sequence[Bin], values: Sequence[float | None]) -> tuple[list[Any], list[Any]]:
+    """x and y of a line that is broken where no step ran for a whole stretch."""
     x: list[Any] = []
     y: list[Any] = []
     before: Bin | None = None
     for one, value in zip(bins, values, strict=True):
-        if before is not None and one.start_ns - before.start_ns > max(4 * story.bin_ns, 2 * before.longest_ns):
+        if before is not None and one.start_ns > before.end_ns:
             x.append(None)
             y.append(None)
         x.append(_seconds(one))
@@ -112,7 +111,7 @@ def _step_time(story: Story) -> Plot | None:
     traces: list[dict[str, Any]] = []
     for number, (mode, title, bins) in enumerate(_modes(story)):
         colour = _mode_colour(mode, bins, number)
-        x, y = _with_gaps(story, bins, [one.wall_ns / one.steps / 1e6 for one in bins])
+        x, y = _with_gaps(bins, [one.wall_ns / one.steps / 1e6 for one in bins])
         line = {
             "type": "scatter",
             "mode": "lines+markers",
@@ -120,7 +119,7 @@ def _step_time(story: Story) -> Plot | None:
             "line": {"color": colour, "shape": "hv"},
         }
         traces.append({**line, "name": f"{_text(title)}: mean", "x": x, "y": y})
-        x, y = _with_gaps(story, bins, [one.longest_ns / 1e6 for one in bins])
+        x, y = _with_gaps(bins, [one.longest_ns / 1e6 for one in bins])
         dots = {"type": "scatter", "mode": "markers", "marker": {"size": 4, "color": colour, "opacity": 0.35}}
         # The longest steps would flatten the rest: they are there, one click away.
         traces.append({**dots, "name": f"{_text(title)}: longest", "x": x, "y": y, "visible": "legendonly"})
@@ -134,9 +133,7 @@ def _speed(story: Story) -> Plot | None:
         return None
     traces = []
     for number, (mode, title, bins) in enumerate(_modes(story)):
-        x, y = _with_gaps(
-            story, bins, [(one.samples or 0) / one.elapsed_ns * 1e9 if one.elapsed_ns else None for one in bins]
-        )
+        x, y = _with_gaps(bins, [(one.samples or 0) / one.elapsed_ns * 1e9 if one.elapsed_ns else None for one in bins])
         # A stretch's value holds until the next one begins: a long step lasts as long as it lasts.
         line = {"type": "scatter", "mode": "lines", "line": {"color": _mode_colour(mode, bins, number), "shape": "hv"}}
         traces.append({**line, "name": _text(title), "x": x, "y": y})
@@ -154,34 +151,35 @@ def _label(name: str, names: Sequence[str]) -> str:
 
 
 def _parts_over_time(story: Story) -> Plot | None:
-    # Among deleted steps evaluations cannot be told apart: then bars beside each other are alike with all.
-    mixed = is_mixed(story)
-    bins = [one for one in story.bins if mixed or not one.evaluation]
+    bins = [one for one in story.bins if not one.evaluation]
     if len(bins) < 2:
         return None
     names = _ran(bins)
     # One bar a stretch, whatever modes were in it: two would stand on each other.
     stretches: dict[int, list[Bin]] = {}
     for one in bins:
-        stretches.setdefault(one.start_ns, []).append(one)
+        stretches.setdefault(one.end_ns, []).append(one)
+    spans: list[tuple[int, int]] = []
+    for end, found in stretches.items():
+        begin = min(one.start_ns for one in found)
+        spans.append((max(begin, spans[-1][1]) if spans else begin, end))
     steps = [sum(one.steps for one in found) for found in stretches.values()]
-    width = story.bin_ns / 1e9
     traces = [
         {
             "type": "bar",
             "name": _label(name, names),
-            "x": [round(start / 1e9, 3) for start in stretches],
+            "x": [round(begin / 1e9, 3) for begin, _ in spans],
             "offset": 0,
             "y": [
                 round(sum(one.parts[PARTS.index(name)] for one in found) / count / 1e6, 6)
                 for found, count in zip(stretches.values(), steps, strict=True)
             ],
-            "width": width,
+            "width": [round((end - begin) / 1e9, 3) for begin, end in spans],
             "marker": {"color": _COLOURS[name], "line": {"width": 0}},
         }
         for name in names
     ]
-    note = f"mean of all steps of a stretch, {'evaluations too, ' if mixed else ''}over stretches of {width:g} s"
+    note = f"mean of all steps of a stretch, over stretches of {story.bin_ns / 1e9:g} s"
     layout = _with_pauses(story, _axes("ms a step", barmode="stack", bargap=0))
     return Plot("phases", "Where a step's time goes", note, traces, layout)
 

@@ -10,7 +10,6 @@ from dpmon.model.finding import many, took
 from dpmon.model.findings import MIN_STEPS
 from dpmon.model.host_waits import host_waits
 from dpmon.model.numbers import duration, percent
-from dpmon.model.stats import PhaseFigures
 from dpmon.record.codec import CALL_PHASES, STEP_PHASES
 from dpmon.report.story import Compared, Story
 from dpmon.report.words import (
@@ -20,14 +19,12 @@ from dpmon.report.words import (
     what_ran,
 )
 from dpmon.run.inputs import KEPT
-from dpmon.text.quantities import clock
+from dpmon.store.figures import PhaseFigures
 
 __all__ = [
     "comparison",
     "facts",
     "findings_note",
-    "is_mixed",
-    "of_what_is_left",
     "phase_notes",
     "phase_rows",
     "phase_table",
@@ -72,36 +69,17 @@ def waited(inputs: Sequence[tuple[int | None, int, int]]) -> str:
 
 
 def pruned(story: Story) -> str:
-    """What was deleted, what is left of it, and where."""
-    text = f"{story.pruned:,} older records were deleted to bound the history"
-    steps = sum(one.facts.steps for one in story.deleted)
-    if not steps:
-        return f"{text}: the figures are of the rest"
-    first, last = min(one.first_s for one in story.deleted), max(one.last_s for one in story.deleted)
-    lost = f" (without {story.timeless:,} of which it is not known any more when)" if story.timeless else ""
+    """What was deleted, and what that means."""
     return (
-        f"{text}: of {many(steps, 'step')} ({clock(first * 10**9)} to {clock(last * 10**9)}) sums are left, in the"
-        f" rows that say deleted (medians and p95 within 3 %, evaluations among them), in the course of time{lost}, in"
-        " stalls and in the devices' extremes; all else (replicas, ranks, stages, findings) is of the rest"
+        f"{story.pruned:,} older records were deleted to bound the history: figures are of all steps, but single steps"
+        " and samples of that time are not known any more"
     )
 
 
 def step_rows(story: Story) -> list[tuple[str, ModeFacts]]:
-    """What steps there were, with what they are called: of each mode those that train, evaluations, deleted ones."""
+    """What steps there were, with what they are called: of each mode those that train, and evaluations."""
     rows = [(mode_title(mode), mode) for mode in story.evidence.modes if mode.steps]
-    rows += [(f"{mode_title(mode)}, evaluation", mode) for mode in story.evaluations]
-    return [*rows, *((f"{mode_title(one.facts)}, deleted", one.facts) for one in story.deleted)]
-
-
-def is_mixed(story: Story) -> bool:
-    """Whether a course of time has to be of evaluations too: among deleted steps they cannot be told apart."""
-    return bool(story.deleted) and any(one.evaluation for one in story.bins)
-
-
-def of_what_is_left(story: Story) -> str:
-    """Behind the title of a table of calls, where some of them were deleted."""
-    gone = sum(one.calls for one in story.deleted)
-    return f" of the calls that are left ({gone:,} were deleted)" if gone else ""
+    return [*rows, *((f"{mode_title(mode)}, evaluation", mode) for mode in story.evaluations)]
 
 
 def findings_note(story: Story) -> str:
@@ -149,15 +127,13 @@ def phase_notes(mode: ModeFacts) -> list[str]:
 
 def comparison(found: Compared) -> list[str]:
     """dp against single in sentences."""
-    note = [found.note] if found.note else []
     if found.speedup is None:
-        return [found.missing or "no verdict", *note]
+        return [found.missing or "no verdict"]
     text = f"speed-up {found.speedup:.2f}"
     if found.low is not None and found.high is not None:
         text += f" (95 %: {found.low:.2f} to {found.high:.2f})"
     if found.efficiency is not None:
         text += f", {percent(found.efficiency)} a device"
-    drawn = {mode: f" (of {kept:,} drawn evenly from {count:,})" for mode, kept, count in found.drawn}
-    steps = " and ".join(f"{count:,} in {mode}{drawn.get(mode, '')}" for mode, count in found.steps)
+    steps = " and ".join(f"{count:,} in {mode}" for mode, count in found.steps)
     without = "without each mode's first after a change and those of another batch size or kind"
-    return [found.sentence or "", f"{text}; of {steps}, {without}", *note]
+    return [found.sentence or "", f"{text}; of {steps}, {without}"]

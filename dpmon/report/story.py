@@ -7,21 +7,24 @@ from typing import NamedTuple
 
 from dpmon.model.evidence import DeviceFacts, Evidence, ModeFacts
 from dpmon.model.findings import Finding
+from dpmon.model.layouts import ReplicaSizes, StageSizes
+from dpmon.rates import Rate
 from dpmon.record.codec import CALL_PHASES, STEP_PHASES
 from dpmon.run.pauses import Paused, PauseTotals
 from dpmon.run.rundir import ExitInfo, RunInfo
-from dpmon.run.totals import RankLine, ReplicaLine, StageLine
 
-__all__ = ["PARTS", "Bin", "Compared", "Deleted", "DevicePoint", "ModeChange", "ProcessFacts", "Story"]
+__all__ = ["PARTS", "Bin", "Compared", "DevicePoint", "ModeChange", "ProcessFacts", "RankLine", "Story"]
 
 PARTS = (*(name for name in STEP_PHASES if name != "forward"), *CALL_PHASES, "forward")
 """What a step's time is stacked from: here `forward` is what is left of it beside the phases of its calls."""
 
 
 class Bin(NamedTuple):
-    """The steps of one mode that began within one stretch of time (the width is the story's)."""
+    """The steps of one mode that ended within one stretch of time."""
 
     start_ns: int
+    """It reaches back over the time in which a step of it was under way and no other ended."""
+    end_ns: int
     mode: str
     steps: int
     wall_ns: int
@@ -32,10 +35,8 @@ class Bin(NamedTuple):
     """Time in each of PARTS, ns."""
     evaluation: bool = False
     """They had no backward pass and no optimizer, which others of their mode have."""
-    deleted: bool = False
-    """Only their sums are left; evaluations among them cannot be told apart."""
     elapsed_ns: int = 0
-    """Time within these steps, and between them inside this stretch."""
+    """Time within these steps, and between them inside this stretch; of several processes the sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +47,6 @@ class DevicePoint:
     index: int
     util_pct: float | None
     mem_bytes: float | None
-
-
-class Deleted(NamedTuple):
-    """The steps of a mode that were deleted to bound the history, by the sums that are left of them: medians and tails
-    within 3 %, with whatever evaluations were among them. They ended between two seconds.
-    """
-
-    facts: ModeFacts
-    calls: int
-    first_s: int
-    last_s: int
 
 
 class ModeChange(NamedTuple):
@@ -104,10 +94,28 @@ class Compared(NamedTuple):
     """Steps that were compared, by mode."""
     by_mean: float | None = None
     """The ratio of the mean steps, where it is quite another than that of the medians."""
-    note: str | None = None
-    """Of steps that were deleted, which have no part in it: how many, and their medians; None if there are none."""
-    drawn: tuple[tuple[str, int, int], ...] = ()
-    """Mode, how many steps were drawn evenly, and from how many, where that was not all."""
+
+
+class RankLine(NamedTuple):
+    """One process of several: what its calls got and gave most often, and its steps; None if unknown.
+
+    Steps are without evaluations, where those of their mode are kept apart; calls are all.
+    """
+
+    process: int
+    rank: int | None
+    world: int | None
+    device: str
+    inputs: str | None
+    outputs: str | None
+    calls: int
+    steps: int
+    median_ns: float | None
+    rate: Rate | None
+    forward_ns: float | None
+    """Median of what the slowest of its devices took for the forward of those steps."""
+    untimed: str | None
+    """Why that is not known, if the record says."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +131,11 @@ class Story:
     findings: tuple[Finding, ...]
     evaluations: tuple[ModeFacts, ...] = ()
     """Of modes whose other steps train: steps without a backward pass and an optimizer; not in the evidence."""
-    deleted: tuple[Deleted, ...] = ()
     steps: int = 0
     calls: int = 0
-    """Those that were deleted too."""
-    timeless: int = 0
-    """Deleted steps of which it is not known any more when they were: they are in no stretch of time."""
+    """Those that were deleted too, and calls that are in no step."""
     bin_ns: int = 0
+    """The width of a stretch, if a step of it does not take longer."""
     bins: tuple[Bin, ...] = ()
     points: tuple[DevicePoint, ...] = ()
     processes: tuple[ProcessFacts, ...] = ()
@@ -141,9 +147,9 @@ class Story:
     paused: PauseTotals = field(default_factory=PauseTotals)
     paused_alone_ns: int = 0
     """When a process was paused while another was there and was not: the figures of devices have that time."""
-    replicas: tuple[ReplicaLine, ...] = ()
+    replicas: tuple[ReplicaSizes, ...] = ()
     ranks: tuple[RankLine, ...] = ()
-    stages: tuple[StageLine, ...] = ()
+    stages: tuple[StageSizes, ...] = ()
     warnings: tuple[str, ...] = ()
     last_output: tuple[str, ...] = ()
     """The last lines of what the script printed (of its stderr in a headless run), if it failed."""

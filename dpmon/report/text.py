@@ -13,8 +13,6 @@ from dpmon.report.said import (
     comparison,
     facts,
     findings_note,
-    is_mixed,
-    of_what_is_left,
     phase_notes,
     phase_table,
     step_rows,
@@ -29,6 +27,7 @@ from dpmon.report.words import (
     rank_rows,
     replica_rows,
     stage_rows,
+    time_spent,
     with_device,
 )
 from dpmon.run.rundir import short_name
@@ -58,6 +57,7 @@ def text_lines(story: Story, width: int = 80) -> list[str]:
     sections = (
         _head(story, width),
         _findings(story, width),
+        _time(story, width),
         _steps(story, width),
         *(_phases(title, mode, width) for title, mode in step_rows(story)),
         _compared(story, width),
@@ -108,26 +108,29 @@ def _steps(story: Story, width: int) -> list[str]:
     return ["STEPS", *table(rows, width), *_over_time(story, width)]
 
 
+def _time(story: Story, width: int) -> list[str]:
+    said = time_spent(story)
+    return ["TIME", *wrapped(said, width)] if said else []
+
+
 def _over_time(story: Story, width: int) -> list[str]:
     """The mean time of a step over the run, as bars; nothing where there is hardly a course of time."""
-    # Bars beside each other are alike then.
-    mixed = is_mixed(story)
-    bins = [one for one in story.bins if mixed or not one.evaluation]
+    bins = [one for one in story.bins if not one.evaluation]
     if len(bins) < 2:
         return []
-    first, last = bins[0].start_ns, bins[-1].start_ns + story.bin_ns
+    first, last = bins[0].start_ns, max(one.end_ns for one in bins)
     cells = min(width - 4, 120, (last - first) // story.bin_ns)
     sums = [[0, 0] for _ in range(cells)]
     for one in bins:
-        at = (one.start_ns - first) * cells // (last - first)
-        sums[at][0] += one.wall_ns
-        sums[at][1] += one.steps
+        begin, end = ((at - first) * cells for at in (one.start_ns, one.end_ns))
+        for at in range(begin // (last - first), max(-(-end // (last - first)), begin // (last - first) + 1)):
+            sums[at][0] += one.wall_ns
+            sums[at][1] += one.steps
     means = [wall / steps if steps else None for wall, steps in sums]
     top = max(mean for mean in means if mean is not None)
     bars = "".join(" " if mean is None else _BARS[min(int(mean / top * 8), 7)] for mean in means)
-    what = "time of a step, evaluations too," if mixed else "time of a step,"
-    said = f"{what} mean over each {duration((last - first) / cells)}; the highest bar is {duration(top)}"
-    said += "; none where it was paused" if story.evidence.paused_ns else ""
+    said = f"time of a step, mean over each {duration((last - first) / cells)}; the highest bar is {duration(top)}"
+    said += "; none where no step ran" if None in means else ""
     ends = clock(first) + clock(last).rjust(max(cells - 8, 9))
     return [*wrap(said, width), "  " + bars, "  " + ends]
 
@@ -146,7 +149,7 @@ def _replicas(story: Story, width: int) -> list[str]:
     rows = replica_rows(story)
     if not rows:
         return []
-    lines = wrap(f"REPLICAS{of_what_is_left(story)}", width, "")
+    lines = ["REPLICAS"]
     head = ("", "device", "calls", "median", "p95", "received -> returned")
     shown = [
         (row.label, row.device, f"{row.calls:,}", duration(row.median_ns), duration(row.p95_ns), row.sizes)
@@ -173,7 +176,7 @@ def _ranks(story: Story, width: int) -> list[str]:
         for row in rows[:MAX_ROWS]
     ]
     return [
-        *wrap(f"RANKS{of_what_is_left(story)}", width, ""),
+        "RANKS",
         *sized_table(with_device([head, *shown], rows, FORWARD_ON_DEVICE), width),
         *more(len(rows), MAX_ROWS),
     ]
@@ -183,7 +186,7 @@ def _stages(story: Story, width: int) -> list[str]:
     rows = stage_rows(story)
     if not rows:
         return []
-    lines = wrap(f"STAGES (parts of the model on several devices){of_what_is_left(story)}", width, "")
+    lines = ["STAGES (parts of the model on several devices)"]
     head = ("", "device", "calls", "host time", "parts: received -> returned")
     shown = [(row.label, row.device, f"{row.calls:,}", duration(row.median_ns), row.sizes) for row in rows[:MAX_ROWS]]
     return [*lines, *sized_table(with_device([head, *shown], rows), width), *more(len(rows), MAX_ROWS)]

@@ -9,13 +9,14 @@ from typing import NamedTuple
 from dpmon.model.evidence import DeviceFacts, ModeFacts
 from dpmon.model.finding import many, took
 from dpmon.model.numbers import UNKNOWN, duration, percent
-from dpmon.model.stats import median
 from dpmon.rates import Rate
 from dpmon.report.story import ModeChange, Story
 from dpmon.run.pauses import Paused, PauseTotals
+from dpmon.store.accounting import ACTIVITIES
 from dpmon.text.quantities import clock, memory, memory_of, run_time
 
 __all__ = [
+    "ACTIVITY_NAMES",
     "FORWARD_ON_DEVICE",
     "ON_DEVICE",
     "Row",
@@ -29,6 +30,7 @@ __all__ = [
     "rank_rows",
     "replica_rows",
     "stage_rows",
+    "time_spent",
     "times_paused",
     "what_ran",
     "with_device",
@@ -39,6 +41,9 @@ ON_DEVICE, FORWARD_ON_DEVICE = "on device", "forward on device"
 
 _NOT_SEEN = "sizes not seen"
 _PARTS_NAMED = 4
+_GAPS_NAMED = 3
+_LEAST_SHOWN_NS = 5_000_000
+"""Less is 0.00 s."""
 _ROOTS_NAMED = 8
 _STARTS_NAMED = 4
 _NO_END = "without an end in the record"
@@ -94,7 +99,7 @@ def what_ran(story: Story) -> str:
     """Processes, steps by mode if there were several, and the mode they began in, with its reason."""
     count = story.evidence.processes
     modes: Counter[str] = Counter()
-    for facts in (*story.evidence.modes, *story.evaluations, *(one.facts for one in story.deleted)):
+    for facts in (*story.evidence.modes, *story.evaluations):
         modes["ddp" if facts.distributed else facts.mode] += facts.steps
     several_modes = len(+modes) > 1
     counted = f"{many(story.steps, 'step')}, {many(story.calls, 'call')}{' in all' if count > 1 else ''}"
@@ -182,14 +187,9 @@ def rank_rows(story: Story) -> list[Row]:
     for line in story.ranks:
         label = f"process {line.process}" if line.rank is None else f"rank {line.rank} of {line.world or '?'}"
         flow = _flow(line.inputs, line.outputs)
-        middle = median(line.walls)
-        forward = _ns(median(line.forward.ms))
-        rows.append(Row(label, line.device, line.calls, line.steps, middle, None, line.rate, flow, forward))
+        about = (label, line.device, line.calls, line.steps, line.median_ns, None, line.rate)
+        rows.append(Row(*about, flow, line.forward_ns))
     return rows
-
-
-def _ns(ms: float | None) -> float | None:
-    return None if ms is None else ms * 1e6
 
 
 def stage_rows(story: Story) -> list[Row]:
@@ -200,8 +200,8 @@ def stage_rows(story: Story) -> list[Row]:
         if len(line.parts) > _PARTS_NAMED:
             parts += f" and {len(line.parts) - _PARTS_NAMED} more"
         flow = f"{parts}: {line.inputs or _NOT_SEEN} -> {line.outputs or 'not finished'}"
-        label, device = f"{line.root} {line.stage}", _ns(median(line.on_device.ms))
-        rows.append(Row(label, line.device, line.calls, 0, median(line.walls), None, None, flow, device))
+        label = f"{line.root} {line.stage}"
+        rows.append(Row(label, line.device, line.calls, 0, line.time.median, None, None, flow, line.on_device.median))
     return rows
 
 
@@ -243,6 +243,36 @@ def times_paused(total: PauseTotals, over: bool) -> str:
 
 def _is_over(story: Story) -> bool:
     return story.exit is not None or story.state not in _NOT_OVER
+
+
+ACTIVITY_NAMES = {
+    **{name: name for name in ACTIVITIES},
+    "startup": "start-up",
+    "between": "between steps",
+    "input": "waiting for input",
+    "missed": "not recorded",
+    "ending": "end",
+}
+"""What the activities of dpmon.store.accounting are called."""
+
+
+def time_spent(story: Story) -> list[str]:
+    """Where the time of the run went, and its longest gaps between steps, in sentences; nothing if it has no steps."""
+    spent = story.evidence.spent
+    parts = [f"{ACTIVITY_NAMES[name]} {took(ns)}" for name, ns in spent.items() if ns >= _LEAST_SHOWN_NS]
+    if not parts:
+        return []
+    said = [f"elapsed {took(sum(spent.values()))}: {', '.join(parts)}"]
+    gaps = story.evidence.gaps[:_GAPS_NAMED]
+    if gaps and spent["between"] >= _LEAST_SHOWN_NS:
+        several = len(story.processes) > 1
+        named = [
+            f"{took(gap.ns)} after step {gap.after_step:,}{f' of process {gap.process}' if several else ''}"
+            f" ({clock(gap.begin_ns)})"
+            for gap in gaps
+        ]
+        said.append(f"the longest gaps between steps: {', '.join(named)}")
+    return said
 
 
 def pause_rows(story: Story) -> list[tuple[str, str, str]]:

@@ -14,23 +14,31 @@ from dpmon.run.files import remove_file
 from dpmon.run.proc import alive
 from dpmon.run.rundir import RunInfo, ring_paths
 from dpmon.store.intake import Accounts, Intake
+from dpmon.store.resume import resume_accounts, resume_intake
 from dpmon.store.tables import HistoryError, RingRow
 from dpmon.store.writer import LIMIT_BYTES, Batch, History
 
 __all__ = ["Drain"]
 
-COMMIT_S = 1.0
+COMMIT_S = 0.2
+"""Between two commits while something happens."""
+FIND_S = 0.2
+"""Between two looks for new rings."""
 COMMIT_BYTES = 1 << 19
 """Written at the latest when this much has gathered: an eighth of a ring, so a kill in between loses nothing."""
 HOLD_BYTES = 8 << 20
 """Held at most while the history cannot be written; the rings keep what is newer, what they lose is counted."""
-_ROLLUP_BYTES = 1024
-"""What one of those that gather takes in memory, roughly."""
+_SECOND_BYTES = 1024
+"""What the sums of one second take in memory, roughly."""
 RETRY_S = 5.0
 WARN_AGAIN_S = 300.0
 """A disk that is full gives a little room now and then: that it fails anew is said no more often."""
 _MEMORY = pack_event("memory", {})[:-1]
-"""How such a record begins."""
+"""How such a record begins, and others."""
+_EXIT = pack_event("exit", {})[:-1]
+_MOST_PUT_OFF = 32
+_AWAITED = tuple(pack_event(kind, {})[:-1] for kind in ("mode", "pause", "warning"))
+"""How records begin that somebody waits to see."""
 
 
 class _Source:
@@ -45,6 +53,8 @@ class _Source:
         self.unreadable = 0
         self.over = False
         """Its process is gone."""
+        self.put_off = 0
+        """How often the run's end was found here before all that others had done."""
 
     def note(self) -> None:
         """Bring the row up to what has been read."""
@@ -58,8 +68,14 @@ class Drain:
     """All rings of one run, and what was taken from them since the last write."""
 
     def __init__(
-        self, directory: Path, info: RunInfo, warn: Callable[[str], None], limit_bytes: int = LIMIT_BYTES
+        self,
+        directory: Path,
+        info: RunInfo,
+        warn: Callable[[str], None],
+        limit_bytes: int = LIMIT_BYTES,
+        history: History | None = None,
     ) -> None:
+        """`history`: write into this one; None: into that of the run's directory, which is bounded to `limit_bytes`."""
         self._directory = directory
         self._info = info
         self._warn = warn
@@ -73,12 +89,16 @@ class Drain:
         self._accounts = Accounts()
         self._bytes = 0
         self._next_id = 1
+        self._find_at = 0.0
         self._commit_at = 0.0
         self._retry_at = 0.0
-        self._failing = False
+        self.failure: Exception | None = None
+        """Why the history cannot be written just now."""
         self._silent_until = 0.0
         self.heard: Callable[[bytes, int], None] = lambda payload, pid: None
         """Called with every `memory` record of a training process, and its id: it says which GPUs that uses."""
+        if history is not None:
+            self._go_on_in(history)
 
     def drain(self, now: float) -> bool:
         """Take what is new, write what is due; True if there is more to take at once. `now`: monotonic s."""
@@ -86,7 +106,9 @@ class Drain:
             return False
         more = False
         if self._bytes < HOLD_BYTES:
-            self._find_rings()
+            if now >= self._find_at:
+                self._find_at = now + FIND_S
+                self._find_rings()
             for source in self._sources.values():
                 more = self._take(source) or more
         if now >= self._commit_at or self._bytes >= COMMIT_BYTES:
@@ -99,7 +121,7 @@ class Drain:
         With `over`, the processes are gone: also what they had staged and could not write any more.
         """
         now = time.monotonic()
-        self._retry_at = 0.0
+        self._find_at = self._retry_at = 0.0
         for _ in range(64):
             if not self.drain(now):
                 break
@@ -148,39 +170,56 @@ class Drain:
         for _, path in ring_paths(self._directory, self._sources.keys() | self._refused):
             kept = self._kept.get(path.name)
             try:
-                source = self._sources[path.name] = _Source(
-                    path, kept and replace(kept), self._info.start_ns, self._accounts
-                )
-                if kept is not None and self._history is not None:
-                    self._history.resume(source.intake, self._accounts)
+                source = _Source(path, kept and replace(kept), self._info.start_ns, self._accounts)
             except (RingError, OSError) as error:
                 # It may be half made: its header is complete a moment later.
                 if time.time() - _modified(path) > RETRY_S:
                     self._refused.add(path.name)
                     self._warn(f"{path.name} cannot be read: {error}")
+                continue
+            self._sources[path.name] = source
+            if kept is not None and self._history is not None:
+                with suppress(HistoryError):  # damaged; what comes now can be recorded all the same
+                    resume_intake(self._history, source.intake)
 
     def _take(self, source: _Source) -> bool:
         """Move what one ring has into the batch; True if it filled faster than it was read."""
+        ring = source.ring
+        before = ring.position, ring.sequence, ring.missed
         try:
-            before = source.ring.position
-            payloads = source.ring.read()
+            payloads = ring.read()
+            if source.row.process < 0 and any(payload.startswith(_EXIT) for payload in payloads):
+                # What others did before the run's end belongs before it.
+                source.put_off += 1
+                if source.put_off < _MOST_PUT_OFF and self._others_have_more():
+                    ring.position, ring.sequence, ring.missed = before
+                    return True
         except (RingError, OSError):
             return False
         self._add(source, payloads)
-        return bool(source.ring.position - before >= source.ring.capacity // 8)
+        return bool(ring.position - before[0] >= ring.capacity // 8)
+
+    def _others_have_more(self) -> bool:
+        for source in self._sources.values():
+            with suppress(RingError, OSError):
+                if source.row.process >= 0 and source.ring.has_more():
+                    return True
+        return False
 
     def _add(self, source: _Source, payloads: list[bytes]) -> None:
-        before = len(self._batch.rollups)
+        before = len(self._batch.tallied)
         for payload in payloads:
             try:
                 if source.intake.add(self._batch, self._next_id, payload):
                     self._next_id += 1
-                if payload.startswith(_MEMORY):
+                if payload.startswith(_AWAITED):
+                    self._commit_at = 0.0
+                elif payload.startswith(_MEMORY):
                     self.heard(payload, source.ring.pid)
             except RecordError:
                 source.unreadable += 1
             self._bytes += len(payload)
-        self._bytes += _ROLLUP_BYTES * (len(self._batch.rollups) - before)
+        self._bytes += _SECOND_BYTES * (len(self._batch.tallied) - before)
 
     # ------------------------------------------------------------------------------------------ history
 
@@ -189,15 +228,25 @@ class Drain:
             return False
         meta = {"run": self._info.id, "start_ns": self._info.start_ns}
         try:
-            history = History(self._directory, meta, self._limit_bytes)
+            history = History.open(self._directory, meta, self._limit_bytes)
+            try:
+                self._go_on_in(history)
+            except HistoryError:
+                history.close()
+                raise
         except (HistoryError, OSError) as error:
             self._fail(now, error)
             return False
-        self._history = history
-        self._kept = history.rings()
-        self._next_id = history.next_id
         self._commit_at = now
         return True
+
+    def _go_on_in(self, history: History) -> None:
+        """Write into a history that another supervisor may have begun."""
+        self._accounts = Accounts()
+        resume_accounts(history, self._accounts)
+        self._kept = history.rings()
+        self._next_id = history.next_id
+        self._history = history
 
     def _write(self, now: float) -> None:
         if self._history is None or now < self._retry_at:
@@ -216,15 +265,15 @@ class Drain:
         self._kept.update((row.name, replace(row)) for row in self._batch.rings)
         self._batch = Batch()
         self._bytes = 0
-        self._failing = False
+        self.failure = None
 
     def _fail(self, now: float, error: Exception) -> None:
         """Say that the history cannot be written, once, and try again later: the run goes on without it."""
         self._retry_at = now + RETRY_S
-        if not self._failing and now >= self._silent_until:
+        if self.failure is None and now >= self._silent_until:
             self._silent_until = now + WARN_AGAIN_S
             self._warn(f"the history cannot be written ({error}); the run goes on, older records may be lost")
-        self._failing = True
+        self.failure = error
 
 
 def _modified(path: Path) -> float:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from heapq import heappush, heappushpop
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpmon.run.pauses import Span
 
-__all__ = ["KEPT", "Inputs", "Wait"]
+if TYPE_CHECKING:
+    from dpmon.store.queries import Store
+
+__all__ = ["KEPT", "Inputs", "Wait", "inputs_in"]
 
 KEPT = 1000
 """The longest waits: where there were more, they are what a step can have been long by."""
@@ -65,6 +68,17 @@ class Inputs:
     def spans(self) -> list[tuple[int | None, Span]]:
         """From when to when (ns) which process waited; None: one that does not train, such as a launcher."""
         return [(self._pids.get(pid), span) for _, span, pid in sorted(self._found, key=lambda one: one[1])]
+
+
+def inputs_in(store: Store) -> Inputs:
+    """All waits for input of a run."""
+    found = Inputs()
+    for event in store.events("process", "input"):
+        if event.kind == "input":
+            found.event(event.data)
+        elif type(event.data.get("process")) is int:
+            found.process(event.data)
+    return found
 
 
 def _is_time(value: object) -> bool:

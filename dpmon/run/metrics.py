@@ -3,62 +3,43 @@
 The file is replaced in one step, so that whoever collects it never sees half of it; everybody may read it, since the
 collector is another user.
 
-What only ever grows is a counter (or the histogram of step times): rates and quantiles are for Prometheus to make. What
-is not known is not there; it is never 0.
+What only ever grows is a counter, or the histogram of step times: rates over any time are for Prometheus to make. The
+gauges of steps are of the whole run, with the figures that the summary and the report have. What is not known is not
+there; it is never 0.
 """
 
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from dpmon.rates import Paces
-from dpmon.record.codec import CALL_PHASES, STEP_PHASES, Call, Event, Record, Step
+from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, STEP, device_series, metrics_of
 from dpmon.run.destination import remove_parts, replaced
 from dpmon.run.exposition import histogram, metric
 from dpmon.run.files import read_file
-from dpmon.run.inputs import Inputs
-from dpmon.run.pauses import Pauses
-from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunInfo, short_name
+from dpmon.run.opened import open_store
+from dpmon.run.rundir import ExitInfo, RunInfo, load_info, short_name
+from dpmon.store.accounting import ACTIVITIES
+from dpmon.store.figures import elapsed
+from dpmon.store.quantiles import between
+from dpmon.store.queries import Store
+from dpmon.store.tables import HistoryError
+from dpmon.store.tally import Tally
+from dpmon.store.window import Window
 
 __all__ = ["EVERY_S", "Metrics", "is_of_run", "metrics_path"]
 
 EVERY_S = 5.0
 """Seconds between two files; Prometheus asks every 15 to 60."""
+_SHARE = 0.01
+"""The files of a long run with many processes come less often: making them takes at most this share of the time."""
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 _HEAD_BYTES = 1 << 14
 MAX_PROCESSES = 1024
 MAX_DEVICES = 256
-
-# Field of a sample, name, what it is multiplied by, what it says.
-_DEVICE = (
-    ("util_pct", "device_utilization_ratio", 0.01, "Share of the time in which a kernel ran on the GPU."),
-    ("mem_used_bytes", "device_memory_used_bytes", 1, "Memory in use on the GPU, other programs included."),
-    ("mem_run_bytes", "device_memory_run_bytes", 1, "Memory that the run's processes hold on the GPU."),
-    ("mem_total_bytes", "device_memory_total_bytes", 1, "Memory of the GPU."),
-    ("temperature_c", "device_temperature_celsius", 1, "Temperature of the GPU."),
-    ("power_w", "device_power_watts", 1, "Power the GPU draws."),
-    ("sm_clock_mhz", "device_sm_clock_hertz", 1e6, "Clock of the GPU's multiprocessors."),
-)
-_HOST = (
-    ("cpu_pct", "host_cpu_ratio", 0.01, "Share of the host's processors in use."),
-    ("mem_used_bytes", "host_memory_used_bytes", 1, "Memory in use on the host."),
-    ("mem_total_bytes", "host_memory_total_bytes", 1, "Memory of the host."),
-    ("cpus", "host_cpus", 1, "Processors of the host."),
-    ("load_1m", "host_load", 1, "Threads that run or want to run on the host, mean of a minute."),
-    ("run_cpu_pct", "run_cpu_cores", 0.01, "Processors that the run's processes use."),
-    (
-        "run_mem_bytes",
-        "run_memory_bytes",
-        1,
-        "Memory of the run's processes; a shared page is divided among its processes.",
-    ),
-)
 
 
 def metrics_path(asked: str, info: RunInfo) -> Path:
@@ -76,150 +57,51 @@ def is_of_run(path: Path, info: RunInfo) -> bool:
     return head.startswith(b"# HELP dpmon_run_info ") and f'id="{info.id}"'.encode() in head
 
 
-class _OnDevice:
-    """What devices took for each phase, in ms, over so many steps or calls: those in which it was known."""
-
-    __slots__ = ("known", "ms")
-
-    def __init__(self) -> None:
-        self.ms: dict[str, float] = {}
-        self.known: dict[str, int] = {}
-
-    def add(self, name: str, took: float | None) -> None:
-        """Of one more step or call; None: not known."""
-        if took is not None:
-            self.ms[name] = self.ms.get(name, 0.0) + took
-            self.known[name] = self.known.get(name, 0) + 1
+_Labels = Mapping[str, str]
+_Values = Iterable[tuple[_Labels, float]]
 
 
-@dataclass(slots=True)
-class _Steps:
-    """What is counted of the steps of one process in one mode."""
+class _Series(NamedTuple):
+    """The steps of one process in one mode, evaluations too."""
 
-    buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
-    count: int = 0
-    wall_ns: int = 0
-    samples: int = 0
-    unknown: int = 0
-    phases: dict[str, int] = field(default_factory=dict)
-    on_device: _OnDevice = field(default_factory=_OnDevice)
-
-
-@dataclass(slots=True)
-class _Calls:
-    """The phases of the calls of one process in one mode."""
-
-    phases: dict[str, int] = field(default_factory=dict)
-    """On the host, ns."""
-    on_device: _OnDevice = field(default_factory=_OnDevice)
+    labels: _Labels
+    process: int
+    mode: str
+    tally: Tally
 
 
 class Metrics:
-    """Reads the run's rings and writes the file; `tick` is to be called a few times a second."""
+    """Asks the store of a run and writes the file; `tick` is to be called a few times a second."""
 
     def __init__(self, path: Path, directory: Path, warn: Callable[[str], None]) -> None:
         self._path = path
         remove_parts(path)  # a supervisor that was killed while it wrote has left one
-        self._reader = RunReader(directory)
+        self._directory = directory
+        self._info = load_info(directory)
         self._warn = warn
         self._failing = self._over = False
         self._due = 0.0
-        self._steps: dict[tuple[int, int | None, str], _Steps] = {}
-        self._calls: dict[tuple[int, int | None, str], _Calls] = {}
-        """By process, rank and mode."""
-        self._paces: dict[int, Paces] = {}
-        self._trained_ns: dict[tuple[int, str], int] = {}
-        """By process and mode, as last written: a late wait for input must not make a counter decrease."""
-        self._inputs, self._pauses = Inputs(), Pauses()
-        self._last: dict[int, tuple[int, float]] = {}
-        """By process: number of its newest step, and when it ended (s since 1970)."""
-        self._devices: dict[int, Mapping[str, Any]] = {}
-        self._host: Mapping[str, Any] = {}
-        self._warnings = 0
+        self._recorded: list[str] = []
+        """The lines made from the record when it could last be read."""
+        self._highest: dict[tuple[str, ...], float] = {}
+        """Counters as last written: a late wait for input takes time back, but a counter must not decrease."""
 
     def tick(self, now: float) -> None:
-        """Take what is new; write the file if it is due. `now`: monotonic s. Never raises."""
-        if self._over:
+        """Write the file if it is due. `now`: monotonic s. Never raises."""
+        if self._over or now < self._due:
             return
+        began = time.monotonic()
         try:
-            self._take()
-            if now >= self._due:
-                self._due = now + EVERY_S
-                self._write(None)
+            self._write(None)
         except Exception as error:  # noqa: BLE001 - the record goes on without its metrics
             self._over = True
             self._warn(f"no more metrics: {type(error).__name__}: {error}")
+        self._due = now + max(EVERY_S, (time.monotonic() - began) / _SHARE)
 
     def end(self, how: ExitInfo) -> None:
         """Write the file for the last time: the run is over. Never raises."""
         with contextlib.suppress(Exception):  # what can be said of it was said by `tick`
-            self._take()
             self._write(how)
-        self._reader.close()
-
-    # ------------------------------------------------------------------------------------------ taking
-
-    def _take(self) -> None:
-        for record in self._reader.poll():
-            self._add(record)
-
-    def _add(self, record: Record) -> None:
-        if isinstance(record, Step):
-            self._step(record)
-        elif isinstance(record, Call):
-            self._call(record)
-        elif isinstance(record, Event):
-            index = record.data.get("index")
-            if record.kind == "host":
-                self._host = record.data
-            elif record.kind == "warning":
-                self._warnings += 1
-            elif record.kind in ("process", "pause", "input"):
-                self._apart(record)
-            elif record.kind == "device" and type(index) is int and len(self._devices.keys() | {index}) <= MAX_DEVICES:
-                self._devices[index] = record.data
-
-    def _apart(self, record: Event) -> None:
-        """Note pauses and waits for input, which training time leaves out."""
-        process = record.data.get("process")
-        if record.kind == "input" or (record.kind == "process" and type(process) is int):
-            take = self._inputs.event if record.kind == "input" else self._inputs.process
-            for wait in take(record.data):
-                self._paces.setdefault(wait.process, Paces()).wait(wait.begin_ns, wait.end_ns)
-        elif type(process) is int:
-            pause = self._pauses.event(record.data)
-            if pause is not None and process in self._paces:
-                self._paces[process].pause(*pause)
-
-    def _step(self, step: Step) -> None:
-        key = (step.process, step.rank, step.mode)
-        if step.wall_ns < 0 or (key not in self._steps and len(self._steps) >= 2 * MAX_PROCESSES):
-            return
-        found = self._steps.setdefault(key, _Steps())
-        self._paces.setdefault(step.process, Paces()).record(step)
-        found.buckets[bisect_left(BOUNDS_S, step.wall_ns / 1e9)] += 1
-        found.count += 1
-        found.wall_ns += step.wall_ns
-        if step.samples is None:
-            found.unknown += 1
-        else:
-            found.samples += step.samples
-        for name, took in step.phases.items():
-            found.phases[name] = found.phases.get(name, 0) + took
-        for name, spent in (step.device_ms or {}).items():
-            found.on_device.add(name, spent)
-        ended = self._reader.info.started_unix + (step.start_ns + step.wall_ns) / 1e9
-        self._last[step.process] = (step.step, ended)
-
-    def _call(self, call: Call) -> None:
-        key = (call.process, call.rank, call.mode)
-        if not call.phases or (key not in self._calls and len(self._calls) >= 2 * MAX_PROCESSES):
-            return
-        found = self._calls.setdefault(key, _Calls())
-        for name, phase in call.phases.items():
-            if phase.host_ns >= 0:
-                found.phases[name] = found.phases.get(name, 0) + phase.host_ns
-                found.on_device.add(name, phase.device_ms)
 
     # ------------------------------------------------------------------------------------------ writing
 
@@ -238,7 +120,7 @@ class Metrics:
 
     def text(self, how: ExitInfo | None) -> str:
         """The file's text."""
-        info = self._reader.info
+        info = self._info
         run = {"run": short_name(info)}
         about = {**run, "id": info.id, "name": info.name, "script": info.script}
         lines: list[str] = []
@@ -250,80 +132,211 @@ class Metrics:
         )
         if how is not None and how.status is not None:
             lines += metric("run_exit_status", "gauge", "The status the run ended with.", [(run, how.status)])
-        lines += self._step_lines(run)
-        lines += metric(
-            "records_dropped_total", "counter", "Records that were lost before they were read.",
-            [(run, self._reader.missed)],
-        )  # fmt: skip
-        lines += metric("warnings_total", "counter", "Warnings in the record.", [(run, self._warnings)])
-        for source, name, scale, help_text in _DEVICE:
-            values = [
-                ({**run, **_device_labels(index, data)}, data.get(source)) for index, data in self._devices.items()
+        # A history that cannot be read just now may be later.
+        with contextlib.suppress(HistoryError), open_store(self._directory) as store:
+            self._recorded = self._record_lines(store, run)
+        return "\n".join([*lines, *self._recorded]) + "\n"
+
+    def _record_lines(self, store: Store, run: _Labels) -> list[str]:
+        window = Window(store)
+        ranks = {ring.process: ring.rank for ring in store.rings.values()}
+        lines = [*self._step_lines(window, ranks, run), *_figure_lines(window, run)]
+        lines += self._time_lines(window, ranks, run)
+        lines += self._counter(
+            "records_dropped_total", "Records that were lost before they were read.", [(run, store.dropped)]
+        )
+        lines += self._counter("warnings_total", "Warnings in the record.", [(run, store.event_count("warning"))])
+        devices: dict[int, Mapping[str, Any]] = {}
+        for event in store.events("device", newest=MAX_DEVICES):
+            if type(index := event.data.get("index")) is int:
+                devices[index] = event.data
+        for gauge in metrics_of("device"):
+            values = [({**run, **_device_labels(index, data)}, data.get(gauge.name)) for index, data in devices.items()]
+            lines += metric(gauge.metric, "gauge", gauge.help, _known(values, gauge.scale))
+        for event in store.events("host", newest=1):
+            for gauge in metrics_of("host"):
+                known = _known([(run, event.data.get(gauge.name))], gauge.scale)
+                lines += metric(gauge.metric, "gauge", gauge.help, known)
+        return lines
+
+    def _step_lines(self, window: Window, ranks: Mapping[int, int | None], run: _Labels) -> list[str]:
+        found = _by_mode(window, ranks, run)
+        lines = self._durations(found)
+        step_phases = [phase.name for phase in PHASES if not phase.of_call]
+        lines += self._phases("step_phase_seconds_total", "Time of the steps by phase.", found, step_phases)
+        lines += self._on_device("step", found, step_phases)
+        call_phases = [phase.name for phase in PHASES if phase.of_call]
+        text = "Time of the steps' calls by phase; it lies within the steps' forward."
+        lines += self._phases("call_phase_seconds_total", text, found, call_phases)
+        lines += self._on_device("call", found, call_phases)
+        for quantity in QUANTITIES:
+            known = [(one.labels, one.tally.sum(quantity.name)) for one in found]
+            text = f"Sum over the steps that know it: {quantity.meaning}."
+            lines += self._counter(
+                quantity.metric, text, [(labels, sum_.total) for labels, sum_ in known if sum_.count]
+            )
+        return lines
+
+    def _durations(self, found: Sequence[_Series]) -> list[str]:
+        """The histogram of step times, made from sketches."""
+        limits = [bound * 1e9 for bound in BOUNDS_S]
+        name, series = "step_duration_seconds", []
+        for one in found:
+            stat = one.tally.stat(STEP)
+            buckets = [
+                int(self._growing((name, str(index)), one.labels, count))
+                for index, count in enumerate(between(stat.counts, limits))
             ]
-            lines += metric(name, "gauge", help_text, _known(values, scale))
-        for source, name, scale, help_text in _HOST:
-            lines += metric(name, "gauge", help_text, _known([(run, self._host.get(source))], scale))
-        return "\n".join(lines) + "\n"
+            series.append((one.labels, buckets, self._growing((name, "sum"), one.labels, stat.total / 1e9)))
+        return histogram(name, "Time of a step; the bounds of the buckets are at most 0.4 % off.", BOUNDS_S, series)
 
-    def _step_lines(self, run: Mapping[str, str]) -> list[str]:
-        series = [
-            ({**run, **_process_labels(process, rank), "mode": mode or "unknown"}, found)
-            for (process, rank, mode), found in self._steps.items()
+    def _phases(self, name: str, text: str, found: Iterable[_Series], phases: Sequence[str]) -> list[str]:
+        values = [
+            ({**one.labels, "phase": phase}, one.tally.stats[phase].total / 1e9)
+            for one in found
+            for phase in phases
+            if phase in one.tally.stats
         ]
-        steps = [(labels, found.buckets, found.wall_ns / 1e9) for labels, found in series]
-        lines = histogram("step_duration_seconds", "Time of a step.", BOUNDS_S, steps)
-        lines += metric(
-            "step_phase_seconds_total", "counter", "Time of the steps by phase.",
-            [({**labels, "phase": name}, found.phases[name] / 1e9)
-             for labels, found in series for name in STEP_PHASES if name in found.phases],
-        )  # fmt: skip
-        lines += _on_device_lines("step", [(labels, found.on_device) for labels, found in series])
-        calls = [
-            ({**run, **_process_labels(process, rank), "mode": mode or "unknown"}, found)
-            for (process, rank, mode), found in self._calls.items()
-        ]
-        lines += metric(
-            "call_phase_seconds_total", "counter", "Time of the calls by phase; it lies within the steps' forward.",
-            [({**labels, "phase": name}, found.phases[name] / 1e9)
-             for labels, found in calls for name in CALL_PHASES if name in found.phases],
-        )  # fmt: skip
-        lines += _on_device_lines("call", [(labels, found.on_device) for labels, found in calls])
-        lines += metric(
-            "samples_total", "counter", "Samples of the steps that knew them.",
-            [(labels, found.samples) for labels, found in series if found.count > found.unknown],
-        )  # fmt: skip
-        lines += self._training_lines(run)
-        last = [({**run, "process": str(process)}, number) for process, (number, _) in self._last.items()]
-        lines += metric("last_step", "gauge", "Number of the newest step.", last)
-        ended = [({**run, "process": str(process)}, at) for process, (_, at) in self._last.items()]
-        return lines + metric("last_step_time_seconds", "gauge", "When the newest step ended, since 1970.", ended)
+        return self._counter(name, text, values)
 
-    def _training_lines(self, run: Mapping[str, str]) -> list[str]:
-        """The sums from which the training rate is computed (`dpmon.rates`), by process and mode."""
-        ranks = {process: rank for process, rank, _ in self._steps}
-        found = [
-            ({**run, **_process_labels(process, ranks.get(process)), "mode": mode or "unknown"}, (process, mode), pace)
-            for process, paces in self._paces.items()
-            for mode, pace in paces.modes.items()
-            if pace.training.steps
+    def _on_device(self, what: str, found: Iterable[_Series], phases: Sequence[str]) -> list[str]:
+        """Time on the devices, and of how many steps it is: without these there is no mean of it."""
+        known = [
+            ({**one.labels, "phase": phase}, one.tally.stats[device_series(phase)])
+            for one in found
+            for phase in phases
+            if device_series(phase) in one.tally.stats
         ]
-        for _, key, pace in found:
-            self._trained_ns[key] = max(self._trained_ns.get(key, 0), pace.training.elapsed_ns)
+        whose = "steps" if what == "step" else "steps' calls"
         return [
-            *metric(
-                "training_seconds_total", "counter",
+            *self._counter(
+                f"{what}_phase_device_seconds_total",
+                f"Time of the slowest device by phase of the {whose}, of the steps in which it is known.",
+                [(labels, stat.total / 1e9) for labels, stat in known],
+            ),
+            *self._counter(
+                f"{what}_phase_device_known_total",
+                f"Steps in which the time on the device of the {whose} is known, by phase.",
+                [(labels, stat.count) for labels, stat in known],
+            ),
+        ]
+
+    def _time_lines(self, window: Window, ranks: Mapping[int, int | None], run: _Labels) -> list[str]:
+        """Where the time of each process went, what it trained in it, and its newest step."""
+        by_mode = [one for one in _by_mode(window, ranks, run, evaluation=False) if window.trained(one.mode)]
+        times = {mode: elapsed(window.times, mode, False, True) for mode in {one.mode for one in by_mode}}
+        samples = [(one, one.tally.sum("samples")) for one in by_mode]
+        spent: dict[tuple[int, str], int] = {}
+        for row in window.times:
+            for activity, ns in row.spent.items():
+                spent[row.process, activity] = spent.get((row.process, activity), 0) + ns
+        processes = sorted({process for process, _ in spent})[:MAX_PROCESSES]
+        last: dict[int, tuple[int, int]] = {}
+        for key, tally in window.by_process.items():
+            last[key.process] = max(last.get(key.process, (0, 0)), (tally.last_ns or 0, tally.last_step or 0))
+        newest = [({**run, "process": str(process)}, *one) for process, one in sorted(last.items())[:MAX_PROCESSES]]
+        return [
+            *self._counter(
+                "training_seconds_total",
                 "Elapsed training time: steps and time between them, without pauses, evaluations, waits for input.",
-                [(labels, self._trained_ns[key] / 1e9) for labels, key, _ in found],
+                [(one.labels, times[one.mode].get(one.process, (0, 0))[0] / 1e9) for one in by_mode],
+            ),
+            *self._counter(
+                "training_steps_total", "Steps in that time.", [(one.labels, one.tally.steps) for one in by_mode]
+            ),
+            *self._counter(
+                "training_samples_total", "Samples of these steps, if each of them has a sample count.",
+                [(one.labels, known.total) for one, known in samples if known.count == one.tally.steps],
+            ),
+            *self._counter(
+                "time_seconds_total", "Time of a process by what it did; the activities add up to its elapsed time.",
+                [
+                    ({**run, **_process_labels(process, ranks.get(process)), "activity": activity}, ns / 1e9)
+                    for process in processes
+                    for activity in ACTIVITIES
+                    if (ns := spent[process, activity]) > 0
+                ],
             ),
             *metric(
-                "training_steps_total", "counter", "Steps in that time.",
-                [(labels, pace.training.steps) for labels, _, pace in found],
+                "last_step", "gauge", "Number of the newest step.", [(labels, number) for labels, _, number in newest]
             ),
             *metric(
-                "training_samples_total", "counter", "Samples of these steps, if each of them has a sample count.",
-                [(labels, pace.training.samples) for labels, _, pace in found if not pace.training.unknown],
+                "last_step_time_seconds", "gauge", "When the newest step ended, since 1970.",
+                [(labels, self._info.started_unix + at / 1e9) for labels, at, _ in newest],
             ),
         ]  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------ counters
+
+    def _counter(self, name: str, text: str, values: _Values) -> list[str]:
+        return metric(name, "counter", text, [(labels, self._growing((name,), labels, to)) for labels, to in values])
+
+    def _growing(self, name: tuple[str, ...], labels: _Labels, value: float) -> float:
+        """The value, or the one that was written before if that is higher."""
+        key = (*name, *labels.values())
+        self._highest[key] = max(value, self._highest.get(key, value))
+        return self._highest[key]
+
+
+def _by_mode(
+    window: Window, ranks: Mapping[int, int | None], run: _Labels, *, evaluation: bool = True
+) -> list[_Series]:
+    """The steps of each process and mode, with those of evaluations or without them."""
+    found: dict[tuple[int, str], Tally] = {}
+    for key, tally in window.by_process.items():
+        if evaluation or not key.kind & EVALUATION:
+            found.setdefault((key.process, key.mode), Tally()).merge(tally)
+    return [
+        _Series(
+            {**run, **_process_labels(process, ranks.get(process)), "mode": mode or "unknown"}, process, mode, tally
+        )
+        for (process, mode), tally in sorted(found.items(), key=lambda item: item[0])[: 2 * MAX_PROCESSES]
+    ]
+
+
+def _figure_lines(window: Window, run: _Labels) -> list[str]:
+    """The figures of each mode over the whole run, as the summary and the report have them."""
+    found = []
+    for mode, evaluation in window.modes:
+        kind = "evaluation" if evaluation or not window.trained(mode) else "training"
+        found.append(({**run, "mode": mode or "unknown", "kind": kind}, window.figures(mode, evaluation)))
+    steps = [(labels, figures.median_ns, figures.p95_ns, figures.mean_ns) for labels, figures in found]
+    phases = [
+        ({**labels, "phase": phase.name}, part.median_ns, part.p95_ns, part.mean_ns)
+        for labels, figures in found
+        for phase in PHASES
+        if (part := figures.phase(phase.name)) is not None
+    ]
+    rates = [(labels, figures.rate) for labels, figures in found if figures.rate is not None]
+    samples = [(labels, rate.samples_per_s) for labels, rate in rates if rate.samples_per_s is not None]
+    return [
+        *metric("step_quantile_seconds", "gauge", "Quantiles of the steps, of the whole run.", _quantiles(steps)),
+        *metric("step_mean_seconds", "gauge", "Mean step, of the whole run.", _means(steps)),
+        *metric("phase_quantile_seconds", "gauge", "Quantiles of a phase, of the steps it ran in.", _quantiles(phases)),
+        *metric("phase_mean_seconds", "gauge", "Mean of a phase, of the steps it ran in.", _means(phases)),
+        *metric(
+            "steps_per_second", "gauge", "Steps per second of elapsed training time, of the whole run.",
+            [(labels, rate.steps_per_s) for labels, rate in rates],
+        ),
+        *metric(
+            "samples_per_second", "gauge", "Samples per second of elapsed training time, of the whole run.", samples
+        ),
+    ]  # fmt: skip
+
+
+_Durations = Iterable[tuple[_Labels, float | None, float | None, float | None]]
+"""Labels, median, p95 and mean in ns."""
+
+
+def _quantiles(found: _Durations) -> Iterator[tuple[_Labels, float]]:
+    for labels, median, tail, _ in found:
+        for quantile, ns in (("0.5", median), ("0.95", tail)):
+            if ns is not None:
+                yield {**labels, "quantile": quantile}, ns / 1e9
+
+
+def _means(found: _Durations) -> Iterator[tuple[_Labels, float]]:
+    return ((labels, mean / 1e9) for labels, _, _, mean in found if mean is not None)
 
 
 def _process_labels(process: int, rank: int | None) -> dict[str, str]:
@@ -335,26 +348,9 @@ def _device_labels(index: int, data: Mapping[str, Any]) -> dict[str, str]:
     return {"index": str(index), **said}
 
 
-def _known(values: Iterable[tuple[Mapping[str, str], Any]], scale: float) -> list[tuple[Mapping[str, str], float]]:
+def _known(values: Iterable[tuple[_Labels, Any]], scale: float) -> list[tuple[_Labels, float]]:
     return [
         (labels, value * scale)
         for labels, value in values
         if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
     ]
-
-
-def _on_device_lines(what: str, series: Iterable[tuple[Mapping[str, str], _OnDevice]]) -> list[str]:
-    """Time on the devices of the steps or calls, and of how many it is: without these there is no mean of it."""
-    known = [({**labels, "phase": name}, found, name) for labels, found in series for name in found.ms]
-    return [
-        *metric(
-            f"{what}_phase_device_seconds_total", "counter",
-            f"Time of the slowest device by phase of the {what}s, of those in which it is known.",
-            [(labels, found.ms[name] / 1e3) for labels, found, name in known],
-        ),
-        *metric(
-            f"{what}_phase_device_known_total", "counter",
-            f"Phases of {what}s of which the time on the device is known.",
-            [(labels, found.known[name]) for labels, found, name in known],
-        ),
-    ]  # fmt: skip

@@ -1,39 +1,124 @@
-"""Opens what a run has recorded, to be asked (dpmon.store.queries)."""
+"""Opens what a run has recorded, to be asked (dpmon.store.queries).
+
+While a supervisor writes the history, readers ask the history as it is. Otherwise the rings may hold more than the
+history: the supervisor was killed, the disk was full, or the history is damaged. Then the history is copied into
+memory, and what the rings hold is added to the copy by the code that the supervisor uses.
+"""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from dpmon.ring import RingError, RingReader
+from dpmon.run.drain import Drain
 from dpmon.run.files import check_database
-from dpmon.run.rundir import load_info
+from dpmon.run.lock import supervised
+from dpmon.run.proc import alive
+from dpmon.run.rundir import RunError, RunInfo, load_info, ring_paths
 from dpmon.store.queries import Store
-from dpmon.store.tables import HISTORY_FILE, Bounds, HistoryError, check_schema, check_version
+from dpmon.store.tables import (
+    HISTORY_FILE,
+    LARGEST,
+    Bounds,
+    HistoryError,
+    RingRow,
+    check_schema,
+    check_version,
+    check_whole,
+    rings_in,
+    size_of,
+)
+from dpmon.store.writer import History
 
-__all__ = ["open_store"]
+__all__ = ["can_be_opened", "open_store"]
+
+STALE_S = 3.0
+"""A supervisor that can write does so every second, because it samples the host."""
+_NO_LIMIT = 1 << 40
+_FAULTS = (HistoryError, sqlite3.Error, OSError, ValueError, TypeError, OverflowError)
 
 
 @contextmanager
 def open_store(directory: Path) -> Iterator[Store]:
-    """The store of a run as of now. RunError if the directory is no run, HistoryError if it cannot be read."""
+    """The store of a run as of now. RunError if the directory is no run, HistoryError if nothing can be read."""
     info = load_info(directory)
+    with ExitStack() as stack:
+        try:
+            store = _store(directory, info, stack)
+        except _FAULTS as error:
+            damaged = None if isinstance(error, FileNotFoundError) else f"the history cannot be read: {error}"
+            store = _in_memory(directory, info, None, stack, damaged)
+        yield store
+
+
+def _store(directory: Path, info: RunInfo, stack: ExitStack) -> Store:
     path = directory / HISTORY_FILE
-    try:
+    db = stack.enter_context(closing(_connect(f"{path.absolute().as_uri()}?mode=ro", path)))
+    bounds = Bounds(db, size_of(path))
+    db.execute("BEGIN")
+    check_schema(db)
+    check_version(db)
+    check_whole(db)
+    if _is_written(info, path) or not _have_more(directory, rings_in(db)) or size_of(path) > LARGEST:
+        return Store(db, bounds, info.start_ns)
+    return _in_memory(directory, info, db, stack)
+
+
+def _in_memory(
+    directory: Path, info: RunInfo, db: sqlite3.Connection | None, stack: ExitStack, damaged: str | None = None
+) -> Store:
+    """The store of a copy of a history, or of an empty one, to which all was added that the rings hold."""
+    memory = stack.enter_context(closing(_connect(":memory:")))
+    if db is not None:
+        db.backup(memory)
+    history = History(memory, {"run": info.id, "start_ns": info.start_ns}, _NO_LIMIT)
+    drain = Drain(directory, info, lambda text: None, history=history)
+    drain.flush(over=True)
+    drain.close()
+    if drain.failure is not None:
+        raise drain.failure
+    return Store(memory, history.bounds, info.start_ns, damaged)
+
+
+def _connect(uri: str, path: Path | None = None) -> sqlite3.Connection:
+    if path is not None:
         check_database(path)
-        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
-    except (sqlite3.Error, OSError) as error:
-        raise HistoryError(str(error)) from None
+    db = sqlite3.connect(uri, uri=True, isolation_level=None)
+    # A damaged letter is no reason to read nothing that follows it.
+    db.text_factory = partial(str, encoding="utf-8", errors="replace")
+    return db
+
+
+def _is_written(info: RunInfo, path: Path) -> bool:
+    """Whether a supervisor lives and writes the history at `path`."""
+    if not supervised(info):
+        return False
+    written = [part.lstat().st_mtime for part in (path, Path(f"{path}-wal")) if part.exists()]
+    return time.time() - max(written, default=0.0) < STALE_S
+
+
+def _have_more(directory: Path, rings: Mapping[str, RingRow]) -> bool:
+    """Whether the rings of a run hold more than its history."""
+    for process, path in ring_paths(directory):
+        row = rings.get(path.name)
+        with suppress(RingError, OSError):
+            position, sequence = (0, 0) if row is None else (row.position, row.sequence)
+            with closing(RingReader(str(path), position=position, sequence=sequence)) as ring:
+                ended = process < 0 or not alive(ring.pid, None)
+                if ring.has_more() or (ended and ring.has_last_words()):
+                    return True
+    return False
+
+
+def can_be_opened(directory: Path) -> bool:
+    """Whether the history of a run, if there is one, can be read."""
     try:
-        db.text_factory = partial(str, encoding="utf-8", errors="replace")
-        Bounds(db, path)
-        db.execute("BEGIN")
-        check_schema(db)
-        check_version(db)
-        yield Store(db, info.start_ns)
-    except (sqlite3.Error, OverflowError) as error:
-        raise HistoryError(str(error)) from None
-    finally:
-        db.close()
+        with open_store(directory) as store:
+            return store.damaged is None
+    except (HistoryError, RunError):
+        return False

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-__all__ = ["PauseTotals", "Paused", "Pauses", "Span", "Stretch", "union"]
+if TYPE_CHECKING:
+    from dpmon.store.queries import Store
+
+__all__ = ["PauseTotals", "Paused", "Pauses", "Span", "Stretch", "pauses_in", "union"]
 
 KEPT = 1000
 """Rows, those of refusals too."""
@@ -202,6 +205,40 @@ class Pauses:
     def _change(self, opened: _Open, **what: Any) -> None:
         if opened.row is not None:
             self.found[opened.row] = self.found[opened.row]._replace(**what)
+
+
+def pauses_in(store: Store) -> Pauses:
+    """All pauses of a run. A pause without an end in the record is over when its process's next step began."""
+    found = Pauses()
+    unended: dict[int, int] = {}
+    """By process, when its newest pause began, if no end has followed."""
+
+    def end(process: int, until: int | None) -> None:
+        began = unended.pop(process, None)
+        step = None if began is None else store.next_step_ns(process, began)
+        if step is not None and (until is None or step < until):
+            found.step(process, step)
+
+    for event in store.events("pause"):
+        process, at = event.data.get("process"), _ns(event.data.get("t_s"))
+        if type(process) is not int:
+            continue
+        begins = event.data.get("paused") is True
+        if event.data.get("refused") is not None:
+            begins = False
+        elif begins:
+            end(process, at)
+        else:
+            unended.pop(process, None)
+        found.event(event.data)
+        if begins and at is not None:
+            unended[process] = at
+    for process in list(unended):
+        end(process, None)
+    for newest in store.steps(1):
+        found.step(newest.process, newest.start_ns)
+    found.settle()
+    return found
 
 
 def _is_of_another(opened: _Open, at: int | None, took: int | None) -> bool:

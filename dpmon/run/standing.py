@@ -15,7 +15,17 @@ from dpmon.run.rundir import ExitInfo, RunInfo, ring_paths
 from dpmon.run.uncaught import every_uncaught
 from dpmon.run.waiting import waits_since
 
-__all__ = ["IDLE", "Standing", "activities", "how_it_stands", "newest_stage", "stages", "standing", "standings"]
+__all__ = [
+    "IDLE",
+    "Standing",
+    "activities",
+    "how_it_stands",
+    "newest_stage",
+    "stages",
+    "standing",
+    "standings",
+    "why_nothing",
+]
 
 QUIET_NS = 10_000_000_000
 """Time without progress after which it is reported."""
@@ -121,6 +131,26 @@ def how_it_stands(directory: Path, info: RunInfo, state: str, how: ExitInfo | No
         texts = [text for text in known if text is not None]
         return f"when it ended: {'; '.join(texts)}" if texts else None
     return None
+
+
+def why_nothing(directory: Path, info: RunInfo, how: ExitInfo | None, warnings: Iterable[str]) -> str | None:
+    """Why a run without steps and calls has none; None for one whose command was not started."""
+    # A warning also says where the record is kept, but that is no reason.
+    for text in warnings:
+        if text != info.options.get("elsewhere"):
+            return text
+    if info.command_pid is None:
+        return None
+    stage = newest_stage(stages(directory), lambda pid: proc.alive(pid, None))
+    if stage is None:
+        return "no Python process of the run imported torch"
+    if stage[0] == IMPORTING:
+        return "the process ended while it imported torch"
+    if stage[0] in IDLE:
+        return "torch was imported, but no model was called"
+    end_ns = time.monotonic_ns() if how is None else how.end_ns
+    process = "the process is" if how is None else "when the process ended, it was"
+    return f"no model was called; {process} {stage[0]}, for {max(end_ns - stage[1], 0) / 1e9:.0f} s"
 
 
 def _interrupted(directory: Path, info: RunInfo, found: Iterable[Standing]) -> str | None:

@@ -16,10 +16,11 @@ after they ended; they are taken out of the activity in which they lie.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["ACTIVITIES", "Account", "Gap", "Spent"]
+__all__ = ["ACTIVITIES", "LATEST_NS", "Account", "Gap", "Spent"]
 
 ACTIVITIES = ("startup", "training", "evaluation", "between", "paused", "input", "missed", "ending")
 _PIECES = 1024
@@ -28,6 +29,8 @@ _PIECE_NS = 20_000_000
 """Shorter stretches are not among them. A wait lies within one long step, or between two steps."""
 _SECOND = 1_000_000_000
 _HOUR = 3600 * _SECOND
+LATEST_NS = 10 * 365 * 24 * _HOUR
+"""No run takes longer: a time that is further from its start is damaged."""
 
 
 class Spent(NamedTuple):
@@ -82,9 +85,11 @@ class Account:
         self._pieces: deque[Spent] = deque(maxlen=_PIECES)
         """Time that was accounted for as neither a pause nor a wait for input."""
 
-    def resume(self, number: int, end: int, evaluation: bool, mode: str) -> None:
+    def resume(self, number: int, mode: str, start: int, wall: int, evaluation: bool) -> None:
         """Go on after a step that another supervisor accounted for."""
-        self._at, self._number, self._evaluation, self._mode = end, number, evaluation, mode
+        self._at, self._number, self._evaluation, self._mode = start + wall, number, evaluation, mode
+        self._end_pause(start)
+        self._apart = [one for one in self._apart if one[2] > self._at]
 
     def step(self, number: int, mode: str, start: int, wall: int, evaluation: bool) -> tuple[list[Spent], Gap | None]:
         """Add a step. Return the time since the last one with it, and the gap before it if there is one."""
@@ -92,7 +97,7 @@ class Account:
         before = self._number
         if before is None:
             activity = "startup"
-            self._at = min(self._at, start)  # a process begins to record within its first step, or before it
+            self._at = min(self._at, start)  # a process reports itself within its first step
         elif number != before + 1:
             activity = "missed"
         elif evaluation and self._evaluation:
@@ -129,17 +134,18 @@ class Account:
     def wait(self, begin: int, end: int) -> list[Spent]:
         """The process waited for input. Return what changes in the time that was accounted for before."""
         changes: list[Spent] = []
-        left: list[Spent] = []
+        pieces: list[Spent] = []
         for piece in self._pieces:
             low, high = max(begin, piece.begin), min(end, piece.end)
-            if high > low:
-                changes += (piece._replace(begin=low, end=high, sign=-1), Spent("input", piece.mode, low, high))
-                parts = piece._replace(end=low), piece._replace(begin=high)
-                left += [part for part in parts if part.end > part.begin]
-            else:
-                left.append(piece)
+            if high <= low or piece.activity in ("paused", "input"):
+                pieces.append(piece)
+                continue
+            waited = Spent("input", piece.mode, low, high)
+            changes += (Spent(piece.activity, piece.mode, low, high, -1), waited)
+            parts = piece._replace(end=low), waited, piece._replace(begin=high)
+            pieces += [part for part in parts if part.end > part.begin]
         if changes:
-            self._pieces = deque(left, maxlen=_PIECES)
+            self._pieces = deque(pieces, _PIECES)
         if end > self._at:
             self._apart.append(("input", begin, end))
         return changes
@@ -155,30 +161,25 @@ class Account:
 
     def _gap(self, activity: str, mode: str, until: int) -> tuple[list[Spent], int]:
         """The time up to `until`, in order; and how much of it is none of the pauses and waits."""
-        if not self._apart:
-            return self._piece(activity, mode, self._at, until), max(until - self._at, 0)
-        spent: list[Spent] = []
-        at, left = self._at, 0
-        for what, begin, end in sorted(self._apart, key=lambda one: one[1]):
-            low, high = max(begin, at), min(end, until)
-            if high > low:
-                left += low - at
-                spent += self._piece(activity, mode, at, low) + self._piece(what, mode, low, high)
-                at = high
-        left += max(until - at, 0)
-        return spent + self._piece(activity, mode, at, until), left
+        spent = self._cut(activity, mode, self._at, until, sorted(self._apart, reverse=True))  # pauses first
+        return spent, sum(one.end - one.begin for one in spent if one.activity == activity)
 
     def _stretch(self, activity: str, mode: str, begin: int, end: int) -> list[Spent]:
         """The time of a step, without the waits for input in it."""
-        if not self._apart:
+        return self._cut(activity, mode, begin, end, [one for one in self._apart if one[0] == "input"])
+
+    def _cut(
+        self, activity: str, mode: str, begin: int, end: int, apart: Sequence[tuple[str, int, int]]
+    ) -> list[Spent]:
+        """A stretch of time, in order: the first of `apart` that covers a part of it, else `activity`."""
+        if not apart:
             return self._piece(activity, mode, begin, end)
-        at, spent = begin, []
-        for what, low, high in sorted(self._apart, key=lambda one: one[1]):
-            low, high = max(low, at), min(high, end)
-            if high > low and what == "input":
-                spent += self._piece(activity, mode, at, low) + self._piece(what, mode, low, high)
-                at = high
-        return spent + self._piece(activity, mode, at, end)
+        edges = sorted({begin, end, *(at for _, *both in apart for at in both if begin < at < end)})
+        spent: list[Spent] = []
+        for low, high in pairwise(edges) if end > begin else ():
+            covering = (what for what, since, until in apart if since <= low and high <= until)
+            spent += self._piece(next(covering, activity), mode, low, high)
+        return spent
 
     def _piece(self, activity: str, mode: str, begin: int, end: int) -> list[Spent]:
         if end <= begin:

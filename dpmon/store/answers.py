@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["GapRow", "LongRow", "Shape", "TimeRow", "TimeTogether"]
+from dpmon.record.wire import FAILED, GRAD, TRAINING
+
+__all__ = ["CallHead", "GapRow", "LongRow", "MinuteRow", "Sample", "Shape", "TimeRow", "TimeTogether"]
 
 
 class TimeRow(NamedTuple):
@@ -41,7 +43,11 @@ class GapRow(NamedTuple):
 
 
 class LongRow(NamedTuple):
-    """One of the longest steps, or the longest of some that were deleted: then `step` is None, and its times too."""
+    """One of the longest steps, or the longest of some that were deleted (`step` is None).
+
+    Of a deleted one `start_ns` is about when it began, and `phases` has at most one phase: the one that took most of
+    it, with the least that this may have been.
+    """
 
     process: int
     step: int | None
@@ -51,6 +57,17 @@ class LongRow(NamedTuple):
     wall_ns: int
     phases: Mapping[str, int]
     """ns by phase, without those of its calls."""
+
+
+class MinuteRow(NamedTuple):
+    """One figure of a device (-1: the host) in one minute, or (`start_s` -1) before all minutes that are known."""
+
+    start_s: int
+    device: int
+    name: str
+    samples: int
+    total: float
+    high: float
 
 
 class Shape(NamedTuple):
@@ -64,6 +81,48 @@ class Shape(NamedTuple):
     inputs: int
     outputs: int
     replicas: tuple[tuple[int, int], ...]
+    """Inputs and outputs of each."""
+    stages: tuple[tuple[int, int, int], ...]
+    """The definition of each stage, its inputs and its outputs (0: it did not end)."""
     untimed: int
     """Why a device time is missing: an index of dpmon.record.codec.UNTIMED; 0 if none is."""
     calls: int
+
+
+class CallHead(NamedTuple):
+    """What is read of a call without its definitions."""
+
+    id: int
+    step: int
+    layout: int
+    mode: str
+    flags: int
+    end_ns: int
+    payload: bytes
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether it is an evaluation's: neither in training mode nor with gradients."""
+        return not self.flags & (TRAINING | GRAD)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it raised an exception."""
+        return bool(self.flags & FAILED)
+
+
+class Sample(NamedTuple):
+    """What the charts show of one sample of a device (-1: of the host); None if it is unknown."""
+
+    id: int
+    t_ns: int
+    device: int
+    util: float | None
+    """Per cent of the device, or of the host's processors."""
+    mem_used: float | None
+    """Bytes, as the next."""
+    mem_total: float | None
+    power: float | None
+    """Watts."""
+    run_mem: float | None
+    """Bytes of the host's memory that the run's processes have."""

@@ -50,6 +50,13 @@ class Figures(NamedTuple):
     tally: Tally
     """What they were read from."""
 
+    @property
+    def parts(self) -> tuple[PhaseFigures, ...]:
+        """The phases that add up to the step, by their names on the screen: forward is what its calls' phases leave."""
+        named = {phase.name: phase for phase in self.phases}
+        found = ((phase, named[REST if phase.name == "forward" else phase.name]) for phase in PHASES)
+        return tuple(figures._replace(name=phase.shown) for phase, figures in found)
+
     def phase(self, name: str) -> PhaseFigures | None:
         """One phase; None if it did not run."""
         return next((phase for phase in self.phases if phase.name == name and phase.ran), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,13 +20,13 @@ from dpmon.record.codec import (
     GRAD,
     MODES,
     OPTIMIZER_AT,
+    SAMPLES_AT,
     TRAINING,
     VIRTUAL,
     RecordError,
     call_head,
     call_replicas,
     call_stages,
-    copied_bytes,
     definition,
     is_evaluation,
     is_timed,
@@ -38,40 +38,41 @@ from dpmon.record.codec import (
     why_number,
 )
 from dpmon.record.plainjson import load_event
-from dpmon.record.schema import EVALUATION, PHASES, SETTLING, SETTLING_STEPS
-from dpmon.record.wire import CALL_PHASES, STEP_PHASES
-from dpmon.store.accounting import Account
+from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SETTLING, SETTLING_STEPS, STEP_PHASES
+from dpmon.record.wire import CALL_PHASES
+from dpmon.store.accounting import LATEST_NS, Account
 from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.tables import RingRow
-from dpmon.store.tally import Key, StepFacts
-from dpmon.store.writer import HELD_CALLS, Batch
+from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, StepFacts
+from dpmon.store.writer import GAP_NS, Batch
 
-__all__ = ["NO_SAMPLES", "OTHER_SIZES", "Accounts", "Intake"]
+__all__ = ["Accounts", "Intake"]
 
-NO_SAMPLES, OTHER_SIZES = -1, -2
-"""Batch sizes in the key of a tally: the samples are unknown; a size beyond the first BATCH_SIZES of a process."""
 BATCH_SIZES = 16
-GAP_NS = 20_000_000
-"""Shorter times between two steps get no row."""
+"""Batch sizes of a process that have tallies of their own; the others share OTHER_SIZES."""
+HELD_CALLS = 4096
+"""Calls of a process that are held for their step, at most."""
 _MAX_INT = (1 << 63) - 1
-_LATEST_NS = 10 * 365 * 86_400 * 1_000_000_000
-"""No run takes longer: later times are damaged."""
 _APPLY = CALL_PHASES.index("parallel_apply")
 _CALL_AT = {name: index for index, name in enumerate(CALL_PHASES)}
 _STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
 _CALL_COLUMNS = tuple(f"{name}_ns" for name in CALL_PHASES)
-_STEP_COLUMNS = tuple(f"{phase.name}_ns" for phase in PHASES)
+_MEASURED = (*(quantity.name for quantity in QUANTITIES), *(f"{phase.name}_ns" for phase in PHASES))
+"""Columns of a step's quantities and phases."""
 _PHASE_AT = tuple(
     len(STEP_PHASES) + _CALL_AT[phase.name] if phase.of_call else _STEP_AT[phase.name] for phase in PHASES
 )
 """Where each of PHASES is in the phases of a step, followed by those of its calls."""
+_DAMAGE = (RecordError, LookupError, ValueError, TypeError, AttributeError, struct.error, RecursionError)
 
 
 class _Call(NamedTuple):
     """What is held of a call until its step comes."""
 
-    mode: str
+    number: int
+    """Its id."""
     step: int
+    mode: str
     layout: int
     flags: int
     phases: tuple[int, ...]
@@ -99,8 +100,22 @@ class Accounts:
             found = self.of[process] = Account()
         return found
 
-    def heard(self, process: int, data: Mapping[str, Any], at_ns: int | None) -> None:
-        """An event of a process: it began to record, or paused, or goes on."""
+    def event(self, batch: Batch, process: int | None, kind: str, data: Mapping[str, Any], at_ns: int | None) -> None:
+        """Account for what an event says; `process` None: it is the supervisor's."""
+        if process is not None:
+            if kind in ("process", "pause"):
+                self._heard(process, data, at_ns)
+            if kind == "process" and type(data.get("pid")) is int:
+                self._began(batch, data["pid"])
+        elif at_ns is not None and kind == "input":
+            took, pid = _ns(data.get("waited_s")), data.get("pid")
+            if took is not None and type(pid) is int:
+                self._wait(batch, pid, at_ns, at_ns + took)
+        elif at_ns is not None and kind == "exit":
+            self._finish(batch, at_ns)
+
+    def _heard(self, process: int, data: Mapping[str, Any], at_ns: int | None) -> None:
+        """A process began to record, or paused, or goes on."""
         if type(data.get("pid")) is int:
             self._processes[data["pid"]] = process
             if process not in self.of:
@@ -108,24 +123,21 @@ class Accounts:
         elif isinstance(data.get("paused"), bool) and data.get("refused") is None:
             self.account(process).pause(data["paused"], at_ns, _ns(data.get("paused_s")))
 
-    def began(self, batch: Batch, pid: int) -> None:
+    def _began(self, batch: Batch, pid: int) -> None:
         """A process began to record: account for the waits that were reported before."""
         for early in [one for one in self._early if one[0] == pid]:
             self._early.remove(early)
-            self.wait(batch, *early)
+            self._wait(batch, *early)
 
-    def wait(self, batch: Batch, pid: int, begin: int, end: int) -> None:
+    def _wait(self, batch: Batch, pid: int, begin: int, end: int) -> None:
         """The process with this pid waited for input."""
         process = self._processes.get(pid)
         if process is None:
             self._early.append((pid, begin, end))
         else:
-            changes = self.account(process).wait(begin, end)
-            batch.spend(process, changes)
-            gone = [one for one in changes if one.sign < 0 and one.activity == "between"]
-            batch.waited.extend((one.end - one.begin, process, one.begin, one.end) for one in gone)
+            batch.spend(process, self.account(process).wait(begin, end))
 
-    def finish(self, batch: Batch, end_ns: int) -> None:
+    def _finish(self, batch: Batch, end_ns: int) -> None:
         """The run ended."""
         for process, account in self.of.items():
             batch.spend(process, account.finish(end_ns))
@@ -153,10 +165,20 @@ class Intake:
             rows = next((shape[0] for shape in shapes), None)
             self._rows[number] = rows if type(rows) is int and 0 <= rows <= _MAX_INT else None
 
-    def resume(self, mode: str | None, steps_in_mode: int, sizes: Sequence[int]) -> None:
-        """Go on after another supervisor: the mode, how many steps it has had since the change, the batch sizes."""
+    def resume(
+        self, mode: str | None, steps_in_mode: int, sizes: Iterable[int], waiting: Iterable[tuple[int, bytes]]
+    ) -> None:
+        """Go on after another supervisor.
+
+        `mode` and how many steps it has had since the change; batch sizes that have tallies of their own; id and
+        payload of the calls that wait for their step.
+        """
         self._mode, self._steps_in_mode = mode, steps_in_mode
-        self._sizes.update(size for size in sizes if size >= 0)
+        self._sizes.update(sizes)
+        self._calls = []
+        for number, payload in waiting:
+            with suppress(*_DAMAGE):
+                self._calls.append(_held(number, payload, call_head(payload)))
 
     def add(self, batch: Batch, number: int, payload: bytes) -> bool:
         """Put `payload` into `batch` under the id `number`; False if it was a definition, which takes no id.
@@ -178,36 +200,35 @@ class Intake:
                 return False
             else:
                 raise RecordError("unknown kind of record")
-        except (LookupError, ValueError, TypeError, AttributeError, struct.error, RecursionError) as error:
+        except _DAMAGE as error:
+            if isinstance(error, RecordError):
+                raise
             raise RecordError(f"unreadable record: {type(error).__name__}") from None
         return True
 
     # ------------------------------------------------------------------------------------------ calls
 
     def _call(self, batch: Batch, number: int, payload: bytes) -> None:
-        mode, flags, _, layout, step, call, start, wall, inputs, outputs, *phases = call_head(payload)
+        head = call_head(payload)
+        _, _, _, _, step, call, start, wall, inputs, *_ = head
         began = start - self._start_ns
-        took = tuple([took if at >= 0 else -1 for at, took in zip(phases[::2], phases[1::2], strict=True)])
         _check(began, wall, step, call)
-        self._calls.append(_held(payload, MODES[mode], flags, layout, step, inputs, outputs, took))
+        held = _held(number, payload, head)
+        self._calls.append(held)
         row = {
-            "id": number, "process": self.row.process, "call": call, "step": step, "mode": MODES[mode],
+            "id": number, "process": self.row.process, "call": call, "step": step, "mode": held.mode,
             "start_ns": began, "wall_ns": wall, "rows": self._rows.get(inputs), "payload": payload,
         }  # fmt: skip
-        row.update(zip(_CALL_COLUMNS, [each if each >= 0 else None for each in took], strict=True))
+        row.update(zip(_CALL_COLUMNS, [took if took >= 0 else None for took in held.phases], strict=True))
         batch.calls.append(row)
-        batch.rollup(began + wall, self.row.process, MODES[mode]).calls.append(phases)
         if len(self._calls) > HELD_CALLS:  # a process whose calls are in no step
             self._count(batch, [self._calls.pop(0)], None)
         self._place(number)
+        self._note_held()
         self.row.calls += 1
 
-    def hold(self, payload: bytes) -> None:
-        """Hold a call for its step, which another supervisor has written; a damaged one is ignored."""
-        with suppress(LookupError, ValueError, struct.error):
-            mode, flags, _, layout, step, _, _, _, inputs, outputs, *phases = call_head(payload)
-            took = tuple([took if at >= 0 else -1 for at, took in zip(phases[::2], phases[1::2], strict=True)])
-            self._calls.append(_held(payload, MODES[mode], flags, layout, step, inputs, outputs, took))
+    def _note_held(self) -> None:
+        self.row.held_id = self._calls[0].number if self._calls else None
 
     def _count(self, batch: Batch, calls: Sequence[_Call], kind: int | None) -> None:
         """Count what the calls got and gave; `kind` of their step, None if they are in none."""
@@ -220,44 +241,41 @@ class Intake:
         """The process ended: its last calls are in no step that ended."""
         self._count(batch, self._calls, None)
         self._calls.clear()
+        self._note_held()
 
     # ------------------------------------------------------------------------------------------ steps
 
     def _step(self, batch: Batch, number: int, payload: bytes) -> None:
-        mode_number, step, start, wall, samples, *phases = step_fields(payload)
+        mode_number, step, start, wall, phases, counted = step_fields(payload)
         mode = MODES[mode_number]
         began = start - self._start_ns
         _check(began, wall, step)
         evaluation = is_evaluation(phases[BACKWARD_AT], phases[OPTIMIZER_AT])
         kind = self._kind(mode, evaluation)
         calls = self._of_step(batch, step, kind)
-        phases.append(max(0, wall - sum([took for took in phases if took >= 0])))
-        by_call, rest = _of_calls(phases, calls)
-        taken = [*phases, *by_call]
+        own = [*phases, max(0, wall - sum([took for took in phases if took >= 0]))]
+        by_call, rest = _of_calls(own, calls)
+        taken = [*own, *by_call]
         values = [taken[at] if taken[at] >= 0 else None for at in _PHASE_AT]
-        quantities = (_known(samples), copied_bytes(payload))
+        quantities = [_known(count) for count in counted]
         times = step_times(payload)
         device = _device_times(times, calls, by_call)
         parts = [part for call in calls for part in call.parts]
         facts = StepFacts(step, max(wall, 0), quantities, values, rest, len(calls), device, parts)
         process = self.row.process
-        batch.step(Key(process, mode, kind, self._batch_size(quantities[0])), began, facts)
+        batch.step(Key(process, mode, kind, self._batch_size(quantities[SAMPLES_AT])), began, facts)
         spent, gap = self._accounts.account(process).step(step, mode, began, max(wall, 0), evaluation)
         batch.spend(process, spent)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append((process, *gap))
-        between = gap.ns if gap is not None else 0
-        if evaluation and gap is None:
-            between = -sum(one.end - one.begin for one in spent if one.activity == "evaluation" and one.end <= began)
         row: dict[str, Any] = {
             "id": number, "process": process, "step": step, "mode": mode, "start_ns": began, "wall_ns": wall,
-            "samples": quantities[0], "copied_bytes": quantities[1], "device": times,
-            "between_ns": max(min(between, _MAX_INT), -_MAX_INT), "kind": kind, "calls": len(calls), "rest_ns": rest,
+            "device": times, "kind": kind, "calls": len(calls), "rest_ns": rest,
         }  # fmt: skip
-        row.update(zip(_STEP_COLUMNS, values, strict=True))
+        row.update(zip(_MEASURED, (*quantities, *values), strict=True))
         batch.steps.append(row)
-        batch.rollup(began + wall, process, mode).steps.append(row)
         self._place(number)
+        self._note_held()
         self.row.steps += 1
         self.row.last_step = step
 
@@ -303,54 +321,35 @@ class Intake:
         t_ns = _ns(data.get("t_s"))
         process = self.row.process if self.row.process >= 0 else None
         kind.encode()  # ValueError: half a character, which the database does not take
-        if process is None:
-            self._of_supervisor(batch, kind, data, t_ns)
-        elif kind in ("process", "pause"):
-            self._accounts.heard(process, data, t_ns)
-            if kind == "process" and type(data.get("pid")) is int:
-                self._accounts.began(batch, data["pid"])
+        self._accounts.event(batch, process, kind, data, t_ns)
+        if process is None and t_ns is not None and kind in ("device", "host"):
+            _add_sample(batch, t_ns, kind, data)
         return (number, process, kind, t_ns, text)
 
-    def _of_supervisor(self, batch: Batch, kind: str, data: Mapping[str, Any], t_ns: int | None) -> None:
-        took, pid = _ns(data.get("waited_s")), data.get("pid")
-        if t_ns is None:
-            return
-        if kind in ("device", "host"):
-            _add_sample(batch, t_ns, kind, data)
-        elif kind == "input" and took is not None and type(pid) is int:
-            self._accounts.wait(batch, pid, t_ns, t_ns + took)
-        elif kind == "exit":
-            self._accounts.finish(batch, t_ns)
 
-
-def _held(
-    payload: bytes,
-    mode: str,
-    flags: int,
-    layout: int,
-    step: int,
-    inputs: int,
-    outputs: int,
-    took: tuple[int, ...],
-) -> _Call:
-    """What is held of a call; struct.error if its replicas, stages or times are cut off."""
+def _held(number: int, payload: bytes, head: Sequence[int]) -> _Call:
+    """What is held of a call; `head`: its numbers (dpmon.record.codec.call_head)."""
+    mode, flags, _, layout, step, _, _, _, inputs, outputs, *phases = head
+    took = tuple([took if at >= 0 else -1 for at, took in zip(phases[::2], phases[1::2], strict=True)])
     replicas, stages = call_replicas(payload), call_stages(payload)
     parts = [(replica_series(layout, i), ran if ran > 0 else 0) for i, (_, _, _, ran) in enumerate(replicas)]
     parts += [(stage_series(layout, i, *stage[:3]), stage[4]) for i, stage in enumerate(stages) if stage[4] >= 0]
-    sizes = _sizes_text(inputs, outputs, *[part[:2] for part in replicas])
+    sizes = _sizes_text(inputs, outputs, *[part[:2] for part in replicas], *[part[:3] for part in stages])
     if not is_timed(payload):
-        return _Call(mode, step, layout, flags, took, None, parts, sizes, 0)
+        return _Call(number, step, MODES[mode], layout, flags, took, None, parts, sizes, 0)
     named = [replica_series(layout, i) for i in range(len(replicas))]
     named = named or [stage_series(layout, i, *stage[:3]) for i, stage in enumerate(stages)]
     times = part_times(payload)
     known = ((name, times.of(i)) for i, name in enumerate(named))
     parts += [(f"{name}@device", int(ms * 1e6)) for name, ms in known if ms is not None]
-    return _Call(mode, step, layout, flags, took, known_times(payload), parts, sizes, why_number(payload))
+    return _Call(
+        number, step, MODES[mode], layout, flags, took, known_times(payload), parts, sizes, why_number(payload)
+    )
 
 
 @lru_cache(4096)
 def _sizes_text(*sizes: int | tuple[int, ...]) -> str:
-    """The definitions of a call's inputs and outputs, and of each replica's, as JSON."""
+    """The definitions of the sizes of a call, and of its replicas or stages, as JSON (dpmon.store.answers.Shape)."""
     return json.dumps(sizes, separators=(",", ":"))
 
 
@@ -380,7 +379,7 @@ def _of_calls(own: Sequence[int], calls: Sequence[_Call]) -> tuple[list[int], in
 
 
 def _device_times(times: bytes | None, calls: Sequence[_Call], by_call: Sequence[int]) -> dict[str, int]:
-    """Device times of the step's phases in ns, by phase; of its calls' phases where every call has one."""
+    """Device times of the step's phases in ns, by phase; of its calls' phases if every call has one; of the REST."""
     found = {} if times is None else {name: int(ms * 1e6) for name, ms in known_times(times).items()}
     for name, index in _CALL_AT.items() if any(call.device_ms for call in calls) else ():
         if by_call[index] < 0:
@@ -389,6 +388,9 @@ def _device_times(times: bytes | None, calls: Sequence[_Call], by_call: Sequence
         known = [ms[name] for ms in ran if ms is not None and name in ms]
         if known and len(known) == len(ran):
             found[name] = int(sum(known) * 1e6)
+    inside = [name for name, index in _CALL_AT.items() if by_call[index] >= 0]
+    if "forward" in found and all(name in found for name in inside):
+        found[REST] = max(found["forward"] - sum(found[name] for name in inside), 0)
     return found
 
 
@@ -398,7 +400,7 @@ def _known(value: int) -> int | None:
 
 def _ns(seconds: object) -> int | None:
     """Seconds of an event in ns; None for what can be no time."""
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not abs(seconds) < 1e9:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not abs(seconds) < LATEST_NS / 1e9:
         return None
     return int(seconds * 1e9)
 
@@ -414,6 +416,6 @@ def _add_sample(batch: Batch, t_ns: int, kind: str, data: Mapping[str, Any]) -> 
 
 
 def _check(began: int, wall: int, *numbers: int) -> None:
-    """RecordError for what the database has no room for, and for a time after every run: a damaged record."""
-    if began < -_MAX_INT or began + wall > _LATEST_NS or max(numbers) > _MAX_INT:
+    """RecordError for what the database has no room for, and for times of no run: a damaged record."""
+    if began < -LATEST_NS or began + wall > LATEST_NS or max(numbers) > _MAX_INT:
         raise RecordError("numbers beyond reason")

@@ -7,12 +7,15 @@ two. So the middle of a bucket is within 1/256 of every value in it. The idea is
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 
 __all__ = [
     "Counts",
     "add_values",
+    "between",
+    "bounds",
     "bucket",
     "check",
     "median",
@@ -50,6 +53,15 @@ def middle(number: int) -> float:
     return float((1 << _BITS) + (number & _MASK) << shift) + ((1 << shift) - 1) / 2
 
 
+def bounds(number: int) -> tuple[int, int]:
+    """The lowest and the highest value of a bucket."""
+    if number < _EXACT:
+        return number, number
+    shift = (number >> _BITS) - 1
+    low = (1 << _BITS) + (number & _MASK) << shift
+    return low, low + (1 << shift) - 1
+
+
 def add_values(counts: Counts, values: Iterable[int]) -> None:
     """Count values."""
     get = counts.get
@@ -68,6 +80,14 @@ def merge(counts: Counts, other: Mapping[int, int]) -> None:
     get = counts.get
     for number, count in other.items():
         counts[number] = get(number, 0) + count
+
+
+def between(counts: Mapping[int, int], limits: Sequence[float]) -> list[int]:
+    """How many values lie up to each limit but above the one before, and how many above all; limits 0.4 % off."""
+    found = [0] * (len(limits) + 1)
+    for number, count in counts.items():
+        found[bisect_left(limits, middle(number))] += count
+    return found
 
 
 def check(data: bytes) -> None:

@@ -6,16 +6,14 @@ and the metrics is made from what it returns (dpmon.store.figures, dpmon.store.w
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from dpmon.record.codec import (
-    STEP_PHASES,
     Call,
     Decoder,
     Event,
@@ -25,71 +23,126 @@ from dpmon.record.codec import (
     pack_definition,
 )
 from dpmon.record.plainjson import load_event, load_json
-from dpmon.record.schema import MODES, PHASES, SETTLING
+from dpmon.record.schema import EVALUATION, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.answers import GapRow, LongRow, Shape, TimeRow, TimeTogether
-from dpmon.store.tables import ACTIVITY_COLUMNS, TALLY_COLUMNS, RingRow, rings_in
-from dpmon.store.tally import ALL, PLAIN, WIDTHS, Key, Tally
+from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape, TimeRow, TimeTogether
+from dpmon.store.tables import (
+    ACTIVITY_COLUMNS,
+    LASTING,
+    LASTING_KINDS,
+    STEP_COLUMNS,
+    TALLY_COLUMNS,
+    Bounds,
+    HistoryError,
+    RingRow,
+    columns_in,
+    rings_in,
+)
+from dpmon.store.tally import ALL, WIDTHS, Key, Tally, known_keys
 
-__all__ = ["END", "Store"]
+__all__ = ["END", "LONG_COLUMNS", "Store", "long_row"]
 
 END = 1 << 40
 """A second after every run."""
+Parameters = Sequence[Any] | Mapping[str, Any]
+"""Values of a query's parameters."""
 _LAST_NS = (1 << 63) - 1
+_SECOND = 1_000_000_000
 _TALLY = ("start_s", "process", "mode", "kind", "batch", *TALLY_COLUMNS, "sketches")
-_SUMS = (
-    *("CAST(total(steps) AS INTEGER)", "CAST(total(calls) AS INTEGER)", "max(last_step)", "min(low_ns)"),
-    *("max(high_ns)", "min(first_ns)", "max(last_ns)"),
-    *(f"CAST(total({name}) AS INTEGER)" for name in TALLY_COLUMNS[len(PLAIN) :]),
-    "x''",
+_TIME = ("start_s", "process", "mode", *ACTIVITY_COLUMNS)
+_BETWEEN = "width = :width AND start_s >= :begin AND start_s < :end"
+_STARTS = (
+    "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + :width FROM starts WHERE at + :width < :end)"
 )
-"""Of the columns of several tallies; `sum` would raise an error where a damaged one is too large."""
-_TIME_SUMS = ", ".join(f"total({name})" for name in ACTIVITY_COLUMNS)
-_NAMED_TIME_SUMS = ", ".join(f"total({name}) AS {name}" for name in ACTIVITY_COLUMNS)
-_SUMMED = (*TALLY_COLUMNS, "sketches")
-_LONG_PHASES = tuple(f"{phase.name}_ns" for phase in PHASES if not phase.of_call)
+_LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
+LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_ns", *_LONG_PHASES))
+"""What `long_row` takes of a step."""
 _SHAPE_CHARACTERS = 1 << 20
+_REACH = {"last_step": "max", "low_ns": "min", "high_ns": "max", "first_ns": "min", "last_ns": "max"}
+
+
+def _total(column: str) -> str:
+    """The sum of a column; `sum` would raise an error where a damaged row makes it too large."""
+    return f"CAST(total({column}) AS INTEGER)"
+
+
+_SUMS = tuple(f"{_REACH[name]}({name})" if name in _REACH else _total(name) for name in TALLY_COLUMNS)
+"""Of the columns of several tallies."""
+_TIME_SUMS = ", ".join(map(_total, ACTIVITY_COLUMNS))
 
 
 class Store:
     """The tables of one history, as of one instant."""
 
-    def __init__(self, db: sqlite3.Connection, origin_ns: int = 0) -> None:
-        """`db`: in a transaction, so that every query sees the same; `origin_ns`: the run's start, monotonic."""
+    def __init__(self, db: sqlite3.Connection, bounds: Bounds, origin_ns: int = 0, damaged: str | None = None) -> None:
+        """`db`: in a transaction, so that every query sees the same; `bounds`: its limits.
+
+        `origin_ns`: the run's start, monotonic; `damaged`: why the history could not be read.
+        """
         self._db = db
-        self._origin_ns = origin_ns
+        self._bounds = bounds
+        self.origin_ns = origin_ns
+        self.damaged = damaged
+        """Why the history could not be read, or not to its end; None: what was asked so far was read."""
         self._decoders: dict[int, Decoder] = {}
+        self._covers: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
+        """What `cover` found, by what it was asked for."""
         self.rings: dict[str, RingRow] = rings_in(db)
         self._names = dict(self._rows("SELECT number, name FROM series"))
         meta = dict(self._rows("SELECT key, value FROM meta"))
         self._whole: dict[int, int] = {width: _whole(meta.get(f"whole_{width}")) for width in WIDTHS[1:]}
         self._pruned: dict[int, int] = {width: _whole(meta.get(f"pruned_{width}")) for width in WIDTHS[:-1]}
-        self._keys = [
-            key
-            for key in map(Key._make, self._rows("SELECT process, mode, kind, batch FROM keys"))
-            if key.mode in MODES and type(key.process) is type(key.kind) is type(key.batch) is int
-        ]
+        self._tally_columns = columns_in(db, "tallies", _TALLY)
+        self._step_columns = ", ".join(columns_in(db, "steps", STEP_COLUMNS))
+        self.pruned = _count(meta.get("pruned", 0))
+        """Rows that were deleted to bound the history."""
+        self._keys = known_keys(self._rows("SELECT process, mode, kind, batch FROM keys"))
         self.processes = sorted({key.process for key in self._keys})
         """Those with steps."""
         self._newest = self._newest_second()
 
-    def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        return self._db.execute(query, values).fetchall()
+    def query(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
+        """All rows of a query; for other files of this package."""
+        return self._rows(query, values)
+
+    @property
+    def dropped(self) -> int:
+        """Records that nobody could keep: lost by their writer, overwritten before they were read, or unreadable."""
+        return sum(ring.missed + ring.lost for ring in self.rings.values())
+
+    def _rows(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
+        return list(self._each(query, values))
+
+    def _each(self, query: str, values: Parameters = ()) -> Iterator[tuple[Any, ...]]:
+        """The rows of a query; where the database is damaged, those before the damage."""
+        self._bounds.begin()
+        try:
+            for number, row in enumerate(self._db.execute(query, values)):
+                if number > self._bounds.rows:
+                    raise HistoryError("it has more rows than its size allows")
+                self._bounds.begin()
+                yield row
+        except (sqlite3.Error, OverflowError, HistoryError) as error:
+            self.damaged = self.damaged or f"the history cannot be read to its end: {error}"
 
     # ------------------------------------------------------------------------------------------ tallies
 
-    def cover(self, begin_s: int, end_s: int, finest: int = 1) -> list[tuple[int, int, int]]:
+    def cover(self, begin_s: int, end_s: int, finest: int = 1, widest: int = WIDTHS[-1]) -> list[tuple[int, int, int]]:
         """Width, begin and end of the fewest stretches of tallies that make up the time from `begin_s` to `end_s`.
 
-        `finest`: use no narrower tallies. Where narrow ones were deleted, wider ones reach beyond it.
+        `finest`, `widest`: use no narrower and no wider tallies. Where narrow ones were deleted, wider ones are used
+        all the same, and reach beyond these times.
         """
+        asked = begin_s, end_s, finest, widest
+        if asked in self._covers:
+            return self._covers[asked]
         end_s = min(end_s, max(self._newest, begin_s) + 1)
-        found: list[tuple[int, int, int]] = []
+        found = self._covers[asked] = []
         at = begin_s
         while at < end_s:
-            width = self._width_at(at, end_s, finest)
+            width = self._width_at(at, end_s, finest, widest)
             at -= at % width
-            until = at + width
+            until = self._same_until(at, width, end_s, widest)
             if found and found[-1][0] == width and found[-1][2] == at:
                 found[-1] = width, found[-1][1], until
             else:
@@ -97,11 +150,11 @@ class Store:
             at = until
         return found
 
-    def _width_at(self, at: int, end: int, finest: int) -> int:
+    def _width_at(self, at: int, end: int, finest: int, widest: int) -> int:
         """The widest stretch that begins at a second and ends by `end`, or the narrowest that was not deleted."""
         for width in WIDTHS[:0:-1]:
             there = at + width <= min(end, self._whole[width]) and at >= self._pruned.get(width, 0)
-            if there and at % width == 0:
+            if width <= widest and there and at % width == 0:
                 return width
         for width in WIDTHS:
             start = at - at % width
@@ -110,44 +163,90 @@ class Store:
                 return width
         return WIDTHS[0]
 
+    def _same_until(self, at: int, width: int, end: int, widest: int) -> int:
+        """Up to where the stretches from `at` on are this wide."""
+        wider = next((each for each in WIDTHS if width < each <= widest), None)
+        limits = [end, *(second for each, second in self._pruned.items() if each < width and second > at)]
+        if wider is not None and at < self._whole[wider]:
+            limits.append(at - at % wider + wider)
+        if width > 1:
+            limits.append(self._whole[width])
+        return max(at + (min(limits) - at) // width * width, at + width)
+
     def _newest_second(self) -> int:
-        (found,) = self._rows(
-            "SELECT max(t) FROM (SELECT max(start_s) AS t FROM tallies WHERE width = 1"
-            " UNION ALL SELECT max(start_s) FROM times WHERE width = 1)"
-        )[0]
-        return _whole(found, -1)
+        rows = self._rows("SELECT max(start_s) FROM tallies WHERE width = 1")
+        rows += self._rows("SELECT max(start_s) FROM times WHERE width = 1")
+        return max(_whole(found, -1) for (found,) in (*rows, (-1,)))
 
     def tally_rows(
-        self, begin_s: int, end_s: int = END, *, process: int | None = None, sketches: bool = True, finest: int = 1
+        self,
+        begin_s: int = 0,
+        end_s: int = END,
+        *,
+        process: int | None = None,
+        sketches: bool = True,
+        finest: int = 1,
+        widest: int = WIDTHS[-1],
+        series: Collection[str] | None = None,
     ) -> Iterator[tuple[int, int, Key, Tally]]:
         """Start, width, key and tally of each row between two seconds, in order of time; damaged rows are left out.
 
         `process`: of this one only; ALL for those of all processes together, which a run of one process lacks.
+        `series`: read these only.
         """
-        who = "process >= 0" if process is None else "process = ?"
-        values = () if process is None else (process,)
-        query = f"SELECT {', '.join(_TALLY)} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ? AND {who}"
-        for width, begin, end in self.cover(begin_s, end_s, finest):
-            for row in self._db.execute(f"{query} ORDER BY start_s", (width, begin, end, *values)):
-                named = dict(zip(_TALLY, row, strict=True))
-                if type(named["start_s"]) is not int or type(named["process"]) is not int or named["mode"] not in MODES:
-                    continue
+        for width, row in self._stretches("tallies", self._tally_columns, begin_s, end_s, process, finest, widest):
+            named = dict(zip(_TALLY, row, strict=True))
+            key = _key(named)
+            if key is not None:
                 with suppress(ValueError):
-                    tally = Tally.of_row(named, self._names, sketches=sketches)
-                    key = Key(named["process"], named["mode"], named["kind"], named["batch"])
+                    tally = Tally.of_row(named, self._names, sketches=sketches, series=series)
                     yield named["start_s"], width, key, tally
 
+    def _stretches(
+        self,
+        table: str,
+        columns: Sequence[str],
+        begin_s: int,
+        end_s: int,
+        process: int | None,
+        finest: int = 1,
+        widest: int = WIDTHS[-1],
+    ) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        """Width and columns of the rows of tallies or times between two seconds, in order of time."""
+        names = ", ".join(columns)
+        for width, begin, end in self.cover(begin_s, end_s, finest, widest):
+            values = {"width": width, "begin": begin, "end": end, "process": process}
+            if process is None:
+                query = f"SELECT {names} FROM {table} WHERE {_BETWEEN} AND process >= 0 ORDER BY start_s"
+            elif len(self.processes) < 2:
+                query = f"SELECT {names} FROM {table} WHERE {_BETWEEN} AND process = :process ORDER BY start_s"
+            else:  # one look-up a row: the rows of all processes lie together
+                query = (
+                    f"{_STARTS} SELECT {names} FROM starts CROSS JOIN {table}"
+                    " ON width = :width AND start_s = starts.at AND process = :process"
+                )
+            for row in self._each(query, values):
+                yield width, row
+
     def tallies(
-        self, begin_s: int = 0, end_s: int = END, *, process: int | None = None, sketches: bool = True
+        self,
+        begin_s: int = 0,
+        end_s: int = END,
+        *,
+        process: int | None = None,
+        sketches: bool = True,
+        series: Collection[str] | None = None,
     ) -> dict[Key, Tally]:
-        """By key, all of the time between two seconds. `process` as in `tally_rows`."""
+        """By key, all of the time between two seconds. Parameters as in `tally_rows`."""
         found: dict[Key, Tally] = {}
-        for _, _, key, tally in self.tally_rows(begin_s, end_s, process=process, sketches=sketches):
-            known = found.get(key)
-            if known is None:
-                found[key] = tally
-            else:
-                known.merge(tally)
+        for _, row in self._stretches("tallies", self._tally_columns, begin_s, end_s, process):
+            named = dict(zip(_TALLY, row, strict=True))
+            key = _key(named)
+            if key is not None:
+                with suppress(ValueError):
+                    fresh = Tally() if key not in found else found[key]
+                    fresh.add_row(named, self._names, sketches=sketches, series=series)
+                    found[key] = fresh
         return found
 
     def of_all(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
@@ -159,16 +258,18 @@ class Store:
     def sums(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
         """As `tallies` of each process, without series: the database adds up, so that many processes cost little."""
         query = (
-            f"SELECT process, mode, kind, batch, {', '.join(_SUMS)} FROM tallies"
+            f"SELECT process, mode, kind, batch, {', '.join(_SUMS)}"
+            f" FROM (SELECT width, {', '.join(self._tally_columns)} FROM tallies)"
             " WHERE width = ? AND start_s >= ? AND start_s < ? AND process >= 0 GROUP BY process, mode, kind, batch"
         )
         found: dict[Key, Tally] = {}
-        for width, begin, end in self.cover(begin_s, end_s):
-            for process, mode, kind, batch, *values in self._rows(query, (width, begin, end)):
+        for stretch in self.cover(begin_s, end_s):
+            for row in self._each(query, stretch):
+                key = Key(*row[:4])
                 with suppress(ValueError):
-                    tally = Tally.of_row(dict(zip(_SUMMED, values, strict=True)), {})
-                    if mode in MODES and type(process) is int:
-                        found.setdefault(Key(process, mode, kind, batch), Tally()).merge(tally)
+                    if key in self._keys:
+                        tally = Tally.of_row({**dict(zip(TALLY_COLUMNS, row[4:], strict=True)), "sketches": b""}, {})
+                        found.setdefault(key, Tally()).merge(tally)
         return found
 
     def kinds(self) -> set[tuple[str, int]]:
@@ -177,18 +278,21 @@ class Store:
 
     # ------------------------------------------------------------------------------------------ time
 
-    def time_rows(self, begin_s: int = 0, end_s: int = END, *, finest: int = 1) -> list[TimeRow]:
-        """What each process did between two seconds, in order of time."""
-        query = (
-            f"SELECT start_s, process, mode, {', '.join(ACTIVITY_COLUMNS)} FROM times"
-            " WHERE width = ? AND start_s >= ? AND start_s < ? ORDER BY start_s"
-        )
+    def time_rows(
+        self,
+        begin_s: int = 0,
+        end_s: int = END,
+        *,
+        finest: int = 1,
+        widest: int = WIDTHS[-1],
+        process: int | None = None,
+    ) -> list[TimeRow]:
+        """What each process did between two seconds, or one of them, in order of time."""
         found = []
-        for width, begin, end in self.cover(begin_s, end_s, finest):
-            for start, process, mode, *spent in self._rows(query, (width, begin, end)):
-                if mode in MODES and {type(start), type(process), *map(type, spent)} <= {int, float}:
-                    ns = dict(zip(ACTIVITIES, (int(each) for each in spent), strict=True))
-                    found.append(TimeRow(int(start), width, int(process), mode, ns))
+        for width, row in self._stretches("times", _TIME, begin_s, end_s, process, finest, widest):
+            start, who, mode, *spent = row
+            if mode in MODES and {type(start), type(who), *map(type, spent)} == {int}:
+                found.append(TimeRow(start, width, who, mode, dict(zip(ACTIVITIES, spent, strict=True))))
         return found
 
     def time_sums(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:
@@ -198,23 +302,25 @@ class Store:
             " GROUP BY process, mode"
         )
         return [
-            TimeRow(begin, end - begin, process, mode, _by_activity(spent))
+            TimeRow(begin, end - begin, process, mode, dict(zip(ACTIVITIES, spent, strict=True)))
             for width, begin, end in self.cover(begin_s, end_s)
-            for process, mode, *spent in self._rows(query, (width, begin, end))
-            if type(process) is int and mode in MODES
+            for process, mode, *spent in self._each(query, (width, begin, end))
+            if type(process) is int and mode in MODES and all(type(ns) is int for ns in spent)
         ]
 
     def times_together(self, begin_s: int = 0, end_s: int = END) -> list[TimeTogether]:
         """What all processes did together, in order of time."""
-        own = " + ".join(f"total({name})" for name in ACTIVITY_COLUMNS)
+        own = " + ".join(map(_total, ACTIVITY_COLUMNS))
+        named = ", ".join(f"{_total(name)} AS {name}" for name in ACTIVITY_COLUMNS)
         query = (
-            f"SELECT max(own), {_TIME_SUMS} FROM (SELECT start_s, {_NAMED_TIME_SUMS}, {own} AS own FROM times"
+            f"SELECT max(own), {_TIME_SUMS} FROM (SELECT start_s, {named}, {own} AS own FROM times"
             " WHERE width = ? AND start_s >= ? AND start_s < ? GROUP BY start_s, process) GROUP BY start_s"
         )
         return [
-            TimeTogether(int(covered), _by_activity(spent))
+            TimeTogether(covered, dict(zip(ACTIVITIES, spent, strict=True)))
             for width, begin, end in self.cover(begin_s, end_s)
-            for covered, *spent in self._rows(query, (width, begin, end))
+            for covered, *spent in self._each(query, (width, begin, end))
+            if type(covered) is int and all(type(ns) is int for ns in spent)
         ]
 
     def gaps(self, most: int, begin_ns: int = 0, end_ns: int = _LAST_NS) -> list[GapRow]:
@@ -231,41 +337,73 @@ class Store:
 
     # ------------------------------------------------------------------------------------------ rows
 
-    def longest(self, most: int, begin_ns: int = 0, end_ns: int = _LAST_NS) -> list[LongRow]:
-        """The longest steps that began between two times, the longest first, without settling ones."""
+    def longest(
+        self,
+        most: int,
+        begin_ns: int = 0,
+        end_ns: int = _LAST_NS,
+        *,
+        mode: str | None = None,
+        evaluation: bool | None = None,
+    ) -> list[LongRow]:
+        """The longest steps that began between two times, the longest first, without settling ones.
+
+        `mode`, `evaluation`: of this mode, and of its evaluation steps or the others.
+        """
+        only, values = _only(mode, evaluation)
         query = (
-            f"SELECT process, step, mode, kind, start_ns, wall_ns, {', '.join(_LONG_PHASES)} FROM steps"
-            f" WHERE start_ns >= ? AND start_ns < ? AND kind & {SETTLING} = 0 ORDER BY wall_ns DESC LIMIT ?"
+            f"SELECT {LONG_COLUMNS} FROM steps WHERE start_ns >= ? AND start_ns < ? AND {only}"
+            " ORDER BY wall_ns DESC LIMIT ?"
+        )
+        rows = self._rows(query, (begin_ns, end_ns, *values, most))
+        return [row for each in rows if (row := long_row(each)) is not None]
+
+    def longest_deleted(self, most: int, *, mode: str | None = None, evaluation: bool | None = None) -> list[LongRow]:
+        """As `longest`, of the steps that have no row any more: the longest of each tally.
+
+        Its phase is known if the others of the tally were too short to have spent what the tally has of that phase.
+        """
+        oldest = self.oldest_step_ns()
+        if not self.pruned or oldest is None:
+            return []
+        only, values = _only(mode, evaluation)
+        query = (
+            f"SELECT {', '.join(self._tally_columns)} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ?"
+            f" AND process >= 0 AND {only} ORDER BY high_ns DESC LIMIT ?"
         )
         found = []
-        for process, step, mode, kind, start, wall, *phases in self._rows(query, (begin_ns, end_ns, most)):
-            known = {
-                phase.name: took
-                for phase, took in zip((p for p in PHASES if not p.of_call), phases, strict=True)
-                if type(took) is int
-            }
-            if mode in MODES and all(type(value) is int for value in (process, step, kind, start, wall)):
-                found.append(LongRow(process, step, mode, kind, start, wall, known))
-        return found
+        for width, begin, end in self.cover(0, oldest // _SECOND, widest=1):
+            for row in self._rows(query, (width, begin, end, *values, most)):
+                named = dict(zip(_TALLY, row, strict=True))
+                with suppress(ValueError, TypeError):
+                    found.append(_longest_of(named, width, Tally.of_row(named, self._names, sketches=False)))
+        return sorted(found, key=lambda step: -step.wall_ns)[:most]
 
     def steps(self, most: int, *, begin_ns: int = 0, end_ns: int = _LAST_NS, process: int | None = None) -> list[Step]:
         """The newest steps that ended between two times, the newest first; damaged ones are left out."""
         who, values = ("", ()) if process is None else (" AND process = ?", (process,))
         ended = "start_ns + wall_ns"
-        query = f"SELECT * FROM steps WHERE {ended} > ? AND {ended} <= ?{who} ORDER BY id DESC LIMIT ?"
-        cursor = self._db.execute(query, (begin_ns, end_ns, *values, most))
-        names = [column[0] for column in cursor.description]
+        query = f"SELECT {self._step_columns} FROM steps WHERE {ended} > ? AND {ended} <= ?{who}"
+        return self._steps(f"{query} ORDER BY id DESC LIMIT ?", (begin_ns, end_ns, *values, most))
+
+    def steps_until(self, last_id: int, process: int, most: int) -> list[Step]:
+        """The newest steps of a process up to an id, the newest first; damaged ones are left out."""
+        query = f"SELECT {self._step_columns} FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT ?"
+        return self._steps(query, (process, last_id, most))
+
+    def _steps(self, query: str, values: Parameters) -> list[Step]:
         found = []
-        for row in cursor:
+        for row in self._each(query, values):
             with suppress(RecordError):
-                found.append(self._step(dict(zip(names, row, strict=True))))
+                found.append(self._step(dict(zip(STEP_COLUMNS, row, strict=True))))
         return found
 
     def _step(self, row: Mapping[str, Any]) -> Step:
         """The record in a row of steps; RecordError if it is damaged."""
         phases = {name: row[f"{name}_ns"] for name in STEP_PHASES}
+        quantities = {quantity.name: row[quantity.name] for quantity in QUANTITIES}
         whole = [row[name] for name in ("process", "step", "start_ns", "wall_ns")]
-        optional = [row["samples"], row["copied_bytes"], *phases.values()]
+        optional = [*quantities.values(), *phases.values()]
         known = all(type(value) is int for value in whole)
         if not known or row["mode"] not in MODES or not all(value is None or type(value) is int for value in optional):
             raise RecordError("damaged row in steps")
@@ -277,9 +415,9 @@ class Store:
             mode=row["mode"],
             start_ns=start,
             wall_ns=wall,
-            samples=row["samples"],
+            samples=quantities.pop("samples"),
             phases={name: took for name, took in phases.items() if took is not None},
-            copied=row["copied_bytes"],
+            quantities={name: count for name, count in quantities.items() if count is not None},
         )
         try:
             return kept_step_times(found, row["device"]) if isinstance(row["device"], bytes) else found
@@ -290,10 +428,30 @@ class Store:
         """The rank of a process; None if it has none."""
         return next((ring.rank for ring in self.rings.values() if ring.process == process), None)
 
+    def newest_ns(self) -> int:
+        """When the last thing that is recorded was over; 0 if there is none."""
+        found = 0
+        for table, end in (("steps", "start_ns + wall_ns"), ("calls", "start_ns + wall_ns"), ("events", "t_ns")):
+            query = f"SELECT max(at) FROM (SELECT {end} AS at FROM {table} ORDER BY id DESC LIMIT 1000)"
+            found = max([found, *(_whole(newest) for (newest,) in self._rows(query))])
+        return found
+
     def oldest_step_ns(self) -> int | None:
         """When the oldest step began that has a row; None if there is none."""
-        (found,) = self._rows("SELECT min(start_ns) FROM (SELECT start_ns FROM steps ORDER BY id LIMIT 1000)")[0]
-        return found if type(found) is int else None
+        rows = self._rows("SELECT start_ns FROM steps ORDER BY id LIMIT 1000")
+        return min((at for (at,) in rows if type(at) is int), default=None)
+
+    def next_step_ns(self, process: int, after_ns: int) -> int | None:
+        """When the first step of a process began that began no earlier than a time; None if there is none.
+
+        Where rows were deleted it may be a later step.
+        """
+        rows = self._rows(
+            "SELECT min(start_ns) FROM steps WHERE process = ? AND start_ns >= ?"
+            " UNION ALL SELECT min(first_ns) FROM tallies WHERE process = ? AND first_ns >= ?",
+            (process, after_ns, process, after_ns),
+        )
+        return min((at for (at,) in rows if type(at) is int), default=None)
 
     # ------------------------------------------------------------------------------------------ calls
 
@@ -318,7 +476,7 @@ class Store:
         """A decoder that knows the definitions of a process."""
         found = self._decoders.get(process)
         if found is None:
-            found = self._decoders[process] = Decoder(process, self.rank(process), self._origin_ns)
+            found = self._decoders[process] = Decoder(process, self.rank(process), self.origin_ns)
             for number, value in self.definitions(process).items():
                 with suppress(RecordError, struct.error):
                     found.decode(pack_definition(number, value))
@@ -332,15 +490,37 @@ class Store:
         An event without a time counts as old. Damaged ones are left out.
         """
         since, values = ("", ()) if begin_ns is None else (" AND t_ns >= ?", (begin_ns,))
-        query = (
-            f"SELECT json FROM events WHERE kind IN ({', '.join('?' * len(kinds))}) AND ifnull(t_ns, 0) <= ?{since}"
-            " ORDER BY id DESC LIMIT ?"
-        )
+        # The words of the index's own condition let SQLite use it.
+        lasting = f"{LASTING} AND " if set(kinds) <= set(LASTING_KINDS) else ""
+        named = f"{lasting}kind IN ({', '.join('?' * len(kinds))})"
+        query = f"SELECT json FROM events WHERE {named} AND ifnull(t_ns, 0) <= ?{since} ORDER BY id DESC LIMIT ?"
         found = []
         for (text,) in reversed(self._rows(query, (*kinds, end_ns, *values, -1 if newest is None else newest))):
             with suppress(ValueError, TypeError, AttributeError, RecursionError):
                 found.append(Event(*load_event(text)))
         return found
+
+    def event_count(self, kind: str) -> int:
+        """How many events of a kind there are, of those kinds that are kept (dpmon.store.tables.LASTING)."""
+        (found,) = self._rows(f"SELECT count(*) FROM events WHERE {LASTING} AND kind = ?", (kind,))[0]
+        return _whole(found)
+
+    def device_minutes(self) -> list[MinuteRow]:
+        """Sums of the samples of devices and host that were deleted, those of the time before all minutes first."""
+        if not self.pruned:
+            return []
+        query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
+        first = next((at for (at,) in self._rows(query) if type(at) is int), _LAST_NS)
+        query = (
+            "SELECT start_s, device, name, count, total, high FROM device_rollups WHERE (start_s + 60) * ? <= ?"
+            " ORDER BY start_s, device, name"
+        )
+        return [
+            MinuteRow(start, device, name, samples, float(total), float(high))
+            for start, device, name, samples, total, high in self._rows(query, (_SECOND, first))
+            if (type(start), type(device), type(name), type(samples)) == (int, int, str, int)
+            and {type(total), type(high)} <= {int, float}
+        ]
 
     def shapes(self) -> list[Shape]:
         """What calls got and gave, over the whole run so far."""
@@ -350,13 +530,16 @@ class Store:
             with suppress(ValueError, TypeError, RecursionError):
                 if not isinstance(sizes, str) or len(sizes) > _SHAPE_CHARACTERS or mode not in MODES:
                     continue
-                inputs, outputs, *replicas = json.loads(sizes)
-                pairs = tuple((int(got), int(gave)) for got, gave in replicas)
+                inputs, outputs, *parts = load_json(sizes)
+                whole = [tuple(int(number) for number in part) for part in parts]
+                pairs = tuple((part[0], part[1]) for part in whole if len(part) == 2)
+                stages = tuple((part[0], part[1], part[2]) for part in whole if len(part) == 3)
                 numbers = (process, kind, layout, untimed, calls, inputs, outputs)
                 if all(type(number) is int for number in numbers):
-                    found.append(
-                        Shape(process, mode, kind, layout, bool(virtual), inputs, outputs, pairs, untimed, calls)
+                    shape = Shape(
+                        process, mode, kind, layout, bool(virtual), inputs, outputs, pairs, stages, untimed, calls
                     )
+                    found.append(shape)
         return found
 
     def definitions(self, process: int) -> dict[int, Any]:
@@ -375,8 +558,50 @@ class Store:
         return found
 
 
-def _by_activity(spent: Sequence[float]) -> dict[str, int]:
-    return dict(zip(ACTIVITIES, map(int, spent), strict=True))
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise HistoryError("the number of its deleted rows is none")
+    return value
+
+
+def _only(mode: str | None, evaluation: bool | None) -> tuple[str, tuple[Any, ...]]:
+    """A condition for rows of steps and tallies, and its values."""
+    parts, values = [f"kind & {SETTLING} = 0"], []
+    if mode is not None:
+        parts.append("mode = ?")
+        values.append(mode)
+    if evaluation is not None:
+        parts.append(f"kind & {EVALUATION} {'>' if evaluation else '='} 0")
+    return " AND ".join(parts), tuple(values)
+
+
+def _longest_of(row: Mapping[str, Any], width: int, tally: Tally) -> LongRow:
+    """The longest step of a tally; ValueError if it has none."""
+    process, mode, kind, start, wall = row["process"], row["mode"], row["kind"], row["start_s"], tally.high_ns
+    if mode not in MODES or wall is None or not {type(process), type(kind), type(start)} <= {int}:
+        raise ValueError("a damaged tally")
+    others = max(tally.stat(STEP).total - wall, 0)
+    spent = {name: tally.stat(name).total for name in STEP_PHASES}
+    # As if the others had been in that phase all the time.
+    least = {name: took - others for name, took in spent.items() if 2 * (took - others) > wall}
+    return LongRow(process, None, mode, kind, max((start + width) * _SECOND - wall, 0), wall, least)
+
+
+def _key(row: Mapping[str, Any]) -> Key | None:
+    """The key of a row of tallies; None if it is damaged."""
+    whole = row["start_s"], row["process"], row["kind"], row["batch"]
+    if any(type(value) is not int for value in whole) or row["mode"] not in MODES:
+        return None
+    return Key(row["process"], row["mode"], row["kind"], row["batch"])
+
+
+def long_row(row: tuple[Any, ...]) -> LongRow | None:
+    """A step of LONG_COLUMNS; None if it is damaged."""
+    process, step, mode, kind, start, wall, *phases = row
+    known = {name: took for name, took in zip(STEP_PHASES, phases, strict=True) if type(took) is int}
+    if mode in MODES and all(type(value) is int for value in (process, step, kind, start, wall)):
+        return LongRow(process, step, mode, kind, start, wall, known)
+    return None
 
 
 def _whole(value: object, otherwise: int = 0) -> int:

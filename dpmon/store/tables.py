@@ -2,18 +2,13 @@
 
     meta         key, value: schema, run, start_ns, limit_bytes, pruned (rows deleted to stay below it)
     rings        one row per ring: how far it was read (position, sequence), the counts of missed and other records,
-                 the first and the last id of its calls and steps
+                 the first and the last id of its calls and steps, the id of the first call that waits for its step
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
     calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.record.codec)
-    steps        id, process, step, mode, start_ns, wall_ns, samples, data_ns ... other_ns (NULL: did not run),
-                 device (NULL, or its device times: dpmon.record.codec.step_times), copy_ns, copied_bytes (NULL: none),
-                 between_ns (time since the previous step, without pauses: dpmon.rates.Gap; negative if both are
-                 evaluation steps)
+    steps        id, process, step, mode, start_ns, wall_ns, kind (dpmon.record.schema.KINDS), calls, each quantity,
+                 the ns of each phase (NULL: did not run; those of its calls are sums), rest_ns (what the phases of its
+                 calls leave of its forward), device (NULL, or its device times: dpmon.record.codec.step_times)
     events       id, process (NULL: the supervisor), kind, t_ns, json
-    rollups      width (1 or 60 s; 0: see below), start_s, process, mode, steps, calls, samples, unknown (steps
-                 without samples), last_step, low_ns, high_ns (of a step), step_ns, data_ns ... gather_ns (sums;
-                 NULL: did not run), histogram (dpmon.run.rollup), copy_ns, pace (dpmon.rates.Pace); all steps that
-                 ended in that second or minute
     series       number, name: what the sketches of the tallies are of (dpmon.record.schema, and the replicas and
                  stages of calls: dpmon.store.parts)
     keys         process, mode, kind (dpmon.record.schema.KINDS), batch (samples a step): of all tallies, of those that
@@ -23,7 +18,8 @@
     times        width, start_s, process, mode, ns of each activity in that time (dpmon.store.accounting)
     gaps         id, process, after_step, before_step, mode, begin_ns, end_ns, ns: the longer times between two steps
     shapes       calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and outputs, of
-                 the call, then of each replica) and why a device time is missing (dpmon.record.codec.UNTIMED)
+                 the call, then of each replica, or stage and sizes of each stage) and why a device time is missing
+                 (dpmon.record.codec.UNTIMED)
     device_rollups  start_s (of a minute; -1: see below), device (index; -1: the host), name, count, total, low, high
 
 A tally of 10 s or more is made when its time is over: up to the second in meta's `whole_10`, `whole_60`, and so on.
@@ -31,13 +27,12 @@ Those that were deleted to save room began before meta's `pruned_1`, `pruned_10`
 is recorded late is added to every tally of its time.
 
 When the database reaches its size limit, the oldest rows are deleted: calls, steps and events first, except a run's
-processes, modes, warnings, loaders and exit. Rollups stay longer: those of a second, and those of a minute, may each
-take a third of the limit. Deleted minutes are added to one row per process and mode, with width 0 and start 0, which is
-never deleted. The oldest device_rollups are deleted in the same way and added to rows that start at -1.
+processes, modes, warnings, loaders and exit. Tallies stay longer: those of each width may take a third of the limit.
+The oldest device_rollups are deleted in the same way and added to rows that start at -1.
 
 Times are ns since the run's start. Ids come from one counter, so they give the order across the three tables. A ring's
 position is written in the transaction that writes its records, so a reader that continues from there misses and
-repeats nothing. The only users of sqlite3 are this file, `history` (it writes) and `kept` (it reads).
+repeats nothing.
 """
 
 from __future__ import annotations
@@ -45,15 +40,12 @@ from __future__ import annotations
 import re
 import sqlite3
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dpmon.record.plainjson import load_json
 from dpmon.record.schema import PHASES, QUANTITIES
-from dpmon.run.rollup import SERIES
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.tally import PLAIN
 
@@ -62,7 +54,9 @@ __all__ = [
     "BEFORE_S",
     "CALL_COLUMNS",
     "HISTORY_FILE",
+    "LARGEST",
     "LASTING",
+    "LASTING_KINDS",
     "SCHEMA",
     "SCHEMA_VERSION",
     "STEP_COLUMNS",
@@ -72,30 +66,31 @@ __all__ = [
     "RingRow",
     "check_schema",
     "check_version",
-    "definitions_in",
+    "check_whole",
+    "columns_in",
     "last_ids",
     "rings_in",
+    "size_of",
 ]
 
 BEFORE_S = -1
 """The start of device_rollups that are of all the time before the first minute that is left."""
 HISTORY_FILE = "history.sqlite"
 SCHEMA_VERSION = 5
-LASTING = "kind IN ('process', 'mode', 'exit', 'warning', 'pause', 'input', 'loader')"
+LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "loader")
 """Events that outlive the steps around them (of warnings, waits and loaders the newest): they hold for what follows."""
-_FIRST_COLUMNS = (
-    *("samples", "copied_bytes"),
-    *("data_ns", "copy_ns", "forward_ns", "backward_ns", "optimizer_ns", "other_ns"),
-)
-"""Columns of steps that the first versions had; they come first."""
-STEP_COLUMNS = (
-    "kind",
-    "calls",
-    "rest_ns",
-    *(name for q in QUANTITIES if (name := q.name) not in _FIRST_COLUMNS),
-    *(name for phase in PHASES if (name := f"{phase.name}_ns") not in _FIRST_COLUMNS),
-)
-"""Further columns of steps: the phases of its calls are sums over all of them."""
+LASTING = f"kind IN ({', '.join(repr(kind) for kind in LASTING_KINDS)})"
+STEP_COLUMNS: Mapping[str, str] = {
+    "id": "INTEGER PRIMARY KEY",
+    **dict.fromkeys(("process", "step"), "INTEGER"),
+    "mode": "TEXT",
+    **dict.fromkeys(("start_ns", "wall_ns", "kind", "calls"), "INTEGER"),
+    **dict.fromkeys((quantity.name for quantity in QUANTITIES), "INTEGER"),
+    **dict.fromkeys((f"{phase.name}_ns" for phase in PHASES), "INTEGER"),
+    "rest_ns": "INTEGER",
+    "device": "BLOB",
+}
+"""The columns of steps and their types."""
 CALL_COLUMNS = tuple(f"{phase.name}_ns" for phase in PHASES if phase.of_call)
 TALLY_COLUMNS = (*PLAIN, *(f"{quantity.name}_{part}" for quantity in QUANTITIES for part in ("sum", "n")))
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
@@ -110,24 +105,15 @@ CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rings (
     name TEXT PRIMARY KEY, process INTEGER, rank INTEGER, pid INTEGER, position INTEGER, sequence INTEGER,
     missed INTEGER, lost INTEGER, calls INTEGER, steps INTEGER, last_step INTEGER,
-    first_id INTEGER, last_id INTEGER) WITHOUT ROWID;
+    first_id INTEGER, last_id INTEGER, held_id INTEGER) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS definitions (
     process INTEGER, number INTEGER, value TEXT, PRIMARY KEY (process, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS calls (
     id INTEGER PRIMARY KEY, process INTEGER, call INTEGER, step INTEGER, mode TEXT, start_ns INTEGER,
     wall_ns INTEGER, rows INTEGER, payload BLOB, {call_columns});
-CREATE TABLE IF NOT EXISTS steps (
-    id INTEGER PRIMARY KEY, process INTEGER, step INTEGER, mode TEXT, start_ns INTEGER, wall_ns INTEGER,
-    samples INTEGER, data_ns INTEGER, forward_ns INTEGER, backward_ns INTEGER, optimizer_ns INTEGER,
-    other_ns INTEGER, device BLOB, copy_ns INTEGER, copied_bytes INTEGER,
-    between_ns INTEGER, {step_columns});
+CREATE TABLE IF NOT EXISTS steps ({step_columns});
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, process INTEGER, kind TEXT, t_ns INTEGER, json TEXT);
-CREATE TABLE IF NOT EXISTS rollups (
-    width INTEGER, start_s INTEGER, process INTEGER, mode TEXT, steps INTEGER, calls INTEGER, samples INTEGER,
-    unknown INTEGER, last_step INTEGER, low_ns INTEGER, high_ns INTEGER,
-    {sums}, histogram BLOB, copy_ns INTEGER, pace TEXT,
-    PRIMARY KEY (width, start_s, process, mode)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS series (number INTEGER PRIMARY KEY, name TEXT);
 CREATE TABLE IF NOT EXISTS keys (
     process INTEGER, mode TEXT, kind INTEGER, batch INTEGER, PRIMARY KEY (process, mode, kind, batch)) WITHOUT ROWID;
@@ -147,10 +133,10 @@ CREATE TABLE IF NOT EXISTS device_rollups (
     start_s INTEGER, device INTEGER, name TEXT, count INTEGER, total REAL, low REAL, high REAL,
     PRIMARY KEY (start_s, device, name)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS lasting ON events (id) WHERE {lasting};
+CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory';
 """.format(
     lasting=LASTING,
-    sums=", ".join(f"{name}_ns INTEGER" for name in SERIES if name != "copy"),
-    step_columns=_whole_numbers(STEP_COLUMNS),
+    step_columns=", ".join(f"{name} {kind}" for name, kind in STEP_COLUMNS.items()),
     call_columns=_whole_numbers(CALL_COLUMNS),
     tally_columns=_whole_numbers(TALLY_COLUMNS) + ", sketches BLOB",
     activities=_whole_numbers(ACTIVITY_COLUMNS),
@@ -160,7 +146,8 @@ CREATE INDEX IF NOT EXISTS lasting ON events (id) WHERE {lasting};
 _TABLES = frozenset(re.findall(r"TABLE IF NOT EXISTS (\w+)", SCHEMA))
 _LOOK_STEPS = 100_000
 """Instructions of SQLite's virtual machine between two checks."""
-_LARGEST = 1 << 30
+LARGEST = 1 << 30
+"""Bytes of a database of which a copy is made in memory, at most; and after which its bounds grow no more."""
 _SMALLEST_ROW = 8
 """Fewest bytes of a row: its position in the page, its length and its id."""
 _LONGEST_VALUE = 64 << 20
@@ -190,15 +177,16 @@ class RingRow:
     first_id: int | None = None
     """Of its calls and steps, and the last; None: there are none, or an earlier version began it."""
     last_id: int | None = None
+    held_id: int | None = None
+    """Of the first call that waits for its step; None: none does."""
 
 
 class Bounds:
     """Limits one query by the size of the database, because a damaged tree can have endless rows."""
 
-    def __init__(self, db: sqlite3.Connection, path: Path) -> None:
-        """Watch `db`, the database at `path`, and do not let its schema run functions."""
-        size = sum(part.stat().st_size for part in (path, Path(f"{path}-wal")) if part.exists())
-        size = min(size, _LARGEST)
+    def __init__(self, db: sqlite3.Connection, size: int) -> None:
+        """Watch `db`, a database of `size` bytes, and do not let its schema run functions."""
+        size = min(size, LARGEST)
         self.rows = 10_000 + size // _SMALLEST_ROW
         self._most = (20_000_000 + 8 * size) // _LOOK_STEPS
         self._done = 0
@@ -215,6 +203,11 @@ class Bounds:
         """SQLite calls this regularly; a result other than 0 interrupts the query."""
         self._done += 1
         return self._done > self._most
+
+
+def size_of(path: Path) -> int:
+    """The bytes of the database at `path`."""
+    return sum(part.stat().st_size for part in (path, Path(f"{path}-wal")) if part.exists())
 
 
 def check_schema(db: sqlite3.Connection) -> None:
@@ -245,11 +238,17 @@ def check_version(db: sqlite3.Connection) -> None:
         raise HistoryError(f"a later version of dpmon wrote it (schema {row[0]}; this one knows {SCHEMA_VERSION})")
 
 
-def definitions_in(db: sqlite3.Connection, process: int) -> Iterator[tuple[int, Any]]:
-    """Number and value of every definition of one process; damaged ones are left out."""
-    for number, value in db.execute("SELECT number, value FROM definitions WHERE process = ?", (process,)):
-        with suppress(ValueError, TypeError):
-            yield number, load_json(value)
+def check_whole(db: sqlite3.Connection) -> None:
+    """HistoryError for a history that lacks a table."""
+    missing = _TABLES - {row[0] for row in db.execute("SELECT name FROM sqlite_master")}
+    if missing:
+        raise HistoryError(f"it has no table {min(missing)}")
+
+
+def columns_in(db: sqlite3.Connection, table: str, wanted: Iterable[str]) -> list[str]:
+    """The columns as a query names them; NULL for those that a history lacks which an earlier version began."""
+    there = {row[1] for row in db.execute(f"PRAGMA table_info({table})")}
+    return [name if name in there else f"NULL AS {name}" for name in wanted]
 
 
 def last_ids(db: sqlite3.Connection) -> list[int]:
@@ -259,9 +258,24 @@ def last_ids(db: sqlite3.Connection) -> list[int]:
 
 
 def rings_in(db: sqlite3.Connection) -> dict[str, RingRow]:
-    """How far each ring was taken over, by its file's name."""
+    """How far each ring was taken over, by its file's name; damaged rows are left out."""
     there = {row[1] for row in db.execute("PRAGMA table_info(rings)")}
-    names = [member.name for member in fields(RingRow)]
-    # The last two are not there in a history of an earlier version.
-    columns = ", ".join(name for name in names if name in there or name not in ("first_id", "last_id"))
-    return {row[0]: RingRow(*row) for row in db.execute(f"SELECT {columns} FROM rings")}
+    members = fields(RingRow)
+    # A history of an earlier version lacks some.
+    columns = ", ".join(member.name if member.name in there else "NULL" for member in members)
+    found = {}
+    for row in db.execute(f"SELECT {columns} FROM rings"):
+        values = [_member(value, str(member.type)) for value, member in zip(row, members, strict=True)]
+        if _DAMAGED not in values:
+            found[row[0]] = RingRow(*values)
+    return found
+
+
+_DAMAGED = object()
+
+
+def _member(value: object, declared: str) -> Any:
+    """A column as what its member is declared to be, since SQLite takes values of any type."""
+    if isinstance(value, str) if declared == "str" else type(value) is int:
+        return value
+    return None if declared.endswith("None") else _DAMAGED

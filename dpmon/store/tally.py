@@ -8,18 +8,32 @@ tally.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dpmon.record.schema import PHASES, QUANTITIES, REST, STEP, device_series
+from dpmon.record.schema import MODES, PHASES, QUANTITIES, REST, STEP, device_series
 from dpmon.store import quantiles
 from dpmon.store.quantiles import Counts
 
-__all__ = ["ALL", "WIDTHS", "Key", "SeriesNames", "Stat", "StepFacts", "Sum", "Tally"]
+__all__ = [
+    "ALL",
+    "NO_SAMPLES",
+    "OTHER_SIZES",
+    "WIDTHS",
+    "Key",
+    "SeriesNames",
+    "Stat",
+    "StepFacts",
+    "Sum",
+    "Tally",
+    "known_keys",
+]
 
 ALL = -1
 """The process number of the tallies of all processes together."""
+NO_SAMPLES, OTHER_SIZES = -1, -2
+"""Batch sizes in a key: the samples are unknown; a size beyond the first of a process."""
 WIDTHS = (1, 10, 60, 600, 3600, 86_400)
 """Seconds that a tally covers."""
 _ENTRY = struct.Struct("<HIqI")
@@ -35,7 +49,17 @@ class Key(NamedTuple):
     kind: int
     """A number of dpmon.record.schema.KINDS."""
     batch: int
-    """Samples a step; NO_SAMPLES if unknown, OTHER_SIZES for the sizes beyond those that are kept apart."""
+    """Samples a step, or one of NO_SAMPLES and OTHER_SIZES."""
+
+
+def known_keys(rows: Iterable[tuple[Any, ...]]) -> set[Key]:
+    """The keys in rows of the table `keys`; damaged ones are left out."""
+    keys = map(Key._make, rows)
+    return {
+        key
+        for key in keys
+        if type(key.process) is type(key.kind) is type(key.batch) is int and key.process >= 0 and key.mode in MODES
+    }
 
 
 class StepFacts(NamedTuple):
@@ -127,17 +151,18 @@ class SeriesNames:
     """The numbers under which series are stored. `fresh` holds names that were not written yet."""
 
     def __init__(self, names: Iterable[tuple[int, str]] = ()) -> None:
-        self.by_number: dict[int, str] = dict(names)
+        self.by_number = {number: name for number, name in names if type(number) is int and isinstance(name, str)}
         self._numbers = {name: number for number, name in self.by_number.items()}
+        self._next = max(self.by_number, default=-1) + 1
         self.fresh: list[tuple[int, str]] = []
 
     def number(self, name: str) -> int | None:
         """The number of a series, a new one if it has none; None when there are too many."""
         found = self._numbers.get(name)
         if found is None:
-            found = len(self._numbers)
-            if found > 0xFFFF:
+            if self._next > 0xFFFF:
                 return None
+            found, self._next = self._next, self._next + 1
             self._numbers[name] = found
             self.by_number[found] = name
             self.fresh.append((found, name))
@@ -261,35 +286,75 @@ class Tally:
                 yield _ENTRY.pack(number, stat.count, stat.total, len(data)) + data
 
     @classmethod
-    def of_row(cls, row: Mapping[str, Any], names: Mapping[int, str], *, sketches: bool = True) -> Tally:
-        """The tally in a row; ValueError if it is damaged. Without `sketches` counts and sums only."""
-        found = cls(*(_whole(row[name], optional=name not in ("steps", "calls")) for name in PLAIN))  # type: ignore[arg-type]
+    def of_row(
+        cls,
+        row: Mapping[str, Any],
+        names: Mapping[int, str],
+        *,
+        sketches: bool = True,
+        series: Collection[str] | None = None,
+    ) -> Tally:
+        """The tally in a row; ValueError if it is damaged. Without `sketches` counts and sums only.
+
+        `series`: read these only.
+        """
+        found = cls()
+        found.add_row(row, names, sketches=sketches, series=series)
+        return found
+
+    def add_row(
+        self,
+        row: Mapping[str, Any],
+        names: Mapping[int, str],
+        *,
+        sketches: bool = True,
+        series: Collection[str] | None = None,
+    ) -> None:
+        """Add the tally in a row, as `of_row` reads it. A damaged one changes nothing."""
+        values = [row[name] for name in PLAIN]
+        added = Tally(*values)
+        if not all(
+            type(value) is int or (value is None and name not in _COUNTS)
+            for name, value in zip(PLAIN, values, strict=True)
+        ):
+            raise ValueError("a damaged tally")
+        if added.steps < 0 or added.calls < 0:
+            raise ValueError("a damaged tally")
         for quantity in QUANTITIES:
             total, count = (_whole(row[f"{quantity.name}_{part}"], optional=True) for part in ("sum", "n"))
             if total is not None and count:
-                found.sums[quantity.name] = Sum(count, total)
-        data = row["sketches"]
-        if not isinstance(data, bytes):
-            raise ValueError("a damaged tally")
-        at = 0
+                added.sums[quantity.name] = Sum(count, total)
+        for name, count, total, data in _entries_of(row["sketches"], names, series):
+            packed = data if sketches else b""
+            quantiles.check(packed)
+            added.stats[name] = Stat(count, total, packed)
+        self.merge(added)
+
+
+def _entries_of(
+    data: object, names: Mapping[int, str], series: Collection[str] | None
+) -> Iterator[tuple[str, int, int, bytes]]:
+    """Name, count, sum and sketch of each series in a row; ValueError if they are damaged."""
+    if not isinstance(data, bytes):
+        raise ValueError("a damaged tally")
+    at = 0
+    while at < len(data):
         try:
-            while at < len(data):
-                number, count, total, size = _ENTRY.unpack_from(data, at)
-                at += _ENTRY.size + size
-                if at > len(data):
-                    raise ValueError("a damaged tally")
-                name = names.get(number)
-                if name is not None:
-                    packed = data[at - size : at] if sketches else b""
-                    quantiles.check(packed)
-                    found.stats[name] = Stat(count, total, packed)
+            number, count, total, size = _ENTRY.unpack_from(data, at)
         except struct.error:
             raise ValueError("a damaged tally") from None
-        return found
+        at += _ENTRY.size + size
+        if at > len(data):
+            raise ValueError("a damaged tally")
+        name = names.get(number)
+        if name is not None and (series is None or name in series):
+            yield name, count, total, data[at - size : at]
 
 
 PLAIN = ("steps", "calls", "last_step", "low_ns", "high_ns", "first_ns", "last_ns")
 """Members of Tally with a column of the same name."""
+_COUNTS = ("steps", "calls")
+"""Those of them that are never NULL."""
 
 
 def _whole(value: object, *, optional: bool) -> int | None:

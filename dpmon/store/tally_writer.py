@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.tables import ACTIVITY_COLUMNS, TALLY_COLUMNS
-from dpmon.store.tally import ALL, WIDTHS, Key, SeriesNames, Tally
+from dpmon.store.tally import ALL, WIDTHS, Key, SeriesNames, Tally, known_keys
 
 if TYPE_CHECKING:
     from dpmon.store.writer import Batch, Ended
@@ -34,7 +34,8 @@ _ROW_BYTES = 200
 _COLUMNS = (*TALLY_COLUMNS, "sketches")
 _KEY = "width = ? AND start_s = ? AND process = ? AND mode = ? AND kind = ? AND batch = ?"
 _INTO_TALLIES = (
-    f"INSERT INTO tallies VALUES ({', '.join('?' * (6 + len(_COLUMNS)))})"
+    f"INSERT INTO tallies (width, start_s, process, mode, kind, batch, {', '.join(_COLUMNS)})"
+    f" VALUES ({', '.join('?' * (6 + len(_COLUMNS)))})"
     " ON CONFLICT (width, start_s, process, mode, kind, batch) DO UPDATE SET "
     + ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS)
 )
@@ -71,7 +72,7 @@ class TallyWriter:
     def _load(self) -> None:
         self._cache.clear()
         self._names = SeriesNames(self._db.execute("SELECT number, name FROM series"))
-        self._keys = {Key(*row) for row in self._db.execute("SELECT process, mode, kind, batch FROM keys")}
+        self._keys = known_keys(self._db.execute("SELECT process, mode, kind, batch FROM keys"))
         self._processes = {key.process for key in self._keys}
         whole = "SELECT value FROM meta WHERE key = ?"
         for width in WIDTHS[1:]:
@@ -108,8 +109,9 @@ class TallyWriter:
         """Remember a key. With the second process begin the tallies of all: so far they are those of the first."""
         if len(self._processes) == 1 and key.process not in self._processes:
             self._db.execute(
-                f"INSERT OR IGNORE INTO tallies SELECT width, start_s, {ALL}, mode, kind, batch, {', '.join(_COLUMNS)}"
-                " FROM tallies WHERE process >= 0"
+                f"INSERT OR IGNORE INTO tallies (width, start_s, process, mode, kind, batch, {', '.join(_COLUMNS)})"
+                f" SELECT width, start_s, {ALL}, mode, kind, batch, {', '.join(_COLUMNS)} FROM tallies"
+                " WHERE process >= 0"
             )
         self._db.execute("INSERT OR IGNORE INTO keys VALUES (?,?,?,?)", key)
         self._keys.add(key)

@@ -6,7 +6,7 @@ has the same digits everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -30,14 +30,14 @@ class Source(Protocol):
     def tallies(self, begin_s: int, end_s: int, *, process: int | None = None) -> dict[Key, Tally]:
         """Tallies of each process, or of one."""
 
+    def tally_rows(self, begin_s: int, end_s: int, *, process: int) -> Iterable[tuple[int, int, Key, Tally]]:
+        """Start, width, key and tally of each row of one process, in order of time."""
+
     def sums(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
         """Tallies of each process, without series."""
 
-    def time_rows(self, begin_s: int, end_s: int) -> list[TimeRow]:
-        """What each process did."""
-
     def time_sums(self, begin_s: int, end_s: int) -> list[TimeRow]:
-        """The same, added up."""
+        """What each process did in each mode."""
 
     def times_together(self, begin_s: int, end_s: int) -> list[TimeTogether]:
         """What all processes did together."""
@@ -54,7 +54,7 @@ class Window:
         self._begin_s, self._end_s = begin_s, end_s
         self._kinds = source.kinds()
         self._trained = trains(self._kinds)
-        self._elapsed: dict[tuple[str, bool], dict[int, tuple[int, int]]] = {}
+        self._times_of: dict[tuple[str, bool], dict[int, tuple[int, int]]] = {}
 
     @cached_property
     def together(self) -> dict[Key, Tally]:
@@ -71,13 +71,19 @@ class Window:
         return self._source.sums(self._begin_s, self._end_s)
 
     @cached_property
-    def _time_sums(self) -> list[TimeRow]:
+    def times(self) -> list[TimeRow]:
+        """What each process did in each mode."""
         return self._source.time_sums(self._begin_s, self._end_s)
 
-    @cached_property
-    def times(self) -> list[TimeRow]:
-        """What each process did, in order of time."""
-        return self._source.time_rows(self._begin_s, self._end_s)
+    def rows(self, process: int) -> Iterator[tuple[Key, Tally]]:
+        """Key and tally of each row of one process, in order of time."""
+        for _, _, key, tally in self._source.tally_rows(self._begin_s, self._end_s, process=process):
+            yield key, tally
+
+    @property
+    def processes(self) -> list[int]:
+        """Those with steps at any time."""
+        return self._source.processes
 
     @property
     def modes(self) -> list[tuple[str, bool]]:
@@ -114,10 +120,24 @@ class Window:
         trained = self.trained(mode)
         there = self._source.processes if process is None else [process]
         tallies = {each: merged(self._sums, mode, evaluation, trained, process=each) for each in there}
-        times = self._elapsed.get((mode, evaluation))
-        if times is None:
-            times = self._elapsed[mode, evaluation] = elapsed(self._time_sums, mode, evaluation, trained)
-        return rate(tallies, times)
+        return rate(tallies, self._elapsed(mode, evaluation))
+
+    def _elapsed(self, mode: str, evaluation: bool) -> dict[int, tuple[int, int]]:
+        """By process, the time of a mode's steps (dpmon.store.figures.elapsed)."""
+        found = self._times_of.get((mode, evaluation))
+        if found is None:
+            found = elapsed(self.times, mode, evaluation, self.trained(mode))
+            self._times_of[mode, evaluation] = found
+        return found
+
+    def of_process(self, process: int) -> tuple[Tally, Rate | None]:
+        """The steps of a process in all modes, without the evaluations of modes that train; and their rate."""
+        whole, times = Tally(), [0, 0]
+        for mode in {mode for mode, _ in self._kinds}:
+            whole.merge(self.tally(mode, process=process))
+            for part, ns in enumerate(self._elapsed(mode, False).get(process, (0, 0))):
+                times[part] += ns
+        return whole, rate({process: whole}, {process: (times[0], times[1])})
 
     @cached_property
     def spent(self) -> dict[str, int]:

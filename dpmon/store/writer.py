@@ -7,15 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from itertools import takewhile
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dpmon.record.plainjson import load_json
-from dpmon.record.schema import EVALUATION, SETTLING_STEPS
 from dpmon.run.files import check_database
-from dpmon.run.rollup import SERIES, WHOLE, WIDTHS, Gathered, Rollup
 from dpmon.store.accounting import Spent
 from dpmon.store.tables import (
     BEFORE_S,
@@ -25,58 +22,46 @@ from dpmon.store.tables import (
     SCHEMA,
     SCHEMA_VERSION,
     STEP_COLUMNS,
+    TALLY_COLUMNS,
     Bounds,
     HistoryError,
     RingRow,
     check_schema,
     check_version,
-    definitions_in,
     last_ids,
     rings_in,
+    size_of,
 )
 from dpmon.store.tally import Key, StepFacts
 from dpmon.store.tally_writer import TallyWriter
 
-if TYPE_CHECKING:
-    from dpmon.store.intake import Accounts, Intake
-
-__all__ = ["HELD_CALLS", "LIMIT_BYTES", "Batch", "Ended", "History"]
+__all__ = ["GAP_NS", "LIMIT_BYTES", "Batch", "Ended", "History"]
 
 LIMIT_BYTES = 256 << 20
-HELD_CALLS = 4096
-"""Calls of a process that are held for their step, at most."""
+GAP_NS = 20_000_000
+"""Shorter times between two steps get no row."""
 _PRUNE_PART = 16
 _LASTING_KEPT = 10_000
-_ROLLUPS_PART = 3
+_SUMS_PART = 3
 _ROW_BYTES = 180
-"""What a row of rollups takes beside its histogram, roughly."""
-_CACHED = 512
+"""What a row of device_rollups takes, roughly."""
 _SECOND = 1_000_000_000
 _LATER: Mapping[str, Mapping[str, str]] = {
-    "steps": {
-        "device": "BLOB",
-        "copy_ns": "INTEGER",
-        "copied_bytes": "INTEGER",
-        "between_ns": "INTEGER",
-        **dict.fromkeys(STEP_COLUMNS, "INTEGER"),
-    },
+    "steps": STEP_COLUMNS,
     "calls": dict.fromkeys(CALL_COLUMNS, "INTEGER"),
-    "rings": {"first_id": "INTEGER", "last_id": "INTEGER"},
-    "rollups": {"copy_ns": "INTEGER", "pace": "TEXT"},
+    "tallies": dict.fromkeys(TALLY_COLUMNS, "INTEGER"),
+    "rings": {"first_id": "INTEGER", "last_id": "INTEGER", "held_id": "INTEGER"},
 }
-"""Columns, in their order, that the first version's tables did not have."""
-_STEP_NAMES = (
-    *("id", "process", "step", "mode", "start_ns", "wall_ns", "samples", "data_ns", "forward_ns", "backward_ns"),
-    *("optimizer_ns", "other_ns", "device", "copy_ns", "copied_bytes", "between_ns"),
-    *STEP_COLUMNS,
-)
+"""Columns that a table may lack in a history that an earlier version began."""
 _CALL_NAMES = ("id", "process", "call", "step", "mode", "start_ns", "wall_ns", "rows", "payload", *CALL_COLUMNS)
 _INTO_STEPS, _INTO_CALLS = (
     f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
-    for table, names in (("steps", _STEP_NAMES), ("calls", _CALL_NAMES))
+    for table, names in (("steps", tuple(STEP_COLUMNS)), ("calls", _CALL_NAMES))
 )
-_of_step, _of_call = itemgetter(*_STEP_NAMES), itemgetter(*_CALL_NAMES)
-_of_ring = attrgetter(*(member.name for member in fields(RingRow)))
+_of_step, _of_call = itemgetter(*STEP_COLUMNS), itemgetter(*_CALL_NAMES)
+_RING_NAMES = tuple(member.name for member in fields(RingRow))
+_INTO_RINGS = f"INSERT OR REPLACE INTO rings ({', '.join(_RING_NAMES)}) VALUES ({', '.join('?' * len(_RING_NAMES))})"
+_of_ring = attrgetter(*_RING_NAMES)
 _INTO_GAPS = "INSERT INTO gaps (process, after_step, before_step, mode, begin_ns, end_ns, ns) VALUES (?,?,?,?,?,?,?)"
 _SHORTEN_GAP = "UPDATE gaps SET ns = max(ns - ?, 0) WHERE process = ? AND begin_ns <= ? AND end_ns >= ?"
 _ADD_SHAPE = """\
@@ -112,27 +97,17 @@ class Batch:
     steps: list[dict[str, Any]] = field(default_factory=list)
     events: list[tuple[Any, ...]] = field(default_factory=list)
     rings: list[RingRow] = field(default_factory=list)
-    rollups: dict[tuple[int, int, str], Gathered] = field(default_factory=dict)
-    """By second, process and mode; only what this batch adds."""
     tallied: dict[tuple[int, Key], Ended] = field(default_factory=dict)
     """Steps by the second they ended in and their tally."""
     spent: dict[tuple[int, int, str, str], int] = field(default_factory=dict)
     """Time (ns) by second, process, mode and activity; negative where it is taken back."""
     gaps: list[tuple[Any, ...]] = field(default_factory=list)
-    waited: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """Waits for input in gaps that were found before: how long (ns), the process, begin and end."""
+    waited: list[tuple[int, int, int]] = field(default_factory=list)
+    """Waits for input in gaps that were recorded before: process, begin, end."""
     shapes: Counter[tuple[int, str, int, int, int, str, int]] = field(default_factory=Counter)
     """Calls by process, mode, kind, layout, whether virtual, sizes and why a device time is missing."""
     devices: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
     """Count, total, lowest and highest by minute (its first second), device and name."""
-
-    def rollup(self, end_ns: int, process: int, mode: str) -> Gathered:
-        """Where to add what ended at `end_ns`."""
-        key = end_ns // 1_000_000_000, process, mode
-        found = self.rollups.get(key)
-        if found is None:
-            found = self.rollups[key] = Gathered()
-        return found
 
     def step(self, key: Key, start_ns: int, facts: StepFacts) -> None:
         """Add a step to its tally."""
@@ -149,6 +124,8 @@ class Batch:
         sums = self.spent
         for one in spent:
             activity, mode, begin, end, sign = one
+            if sign < 0 and activity == "between":
+                self.waited.append((process, begin, end))
             second = begin // _SECOND
             if end <= (second + 1) * _SECOND:  # as almost always
                 key = second, process, mode, activity
@@ -174,23 +151,37 @@ class Batch:
 class History:
     """The writing end."""
 
-    def __init__(self, directory: Path, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES) -> None:
-        """Open or make the history of the run in `directory`; raises HistoryError."""
+    def __init__(
+        self, db: sqlite3.Connection, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES, path: Path | None = None
+    ) -> None:
+        """Write into `db`: a history, or an empty database. `path`: its file; None: it is in memory, and the caller's.
+
+        Raises HistoryError.
+        """
         self._limit = limit_bytes
-        self._cache: dict[tuple[int, int, int, str], Rollup] = {}
-        """The rollups written last, as they stand in the database."""
-        self._path = directory / HISTORY_FILE
+        self._path = path
+        self._db = db
         try:
-            check_database(self._path, written=True)
-            self._db = sqlite3.connect(self._path, isolation_level=None, timeout=1.0, check_same_thread=False)
+            self._page_bytes: int = db.execute("PRAGMA page_size").fetchone()[0]
+            self.bounds = Bounds(db, self._file_bytes() if path is None else size_of(path))
+            self._prepare(meta)
+        except (sqlite3.Error, OSError, TypeError, ValueError, OverflowError) as error:
+            raise HistoryError(str(error)) from None
+
+    @classmethod
+    def open(cls, directory: Path, meta: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES) -> History:
+        """Open or make the history of the run in `directory`; raises HistoryError."""
+        path = directory / HISTORY_FILE
+        try:
+            check_database(path, written=True)
+            db = sqlite3.connect(path, isolation_level=None, timeout=1.0, check_same_thread=False)
         except (sqlite3.Error, OSError) as error:
             raise HistoryError(str(error)) from None
         try:
-            self._bounds = Bounds(self._db, self._path)
-            self._prepare(meta)
-        except (sqlite3.Error, HistoryError, OSError, TypeError, ValueError) as error:
-            self._db.close()
-            raise HistoryError(str(error)) from None
+            return cls(db, meta, limit_bytes, path)
+        except HistoryError:
+            db.close()
+            raise
 
     def _prepare(self, meta: Mapping[str, Any]) -> None:
         run = self._db.execute
@@ -215,35 +206,30 @@ class History:
         rows = {"schema": SCHEMA_VERSION, "limit_bytes": self._limit, "pruned": 0, **meta}
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", rows.items())
         self._tallies = TallyWriter(self._db)
-        self._page_bytes: int = run("PRAGMA page_size").fetchone()[0]
         self.next_id: int = 1 + max(last_ids(self._db))
 
     def rings(self) -> dict[str, RingRow]:
         """How far each ring was taken over by whoever wrote this history before."""
-        return rings_in(self._db)
+        try:
+            return rings_in(self._db)
+        except sqlite3.Error as error:
+            raise HistoryError(str(error)) from None
 
-    def resume(self, intake: Intake, accounts: Accounts) -> None:
-        """Tell an intake what it would know if it had taken its process's records from the start."""
-        process = intake.row.process
-        for number, value in definitions_in(self._db, process):
-            intake.learn(number, value)
-        query = "SELECT mode, step, start_ns + wall_ns, kind, id FROM steps WHERE process = ? ORDER BY id DESC LIMIT ?"
-        last = self._db.execute(query, (process, SETTLING_STEPS)).fetchall()
-        sizes = self._db.execute("SELECT DISTINCT batch FROM keys WHERE process = ?", (process,)).fetchall()
-        query = "SELECT payload FROM calls WHERE process = ? AND id > ? ORDER BY id DESC LIMIT ?"
-        held = self._db.execute(query, (process, last[0][4] if last else 0, HELD_CALLS)).fetchall()
-        for (payload,) in reversed(held):
-            intake.hold(payload)
-        if last:
-            mode, step, end, kind, _ = last[0]
-            in_mode = sum(1 for _ in takewhile(lambda row: row[0] == mode, last))
-            intake.resume(mode, in_mode, [size for (size,) in sizes])
-            accounts.account(process).resume(step, end, bool((kind or 0) & EVALUATION), mode)
-        for at, text in self._db.execute(
-            "SELECT t_ns, json FROM events WHERE process = ? AND kind IN ('process', 'pause') ORDER BY id", (process,)
-        ):
-            with suppress(ValueError, TypeError, AttributeError):
-                accounts.heard(process, load_json(text), at)
+    def rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Rows of a query; raises HistoryError."""
+        self.bounds.begin()
+        try:
+            return self._db.execute(query, values).fetchall()
+        except (sqlite3.Error, OverflowError) as error:
+            raise HistoryError(str(error)) from None
+
+    def definitions(self, process: int) -> list[tuple[int, Any]]:
+        """Number and value of every definition of one process; damaged ones are left out."""
+        found = []
+        for number, value in self.rows("SELECT number, value FROM definitions WHERE process = ?", (process,)):
+            with suppress(ValueError, TypeError):
+                found.append((number, load_json(value)))
+        return found
 
     def warnings(self) -> list[str]:
         """The texts of the supervisor's own warnings."""
@@ -267,71 +253,44 @@ class History:
     def write(self, batch: Batch) -> None:
         """Write all of `batch` or nothing; raises HistoryError, and the same batch may be tried again."""
         many = self._db.executemany
-        self._bounds.begin()
+        self.bounds.begin()
         try:
             self._db.execute("BEGIN IMMEDIATE")
             many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
             many(_INTO_CALLS, map(_of_call, batch.calls))
             many(_INTO_STEPS, map(_of_step, batch.steps))
             many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
-            many("INSERT OR REPLACE INTO rings VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", map(_of_ring, batch.rings))
+            many(_INTO_RINGS, map(_of_ring, batch.rings))
             many(
                 _ADD_DEVICE.format("VALUES (?,?,?,?,?,?,?)"), [(*key, *values) for key, values in batch.devices.items()]
             )
-            self._add_rollups(batch)
             self._tallies.add(batch)
             many(_INTO_GAPS, batch.gaps)
-            many(_SHORTEN_GAP, batch.waited)
+            for process, begin, end in batch.waited:
+                self._db.execute(_SHORTEN_GAP, (end - begin, process, begin, end))
+            if batch.waited:
+                self._db.execute("DELETE FROM gaps WHERE ns < ?", (GAP_NS,))
             many(_ADD_SHAPE, [(*key, count) for key, count in batch.shapes.items()])
             if self._used_bytes() > self._limit:
                 self._prune()
             self._db.execute("COMMIT")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OverflowError) as error:  # the latter: sums of damaged rows
             with suppress(sqlite3.Error):  # some errors have rolled back already
                 self._db.execute("ROLLBACK")
-            self._cache.clear()
             self._tallies.forget()
             raise HistoryError(str(error)) from None
 
-    def _add_rollups(self, batch: Batch) -> None:
-        rows: dict[tuple[int, int, int, str], Rollup] = {}
-        for (second, process, mode), gathered in batch.rollups.items():
-            added = Rollup(second, process, mode)
-            added.add(gathered)
-            for width in WIDTHS:
-                key = width, second // width * width, process, mode
-                row = rows.get(key)
-                if row is None:
-                    row = rows[key] = self._cache.get(key) or self._rollup(key)
-                row.merge(added)
-        self._insert_rollups(rows)
-        self._cache.update(rows)
-        if len(self._cache) > _CACHED:
-            self._cache = rows
-
-    def _insert_rollups(self, rows: Mapping[tuple[int, int, int, str], Rollup]) -> None:
-        marks = ",".join("?" * (13 + len(SERIES)))
-        self._db.executemany(
-            f"INSERT OR REPLACE INTO rollups VALUES ({marks})", [row.row(key[0]) for key, row in rows.items()]
-        )
-
-    def _rollup(self, key: tuple[int, int, int, str]) -> Rollup:
-        """A row as it was written before (by another supervisor, or long ago), or an empty one."""
-        query = "SELECT * FROM rollups WHERE width = ? AND start_s = ? AND process = ? AND mode = ?"
-        found = self._db.execute(query, key).fetchone()
-        with suppress(ValueError):
-            if found is not None:
-                return Rollup.of_row(found)
-        return Rollup(*key[1:])
-
     def _used_bytes(self) -> int:
-        pages: int = self._db.execute("PRAGMA page_count").fetchone()[0]
         free: int = self._db.execute("PRAGMA freelist_count").fetchone()[0]
-        return (pages - free) * self._page_bytes
+        return self._file_bytes() - free * self._page_bytes
+
+    def _file_bytes(self) -> int:
+        pages: int = self._db.execute("PRAGMA page_count").fetchone()[0]
+        return pages * self._page_bytes
 
     def _prune(self) -> None:
         """Delete the oldest sixteenth of what is there; the pages are used again, the file does not grow."""
-        self._prune_rollups()
+        self._prune_sums()
         firsts = [
             row[0]
             for row in self._db.execute(
@@ -348,21 +307,12 @@ class History:
         gone += self._db.execute(f"DELETE FROM events WHERE id < ? AND NOT ({LASTING})", (before,)).rowcount
         self._db.execute("UPDATE meta SET value = value + ? WHERE key = 'pruned'", (gone,))
 
-    def _prune_rollups(self) -> None:
-        """Keep rollups, and events that may be many, from taking all the room in runs of many days or processes."""
+    def _prune_sums(self) -> None:
+        """Keep sums, and events that may be many, from taking all the room in runs of many days or processes."""
         run = self._db.execute
-        for width in WIDTHS:
-            query = "SELECT count(*), total(length(histogram)), min(start_s), max(start_s) FROM rollups WHERE width = ?"
-            count, data, first, last = run(query, (width,)).fetchone()
-            if count * _ROW_BYTES + data > self._limit / _ROLLUPS_PART:
-                before = first + max((last - first) // 8, 1)
-                if width == WIDTHS[-1]:
-                    self._add_to_whole(before)
-                else:
-                    run("DELETE FROM rollups WHERE width = ? AND start_s < ?", (width, before))
         query = "SELECT count(*), min(start_s), max(start_s) FROM device_rollups WHERE start_s > ?"
         count, first, last = run(query, (BEFORE_S,)).fetchone()
-        if count * _ROW_BYTES > self._limit / _ROLLUPS_PART:
+        if count * _ROW_BYTES > self._limit / _SUMS_PART:
             self._add_devices_up(first + max((last - first) // 8, 1))
         self._tallies.prune(self._limit)
         run("DELETE FROM gaps WHERE id < (SELECT max(id) FROM gaps) - ?", (_LASTING_KEPT,))
@@ -384,28 +334,10 @@ class History:
         self._db.execute(_ADD_DEVICE.format(sums), (BEFORE_S, BEFORE_S, before))
         self._db.execute(f"DELETE {minutes}", (BEFORE_S, before))
 
-    def _add_to_whole(self, before: int) -> None:
-        """Of the minutes before this second leave one sum a process and mode, and nothing finer."""
-        full = "SELECT min(start_ns + wall_ns) FROM (SELECT * FROM {} ORDER BY id LIMIT 100000)"
-        ends = [self._db.execute(full.format(table)).fetchone()[0] for table in ("calls", "steps")]
-        # What is there in full must not be in a sum that it cannot be taken out of.
-        minute = WIDTHS[-1]
-        before = min([before, *(end // 1_000_000_000 for end in ends if end is not None)]) // minute * minute
-        whole: dict[tuple[int, int, int, str], Rollup] = {}
-        query = "SELECT * FROM rollups WHERE width = ? AND start_s < ? ORDER BY start_s"
-        for row in self._db.execute(query, (minute, before)).fetchall():
-            with suppress(ValueError):
-                found = Rollup.of_row(row)
-                key = WHOLE, 0, found.process, found.mode
-                if key not in whole:
-                    whole[key] = self._rollup(key)
-                whole[key].merge(found)
-        self._insert_rollups(whole)
-        self._db.execute("DELETE FROM rollups WHERE width IN (1, 60) AND start_s < ?", (before,))
-        self._cache.clear()
-
     def close(self) -> None:
-        """Close it, leaving one self-contained file if nobody else reads it now."""
+        """Close its file, leaving it self-contained if nobody else reads it now."""
+        if self._path is None:
+            return
         # If somebody still reads, the last reader cleans up.
         with suppress(sqlite3.Error, OSError):
             check_database(self._path, written=True)  # again: SQLite opens the journal only now

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dpmon.model.host_waits import host_waits
 from dpmon.model.inputs import INPUT, SAID
 from dpmon.model.numbers import percent
-from dpmon.model.phases import CALLS_AT
 from dpmon.model.ranks import distributed
-from dpmon.model.state import PHASES, Process
-from dpmon.model.stats import PhaseFigures, Summary, median_known, shown
-from dpmon.record.codec import CALL_PHASES, Call
+from dpmon.model.state import PHASES, Process, Summary
+from dpmon.record.codec import Call
+from dpmon.record.schema import phase_shown
+from dpmon.store.figures import PhaseFigures
 from dpmon.text.cells import cut, wrapped
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import rate_words
@@ -21,22 +21,15 @@ from dpmon.ui.scene import Scene
 
 __all__ = ["missing", "notes", "unevenness"]
 
-_OF_CALLS = dict(zip(PHASES[CALLS_AT], CALL_PHASES, strict=True))
-"""The phases of a call, by the names they have here."""
-_OWN = {
-    "data": "no DataLoader",
-    "forward": "no model was called",
-    "backward": "no backward pass",
-    "optimizer": "no optimizer step",
-    "other": "nothing is left of the step",
-}
-"""Why a phase of a step's own did not run."""
-_RARE = "in none of the steps drawn for medians"
-
 
 def notes(scene: Scene, process: Process, numbers: Summary, width: int, most: int, look: Look) -> list[Row]:
     """At most `most` rows: what has to be said of the figures, or nothing."""
-    said = [*_between(numbers), *unevenness(numbers), *_host_waits(process, numbers), *missing(process, numbers.phases)]
+    said = [
+        *_between(numbers),
+        *unevenness(numbers),
+        *host_waits(numbers.phases, _on_device(numbers)),
+        *missing(process, numbers.phases),
+    ]
     if not said:
         return []
     lines = wrapped(f" {look.glyphs.middot} ".join(said), width)
@@ -45,12 +38,8 @@ def notes(scene: Scene, process: Process, numbers: Summary, width: int, most: in
     return [[(line, "dim")] for line in lines]
 
 
-def _host_waits(process: Process, numbers: Summary) -> list[str]:
-    track = process.modes.get(process.mode)
-    if track is None or not track.device_ms:
-        return []
-    middles = {name: median_known(times) for name, times in track.device_ms.items()}
-    return host_waits(numbers.phases, {name: None if ms is None else ms * 1e6 for name, ms in middles.items()})
+def _on_device(numbers: Summary) -> dict[str, float | None]:
+    return {phase.name: phase.device_ns for phase in numbers.phases}
 
 
 def _between(numbers: Summary) -> list[str]:
@@ -76,11 +65,9 @@ def missing(process: Process, phases: Sequence[PhaseFigures]) -> list[str]:
     """Each reason why phases have a dash, after their names; several phases of one reason together."""
     call = process.calls[process.newest].last if process.newest is not None else None
     reasons: dict[str, list[str]] = {}
-    for phase in shown(phases):
-        if not phase.ran:
+    for phase in phases:
+        if not phase.ran and not phase_shown(phase.name).optional:
             reasons.setdefault(_why(process, call, phase.name), []).append(phase.name)
-        elif phase.median_ns is None:
-            reasons.setdefault(_RARE, []).append(phase.name)
     return [f"no {_names(names)}: {reason}" for reason, names in reasons.items()]
 
 
@@ -93,9 +80,10 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _why(process: Process, call: Call | None, phase: str) -> str:
-    own = _OF_CALLS.get(phase)
-    if own is None:
-        return _OWN[phase]
+    known = phase_shown(phase)
+    own = known.name
+    if not known.of_call:
+        return known.absent
     if call is None:
         return "no call was seen"
     if own in call.absent:
@@ -108,4 +96,4 @@ def _why(process: Process, call: Call | None, phase: str) -> str:
         return "one device"
     if own in call.phases:
         return "part of it ran in backward, too: it cannot be told apart from forward"
-    return "it did not run"
+    return known.absent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import sys
@@ -17,7 +16,7 @@ from textual.geometry import Size
 from textual.timer import Timer
 
 from dpmon.ui.dialogs import Dialog
-from dpmon.ui.feed import Feed, Reader
+from dpmon.ui.feed import Feed, OpenStore, Reader
 from dpmon.ui.layout import Slot
 from dpmon.ui.leaving import Leaving, terminal_gone
 from dpmon.ui.look import Look
@@ -31,13 +30,6 @@ __all__ = ["Drawing"]
 
 _PLACES = ("status", *PANELS, "footer", "timeline", "small")
 _REPAINT_S = 60.0
-_SLICE_S = 0.004
-"""So long records are taken in at a time: longer would be felt at the keys."""
-_REST_S = 0.002
-_KEY_REST_S = 0.03
-_LATE_S = 0.2
-"""Between two slices: for whatever else is due, and after a key, whose answer comes first. A picture waits so long for
-the rest of the records."""
 _QUEUED_WRITES = 2
 """With more writes than these waiting for the terminal, a frame is left out."""
 
@@ -64,6 +56,7 @@ class Drawing(App[str]):
         *,
         refresh: float = 1.0,
         open_reader: Callable[[], Reader] | None = None,
+        open_store: OpenStore | None = None,
         direct: bool = True,
     ) -> None:
         """`refresh`: seconds between pictures; `direct` False leaves all drawing to Textual."""
@@ -71,7 +64,7 @@ class Drawing(App[str]):
         self.look = look
         self.period = refresh
         self.direct = direct
-        self.feed = Feed(directory, open_reader or (lambda: _open(directory)))
+        self.feed = Feed(directory, open_reader or (lambda: _open(directory)), open_store=open_store)
         self.leaving = Leaving(self._ask_to_exit)
         self.problem: Exception | None = None
         """Why the run could not be opened."""
@@ -80,11 +73,7 @@ class Drawing(App[str]):
         self._still: Scene | None = None
         self._stopping: str | None = None
         self._ticking: Timer | None = None
-        self._sipping: asyncio.TimerHandle | None = None
-        self._key_came = False
         self._typed = InOrder(super().on_event, lambda: not self._dialog_open)
-        self._draw_by: float | None = None
-        """When to draw although not everything was taken in; None after it was drawn."""
         self._panels = {name: PanelView(name, look) for name in _PLACES}
 
     def get_driver_class(self) -> type[TextualDriver]:
@@ -151,39 +140,8 @@ class Drawing(App[str]):
         if self.leaves_lost_terminal():
             return
         self._look_at_size()
-        self._draw_by = self._clock() + min(self.period, _LATE_S)
-        self.feed.tick(None if self.is_headless else _SLICE_S)
-        self._after_slice()
-
-    @staticmethod
-    def _clock() -> float:
-        return asyncio.get_running_loop().time()
-
-    def _after_slice(self) -> None:
-        """Draw once everything was taken in, or when it is time to; the rest comes on the loop, between its keys."""
-        busy = self.feed.busy
-        if self._draw_by is not None and (not busy or self._clock() >= self._draw_by):
-            self._draw_by = None
-            self._picture()
-        if self.feed.sipping and self._sipping is None:
-            self._sip_in(_REST_S)
-
-    def _sip_in(self, seconds: float) -> None:
-        self._sipping = asyncio.get_running_loop().call_later(seconds, self._sip)
-
-    def _sip(self) -> None:
-        self._sipping = None
-        if self._exit or not self.is_running:
-            return
-        if self._key_came:  # what it leads to takes several turns of the loop
-            self._key_came = False
-            self._sip_in(_KEY_REST_S)
-            return
-        try:
-            self.feed.sip(_SLICE_S)
-            self._after_slice()
-        except Exception as error:  # noqa: BLE001  the loop would only log it: it ends the screen, as in a tick
-            self._handle_exception(error)
+        self.feed.tick()
+        self._picture()
 
     def _picture(self) -> None:
         if self._still is None:
@@ -197,8 +155,7 @@ class Drawing(App[str]):
         return len(self.screen_stack) > 1
 
     async def on_event(self, event: events.Event) -> None:
-        """Keys and clicks are answered before more records are taken in; keys in their order."""
-        self._key_came = self._key_came or isinstance(event, (events.Key, events.MouseDown))
+        """Keys are answered in their order."""
         if not isinstance(event, events.Key):
             await super().on_event(event)
         elif event.is_forwarded:
@@ -260,7 +217,8 @@ class Drawing(App[str]):
         screen = self.screen_stack[-1] if self.screen_stack else None  # there is none while the app exits
         view = replace(self.view, dialog=tuple(screen.footer_keys())) if isinstance(screen, Dialog) else self.view
         if self._still is not None:
-            return replace(self._still, view=view, scrolled_back=self.feed.output.top is not None)
+            self._still = self.feed.still(self._still, view)
+            return self._still
         return self.feed.scene(view, self._stopping)
 
     def draw(self) -> None:

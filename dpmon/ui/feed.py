@@ -1,38 +1,41 @@
-"""What the screen knows: a reader of the run's directory, folded into the state, and the answers to what was asked."""
+"""What the screen knows: what the run recorded, what its processes are in, and the answers to what was asked."""
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from dpmon.model import State, fold
-from dpmon.model.past import fold_past
-from dpmon.model.ranks import toggle_refusal, training
-from dpmon.model.state import SETTLED_MOST
+from dpmon.model.ranks import toggle_refusal
+from dpmon.model.snapshot import RANKS_FIGURED, Snapshots, Wanted
+from dpmon.model.state import State
 from dpmon.model.turns import ended_of
-from dpmon.past import DevicePast, Drawn, Past
-from dpmon.record.codec import Record
 from dpmon.text.cleaning import clean
 from dpmon.text.last_words import last_line_of_traceback
 from dpmon.ui.panel_output import Output
 from dpmon.ui.scene import Ended, Facts, Pausing, Scene, Toggle, View, at_its_end
 from dpmon.ui.tail import Tail
 
-__all__ = ["Feed", "Reader"]
+if TYPE_CHECKING:
+    from dpmon.store.queries import Store
+
+__all__ = ["Feed", "OpenStore", "Reader"]
+
+OpenStore = Callable[[], "AbstractContextManager[Store]"]
+"""Opens what is recorded so far."""
 
 INPUT = "input.fifo"
 _GRACE_NS = 3_000_000_000
 """How long a vanished command may be without a recorded exit before the screen says so."""
-_SIP_RECORDS = 50
-"""So many records are read and folded between two looks at the clock."""
-_AT_HEAD_NS = 1_000_000_000
-"""Steps this young are of now: there is no age that could be taken for a silence."""
+_SLOW_S, _RESTS = 0.1, 10
+"""A look that takes longer than this is rare (nobody writes the history of a long run): the next one comes after this
+many times as long, so that keys are answered."""
 _IDLE = "no process trains now"
 
 
@@ -45,19 +48,6 @@ class Reader(Protocol):
 
     def refresh(self) -> Any:
         """Read run.json again."""
-
-    def past(self) -> Iterator[Past | Drawn | DevicePast | None]:
-        """What was before the records that `poll` gives, to be used up before it; None: it takes a while."""
-
-    def of_both(self) -> Iterator[Drawn | None]:
-        """Steps of both modes, as many as a report compares; None: there is more to come."""
-
-    def poll(self, most: int | None = None) -> list[Record]:
-        """New records: about `most` at most, and none only where there are none just now."""
-
-    @property
-    def missed(self) -> int:
-        """Records that nobody will read."""
 
     def stage(self) -> tuple[str, int] | None:
         """Stage before the first batch, and since when."""
@@ -105,34 +95,36 @@ class Feed:
         directory: Path,
         open_reader: Callable[[], Reader],
         clock: Callable[[], int] = time.monotonic_ns,
+        open_store: OpenStore | None = None,
     ) -> None:
+        """`open_store`: what is recorded so far; that of `directory` if it is None."""
         self.directory = directory
         self.state = State()
         self.output = Output()
         self._open_reader = open_reader
+        self._open_store = open_store or self._recorded_here
         self._clock = clock
         self._reader: Reader | None = None
-        self._past: Iterator[Past | Drawn | DevicePast | None] = iter(())
+        self._snapshots = Snapshots()
+        self._wanted = Wanted()
+        self._still = Snapshots()
+        """Takes pictures of a time at which the screen was frozen."""
         self._facts = Facts(script=clean(directory.name, 100))
         self._ended: Ended | None = None
         self._exit: Any = None
         self._alive: bool | None = None
         self._gone_ns: int | None = None
         self._ending = False
-        self._busy = False
-        self._more: Iterator[Drawn | None] | None = None
-        """Steps for the comparison, which are taken in between two pictures."""
-        self._caught_up = False
-        self._recorded = any(directory.glob("process-*.ring"))
-        """Whether there is something to be read from the start: a run that is looked at again."""
+        self._reads = any(directory.glob("process-*.ring"))
+        """Whether there is something recorded that was not read yet: a run that is looked at again."""
         self._toggle: Toggle | None = None
         self._asked_at_change = 0
+        self._rests_until = 0.0
 
     def start(self) -> None:
         """Open the run. Raises what the reader raises when the directory is no run."""
         reader = self._reader = self._open_reader()
         self._facts = self._facts_of(reader)
-        self._past = reader.past()
         self.output.tails = [Tail(path) for path in reader.output_paths]
 
     def close(self) -> None:
@@ -140,7 +132,6 @@ class Feed:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-        self._more = None
         for tail in self.output.tails:
             tail.close()
 
@@ -171,11 +162,8 @@ class Feed:
 
     # ------------------------------------------------------------------------------------------ reading
 
-    def tick(self, budget_s: float | None = None) -> None:
-        """Take in what is new; all of it, or what can be done in `budget_s`. Then `sip` until that gives False.
-
-        The end is asked for first, so that all that was written before it is seen.
-        """
+    def tick(self) -> None:
+        """Look at the run anew. The end is asked for first, so that all that was written before it is seen."""
         reader = self._reader
         if reader is None:
             return
@@ -183,77 +171,41 @@ class Feed:
         if self._ended is None and self._exit is None:
             self._exit = reader.exit()
         self._look_alive(reader)
-        self._take_in(reader, budget_s)
-        self._settle(reader)
-        if budget_s is None:
-            self._compare_more(None)
-
-    @property
-    def busy(self) -> bool:
-        """Whether records are left to be taken in."""
-        return self._busy
-
-    @property
-    def sipping(self) -> bool:
-        """Whether anything is left to be done by `sip`."""
-        return self._busy or self._more is not None
-
-    def sip(self, budget_s: float | None = None) -> bool:
-        """Between two pictures: take in records, if some are left; whether more are left then."""
-        if self._busy and self._reader is not None:
-            self._take_in(self._reader, budget_s)
-            self._settle(self._reader)
-        elif self._more is not None:
-            self._compare_more(budget_s)
-        return self.sipping
-
-    def _to_compare(self, reader: Reader) -> Iterator[Drawn | None] | None:
-        """Nothing follows: where not all steps are kept that a report compares, they are read."""
-        there = (process.modes.values() for process in self.state.processes.values() if len(process.modes) > 1)
-        lacks = any(len(track.settled) < min(track.settled_of, SETTLED_MOST) for tracks in there for track in tracks)
-        return reader.of_both() if lacks else None
-
-    def _compare_more(self, budget_s: float | None) -> None:
-        until = None if budget_s is None else time.perf_counter() + budget_s
-        for drawn in self._more or ():
-            if drawn is not None:
-                self.state = fold_past(self.state, drawn)
-            if until is not None and time.perf_counter() > until:
-                return
-        self._more = None
-
-    def _take_in(self, reader: Reader, budget_s: float | None) -> None:
-        until = None if budget_s is None else time.perf_counter() + budget_s
-        for past in self._past:
-            if past is not None:
-                self.state = fold_past(self.state, past)
-            if until is not None and time.perf_counter() > until:
-                self._busy = True
-                return
-        while records := reader.poll(_SIP_RECORDS):
-            for record in records:
-                self.state = fold(self.state, record)
-            if until is not None and time.perf_counter() > until:
-                self._busy = True
-                self._caught_up = self._caught_up or self._at_head()
-                return
-        self._busy = False
-        self._caught_up = True
-        self.state.ended = ended_of(reader.activities())
-
-    def _at_head(self) -> bool:
-        """Whether the newest steps of all that train are of just now: of a flood no poll may ever come back empty."""
-        now, found = self.now_ns(), training(self.state)
-        return now > 0 and bool(found) and all(process.seen_ns >= now - _AT_HEAD_NS for process in found)
-
-    def _settle(self, reader: Reader) -> None:
-        """What is only true once everything was taken in."""
-        if self._busy:
-            return
         if self._exit is not None and self._ended is None:
             self._end(self._exit)
-            self._more = self._to_compare(reader)
+        self._look()
         self._answer(reader)
+
+    def _look(self) -> None:
+        """Take the state as of now; if it cannot be read, it stays as it was."""
+        wanted = self._wanted._replace(over=self._ended is not None or self._alive is False)
+        began = time.perf_counter()
+        if wanted == self._wanted and began < self._rests_until:
+            return
+        self._wanted = wanted
+        self.state = self._taken(self._snapshots, self._wanted, self._position_ns()) or self.state
+        self._reads = False
+        took = time.perf_counter() - began
+        self._rests_until = began + (_RESTS * took if took > _SLOW_S else 0.0)
+
+    def _position_ns(self) -> int | None:
+        """The time of the picture; None is now."""
+        return None
+
+    def _taken(self, snapshots: Snapshots, wanted: Wanted, t_ns: int | None) -> State | None:
+        from dpmon.run.rundir import RunError
+        from dpmon.store.as_of import AsOf
+        from dpmon.store.tables import HistoryError
+
+        activities = self._reader.activities() if self._reader is not None else {}
+        with suppress(HistoryError, RunError), self._open_store() as store:
+            return snapshots.take(AsOf(store, t_ns), store, wanted, ended_of(activities))
+        return None
+
+    def _recorded_here(self) -> AbstractContextManager[Store]:
+        from dpmon.run.opened import open_store
+
+        return open_store(self.directory)
 
     def _look_alive(self, reader: Reader) -> None:
         alive = reader.command_alive()
@@ -261,8 +213,7 @@ class Feed:
         if alive is False and self._ended is None:
             now = self._clock()
             self._gone_ns = self._gone_ns or now
-            # What is still to be read in may hold its exit.
-            self._ending = now - self._gone_ns < _GRACE_NS or not self._caught_up
+            self._ending = now - self._gone_ns < _GRACE_NS
             alive = self._ending
         self._alive = alive
 
@@ -322,7 +273,7 @@ class Feed:
             return
         fresh = self.state.mode_change_count - self._asked_at_change
         process = self.state.focus()
-        changes = list(self.state.mode_changes)[-fresh:] if fresh > 0 else []
+        changes = self.state.mode_changes[-fresh:] if fresh > 0 else ()
         answers = [c for c in changes if c.requested_by == "user"]
         refused = next((c for c in answers if c.refused is not None), None)
         if refused is not None:
@@ -391,7 +342,10 @@ class Feed:
         """Everything as it is now, for the pictures."""
         reader = self._reader
         if reader is None:
-            return Scene(self.state, 0, self._facts, view, reading=self._recorded)
+            return Scene(self.state, 0, self._facts, view, reading=self._reads)
+        if self._wanted != (wanted := _wanted(view, self._wanted)):
+            self._wanted, self._rests_until = wanted, 0.0
+            self._look()
         start = self._facts.start_ns
         stage = reader.stage() if self._ended is None else None
         reads = reader.waits_for_input() if self._ended is None else None
@@ -407,16 +361,27 @@ class Feed:
             ended=self._ended,
             toggle=self._toggle,
             pausing=self.pausing(),
-            missed=reader.missed,
             can_toggle=self.can_toggle(),
             can_type=self._ended is None and self.can_type(),
             outputs=len(self.output.tails),
             scrolled_back=self.output.top is not None,
             stopping=stopping,
             ending=self._ending,
-            reading=not self._caught_up,
+            reading=self._reads,
         )
 
-    def frozen(self, view: View) -> Scene:
-        """A scene that stays as it is while the run goes on."""
-        return copy.deepcopy(self.scene(view))
+    def still(self, scene: Scene, view: View) -> Scene:
+        """A scene of a time at which the screen was frozen, with another view of it."""
+        before, wanted = _wanted(scene.view, Wanted()), _wanted(view, Wanted())
+        if before != wanted:
+            wanted = wanted._replace(over=scene.over)
+            state = self._taken(self._still, wanted, scene.now_ns)
+            scene = scene if state is None else replace(scene, state=state)
+        return replace(scene, view=view, scrolled_back=self.output.top is not None)
+
+
+def _wanted(view: View, before: Wanted) -> Wanted:
+    """What a view asks of the state."""
+    return before._replace(
+        span_s=view.span_s, first_rank=view.scrolled.get("replicas", 0) // RANKS_FIGURED * RANKS_FIGURED
+    )

@@ -174,7 +174,7 @@ class Monitor(Drawing):
         if self._still is None and self.scene().over:
             self._say("there is nothing to freeze: the run is over")
             return
-        self._still = None if self._still is not None else self.feed.frozen(self.view)
+        self._still = None if self._still is not None else self.feed.scene(self.view)
         self._see(replace(self.view, frozen=self._still is not None))
 
     def _let_go(self) -> None:

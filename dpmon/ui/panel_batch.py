@@ -5,22 +5,22 @@ from __future__ import annotations
 from itertools import groupby
 
 from dpmon.model.history import Picture, pictured
-from dpmon.model.history import figures as figures_of
 from dpmon.model.numbers import duration, group, percent
 from dpmon.model.ranks import distributed, training
-from dpmon.model.state import ModeTrack, Process
-from dpmon.model.stats import PhaseFigures, Summary, leaves_rest, median_known, shown, summary
-from dpmon.model.turn import Turn, last_turn
+from dpmon.model.state import Process, Summary
+from dpmon.model.turn import Turn, is_placed, last_turn
+from dpmon.record.schema import phase_shown
+from dpmon.store.figures import PhaseFigures
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, span_words
 from dpmon.ui.batch_notes import notes
 from dpmon.ui.chart import stacked, top_of
-from dpmon.ui.look import LETTERS, Look
+from dpmon.ui.look import LETTERS, Look, letter_in
 from dpmon.ui.rows import Row, width_of
 from dpmon.ui.scene import NAMES, SECOND, Scene, mode_words
-from dpmon.ui.waterfall import REST, SHORT_NAMES, waterfall
+from dpmon.ui.waterfall import REST, waterfall
 
-__all__ = ["batch", "figures", "mode_shown", "title", "wanted_rows"]
+__all__ = ["batch", "figures", "title", "wanted_rows"]
 
 _RANKS_DRAWN = 64
 _LEAST = 4
@@ -36,40 +36,24 @@ def wanted_rows(scene: Scene) -> int:
     return 4 + 5 + (1 + min(max(len(turn.lanes), ranks), 8) if turn is not None else 3)
 
 
-def mode_shown(process: Process) -> str:
-    """The mode whose steps are shown: the one in force, or, before its first step, the one of the newest step."""
-    return process.mode if process.mode in process.modes else process.marks_mode
-
-
-def figures(scene: Scene, *, whole: bool = False) -> Summary:
-    """Figures over the steps of the mode in force, or of the one before it while it has none, in the time range.
-
-    `whole`: over the whole run, whatever the time range.
-    """
+def figures(scene: Scene) -> Summary:
+    """Figures over the steps of the mode in force, or of the one before it while it has none, in the time range."""
     process = scene.process
-    if process is None:
-        return summary([])
-    mode = mode_shown(process)
-    span_s = 0 if whole else scene.view.span_s
-    name = "figures of all" if whole else "figures"
-    key = (mode, span_s, process.step_count, process.columns_made)
-    known = process.memo.get(name)
-    if known is None or known[0] != key:  # the header asks too
-        known = process.memo[name] = (key, figures_of(process, mode, span_s))
-    found: Summary = known[1]
-    return found
+    return Summary() if process is None else process.ranged
 
 
 def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
     """The panel's title, and the numbers that count: of the time range, which it names."""
-    if not numbers.steps:
+    process = scene.process
+    if not numbers.steps or process is None:
         return [(NAMES["batch"], "title")], []
     span = span_words(scene.view.span_s)
     dot = f" {look.glyphs.middot} "
-    mode = mode_shown(scene.process) if scene.process is not None else ""
-    word = mode_words(scene.process, look.glyphs.times)[0]
-    if scene.process is not None and mode != scene.process.mode:
-        word = f"dp {look.glyphs.times}{len(scene.process.modes[mode].devices)}" if mode == "dp" else mode
+    mode = numbers.mode
+    word = mode_words(process, look.glyphs.times)[0]
+    if mode != process.mode:
+        devices = process.modes[mode].devices if mode in process.modes else ()
+        word = f"dp {look.glyphs.times}{len(devices)}" if mode == "dp" else mode
     corner: Row = [("step", "dim")]
     for name, value, style in (
         ("mean", numbers.mean_ns, "bold"),
@@ -77,7 +61,8 @@ def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
         ("p95", numbers.p95_ns, ""),
     ):
         corner += [(f" {name}", "dim"), (right(duration(value), 8), style)]
-    return [(NAMES["batch"], "title"), (dot, "dim"), (word, f"mode.{mode}"), (dot + span, "dim")], corner
+    kind: Row = [(dot, "dim"), ("evaluation", "wait")] if numbers.evaluation else []
+    return [(NAMES["batch"], "title"), (dot, "dim"), (word, f"mode.{mode}"), *kind, (dot + span, "dim")], corner
 
 
 def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -> list[Row]:
@@ -89,9 +74,8 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     said = notes(scene, process, numbers, width, 1 if height < _TALL else 2, look) if height > _LEAST else []
     height -= len(said)
     table = _table(numbers, width, look, with_median=height >= 3, with_tail=height >= _TALL - 1)
-    track = process.modes.get(process.mode)
-    if track is not None and track.device_ms and height >= 6 and _widths(width, 0)[0]:
-        table.insert(3, _devices(track, numbers, width, look))
+    if any(phase.device_count for phase in numbers.phases) and height >= 6 and _widths(width, 0)[0]:
+        table.insert(3, _devices(numbers, width))
     if scene.view.zoom == "batch":
         table.append(_told(numbers, width, look))
     room = height - len(table)
@@ -120,9 +104,9 @@ def _others(scene: Scene) -> list[tuple[str, Turn]]:
 
 def _told(numbers: Summary, width: int, look: Look) -> Row:
     """What the figures are of, and what in the waterfall was recorded and what was laid."""
-    drawn = "" if numbers.sampled == numbers.steps else f", medians of {group(numbers.sampled)} evenly drawn"
-    laid = ("copy, " if any(phase.ran for phase in numbers.phases if phase.name == "copy") else "") + "backward"
-    text = f"{group(numbers.steps)} steps{drawn}; in the last step {laid} and optimizer are laid in their order"
+    *others, last = [phase.name for phase in _shown(numbers) if is_placed(phase.name)]
+    laid = f"{', '.join(others)} and {last}"
+    text = f"{group(numbers.steps)} steps; in the last step {laid} are laid in their order"
     if not look.colour or look.glyphs.ascii:
         text += "; a small letter: too short for a cell"
     return [(cut(text, width, look.glyphs.more), "dim")]
@@ -135,18 +119,24 @@ def _name(phase: str, room: int, look: Look, *, rest: bool) -> Row:
     """
     if rest and phase == "forward":
         text = next((word for word in REST if len(word) < room), REST[-1])[: room - 1]
-    else:
-        text = phase if len(phase) < room else SHORT_NAMES.get(phase, phase)[: room - 1]
-    if LETTERS[phase] == ".":
+        return [(text[0].upper(), f"chip.{phase}"), (text[1:], "")]
+    text = phase if len(phase) < room else phase_shown(phase).shortened[: room - 1]
+    letter, at = LETTERS[phase], letter_in(phase, text)
+    if letter == ".":
         return [("." if not look.colour or look.glyphs.ascii else " ", f"chip.{phase}"), (text, "")]
-    return [(text[0].upper(), f"chip.{phase}"), (text[1:], "")]
+    return [*([(text[:at], "")] if at else []), (letter, f"chip.{phase}"), (text[at + 1 :], "")]
+
+
+def _shown(numbers: Summary) -> list[PhaseFigures]:
+    """The phases that are worth a column: those that always run somewhere, and others if there are any."""
+    return [phase for phase in numbers.phases if phase.ran or not phase_shown(phase.name).optional]
 
 
 def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_tail: bool) -> list[Row]:
-    columns = shown(numbers.phases)
+    columns = _shown(numbers)
     label, cell = _widths(width, len(columns))
     whole = _has_step(width, len(columns))
-    rest = leaves_rest(columns)
+    rest = any(phase.ran for phase in columns if phase_shown(phase.name).of_call)
 
     def head(phase: str) -> Row:
         name = _name(phase, cell, look, rest=rest)
@@ -176,14 +166,13 @@ def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_
     return rows
 
 
-def _devices(track: ModeTrack, numbers: Summary, width: int, look: Look) -> Row:
-    """What the slowest device took for each phase: medians of its newest steps, whatever the time range."""
-    columns = shown(numbers.phases)
+def _devices(numbers: Summary, width: int) -> Row:
+    """What the slowest device took for each phase: medians of the steps in which that is known."""
+    columns = _shown(numbers)
     label, cell = _widths(width, len(columns))
     row: Row = [("device"[:label].ljust(label), "dim")]
     for phase in columns:
-        found = median_known(track.device_ms.get(phase.name) or ())
-        row.append((right(_time(None if found is None else found * 1e6, cell), cell), "" if phase.ran else "dim"))
+        row.append((right(_time(phase.device_ns, cell), cell), "" if phase.ran else "dim"))
     return [*row, (" " * cell, "")] if _has_step(width, len(columns)) else row
 
 

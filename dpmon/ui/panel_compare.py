@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dpmon.model.compare import Comparison, Side, compared, sentence
+from dpmon.model.compare import Comparison, Side, sentence
 from dpmon.model.finding import many
 from dpmon.model.numbers import UNKNOWN, duration, group, percent, times
 from dpmon.model.ranks import distributed
-from dpmon.model.state import HOST, PHASES, WARM_STEPS, Peak
-from dpmon.model.stats import leaves_rest
+from dpmon.model.state import HOST, PHASES, Peak
 from dpmon.model.turn import Piece
-from dpmon.text.cells import cut, right, span_width, wrapped
+from dpmon.record.schema import REST, SETTLING_STEPS, phase_named, phase_shown
+from dpmon.text.cells import cut, right, wrapped
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import compact, memory
 from dpmon.ui.chart import ceiling
@@ -33,7 +33,7 @@ _VIRTUAL = "virtual replicas share one processor: this shows how dp behaves, not
 def figures(scene: Scene) -> Comparison:
     """Both modes of the process that stands for the run; of ranks, which have no mode, nothing."""
     process = scene.process
-    return compared(process) if process is not None and not distributed(process) else Comparison()
+    return process.compared or Comparison() if process is not None else Comparison()
 
 
 def title(found: Comparison, look: Look, folded: bool) -> tuple[Row, Row]:
@@ -93,7 +93,12 @@ class _Table:
         self.label = 14 if apart else 12  # for "within steps"
         self.cell = 11 if width >= 52 else 10
         self.room = width - self.label - 2 * self.cell - 2
-        self.rest = any(leaves_rest(side.phases) for side in found.sides.values())
+        self.rest = any(
+            phase.ran and phase_named(phase.name).of_call
+            for side in found.sides.values()
+            for phase in side.phases
+            if phase.name != REST
+        )
         """Whether forward is only the rest that the call's phases leave."""
 
     def line(self, word: str, values: Mapping[str, str], style: str = "", note: Row | None = None) -> Row:
@@ -173,8 +178,8 @@ class _Table:
         """A row a phase, each with its median in both modes and the difference."""
         rows = []
         for index, name in enumerate(PHASES):
-            phases = {m: s.phases[index] for m, s in self.found.sides.items()}
-            if name == "copy" and not any(phase.ran for phase in phases.values()):  # as in panel 3
+            phases = {m: s.parts[index] for m, s in self.found.sides.items()}
+            if phase_shown(name).optional and not any(phase.ran for phase in phases.values()):  # as in panel 3
                 continue
             medians = {m: phase.median_ns for m, phase in phases.items()}
             single, dp = medians.get("single"), medians.get("dp")
@@ -207,7 +212,7 @@ def _laid(side: Side) -> list[Piece]:
     """The medians of a mode's phases in their order, end to end."""
     pieces: list[Piece] = []
     at = 0
-    for phase in side.phases:
+    for phase in side.parts:
         if phase.median_ns:
             end = at + int(phase.median_ns)
             pieces.append(Piece(phase.name, at, end))
@@ -249,7 +254,7 @@ def _said(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
         if found.virtual:
             short = scene.view.zoom != "compare" and len(_VIRTUAL) > width
             rows += [[(line, "dim")] for line in wrapped(_VIRTUAL_SHORT if short else _VIRTUAL, width)]
-        text = _of(found) if scene.view.zoom == "compare" else _of_in_short(found, width)
+        text = _of(found) if scene.view.zoom == "compare" else _of_in_short(found)
         rows += [[(line, "dim")] for line in wrapped(text, width) if line]
     return rows
 
@@ -265,7 +270,8 @@ def _refused(scene: Scene) -> str:
     several = len(process.calls) > 1
     said: dict[str, list[str]] = {}
     for root, refusal in process.refusals.items():
-        if refusal.mode == process.marks_mode and scene.view.zoom != "compare":
+        stepped = process.last_step.mode if process.last_step is not None else process.mode
+        if refusal.mode == stepped and scene.view.zoom != "compare":
             continue
         said.setdefault(f"{refusal.mode} refused{{}}: {clean(refusal.reason, 300)}", []).append(clean(root, 60))
     return "; ".join(
@@ -274,24 +280,9 @@ def _refused(scene: Scene) -> str:
     )
 
 
-def _drawn(found: Comparison) -> list[str]:
-    """Of how many steps the medians are, of each mode of which not all were kept."""
-    said = []
-    for side in (found.sides[mode] for mode in _MODES if mode in found.sides):
-        if side.kept < side.settled:
-            some = group(side.steps) if side.steps == side.kept else f"{group(side.steps)} of {group(side.kept)}"
-            said.append(f"{side.mode}: medians of {some} drawn evenly of {group(side.settled)}")
-    return said
-
-
-def _of_in_short(found: Comparison, width: int) -> str:
-    """What is compared, where it is not all, in one line of `width` cells if there is a way to."""
-    text = "; ".join([*_no_memory(found), *_drawn(found), *_left_out(found)])
-    drawn = [found.sides[mode] for mode in _MODES if mode in found.sides]
-    parts = [f"{side.mode} {group(side.kept)} of {group(side.settled)}" for side in drawn if side.kept < side.settled]
-    if not parts or span_width(text) <= width:
-        return text
-    return "; ".join([*_no_memory(found), "drawn evenly: " + ", ".join(parts), *_left_out(found)])
+def _of_in_short(found: Comparison) -> str:
+    """What is compared, where it is not all, in few words."""
+    return "; ".join([*_no_memory(found), *_left_out(found)])
 
 
 def _no_memory(found: Comparison) -> list[str]:
@@ -301,20 +292,18 @@ def _no_memory(found: Comparison) -> list[str]:
 
 
 def _left_out(found: Comparison) -> list[str]:
-    """Which steps are not compared, and why; where steps were drawn, of those alone: of the others it is not known."""
+    """Which steps are not compared, and why."""
     passes, sizes = found.left_backward, found.left_out - found.left_backward
     which = "without" if found.trained else "with"
     parts = [(sizes, "of another batch size"), (passes, f"{which} a backward pass")]
-    drawn = any(side.kept < side.settled for side in found.sides.values())
-    head = "left out of those drawn" if drawn else "left out"
-    return [f"{head}: {many(number, 'step')} {what}" for number, what in parts if number]
+    return [f"left out: {many(number, 'step')} {what}" for number, what in parts if number]
 
 
 def _of(found: Comparison) -> str:
     """What is compared and what is left out."""
-    parts = [*_left_out(found), *_drawn(found), *_no_memory(found)]
+    parts = [*_left_out(found), *_no_memory(found)]
     parts += [
-        f"median, p95 and phases without the {WARM_STEPS} after each switch",
+        f"median, p95 and phases without the {SETTLING_STEPS} after each switch",
         "samples/s: all training, without pauses and evaluations",
     ]
     if any(not peak.exact for side in found.sides.values() for peak in side.memory.values()):

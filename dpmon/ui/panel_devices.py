@@ -192,7 +192,7 @@ class _Table:
         if self.name:
             row += fit([(device_name(data), "" if ours else "dim")], self.name + 1, self.look.glyphs.more)
         row += [
-            (self._history(track.util, track.count), "bar" if ours else "dim"),
+            (self._history(track.util, track.second + 1), "bar" if ours else "dim"),
             (right(UNKNOWN if util is None else f"{util:.0f} %", 6), "bold" if ours else "dim"),
             ("  ", ""),
         ]
@@ -211,7 +211,7 @@ class _Table:
         lead = self.head + (self.name + 1 if self.name else 0)
         row: Row = [
             (("memory" if lead >= 7 else "mem").ljust(lead), "dim"),
-            (self._history(track.mem, track.count), "bar" if not ours else "dim"),
+            (self._history(track.mem, track.second + 1), "bar" if not ours else "dim"),
             (right(UNKNOWN if share is None else f"{share:.0f} %", 6), ours),
         ]
         figures = _figures(data, ours)
@@ -286,7 +286,7 @@ def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, scene: Scene, l
         style = "" if mine(track.data) else "dim"
         util = number(track.data, "util_pct")
         share = track.mem[-1] if track.mem else None
-        shown = resampled(track.util, track.count, scene.view.span_s or 600, graph)
+        shown = resampled(track.util, track.second + 1, scene.view.span_s or 600, graph)
         return [
             (label(index, track.data).ljust(head), style or "bold"),
             (spark(shown, graph, look.glyphs), style or "bar"),

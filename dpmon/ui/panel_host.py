@@ -42,11 +42,11 @@ def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) 
 
     def line(word: str, values: Sequence[float | None], figure: str, style: str) -> None:
         if not tall:
-            drawn = [spark(resampled(values, track.count, span, graph), graph, look.glyphs)]
+            drawn = [spark(resampled(values, track.second + 1, span, graph), graph, look.glyphs)]
         else:
             dots = graph * (2 if look.glyphs.braille else 1)
             high = min(max((height - 6) // 2, 1), 8)
-            drawn = area(resampled(values, track.count, span, dots), graph, high, 100.0, look.glyphs)
+            drawn = area(resampled(values, track.second + 1, span, dots), graph, high, 100.0, look.glyphs)
         for index, text in enumerate(drawn):
             last = index == len(drawn) - 1
             head: Row = [((word if last else "").ljust(9), "dim"), (text, "bar")]

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from dpmon.model.finding import many
 from dpmon.model.numbers import UNKNOWN, duration, group
 from dpmon.model.state import CallTrack, Process
-from dpmon.model.stats import median, median_known, percentile
 from dpmon.record.codec import Call, Replica, Size, rows_of
 from dpmon.text.cells import cut, right, span_width, wrapped
 from dpmon.text.cleaning import clean
@@ -140,7 +139,7 @@ class _Table:
         texts = [size_text(r.inputs) for r in call.replicas] + ["input"]
         outs = [size_text(r.outputs) for r in call.replicas] + ["output"]
         # The number, the device, rows, time and the gaps; sizes get what they need of the rest, drawings what is left.
-        self.on_device = bool(track.device_ms)
+        self.on_device = bool(track.device_ns)
         fixed = 3 + self.device + 2 + 2 + 6 + 10 + (10 if self.on_device else 0)
         room = max(width - fixed, 12)
         self.input = min(max(span_width(t) for t in texts), max(room * 3 // 5, room - max(map(span_width, outs))))
@@ -148,11 +147,10 @@ class _Table:
         left = room - self.input - self.output - 3  # a gap before the bar, two before the spread
         self.bar = min(left * 2 // 5, 16) if left * 2 // 5 >= len("share") else 0
         self.spread = min(left - self.bar, 20) if left >= len("spread") else 0
-        figures = [(percentile(t, 0.05), median(t), percentile(t, 0.95)) for t in track.replica_ns]
-        self.figures = figures
-        self.top = max((high for _, _, high in figures if high is not None), default=0.0)
+        known = [spread for spread in track.times if spread is not None]
+        self.top = max((spread.high for spread in known), default=0.0)
         # The scale ends at the slowest; it begins at the fastest, unless they are so close that it would magnify noise.
-        self.base = min([low for low, _, _ in figures if low is not None] + [self.top * 0.7])
+        self.base = min([spread.low for spread in known] + [self.top * 0.7])
         self.rows_total = call.rows
 
     def header(self) -> Row:
@@ -188,12 +186,12 @@ class _Table:
         look = self.look
         count = rows_of(replica.inputs)
         share = count / self.rows_total if count is not None and self.rows_total else None
-        low, middle, high = self.figures[replica.replica] if replica.replica < len(self.figures) else (None, None, None)
+        times = self.track.times[replica.replica] if replica.replica < len(self.track.times) else None
         spread = ""
         if self.spread:
             drawn = " " * self.spread
-            if low is not None and middle is not None and high is not None:
-                drawn = range_bar(low, middle, high, self.top, self.spread, look.glyphs, self.base)
+            if times is not None:
+                drawn = range_bar(*times[:3], self.top, self.spread, look.glyphs, self.base)
             spread = "  " + drawn
         return [
             (right(str(replica.replica), 2) + " ", "bold"),
@@ -203,7 +201,7 @@ class _Table:
             *fit([(size_text(replica.outputs), "")], self.output, look.glyphs.more),
             (right(UNKNOWN if count is None else str(count), 6), ""),
             *([(" ", ""), *bar(share, self.bar, look.glyphs)] if self.bar else []),
-            (right(duration(middle), 10), "bold"),
+            (right(duration(None if times is None else times.middle), 10), "bold"),
             (right(device_time(self.track, replica.replica), 10) if self.on_device else "", "bold"),
             (spread, "bar"),
         ]
@@ -211,8 +209,7 @@ class _Table:
 
 def device_time(track: CallTrack, index: int) -> str:
     """The median of what the device of a replica or stage took for it."""
-    found = median_known(track.device_ms.get(index) or ())
-    return duration(None if found is None else found * 1e6)
+    return duration(track.device_ns.get(index))
 
 
 def size_text(sizes: tuple[Size, ...] | None) -> str:
@@ -247,14 +244,14 @@ def _idle(call: Call, look: Look) -> list[Row]:
 
 def _what_times(track: CallTrack) -> str:
     """Of how many calls the times are medians, and why they are not those of a phase."""
-    calls = max(map(len, track.replica_ns), default=0)
-    figures = [percentile(times, fraction) for times in track.replica_ns for fraction in (0.05, 0.95)]
-    known = [took for took in figures if took is not None]
+    known = [spread for spread in track.times if spread is not None]
     if not known:
         return ""
-    said = f"host time: each replica's own forward, the median of its last {many(calls, 'call')}; 5 % of all to 95 %:"
-    said += f" {duration(min(known))} to {duration(max(known))}"
-    return said + "; apply, in panels 3 and 4, lasts until the slowest is done" if len(track.replica_ns) > 1 else said
+    calls = max(spread.calls for spread in known)
+    low, high = min(spread.low for spread in known), max(spread.high for spread in known)
+    said = f"host time: each replica's own forward, the median of {many(calls, 'call')}; 5 % of all to 95 %:"
+    said += f" {duration(low)} to {duration(high)}"
+    return said + "; apply, in panels 3 and 4, lasts until the slowest is done" if len(track.times) > 1 else said
 
 
 def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dpmon.model.numbers import UNKNOWN, duration
 from dpmon.model.state import CallTrack
-from dpmon.model.stats import median
 from dpmon.record.codec import Stage
 from dpmon.text.cells import cut, right, span_width, wrapped
 from dpmon.text.cleaning import clean
@@ -47,7 +46,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     ins = [size_text(stage.inputs) for stage in call.stages]
     outs = [size_text(stage.outputs) for stage in call.stages]
     names = [clean(", ".join(stage.parts), 200) for stage in call.stages]
-    room = max(width - 3 - device - 2 - 10 - 10 - 4 - (10 if track.device_ms else 0), 18)
+    room = max(width - 3 - device - 2 - 10 - 10 - 4 - (10 if track.device_ns else 0), 18)
     given = min(max(map(span_width, [*ins, "input"])), room // 3)
     gave = min(max(map(span_width, [*outs, "output"])), room // 3)
     parts = min(max(map(span_width, [*names, "parts"])), room - given - gave)
@@ -60,7 +59,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
             *fit([("output", "dim")], gave, more),
             ("   crossed", "dim"),
             (" host time", "dim"),
-            (" on device" if track.device_ms else "", "dim"),
+            (" on device" if track.device_ns else "", "dim"),
         ]
     ]
     for stage, got, result, name in zip(call.stages, ins, outs, names, strict=True):
@@ -73,7 +72,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
                 *fit([(cut(result, gave, more), "")], gave, more),
                 (right("" if stage.stage == 0 else memory(stage.crossed), 10), ""),
                 (right(duration(_middle(track, stage)), 10), "bold"),
-                (right(device_time(track, stage.stage), 10) if track.device_ms else "", "bold"),
+                (right(device_time(track, stage.stage), 10) if track.device_ns else "", "bold"),
             ]
         )
     if not call.stages:
@@ -86,7 +85,8 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
 
 
 def _middle(track: CallTrack, stage: Stage) -> float | None:
-    return median(track.stage_ns.get((stage.stage, stage.device, stage.parts)) or ())
+    times = track.times[stage.stage] if stage.stage < len(track.times) else None
+    return None if times is None else times.middle
 
 
 def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:

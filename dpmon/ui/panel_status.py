@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dpmon.model.numbers import duration, group
-from dpmon.model.ranks import speed_together, world
-from dpmon.model.state import Process
-from dpmon.model.stats import Speed, mean_speed, speed
+from dpmon.model.pace import Speed, speed
+from dpmon.model.ranks import world
+from dpmon.model.state import Summary
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock, compact, within_words
 from dpmon.ui.answers import answer
 from dpmon.ui.look import Look
-from dpmon.ui.panel_batch import figures, mode_shown
+from dpmon.ui.panel_batch import figures
 from dpmon.ui.rows import Row, columns, fit, plain, width_of
 from dpmon.ui.scene import READING, SECOND, Life, Scene, life, mode_words
 
@@ -58,11 +58,7 @@ def _speed(scene: Scene) -> Speed:
         return Speed(None, READING)
     if process is None:
         return Speed(None, "no training process yet")
-
-    def of(one: Process) -> Speed:
-        return mean_speed(one) if scene.over else speed(one, scene.now_ns)
-
-    return speed_together(process, scene.state, of)
+    return speed(process, scene.state, scene.now_ns)
 
 
 def _sign(alive: Life, look: Look) -> tuple[str, str]:
@@ -153,9 +149,10 @@ def _narrow_means(scene: Scene, width: int) -> Row:
 def _median(scene: Scene) -> Row:
     """The median of all steps of a run that is over, as its means are; of one mode, named where there were more."""
     process = scene.process
-    several = process is not None and sum(1 for track in process.modes.values() if track.count) > 1
-    mode = f"{mode_shown(process)} " if process is not None and several else ""
-    return [(f"   median {mode}", "dim"), (duration(figures(scene, whole=True).median_ns), "bold")]
+    whole = process.whole if process is not None else Summary()
+    several = process is not None and process.compared is not None and len(process.compared.sides) > 1
+    mode = f"{whole.mode} " if several else ""
+    return [(f"   median {mode}", "dim"), (duration(whole.median_ns), "bold")]
 
 
 def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
@@ -196,7 +193,7 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
 
 def _missed(scene: Scene) -> Row:
     """Records that are not in the picture, if any."""
-    lost = scene.missed + scene.state.dropped
+    lost = scene.state.missed
     if not lost:
         return []
     return [(f"  {group(lost)} records dropped ", "wait")]

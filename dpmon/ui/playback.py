@@ -1,17 +1,22 @@
-"""The screen of a run that is over: the same one, with a time line and the keys that play it."""
+"""The screen of a run that is over: the same one, as of a time, with a time line and the keys that play it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual.binding import Binding, BindingType
 
-from dpmon.model import State, fold
-from dpmon.model.past import fold_past
-from dpmon.run.playback import PlaybackReader
+from dpmon.run.opened import open_store
+from dpmon.run.reader import Pause
+from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info
+from dpmon.run.standing import newest_stage, stages
+from dpmon.store.as_of import AsOf
+from dpmon.store.tables import HistoryError
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.feed import Feed, Reader
 from dpmon.ui.keys import PLAYED
@@ -21,20 +26,143 @@ from dpmon.ui.scene import Playing, Scene, View
 from dpmon.ui.timeline import position_at
 from dpmon.ui.view import PanelView
 
-__all__ = ["Playback"]
+__all__ = ["SPEEDS", "Playback", "Player"]
 
+SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0)
 _SECOND = 1_000_000_000
+
+
+class Player:
+    """The clock of a playback, and what a screen asks of a run as of its time.
+
+    Times are ns since the run's start; `clock` is what real time is measured with.
+    """
+
+    def __init__(self, directory: Path, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        """Stands at the end of the run, stopped. Raises RunError if there is no run, or nothing to be played."""
+        self.directory = directory
+        self.info: RunInfo = load_info(directory)
+        self._end = load_exit(directory)
+        try:
+            with open_store(directory) as store:
+                newest = store.newest_ns()
+        except HistoryError as error:
+            raise RunError(f"{directory.name} cannot be played back: {error}") from None
+        self.length_ns = max(int(self._end.seconds * 1e9) if self._end is not None else 0, newest, 1)
+        self._clock = clock
+        self._clocked = clock()
+        self._position = self.length_ns
+        self.playing = False
+        self.speed = 1.0
+
+    # ------------------------------------------------------------------------------------------ the clock
+
+    @property
+    def position_ns(self) -> int:
+        """How far the playback is; moves while it plays, and stops at the end by itself."""
+        now = self._clock()
+        passed, self._clocked = now - self._clocked, now
+        if self.playing:
+            self._position += int(max(passed, 0) * self.speed)
+            if self._position >= self.length_ns:
+                self._position, self.playing = self.length_ns, False
+        return self._position
+
+    def now_ns(self) -> int:
+        """The same on the monotonic clock of the run: what a screen takes for now."""
+        return self.info.start_ns + self.position_ns
+
+    def play(self, playing: bool = True) -> None:
+        """Go on, or stop; from the end it begins anew."""
+        if playing and self.position_ns >= self.length_ns:
+            self.seek(0)
+        self._clocked = self._clock()
+        self.playing = playing
+
+    def seek(self, position_ns: int) -> None:
+        """Set the clock; playing or not stays as it is."""
+        _ = self.position_ns
+        self._position = min(max(position_ns, 0), self.length_ns)
+
+    def step(self, by: int) -> None:
+        """To the end of the next step of the training (`by` 1), or of the one before (-1); stops."""
+        self.playing = False
+        here = self.position_ns
+        with suppress(HistoryError), open_store(self.directory) as store:
+            rows = AsOf(store, here if by > 0 else here - 1)
+            ends = [end for each in store.processes if (end := rows.step_end(each, forward=by > 0)) is not None]
+            if ends:
+                self.seek(min(ends) if by > 0 else max(ends))
+
+    def faster(self, by: int) -> None:
+        """The next of SPEEDS, or the one before."""
+        at = min(range(len(SPEEDS)), key=lambda index: abs(SPEEDS[index] - self.speed))
+        _ = self.position_ns  # what has passed until now passed at the old speed
+        self.speed = SPEEDS[min(max(at + by, 0), len(SPEEDS) - 1)]
+
+    # ------------------------------------------------------------------------------------------ what a screen asks
+
+    def refresh(self) -> RunInfo:
+        """run.json; it changes no more."""
+        return self.info
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def stage(self) -> tuple[str, int] | None:
+        """The run's stage at this time, before its first call, and when it began (monotonic ns)."""
+        return newest_stage(stages(self.directory, self.now_ns()))
+
+    def waits_for_input(self) -> int | None:
+        """Not in the record."""
+        return None
+
+    def activities(self) -> Mapping[int, tuple[str, int]]:
+        """Not in the record: what a process was in the middle of."""
+        return {}
+
+    def exit(self) -> ExitInfo | None:
+        """How the run ended, once the playback is there."""
+        return self._end if self.position_ns >= self.length_ns else None
+
+    def command_alive(self) -> bool | None:
+        """Whether the command ran then."""
+        return self.position_ns < self.length_ns
+
+    def request_mode(self, mode: str) -> int:
+        """Nobody is there to be asked."""
+        return 0
+
+    def request_pause(self, paused: bool) -> int:
+        """Nobody is there to be asked."""
+        return 0
+
+    def pause_refusal(self) -> str | None:
+        """Why it cannot be paused."""
+        return "this is a playback"
+
+    def paused(self) -> Any:
+        """Nothing is asked for in what has been."""
+        return Pause(False, False, None)
+
+    def pending(self) -> bool:
+        """Nothing is."""
+        return False
+
+    @property
+    def output_paths(self) -> tuple[Path, ...]:
+        """The script's output, all of it: when each line was printed is not in the record."""
+        names = ("stdout.log", "stderr.log") if self.info.headless else ("output.log",)
+        return tuple(self.directory / name for name in names)
 
 
 class _PlaybackFeed(Feed):
     """What is known of a run as of the time at which the playback is."""
 
-    def __init__(self, directory: Path, open_player: Callable[[], PlaybackReader]) -> None:
+    def __init__(self, directory: Path, open_player: Callable[[], Player]) -> None:
         super().__init__(directory, self._opened, self._clocked)
         self._open_player = open_player
-        self._caught_up = True  # a poll gives all that is due
-        self.player: PlaybackReader | None = None
-        self._stands: tuple[int, int] | None = None
+        self.player: Player | None = None
 
     def _opened(self) -> Reader:
         self.player = self._open_player()
@@ -43,37 +171,23 @@ class _PlaybackFeed(Feed):
     def _clocked(self) -> int:
         return 0 if self.player is None else self.player.now_ns()
 
-    def tick(self, budget_s: float | None = None) -> None:
+    def _position_ns(self) -> int | None:
+        player = self.player
+        return None if player is None or player.position_ns >= player.length_ns else player.position_ns
+
+    def tick(self) -> None:
         """As of a run that goes on; before its end it has not ended."""
         player = self.player
         if player is not None and player.position_ns < player.length_ns:
             self._ended = self._exit = self._gone_ns = None
-        super().tick(budget_s)
+        super().tick()
         self._see_end()
 
     def _see_end(self) -> None:
         """The clock may come to the end at any time it is looked at: then the end is known in the same picture."""
         player = self.player
         if player is not None and self._ended is None and player.exit() is not None:
-            super().tick(0.0)
-
-    def _take_in(self, reader: Reader, budget_s: float | None) -> None:
-        player = self.player
-        if player is None:
-            return
-        before = player.generation
-        records = player.poll()
-        if player.generation != before:  # the clock was set: what was known is of another time
-            self.state = State()
-            for past in player.past():
-                self.state = fold_past(self.state, past)
-        for record in records:
-            self.state = fold(self.state, record)
-        self._busy = False
-        # Where it stands still as much is compared as a report does.
-        stands = (player.generation, player.position_ns) if not player.playing else None
-        if stands != self._stands:
-            self._stands, self._more = stands, self._to_compare(player) if stands is not None else None
+            super().tick()
 
     def toggle_refusal(self) -> str | None:
         """Nobody is there to be asked."""
@@ -109,15 +223,15 @@ class Playback(Monitor):
         look: Look,
         *,
         refresh: float = 1.0,
-        open_player: Callable[[], PlaybackReader] | None = None,
+        open_player: Callable[[], Player] | None = None,
         direct: bool = True,
     ) -> None:
         super().__init__(directory, look, refresh=refresh, direct=direct)
-        self._playing_feed = _PlaybackFeed(directory, open_player or (lambda: PlaybackReader(directory)))
+        self._playing_feed = _PlaybackFeed(directory, open_player or (lambda: Player(directory)))
         self.feed = self._playing_feed
 
     @property
-    def _player(self) -> PlaybackReader | None:
+    def _player(self) -> Player | None:
         return self._playing_feed.player if not self._dialog_open else None
 
     def _moved(self) -> None:

@@ -141,7 +141,6 @@ class Scene:
     ended: Ended | None = None
     toggle: Toggle | None = None
     pausing: Pausing = field(default_factory=Pausing)
-    missed: int = 0
     can_toggle: bool = False
     can_type: bool = False
     outputs: int = 1

@@ -42,7 +42,7 @@ from dpmon.run.opened import open_store  # noqa: E402
 from dpmon.run.rundir import RunInfo, save  # noqa: E402
 from dpmon.store.accounting import Spent  # noqa: E402
 from dpmon.store.queries import Store  # noqa: E402
-from dpmon.store.tables import HISTORY_FILE  # noqa: E402
+from dpmon.store.tables import HISTORY_FILE, Bounds, size_of  # noqa: E402
 from dpmon.store.tally import Key, StepFacts  # noqa: E402
 from dpmon.store.window import Window  # noqa: E402
 from dpmon.store.writer import Batch, Ended, History  # noqa: E402
@@ -176,7 +176,7 @@ def a_day(directory: Path, ranks: int, fine_s: int = 2 * 3600) -> None:
     chance = random.Random(1)
     minutes = [minute(chance) for _ in range(8)]
     info_of(directory)
-    history = History(directory, {"run": "id", "start_ns": 0}, 1 << 40)
+    history = History.open(directory, {"run": "id", "start_ns": 0}, 1 << 40)
     step = SECOND // PER_SECOND
     at = 0
     while at < DAY_S:
@@ -264,7 +264,7 @@ def _questions(directory: Path, ranks: int, turns: int) -> None:
     show("opening, and the whole run", lambda: _whole(directory))
     with sqlite3.connect(directory / HISTORY_FILE, isolation_level=None) as db:
         db.execute("BEGIN")
-        store = Store(db)
+        store = Store(db, Bounds(db, size_of(directory / HISTORY_FILE)))
         for name, seconds in (("2 min", 120), ("1 h", 3600), ("24 h", DAY_S)):
             for end, when in ((DAY_S, "up to the end"), (DAY_S - 3666, "up to an hour and 66 s ago")):
                 begin = max(end - seconds, 17)

@@ -37,6 +37,22 @@ def in_summary(errors: str, mode: str) -> tuple[float, float]:
     return number(found[0]), number(found[1] or found[0])
 
 
+def seconds(text: str) -> float:
+    """Parse a duration such as "1 min 04 s"."""
+    *minutes, rest = text.removesuffix(" s").split(" min ")
+    return 60 * sum(map(float, minutes)) + float(rest)
+
+
+def parts(errors: str) -> dict[str, float]:
+    """The parts of the elapsed time in a summary (s); they add up to it."""
+    took = r"((?:\d+ min )?[\d.]+ s)"
+    (elapsed,) = re.findall(rf"^dpmon: .*: finished in {took}", errors, re.M)
+    (line,) = re.findall(r"^dpmon: time: (.*)", errors, re.M)
+    found = {name: seconds(text) for name, text in re.findall(rf"([a-z][a-z -]*) {took}(?: \([^)]*\))?(?:, |$)", line)}
+    assert sum(found.values()) == pytest.approx(seconds(elapsed), rel=0.01)
+    return found
+
+
 def report(dpmon: Dpmon) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(dpmon.run("report", "last", "--json").out)
     return found
@@ -47,15 +63,20 @@ def of_mode(said: dict[str, Any], mode: str = "single") -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("way", "apart"), [("plain", 1.0), ("epochs", 2.0), ("evaluations", 1.0)])
+@pytest.mark.parametrize(("way", "apart"), [("plain", 1.0), ("epochs", 3.0), ("evaluations", 1.0)])
 def test_the_rate_is_that_of_the_scripts_own_clock(dpmon: Dpmon, way: str, apart: float) -> None:
     lines = dpmon.cwd / "lines"
     metrics = dpmon.cwd / "x.prom"
     result = dpmon.run("--headless", f"--json={lines}", "--metrics", metrics, *dpmon.warm(), SCRIPT, way)
     assert result.status == 0, result.errors
-    true = rates(json.loads(result.text))["single"]
+    told = json.loads(result.text)
+    true = rates(told)["single"]
     shown, within = in_summary(result.errors, "single")
     assert shown == pytest.approx(true, rel=CLOSE)
+    spent = parts(result.errors)
+    for name, took in told["apart"].items():
+        assert spent.get(name, 0.0) == pytest.approx(took, rel=CLOSE, abs=0.1)
+    assert spent["training"] + spent.get("between steps", 0.0) == pytest.approx(told["seconds"]["single"], rel=CLOSE)
     assert within > 0.95 * apart * shown
     facts = of_mode(report(dpmon))
     assert facts["samples_per_s"] == pytest.approx(true, rel=CLOSE)
@@ -85,6 +106,7 @@ def test_a_pause_is_in_no_rate(dpmon: Dpmon) -> None:
     true = rates(json.loads(out))["single"]
     assert in_summary(err.decode(), "single")[0] == pytest.approx(true, rel=CLOSE)
     said = report(dpmon)
+    assert parts(err.decode())["paused"] == pytest.approx(said["paused"]["seconds"], rel=CLOSE)
     assert said["paused"]["seconds"] > 1
     assert of_mode(said)["samples_per_s"] == pytest.approx(true, rel=CLOSE)
 
@@ -102,8 +124,11 @@ def test_each_mode_has_its_own_time(dpmon: Dpmon) -> None:
     (dpmon.cwd / "stop").touch()
     out, err = process.communicate(timeout=60)
     reader.close()
-    true = rates(json.loads(out))
+    told = json.loads(out)
+    true = rates(told)
     assert set(true) == {"dp", "single"}
+    spent = parts(err.decode())
+    assert spent["training"] + spent["between steps"] == pytest.approx(sum(told["seconds"].values()), rel=CLOSE)
     said = report(dpmon)
     for mode, rate in true.items():
         assert of_mode(said, mode)["samples_per_s"] == pytest.approx(rate, rel=CLOSE)

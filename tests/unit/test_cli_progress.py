@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+from kept import keep
 
 from dpmon.cli.progress import Progress
-from dpmon.record.codec import Event, Record, Step
+from dpmon.record.codec import mode_number, pack_event, pack_step
+from dpmon.ring import Ring
+from dpmon.run.drain import Drain
+from dpmon.run.rundir import load_info
+
+_SECOND = 10**9
 
 
 class FakeReader:
     """What Progress asks of a reader."""
 
-    def __init__(self, *polls: list[Record], activities: Mapping[int, tuple[str, int]] | None = None) -> None:
-        self._polls = [*polls]
+    def __init__(self, directory: Path, activities: Mapping[int, tuple[str, int]] | None = None) -> None:
+        self.directory = directory
+        self.info = SimpleNamespace(start_ns=0)
         self._activities = activities or {}
         self.reached: tuple[str, int] | None = None
         self.waits: int | None = None
-
-    def poll(self) -> list[Record]:
-        return self._polls.pop(0) if self._polls else []
 
     def activities(self) -> Mapping[int, tuple[str, int]]:
         return self._activities
@@ -32,60 +38,118 @@ class FakeReader:
         return self.reached
 
 
-def step(number: int, process: int = 0, samples: int | None = 30, mode: str = "dp", every_ms: int = 100) -> Step:
+def step(
+    number: int, samples: int | None = 30, mode: str = "dp", every_ms: int = 100, start_ns: int | None = None
+) -> bytes:
     """A step that ends when the next one begins."""
-    return Step(process, None, number, mode, number * every_ms * 10**6, every_ms * 10**6, samples, {})
+    wall = every_ms * 10**6
+    start = number * wall if start_ns is None else start_ns
+    phases = (-1, wall // 2, wall // 4, -1)
+    return pack_step(mode_number(mode), number, start, wall, -1 if samples is None else samples, phases)
 
 
-def line(*polls: list[Record], **more: Any) -> str:
-    """What Progress says of these records."""
-    return Progress(FakeReader(*polls, **more)).line()  # type: ignore[arg-type]
+def line(*processes: Iterable[bytes]) -> str:
+    """What Progress says of the payloads of each process."""
+    directory = keep(dict(enumerate(processes)), status=None)
+    return Progress(FakeReader(directory)).line()  # type: ignore[arg-type]
 
 
-def test_step_speed_and_mode() -> None:
+def test_step_speed_and_mode(state: Path) -> None:
     assert line([step(n) for n in range(1, 21)]) == "step 20  10.0 steps/s  300 samples/s  dp"
 
 
-def test_virtual_replicas_are_called_so_only_under_dp() -> None:
-    mode = Event("mode", {"mode": "dp", "virtual": True})
+def test_virtual_replicas_are_called_so_only_under_dp(state: Path) -> None:
+    mode = pack_event("mode", {"mode": "dp", "virtual": True})
     assert line([mode, step(1)]).endswith("  dp (virtual)")
     assert line([mode, step(1, mode="single")]).endswith("  single")
 
 
-def test_unknown_samples_are_not_added_up() -> None:
+def test_unknown_samples_are_not_added_up(state: Path) -> None:
     assert "samples" not in line([step(1), step(2, samples=None)])
 
 
-def test_ranks_step_together() -> None:
-    records: list[Record] = [step(n, process) for n in range(1, 11) for process in range(4)]
-    assert line(records) == "step 10  4 processes  10.0 steps/s  1.20k samples/s  dp"
+def test_ranks_step_together(state: Path) -> None:
+    ranks = [[step(n) for n in range(1, 11)] for _ in range(4)]
+    assert line(*ranks) == "step 10  4 processes  10.0 steps/s  1.20k samples/s  dp"
 
 
-def test_ranks_have_no_mode() -> None:
-    assert line([Event("process", {"process": 0, "world": 2}), step(1, mode="single")]).endswith("samples/s")
-    assert line([Event("process", {"process": 0, "world": 1}), step(1, mode="single")]).endswith("  single")
+def test_ranks_have_no_mode(state: Path) -> None:
+    who = {"process": 0, "t_s": 0.0}
+    assert line([pack_event("process", {**who, "world": 2}), step(1, mode="single")]).endswith("samples/s")
+    assert line([pack_event("process", {**who, "world": 1}), step(1, mode="single")]).endswith("  single")
 
 
-def test_all_that_has_come_is_one_line() -> None:
-    assert line([step(1)], [step(2)], [step(3)]).startswith("step 3  10.0 steps/s")
+class Going:
+    """A run that goes on: payloads of one process are taken into its store as they come."""
+
+    def __init__(self) -> None:
+        self.directory = keep({}, status=None)
+        self._ring = Ring(str(self.directory / "process-0.ring"), process=0, start_ns=0, capacity=1 << 20)
+        self._drain = Drain(self.directory, load_info(self.directory), print)
+
+    def take(self, *payloads: bytes) -> None:
+        for payload in payloads:
+            self._ring.write(payload)
+        self._drain.flush()
 
 
-def test_without_steps_it_says_what_is_waited_for() -> None:
+def test_each_line_has_the_rate_since_the_last_one(state: Path) -> None:
+    run = Going()
+    progress = Progress(FakeReader(run.directory, {0: ("data", time.monotonic_ns())}))  # type: ignore[arg-type]
+    run.take(*[step(n) for n in range(1, 11)])
+    assert progress.line().startswith("step 10  10.0 steps/s")
+    assert progress.line() == "no step for 0 s, in data"
+    run.take(*[step(n, start_ns=_SECOND + (n - 10) * _SECOND // 2, every_ms=500) for n in range(11, 21)])
+    assert progress.line().startswith("step 20  1.85 steps/s"), "half a second each, 0.4 s before the first"
+
+
+def test_the_time_of_a_long_gap_is_in_the_line_after_it(state: Path) -> None:
+    run = Going()
+    progress = Progress(FakeReader(run.directory, {0: ("other", 0)}))  # type: ignore[arg-type]
+    run.take(*[step(n) for n in range(1, 11)])
+    progress.line()
+    run.take(step(11, start_ns=21 * _SECOND + _SECOND // 10, every_ms=900))
+    assert progress.line().startswith("step 11  0.05 steps/s  1.44 samples/s (33.3 within steps)")
+
+
+def test_a_line_after_an_evaluation_has_the_rate_of_the_training(state: Path) -> None:
+    run = Going()
+    progress = Progress(FakeReader(run.directory))  # type: ignore[arg-type]
+    at = number = 0
+    lines = []
+    for count, wall, trains in (
+        (50, _SECOND // 100, False),
+        (60, _SECOND // 10, True),
+        (20, _SECOND // 100, False),
+        (60, _SECOND // 5, True),
+    ):
+        for _ in range(count):
+            number += 1
+            run.take(pack_step(2, number, at, wall, 16, (-1, 10, 5 if trains else -1, -1)))
+            at += wall
+        lines.append(progress.line())
+    assert [said.split("  ")[1] for said in lines] == ["100 steps/s", "10.0 steps/s", "evaluation", "5.00 steps/s"]
+
+
+def test_without_steps_it_says_what_is_waited_for(state: Path) -> None:
     assert line() == "waiting for the first step"
-    reader = FakeReader()
+    reader = FakeReader(keep({}, status=None, drained=False))
+    progress = Progress(reader)  # type: ignore[arg-type]
     reader.reached = ("importing torch", time.monotonic_ns() - 3 * 10**9)
-    assert Progress(reader).line() == "importing torch (3 s)"  # type: ignore[arg-type]
+    assert progress.line() == "importing torch (3 s)"
     reader.reached = ("torch imported", time.monotonic_ns())
-    assert Progress(reader).line() == "waiting for the first step, torch imported (0 s)"  # type: ignore[arg-type]
+    assert progress.line() == "waiting for the first step, torch imported (0 s)"
     since = time.monotonic_ns() - 12 * 10**9
-    assert line(activities={0: ("data", since)}) == "no step for 12 s, in data"
-    assert line(activities={0: ("paused", since)}) == "paused for 12 s"
+    for name, said in (("data", "no step for 12 s, in data"), ("paused", "paused for 12 s")):
+        doing = FakeReader(reader.directory, {0: (name, since)})
+        assert Progress(doing).line() == said  # type: ignore[arg-type]
 
 
-def test_the_line_after_the_last_step_does_not_wait_for_a_first_step() -> None:
+def test_the_line_after_the_last_step_does_not_wait_for_a_first_step(state: Path) -> None:
     now = time.monotonic_ns()
-    last = Step(0, None, 96, "single", now - 6 * 10**9, 10**9, 30, {})
-    reader = FakeReader([last], activities={0: ("ended", 0), 1: ("ended", 0)})
+    last = step(96, mode="single", start_ns=6 * _SECOND, every_ms=1000)
+    reader = FakeReader(keep({0: [last]}, status=None), {0: ("ended", 0), 1: ("ended", 0)})
+    reader.info.start_ns = now - 12 * _SECOND
     reader.reached = ("torch imported", now - 60 * 10**9)
     progress = Progress(reader)  # type: ignore[arg-type]
     assert progress.line().startswith("step 96")
@@ -94,15 +158,14 @@ def test_the_line_after_the_last_step_does_not_wait_for_a_first_step() -> None:
     assert progress.line() == "importing torch (0 s)"
 
 
-def test_a_pause_is_no_part_of_the_speed() -> None:
-    paused = {"process": 0, "paused": True, "paused_s": None}
-    over = {"process": 0, "paused": False, "paused_s": 4.0}
-    before: list[Record] = [Event("pause", {**over, "paused_s": 1000.0})]  # of no step that is counted
-    records = [step(1), Event("pause", paused), Event("pause", over), step(42)]
-    assert line([*before, *records]).startswith("step 42  10.0 steps/s")
+def test_a_pause_is_no_part_of_the_speed(state: Path) -> None:
+    who = {"process": 0, "t_s": 0.2, "paused": True, "paused_s": None}
+    over = {**who, "t_s": 4.2, "paused": False, "paused_s": 4.0}
+    records = [step(1), pack_event("pause", who), pack_event("pause", over), step(2, start_ns=_SECOND * 42 // 10)]
+    assert line(records).startswith("step 2  10.0 steps/s")
 
 
-def test_a_wait_for_input_is_said() -> None:
-    reader = FakeReader(activities={0: ("backward", time.monotonic_ns() - 12 * 10**9)})
+def test_a_wait_for_input_is_said(state: Path) -> None:
+    reader = FakeReader(keep({}, status=None), {0: ("backward", time.monotonic_ns() - 12 * 10**9)})
     reader.waits = time.monotonic_ns() - 11 * 10**9
     assert Progress(reader).line() == "waiting for input for 11 s"  # type: ignore[arg-type]

@@ -6,14 +6,14 @@ import pytest
 
 from dpmon.model.evidence import ModeFacts
 from dpmon.model.host_waits import host_waits
-from dpmon.model.stats import PhaseFigures
 from dpmon.report.said import phase_notes
+from dpmon.store.figures import PhaseFigures
 
 MS = 1e6
 
 
 def phase(name: str, ms: float | None, share: float | None) -> PhaseFigures:
-    return PhaseFigures(name, 100, None if ms is None else ms * MS, None, share)
+    return PhaseFigures(name, 100, None if ms is None else ms * MS, None, None, share)
 
 
 def test_a_copy_that_waits_for_the_gpu_is_told_with_its_own_time() -> None:

@@ -63,7 +63,7 @@ def test_a_view_is_not_accepted_as_a_table(directory: Path, table: str) -> None:
     with pytest.raises(HistoryError, match=f"{table} is a view"):
         Kept(directory)
     with pytest.raises(HistoryError, match=f"{table} is a view"):
-        History(directory, {})
+        History.open(directory, {})
     assert any(f"{table} is a view" in text for text in read_all(directory))
 
 
@@ -85,12 +85,12 @@ def test_a_schema_that_computes_something_is_refused(directory: Path, statement:
     with pytest.raises(HistoryError, match="not dpmon's"):
         Kept(directory)
     with pytest.raises(HistoryError, match="not dpmon's"):
-        History(directory, {})
+        History.open(directory, {})
 
 
 def test_a_history_of_ours_is_read(directory: Path) -> None:
     assert read_all(directory) == []
-    History(directory, {}).close()
+    History.open(directory, {}).close()
     with closing(Kept(directory)) as kept:
         assert kept.last_id > 200
 

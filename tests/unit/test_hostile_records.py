@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 from kept import keep
 from spoiled import DAMAGE, spoiled
+from stored import state_in
 from synthetic import Training, device_event, host_event
 
 from dpmon.cli.main import main
-from dpmon.model import State, fold
-from dpmon.model.past import fold_past
-from dpmon.past import Drawn, Past
-from dpmon.run.reader import RunReader
 
 
 @pytest.mark.timeout(120)
@@ -37,12 +34,6 @@ def test_every_reader_survives(
         assert main(words) == 0, words
         found = capfd.readouterr()
         assert "\x1b" not in found.out + found.err
-    reader, folded = RunReader(next((state / "dpmon" / "runs").iterdir())), State()
-    for past in reader.past():
-        if isinstance(past, (Past, Drawn)):
-            fold_past(folded, past)
-    for _ in range(10):
-        for record in reader.poll():
-            folded = fold(folded, record)
-    reader.close()
-    assert folded.focus() is not None
+    directory = next((state / "dpmon" / "runs").iterdir())
+    for over in (False, True):
+        assert state_in(directory, over=over).focus() is not None

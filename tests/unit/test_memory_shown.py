@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from synthetic import SECOND, Training, decoded, device_event, host_event
+from stored import state_of
+from synthetic import SECOND, Training, device_event, host_event
 
-from dpmon.model import State, fold
 from dpmon.model.memory import held
 from dpmon.record.codec import pack_event
 from dpmon.ui import panel_devices
@@ -54,11 +54,7 @@ def scene_of(*devices: dict[str, Any], gpus: int = 0) -> Scene:
     training = Training()
     payloads = [*training.begin(), *training.run(5), pack_event("memory", record(0, *devices))]
     payloads += [device_event(2.0, index) for index in range(gpus)] or [host_event(2.0)]
-    state = State()
-    for each in decoded(payloads):
-        state = fold(state, each)
-    assert state.ignored == 0
-    return Scene(state, 3 * SECOND, alive=True)
+    return Scene(state_of(payloads), 3 * SECOND, alive=True)
 
 
 def test_on_the_cpu_the_rest_is_a_dash_with_its_reason() -> None:

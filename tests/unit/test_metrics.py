@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 from kept import keep
 from prometheus_client.parser import text_string_to_metric_families
-from synthetic import Training, decoded, device_event, host_event
+from synthetic import SECOND, Training, decoded, device_event, host_event
 
 from dpmon.record.codec import CALL_PHASES, Call, Untimed, kind_of, pack_event, pack_step, pack_timed
 from dpmon.ring import Ring
+from dpmon.run.drain import Drain
 from dpmon.run.metrics import BOUNDS_S, EVERY_S, Metrics, metrics_path
+from dpmon.run.opened import open_store
 from dpmon.run.rundir import ExitInfo, load_info
+from dpmon.store.window import Window
 
 HOSTILE = 'a "quoted" \\ back\nslash\x1b[31m\x00 ü'
 
@@ -112,15 +115,78 @@ def test_time_on_the_device_is_counted_with_of_how_many_it_is_known(state: Path,
     assert found["step_duration_seconds_count", who] == 10
 
 
-def test_the_histogram_counts_every_step_once_at_its_bound(state: Path, tmp_path: Path) -> None:
-    walls = [int(bound * 1e9) for bound in BOUNDS_S] + [10**12]
+def test_the_histogram_counts_every_step_once_within_its_bounds(state: Path, tmp_path: Path) -> None:
+    """A bound may be 0.4 % off: half of the steps are that much below one, half as much above one."""
+    walls = [int(bound * 1e9 * (1 + side)) for bound in BOUNDS_S for side in (-0.0041, 0.0041)]
     steps = [pack_step(2, number, 10**9, wall, -1, (-1,) * 4) for number, wall in enumerate(walls, start=1)]
     found = written(keep({0: steps}, status=None), tmp_path / "it.prom")
     who = (("mode", "single"), ("process", "0"), ("rank", ""))
-    for number, bound in enumerate(BOUNDS_S, start=1):
-        assert found["step_duration_seconds_bucket", tuple(sorted((*who, ("le", str(bound)))))] == number
+    for number, bound in enumerate(BOUNDS_S):
+        assert found["step_duration_seconds_bucket", tuple(sorted((*who, ("le", str(bound)))))] == 2 * number + 1
     assert found["step_duration_seconds_bucket", tuple(sorted((*who, ("le", "+Inf"))))] == len(walls)
     assert ("samples_total", who) not in found, "no step knew its samples"
+
+
+def test_gauges_of_the_whole_run_are_the_figures_of_the_window(state: Path, tmp_path: Path) -> None:
+    training = Training(mode="single")
+    payloads = [*training.begin(), *training.run(50)]
+    for _ in range(10):  # without a backward pass and an optimizer
+        payloads += [payload for payload in training.step() if kind_of(payload) != "step"]
+        payloads.append(pack_step(2, training.steps, training.now, 10**6, 30, (10, 10**5, -1, -1)))
+        training.now += 10**6
+    directory = keep({0: payloads}, status=None)
+    found = written(directory, tmp_path / "it.prom")
+    with open_store(directory) as store:
+        window = Window(store)
+        both = (("training", window.figures("single")), ("evaluation", window.figures("single", True)))
+        whole = sum(window.spent.values()) / 1e9
+    for kind, figures in both:
+        who = (("kind", kind), ("mode", "single"))
+        assert figures.rate is not None
+        assert found["step_quantile_seconds", (*who, ("quantile", "0.5"))] == (figures.median_ns or 0) / 1e9
+        assert found["step_quantile_seconds", (*who, ("quantile", "0.95"))] == (figures.p95_ns or 0) / 1e9
+        assert found["step_mean_seconds", who] == (figures.mean_ns or 0) / 1e9
+        assert found["steps_per_second", who] == figures.rate.steps_per_s
+        assert found["samples_per_second", who] == figures.rate.samples_per_s
+        forward = figures.phase("forward")
+        assert forward is not None
+        assert found["phase_quantile_seconds", (*who, ("phase", "forward"), ("quantile", "0.5"))] == (
+            (forward.median_ns or 0) / 1e9
+        )
+        assert found["phase_mean_seconds", (*who, ("phase", "forward"))] == (forward.mean_ns or 0) / 1e9
+    spent = {dict(labels)["activity"]: value for (name, labels), value in found.items() if name == "time_seconds_total"}
+    assert {"training", "evaluation"} <= set(spent)
+    assert sum(spent.values()) == pytest.approx(whole)
+
+
+def test_a_late_wait_for_input_makes_no_counter_decrease(state: Path, tmp_path: Path) -> None:
+    training = Training(mode="single", step_ns=100_000_000)
+    directory = keep({}, status=None)
+    info = load_info(directory)
+    process, own = (
+        Ring(str(directory / name), process=number, start_ns=0, capacity=1 << 17)
+        for name, number in (("process-0.ring", 0), ("gpu.ring", -1))
+    )
+    drain = Drain(directory, info, print)
+    metrics = Metrics(tmp_path / "it.prom", directory, print)
+    written_before: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for turn in range(4):
+        for payload in [*(training.begin() if not turn else ()), *training.run(20)]:
+            process.write(payload)
+        if turn == 2:
+            began = training.now / SECOND - 1.5
+            own.write(pack_event("input", {"pid": 4242, "t_s": began, "waited_s": 1.0}))
+        drain.flush()
+        metrics.tick(turn * 100.0)
+        found = samples(tmp_path / "it.prom")
+        counters = {
+            key: value for key, value in found.items() if key[0].endswith(("_total", "_bucket", "_sum", "_count"))
+        }
+        assert all(counters[key] >= before for key, before in written_before.items())
+        written_before = counters
+    drain.close()
+    waited = tuple(sorted({"process": "0", "rank": "", "activity": "input"}.items()))
+    assert found["time_seconds_total", waited] == pytest.approx(1.0)
 
 
 def test_the_end_is_told(state: Path, tmp_path: Path) -> None:
@@ -169,14 +235,17 @@ def test_what_cannot_be_written_is_said_once(state: Path, tmp_path: Path) -> Non
 
 
 def test_counters_go_on_while_the_run_does(state: Path, tmp_path: Path) -> None:
-    directory = keep({}, status=None, drained=False)
+    directory = keep({}, status=None)
     ring = Ring(str(directory / "process-0.ring"), process=0, start_ns=0, capacity=1 << 17)
+    drain = Drain(directory, load_info(directory), print)
     metrics = Metrics(tmp_path / "it.prom", directory, print)
     for number in range(1, 4):
         ring.write(pack_step(1, number, number * 10**9, 10**9, 4, (1, 1, 1, 1)))
+        drain.flush()
         metrics.tick(number * 100.0)
         found = samples(tmp_path / "it.prom")
         assert found["step_duration_seconds_count", (("mode", "dp"), ("process", "0"), ("rank", ""))] == number
+    drain.close()
 
 
 def test_a_directory_takes_a_file_a_run(state: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dpmon.model.evidence import BatchFacts, DeviceFacts, Evidence, HostFacts, L
 from dpmon.model.finding import MIN_STEPS, took
 from dpmon.model.findings import findings
 from dpmon.model.memory import Held
-from dpmon.model.stats import PhaseFigures
+from dpmon.store.figures import PhaseFigures
 
 MS = 1_000_000
 SECOND = 1_000_000_000
@@ -21,7 +21,7 @@ GIB = 1 << 30
 def mode(name: str = "dp", steps: int = 1000, median_ms: float = 20.0, **shares: float) -> ModeFacts:
     """A mode whose phases have these shares of the step."""
     phases = tuple(
-        PhaseFigures(phase, steps, share * median_ms * MS, share * median_ms * 1.3 * MS, share)
+        PhaseFigures(phase, steps, share * median_ms * MS, share * median_ms * 1.3 * MS, None, share)
         for phase, share in shares.items()
     )
     return ModeFacts(name, False, steps, median_ms * MS, median_ms * 1.3 * MS, 1000.0, phases, {}, {})
@@ -101,7 +101,7 @@ def test_a_busy_machine(facts: HostFacts | None, kinds: list[str]) -> None:
 WAITING = mode(data=0.43, forward=0.3, backward=0.27)
 FAST = mode(median_ms=0.3, data=0.43, forward=0.3, backward=0.27)
 STARTING = mode(data=0.1, forward=0.3)._replace(
-    mean_ns=60.0 * MS, phases=(PhaseFigures("data", 1000, 2.0 * MS, 3.0 * MS, 0.6),)
+    mean_ns=60.0 * MS, phases=(PhaseFigures("data", 1000, 2.0 * MS, 3.0 * MS, None, 0.6),)
 )
 
 

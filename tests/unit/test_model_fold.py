@@ -9,10 +9,10 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
+from dpmon.model.phases import with_calls
 from synthetic import SECOND, Training, chunks, decoded, device_event, host_event
 
 from dpmon.model import State, fold
-from dpmon.model.phases import with_calls
 from dpmon.model.state import CALLS_KEPT, HISTORY_KEPT, NOT_RUN, PHASES, ROOTS_KEPT, STEPS_KEPT
 from dpmon.model.stats import mean_speed, median, median_known, percentile, speed, summary
 from dpmon.record.codec import STEP_PHASES, Call, Event, Phase, Record, Replica, Step

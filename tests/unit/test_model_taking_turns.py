@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
+from stored import Recording
 from synthetic import SECOND, Training, decoded
 
-from dpmon.model import State, fold
-from dpmon.model.past import fold_past
 from dpmon.model.ranks import training
-from dpmon.past import Past
-from dpmon.rates import Pace
+from dpmon.model.state import State
 from dpmon.record.codec import Call, Record, Step
 from dpmon.ui import panel_ranks
 from dpmon.ui.scene import Scene
+
+LOOKS = 60
 
 
 def began(record: Record) -> int:
     return record.start_ns if isinstance(record, (Call, Step)) else 0
 
 
+def ended(record: Record) -> int:
+    return record.start_ns + record.wall_ns if isinstance(record, (Call, Step)) else 0
+
+
 def numbered(one: Training, steps: int) -> list[Record]:
     return decoded([*one.begin(), *one.run(steps)], one.process, one.rank)
 
 
-def in_time(*runs: Sequence[Record], key: Callable[[Record], int] = began) -> Iterator[tuple[State, Record]]:
-    """The state after each record of these processes, in order of time."""
-    state = State()
-    for record in heapq.merge(*runs, key=key):
-        state = fold(state, record)
-        yield state, record
+def recorded(*runs: Sequence[Record]) -> Recording:
+    """A run of these processes, whose numbers are those of their records."""
+    recording = Recording()
+    for run in runs:
+        step = next(record for record in run if isinstance(record, Step))
+        recording.add(run, step.process, step.rank)
+    return recording
+
+
+def in_time(*runs: Sequence[Record]) -> Iterator[tuple[State, int]]:
+    """The state of a run of these processes as of many times, and the time."""
+    recording = recorded(*runs)
+    ends = sorted({ended(record) for run in runs for record in run})
+    for at in (*ends[:: max(len(ends) // LOOKS, 1)], ends[-1]):
+        yield recording.state(at, span_s=30), at
 
 
 def focused(state: State) -> int:
@@ -44,11 +56,10 @@ def test_a_training_that_follows_another_one_stands_for_the_run_soon() -> None:
     before = numbered(first, 500)
     second = Training(process=1, step_ns=SECOND // 100, start_ns=first.now + SECOND, seed=2)
     state, changes, shown = State(), 0, 0
-    for state, record in in_time(before, numbered(second, 500)):
+    for state, at in in_time(before, numbered(second, 500)):
         changes += focused(state) != shown
         shown = focused(state)
-        if isinstance(record, Step) and record.process == 1 and record.start_ns > first.now + 2 * SECOND:
-            assert shown == 1
+        assert shown == 1 or at < first.now + 3 * SECOND
     assert changes == 1
     assert [each.process for each in training(state)] == [1]
     assert not panel_ranks.applies(Scene(state, state.newest_ns)), "they never trained side by side"
@@ -75,8 +86,8 @@ def test_processes_that_train_together_do_not_take_turns() -> None:
             one = Training(process=number, rank=number if ranks else None, step_ns=step_ns * slow,
                            start_ns=2 * SECOND + late, seed=number)  # fmt: skip
             runs.append(numbered(one, 100))
-        ends = min(began(run[-1]) for run in runs)
-        assert {focused(state) for state, record in in_time(*runs) if began(record) < ends} == {0}
+        end = min(ended(run[-1]) for run in runs)
+        assert {focused(state) for state, at in in_time(*runs) if at < end} == {0}
 
 
 def test_a_rank_that_was_started_again_stands_in_for_the_old_one() -> None:
@@ -89,21 +100,7 @@ def test_a_rank_that_was_started_again_stands_in_for_the_old_one() -> None:
     assert [each.process for each in training(state)] == [2, 3]
 
 
-def test_what_is_only_in_the_past_of_a_late_reader_counts_too() -> None:
-    def of(process: int, start: int) -> Past:
-        return Past(process, None, "dp", start, 1, 100, 100, Pace(), 100, {"step": SECOND}, {"step": 100}, ())
-
-    state = State()
-    for past in (of(0, 3), of(0, 4), of(1, 6), of(1, 9)):
-        state = fold_past(state, past)
-    assert focused(state) == 1
-
-
 # ------------------------------------------------------------------------------------------------ a second process
-
-
-def ended(record: Record) -> int:
-    return record.start_ns + record.wall_ns if isinstance(record, (Call, Step)) else 0
 
 
 def with_an_evaluation(*, within: bool = False) -> tuple[Training, list[list[Record]]]:
@@ -131,26 +128,28 @@ def test_a_training_that_goes_on_after_its_evaluation_stands_for_the_run_again()
     for within in (False, True):
         evaluation, runs = with_an_evaluation(within=within)
         seen: list[list[int]] = []
-        for state, record in in_time(*runs, key=ended):
+        for state, at in in_time(*runs):
             shown = [each.process for each in training(state)]
             if seen[-1:] != [shown]:
                 seen.append(shown)
             # Without anything but the record, as in a playback: after two seconds of the training's own.
-            assert shown in ([0], []) or ended(record) < evaluation.now + 6 * SECOND
+            assert shown in ([0], []) or at < evaluation.now + 6 * SECOND
         assert seen == [[], [0], [0, 1], [1], [0, 1], [0]], (within, seen)
 
 
 def test_an_evaluation_that_has_ended_is_no_rank_from_then_on() -> None:
     evaluation, runs = with_an_evaluation()
     after = [record for record in runs[0] if began(record) > evaluation.now]
-    *_, (state, _) = in_time(runs[0][: -len(after)], runs[1], key=ended)
-    assert [each.process for each in training(state)] == [1]
-    state.ended = frozenset({1})
-    assert [each.process for each in training(state)] == [1], "the training has not gone on yet"
-    state = fold(state, after[0])
-    assert [each.process for each in training(state)] == [0], "at once, not half a minute later"
-    state.ended = frozenset({0, 1})
-    assert [each.process for each in training(state)] == [0, 1], "of those that have ended all"
+    recording = recorded(runs[0][: -len(after)], runs[1])
+
+    def trains(*over: int) -> list[int]:
+        return [each.process for each in training(recording.state(ended=over))]
+
+    assert trains() == [1]
+    assert trains(1) == [1], "the training has not gone on yet"
+    recording.add(after[:1])
+    assert trains(1) == [0], "at once, not half a minute later"
+    assert trains(0, 1) == [0, 1], "of those that have ended all"
 
 
 def test_a_rank_without_a_successor_is_left_behind_by_those_that_were_started_again() -> None:
@@ -160,13 +159,11 @@ def test_a_rank_without_a_successor_is_left_behind_by_those_that_were_started_ag
     start = max(one.now for one in old) + SECOND
     new = [Training(process=3 + rank, rank=rank, seed=9 + rank, start_ns=start + rank * SECOND) for rank in range(2)]
     runs += [numbered(one, 1500) for one in new]
-    *_, (state, _) = in_time(*runs)
-    assert [each.process for each in training(state)] == [3, 4]
-    for state, record in in_time(*runs):
-        late = isinstance(record, Step) and record.process == 3
-        state.ended = frozenset({0, 1, 2}) if late else frozenset()
-        if late:
-            assert {each.process for each in training(state)} <= {3, 4}
+    recording = recorded(*runs)
+    assert [each.process for each in training(recording.state())] == [3, 4]
+    for tenths in range(10, 30):
+        state = recording.state(start + tenths * SECOND // 10, ended=(0, 1, 2))
+        assert {each.process for each in training(state)} <= {3, 4}
 
 
 def test_ranks_that_all_wait_for_one_stay_ranks() -> None:
@@ -179,6 +176,6 @@ def test_ranks_that_all_wait_for_one_stay_ranks() -> None:
         before = [*one.begin(), *one.run(1000)]
         one.now += 10 * SECOND + rank * SECOND // 10
         runs.append(decoded([*before, *one.run(1000)], one.process, rank))
-    for state, record in in_time(*runs):
-        if began(record) > start + 3 * SECOND:
-            assert [each.process for each in training(state)] == [3, 4, 5], began(record)
+    for state, at in in_time(*runs):
+        if at > start + 3 * SECOND:
+            assert [each.process for each in training(state)] == [3, 4, 5], at

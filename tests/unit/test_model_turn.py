@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 
 import pytest
-from synthetic import Training, decoded
+from stored import state_of
+from synthetic import Training
 
-from dpmon.model import State, fold
-from dpmon.model.state import CALLS_KEPT
+from dpmon.model.calls_seen import STEP_CALLS_READ
 from dpmon.model.turn import Piece, Turn, last_turn
 from dpmon.record.codec import Call, Phase, Record, Replica, Stage, Step
 
@@ -31,10 +31,7 @@ def a_call(**changes: object) -> Call:
 
 
 def turn_of(*records: Record) -> Turn:
-    state = State()
-    for record in records:
-        state = fold(state, record)
-    process = state.focus()
+    process = state_of(records).focus()
     assert process is not None
     turn = last_turn(process)
     assert turn is not None
@@ -96,7 +93,7 @@ def test_calls_of_other_steps_are_not_in_it() -> None:
 
 
 def test_before_the_first_step_there_is_none() -> None:
-    state = fold(State(), a_call())
+    state = state_of([a_call()])
     process = state.focus()
     assert process is not None
     assert last_turn(process) is None
@@ -129,14 +126,17 @@ def test_whatever_the_numbers_nothing_overlaps_or_leaves_the_step(seed: int) -> 
         assert all(0 <= piece.start_ns < piece.end_ns <= turn.wall_ns for piece in lane.pieces)
 
 
-def test_calls_are_kept_in_a_bounded_number() -> None:
-    state = State()
-    training = Training()
-    for record in decoded([*training.begin(), *training.run(500)]):
-        state = fold(state, record)
-    process = state.focus()
+def test_of_a_step_of_many_calls_the_last_ones_are_read() -> None:
+    calls = [a_call(call=number, start_ns=1012 + number) for number in range(500)]
+    process = state_of([*calls, STEP]).focus()
     assert process is not None
-    assert len(process.calls_kept) == CALLS_KEPT
+    assert [call.call for call in process.last_calls] == list(range(500 - STEP_CALLS_READ, 500))
+
+
+def test_the_last_step_is_the_newest() -> None:
+    training = Training()
+    process = state_of([*training.begin(), *training.run(500)]).focus()
+    assert process is not None
     turn = last_turn(process)
     assert turn is not None
     assert turn.step == 500

@@ -120,6 +120,31 @@ def test_a_successor_goes_on_where_the_last_one_stopped(setting: Setting) -> Non
     killed.close()
 
 
+def test_records_are_committed_soon_and_nothing_when_nothing_happens(setting: Setting) -> None:
+    setting.steps(1)
+    setting.turn(0.05)
+    assert setting.rows("SELECT count(*) FROM steps") == [(1,)], "the first after a silence, at once"
+    setting.steps(1)
+    setting.turn(0.05)
+    assert setting.rows("SELECT count(*) FROM steps") == [(1,)]
+    setting.turn(drain_module.COMMIT_S)
+    assert setting.rows("SELECT count(*) FROM steps") == [(2,)]
+    changes = setting.drain._history._db.total_changes
+    for _ in range(10):
+        setting.turn()
+    assert setting.drain._history._db.total_changes == changes
+
+
+@pytest.mark.parametrize("kind", ["mode", "pause", "warning"])
+def test_an_answer_that_somebody_waits_for_is_committed_at_once(setting: Setting, kind: str) -> None:
+    setting.steps(1)
+    setting.turn()
+    setting.steps(1)
+    setting.ring.write(pack_event(kind, {"process": 0, "t_s": 0.5}))
+    setting.turn(0.01)
+    assert setting.rows("SELECT kind FROM events") == [(kind,)]
+
+
 def test_a_full_disk_is_one_warning_and_nothing_lost_when_there_is_room_again(setting: Setting) -> None:
     setting.steps(5)
     setting.turn()

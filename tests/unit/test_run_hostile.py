@@ -10,18 +10,16 @@ from pathlib import Path
 
 import pytest
 from sizes import size
+from stored import state_in
 
 from dpmon.cli.summary import summary_lines
-from dpmon.model import State, fold
-from dpmon.model.past import fold_past
-from dpmon.past import Drawn, Past
 from dpmon.record.codec import pack_call, pack_definition, pack_event, pack_step
 from dpmon.record.jsonl import as_json
 from dpmon.report import report_text
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
 from dpmon.run.export import history
-from dpmon.run.playback import PlaybackReader, can_be_played
+from dpmon.run.opened import can_be_opened
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, save
 
@@ -29,10 +27,8 @@ START = 1_000_000_000
 
 
 @pytest.fixture
-def whole(state: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A finished run with a history, of which only the newest is given in full, and more in its ring than that has."""
-    monkeypatch.setattr("dpmon.run.reader.RECENT_RECORDS", 20)
-    monkeypatch.setattr("dpmon.run.playback.RECENT_RECORDS", 10)
+def whole(state: Path) -> Path:
+    """A finished run with a history, and more in its ring than that has."""
     info = RunInfo(
         id="", name="x", command=("x.py",), script="x.py", cwd="/", python=None, started_unix=1e9, start_ns=START,
         boot_id="", headless=True,
@@ -54,7 +50,7 @@ def whole(state: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             drain.flush()
     drain.close()
     with closing(sqlite3.connect(directory / "history.sqlite", isolation_level=None)) as db:
-        db.execute("UPDATE meta SET value = 1 WHERE key = 'pruned'")  # so that sums are looked for
+        db.execute("UPDATE meta SET value = 1 WHERE key = 'pruned'")
     (directory / "stages.log").write_text("1 2 torch imported\n")
     save(directory, ExitInfo(0, None, 1.0, START + 5, 1.0, "supervisor"))
     return directory
@@ -84,14 +80,11 @@ def changed(data: bytes, chance: random.Random) -> bytes:
 
 def play_back(directory: Path) -> None:
     """Here and there, as far as there is something to be played."""
-    if can_be_played(directory):
-        player = PlaybackReader(directory)
-        for part in (1.0, 0.0, 0.4, 0.9):
-            player.seek(int(player.length_ns * part))
-            records, state = player.poll(), State()
-            for each in (*player.past(), *records):
-                state = fold_past(state, each) if isinstance(each, (Past, Drawn)) else fold(state, each)
-        player.close()
+    if can_be_opened(directory):
+        for at in (900, 0, 60, 110, None):
+            state = state_in(directory, at, over=at is None)
+            assert state.missed >= 0
+            state.focus()
 
 
 @pytest.mark.parametrize("seed", range(size(5, 1200)))
@@ -109,14 +102,8 @@ def test_changed_at_random(whole: Path, tmp_path: Path, seed: int) -> None:
         try:
             for record in history(directory):
                 as_json(record)
-            reader, state = RunReader(directory), State()
-            for past in reader.past():
-                if past is not None:
-                    fold_past(state, past)
-            for _ in range(4):
-                reader.poll()
+            reader = RunReader(directory)
             reader.stage(), reader.exit(), reader.activities(), reader.command_alive(), reader.pending()
-            assert reader.missed >= 0
             reader.close()
             assert summary_lines(directory, load_exit(directory))
             assert report_text(directory)

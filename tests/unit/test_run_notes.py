@@ -36,7 +36,7 @@ def test_a_line_that_is_no_note_hides_no_other(tmp_path: Path, damage: str) -> N
     assert [(one.pid, one.kind) for one in every_uncaught(tmp_path)] == [(7, "First"), (8, "Second")]
     assert {pid: text for pid, (text, _) in stages(tmp_path).items()} == {7: "First {}", 8: "Second {}"}
     assert _warnings(tmp_path) == _WarningsLog(tmp_path).new() == ["First {}", "Second {}"]
-    reader = FakeReader()
+    reader = FakeReader(tmp_path)
     reader.reached = newest_stage(stages(tmp_path))
     assert Progress(reader).line() == "Second {} (0 s)"  # type: ignore[arg-type]
 

@@ -1,20 +1,20 @@
-"""Playback: what is given at a time is what had happened by then, wherever the clock is set, at bounded cost."""
+"""Playback: what is shown at a time is what had happened by then, wherever the clock is set."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dpmon.model import State, fold
-from dpmon.record.codec import Event, Step, pack_event, pack_step
+from dpmon.model.snapshot import Snapshots
+from dpmon.model.state import State
+from dpmon.record.codec import pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
-from dpmon.run.playback import POLL_RECORDS, PlaybackReader
-from dpmon.run.reader import RECENT_NS, RECENT_RECORDS
-from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, save
-from dpmon.store.tables import HISTORY_FILE
+from dpmon.run.opened import open_store
+from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
+from dpmon.store.as_of import AsOf
+from dpmon.ui.playback import Player
 
 SECOND = 1_000_000_000
 START = 50 * SECOND
@@ -66,129 +66,115 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def player(state: Path, clock: Clock) -> PlaybackReader:
-    return PlaybackReader(a_run(), clock)
+def player(state: Path, clock: Clock) -> Player:
+    return Player(a_run(), clock)
 
 
-def steps_in(records: list[Any]) -> list[int]:
-    return [record.step for record in records if isinstance(record, Step)]
+def shown(player: Player) -> State:
+    """The state as of where the playback is."""
+    with open_store(player.directory) as store:
+        return Snapshots().take(AsOf(store, player.position_ns), store)
 
 
-def test_it_stands_at_the_end_like_a_late_reader(player: PlaybackReader) -> None:
+def last_step(state: State) -> int:
+    steps = [process.last_step for process in state.processes.values()]
+    return max((step.step for step in steps if step is not None), default=0)
+
+
+def test_it_stands_at_the_end(player: Player) -> None:
     assert not player.playing
     assert player.position_ns == player.length_ns == 301 * SECOND
-    assert steps_in(player.poll()) == list(range(1, STEPS + 1))
-    assert player.poll() == []
+    assert last_step(shown(player)) == STEPS
     how = player.exit()
     assert how is not None
     assert how.status == 0
     assert player.command_alive() is False
 
 
-def test_from_the_beginning_in_real_time(player: PlaybackReader, clock: Clock) -> None:
+def test_from_the_beginning_in_real_time(player: Player, clock: Clock) -> None:
     player.play()
     assert (player.position_ns, player.exit(), player.command_alive()) == (0, None, True)
-    assert steps_in(player.poll()) == []
-    seen: list[int] = []
+    assert last_step(shown(player)) == 0
     for second in range(1, 400):
         clock.pass_s(1)
-        seen += steps_in(player.poll())
         assert player.position_ns == min(second, 301) * SECOND
-        assert seen == list(range(1, min(2 * second, STEPS) + 1))
-    assert player.generation == 1
+        if second % 40 == 0:
+            assert last_step(shown(player)) == min(2 * second, STEPS)
     assert not player.playing
     assert player.exit() is not None
 
 
 @pytest.mark.parametrize("speed_steps", [-3, 1, 3, 9])
-def test_speeds(player: PlaybackReader, clock: Clock, speed_steps: int) -> None:
+def test_speeds(player: Player, clock: Clock, speed_steps: int) -> None:
     player.play()
-    player.poll()
     for _ in range(abs(speed_steps)):
         player.faster(1 if speed_steps > 0 else -1)
     clock.pass_s(2)
     wanted = min(int(2 * player.speed * SECOND), player.length_ns)
     assert player.position_ns == pytest.approx(wanted, abs=2)
-    assert steps_in(player.poll()) == list(range(1, min(wanted * 2 // SECOND, STEPS) + 1))
+    assert last_step(shown(player)) == min(wanted * 2 // SECOND, STEPS)
     player.play(False)
     clock.pass_s(100)
     assert player.position_ns == pytest.approx(wanted, abs=2)
 
 
 @pytest.mark.parametrize("at_s", [0, 0.4, 1, 77.3, 150, 299.9, 301, 999, -5])
-def test_wherever_the_clock_is_set(player: PlaybackReader, clock: Clock, at_s: float) -> None:
-    player.seek(0 if at_s > 290 else player.length_ns)
-    player.poll()
-    before = player.generation
+def test_wherever_the_clock_is_set(player: Player, clock: Clock, at_s: float) -> None:
     player.seek(int(at_s * SECOND))
-    records = player.poll()
+    state = shown(player)
     reached = min(max(at_s, 0), 301)
-    assert steps_in(records) == list(range(1, min(int(reached * 2), STEPS) + 1))
-    texts = [r.data["text"] for r in records if isinstance(r, Event) and r.kind == "warning"]
-    assert texts == (["half-way"] if reached >= 150 else [])
-    hosts = [r.data["t_s"] for r in records if isinstance(r, Event) and r.kind == "host"]
-    assert all(reached - RECENT_NS / SECOND - 600 <= t <= reached for t in hosts)
-    assert player.generation > before
-    state = State()
-    for record in records:
-        state = fold(state, record)
-    assert sorted(state.processes) == ([0, 1] if reached >= 0.1 else [])
-    player.play()
-    if 0 < at_s < 299:
-        clock.pass_s(1)
-        assert len(steps_in(player.poll())) == 2
+    assert last_step(state) == min(int(reached * 2), STEPS)
+    assert [warning.text for warning in state.warnings] == (["half-way"] if reached >= 150 else [])
+    assert state.newest_ns <= reached * SECOND
+    assert sorted(number for number, process in state.processes.items() if process.info) == (
+        [0, 1] if reached >= 0.1 else []
+    )
+    if reached >= 1:
+        newest = min(int(reached), 300)
+        assert (state.host.t_ns, state.host.second) == (newest * SECOND, newest)
+        assert len(state.host.util) == newest
 
 
-def test_a_step_at_a_time(player: PlaybackReader) -> None:
+def test_the_figures_of_a_time_are_those_of_the_seconds_before_it(player: Player) -> None:
+    for at_s in (10.0, 150.7, 299.0):
+        player.seek(int(at_s * SECOND))
+        process = shown(player).processes[0]
+        # Two steps a second, by two processes in turn.
+        assert process.ranged.steps == pytest.approx(min(at_s, 120), abs=2)
+        assert max(column.second for column in process.columns) <= at_s
+
+
+def test_a_step_at_a_time(player: Player) -> None:
     player.seek(10 * SECOND + 1)
-    player.poll()
     for expected in (21, 22, 23):
         player.step(1)
-        assert steps_in(player.poll()) == [expected]
+        assert last_step(shown(player)) == expected
     player.step(-1)
-    assert max(steps_in(player.poll())) == 22
+    assert last_step(shown(player)) == 22
     player.seek(player.length_ns)
     player.step(1)
     assert player.position_ns == player.length_ns
     player.step(-1)
-    assert max(steps_in(player.poll())) == STEPS
+    assert last_step(shown(player)) == STEPS
     player.seek(0)
     player.step(-1)
     assert player.position_ns == 0
 
 
-def test_more_than_a_picture_needs_is_skipped(state: Path, clock: Clock) -> None:
-    """Forty thousand steps in twenty seconds, at a speed that brings them all between two pictures."""
-    player = PlaybackReader(a_run(40_000, SECOND // 2000, 1000), clock)
-    player.play()
-    player.poll()
-    for _ in range(9):
-        player.faster(1)
-    before = player.generation
-    clock.pass_s(0.15)
-    found = player.poll()
-    assert player.generation == before + 1
-    assert POLL_RECORDS < len(found) <= 4 * RECENT_RECORDS
-    assert steps_in(found)[-RECENT_RECORDS:] == list(range(30_001 - RECENT_RECORDS, 30_001))
+def test_any_time_of_a_long_run_is_found(state: Path, clock: Clock) -> None:
+    player = Player(a_run(40_000, SECOND // 2000, 1000), clock)
+    for at_s in (0.5, 15.0, 19.9, 3.25):
+        player.seek(int(at_s * SECOND))
+        assert last_step(shown(player)) == at_s * 2000
 
 
-def test_stages_of_the_time_before_the_first_batch(player: PlaybackReader) -> None:
+def test_stages_of_the_time_before_the_first_batch(player: Player) -> None:
     player.seek(SECOND // 2)
     assert player.stage() == ("importing torch", START + 7)
     player.seek(2 * SECOND)
     assert player.stage() == ("torch imported", START + SECOND)
 
 
-def test_nothing_can_be_asked_of_what_has_been(player: PlaybackReader) -> None:
+def test_nothing_can_be_asked_of_what_has_been(player: Player) -> None:
     assert (player.request_mode("dp"), player.request_pause(True), player.pending()) == (0, 0, False)
     assert player.pause_refusal()
-
-
-def test_without_a_history_there_is_nothing_to_play(state: Path) -> None:
-    directory = a_run(10)
-    (directory / HISTORY_FILE).write_bytes(b"no database at all" * 100)
-    with pytest.raises(RunError, match="cannot be played back"):
-        PlaybackReader(directory)
-    (directory / HISTORY_FILE).unlink()
-    with pytest.raises(RunError, match="cannot be played back"):
-        PlaybackReader(directory)

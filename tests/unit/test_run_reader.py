@@ -1,4 +1,4 @@
-"""A reader sees each record once, begins where the history ends, and says what it missed."""
+"""A reader of a run knows what its processes are in, asks them, and says how it ended."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from dpmon.cli.main import main
-from dpmon.record.codec import Call, Event, Record, Step, pack_call, pack_definition, pack_event, pack_step
+from dpmon.record.codec import pack_call, pack_definition, pack_event, pack_step
 from dpmon.ring import Activity, Ring
 from dpmon.run import proc
-from dpmon.run.drain import Drain
-from dpmon.run.reader import RECENT_RECORDS, Pause, RunReader
+from dpmon.run.reader import Pause, RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
 
 START = 1_000_000_000
@@ -66,127 +65,6 @@ class Writer:
             now = START + self.step * 1000
             self.ring.write(pack_call(1, 0, 1, self.step, self.step, now, 5, 2, 2, (-1, 0) * 4, (2, 2, 0, 5)))
             self.ring.write(pack_step(2, self.step, now, 900, 4, (1, 2, 3, -1)))
-
-
-def numbers(records: list[Record]) -> list[tuple[str, int]]:
-    """Kind and number of calls and steps."""
-    return [(type(r).__name__, r.step) for r in records if isinstance(r, (Call, Step))]
-
-
-def turns(first: int, last: int) -> list[tuple[str, int]]:
-    """What `numbers` gives for the steps from first to last."""
-    return [(kind, step) for step in range(first, last + 1) for kind in ("Call", "Step")]
-
-
-def kept(run: tuple[Path, RunInfo]) -> None:
-    """Take everything into the history, as the supervisor does."""
-    drain = Drain(*run, warn=print)
-    drain.flush()
-    drain.close()
-
-
-def test_each_record_is_seen_once(run: tuple[Path, RunInfo], reader: RunReader) -> None:
-    assert reader.poll() == []
-    writer = Writer(run[0])
-    writer.steps(3)
-    first = reader.poll()
-    assert isinstance(first[0], Event)
-    assert numbers(first) == turns(1, 3)
-    assert reader.poll() == []
-    writer.steps(2)
-    assert numbers(reader.poll()) == turns(4, 5)
-    assert reader.missed == 0
-    assert first[1].start_ns == 1000
-
-
-def test_a_few_at_a_time_are_all_of_them_in_the_same_order(run: tuple[Path, RunInfo], reader: RunReader) -> None:
-    one, two = Writer(run[0], 0), Writer(run[0], 12)
-    one.steps(700)
-    two.steps(3)
-    whole = RunReader(run[0])
-    expected = whole.poll()
-    whole.close()
-    found: list[Record] = []
-    while records := reader.poll(50):
-        assert len(records) <= 52
-        found += records
-        one.steps(1) if len(found) < 200 else None
-    more = numbers([r for r in found if getattr(r, "process", None) == 0])
-    assert more == turns(1, len(more) // 2)
-    assert len(more) > 1400
-    assert numbers([r for r in found if getattr(r, "process", None) == 12]) == turns(1, 3)
-    assert len(found) - len(expected) == len(more) - 1400
-    assert reader.missed == 0
-
-
-def test_several_processes_each_in_its_order(run: tuple[Path, RunInfo], reader: RunReader) -> None:
-    one, two = Writer(run[0], 0), Writer(run[0], 12)
-    one.steps(2)
-    two.steps(3)
-    records = reader.poll()
-    by_process = {p: numbers([r for r in records if getattr(r, "process", None) == p]) for p in (0, 12)}
-    assert by_process == {0: turns(1, 2), 12: turns(1, 3)}
-    assert set(reader.activities()) == {0, 12}
-
-
-def test_a_late_reader_goes_on_where_the_history_ends(run: tuple[Path, RunInfo], reader: RunReader) -> None:
-    writer = Writer(run[0])
-    writer.steps(40)
-    kept(run)
-    writer.steps(7)
-    records = reader.poll()
-    assert numbers(records) == turns(1, 47)
-    assert [r.kind for r in records if isinstance(r, Event)] == ["process"]
-    writer.steps(1)
-    assert numbers(reader.poll()) == turns(48, 48)
-
-
-def test_a_late_reader_of_a_long_run_is_given_what_is_recent(run: tuple[Path, RunInfo], reader: RunReader) -> None:
-    writer = Writer(run[0], capacity=1 << 22)
-    writer.steps(RECENT_RECORDS)
-    kept(run)
-    writer.steps(1)
-    records = reader.poll()
-    found = numbers(records)
-    assert found == turns(1, RECENT_RECORDS + 1)[-len(found) :]
-    assert RECENT_RECORDS <= len(found) <= RECENT_RECORDS + 4
-    assert [r.kind for r in records if isinstance(r, Event)] == ["process"], "the process is known however old"
-
-
-def test_definitions_that_the_ring_has_lost_come_from_the_history(run: tuple[Path, RunInfo], reader: RunReader) -> None:
-    writer = Writer(run[0], capacity=1 << 17)
-    drain = Drain(*run, warn=print)
-    for _ in range(20):
-        writer.steps(200)
-        drain.flush()
-    drain.close()
-    found = numbers(reader.poll())
-    assert found[-2:] == turns(4000, 4000)
-    assert reader.missed == 0
-
-
-def test_what_was_overwritten_is_counted(run: tuple[Path, RunInfo], reader: RunReader) -> None:
-    writer = Writer(run[0], capacity=1 << 17)
-    writer.steps(1)
-    assert numbers(reader.poll()) == turns(1, 1)
-    writer.steps(3000)
-    writer.define()
-    writer.steps(5)
-    seen = 0
-    while records := reader.poll():
-        seen += len(numbers(records))
-    assert seen + reader.missed == 2 * 3005, "the two definitions written last were read, the rest is calls and steps"
-    assert reader.missed > 1000
-
-
-def test_without_calls_only_the_rest_is_decoded(run: tuple[Path, RunInfo]) -> None:
-    writer = Writer(run[0])
-    writer.steps(5)
-    kept(run)
-    writer.steps(5)
-    reader = RunReader(run[0], calls=False)
-    assert numbers(reader.poll()) == [("Step", step) for step in range(1, 11)]
-    reader.close()
 
 
 def test_a_request_is_pending_until_every_process_has_acted(run: tuple[Path, RunInfo], reader: RunReader) -> None:
@@ -250,7 +128,6 @@ def test_activities_and_stages(run: tuple[Path, RunInfo], reader: RunReader) -> 
     path.write_bytes(b"\xff\n" * 10_000 + b"no line of ours\n")
     assert reader.stage() is None
     writer = Writer(run[0])
-    reader.poll()
     writer.ring.activity(Activity.DATA, 77_000)
     name, since = reader.activities()[0]
     assert name == "data"
@@ -261,13 +138,12 @@ def test_a_process_that_was_killed_has_ended_though_it_could_not_say_so(
     run: tuple[Path, RunInfo], reader: RunReader
 ) -> None:
     writer = Writer(run[0])
-    reader.poll()
     writer.ring.activity(Activity.BACKWARD, 77_000)
     assert reader.activities()[0][0] == "backward"
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    (tail,) = reader._tails.values()
-    tail.ring.pid = gone.pid
+    (process,) = reader._processes.values()
+    process.ring.pid = gone.pid
     assert reader.activities()[0] == ("ended", 0)
 
 
@@ -275,7 +151,6 @@ def test_the_end_is_read_from_the_file_or_the_ring(run: tuple[Path, RunInfo], re
     assert reader.exit() is None
     ring = Ring(str(run[0] / "gpu.ring"), process=-1, start_ns=START)
     ring.write(pack_event("exit", {"status": 137, "signal": "SIGKILL", "t_s": 2.5}))
-    reader.poll()
     found = reader.exit()
     assert found is not None
     assert (found.status, found.signal, found.seconds, found.end_ns) == (137, "SIGKILL", 2.5, START + 2_500_000_000)
@@ -314,25 +189,23 @@ def test_what_is_no_ring_is_skipped(run: tuple[Path, RunInfo], reader: RunReader
     (run[0] / "process-3.ring").write_bytes(content)
     (run[0] / "process-x.ring").write_bytes(content)
     Writer(run[0], 0).steps(1)
-    assert numbers(reader.poll()) == turns(1, 1)
+    assert set(reader.activities()) == {0}
 
 
 def test_a_ring_that_is_truncated_under_the_reader(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     Writer(run[0], 0).steps(3)
-    reader.poll()
+    assert set(reader.activities()) == {0}
     os.truncate(run[0] / "process-0.ring", 100)
-    assert reader.poll() == []
     assert reader.activities() == {0: ("ended", 0)}
-    assert reader.missed == 0
 
 
 def test_descriptors_are_given_back(run: tuple[Path, RunInfo]) -> None:
     Writer(run[0], 0).steps(3)
-    kept(run)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         reader = RunReader(run[0])
-        assert reader.poll()
+        assert reader.activities()
+        assert reader.exit() is None
         reader.close()
     assert len(os.listdir("/proc/self/fd")) == before
 

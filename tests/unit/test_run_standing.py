@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.model import State
+from dpmon.model.state import State
 from dpmon.run.standing import QUIET_NS, Standing, newest_stage, stages, standing
 from dpmon.ui.scene import Scene, life
 

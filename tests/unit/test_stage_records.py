@@ -5,9 +5,9 @@ from __future__ import annotations
 import struct
 
 import pytest
+from stored import state_of
 from synthetic import SECOND
 
-from dpmon.model import State, fold
 from dpmon.record.codec import (
     Call,
     Decoder,
@@ -90,10 +90,7 @@ def test_damage_is_no_record() -> None:
 
 
 def scene_of(*payloads: bytes) -> Scene:
-    state = State()
-    for record in decoded(*payloads):
-        state = fold(state, record)
-    return Scene(state, SECOND, Facts(script="toy.py"), alive=True)
+    return Scene(state_of([*DEFINITIONS, *payloads]), SECOND, Facts(script="toy.py"), alive=True)
 
 
 def test_the_screen_has_a_row_a_stage_and_what_could_not_be_measured() -> None:

@@ -210,7 +210,7 @@ def test_a_successor_goes_on_after_the_last_step() -> None:
     account = Account()
     spent = account.step(1, "dp", SECOND, SECOND, True)[0]
     successor = Account()
-    successor.resume(1, 2 * SECOND, True, "dp")
+    successor.resume(1, "dp", SECOND, SECOND, True)
     spent += successor.step(2, "dp", 3 * SECOND, SECOND, True)[0]
     spent += successor.finish(5 * SECOND)
     assert sums(spent) == {("startup", "dp"): SECOND, ("evaluation", "dp"): 3 * SECOND, ("ending", "dp"): SECOND}

@@ -21,12 +21,14 @@ from dpmon.record.codec import (
     pack_event,
     pack_step,
     pack_timed,
-    with_copies,
+    with_extras,
 )
 from dpmon.record.schema import EVALUATION, SETTLING, SETTLING_STEPS
-from dpmon.store.intake import BATCH_SIZES, NO_SAMPLES, OTHER_SIZES, Accounts, Intake
+from dpmon.store.intake import BATCH_SIZES, HELD_CALLS, Accounts, Intake
+from dpmon.store.resume import resume_accounts, resume_intake
 from dpmon.store.tables import HISTORY_FILE, RingRow
-from dpmon.store.writer import HELD_CALLS, Batch, History
+from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES
+from dpmon.store.writer import Batch, History
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -160,7 +162,7 @@ def test_a_lone_replicas_copies_are_no_part_of_its_forward(
     ring.call(phases=(0, 1 * MS, 1 * MS, 2 * MS, 3 * MS, 7 * MS, 10 * MS, 1 * MS))
     ring.number += 1
     step = pack_step(DP, ring.number, ring.now, 40 * MS, 8, (1 * MS, 8 * MS, 10 * MS, 1 * MS))
-    ring.add(with_copies(step, copied * MS, 4096) if copied else step)
+    ring.add(with_extras(step, {"copy": copied * MS, "copied_bytes": 4096}) if copied else step)
     assert ring.last["parallel_apply_ns"] == (None if apply is None else apply * MS)
     assert ring.last["rest_ns"] == rest * MS
     assert ring.last["copied_bytes"] == (4096 if copied else None)
@@ -311,7 +313,7 @@ def test_a_wait_is_taken_out_of_its_gap_in_the_database(tmp_path: Path, ring: Ri
     ring.step()
     ring.now += SECOND
     ring.step()
-    history = History(tmp_path, {})
+    history = History.open(tmp_path, {})
     history.write(ring.batch)
     supervisor.add(event("input", pid=77, t_s=1.1, waited_s=0.7))
     history.write(supervisor.batch)
@@ -356,18 +358,19 @@ def written(directory: Path, payloads: list[bytes], cuts: list[int]) -> list[Any
     """What a history has after several supervisors, each of which begins at a cut."""
     directory.mkdir()
     for begin, end in zip([0, *cuts], [*cuts, len(payloads)], strict=True):
-        history = History(directory, {})
+        history = History.open(directory, {})
         row = history.rings().get("process-0.ring") or RingRow("process-0.ring", 0, None, 1)
         accounts, batch = Accounts(), Batch()
         intake = Intake(row, 0, accounts)
         if begin:
-            history.resume(intake, accounts)
+            resume_accounts(history, accounts)
+            resume_intake(history, intake)
         number = history.next_id
         for payload in payloads[begin:end]:
             number += intake.add(batch, number, payload)
         if end == len(payloads):
             intake.flush(batch)
-            accounts.finish(batch, 5 * SECOND)
+            accounts.event(batch, None, "exit", {}, 5 * SECOND)
         batch.rings = [row]
         history.write(batch)
         history.close()

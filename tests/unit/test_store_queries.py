@@ -12,7 +12,7 @@ from math import ceil
 from pathlib import Path
 
 import pytest
-from stored import SECOND, OneStep, asked, some_steps
+from written import SECOND, OneStep, asked, some_steps, store_of
 
 from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, SETTLING
 from dpmon.store.accounting import ACTIVITIES, Spent
@@ -28,12 +28,12 @@ DAY = 86_400
 
 def a_store(db: sqlite3.Connection, directory: Path, newest: int, slack: int, pruned: dict[int, int]) -> Store:
     """A store without tallies, whose wide ones were made up to `slack` seconds before the newest."""
-    History(directory, {}).close()
+    History.open(directory, {}).close()
     meta = {f"whole_{width}": max(newest - slack, 0) // width * width for width in WIDTHS[1:]}
     meta |= {f"pruned_{width}": second for width, second in pruned.items()}
     db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta.items())
     db.execute("INSERT INTO times (width, start_s, process, mode) VALUES (1, ?, 0, '')", (newest,))
-    return Store(db)
+    return store_of(db)
 
 
 def fewest(begin: int, end: int, whole: dict[int, int], widths: Sequence[int] = WIDTHS) -> int:
@@ -98,7 +98,7 @@ def test_no_deleted_tally_is_asked_for(tmp_path: Path, seed: int) -> None:
 
 
 def written(directory: Path, steps: Sequence[OneStep], spent: Sequence[tuple[int, Spent]] = ()) -> None:
-    history = History(directory, {})
+    history = History.open(directory, {})
     for at in range(0, len(steps), 50):
         batch = Batch()
         for step in steps[at : at + 50]:
@@ -252,7 +252,7 @@ def test_damaged_values_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_store_without_steps_has_no_figures(tmp_path: Path) -> None:
-    History(tmp_path, {}).close()
+    History.open(tmp_path, {}).close()
     with asked(tmp_path) as store:
         window = Window(store)
         assert (window.modes, store.processes, store.kinds()) == ([], [], set())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from stored import OneStep, some_steps
+from written import OneStep, some_steps
 
 from dpmon.store.tally import SeriesNames, Stat, Tally
 

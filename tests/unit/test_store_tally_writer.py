@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from stored import SECOND, OneStep, expected, some_steps
+from written import SECOND, OneStep, expected, some_steps
 
 from dpmon.store.accounting import ACTIVITIES, Spent
 from dpmon.store.tables import ACTIVITY_COLUMNS, HISTORY_FILE, HistoryError
@@ -40,7 +40,7 @@ def write(directory: Path, batches: Sequence[Batch], *, writers: int = 1) -> Non
     """Write batches by several writers, one after the other."""
     part = -(-len(batches) // writers)
     for begin in range(0, len(batches), part):
-        history = History(directory, {})
+        history = History.open(directory, {})
         for batch in batches[begin : begin + part]:
             history.write(batch)
         history.close()
@@ -121,7 +121,7 @@ def test_a_write_that_failed_changes_nothing_and_can_be_tried_again(
 ) -> None:
     chance = random.Random(4)
     steps = some_steps(chance, 300, HOURS, processes=(0, 1))
-    history = History(tmp_path, {})
+    history = History.open(tmp_path, {})
     for number, batch in enumerate(in_batches(chance, steps, 20)):
         if number % 3 == 1:
             with monkeypatch.context() as patched:

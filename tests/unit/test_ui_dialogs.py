@@ -146,8 +146,8 @@ async def test_the_runs_directory_vanishes_under_a_dialog(
     async with stage(directory) as on:
         await on.press(opener)
         shutil.rmtree(directory)
-        polls = on.reader.polls
-        await on.until(lambda: on.reader.polls > polls + 3, "pictures")
+        looks = on.reader.looks
+        await on.until(lambda: on.reader.looks > looks + 3, "pictures")
         await on.press("escape")
         await on.until(lambda: len(on.app.screen_stack) == 1, "the dialog to close")
         for key in ("s", "i", "w", "r"):

@@ -8,17 +8,18 @@ The pictures are in tests/golden. After a change that is meant, write them anew 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from string import ascii_letters, digits
+from typing import Any
 
 import pytest
 from recorded import linear_run
+from stored import Recording, state_of
 from synthetic import SECOND, Training, decoded, host_event, whole_device_event
 
-from dpmon.model import State, fold
 from dpmon.record.codec import Call, Record, pack_event
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import paint, places
@@ -34,15 +35,12 @@ DARK = Look(UNICODE, COLOUR, True)
 BARE = Look(ASCII, MONO, False)
 
 
-def folded(records: Iterable[Record]) -> State:
-    state = State()
-    for record in records:
-        state = fold(state, record)
-    return state
+def memory(training: Training, peaks: list[dict[str, Any]]) -> bytes:
+    return pack_event("memory", {"process": 0, "rank": None, "t_s": training.now / SECOND, "devices": peaks})
 
 
 def starting() -> Scene:
-    return Scene(folded(decoded([host_event(1.0)])), 3 * SECOND, FACTS, stage=("importing torch", SECOND), alive=True)
+    return Scene(state_of([host_event(1.0)]), 3 * SECOND, FACTS, stage=("importing torch", SECOND), alive=True)
 
 
 @lru_cache(maxsize=16)
@@ -55,13 +53,13 @@ def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: 
     if both:
         training.mode = "single"
         payloads = [*training.begin(), *training.run(2000)]
-        payloads.append(pack_event("memory", {"process": 0, "rank": None, "devices": peaks}))
+        payloads.append(memory(training, peaks))
         training.step_ns = 26_000_000
         payloads += training.switch("dp")
     payloads += training.run(1500 if len(devices) <= 8 else 200)
     if both:
         peaks = [*peaks, *({"device": d, "peak_bytes": 1 << 30, "peak_after_step": 2100} for d in devices[1:])]
-        payloads.append(pack_event("memory", {"process": 0, "rank": None, "devices": peaks}))
+        payloads.append(memory(training, peaks))
     for second in range(70):
         for index in range(count):
             payloads.append(
@@ -76,19 +74,18 @@ def gpus(count: int, *, both: bool = False, replicas: int | None = None, batch: 
                     throttle=["power cap"] if index == 1 else [],
                 )
             )
-    return Scene(folded(decoded(payloads)), training.now, FACTS, alive=True, can_toggle=True)
+    return Scene(state_of(payloads), training.now, FACTS, alive=True, can_toggle=True)
 
 
 def ranks() -> Scene:
-    state = State()
+    recording = Recording()
     now = 0
     for rank in range(4):
         one = Training(process=rank, rank=rank, devices=(f"cuda:{rank}",), virtual=False, mode="single", seed=rank,
                        via="DistributedDataParallel", step_ns=2_500_000 if rank == 3 else 2_000_000)  # fmt: skip
-        for record in decoded([*one.begin(), *one.run(400)], rank, rank):
-            state = fold(state, record)
+        recording.add([*one.begin(), *one.run(400)], rank, rank)
         now = max(now, one.now)
-    return Scene(state, now, FACTS, alive=True)
+    return Scene(recording.state(), now, FACTS, alive=True)
 
 
 @lru_cache(maxsize=1)
@@ -97,11 +94,11 @@ def _linear() -> tuple[Record, ...]:
 
 
 @lru_cache(maxsize=4)
-def recorded(part: float) -> Scene:
-    """The recorded run, as it was after so much of it."""
+def recorded(part: float, span_s: int = 120) -> Scene:
+    """The recorded run, as it was after this part of it, and what is shown of a time range."""
     records = _linear()
     shown = records[: int(len(records) * part)]
-    state = folded(shown)
+    state = state_of(shown, span_s=span_s)
     return Scene(state, state.newest_ns, FACTS, alive=True, can_toggle=True)
 
 
@@ -114,7 +111,7 @@ def evaluated() -> Scene:
     records = decoded([*payloads, *training.run(20)])
     seen = [replace(one, training=False, grad=False) if index >= first and isinstance(one, Call) else one
             for index, one in enumerate(records)]  # fmt: skip
-    return Scene(folded(seen), training.now, FACTS, alive=True, can_toggle=True)
+    return Scene(state_of(seen), training.now, FACTS, alive=True, can_toggle=True)
 
 
 SITUATIONS: dict[str, tuple[Callable[[], Scene], int, int, Look]] = {
@@ -131,7 +128,7 @@ SITUATIONS: dict[str, tuple[Callable[[], Scene], int, int, Look]] = {
     "no GPU 120x40": (lambda: recorded(1.0), 120, 40, DARK),
     "no GPU 80x24": (lambda: recorded(1.0), 80, 24, DARK),
     "no GPU 120x40 ascii": (lambda: recorded(1.0), 120, 40, BARE),
-    "batch zoomed 120x40": (lambda: replace(recorded(1.0), view=View("batch", "batch", span_s=0)), 120, 40, DARK),
+    "batch zoomed 120x40": (lambda: replace(recorded(1.0, 0), view=View("batch", "batch", span_s=0)), 120, 40, DARK),
     "failed 120x40": (
         lambda: replace(recorded(0.3), ended=Ended(1, None, 9 * SECOND, "RuntimeError: no"), can_toggle=False),
         120, 40, DARK,
@@ -186,10 +183,11 @@ def test_no_picture_is_left_of_a_situation_that_is_gone() -> None:
 
 
 def test_the_recorded_run_is_read_whole_and_in_order() -> None:
-    state = folded(_linear())
+    state = state_of(_linear())
     process = state.focus()
-    assert state.ignored == 0
     assert process is not None
-    assert process.step_count == 190
+    assert process.last_step is not None
+    assert process.last_step.step == 190
     assert [(change.mode, change.step) for change in state.mode_changes] == [("dp", 1), ("single", 61), ("dp", 151)]
-    assert {mode: track.count for mode, track in process.modes.items()} == {"dp": 100, "single": 90}
+    assert process.compared is not None
+    assert {mode: side.seen for mode, side in process.compared.sides.items()} == {"dp": 100, "single": 90}

@@ -99,8 +99,8 @@ async def test_the_time_range_and_the_refresh_change_and_say_so(tmp_path: Path) 
         await on.shows("time range: 30 s")
         await on.press("minus")
         await on.shows("a picture every 0.2 s")
-        polls = on.reader.polls
-        await on.until(lambda: on.reader.polls > polls + 3, "pictures at the new rate")
+        looks = on.reader.looks
+        await on.until(lambda: on.reader.looks > looks + 3, "pictures at the new rate")
         await on.press("plus", "plus")
         await on.shows("a picture every 0.1 s")
 
@@ -233,10 +233,10 @@ async def test_a_report_that_was_closed_before_it_was_made_comes_over_nothing(
         await on.press("escape")
         await on.press("colon")
         await on.until(lambda: isinstance(on.app.screen, Commands), "something else")
-        polls = on.reader.polls
+        looks = on.reader.looks
         go.set()
         await on.until(made.is_set, "the report")
-        await on.until(lambda: on.reader.polls > polls + 3, "some pictures")
+        await on.until(lambda: on.reader.looks > looks + 3, "some pictures")
         assert isinstance(on.app.screen, Commands)
 
 

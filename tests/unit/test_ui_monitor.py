@@ -8,12 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stage import LOOK, FakeReader, stage
+from stage import LOOK, FakeReader, Stage, stage
 from synthetic import SECOND, Training, decoded
 
 from dpmon.record.codec import Event
 from dpmon.ui.dialogs import Choice, Pages
 from dpmon.ui.monitor import Monitor
+
+
+def last_step(on: Stage) -> int | None:
+    process = on.app.feed.state.focus()
+    return None if process is None or process.last_step is None else process.last_step.step
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (160, 50), (200, 60)])
@@ -35,13 +40,13 @@ async def test_it_draws_before_anything_is_read(tmp_path: Path) -> None:
         return reader
 
     reader = FakeReader(tmp_path)
-    app = Monitor(tmp_path, LOOK, refresh=0.1, open_reader=never)
+    app = Monitor(tmp_path, LOOK, refresh=0.1, open_reader=never, open_store=reader.open_store)
     async with app.run_test(size=(80, 24)):
         for _ in range(200):
-            if reader.polls:
+            if reader.looks:
                 break
             await asyncio.sleep(0.01)
-        assert reader.polls
+        assert reader.looks
 
 
 async def test_it_finds_its_place_when_the_size_changes(tmp_path: Path) -> None:
@@ -195,9 +200,7 @@ async def test_freeze_holds_the_picture_while_records_are_taken_in(tmp_path: Pat
         still = on.text()
         on.training.defined.clear()
         on.reader.new = decoded(on.training.run(50), origin_ns=SECOND)
-        process = on.app.feed.state.focus()
-        assert process is not None
-        await on.until(lambda: process.step_count == 250, "the records behind the picture")
+        await on.until(lambda: last_step(on) == 250, "the records behind the picture")
         assert on.text() == still
         await on.press("3", "3")
         assert on.app.view.zoom == "batch", "it can still be looked at"
@@ -363,6 +366,6 @@ async def test_rows_that_stay_the_same_are_not_drawn_again(tmp_path: Path) -> No
         on.end(0)
         await on.shows("finished")
         drawn = {name: widget.drawn for name, widget in on.app._panels.items()}
-        polls = on.reader.polls
-        await on.until(lambda: on.reader.polls > polls + 20, "twenty ticks")
+        looks = on.reader.looks
+        await on.until(lambda: on.reader.looks > looks + 20, "twenty ticks")
         assert {name: widget.drawn for name, widget in on.app._panels.items()} == drawn

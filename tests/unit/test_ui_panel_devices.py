@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from situations import FACTS, LOOK, MONO_ASCII, gpu_scene, rows_text, scene_of, situations, state_of
 from synthetic import Training, device_event
 
-from dpmon.model import fold
-from dpmon.record.codec import Event
 from dpmon.ui import panel_devices
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import Scene
@@ -55,9 +54,11 @@ def test_no_gpu_is_left_out_without_a_sign(count: int, width: int) -> None:
 
 def test_the_gpus_of_the_run_come_first_and_others_are_dim() -> None:
     state = gpu_scene(4).state
-    for index in (0, 2):
-        record = {**state.devices[index].data, "of_run": False, "mem_run_bytes": 0}
-        fold(state, Event("device", record))
+    others = {
+        index: state.devices[index]._replace(data={**state.devices[index].data, "of_run": False, "mem_run_bytes": 0})
+        for index in (0, 2)
+    }
+    state = replace(state, devices={**state.devices, **others})
     rows = panel_devices.devices(Scene(state, 0, FACTS), 60, 6, LOOK)
     assert [plain(row)[:2] for row in rows[:4]] == [" 1", " 3", " 0", " 2"]
     assert "dim" not in {style for text, style in rows[0] if "%" in text}

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from situations import FACTS, LOOK, rows_text, scene_of, situations, state_of, text_of
+from situations import FACTS, LOOK, focused, rows_text, scene_of, situations, state_of, text_of, with_call
 from synthetic import Training, decoded
 
-from dpmon.model import State, fold
 from dpmon.model.numbers import duration
-from dpmon.model.stats import percentile
-from dpmon.record.codec import Call, Event, Record, Size
+from dpmon.record.codec import Call, Event, Record, Size, Step
 from dpmon.ui import panel_replicas
 from dpmon.ui.paint import places, scroll_room
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Scene, View
-
-
-def folded(records: list[Record]) -> State:
-    state = State()
-    for record in records:
-        state = fold(state, record)
-    return state
 
 
 def test_replicas_show_the_sizes_of_the_seeds() -> None:
@@ -46,11 +38,9 @@ def test_idle_devices_are_shown_idle_with_the_reason() -> None:
 
 def test_a_replica_whose_sizes_were_not_seen_has_dashes() -> None:
     scene = scene_of(Training(), 1)
-    process = scene.process
-    assert process is not None
-    (track,) = process.calls.values()
+    (track,) = focused(scene).calls.values()
     blind = tuple(r._replace(inputs=None, outputs=None) for r in track.last.replicas)
-    track.last = replace(track.last, replicas=blind, absent={"sizes": "not seen by a forward hook"})
+    scene = with_call(scene, replicas=blind, absent={"sizes": "not seen by a forward hook"})
     rows = rows_text(panel_replicas.replicas(scene, 70, 9, LOOK))
     assert rows[1].split()[:5] == ["0", "cpu:0", "–", "–", "–"]
     assert "not seen by a forward hook" in rows
@@ -58,11 +48,9 @@ def test_a_replica_whose_sizes_were_not_seen_has_dashes() -> None:
 
 def test_several_inputs_are_counted_and_listed_when_zoomed() -> None:
     scene = scene_of(Training(), 1)
-    process = scene.process
-    assert process is not None
-    (track,) = process.calls.values()
+    (track,) = focused(scene).calls.values()
     sizes = (Size("0", (8, 5), "float32", 160), Size("1.mask", (8,), "bool", 8), Size("labels", (8,), "int64", 64))
-    track.last = replace(track.last, replicas=tuple(r._replace(inputs=sizes) for r in track.last.replicas))
+    scene = with_call(scene, replicas=tuple(r._replace(inputs=sizes) for r in track.last.replicas))
     assert any("[8, 5] +2" in row for row in rows_text(panel_replicas.replicas(scene, 70, 9, LOOK)))
     zoomed = rows_text(panel_replicas.zoomed(scene, 100, 40, LOOK))
     assert "   in   1.mask [8] bool 8 B" in zoomed
@@ -105,23 +93,22 @@ def test_the_share_and_the_spread_have_room_at_120_columns() -> None:
 
 def test_the_spread_has_a_scale_and_full_screen_says_what_the_times_are() -> None:
     scene = scene_of(Training(devices=[f"cpu:{i}" for i in range(2)]))
-    process = scene.process
-    assert process is not None
-    (track,) = process.calls.values()
-    slowest = max(percentile(times, 0.95) or 0 for times in track.replica_ns)
+    (track,) = focused(scene).calls.values()
+    times = [spread for spread in track.times if spread is not None]
+    slowest = max(spread.high for spread in times)
     header = rows_text(panel_replicas.replicas(scene, 90, 9, LOOK))[0]
-    fastest = min(percentile(times, 0.05) or 0 for times in track.replica_ns)
+    fastest = min(spread.low for spread in times)
     low, what, high = header.split()[-3:]
     assert (what, high) == ("5-95%", duration(slowest, ""))
     assert low == duration(min(fastest, slowest * 0.7), ""), "the left edge"
     said = " ".join(rows_text(panel_replicas.zoomed(scene, 100, 40, LOOK)))
-    assert f"its last {len(track.replica_ns[0])} calls" in said
+    assert f"the median of {times[0].calls} calls" in said
     assert f" to {duration(slowest)}; apply, in panels 3 and 4, lasts until the slowest is done" in said
 
 
-def several_calls() -> Scene:
+def several_calls(more: Sequence[Record] = ()) -> Scene:
     """A critic that is called twice a step, with batches of different sizes, and a generator."""
-    state, steps = State(), 40
+    steps = 40
     real, generator = Training(root="Critic", batch=30), Training(root="Generator", batch=64, seed=3)
     fakes = Training(root="Critic", batch=12, seed=2)
     for training in (real, fakes, generator):
@@ -133,9 +120,7 @@ def several_calls() -> Scene:
         calls = [next(r for r in stream if isinstance(r, Call) and r.step == number + 1) for stream in streams]
         by_step += calls
         by_step.append(next(r for r in streams[0] if not isinstance(r, (Call, Event)) and r.step == number + 1))
-    for record in [*records[0], *by_step]:
-        state = fold(state, record)
-    return Scene(state, real.now, FACTS, alive=True)
+    return Scene(state_of([*records[0], *by_step, *more]), real.now, FACTS, alive=True)
 
 
 def test_several_calls_of_a_step_and_several_roots_can_be_chosen() -> None:
@@ -157,27 +142,32 @@ def test_several_calls_of_a_step_and_several_roots_can_be_chosen() -> None:
 
 
 def test_a_call_that_steps_no_longer_make_cannot_be_chosen_any_more() -> None:
-    scene = several_calls()
-    process = scene.process
-    assert process is not None
-    last = next(call for call in reversed(process.calls_kept) if call.root == "Critic")
-    for number in range(100):
-        fold(scene.state, replace(last, step=100 + number, call=1000 + number))
-    assert [c.of for c in panel_replicas.choices(process)] == [1, 1]
+    last = next(call for call in reversed(focused(several_calls()).last_calls) if call.root == "Critic")
+    more = [replace(last, step=100 + number, call=1000 + number) for number in range(100)]
+    assert [c.of for c in panel_replicas.choices(several_calls(more).process)] == [1, 1]
 
 
 def test_a_call_with_no_replicas_says_so() -> None:
     call = Call(0, None, 1, 1, "Net", None, "single", False, True, True, False, 0, 10, ("cpu",), {}, (), None, None)
-    state = fold(State(), call)
+    state = state_of([call])
     rows = rows_text(panel_replicas.replicas(Scene(state, 0, FACTS), 60, 6, LOOK))
     assert "the replicas of this call were not seen" in rows
+
+
+def without_training(record: Record) -> Record:
+    if isinstance(record, Call):
+        return replace(record, training=False, grad=False)
+    if isinstance(record, Step):
+        kept = {name: took for name, took in record.phases.items() if name not in ("backward", "optimizer")}
+        return replace(record, phases=kept)
+    return record
 
 
 def test_sizes_of_an_evaluation_say_that_they_are() -> None:
     """A run's last calls are often an evaluation's: its sizes and times are not those of the training."""
     training = Training(batch=30)
     records = decoded([*training.begin(), *training.run(50)])
-    before = scene_of(Training(), 1, state=folded(records))
+    before = scene_of(Training(), 1, state=state_of(records))
 
     def more(steps: int) -> list[Record]:
         training.defined.clear()  # for a reader of its own
@@ -188,17 +178,16 @@ def test_sizes_of_an_evaluation_say_that_they_are() -> None:
 
     assert told(before) == "2 Replicas · Model · DataParallel"
     training.batch, training.step_ns = 8, 20_000_000
-    later = [replace(each, training=False, grad=False) if isinstance(each, Call) else each
-             for each in more(3)]  # fmt: skip
-    evaluated = scene_of(Training(), 1, state=folded(records + later))
+    later = [without_training(each) for each in more(3)]
+    evaluated = scene_of(Training(), 1, state=state_of(records + later))
     assert told(evaluated) == "2 Replicas · evaluation · Model · DataParallel"
     assert "evaluation" in text_of(evaluated, 80, 24)
     rows = rows_text(panel_replicas.replicas(evaluated, 70, 9, LOOK))
     assert "[4, 5]" in rows[1]
     assert float(rows[1].split()[8]) > 2.0, "its own times, not the median of fifty steps of the training"
     frozen = [replace(each, grad=False) if isinstance(each, Call) else each for each in more(1)]
-    assert "no gradients · Model" in told(scene_of(Training(), 1, state=folded(records + frozen)))
+    assert "no gradients · Model" in told(scene_of(Training(), 1, state=state_of(records + frozen)))
     training.batch, training.step_ns = 30, 2_400_000
-    again = scene_of(Training(), 1, state=folded(records + later + more(1)))
+    again = scene_of(Training(), 1, state=state_of(records + later + more(1)))
     (track,) = again.state.processes[0].calls.values()
-    assert [len(times) for times in track.replica_ns] == [51, 51], "the training's times are there again"
+    assert [spread.calls for spread in track.times if spread] == [51, 51], "the training's times are there again"

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from rich.color import Color, ColorSystem
 from rich.console import Console
-from synthetic import Training, decoded
+from stored import state_of
+from synthetic import Training
 
-from dpmon.model import State, fold
 from dpmon.model.turn import Piece
 from dpmon.text.cells import cut
 from dpmon.text.palettes import FEW, PALETTES, Palette
@@ -29,9 +29,7 @@ MONO_ASCII = Look(ASCII, MONO, False)
 
 def a_scene() -> Scene:
     training = Training()
-    state = State()
-    for record in decoded([*training.begin(), *training.run(20)]):
-        state = fold(state, record)
+    state = state_of([*training.begin(), *training.run(20)])
     return Scene(state, training.now, Facts(), alive=True, can_toggle=True, can_type=True)
 
 

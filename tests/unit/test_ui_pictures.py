@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from situations import FACTS, LOOK, MONO_ASCII, scene_of, situations, state_of, text_of
-from synthetic import SECOND, Training
+from synthetic import SECOND, Training, host_event
 
-from dpmon.model import State, fold
-from dpmon.record.codec import Event
+from dpmon.model.state import PauseChange, State, WarningText
 from dpmon.ui.footer import keys
 from dpmon.ui.layout import MIN_HEIGHT, MIN_WIDTH, arrange
 from dpmon.ui.look import Look
@@ -162,8 +161,7 @@ def test_the_end_stays_with_its_outcome(ended: Ended, said: str) -> None:
 
 
 def test_of_a_run_that_is_over_the_host_panel_has_no_dashes() -> None:
-    scene = scene_of(Training())
-    fold(scene.state, Event("host", {"t_s": 31.0, "cpu_pct": 5.0, "run_cpu_pct": None, "run_mem_bytes": None}))
+    scene = scene_of(Training(), more=[host_event(31.0, run_cpu_pct=None, run_mem_bytes=None)])
     assert "has ended" not in text_of(scene, 120, 40)
     assert "this run has ended" in text_of(replace(scene, ended=Ended(0, None, 5)), 120, 40)
 
@@ -207,16 +205,12 @@ def test_the_status_row_is_not_cut(width: int) -> None:
 
 
 def test_dropped_records_are_counted_on_the_screen() -> None:
-    assert "1,234 records dropped" in text_of(replace(scene_of(Training()), missed=1234), 80, 24)
+    assert "1,234 records dropped" in text_of(missing(scene_of(Training()), 1234), 80, 24)
     assert "dropped" not in text_of(scene_of(Training()), 80, 24)
 
 
 def test_warnings_are_shown_and_have_a_key() -> None:
-    scene = scene_of(Training())
-    fold(
-        scene.state,
-        Event("warning", {"process": 0, "t_s": scene.now_ns / SECOND, "text": "the hook\x1b[2J took itself out"}),
-    )
+    scene = warned(scene_of(Training()), "the hook\x1b[2J took itself out")
     text = text_of(scene, 120, 40)
     assert "warning: the hook\ufffd[2J took itself out" in text
     assert ("w", "warnings") in keys(scene)
@@ -237,6 +231,14 @@ def test_devices_in_short(devices: tuple[str, ...], short: str) -> None:
     assert devices_in_short(devices) == short
 
 
+def warned(scene: Scene, text: str) -> Scene:
+    return replace(scene, state=replace(scene.state, warnings=(WarningText(0, scene.now_ns, text),)))
+
+
+def missing(scene: Scene, count: int) -> Scene:
+    return replace(scene, state=replace(scene.state, missed=count))
+
+
 LONG = (
     "the module's parts lie on several devices (cuda:0, cuda:1, 中文字 and the processor): dp would copy each of them "
     "whole to every device, which is not what the script says; the toggle is for modules on one device"
@@ -251,9 +253,8 @@ def test_a_refusal_that_has_no_room_in_its_row_stands_in_full_below_it(which: st
     if which == "toggle":
         scene = replace(scene, toggle=Toggle("single", "refused", scene.now_ns, None, LONG))
     elif which == "pause":
-        fold(
-            scene.state, Event("pause", {"process": 0, "t_s": scene.now_ns / SECOND, "paused": False, "refused": LONG})
-        )
+        pause = PauseChange(0, scene.now_ns, None, False, None, None, LONG)
+        scene = replace(scene, state=replace(scene.state, pauses=(pause,)))
     else:
         scene = replace(scene, view=View(message=LONG, message_ns=scene.now_ns))
     rows = whole(scene, Output(), *size, LOOK)
@@ -276,8 +277,7 @@ def test_a_note_too_long_for_the_screen_says_so_and_a_short_answer_makes_none() 
 
 
 def test_a_warning_that_is_cut_says_where_all_of_it_is() -> None:
-    scene = scene_of(Training())
-    fold(scene.state, Event("warning", {"process": 0, "t_s": scene.now_ns / SECOND, "text": LONG}))
+    scene = warned(scene_of(Training()), LONG)
     for size in ((80, 24), (120, 40)):
         row = next(line for line in text_of(scene, *size).splitlines() if "warning:" in line)
         assert row.rstrip().endswith("w: all of it")
@@ -288,8 +288,7 @@ def test_a_warning_that_is_cut_says_where_all_of_it_is() -> None:
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("missed", [0, 7])
 def test_a_warning_stands_beside_the_state_that_had_no_room_above(width: int, missed: int) -> None:
-    scene = scene_of(Training(), missed=missed)
-    fold(scene.state, Event("warning", {"process": 0, "t_s": scene.now_ns / SECOND, "text": LONG}))
+    scene = missing(warned(scene_of(Training()), LONG), missed)
     for later, doing, word, detail in (
         (scene.now_ns + 15 * SECOND, {0: ("data", scene.now_ns)}, "waiting for data", "15 s"),
         (scene.now_ns + 12 * SECOND, {}, "running", "quiet 12 s"),

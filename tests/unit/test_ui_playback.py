@@ -10,9 +10,8 @@ import pytest
 from test_run_playback import SECOND, Clock, a_run
 from textual.pilot import Pilot
 
-from dpmon.run.playback import PlaybackReader
 from dpmon.ui.look import COLOUR, UNICODE, Look
-from dpmon.ui.playback import Playback
+from dpmon.ui.playback import Playback, Player
 from dpmon.ui.rows import plain, width_of
 from dpmon.ui.scene import Playing
 from dpmon.ui.timeline import position_at, timeline
@@ -24,7 +23,7 @@ LOOK = Look(UNICODE, COLOUR, True)
 async def shown(
     directory: Path, clock: Clock, size: tuple[int, int] = (120, 40)
 ) -> AsyncIterator[tuple[Playback, Pilot[str]]]:
-    app = Playback(directory, LOOK, open_player=lambda: PlaybackReader(directory, clock), refresh=600)
+    app = Playback(directory, LOOK, open_player=lambda: Player(directory, clock), refresh=600)
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
         yield app, pilot

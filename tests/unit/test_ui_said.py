@@ -8,20 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from situations import focused, with_process
 from stage import LOOK, stage
-from synthetic import SECOND, Training, decoded
+from stored import state_of
+from synthetic import SECOND, Training
 from test_run_playback import Clock, a_run
 from test_ui_playback import said, shown
 
 from dpmon.cli.speak import closing
 from dpmon.cli.summary import summary_lines
-from dpmon.model import State, fold
-from dpmon.model.compare import compare, sentence
-from dpmon.model.history import figures, forward_figures, pictured
+from dpmon.model.compare import sentence
+from dpmon.model.history import pictured
 from dpmon.model.numbers import duration
-from dpmon.model.ranks import forward_of
-from dpmon.model.state import NOT_RUN, PHASES, StepSample
-from dpmon.model.stats import mean_speed, median
+from dpmon.model.pace import speed
+from dpmon.record.codec import Step
 from dpmon.run.rundir import load_exit
 from dpmon.ui.dialogs import Commands, Pages
 from dpmon.ui.keys import DEEDS, PLAYED, possible
@@ -35,11 +35,9 @@ from dpmon.ui.tail import Tail
 from dpmon.ui.timeline import timeline
 
 
-def trained(steps: int = 200, **options: object) -> Scene:
+def trained(steps: int = 200, *, over: bool = False, **options: object) -> Scene:
     training = Training(**options)  # type: ignore[arg-type]
-    state = State()
-    for record in decoded([*training.begin(), *training.run(steps)]):
-        state = fold(state, record)
+    state = state_of([*training.begin(), *training.run(steps)], over=over)
     return Scene(state, training.now, Facts("20261120-141502-x-7f3a", "x.py"), alive=True, can_toggle=True)
 
 
@@ -71,14 +69,12 @@ def test_panel_3_has_its_medians_and_the_last_step_at_80x24(replicas: int, mode:
 
 def test_what_has_no_room_in_the_header_is_left_out_in_full() -> None:
     scene = trained(virtual=True)
-    process = scene.process
-    assert process is not None
-    process.info = {"python": "3.11.7", "torch": "2.13.0+cpu"}
+    scene = with_process(scene, info={"python": "3.11.7", "torch": "2.13.0+cpu"})
     for width in range(40, 130):
         row = screen(scene, width, 24)[2 if width < 110 else 1].rstrip()
         assert not row.endswith("…") or " · " not in row, row
         assert "torch" not in row or row.endswith("torch 2.13.0+cpu")
-    closing_down = replace(scene, activities={process.process: ("ended", 0)})
+    closing_down = replace(scene, activities={0: ("ended", 0)})
     for width in (80, 120):
         rows = screen(closing_down, width)[:3]
         assert any("the training process is at its end" in row for row in rows)
@@ -242,19 +238,19 @@ def test_a_panel_has_one_name() -> None:
 # ------------------------------------------------------------------------------------------------ panel 4
 
 
-def sample(step: int, wall: int, samples: int = 30, backward: int = 5) -> StepSample:
-    phases = [NOT_RUN] * len(PHASES)
-    phases[PHASES.index("forward")], phases[PHASES.index("backward")] = wall - 5, backward
-    return StepSample(step, step * wall, wall, samples, tuple(phases))
+def step(mode: str, number: int, wall: int, *, samples: int = 30, backward: bool = True) -> Step:
+    phases = {"forward": wall - 5, **({"backward": 5} if backward else {})}
+    return Step(0, None, number, mode, number * 10_000_000, wall, samples, phases)
 
 
 def test_what_is_left_out_of_a_comparison_is_said_by_kind() -> None:
-    single = [sample(n, 1_000_000 + n) for n in range(60)]
-    dp = [sample(n, 2_000_000 + n) for n in range(60)]
-    odd = [sample(60, 1_000_000, samples=7), sample(61, 1_000_000, backward=NOT_RUN)]
-    found = compare({"single": [*single, *odd], "dp": dp}, devices=("cpu:0", "cpu:1"))
+    steps = [step("single", n, 1_000_000 + n) for n in range(1, 66)]
+    steps += [step("single", 66, 1_000_000, samples=7), step("single", 67, 1_000_000, backward=False)]
+    steps += [step("dp", n, 2_000_000 + n) for n in range(68, 133)]
+    found = focused(Scene(state_of(steps), 0)).compared
+    assert found is not None
     assert (found.left_out, found.left_backward) == (2, 1)
-    assert (sentence(found) or "").startswith("DataParallel over 2 is 0.50× as fast as one device")
+    assert (sentence(found) or "").startswith("DataParallel is 0.50× as fast as one device")
     rows = [plain(row).strip() for row in compare_rows(trained(3), 60, 12, found, LOOK)]
     text = " ".join(rows)
     assert "left out: 1 step of another batch size; left out: 1 step without a backward pass" in text
@@ -265,14 +261,14 @@ def test_what_is_left_out_of_a_comparison_is_said_by_kind() -> None:
 
 
 def test_a_run_that_is_over_has_its_mean_speed_and_no_room_for_what_will_not_come() -> None:
-    scene = trained(400, step_ns=1_000_000_000)
-    process = scene.process
-    assert process is not None
-    mean = mean_speed(process)
-    walls = sum(step.wall_ns for step in process.modes["dp"].steps) / 1e9
+    scene, over = (trained(400, step_ns=1_000_000_000, over=over) for over in (False, True))
+    process = focused(over)
+    mean = speed(process, over.state, over.now_ns)
+    assert process.whole.mean_ns is not None
+    walls = 400 * process.whole.mean_ns / 1e9
     assert mean.steps_per_s == pytest.approx(400 / walls)
     assert mean.samples_per_s == pytest.approx(400 * 30 / walls)
-    over = replace(scene, ended=Ended(0, None, scene.now_ns), can_toggle=False)
+    over = replace(over, ended=Ended(0, None, scene.now_ns), can_toggle=False)
     for width, height in ((80, 24), (120, 40)):
         assert "mean" in " ".join(screen(over, width, height)[:2])
         assert "mean" not in " ".join(screen(scene, width, height)[:2])
@@ -291,16 +287,12 @@ def test_after_the_end_the_narrow_header_has_a_median_of_all_steps_or_none() -> 
     payloads += training.run(100)
 
     def over(payloads: list[bytes], seconds: int = 120) -> Scene:
-        state = State()
-        for record in decoded(payloads):
-            state = fold(state, record)
+        state = state_of(payloads, span_s=seconds, over=True)
         view = View(span_s=seconds)
         return Scene(state, training.now, Facts("r", "x.py"), view, ended=Ended(0, None, training.now))
 
     scene = over(payloads, 10)
-    process = scene.process
-    assert process is not None
-    of_all, of_the_last = (figures(process, "dp", seconds).median_ns or 0 for seconds in (0, 10))
+    of_all, of_the_last = focused(scene).whole.median_ns or 0, focused(scene).ranged.median_ns or 0
     assert of_the_last < of_all / 5
     assert screen(scene, 80)[1].rstrip().endswith(f"   median {duration(of_all)}")
     for width in range(40, 110):
@@ -354,16 +346,14 @@ def test_a_word_that_was_found_in_a_directory_stays_in_sight(tmp_path: Path, nee
     assert 'loop.py", line 123, in step' in row, "without a search"
 
 
-def test_the_whole_forward_is_that_of_the_steps() -> None:
-    scene = trained(60, step_ns=1_000_000_000)
-    process = scene.process
-    assert process is not None
-    found = forward_figures(process, "dp", 0)
-    steps = process.modes["dp"].steps
-    assert found.ran == 60
-    assert found.median_ns == median(forward_of(step) for step in steps)
-    parts = {phase.name: phase.share or 0 for phase in figures(process, "dp", 0).phases}
-    assert found.share == pytest.approx(sum(parts[n] for n in ("scatter", "replicate", "apply", "gather", "forward")))
+def test_the_phases_of_the_calls_and_the_rest_add_up_to_the_whole_forward() -> None:
+    ranged = focused(trained(60, step_ns=1_000_000_000)).ranged
+    assert ranged.figures is not None
+    whole = ranged.figures.phase("forward")
+    assert whole is not None
+    assert whole.ran == 60
+    parts = {phase.name: phase.share or 0 for phase in ranged.phases}
+    assert whole.share == pytest.approx(sum(parts[n] for n in ("scatter", "replicate", "apply", "gather", "forward")))
 
 
 def test_the_view_has_a_message_only_while_it_is_new() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.model import State
+from dpmon.model.state import State
 from dpmon.ui.find import Hunt, found_in, marked
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.panel_output import Output, title

@@ -11,19 +11,21 @@ from pathlib import Path
 import pytest
 from kept import keep
 from stage import LOOK
-from synthetic import SECOND, Training, decoded
+from stored import Recording
+from synthetic import SECOND, Training
 
 from dpmon.cli.summary import summary_lines
-from dpmon.model import State, fold
-from dpmon.model.compare import compared, sentence
-from dpmon.model.history import figures
+from dpmon.model.announced import Announced
+from dpmon.model.compare import sentence
 from dpmon.model.inputs import INPUT, is_wait
+from dpmon.model.state import Process, State
 from dpmon.record.codec import Event, pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.said import waited
 from dpmon.run.inputs import KEPT, Inputs
 from dpmon.run.kept import Kept
+from dpmon.store.as_of import AsOf
 from dpmon.store.writer import Batch, History
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_output import Output
@@ -55,11 +57,12 @@ def told(waits: Sequence[Wait], pid: int = PID) -> list[bytes]:
     return [pack_event("input", {"pid": pid, "t_s": at, "waited_s": took}) for at, took in waits]
 
 
-def folded(payloads: Sequence[bytes], waits: Sequence[Wait], pid: int = PID) -> State:
-    state = State()
-    for record in (*decoded(payloads), *decoded(told(waits, pid), -1)):
-        state = fold(state, record)
-    return state
+def recorded(payloads: Sequence[bytes], waits: Sequence[Wait], pid: int = PID, span_s: int = 120) -> State:
+    return Recording().add(payloads).add(told(waits, pid), -1).state(span_s=span_s)
+
+
+def focus_of(state: State) -> Process:
+    return state.processes[0]
 
 
 def drawn(state: State) -> str:
@@ -69,28 +72,23 @@ def drawn(state: State) -> str:
 
 def test_the_batch_panel_names_a_wait_and_not_the_phase_it_fell_into() -> None:
     _, payloads, waits = with_waits(12.0, 8.0)
-    assert re.search(r"waiting for input took 7\d % of the time", drawn(folded(payloads, waits)))
-    assert "longer by backward" in drawn(folded(payloads, []))
-    assert "longer by backward" in drawn(folded(payloads, waits, pid=PID + 1)), "a launcher's own"
+    assert re.search(r"waiting for input took 7\d % of the time", drawn(recorded(payloads, waits)))
+    assert "longer by backward" in drawn(recorded(payloads, []))
+    assert "longer by backward" in drawn(recorded(payloads, waits, pid=PID + 1)), "a launcher's own"
     short = [(waits[0][0], 2.0)]
-    assert "longer by backward" in drawn(folded(payloads, short)), "most of it was something else"
+    assert "longer by backward" in drawn(recorded(payloads, short)), "most of it was something else"
 
 
-def test_a_wait_is_named_where_the_step_it_was_in_is_none_of_those_drawn() -> None:
-    """Some hundred of some thousand steps are drawn for medians; of the sums it is known all the same."""
+def test_a_wait_is_named_among_many_short_steps() -> None:
     training, payloads, waits = with_waits(12.0)
     training.step_ns = SECOND // 1000
     payloads += training.run(5000)
-    state = folded(payloads, waits)
-    process = state.focus()
-    assert process is not None
     for span in (0, 120):
-        found = figures(process, "single", span).uneven
+        found = focus_of(recorded(payloads, waits, span_s=span)).ranged.uneven
         assert found is not None
         assert found.phase == INPUT
         assert found.time == pytest.approx(waits[0][1] / (training.now / SECOND - 2), rel=0.05)
-    assert figures(process, "single", 3).uneven is None, "the last seconds are without it"
-    assert figures(folded(payloads, []).processes[0], "single", 0).uneven != found
+    assert focus_of(recorded(payloads, waits, span_s=3)).ranged.uneven is None, "the last seconds are without it"
 
 
 def test_a_wait_between_two_trainings_is_in_no_step() -> None:
@@ -106,8 +104,8 @@ def test_a_wait_between_two_trainings_is_in_no_step() -> None:
         if first:
             wait = training.now / SECOND + 0.3, 59.0
             training.now += 60 * SECOND
-    state = folded(payloads, [wait])
-    found = figures(state.processes[0], "single", 0).uneven
+    state = recorded(payloads, [wait], span_s=0)
+    found = focus_of(state).ranged.uneven
     assert found is not None
     assert found.phase == "data"
     assert "waiting for input" not in drawn(state)
@@ -116,9 +114,9 @@ def test_a_wait_between_two_trainings_is_in_no_step() -> None:
 def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:
     training, payloads, waits = with_waits(40.0)
     payloads += [*training.switch("dp"), *training.run(100)]
-    process = folded(payloads, waits).focus()
-    assert process is not None
-    assert "(waiting for input)" in (sentence(compared(process)) or "")
+    found = focus_of(recorded(payloads, waits)).compared
+    assert found is not None
+    assert "(waiting for input)" in (sentence(found) or "")
     story = collect(keep({0: payloads, -1: told(waits)}, seconds=training.now / SECOND))
     assert story.compared is not None
     assert "(waiting for input)" in (story.compared.sentence or "")
@@ -171,7 +169,7 @@ def test_a_script_that_waits_all_day_does_not_fill_its_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr("dpmon.store.writer._LASTING_KEPT", 50)
-    writer = History(tmp_path, {}, 1 << 16)
+    writer = History.open(tmp_path, {}, 1 << 16)
     for first in range(0, 2000, 100):
         batch = Batch()
         batch.events = [(n, None, kind, n * SECOND, '{"pid": 1}') for n in range(first + 1, first + 101)]
@@ -209,11 +207,8 @@ def test_what_makes_no_sense_is_no_wait(values: tuple[object, ...]) -> None:
     found = Inputs()
     found.event(data)
     assert [who for who, _ in found.spans() if who is not None] == []
-    state = folded(with_waits()[1], [])
-    ignored = state.ignored
-    state = fold(state, Event("input", data))
-    assert state.ignored == ignored + 1
-    assert not state.processes[0].inputs
+    recording = Recording().add(with_waits()[1]).add([Event("input", data)], -1)
+    assert Announced.read(AsOf(recording.store())).waits_of(0) == ()
 
 
 def test_most_of_a_step_is_more_than_half_of_it() -> None:

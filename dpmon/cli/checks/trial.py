@@ -13,24 +13,29 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dpmon.cli.checks.check import Check, ok, problem, warning
-from dpmon.record.codec import Call, Event
+from dpmon.record.codec import Call
 from dpmon.run import proc
 from dpmon.run.command import CommandError, choose_python
 from dpmon.run.launch import environment
 from dpmon.run.notes import read_notes
+from dpmon.run.opened import open_store
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError, RunInfo, save
+from dpmon.store.tables import HistoryError
 
 __all__ = ["CHILD_S", "trial"]
 
 CHILD_S = 120.0
 """How long the child may take: importing torch from a cold network file system does."""
 NVML_S = 10.0
+_MAX_CALLS = 100
+"""The child calls its model twice."""
 _OLDEST_TORCH = (2, 4)
 _NOT_YET = "NVML has not answered yet"
 _CHILD = """\
@@ -102,20 +107,18 @@ def _try(directory: Path, python: str | None, environ: Mapping[str, str]) -> _Se
     sampler = DeviceSampler(directory / "gpu.ring", info.start_ns, lambda: None)
     sampler.start()
     until = time.monotonic() + NVML_S
-    reader = RunReader(directory)
     try:
         if python is not None:
             _run_child(seen, python, directory, info, environ)
         while True:
-            _read(seen, reader)
+            _read(seen, directory)
             if seen.devices or seen.absent != _NOT_YET or time.monotonic() > until:
                 break
             time.sleep(0.05)
     finally:
         sampler.stop()
-        reader.close()
     seen.warnings += _warnings(directory)
-    stage = reader.stage()
+    stage = RunReader(directory).stage()
     seen.stage = None if stage is None else stage[0]
     return seen
 
@@ -150,18 +153,17 @@ def _run_child(seen: _Seen, python: str, directory: Path, info: RunInfo, environ
         seen.failure = "its output is not what was printed: does something in this Python print at its start?"
 
 
-def _read(seen: _Seen, reader: RunReader) -> None:
-    for record in reader.poll():
-        if isinstance(record, Call):
-            seen.calls.append(record)
-        elif isinstance(record, Event):
-            if record.kind == "device" and isinstance(record.data.get("index"), int):
-                seen.devices[record.data["index"]] = str(record.data.get("name") or "GPU without a name")
-            elif record.kind == "host":
-                absent = record.data.get("gpu_absent")
-                seen.absent = absent if isinstance(absent, str) else None
-            elif record.kind == "warning":
-                seen.warnings.append(str(record.data.get("text")))
+def _read(seen: _Seen, directory: Path) -> None:
+    with suppress(HistoryError), open_store(directory) as store:
+        processes = {ring.process for ring in store.rings.values() if ring.process >= 0}
+        seen.calls = [call for process in processes for call in store.calls(_MAX_CALLS, process=process)]
+        seen.warnings = [str(event.data.get("text")) for event in store.events("warning")]
+        for event in store.events("device"):
+            if isinstance(index := event.data.get("index"), int):
+                seen.devices[index] = str(event.data.get("name") or "GPU without a name")
+        for event in store.events("host", newest=1):
+            absent = event.data.get("gpu_absent")
+            seen.absent = absent if isinstance(absent, str) else None
 
 
 def _warnings(directory: Path) -> list[str]:

@@ -44,6 +44,7 @@ class Trainer:
         self.workers = workers
         self.samples, self.seconds = {}, {}
         self.since = None
+        self.apart = {"evaluation": 0.0, "between steps": 0.0}
 
     def count(self, mode, rows):
         """Count a step. Its time begins at the end of the previous step, or when `since` was set."""
@@ -83,10 +84,17 @@ class Trainer:
                 self.model(x)
                 time.sleep(0.02)
             self.model.train()
-        self.since += clock() - began
+        took = clock() - began
+        self.since += took
+        self.apart["evaluation"] += took
+
+    def rest(self, seconds):
+        began = clock()
+        time.sleep(seconds)
+        self.apart["between steps"] += clock() - began
 
     def tell(self):
-        print(json.dumps({"samples": self.samples, "seconds": self.seconds}), flush=True)
+        print(json.dumps({"samples": self.samples, "seconds": self.seconds, "apart": self.apart}), flush=True)
 
 
 def plain():
@@ -97,9 +105,10 @@ def plain():
 
 def epochs():
     trainer = Trainer()
-    for _ in range(5):
+    for number in range(5):
+        if number:
+            trainer.rest(0.5)
         trainer.epoch(10)
-        time.sleep(0.3)
     trainer.tell()
 
 
@@ -161,7 +170,7 @@ def asked():
     Path("began").touch()
     while not Path("stop").exists():
         trainer.epoch(20)
-        time.sleep(0.1)
+        trainer.rest(0.1)
     trainer.epoch(5)
     trainer.tell()
 

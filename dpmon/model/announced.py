@@ -1,0 +1,177 @@
+"""What processes and the supervisor announced by events: who they are, modes, pauses, waits for input, warnings. Pure.
+
+Anybody may have written an event: what makes no sense is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from dpmon.model.members import SECOND, number_in, text_in, time_of, whole_in
+from dpmon.model.state import ModeChange, PauseChange, Refusal, WarningText
+from dpmon.record.codec import MODES, Event
+
+__all__ = ["Announced", "EventSource", "InForce"]
+
+CHANGES_READ = 500
+"""Changes of mode that are looked at; older ones say nothing of what is in force."""
+TEXTS_READ = 100
+ROOTS_KEPT = 32
+DEVICES_READ = 4096
+ANSWERING_STEPS = 100
+"""Within this many steps every root that is still called has answered a request."""
+
+
+class EventSource(Protocol):
+    """What this needs of dpmon.store.as_of.AsOf."""
+
+    def lasting(self, kind: str, newest: int = -1) -> list[Event]:
+        """Events of a kind, in their order."""
+
+    def count(self, kind: str) -> int:
+        """How many events of a kind there were."""
+
+
+class InForce(NamedTuple):
+    """The mode of a process, over which devices, and why."""
+
+    mode: str
+    devices: tuple[str, ...]
+    virtual: bool
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """The newest events of each kind, oldest first."""
+
+    info: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """By process, the newest."""
+    changes: tuple[ModeChange, ...] = ()
+    pauses: tuple[PauseChange, ...] = ()
+    warnings: tuple[WarningText, ...] = ()
+    _waits: tuple[tuple[int, int, int], ...] = ()
+    """Pid, begin and end of each wait for a line of input."""
+
+    @classmethod
+    def read(cls, source: EventSource) -> Announced:
+        """Those that a source has."""
+        info = {
+            number: event.data
+            for event in source.lasting("process")
+            if (number := whole_in(event.data, "process")) is not None
+        }
+        texts = source.lasting("warning", TEXTS_READ)
+        return cls(
+            info,
+            _known(_change(event) for event in source.lasting("mode", CHANGES_READ)),
+            _known(_pause(event) for event in source.lasting("pause", TEXTS_READ)),
+            _known(_warning(event) for event in texts),
+            _known(_wait(event) for event in source.lasting("input", TEXTS_READ)),
+        )
+
+    def rank_of(self, process: int) -> int | None:
+        """Its rank, as it said itself."""
+        return whole_in(self.info.get(process, {}), "rank")
+
+    def in_force(self, process: int, step: tuple[str, int] | None, called: str) -> InForce:
+        """The mode of a process; `step`: mode and end of its last step, `called`: the mode of its last call.
+
+        A change that came after the last step is in force from then on.
+        """
+        own = [change for change in self.changes if change.process == process]
+        newest = own[-1] if own else None
+        if newest is not None and (step is None or (newest.t_ns or 0) > step[1]):
+            mode = newest.mode
+        else:
+            mode = step[0] if step is not None else called
+        given = [change for change in own if change.refused is None]
+        change = next((change for change in reversed(given) if change.mode == mode), given[-1] if given else None)
+        if change is None:
+            return InForce(mode, (), False, None)
+        devices = next((each.devices for each in reversed(given) if each.mode == mode and each.devices), change.devices)
+        return InForce(mode, devices, change.virtual, change.reason)
+
+    def devices_of(self, process: int) -> dict[str, tuple[tuple[str, ...], bool]]:
+        """By mode, the devices over which a process last was to run, and whether they are virtual."""
+        return {
+            change.mode: (change.devices, change.virtual)
+            for change in self.changes
+            if change.process == process and change.refused is None and change.devices
+        }
+
+    def refusals_of(self, process: int) -> dict[str, Refusal]:
+        """By root, the modes that it cannot have, as long as that is its last answer."""
+        found: dict[str, Refusal] = {}
+        answered = 0
+        for change in self.changes:
+            if change.process != process:
+                continue
+            if change.requested_by == "user":
+                if (change.step or 0) > answered + ANSWERING_STEPS:
+                    found.clear()  # of roots that may be gone: those that are called answer anew
+                answered = max(answered, change.step or 0)
+            found.pop(change.root, None)
+            if change.refused is not None and len(found) < ROOTS_KEPT:
+                found[change.root] = Refusal("single" if change.mode == "dp" else "dp", change.refused)
+        return found
+
+    def paused_since(self, process: int, step_ns: int | None) -> int | None:
+        """Since when a process is paused; `step_ns`: when its last step began, which ends a pause."""
+        newest = next((one for one in reversed(self.pauses) if one.process == process and one.refused is None), None)
+        if newest is None or not newest.paused or newest.t_ns is None:
+            return None
+        return None if step_ns is not None and step_ns >= newest.t_ns else newest.t_ns
+
+    def waits_of(self, process: int) -> tuple[tuple[int, int], ...]:
+        """Begin and end of each wait of a process for a line of input."""
+        pid = whole_in(self.info.get(process, {}), "pid")
+        return tuple((begin, end) for of, begin, end in self._waits if of == pid)
+
+
+def _known(found: Any) -> tuple[Any, ...]:
+    return tuple(one for one in found if one is not None)
+
+
+def _change(event: Event) -> ModeChange | None:
+    data = event.data
+    number, mode = whole_in(data, "process"), text_in(data, "mode")
+    if number is None or mode not in MODES:
+        return None
+    listed = data.get("devices")
+    return ModeChange(
+        number,
+        time_of(data),
+        whole_in(data, "step"),
+        mode,
+        text_in(data, "requested_by") or "",
+        tuple(str(name) for name in listed[:DEVICES_READ]) if isinstance(listed, list) else (),
+        data.get("virtual") is True,
+        text_in(data, "reason"),
+        text_in(data, "refused"),
+        text_in(data, "root") or "",
+    )
+
+
+def _pause(event: Event) -> PauseChange | None:
+    data = event.data
+    number, paused, seconds = whole_in(data, "process"), data.get("paused"), number_in(data, "paused_s")
+    if number is None or not isinstance(paused, bool):
+        return None
+    took = int(seconds * SECOND) if seconds is not None and 0 <= seconds < 1e9 else None
+    at, step = time_of(data), whole_in(data, "step")
+    return PauseChange(number, at, step, paused, took, text_in(data, "reason"), text_in(data, "refused"))
+
+
+def _wait(event: Event) -> tuple[int, int, int] | None:
+    at, seconds, pid = time_of(event.data), number_in(event.data, "waited_s"), whole_in(event.data, "pid")
+    if at is None or seconds is None or not 0 <= seconds < 1e9 or pid is None:
+        return None
+    return pid, at, at + int(seconds * SECOND)
+
+
+def _warning(event: Event) -> WarningText | None:
+    text = text_in(event.data, "text")
+    return None if text is None else WarningText(whole_in(event.data, "process"), time_of(event.data), text)

@@ -1,0 +1,236 @@
+"""What the newest calls of a process look like: each root's last call, and how long its replicas take. Pure."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dpmon.model.state import CallTrack, Spread
+from dpmon.model.stats import median, percentile
+from dpmon.record.codec import Call, call_replicas, call_stages, is_timed, part_times
+from dpmon.record.schema import EVALUATION
+from dpmon.store import quantiles
+from dpmon.store.answers import CallHead
+from dpmon.store.parts import replica_series, stage_series
+from dpmon.store.quantiles import Counts
+from dpmon.store.tally import Key, Tally
+
+__all__ = ["CallSource", "Calls", "call_tracks"]
+
+Root = tuple[str, str | None]
+HEADS_READ = 256
+STEP_CALLS_READ = 64
+PARTS_KEPT = 8
+"""Calls of one root in a step that are told apart."""
+ROOTS_KEPT = 32
+_TIMED = 64
+"""Newest calls whose times are read where no tally has them."""
+_MOST_PARTS = 256
+
+
+class CallSource(Protocol):
+    """What this needs of dpmon.store.as_of.AsOf."""
+
+    def heads(self, process: int, most: int) -> list[CallHead]:
+        """The newest calls of a process, the newest first."""
+
+    def last_calls(self, process: int, most: int) -> list[CallHead]:
+        """The newest calls of its newest step, the newest first."""
+
+    def call(self, process: int, head: CallHead) -> Call | None:
+        """The call itself."""
+
+
+@dataclass(slots=True)
+class Calls:
+    """Reads calls of one process, each once."""
+
+    source: CallSource
+    process: int
+    _read: dict[int, Call | None] = field(default_factory=dict)
+
+    def call(self, head: CallHead) -> Call | None:
+        """The call itself; None if it is damaged."""
+        if head.id not in self._read:
+            self._read[head.id] = self.source.call(self.process, head)
+        return self._read[head.id]
+
+    def of_last_step(self) -> tuple[Call, ...]:
+        """The calls of the last step, oldest first."""
+        heads = self.source.last_calls(self.process, STEP_CALLS_READ)
+        return tuple(call for head in reversed(heads) if (call := self.call(head)) is not None)
+
+
+def call_tracks(
+    calls: Calls,
+    tallies: Mapping[Key, Tally],
+    trained: Collection[str],
+    mode: str,
+    *,
+    most: int = HEADS_READ,
+    timed: bool = True,
+) -> tuple[dict[Root, CallTrack], Root | None]:
+    """Each root's last call with its times, of the `most` newest calls; and the root that was called last.
+
+    `tallies`: of the time range; `trained`: the modes that have training steps; `mode`: that of the last step. Where no
+    tally has the times of a call, such as in the first step, they are those of the newest calls. Without `timed` there
+    are no times.
+    """
+    heads = calls.source.heads(calls.process, most)
+    roots: dict[int, Root] = {}
+    for head in heads:
+        if head.layout not in roots and len(roots) < ROOTS_KEPT and (call := calls.call(head)) is not None:
+            roots[head.layout] = call.root, call.via
+    known = [head for head in heads if head.layout in roots]
+    if not known:
+        return {}, None
+    by_root: dict[Root, list[CallHead]] = {}
+    for head in known:
+        by_root.setdefault(roots[head.layout], []).append(head)
+    parts = _parts(known, roots, whole=len(heads) < most)
+    found: dict[Root, CallTrack] = {}
+    for root, own in by_root.items():
+        call = calls.call(own[0])
+        if call is not None and not timed:
+            found[root] = CallTrack(call)
+        elif call is not None:
+            nth = [track for each in parts.get(root, ()) if (track := _of_heads(calls, each)) is not None]
+            times, on_device = _of_tallies(own[0], call, tallies, trained, mode)
+            track = CallTrack(call, times, on_device) if any(times) else _of_heads(calls, own)
+            if track is not None:
+                found[root] = CallTrack(track.last, track.times, track.device_ns, tuple(nth) if len(nth) > 1 else ())
+    newest = roots[known[0].layout]
+    return found, newest if newest in found else None
+
+
+def _parts(heads: Sequence[CallHead], roots: Mapping[int, Root], *, whole: bool) -> dict[Root, list[list[CallHead]]]:
+    """By root the first calls of its steps, the second ones and so on, each the newest first.
+
+    `whole`: the oldest step is there from its beginning.
+    """
+    steps: dict[int, list[CallHead]] = {}
+    for head in reversed(heads):
+        steps.setdefault(head.step, []).append(head)
+    found: dict[Root, list[list[CallHead]]] = {}
+    for index, of_step in enumerate(steps.values()):
+        if index or whole:
+            counts: dict[Root, int] = {}
+            for head in of_step:
+                root = roots[head.layout]
+                nth = counts[root] = counts.get(root, 0) + 1
+                if nth <= PARTS_KEPT:
+                    parts = found.setdefault(root, [])
+                    if nth > len(parts):
+                        parts.append([])
+                    parts[nth - 1].insert(0, head)
+    return found
+
+
+def _of_heads(calls: Calls, heads: Sequence[CallHead]) -> CallTrack | None:
+    """The newest of some calls, with the times of those like it."""
+    last = calls.call(heads[0])
+    if last is None:
+        return None
+    alike = [
+        head
+        for head in heads
+        if (head.layout, head.mode, head.evaluates) == (heads[0].layout, heads[0].mode, heads[0].evaluates)
+    ]
+    took: dict[int, list[float]] = {}
+    on_device: dict[int, list[float]] = {}
+    for head in alike[:_TIMED]:
+        if head.failed:
+            continue
+        with suppress(struct.error, ValueError, LookupError):
+            for index, (ns, device_ms) in enumerate(_times(head.payload)[:_MOST_PARTS]):
+                if ns >= 0:
+                    took.setdefault(index, []).append(ns)
+                if device_ms is not None:
+                    on_device.setdefault(index, []).append(device_ms * 1e6)
+    count = len(last.replicas) or len(last.stages)
+    spreads = tuple(_spread_of(took.get(index, ())) for index in range(count))
+    return CallTrack(last, spreads, {index: middle for index, ns in on_device.items() if (middle := median(ns))})
+
+
+def _times(payload: bytes) -> list[tuple[int, float | None]]:
+    """Of each replica or stage of a call: host time in ns (-1: it did not end), device time in ms."""
+    took = [ran for _, _, _, ran in call_replicas(payload)] or [ran for *_, ran in call_stages(payload)]
+    known = part_times(payload) if is_timed(payload) else None
+    return [(ran, None if known is None else known.of(index)) for index, ran in enumerate(took)]
+
+
+def _spread_of(values: Sequence[float]) -> Spread | None:
+    low, middle, high = percentile(values, 0.05), median(values), percentile(values, 0.95)
+    if low is None or middle is None or high is None:
+        return None
+    return Spread(low, middle, high, len(values))
+
+
+# ------------------------------------------------------------------------------------------------ from tallies
+
+
+def _of_tallies(
+    head: CallHead, call: Call, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str
+) -> tuple[tuple[Spread | None, ...], dict[int, float]]:
+    """The times of a call's replicas or stages in the time range, in steps that train as its own does."""
+    if call.replicas:
+        names = [replica_series(head.layout, index) for index in range(min(len(call.replicas), _MOST_PARTS))]
+        found = [_merged(_alike(head, tallies, trained, mode), (name,)) for name in names]
+        devices = [_merged(_alike(head, tallies, trained, mode), (f"{name}@device",)) for name in names]
+    else:
+        with suppress(struct.error, ValueError, LookupError):
+            prefixes = [
+                stage_series(head.layout, index, stage[0], 0, 0).removesuffix("0 0")
+                for index, stage in enumerate(call_stages(head.payload)[:_MOST_PARTS])
+            ]
+            found = [_merged_stage(_alike(head, tallies, trained, mode), prefix, "") for prefix in prefixes]
+            devices = [_merged_stage(_alike(head, tallies, trained, mode), prefix, "@device") for prefix in prefixes]
+            return _spreads(found), _middles(devices)
+        return (), {}
+    return _spreads(found), _middles(devices)
+
+
+def _alike(head: CallHead, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str) -> list[Tally]:
+    """The tallies of steps in which such a call has its place: a bare root runs in the steps of a split one, too."""
+    for name in (mode, head.mode):
+        found = [
+            tally
+            for key, tally in tallies.items()
+            if key.mode == name and (name not in trained or bool(key.kind & EVALUATION) == head.evaluates)
+        ]
+        if found:
+            return found
+    return []
+
+
+def _merged(tallies: Iterable[Tally], names: Iterable[str]) -> Counts:
+    counts: Counts = {}
+    for tally in tallies:
+        for name in names:
+            if name in tally.stats:
+                quantiles.merge(counts, tally.stats[name].counts)
+    return counts
+
+
+def _merged_stage(tallies: Sequence[Tally], prefix: str, end: str) -> Counts:
+    """The times of one stage, whatever the sizes were."""
+    names = {name for tally in tallies for name in tally.stats if name.startswith(prefix)}
+    return _merged(tallies, [name for name in names if name.endswith("@device") == bool(end)])
+
+
+def _spreads(found: Sequence[Counts]) -> tuple[Spread | None, ...]:
+    spreads: list[Spread | None] = []
+    for counts in found:
+        low, high = quantiles.quantiles(counts, (0.05, 0.95))
+        middle = quantiles.median(counts)
+        known = low is not None and middle is not None and high is not None
+        spreads.append(Spread(low, middle, high, sum(counts.values())) if known else None)  # type: ignore[arg-type]
+    return tuple(spreads)
+
+
+def _middles(found: Sequence[Counts]) -> dict[int, float]:
+    middles = {index: quantiles.median(counts) for index, counts in enumerate(found)}
+    return {index: middle for index, middle in middles.items() if middle is not None}

@@ -1,0 +1,188 @@
+"""What the replicas, processes and stages of a run got and gave, and in how many calls. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dpmon.record.codec import DDP, UNTIMED
+from dpmon.record.schema import EVALUATION, device_series
+from dpmon.store.answers import Shape
+from dpmon.store.parts import stage_series
+from dpmon.store.tally import Key, Stat, Tally
+
+__all__ = ["Layouts", "ProcessSizes", "ReplicaSizes", "StageSizes", "most_common", "why_untimed"]
+
+_TENSORS_NAMED = 4
+
+
+class ReplicaSizes(NamedTuple):
+    """What one replica got and gave, and in how many calls; sizes are None if they were not seen."""
+
+    mode: str
+    root: str
+    replica: int
+    device: str
+    inputs: str | None
+    outputs: str | None
+    calls: int
+
+
+class ProcessSizes(NamedTuple):
+    """What the calls of a process got and gave most often; `calls` are all of them."""
+
+    device: str
+    inputs: str | None
+    outputs: str | None
+    calls: int
+
+
+class StageSizes(NamedTuple):
+    """What one stage of a model on several devices got and gave; times are of the calls in which it ended."""
+
+    root: str
+    stage: int
+    device: str
+    parts: tuple[str, ...]
+    inputs: str | None
+    outputs: str | None
+    calls: int
+    time: Stat
+    on_device: Stat
+    untimed: str | None
+    """Why no device time is known, if the record says."""
+
+
+class Layouts:
+    """The shapes of a run's calls, with the definitions that they refer to."""
+
+    def __init__(self, shapes: Sequence[Shape], definitions: Mapping[int, Mapping[int, Any]]) -> None:
+        """`definitions`: by process and number."""
+        self._shapes = shapes
+        self._definitions = definitions
+        self.processes = {shape.process for shape in shapes}
+        """Those with calls."""
+        self.virtual = any(shape.virtual and self._layout(shape) for shape in shapes)
+        """Whether a call had virtual replicas."""
+        self.distributed = any(self._via(shape) == DDP for shape in shapes)
+        """Whether a call was of a DistributedDataParallel."""
+
+    def calls(self, mode: str, evaluation: bool, trained: bool) -> int:
+        """Calls of a mode, those in no step too; parameters as in dpmon.store.figures.merged."""
+        return sum(
+            shape.calls
+            for shape in self._shapes
+            if shape.mode == mode and (not trained or bool(shape.kind & EVALUATION) == evaluation)
+        )
+
+    def kinds(self) -> set[tuple[str, int]]:
+        """Mode and kind of all calls."""
+        return {(shape.mode, shape.kind) for shape in self._shapes}
+
+    def replicas(self, several: bool) -> list[ReplicaSizes]:
+        """What each replica got and gave, most calls first. `several`: processes, so ranks are not listed here."""
+        found: Counter[ReplicaSizes] = Counter()
+        for shape in self._shapes:
+            layout = self._layout(shape)
+            if not layout or (several and layout.get("via") == DDP):
+                continue
+            devices = layout.get("devices") or []
+            for index, (got, gave) in enumerate(shape.replicas):
+                device = str(devices[index]) if index < len(devices) else "?"
+                sizes = self._text(shape.process, got), self._text(shape.process, gave)
+                found[ReplicaSizes(shape.mode, str(layout.get("root")), index, device, *sizes, 0)] += shape.calls
+        return sorted(
+            (each._replace(calls=calls) for each, calls in found.items()),
+            key=lambda one: (*one[:4], -one.calls, one.inputs or "", one.outputs or ""),
+        )
+
+    def of_process(self, process: int) -> ProcessSizes:
+        """What the calls of a process got and gave most often."""
+        groups: Counter[tuple[str, bool, int, tuple[tuple[int, int], ...]]] = Counter()
+        for shape in self._shapes:
+            if shape.process == process:
+                groups[shape.mode, shape.virtual, shape.layout, shape.replicas] += shape.calls
+        if not groups:
+            return ProcessSizes("?", None, None, 0)
+        _, _, number, pairs = max(groups, key=lambda group: groups[group])
+        layout = self._definition(process, number)
+        devices = layout.get("devices") if isinstance(layout, dict) else None
+        got, gave = pairs[0] if len(pairs) == 1 else (0, 0)
+        return ProcessSizes(
+            " ".join(map(str, devices)) if devices else "?",
+            self._text(process, got),
+            self._text(process, gave),
+            groups.total(),
+        )
+
+    def stages(self, tallies: Mapping[Key, Tally]) -> list[StageSizes]:
+        """What each stage got and gave, most calls first; `tallies` of each process."""
+        calls: Counter[tuple[int, int, int, int, int, int]] = Counter()
+        for shape in self._shapes:
+            for index, (number, got, gave) in enumerate(shape.stages):
+                calls[shape.process, shape.layout, index, number, got, gave] += shape.calls
+        found: dict[tuple[Any, ...], StageSizes] = {}
+        untimed: dict[tuple[Any, ...], Counter[str]] = {}
+        for (process, layout_number, index, number, got, gave), count in calls.items():
+            layout, stage = self._definition(process, layout_number), self._definition(process, number)
+            if not isinstance(layout, dict) or not isinstance(stage, dict):
+                continue
+            parts = tuple(str(name) for name in stage.get("parts") or ())
+            about = str(layout.get("root")), index, str(stage.get("device")), parts
+            key = (*about, self._text(process, got), self._text(process, gave))
+            known = found.get(key) or StageSizes(*key, 0, Stat(), Stat(), None)
+            series = stage_series(layout_number, index, number, got, gave)
+            for of, tally in tallies.items():
+                if of.process == process:
+                    known.time.merge(tally.stat(series))
+                    known.on_device.merge(tally.stat(device_series(series)))
+            found[key] = known._replace(calls=known.calls + count)
+            untimed.setdefault(key, Counter()).update(self.untimed(process, layout_number))
+        for key, stage in found.items():
+            found[key] = stage._replace(untimed=None if stage.on_device.count else most_common(untimed[key]))
+        return sorted(found.values(), key=lambda one: (one.root, one.stage, -one.calls))
+
+    def untimed(self, process: int, layout: int | None = None) -> Counter[str]:
+        """Why calls of a process have no device time, and how many: of one layout, or all."""
+        found: Counter[str] = Counter()
+        for shape in self._shapes:
+            if shape.process == process and layout in (None, shape.layout):
+                reason = why_untimed(self._layout(shape), shape.untimed)
+                if reason is not None:
+                    found[reason] += shape.calls
+        return found
+
+    def _via(self, shape: Shape) -> Any:
+        return self._layout(shape).get("via")
+
+    def _layout(self, shape: Shape) -> Mapping[str, Any]:
+        """The layout of a shape; empty if it is not known."""
+        found = self._definition(shape.process, shape.layout)
+        return found if isinstance(found, dict) else {}
+
+    def _definition(self, process: int, number: int) -> Any:
+        return self._definitions.get(process, {}).get(number)
+
+    def _text(self, process: int, number: int) -> str | None:
+        """Sizes as people write them, None if they were not seen: [30, 5] or x [30, 5], mask [30]."""
+        value = self._definition(process, number) if number else None
+        if not isinstance(value, list):
+            return None
+        texts = [f"{list(shape)}" if path in ("", "0") else f"{path} {list(shape)}" for path, shape, *_ in value]
+        more = len(texts) - _TENSORS_NAMED
+        return ", ".join(texts[:_TENSORS_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def why_untimed(layout: Mapping[str, Any], number: int) -> str | None:
+    """Why calls have no device time: by the number in their records, or as their layout says."""
+    if 0 < number < len(UNTIMED):
+        return UNTIMED[number]
+    absent = layout.get("absent")
+    reason = absent.get("device_ms") if isinstance(absent, Mapping) else None
+    return reason if isinstance(reason, str) else None
+
+
+def most_common(reasons: Counter[str]) -> str | None:
+    """The reason that is given most often; None if there is none."""
+    return reasons.most_common(1)[0][0] if reasons else None

@@ -1,0 +1,133 @@
+"""What the replicas of a run's calls received and how long each took, for findings and tables. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dpmon.model.evidence import BatchFacts, ReplicaFacts
+from dpmon.model.layouts import most_common, why_untimed
+from dpmon.record.codec import DDP
+from dpmon.record.schema import EVALUATION, device_series
+from dpmon.store.answers import Shape
+from dpmon.store.parts import replica_series
+from dpmon.store.tally import Key, Stat, Tally
+
+__all__ = ["batch_facts", "replica_facts"]
+
+_Definitions = Mapping[int, Mapping[int, Any]]
+
+
+@dataclass(slots=True)
+class _Line:
+    """One replica on one device in one mode, over all that called it so."""
+
+    time: Stat = field(default_factory=Stat)
+    on_device: Stat = field(default_factory=Stat)
+    untimed: Counter[str] = field(default_factory=Counter)
+    rows: Counter[int | None] = field(default_factory=Counter)
+    calls: int = 0
+    virtual: bool = False
+
+
+def batch_facts(shapes: Sequence[Shape], definitions: _Definitions) -> list[BatchFacts]:
+    """How often devices went without rows under dp, by root."""
+    groups: defaultdict[tuple[str, int], Counter[tuple[int, int | None]]] = defaultdict(Counter)
+    for shape, layout in _split(shapes, definitions):
+        devices = len(layout["devices"])
+        if devices > 1 and shape.mode == "dp":
+            rows = _rows(definitions, shape.process, shape.inputs)
+            groups[str(layout.get("root")), devices][len(shape.replicas), rows] += shape.calls
+    found = []
+    for (root, devices), counts in groups.items():
+        idle = {group: calls for group, calls in counts.items() if group[0] < devices}
+        (replicas, rows), _ = max(idle.items(), key=lambda item: item[1], default=((devices, None), 0))
+        found.append(BatchFacts(root, devices, counts.total(), sum(idle.values()), rows, devices - replicas))
+    return found
+
+
+def replica_facts(
+    shapes: Sequence[Shape], definitions: _Definitions, tallies: Mapping[Key, Tally]
+) -> list[ReplicaFacts]:
+    """Each replica with its rows and times, without evaluations where others of its layout train.
+
+    `tallies`: of each process.
+    """
+    trained = {(one.process, one.layout, one.mode) for one in shapes if not one.kind & EVALUATION}
+    lines: dict[tuple[str, str, int, str], _Line] = {}
+    timed: set[tuple[int, int, str]] = set()
+    for shape, layout in _split(shapes, definitions):
+        of = shape.process, shape.layout, shape.mode
+        if shape.kind & EVALUATION and of in trained:
+            continue
+        devices = layout["devices"]
+        reason = why_untimed(layout, shape.untimed)
+        for index, (got, _) in enumerate(shape.replicas[: len(devices)]):
+            line = lines.setdefault((shape.mode, str(layout.get("root")), index, str(devices[index])), _Line())
+            line.calls += shape.calls
+            line.virtual |= shape.virtual and shape.mode == "dp"
+            line.rows[_rows(definitions, shape.process, got)] += shape.calls
+            if reason is not None:
+                line.untimed[reason] += shape.calls
+        if of not in timed:
+            timed.add(of)
+            _add_times(lines, of, layout, _of(tallies, of, of in trained))
+    return [_facts(key, lines[key]) for key in sorted(lines)]
+
+
+def _split(shapes: Iterable[Shape], definitions: _Definitions) -> Iterator[tuple[Shape, Mapping[str, Any]]]:
+    """Shapes with their layouts, without those of DDP, whose ranks are no replicas."""
+    for shape in shapes:
+        layout = definitions.get(shape.process, {}).get(shape.layout)
+        if isinstance(layout, dict) and layout.get("via") != DDP and isinstance(layout.get("devices"), list):
+            yield shape, layout
+
+
+def _of(tallies: Mapping[Key, Tally], of: tuple[int, int, str], trained: bool) -> list[Tally]:
+    process, _, mode = of
+    return [
+        tally
+        for key, tally in tallies.items()
+        if (key.process, key.mode) == (process, mode) and not (trained and key.kind & EVALUATION)
+    ]
+
+
+def _add_times(
+    lines: dict[tuple[str, str, int, str], _Line],
+    of: tuple[int, int, str],
+    layout: Mapping[str, Any],
+    tallies: Sequence[Tally],
+) -> None:
+    _, number, mode = of
+    for index, device in enumerate(layout["devices"]):
+        series = replica_series(number, index)
+        for tally in tallies:
+            if tally.stat(series).count:
+                line = lines.setdefault((mode, str(layout.get("root")), index, str(device)), _Line())
+                line.time.merge(tally.stat(series))
+                line.on_device.merge(tally.stat(device_series(series)))
+
+
+def _rows(definitions: _Definitions, process: int, number: int) -> int | None:
+    """Rows of a definition of sizes: the first dimension of the first tensor that has one."""
+    value = definitions.get(process, {}).get(number) if number else None
+    for size in value if isinstance(value, list) else ():
+        if isinstance(size, list) and len(size) > 1 and isinstance(size[1], list) and size[1]:
+            return size[1][0] if type(size[1][0]) is int else None
+    return None
+
+
+def _facts(key: tuple[str, str, int, str], line: _Line) -> ReplicaFacts:
+    return ReplicaFacts(
+        *key,
+        calls=line.calls,
+        rows=line.rows.most_common(1)[0][0] if line.rows else None,
+        median_ns=line.time.median,
+        p95_ns=line.time.quantile(0.95),
+        virtual=line.virtual,
+        device_ns=line.on_device.median,
+        device_calls=line.on_device.count,
+        untimed=None if line.on_device.count else most_common(line.untimed),
+    )

@@ -1,0 +1,452 @@
+"""A picture's data, made anew from queries: `Snapshots.take` gives the state of a run as of a time. Pure.
+
+Live is the time now, playback is another time, a run that is over is its end. What cannot change any more (finished
+columns of the history, samples) is read once and kept, at most as much as a picture shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+from dpmon.model.announced import Announced, EventSource
+from dpmon.model.calls_seen import Calls, CallSource, call_tracks
+from dpmon.model.compare import Comparison, compare_modes
+from dpmon.model.devices import HostPeaks, Samples, SampleSource, Visit, device_peaks, visits_of
+from dpmon.model.history import COLUMNS, Columns, width_of_columns
+from dpmon.model.inputs import INPUT, waited_ns
+from dpmon.model.members import SECOND
+from dpmon.model.pace import WINDOW_S, recent, recent_of_steps
+from dpmon.model.state import HOST, MODES_COMPARED, ModeTrack, Process, RankFigures, Recent, State, Summary
+from dpmon.model.turns import last_resumption, some_are_silent
+from dpmon.model.uneven import uneven_steps
+from dpmon.record.codec import DDP, Step
+from dpmon.record.schema import STEP
+from dpmon.store.answers import LongRow, TimeRow, TimeTogether
+from dpmon.store.figures import merged, trains
+from dpmon.store.tally import ALL, Key, Tally
+from dpmon.store.window import Window
+
+__all__ = ["Rows", "Snapshots", "Tallies", "Wanted"]
+
+RANKS_FIGURED = 64
+"""Of many processes, the first ones are read, and of those that are shown as many twice: there are scrolled ones."""
+RANK_CALLS_READ = 8
+_MINUTE_S = 60
+_SILENT_S = 40
+"""Seconds back to which it matters whether a process took up work again (dpmon.model.turns)."""
+_LONG_READ = 64
+_COMPARED_S = 10
+"""Seconds of steps after which the modes are compared again."""
+_COMPARED_SOON = 500
+"""While a mode has fewer steps than this, the modes are compared for every picture."""
+_RANK_SERIES = (STEP, "forward", "backward")
+_NO_SERIES: tuple[str, ...] = ()
+
+
+class Tallies(Protocol):
+    """What a snapshot needs of dpmon.store.queries.Store."""
+
+    processes: list[int]
+
+    def tally_rows(
+        self,
+        begin_s: int = 0,
+        end_s: int = ...,
+        *,
+        process: int | None = None,
+        sketches: bool = True,
+        finest: int = 1,
+        widest: int = ...,
+        series: Collection[str] | None = None,
+    ) -> Iterator[tuple[int, int, Key, Tally]]:
+        """Start, width, key and tally of each row in order of time."""
+
+    def tallies(
+        self,
+        begin_s: int = 0,
+        end_s: int = ...,
+        *,
+        process: int | None = None,
+        sketches: bool = True,
+        series: Collection[str] | None = None,
+    ) -> dict[Key, Tally]:
+        """By key, all of the time between two seconds."""
+
+    def time_rows(
+        self,
+        begin_s: int = 0,
+        end_s: int = ...,
+        *,
+        finest: int = 1,
+        widest: int = ...,
+        process: int | None = None,
+    ) -> list[TimeRow]:
+        """What each process did."""
+
+    def kinds(self) -> set[tuple[str, int]]:
+        """Mode and kind of all steps so far."""
+
+
+class Rows(CallSource, SampleSource, EventSource, Protocol):
+    """What a snapshot needs of dpmon.store.as_of.AsOf."""
+
+    ranks: dict[int, int | None]
+    missed: int
+
+    @property
+    def until_s(self) -> int | None:
+        """The first second that is not over; None as of now."""
+
+    def first_ns(self, process: int) -> int | None:
+        """When the first call or step of a process began."""
+
+    def steps(self, process: int, most: int) -> list[Step]:
+        """Its newest steps, the newest first."""
+
+    def longest(self, process: int, mode: str, most: int, *, of_all: bool = False) -> list[LongRow]:
+        """The longest of its newest steps in a mode; `of_all`: of all."""
+
+    def last_training_ns(self, process: int) -> int | None:
+        """When its last training step ended."""
+
+
+class Wanted(NamedTuple):
+    """What a picture shows, beside what every picture does."""
+
+    span_s: int = 120
+    """Time range of the histories and figures; 0 is the whole run."""
+    first_rank: int = 0
+    """The first of the ranks that are shown."""
+    over: bool = False
+    """Whether the run is over."""
+
+
+_USUAL = Wanted()
+
+
+@dataclass(slots=True)
+class Snapshots:
+    """Takes pictures of one run, one after the other."""
+
+    _samples: Samples = field(default_factory=Samples)
+    _columns: Columns = field(default_factory=Columns)
+    _host_peaks: HostPeaks = field(default_factory=HostPeaks)
+    _compared: tuple[tuple[object, ...], Comparison] | None = None
+    """What the comparison that was made last depends on, and itself."""
+
+    def take(self, rows: Rows, tallies: Tallies, wanted: Wanted = _USUAL, ended: frozenset[int] = frozenset()) -> State:
+        """The state as of the time of `rows`; `ended`: processes that are known to train no more."""
+        said = Announced.read(rows)
+        numbers = {**dict.fromkeys(said.info), **rows.ranks}
+        known = {number: _seen(rows, number, said) for number in sorted(numbers)}
+        self._samples.read(rows)
+        state = State(
+            processes=known,
+            devices=dict(sorted(self._samples.devices().items())),
+            host=self._samples.of_host(),
+            mode_changes=said.changes,
+            mode_change_count=rows.count("mode"),
+            pauses=said.pauses,
+            warnings=said.warnings,
+            warning_count=rows.count("warning"),
+            missed=rows.missed,
+            newest_ns=max((process.seen_ns for process in known.values()), default=-1),
+            ended=ended,
+            over=wanted.over,
+        )
+        state = replace(state, processes=_resumed(tallies, state))
+        focus = state.focus()
+        if focus is None:
+            return state
+        near = _near(state, focus, wanted)
+        processes = {process.process: _beside(rows, tallies, process) for process in near}
+        found = self._focus(rows, tallies, focus, wanted, said)
+        if near:
+            found = replace(found, figures=_rank_figures(rows, tallies, found))
+        share = _samples_share(rows, tallies, found, near, over=wanted.over)
+        return replace(state, processes={**known, **processes, found.process: found}, samples_share=share)
+
+    def _focus(self, rows: Rows, tallies: Tallies, process: Process, wanted: Wanted, said: Announced) -> Process:
+        """The process that stands for the run, with its figures and its history."""
+        step = process.last_step
+        if step is None:
+            tracks, newest = call_tracks(Calls(rows, process.process), {}, (), process.mode)
+            return _with_devices(replace(process, calls=tracks, newest=newest))
+        end_s = _end_s(rows, process)
+        begin_s = max(end_s - wanted.span_s, 0) if wanted.span_s else 0
+        ranged = Window(_OfOne(tallies, process.process), begin_s, end_s)
+        mode = process.mode if any(key.mode == process.mode for key in ranged.by_process) else step.mode
+        waits = said.waits_of(process.process)
+        visits = visits_of(said.changes, process.process) or [Visit(mode, 0, 0)]
+        length_s = end_s - max(process.began_ns, 0) // SECOND
+        width = width_of_columns(wanted.span_s, length_s)
+        shown_s = min(2 * wanted.span_s, COLUMNS) if wanted.span_s else length_s + width
+        found = _called(rows, process, ranged, step.mode)
+        found = replace(
+            found,
+            ranged=_summary(rows, ranged, process.process, mode, waits),
+            recent=_recent(rows, tallies, process.process, step, end_s),
+            columns=self._columns.read(tallies, process.process, max(end_s - shown_s, 0), end_s, width),
+            column_s=width,
+            modes=self._modes(rows, found, visits, said),
+        )
+        if wanted.over:
+            whole = Window(_OfOne(tallies, process.process), 0, end_s)
+            found = replace(
+                found,
+                whole=_summary(rows, whole, process.process, mode, waits),
+                mean=whole.of_process(process.process)[1],
+            )
+        if not any(via == DDP for _, via in found.calls):
+            found = replace(found, compared=self._comparison(rows, tallies, found, end_s, wanted, waits))
+        return found
+
+    def _modes(self, rows: Rows, process: Process, visits: Sequence[Visit], said: Announced) -> dict[str, ModeTrack]:
+        """Over which devices each mode ran, and how much memory it used."""
+        peaks = device_peaks(rows, process.process, visits)
+        host = self._host_peaks.read(rows, self._samples, process.process, visits)
+        devices = said.devices_of(process.process)
+        if process.devices:
+            devices[process.mode] = process.devices, process.virtual
+        found = {}
+        for mode in {visit.mode for visit in visits}:
+            used = {**peaks.get(mode, {}), **({HOST: host[mode]} if mode in host else {})}
+            found[mode] = ModeTrack(mode, *devices.get(mode, ((), False)), used)
+        return found
+
+    def _comparison(
+        self,
+        rows: Rows,
+        tallies: Tallies,
+        process: Process,
+        end_s: int,
+        wanted: Wanted,
+        waits: Sequence[tuple[int, int]],
+    ) -> Comparison:
+        """The modes side by side. If there are many steps, a few more make little difference."""
+        number = process.process
+        dp = process.modes.get("dp")
+        devices, virtual = (dp.devices, dp.virtual) if dp is not None else ((), False)
+        key = number, end_s // _COMPARED_S, process.mode, devices, wanted.over, len(waits)
+        if self._compared is not None and self._compared[0] == key:
+            found = self._compared[1]
+        else:
+            window = Window(_OfOne(tallies, number), 0, end_s)
+            longest = [
+                step for mode in MODES_COMPARED for step in rows.longest(number, mode, _LONG_READ, of_all=wanted.over)
+            ]
+            found = compare_modes(window, number, devices=devices, virtual=virtual, longest=longest, waits=waits)
+            many = all(side.seen >= _COMPARED_SOON for side in found.sides.values())
+            self._compared = (key, found) if many else None
+        peaks = {mode: track.peaks for mode, track in process.modes.items()}
+        sides = {mode: side._replace(memory=peaks.get(mode, {})) for mode, side in found.sides.items()}
+        return replace(found, sides=sides)
+
+
+class _OfOne:
+    """The tallies of one process, as a window takes them."""
+
+    def __init__(self, tallies: Tallies, process: int) -> None:
+        self._tallies = tallies
+        self.processes = [process]
+        self._known: dict[tuple[int, int], dict[Key, Tally]] = {}
+
+    def of_all(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
+        """Its tallies, under the process ALL."""
+        return {key._replace(process=ALL): tally for key, tally in self.tallies(begin_s, end_s).items()}
+
+    def tallies(self, begin_s: int, end_s: int, *, process: int | None = None) -> dict[Key, Tally]:
+        """Its tallies by key."""
+        found = self._known.get((begin_s, end_s))
+        if found is None:
+            found = self._known[begin_s, end_s] = self._tallies.tallies(begin_s, end_s, process=self.processes[0])
+        return found
+
+    def sums(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
+        """The same: of one process they are read once."""
+        return self.tallies(begin_s, end_s)
+
+    def tally_rows(
+        self, begin_s: int, end_s: int, *, process: int | None = None
+    ) -> Iterable[tuple[int, int, Key, Tally]]:
+        """Its tallies in order of time."""
+        return self._tallies.tally_rows(begin_s, end_s, process=self.processes[0])
+
+    def time_sums(self, begin_s: int, end_s: int) -> list[TimeRow]:
+        """What it did."""
+        return self._tallies.time_rows(begin_s, end_s, process=self.processes[0])
+
+    def times_together(self, begin_s: int, end_s: int) -> list[TimeTogether]:
+        """The same: there is no other process."""
+        return [TimeTogether(sum(row.spent.values()), row.spent) for row in self.time_sums(begin_s, end_s)]
+
+    def kinds(self) -> set[tuple[str, int]]:
+        """Mode and kind of all steps so far."""
+        return self._tallies.kinds()
+
+
+# ------------------------------------------------------------------------------------------------ each process
+
+
+def _seen(rows: Rows, number: int, said: Announced) -> Process:
+    """What is known of a process without its figures."""
+    step = next(iter(rows.steps(number, 1)), None)
+    head = next(iter(rows.heads(number, 1)), None)
+    ends = [-1 if step is None else step.start_ns + step.wall_ns, -1 if head is None else head.end_ns]
+    seen = max(ends)
+    began = rows.first_ns(number) if seen >= 0 else None
+    memory = rows.memory(number)
+    force = said.in_force(number, None if step is None else (step.mode, ends[0]), "" if head is None else head.mode)
+    rank = rows.ranks.get(number)
+    return Process(
+        number,
+        rank if rank is not None else said.rank_of(number),
+        said.info.get(number, {}),
+        began_ns=-1 if began is None else began,
+        resumed_ns=-1 if began is None else began,
+        seen_ns=seen,
+        last_step=step,
+        mode=force.mode,
+        virtual=force.virtual,
+        devices=force.devices,
+        mode_reason=force.reason,
+        refusals=said.refusals_of(number),
+        paused_since_ns=said.paused_since(number, None if step is None else step.start_ns),
+        memory=memory.data if memory is not None and isinstance(memory.data.get("devices"), list) else {},
+    )
+
+
+def _resumed(tallies: Tallies, state: State) -> dict[int, Process]:
+    """The processes, with the time at which each took up work again, if that matters: if some are silent."""
+    found = dict(state.processes)
+    newest_s = state.newest_ns // SECOND
+    if some_are_silent(state):
+        for number, process in state.processes.items():
+            if process.seen_ns >= 0 and process.seen_ns // SECOND >= newest_s - _SILENT_S:
+                rows = tallies.tally_rows(
+                    newest_s - _SILENT_S, newest_s + 1, process=number, sketches=False, widest=1, series=_NO_SERIES
+                )
+                spans = [(tally.first_ns, tally.last_ns) for _, _, _, tally in rows]
+                resumed = last_resumption(process, (newest_s - _SILENT_S) * SECOND, spans)
+                found[number] = replace(process, resumed_ns=resumed)
+    return found
+
+
+def _near(state: State, focus: Process, wanted: Wanted) -> list[Process]:
+    """The other processes that train now and have room in a picture, by rank."""
+    training = sorted(state.training(), key=lambda process: (process.rank is None, process.rank or 0))
+    shown = [*training[:RANKS_FIGURED], *training[wanted.first_rank : wanted.first_rank + 2 * RANKS_FIGURED]]
+    return list({process.process: process for process in shown if process.process != focus.process}.values())
+
+
+def _beside(rows: Rows, tallies: Tallies, process: Process) -> Process:
+    """A process that trains beside the one that stands for the run."""
+    calls = Calls(rows, process.process)
+    mode = process.last_step.mode if process.last_step is not None else process.mode
+    tracks, newest = call_tracks(calls, {}, (), mode, most=RANK_CALLS_READ, timed=False)
+    found = replace(process, calls=tracks, newest=newest, last_calls=calls.of_last_step())
+    return _with_devices(replace(found, figures=_rank_figures(rows, tallies, process)))
+
+
+def _called(rows: Rows, process: Process, ranged: Window, mode: str) -> Process:
+    """With its calls, and their times in a time range."""
+    calls = Calls(rows, process.process)
+    trained = {key.mode for key in ranged.by_process if ranged.trained(key.mode)}
+    tracks, newest = call_tracks(calls, ranged.by_process, trained, mode)
+    return _with_devices(replace(process, calls=tracks, newest=newest, last_calls=calls.of_last_step()))
+
+
+def _with_devices(process: Process) -> Process:
+    """With the devices of its newest call in the mode in force."""
+    tracks = [process.calls[process.newest]] if process.newest is not None else []
+    tracks += process.calls.values()
+    call = next((track.last for track in tracks if track.last.mode == process.mode and track.last.devices), None)
+    return process if call is None else replace(process, devices=call.devices, virtual=call.virtual)
+
+
+def _end_s(rows: Rows, process: Process) -> int:
+    """The second with which the figures of a process end: that of its newest step is the last one they hold.
+
+    As of a time in the past only whole seconds are known, unless there is none.
+    """
+    assert process.last_step is not None
+    end_s = (process.last_step.start_ns + process.last_step.wall_ns) // SECOND + 1
+    whole_s = rows.until_s
+    return end_s if whole_s is None or whole_s <= process.began_ns // SECOND + 1 else min(end_s, whole_s)
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+def _summary(rows: Rows, window: Window, process: int, mode: str, waits: Sequence[tuple[int, int]]) -> Summary:
+    """The figures of a mode: of its training steps; if there are none in this time, of its evaluation steps."""
+    found = window.figures(mode, process=process)
+    if not found.steps and window.trained(mode):
+        found = window.figures(mode, True, process)
+    if not found.steps:
+        return Summary()
+    uneven = uneven_steps(found.tally, (), waits)
+    if uneven is not None:
+        uneven = uneven_steps(found.tally, rows.longest(process, mode, _LONG_READ), waits)
+    if uneven is not None and uneven.phase == INPUT:  # of the time, only the waits
+        tally = found.tally
+        waited = waited_ns(waits, tally.first_ns or 0, tally.last_ns or 0)
+        uneven = uneven._replace(time=min(waited / max(tally.stat(STEP).total, 1), 1.0))
+    return Summary(found, found.parts, uneven)
+
+
+def _recent(rows: Rows, tallies: Tallies, process: int, step: Step, end_s: int) -> Recent:
+    """The last ten seconds of training; if there were fewer than two steps, the last two steps."""
+    begin_s = max(end_s - WINDOW_S - 2, 0)
+    trained = step.mode in trains(tallies.kinds())
+    seconds = tallies.tally_rows(begin_s, end_s, process=process, sketches=False, widest=1, series=(STEP,))
+    times = tallies.time_rows(begin_s, end_s, process=process, widest=1)
+    found = recent([(key, tally) for _, _, key, tally in seconds], times, step.mode, trained)
+    if found.rate is None and not (trained and step.evaluation):
+        newest = rows.steps(process, 2)
+        begin_s = newest[-1].start_ns // SECOND
+        slow = recent_of_steps(newest, tallies.time_rows(begin_s, end_s, process=process), trained)
+        found = slow if slow.rate is not None else found
+    if found.last_ns is None and trained:
+        found = found._replace(last_ns=rows.last_training_ns(process))
+    return found
+
+
+def _rank_figures(rows: Rows, tallies: Tallies, process: Process) -> RankFigures:
+    """The medians of one of several processes over this minute and the last one."""
+    if process.last_step is None:
+        return RankFigures()
+    end_s, mode = _end_s(rows, process), process.last_step.mode
+    begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # a minute has a tally of its own
+    found = tallies.tallies(begin_s, end_s, process=process.process, series=_RANK_SERIES)
+    trained = mode in trains((key.mode, key.kind) for key in found)
+    tally = merged(found, mode, False, trained)
+    step, forward, backward = (tally.median(series) for series in _RANK_SERIES)
+    return RankFigures(step, forward, backward, tally.quantile(STEP, 0.95))
+
+
+def _samples_share(
+    rows: Rows, tallies: Tallies, process: Process, others: Sequence[Process], *, over: bool
+) -> float | None:
+    """The samples of all ranks that train, over those of one of them; None if they are unknown."""
+    ranks = [other.process for other in others if other.rank is not None]
+    if process.rank is None or not ranks or process.last_step is None:
+        return 1.0
+    end_s = _end_s(rows, process)
+    if over:
+        found = [_samples(tallies, 0, end_s, number) for number in (process.process, *ranks)]
+        own, together = found[0], None if None in found else sum(each or 0 for each in found)
+    else:  # the last second is not over for all of them
+        begin_s, end_s = max(end_s - WINDOW_S, 0), max(end_s - 1, process.began_ns // SECOND + 1)
+        own, together = (_samples(tallies, begin_s, end_s, number) for number in (process.process, ALL))
+    return together / own if own and together is not None else None
+
+
+def _samples(tallies: Tallies, begin_s: int, end_s: int, process: int) -> int | None:
+    found = tallies.tallies(begin_s, end_s, process=process, series=_NO_SERIES).values()
+    known = [tally.sum("samples") for tally in found]
+    if sum(each.count for each in known) != sum(tally.steps for tally in found):
+        return None
+    return sum(each.total for each in known)

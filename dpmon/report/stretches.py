@@ -1,0 +1,98 @@
+"""Steps over time, for charts: at most about BINS stretches of equal width, whatever the length of the run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from dpmon.record.codec import CALL_PHASES, STEP_PHASES
+from dpmon.record.schema import EVALUATION, REST
+from dpmon.report.story import PARTS, Bin
+from dpmon.store.queries import END, Store
+from dpmon.store.tally import ALL, WIDTHS, Tally
+
+__all__ = ["BINS", "stretches"]
+
+BINS = 400
+_SECONDS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
+"""Widths that are easy to read, as long as they suffice."""
+_SECOND = 1_000_000_000
+_SERIES = {name: REST if name == "forward" else name for name in PARTS}
+assert set(PARTS) == {*STEP_PHASES, *CALL_PHASES}
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Steps of one kind that ended in one stretch, and its time."""
+
+    tally: Tally = field(default_factory=Tally)
+    end_s: int = 0
+    within_ns: int = 0
+    """Time within such steps, whether they ended in it or not."""
+    between_ns: int = 0
+
+
+def stretches(store: Store, first_ns: int, last_ns: int, median_ns: float) -> tuple[int, tuple[Bin, ...]]:
+    """The width in ns and the stretches in which steps ended, in order.
+
+    `median_ns`: of the steps; a stretch is no shorter. A stretch reaches back over the time before it in which a step
+    of its kind went on. All other time without steps is a gap.
+    """
+    seconds = _width(max(last_ns - first_ns, 0) / _SECOND, median_ns / _SECOND)
+    sums = _sums(store, seconds)
+    found = []
+    for (mode, evaluation), slots in sums.items():
+        for slot, one in sorted(slots.items()):
+            if not one.tally.steps:
+                continue
+            first, elapsed = slot, one.within_ns + one.between_ns
+            while (before := slots.get(first - 1)) is not None and not before.tally.steps and before.within_ns > 0:
+                first -= 1
+                elapsed += before.within_ns
+            begin = max(first * seconds, first_ns // _SECOND)  # tallies of deleted narrow ones reach back too far
+            found.append(_bin(begin, max((slot + 1) * seconds, one.end_s), mode, evaluation, one, elapsed))
+    return seconds * _SECOND, tuple(sorted(found, key=lambda one: (one.end_ns, one.mode, one.evaluation)))
+
+
+def _width(span_s: float, step_s: float) -> int:
+    least = max(span_s / BINS, min(step_s, span_s))
+    hours = -(-least // 3600)
+    return next((seconds for seconds in _SECONDS if seconds >= least), int(hours) * 3600)
+
+
+def _sums(store: Store, seconds: int) -> dict[tuple[str, bool], dict[int, _Sum]]:
+    """By mode and whether they are evaluation steps of a mode that trains, and by number of the stretch."""
+    trained = {mode for mode, kind in store.kinds() if not kind & EVALUATION}
+    width = max(width for width in WIDTHS if seconds % width == 0)
+    found: dict[tuple[str, bool], dict[int, _Sum]] = defaultdict(lambda: defaultdict(_Sum))
+    everybody = ALL if len(store.processes) > 1 else None
+    rows = store.tally_rows(0, END, process=everybody, sketches=False, finest=width, widest=width)
+    for start, wide, key, tally in rows:
+        one = found[key.mode, bool(key.kind & EVALUATION) and key.mode in trained][start // seconds]
+        one.tally.merge(tally)
+        one.end_s = max(one.end_s, start + wide)
+    for row in store.time_rows(0, END, finest=width, widest=width):
+        slot, spent = row.start_s // seconds, row.spent
+        training = found[row.mode, False][slot]
+        training.within_ns += max(spent["training"], 0)
+        training.between_ns += max(spent["between"], 0)
+        evaluation = found[row.mode, row.mode in trained][slot]
+        evaluation.within_ns += max(spent["evaluation"], 0)
+    return {kind: dict(slots) for kind, slots in found.items()}
+
+
+def _bin(start_s: int, end_s: int, mode: str, evaluation: bool, one: _Sum, elapsed_ns: int) -> Bin:
+    tally = one.tally
+    samples = tally.sum("samples")
+    return Bin(
+        start_ns=start_s * _SECOND,
+        end_ns=end_s * _SECOND,
+        mode=mode,
+        steps=tally.steps,
+        wall_ns=tally.stat("step").total,
+        longest_ns=tally.high_ns or 0,
+        samples=samples.total if samples.count == tally.steps else None,
+        parts=tuple(tally.stat(_SERIES[name]).total for name in PARTS),
+        evaluation=evaluation,
+        elapsed_ns=elapsed_ns,
+    )

@@ -1,0 +1,307 @@
+"""The rows of a run as of a time: the newest step, calls and events of each process, and the samples of devices.
+
+What was recorded later is not seen, so a time in the past gives what was known then. Rows of one process lie in order
+of time, so the newest one before a time is found by halving.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+from dpmon.record.codec import (
+    MODES,
+    Call,
+    Decoder,
+    Event,
+    RecordError,
+    Step,
+    call_head,
+    call_replicas,
+    call_stages,
+    pack_definition,
+)
+from dpmon.record.plainjson import load_event, load_json
+from dpmon.record.schema import EVALUATION, SETTLING
+from dpmon.store.answers import CallHead, LongRow, Sample
+from dpmon.store.queries import LONG_COLUMNS, Store, long_row
+from dpmon.store.tables import LASTING
+
+__all__ = ["AsOf"]
+
+_LAST = (1 << 63) - 1
+_SECOND = 1_000_000_000
+_SAMPLED = ", ".join(
+    f"json_extract(json, '$.{name}')"
+    for name in ("index", "util_pct", "cpu_pct", "mem_used_bytes", "mem_total_bytes", "power_w", "run_mem_bytes")
+)
+_HOST = -1
+"""The host, as a device."""
+_LOOKED_AT = 20_000
+"""Ids before the newest one within which single steps are looked for."""
+_NEAR = 4096
+"""Rings are read in turn, so rows of several processes are out of order by about this many ids at most."""
+
+
+class AsOf:
+    """What a store holds up to a time (ns since the run's start); up to now if it is None."""
+
+    def __init__(self, store: Store, t_ns: int | None = None) -> None:
+        self.store = store
+        self.until_ns = _LAST if t_ns is None else t_ns
+        self._ids: dict[tuple[str, int], int] = {}
+        rings = [ring for ring in store.rings.values() if ring.process >= 0]
+        self._rings = {ring.process: ring for ring in rings}
+        self.missed = sum(ring.missed + ring.lost for ring in store.rings.values())
+        """Records that nobody will read."""
+        self.ranks = {ring.process: ring.rank for ring in rings}
+        """Of all processes that ever recorded something."""
+
+    @property
+    def until_s(self) -> int | None:
+        """The first second that is not over as of this time; None as of now."""
+        return None if self.until_ns == _LAST else self.until_ns // _SECOND
+
+    # ------------------------------------------------------------------------------------------ steps and calls
+
+    def first_ns(self, process: int) -> int | None:
+        """When the first call or step of a process began that has a row; None if it has none as of this time."""
+        ring = self._rings.get(process)
+        found = []
+        for table, count in (("calls", ring.calls), ("steps", ring.steps)) if ring is not None else ():
+            query = (
+                f"SELECT id, start_ns, start_ns + wall_ns FROM {table} WHERE process = ? AND id BETWEEN ? AND ?"
+                " ORDER BY id LIMIT 1"
+            )
+            found += self.store.query(query, (process, *self._bounds(process))) if count else []
+        known = sorted(row for row in found if _whole(*row))
+        return next((start for _, start, end in known if end <= self.until_ns), None)
+
+    def steps(self, process: int, most: int) -> list[Step]:
+        """Its newest steps, the newest first; damaged ones are left out."""
+        return self.store.steps_until(self._last_id("steps", process), process, most)
+
+    def longest(self, process: int, mode: str, most: int, *, of_all: bool = False) -> list[LongRow]:
+        """The longest of its newest steps in a mode, the longest first, without settling ones; `of_all`: of all."""
+        last = self._last_id("steps", process)
+        query = (
+            f"SELECT {LONG_COLUMNS} FROM steps WHERE process = ? AND id BETWEEN ? AND ? AND mode = ?"
+            f" AND kind & {SETTLING} = 0 ORDER BY wall_ns DESC LIMIT ?"
+        )
+        last = min(last, self._newest_id())
+        rows = self.store.query(query, (process, 0 if of_all else last - _LOOKED_AT, last, mode, most))
+        return [row for each in rows if (row := long_row(each)) is not None]
+
+    def last_training_ns(self, process: int) -> int | None:
+        """When its last training step ended, of its newest steps."""
+        last = min(self._last_id("steps", process), self._newest_id())
+        query = (
+            f"SELECT start_ns + wall_ns FROM steps WHERE process = ? AND id BETWEEN ? AND ? AND kind & {EVALUATION} = 0"
+            " ORDER BY id DESC LIMIT 1"
+        )
+        rows = self.store.query(query, (process, last - _LOOKED_AT, last))
+        return next((end for (end,) in rows if type(end) is int), None)
+
+    def _newest_id(self) -> int:
+        rows = self.store.query("SELECT max(id) FROM steps")
+        return next((number for (number,) in rows if type(number) is int), 0)
+
+    def heads(self, process: int, most: int) -> list[CallHead]:
+        """Its newest calls, the newest first; damaged ones are left out."""
+        return self._heads(process, 0, self._last_id("calls", process), most)
+
+    def last_calls(self, process: int, most: int) -> list[CallHead]:
+        """The newest calls of its newest step, the newest first."""
+        query = "SELECT id, step FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT 2"
+        rows = self.store.query(query, (process, self._last_id("steps", process)))
+        if not rows or not _whole(*rows[0]):
+            return []
+        low = rows[1][0] if len(rows) > 1 else 0
+        return [head for head in self._heads(process, low, rows[0][0], most) if head.step == rows[0][1]]
+
+    def _heads(self, process: int, low: int, high: int, most: int) -> list[CallHead]:
+        query = "SELECT id, payload FROM calls WHERE process = ? AND id BETWEEN ? AND ? ORDER BY id DESC LIMIT ?"
+        found = []
+        for number, payload in self.store.query(query, (process, max(low, self._bounds(process)[0]), high, most)):
+            with suppress(LookupError, TypeError, ValueError, struct.error):
+                mode, flags, _, layout, of, _, start, wall, *_ = call_head(payload)
+                end = start - self.store.origin_ns + wall
+                found.append(CallHead(number, of, layout, MODES[mode], flags, end, payload))
+        return found
+
+    def call(self, process: int, head: CallHead) -> Call | None:
+        """The call itself; None if it is damaged."""
+        with suppress(RecordError, LookupError, TypeError, ValueError, struct.error):
+            decoder = Decoder(process, self.ranks.get(process), self.store.origin_ns)
+            for number, value in self.definitions(process, _numbers(head.payload)):
+                decoder.decode(pack_definition(number, value))
+            record = decoder.decode(head.payload)
+            return record if isinstance(record, Call) else None
+        return None
+
+    def definitions(self, process: int, numbers: Iterable[int]) -> list[tuple[int, Any]]:
+        """The definitions with these numbers; damaged ones are left out."""
+        wanted = sorted(set(numbers))
+        found = []
+        marks = ", ".join("?" * len(wanted))
+        query = f"SELECT number, value FROM definitions WHERE process = ? AND number IN ({marks})"
+        for number, value in self.store.query(query, (process, *wanted)):
+            with suppress(ValueError, TypeError):
+                found.append((number, load_json(value)))
+        return found
+
+    def _last_id(self, table: str, process: int) -> int:
+        """The id of its newest row in a table."""
+        key = table, process
+        found = self._ids.get(key)
+        if found is None:
+            low, high = self._bounds(process)
+            found = self._ids[key] = high if self.until_ns == _LAST else self._halved(table, process, low, high)
+        return found
+
+    def _bounds(self, process: int) -> tuple[int, int]:
+        """Ids between which all of its calls and steps lie."""
+        ring = self._rings.get(process)
+        if ring is None:
+            return 0, 0
+        return ring.first_id or 0, _LAST if ring.last_id is None else ring.last_id
+
+    def _halved(self, table: str, process: int, low: int, high: int) -> int:
+        """The highest id, from `low` to `high`, of a row of a process that was over by this time; `low` - 1: none."""
+        query = (
+            f"SELECT id, start_ns + wall_ns FROM {table} WHERE process = ? AND id BETWEEN ? AND ?"
+            " ORDER BY id DESC LIMIT 1"
+        )
+        found = low - 1
+        while low <= high:
+            middle = (low + high) // 2
+            rows = self.store.query(query, (process, low, middle))
+            if not rows:
+                low = middle + 1
+            elif _whole(*rows[0]) and rows[0][1] <= self.until_ns:
+                found, low = rows[0][0], middle + 1
+            else:
+                high = rows[0][0] - 1 if type(rows[0][0]) is int else middle - 1
+        return found
+
+    def step_end(self, process: int, *, forward: bool) -> int | None:
+        """When the first step of a process ended after this time, or the last one by this time; None if none did."""
+        last = self._last_id("steps", process)
+        query = "SELECT start_ns + wall_ns FROM steps WHERE process = ? AND id {} ORDER BY id {} LIMIT 1"
+        query = query.format("> ?", "") if forward else query.format("<= ?", "DESC")
+        return next((end for (end,) in self.store.query(query, (process, last)) if type(end) is int), None)
+
+    # ------------------------------------------------------------------------------------------ events
+
+    def lasting(self, kind: str, newest: int = -1) -> list[Event]:
+        """Events of a kind that outlives the steps around it (dpmon.store.tables.LASTING), in their order."""
+        query = (
+            f"SELECT json FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ? ORDER BY id DESC LIMIT ?"
+        )
+        rows = self.store.query(query, (kind, self.until_ns, newest))
+        return [event for (text,) in reversed(rows) if (event := _event(text)) is not None]
+
+    def count(self, kind: str) -> int:
+        """How many events of such a kind there were."""
+        query = f"SELECT count(*) FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ?"
+        return next((int(count) for (count,) in self.store.query(query, (kind, self.until_ns))), 0)
+
+    def memory(self, process: int, until_ns: int | None = None) -> Event | None:
+        """What the memory of the devices of a process held when it was looked at last, up to a time."""
+        query = (
+            "SELECT json FROM events WHERE kind = 'memory' AND process = ? AND t_ns <= ?"
+            " ORDER BY t_ns DESC, id DESC LIMIT 1"
+        )
+        until = self.until_ns if until_ns is None else min(until_ns, self.until_ns)
+        return next((_event(text) for (text,) in self.store.query(query, (process, until))), None)
+
+    def samples(self, span_ns: int, after_id: int = 0) -> list[Sample]:
+        """Samples of devices and host of the last `span_ns`, in their order; those after an id if it is given.
+
+        The span ends with the newest event.
+        """
+        begin, first = -_LAST, after_id
+        if not after_id:
+            query = "SELECT max(t_ns) FROM (SELECT t_ns FROM events ORDER BY id DESC LIMIT 100)"
+            newest = next((at for (at,) in self.store.query(query) if type(at) is int), 0)
+            begin = min(newest, self.until_ns) - span_ns
+            first = max(self._event_at(begin) - _NEAR, 0)
+        # Taken apart by SQLite, which is ten times as fast.
+        query = (
+            f"SELECT id, t_ns, kind, {_SAMPLED} FROM events"
+            " WHERE id > ? AND kind IN ('device', 'host') AND t_ns >= ? AND t_ns <= ? AND json_valid(json) ORDER BY id"
+        )
+        return [
+            sample
+            for row in self.store.query(query, (first, begin, self.until_ns))
+            if (sample := _sample(*row)) is not None
+        ]
+
+    def sample(self, number: int) -> Event | None:
+        """The whole sample with this id."""
+        rows = self.store.query("SELECT json FROM events WHERE id = ?", (number,))
+        return next((_event(text) for (text,) in rows), None)
+
+    def _event_at(self, t_ns: int) -> int:
+        """About the id of the first event at or after a time."""
+        newest = self.store.query("SELECT max(id) FROM events")
+        low, high = 0, next((number for (number,) in newest if type(number) is int), 0) + 1
+        query = "SELECT id, t_ns FROM events WHERE id > ? AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
+        while high - low > 1:
+            middle = (low + high) // 2
+            rows = self.store.query(query, (middle - 1,))
+            if rows and _whole(*rows[0]) and rows[0][1] < t_ns:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def host_memory(self, begin_ns: int, end_ns: int) -> list[tuple[int, int]]:
+        """The most memory that the run's processes had in each minute that begins between two times: its first ns."""
+        query = (
+            "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + 60 FROM starts WHERE at + 60 < :end)"
+            " SELECT start_s, high FROM starts CROSS JOIN device_rollups"
+            " ON start_s = starts.at AND device = :host AND name = 'run_mem_bytes'"
+        )
+        begin, end = -(-begin_ns // (60 * _SECOND)) * 60, min(end_ns, self.until_ns) // _SECOND
+        if begin >= end:
+            return []
+        rows = self.store.query(query, {"begin": begin, "end": end, "host": _HOST})
+        return [
+            (start * _SECOND, int(high))
+            for start, high in rows
+            if type(start) is int and isinstance(high, (int, float)) and abs(high) < 1e18
+        ]
+
+
+def _numbers(payload: bytes) -> list[int]:
+    """The definitions that a call refers to."""
+    _, _, _, layout, _, _, _, _, inputs, outputs, *_ = call_head(payload)
+    found = [layout, inputs, outputs]
+    for got, gave, _, _ in call_replicas(payload):
+        found += (got, gave)
+    for stage, got, gave, _, _ in call_stages(payload):
+        found += (stage, got, gave)
+    return found
+
+
+def _sample(number: int, t_ns: int, kind: str, index: object, *values: object) -> Sample | None:
+    device = _HOST if kind == "host" else index
+    if type(device) is not int or device < _HOST or type(t_ns) is not int:
+        return None
+    util, cpu, used, total, power, run = (
+        float(value) if isinstance(value, (int, float)) and abs(value) < 1e18 else None for value in values
+    )
+    return Sample(number, t_ns, device, cpu if device == _HOST else util, used, total, power, run)
+
+
+def _event(text: Any) -> Event | None:
+    with suppress(ValueError, TypeError, AttributeError, RecursionError):
+        return Event(*load_event(text))
+    return None
+
+
+def _whole(*values: object) -> bool:
+    return all(type(value) is int for value in values)

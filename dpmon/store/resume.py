@@ -1,0 +1,95 @@
+"""What a new supervisor must know to go on with a history that another one wrote."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from itertools import takewhile
+from typing import Any
+
+from dpmon.record.plainjson import load_json
+from dpmon.record.schema import EVALUATION, SETTLING_STEPS
+from dpmon.store.accounting import LATEST_NS
+from dpmon.store.intake import Accounts, Intake
+from dpmon.store.tables import LASTING, RingRow
+from dpmon.store.tally import known_keys
+from dpmon.store.writer import Batch, History
+
+__all__ = ["resume_accounts", "resume_intake"]
+
+_RECENT = 10_000
+"""Steps in which a wait for input may lie that is recorded after them."""
+_LAST_ID = (1 << 63) - 1
+_ACCOUNTED = "id, process, step, mode, start_ns, wall_ns, kind"
+_TYPES = [int, int, int, str, int, int, int]
+_START, _WALL = 4, 5
+
+
+def resume_accounts(history: History, accounts: Accounts) -> None:
+    """Account again for the recent steps, and for all events, in the order in which they were recorded."""
+    steps = _steps(history, "ORDER BY id DESC LIMIT ?", (_RECENT,))
+    recent = Counter(process for _, process, *_ in steps)
+    rings = history.rings().values()
+    older = {ring.process for ring in rings if ring.steps > recent[ring.process]}
+    """Processes with steps before the recent ones."""
+    for ring in rings:
+        if ring.steps and not recent[ring.process]:
+            steps += _steps(history, *_of_ring(ring, 1))
+    query = f"SELECT id, process, kind, t_ns, json FROM events WHERE {LASTING} AND kind IN (?, ?, ?, ?)"
+    events = [
+        row
+        for row in history.rows(query, ("process", "pause", "input", "exit"))
+        if type(row[0]) is int and (row[3] is None or _is_time(row[3]))
+    ]
+    nowhere = Batch()
+    for row in sorted([*steps, *events], key=lambda row: row[0]):
+        if len(row) == len(_TYPES):
+            _, process, number, mode, start, wall, kind = row
+            account, evaluation = accounts.account(process), bool(kind & EVALUATION)
+            if process in older:
+                account.resume(number, mode, start, max(wall, 0), evaluation)
+                older.remove(process)
+            else:
+                account.step(number, mode, start, max(wall, 0), evaluation)
+        else:
+            _, process, kind, at, text = row
+            with suppress(ValueError, TypeError, AttributeError, RecursionError):
+                accounts.event(nowhere, process, kind, load_json(text), at)
+
+
+def resume_intake(history: History, intake: Intake) -> None:
+    """Tell an intake what it would know if it had taken in the records of its ring from the start."""
+    row = intake.row
+    for number, value in history.definitions(row.process):
+        with suppress(LookupError, TypeError):  # damaged
+            intake.learn(number, value)
+    last = _steps(history, *_of_ring(row, SETTLING_STEPS)) if row.steps else []
+    mode, last_id = (last[0][3], last[0][0]) if last else (None, 0)
+    in_mode = sum(1 for _ in takewhile(lambda step: step[3] == mode, last))
+    calls = []
+    if row.held_id is not None:
+        query = "SELECT id, payload FROM calls WHERE process = ? AND id >= ? AND (id > ? OR step > ?) ORDER BY id"
+        calls = history.rows(query, (row.process, row.held_id, last_id, -1 if row.last_step is None else row.last_step))
+    keys = known_keys(history.rows("SELECT process, mode, kind, batch FROM keys WHERE process = ?", (row.process,)))
+    intake.resume(mode, in_mode, {key.batch for key in keys if key.batch >= 0}, calls)
+
+
+def _steps(history: History, which: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """What is accounted for of some steps, without damaged rows."""
+    rows = history.rows(f"SELECT {_ACCOUNTED} FROM steps {which}", values)
+    return [
+        row
+        for row in rows
+        if [type(value) for value in row] == _TYPES and _is_time(row[_START]) and _is_time(row[_START] + row[_WALL])
+    ]
+
+
+def _is_time(value: object) -> bool:
+    """Whether this is a time of a run (ns since its start)."""
+    return type(value) is int and abs(value) <= LATEST_NS
+
+
+def _of_ring(ring: RingRow, most: int) -> tuple[str, tuple[Any, ...]]:
+    """The condition for the last steps of a ring, the last first, and its values."""
+    last_id = _LAST_ID if ring.last_id is None else ring.last_id
+    return "WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT ?", (ring.process, last_id, most)

@@ -1,0 +1,116 @@
+"""Steps as tests of comparisons write them, and the tallies that `dpmon.model.compare` compares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from dpmon.model.compare import Comparison, compare_modes
+from dpmon.model.state import PHASES
+from dpmon.record.schema import EVALUATION, SETTLING
+from dpmon.record.schema import PHASES as SCHEMA
+from dpmon.store.answers import LongRow, TimeRow
+from dpmon.store.tally import ALL, NO_SAMPLES, Key, StepFacts, Tally
+from dpmon.store.window import Window
+
+__all__ = ["NOT_RUN", "StepSample", "compare_steps"]
+
+NOT_RUN = -1
+
+_ROWS = 64
+_CALLS = [PHASES.index(phase.shown) for phase in SCHEMA if phase.of_call]
+_FORWARD = PHASES.index("forward")
+_TRAINS = [PHASES.index(name) for name in ("backward", "optimizer")]
+
+
+class StepSample(NamedTuple):
+    """One step: its number, when it ended, how long it took, samples or None, ns for each of PHASES or NOT_RUN."""
+
+    step: int
+    end_ns: int
+    wall_ns: int
+    samples: int | None
+    phases: tuple[int, ...]
+
+
+class _Steps:
+    """Steps by mode, oldest first, as a source of a window; `seen`: how many of each mode there were in all."""
+
+    def __init__(self, process: int, steps: Mapping[str, Sequence[StepSample]], seen: Mapping[str, int]) -> None:
+        self.processes = [process]
+        self._rows: list[tuple[int, int, Key, Tally]] = []
+        for mode, samples in steps.items():
+            size = len(samples) // _ROWS + 1
+            for first in range(0, len(samples), size):
+                part = samples[first : first + size]
+                for key in {self._key(mode, sample) for sample in part}:
+                    tally = Tally()
+                    same = [sample for sample in part if self._key(mode, sample) == key]
+                    tally.add([_facts(sample) for sample in same], _start(same[0]), same[-1].end_ns)
+                    self._rows.append((0, 1, key, tally))
+            left = seen.get(mode, 0) - len(samples)
+            if left > 0:
+                self._rows.append((0, 1, Key(process, mode, SETTLING, NO_SAMPLES), Tally(steps=left)))
+
+    def _key(self, mode: str, sample: StepSample) -> Key:
+        trains = any(sample.phases[at] >= 0 for at in _TRAINS)
+        batch = NO_SAMPLES if sample.samples is None else sample.samples
+        return Key(self.processes[0], mode, 0 if trains else EVALUATION, batch)
+
+    def tally_rows(self, begin_s: int, end_s: int, *, process: int) -> Iterable[tuple[int, int, Key, Tally]]:
+        return self._rows
+
+    def tallies(self, begin_s: int, end_s: int, *, process: int | None = None) -> dict[Key, Tally]:
+        found: dict[Key, Tally] = {}
+        for _, _, key, tally in self._rows:
+            found.setdefault(key, Tally()).merge(tally)
+        return found
+
+    def of_all(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
+        return {key._replace(process=ALL): tally for key, tally in self.tallies(begin_s, end_s).items()}
+
+    def sums(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
+        return self.tallies(begin_s, end_s)
+
+    def time_sums(self, begin_s: int, end_s: int) -> list[TimeRow]:
+        return []
+
+    def time_together(self, begin_s: int, end_s: int) -> list[TimeRow]:
+        return []
+
+    def kinds(self) -> set[tuple[str, int]]:
+        return {(key.mode, key.kind) for _, _, key, _ in self._rows}
+
+
+def _start(sample: StepSample) -> int:
+    return sample.end_ns - sample.wall_ns
+
+
+def _facts(sample: StepSample) -> StepFacts:
+    took = [value if value >= 0 else None for value in sample.phases]
+    rest = took[_FORWARD]
+    if rest is not None:
+        took[_FORWARD] = rest + sum(took[at] or 0 for at in _CALLS)
+    copied = (None,)
+    return StepFacts(sample.step, sample.wall_ns, (sample.samples, *copied), took, rest, 0, {}, [])
+
+
+def _long(process: int, mode: str, sample: StepSample) -> LongRow:
+    facts = _facts(sample)
+    phases = {phase.name: took for phase, took in zip(SCHEMA, facts.phases, strict=True) if took is not None}
+    kind = 0 if any(sample.phases[at] >= 0 for at in _TRAINS) else EVALUATION
+    return LongRow(process, sample.step, mode, kind, _start(sample), sample.wall_ns, phases)
+
+
+def compare_steps(
+    steps: Mapping[str, Sequence[StepSample]],
+    *,
+    seen: Mapping[str, int] | None = None,
+    devices: Sequence[str] = (),
+    virtual: bool = False,
+    waits: Sequence[tuple[int, int]] = (),
+) -> Comparison:
+    """Compare the steps of "dp" with those of "single", as in `compare_modes`; `seen`: all steps by mode."""
+    longest = [_long(0, mode, sample) for mode, samples in steps.items() for sample in samples]
+    window = Window(_Steps(0, steps, seen or {}))
+    return compare_modes(window, 0, devices=devices, virtual=virtual, longest=longest, waits=waits)

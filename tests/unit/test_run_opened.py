@@ -1,0 +1,100 @@
+"""What readers are told of a run: all of it, whoever wrote how much of the history."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from everything import alike, everything
+from kept import fill, keep
+from synthetic import Training, host_event
+
+from dpmon.run import opened as opened_module
+from dpmon.run import proc
+from dpmon.run.opened import open_store
+from dpmon.run.rundir import load_info, save
+from dpmon.store.tables import HISTORY_FILE
+
+
+def payloads(steps: int = 300) -> dict[int, list[bytes]]:
+    """The records of a process that trained in both modes, and of the supervisor."""
+    training = Training()
+    records = [*training.begin(), *training.run(steps // 2)]
+    records += [*training.switch("single"), *training.run(steps - steps // 2)]
+    return {0: records, -1: [host_event(1.0), host_event(2.0)]}
+
+
+def read(directory: Path) -> dict[str, Any]:
+    with open_store(directory) as store:
+        assert store.damaged is None
+        return everything(store)
+
+
+@pytest.fixture
+def whole(state: Path) -> dict[str, Any]:
+    """What a store says of a run whose history is complete."""
+    return read(keep(payloads()))
+
+
+def test_a_history_that_is_complete_is_asked_in_its_file(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opened_module, "_in_memory", lambda *_: pytest.fail("copied"))
+    assert read(keep(payloads()))["tallies"]
+
+
+def test_without_a_history_the_rings_say_it_all(whole: dict[str, Any]) -> None:
+    alike(read(keep(payloads(), drained=False)), whole)
+
+
+@pytest.mark.parametrize("part", [0.01, 0.3, 0.301, 0.999])
+def test_what_the_history_lacks_is_taken_from_the_rings(whole: dict[str, Any], part: float) -> None:
+    directory = keep({process: records[: int(len(records) * part) + 1] for process, records in payloads().items()})
+    append(directory)
+    alike(read(directory), whole)
+    alike(read(directory), whole)
+
+
+def append(directory: Path) -> None:
+    """Let the rings hold all records: those that the history has, as before, and the others."""
+    for process, records in payloads().items():
+        path = directory / ("gpu.ring" if process < 0 else f"process-{process}.ring")
+        path.unlink(missing_ok=True)
+        fill(path, process, records)
+
+
+def test_a_supervisor_that_writes_is_believed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = keep({0: payloads()[0][:100]}, status=None, boot_id=proc.boot_id())
+    append(directory)
+    us = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
+    save(directory, replace(load_info(directory), **us))
+    with open_store(directory) as store:
+        committed = len(store.steps(10_000))
+    assert 0 < committed < 100
+    for name in os.listdir(directory):
+        os.utime(directory / name, (1, 1))
+    assert len(read(directory)["steps"][0]) == 300, "it is stuck, or the disk is full"
+
+
+@pytest.mark.parametrize("damage", ["no database", "cut off", "a directory", "a later version", "another schema"])
+def test_a_damaged_history_is_told_and_the_rings_are_read(whole: dict[str, Any], damage: str) -> None:
+    directory = keep(payloads())
+    path = directory / HISTORY_FILE
+    if damage == "no database":
+        path.write_bytes(b"x" * 10_000)
+    elif damage == "cut off":
+        path.write_bytes(path.read_bytes()[:5000])
+    elif damage == "a directory":
+        path.unlink(missing_ok=True)
+        path.mkdir()
+    else:
+        with closing(sqlite3.connect(path)) as db:
+            db.execute("UPDATE meta SET value = 99 WHERE key = 'schema'" if damage[2] == "l" else "DROP TABLE steps")
+            db.commit()
+    with open_store(directory) as store:
+        assert store.damaged is not None
+        assert store.damaged.startswith("the history cannot be read: ")
+        alike(everything(store), whole)

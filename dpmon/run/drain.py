@@ -167,9 +167,7 @@ class Drain:
     # ------------------------------------------------------------------------------------------ rings
 
     def _find_rings(self) -> None:
-        for _, path in ring_paths(self._directory):
-            if path.name in self._sources or path.name in self._refused:
-                continue
+        for _, path in ring_paths(self._directory, self._sources.keys() | self._refused):
             kept = self._kept.get(path.name)
             try:
                 source = _Source(path, kept and replace(kept), self._info.start_ns, self._accounts)

@@ -9,7 +9,7 @@ import re
 import stat
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -356,15 +356,18 @@ def is_run_directory(directory: Path) -> bool:
     return _ID.fullmatch(directory.name) is not None and os.path.lexists(directory / INFO_FILE)
 
 
-def ring_paths(directory: Path) -> list[tuple[int, Path]]:
-    """The rings of a run with the number of their process (-1: the supervisor's own), in that order."""
+def ring_paths(directory: Path, known: Container[str] = ()) -> list[tuple[int, Path]]:
+    """The rings of a run with the number of their process (-1: the supervisor's own), in that order.
+
+    `known`: names to leave out.
+    """
     try:
         names = os.listdir(directory)
     except OSError:
         return []
     found = []
     for name in names:
-        match = _RING_NAME.fullmatch(name)
+        match = None if name in known else _RING_NAME.fullmatch(name)
         if match:
             found.append((-1 if match[1] is None else int(match[1]), directory / name))
     return sorted(found)

@@ -282,9 +282,9 @@ class Intake:
     def _of_step(self, batch: Batch, step: int, kind: int) -> list[_Call]:
         """The calls of a step, which are held no longer; nor are those of steps that were not recorded."""
         held = self._calls
+        self._calls = []
         calls = [call for call in held if call.step == step]
         self._count(batch, calls, kind)
-        self._calls = []
         if len(calls) != len(held):
             self._count(batch, [call for call in held if call.step < step], None)
             self._calls = [call for call in held if call.step > step]
@@ -381,7 +381,7 @@ def _of_calls(own: Sequence[int], calls: Sequence[_Call]) -> tuple[list[int], in
 def _device_times(times: bytes | None, calls: Sequence[_Call], by_call: Sequence[int]) -> dict[str, int]:
     """Device times of the step's phases in ns, by phase; of its calls' phases if every call has one; of the REST."""
     found = {} if times is None else {name: int(ms * 1e6) for name, ms in known_times(times).items()}
-    for name, index in _CALL_AT.items():
+    for name, index in _CALL_AT.items() if any(call.device_ms for call in calls) else ():
         if by_call[index] < 0:
             continue
         ran = [call.device_ms for call in calls if call.phases[index] >= 0]

@@ -162,14 +162,19 @@ class RunReader:
 
     def close(self) -> None:
         """Give the descriptors back; the reader is of no further use."""
-        for ring in (*self._endings.values(), *(tail.ring for tail in self._tails.values())):
+        self._close_tails()
+        for ring in self._endings.values():
             ring.close()
-        self._tails.clear()
         self._endings.clear()
         self._back = iter(())
         if self._kept is not None:
             self._kept.close()
             self._kept = None
+
+    def _close_tails(self) -> None:
+        for tail in self._tails.values():
+            tail.ring.close()
+        self._tails.clear()
 
     # ------------------------------------------------------------------------------------------ records
 
@@ -179,6 +184,7 @@ class RunReader:
         With `most`, about so many records at most, and none only where there are none just now.
         """
         if self._back is None:
+            self._close_tails()  # `activities` may have opened them, at their beginnings
             self._back = self._look_back()
         found = list(islice(self._back, most))
         if most is not None and len(found) >= most:

@@ -13,7 +13,7 @@ from kept import keep
 from synthetic import Training
 from timed import GPUS, HOST_ONLY, growing, staged, timed, trained
 
-from dpmon.record.codec import UNTIMED, Untimed, kind_of, pack_step, step_fields
+from dpmon.record.codec import SAMPLES_AT, STEP_PHASES, UNTIMED, Untimed, kind_of, pack_step, step_fields
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.page import page
@@ -61,8 +61,11 @@ def test_calls_of_evaluations_are_in_neither_median(state: Path) -> None:
     payloads = made.run(8)
     steps = [number for number, payload in enumerate(payloads) if kind_of(payload) == "step"]
     for number in steps[4:]:  # without backward and optimizer
-        mode, step, start, wall, samples, fetched, forward, *_ = step_fields(payloads[number])
-        payloads[number] = pack_step(mode, step, start, wall, samples, (fetched, forward, -1, -1))
+        mode, step, start, wall, phases, quantities = step_fields(payloads[number])
+        took = dict(zip(STEP_PHASES, phases, strict=False))
+        payloads[number] = pack_step(
+            mode, step, start, wall, quantities[SAMPLES_AT], (took["data"], took["forward"], -1, -1)
+        )
     first, second = as_object(collect(keep({0: timed(payloads, growing)})))["replicas"]
     assert (first["calls"], first["device_calls"]) == (4, 4)
     assert (first["device_median_ms"], second["device_median_ms"]) == (NEAR(2.5), NEAR(5.0))

@@ -12,10 +12,9 @@ from kept import keep
 from synthetic import Training, host_event
 
 from dpmon.run.export import history
-from dpmon.run.kept import Kept
-from dpmon.run.past import Before
-from dpmon.run.reader import RunReader
+from dpmon.run.opened import open_store
 from dpmon.store.tables import HistoryError
+from dpmon.store.window import Window
 from dpmon.store.writer import History
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
@@ -49,10 +48,10 @@ def read_all(directory: Path) -> list[str]:
     warnings = [
         str(record.data.get("text")) for record in history(directory) if getattr(record, "kind", "") == "warning"
     ]
-    reader = RunReader(directory)
-    list(reader.past())
-    reader.poll()
-    reader.close()
+    with open_store(directory) as store:
+        Window(store).figures("dp")
+        store.steps(1 << 30)
+        store.longest(10)
     return warnings
 
 
@@ -60,8 +59,8 @@ def read_all(directory: Path) -> list[str]:
 @pytest.mark.parametrize("table", VIEWS)
 def test_a_view_is_not_accepted_as_a_table(directory: Path, table: str) -> None:
     altered(directory, f"DROP TABLE {table}", VIEWS[table])
-    with pytest.raises(HistoryError, match=f"{table} is a view"):
-        Kept(directory)
+    with open_store(directory) as store:
+        assert f"{table} is a view" in str(store.damaged)
     with pytest.raises(HistoryError, match=f"{table} is a view"):
         History.open(directory, {})
     assert any(f"{table} is a view" in text for text in read_all(directory))
@@ -82,8 +81,8 @@ def test_a_schema_that_computes_something_is_refused(directory: Path, statement:
         altered(directory, statement)
     except sqlite3.OperationalError as error:
         pytest.skip(f"this SQLite has none of these: {error}")
-    with pytest.raises(HistoryError, match="not dpmon's"):
-        Kept(directory)
+    with open_store(directory) as store:
+        assert "not dpmon's" in str(store.damaged)
     with pytest.raises(HistoryError, match="not dpmon's"):
         History.open(directory, {})
 
@@ -91,8 +90,8 @@ def test_a_schema_that_computes_something_is_refused(directory: Path, statement:
 def test_a_history_of_ours_is_read(directory: Path) -> None:
     assert read_all(directory) == []
     History.open(directory, {}).close()
-    with closing(Kept(directory)) as kept:
-        assert kept.last_id > 200
+    with open_store(directory) as store:
+        assert len(store.steps(1000)) == 200
 
 
 def folded(path: Path) -> None:
@@ -130,15 +129,9 @@ def test_reading_a_tree_that_refers_to_itself_ends(state: Path) -> None:
     training = Training()
     directory = keep({0: [*training.begin(), *training.run(20)], -1: [host_event(1.0)]}, status=0)
     folded(directory / "history.sqlite")
-    with closing(Kept(directory)) as kept:
-        for ask in (
-            lambda: list(kept.rows()),
-            lambda: kept.steps_by_mode(0, 1 << 40),
-            lambda: list(kept.steps_by_block(100)),
-            lambda: list(Before(kept).pieces(10)),
-        ):
-            with pytest.raises(HistoryError, match=r"more rows than|interrupted"):
-                ask()
+    with open_store(directory) as store:
+        store.steps(1 << 60)
+        assert "more rows than" in str(store.damaged) or "interrupted" in str(store.damaged)
     assert any("cannot be read to its end" in text for text in read_all(directory))
 
 
@@ -149,7 +142,8 @@ def test_a_long_history_is_not_taken_for_a_hostile_one(directory: Path) -> None:
         f"INSERT INTO events SELECT 1000 + i, NULL, NULL, NULL, NULL FROM ({ENDLESS} SELECT i FROM n LIMIT 300000)",
         f"INSERT INTO steps (id, process, mode) SELECT 1000 + i, 0, 'dp' FROM ({ENDLESS} SELECT i FROM n LIMIT 300000)",
     )
-    with closing(Kept(directory)) as kept:
-        assert sum(1 for _ in kept.rows()) > 600_000
-        assert sum(count for *_, count in kept.steps_by_block(1000)) > 300_000
+    with open_store(directory) as store:
+        assert len(store.query("SELECT id FROM steps")) > 300_000
+        assert len(store.query("SELECT id FROM events")) > 300_000
+        assert store.damaged is None
     assert os.path.getsize(directory / "history.sqlite") < 20 << 20

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stored import SECOND, asked, some_facts
+from written import SECOND, asked, some_facts
 
 from dpmon.store.accounting import Spent
-from dpmon.store.tables import HISTORY_FILE
+from dpmon.store.tables import HISTORY_FILE, STEP_COLUMNS
 from dpmon.store.tally import WIDTHS, Key
 from dpmon.store.window import Window
-from dpmon.store.writer import _STEP_NAMES, Batch, History
+from dpmon.store.writer import Batch, History
 
 DAY = 86_400
 
@@ -46,7 +46,7 @@ def batches(ranks: int, seconds: int, every_s: int, seed: int) -> Iterator[Batch
     chance = random.Random(seed)
     pool = [some_facts(chance, 1, int(chance.lognormvariate(19, 0.3)), 8) for _ in range(50)]
     number, at, batch = 0, 0, Batch()
-    row = dict.fromkeys(_STEP_NAMES)
+    row = dict.fromkeys(STEP_COLUMNS)
     for second in range(0, seconds, every_s):
         for process in range(ranks):
             number += 1
@@ -69,7 +69,7 @@ def batches(ranks: int, seconds: int, every_s: int, seed: int) -> Iterator[Batch
 def write(directory: Path, source: Iterator[Batch], limit: int, slack: float = 1.1) -> int:
     """Write all; the most bytes that the database's pages took, which must be near the limit at most."""
     directory.mkdir(exist_ok=True)
-    history, most = History(directory, {}, limit), 0
+    history, most = History.open(directory, {}, limit), 0
     for batch in source:
         history.write(batch)
         most = max(most, history._used_bytes())

@@ -6,8 +6,8 @@ import pytest
 
 from dpmon.model.evidence import ModeFacts
 from dpmon.model.host_waits import host_waits
-from dpmon.store.figures import PhaseFigures
 from dpmon.report.said import phase_notes
+from dpmon.store.figures import PhaseFigures
 
 MS = 1e6
 

@@ -10,7 +10,7 @@ import pytest
 from steps import NOT_RUN, StepSample
 from steps import compare_steps as compare
 from stored import state_of
-from synthetic import SECOND, Training, decoded, host_event
+from synthetic import Training, decoded, host_event
 
 from dpmon.model.compare import MIN_STEPS, Comparison, Interval, median_interval, ratio, sentence
 from dpmon.model.state import HOST, PHASES, Peak, Process

@@ -69,7 +69,13 @@ class _Steps:
     def of_all(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
         return {key._replace(process=ALL): tally for key, tally in self.tallies(begin_s, end_s).items()}
 
-    def time_rows(self, begin_s: int, end_s: int) -> list[TimeRow]:
+    def sums(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
+        return self.tallies(begin_s, end_s)
+
+    def time_sums(self, begin_s: int, end_s: int) -> list[TimeRow]:
+        return []
+
+    def time_together(self, begin_s: int, end_s: int) -> list[TimeRow]:
         return []
 
     def kinds(self) -> set[tuple[str, int]]:

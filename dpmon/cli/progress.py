@@ -65,7 +65,7 @@ class Progress:
 
     def _stepped(self, store: Store) -> str | None:
         """The line if there were steps."""
-        counts = store.counts()
+        counts = store.sums()
         steps = sum(tally.steps for tally in counts.values())
         if steps <= self._steps:
             return None
@@ -85,7 +85,7 @@ class Progress:
 
     def _rates(self, store: Store, counts: Mapping[Key, Tally]) -> list[str]:
         """Of the training since the last line; of evaluations where a process has not trained yet."""
-        times = store.times()
+        times = store.time_sums()
         tallies: dict[int, Tally] = {}
         spent: dict[int, tuple[int, int]] = {}
         for process in {key.process for key in counts}:

@@ -23,7 +23,7 @@ from dpmon.model.turns import last_resumption, some_are_silent
 from dpmon.model.uneven import uneven_steps
 from dpmon.record.codec import DDP, Step
 from dpmon.record.schema import STEP
-from dpmon.store.answers import LongRow, TimeRow
+from dpmon.store.answers import LongRow, TimeRow, TimeTogether
 from dpmon.store.figures import merged, trains
 from dpmon.store.tally import ALL, Key, Tally
 from dpmon.store.window import Window
@@ -251,6 +251,7 @@ class _OfOne:
     def __init__(self, tallies: Tallies, process: int) -> None:
         self._tallies = tallies
         self.processes = [process]
+        self._known: dict[tuple[int, int], dict[Key, Tally]] = {}
 
     def of_all(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
         """Its tallies, under the process ALL."""
@@ -258,7 +259,14 @@ class _OfOne:
 
     def tallies(self, begin_s: int, end_s: int, *, process: int | None = None) -> dict[Key, Tally]:
         """Its tallies by key."""
-        return self._tallies.tallies(begin_s, end_s, process=self.processes[0])
+        found = self._known.get((begin_s, end_s))
+        if found is None:
+            found = self._known[begin_s, end_s] = self._tallies.tallies(begin_s, end_s, process=self.processes[0])
+        return found
+
+    def sums(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
+        """The same: of one process they are read once."""
+        return self.tallies(begin_s, end_s)
 
     def tally_rows(
         self, begin_s: int, end_s: int, *, process: int | None = None
@@ -266,9 +274,13 @@ class _OfOne:
         """Its tallies in order of time."""
         return self._tallies.tally_rows(begin_s, end_s, process=self.processes[0])
 
-    def time_rows(self, begin_s: int, end_s: int) -> list[TimeRow]:
+    def time_sums(self, begin_s: int, end_s: int) -> list[TimeRow]:
         """What it did."""
         return self._tallies.time_rows(begin_s, end_s, process=self.processes[0])
+
+    def times_together(self, begin_s: int, end_s: int) -> list[TimeTogether]:
+        """The same: there is no other process."""
+        return [TimeTogether(sum(row.spent.values()), row.spent) for row in self.time_sums(begin_s, end_s)]
 
     def kinds(self) -> set[tuple[str, int]]:
         """Mode and kind of all steps so far."""

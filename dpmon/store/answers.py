@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dpmon.record.wire import FAILED, GRAD, TRAINING
 
-__all__ = ["CallHead", "GapRow", "LongRow", "MinuteRow", "Sample", "Shape", "TimeRow"]
+__all__ = ["CallHead", "GapRow", "LongRow", "MinuteRow", "Sample", "Shape", "TimeRow", "TimeTogether"]
 
 
 class TimeRow(NamedTuple):
@@ -17,6 +17,16 @@ class TimeRow(NamedTuple):
     width_s: int
     process: int
     mode: str
+    spent: Mapping[str, int]
+
+
+class TimeTogether(NamedTuple):
+    """What all processes did in one stretch of time: ns by activity, and the time in which there were processes.
+
+    That is the time of the process that was there longest, since all of them are there up to the run's end.
+    """
+
+    covered_ns: int
     spent: Mapping[str, int]
 
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from dpmon.record.codec import (
@@ -39,28 +40,29 @@ from dpmon.record.codec import (
 from dpmon.record.plainjson import load_event
 from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SETTLING, SETTLING_STEPS, STEP_PHASES
 from dpmon.record.wire import CALL_PHASES
-from dpmon.store.accounting import Account
+from dpmon.store.accounting import LATEST_NS, Account
 from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.tables import RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, StepFacts
-from dpmon.store.writer import Batch
+from dpmon.store.writer import GAP_NS, Batch
 
 __all__ = ["Accounts", "Intake"]
 
 BATCH_SIZES = 16
 """Batch sizes of a process that have tallies of their own; the others share OTHER_SIZES."""
-GAP_NS = 20_000_000
-"""Shorter times between two steps get no row."""
-_WAITING = 4096
-"""Calls of a process that are held for their step."""
+HELD_CALLS = 4096
+"""Calls of a process that are held for their step, at most."""
 _MAX_INT = (1 << 63) - 1
 _APPLY = CALL_PHASES.index("parallel_apply")
 _CALL_AT = {name: index for index, name in enumerate(CALL_PHASES)}
 _STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
+_CALL_COLUMNS = tuple(f"{name}_ns" for name in CALL_PHASES)
 _MEASURED = (*(quantity.name for quantity in QUANTITIES), *(f"{phase.name}_ns" for phase in PHASES))
 """Columns of a step's quantities and phases."""
-
-
+_PHASE_AT = tuple(
+    len(STEP_PHASES) + _CALL_AT[phase.name] if phase.of_call else _STEP_AT[phase.name] for phase in PHASES
+)
+"""Where each of PHASES is in the phases of a step, followed by those of its calls."""
 _DAMAGE = (RecordError, LookupError, ValueError, TypeError, AttributeError, struct.error, RecursionError)
 
 
@@ -176,7 +178,7 @@ class Intake:
         self._calls = []
         for number, payload in waiting:
             with suppress(*_DAMAGE):
-                self._calls.append(_held(number, payload))
+                self._calls.append(_held(number, payload, call_head(payload)))
 
     def add(self, batch: Batch, number: int, payload: bytes) -> bool:
         """Put `payload` into `batch` under the id `number`; False if it was a definition, which takes no id.
@@ -193,7 +195,6 @@ class Intake:
                 batch.events.append(self._event(batch, number, payload))
             elif kind == "definition":
                 which, value = definition(payload)
-                _check(which)
                 self.learn(which, value)
                 batch.definitions.append((self.row.process, which, json.dumps(value, separators=(",", ":"))))
                 return False
@@ -208,21 +209,20 @@ class Intake:
     # ------------------------------------------------------------------------------------------ calls
 
     def _call(self, batch: Batch, number: int, payload: bytes) -> None:
-        mode, _, _, _, step, call, start, wall, inputs, *_ = call_head(payload)
+        head = call_head(payload)
+        _, _, _, _, step, call, start, wall, inputs, *_ = head
         began = start - self._start_ns
-        _check(step, call, began, wall, began + wall)
-        held = _held(number, payload)
-        took = held.phases
-        batch.calls.append(
-            {
-                "id": number, "process": self.row.process, "call": call, "step": step, "mode": MODES[mode],
-                "start_ns": began, "wall_ns": wall, "rows": self._rows.get(inputs), "payload": payload,
-                **{f"{name}_ns": took[i] if took[i] >= 0 else None for name, i in _CALL_AT.items()},
-            }
-        )  # fmt: skip
+        _check(began, wall, step, call)
+        held = _held(number, payload, head)
         self._calls.append(held)
-        if len(self._calls) > _WAITING:  # a process whose calls are in no step
-            self._count_apart(batch, [self._calls.pop(0)])
+        row = {
+            "id": number, "process": self.row.process, "call": call, "step": step, "mode": held.mode,
+            "start_ns": began, "wall_ns": wall, "rows": self._rows.get(inputs), "payload": payload,
+        }  # fmt: skip
+        row.update(zip(_CALL_COLUMNS, [took if took >= 0 else None for took in held.phases], strict=True))
+        batch.calls.append(row)
+        if len(self._calls) > HELD_CALLS:  # a process whose calls are in no step
+            self._count(batch, [self._calls.pop(0)], None)
         self._place(number)
         self._note_held()
         self.row.calls += 1
@@ -230,19 +230,16 @@ class Intake:
     def _note_held(self) -> None:
         self.row.held_id = self._calls[0].number if self._calls else None
 
-    def _count(self, batch: Batch, call: _Call, mode: str, kind: int) -> None:
-        """Count what a call got and gave; `mode` and `kind` of its step."""
-        virtual = int(call.flags & VIRTUAL > 0)
-        batch.shapes[self.row.process, mode, kind, call.layout, virtual, call.sizes, call.untimed] += 1
-
-    def _count_apart(self, batch: Batch, calls: Sequence[_Call]) -> None:
-        """The same for calls that are in no step."""
+    def _count(self, batch: Batch, calls: Sequence[_Call], kind: int | None) -> None:
+        """Count what the calls got and gave; `kind` of their step, None if they are in none."""
         for call in calls:
-            self._count(batch, call, call.mode, EVALUATION * (call.flags & (TRAINING | GRAD) == 0))
+            of_call = kind if kind is not None else EVALUATION * (call.flags & (TRAINING | GRAD) == 0)
+            virtual = int(call.flags & VIRTUAL > 0)
+            batch.shapes[self.row.process, call.mode, of_call, call.layout, virtual, call.sizes, call.untimed] += 1
 
     def flush(self, batch: Batch) -> None:
         """The process ended: its last calls are in no step that ended."""
-        self._count_apart(batch, self._calls)
+        self._count(batch, self._calls, None)
         self._calls.clear()
         self._note_held()
 
@@ -252,19 +249,14 @@ class Intake:
         mode_number, step, start, wall, phases, counted = step_fields(payload)
         mode = MODES[mode_number]
         began = start - self._start_ns
-        _check(step, began, wall, began + wall)
+        _check(began, wall, step)
         evaluation = is_evaluation(phases[BACKWARD_AT], phases[OPTIMIZER_AT])
         kind = self._kind(mode, evaluation)
-        calls = [call for call in self._calls if call.step <= step]
-        self._calls = [call for call in self._calls if call.step > step]
-        for call in calls:
-            self._count(batch, call, mode, kind)
-        other = max(0, wall - sum(took for took in phases if took >= 0))
-        by_call, rest = _of_calls([*phases, other], calls)
-        values = [
-            _known(by_call[_CALL_AT[phase.name]] if phase.of_call else [*phases, other][_STEP_AT[phase.name]])
-            for phase in PHASES
-        ]
+        calls = self._of_step(batch, step, kind)
+        own = [*phases, max(0, wall - sum([took for took in phases if took >= 0]))]
+        by_call, rest = _of_calls(own, calls)
+        taken = [*own, *by_call]
+        values = [taken[at] if taken[at] >= 0 else None for at in _PHASE_AT]
         quantities = [_known(count) for count in counted]
         times = step_times(payload)
         device = _device_times(times, calls, by_call)
@@ -276,16 +268,27 @@ class Intake:
         batch.spend(process, spent)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append((process, *gap))
-        row: dict[str, Any] = dict(zip(_MEASURED, (*quantities, *values), strict=True))
-        row |= {
+        row: dict[str, Any] = {
             "id": number, "process": process, "step": step, "mode": mode, "start_ns": began, "wall_ns": wall,
             "device": times, "kind": kind, "calls": len(calls), "rest_ns": rest,
         }  # fmt: skip
+        row.update(zip(_MEASURED, (*quantities, *values), strict=True))
         batch.steps.append(row)
         self._place(number)
         self._note_held()
         self.row.steps += 1
         self.row.last_step = step
+
+    def _of_step(self, batch: Batch, step: int, kind: int) -> list[_Call]:
+        """The calls of a step, which are held no longer; nor are those of steps that were not recorded."""
+        held = self._calls
+        calls = [call for call in held if call.step == step]
+        self._count(batch, calls, kind)
+        self._calls = []
+        if len(calls) != len(held):
+            self._count(batch, [call for call in held if call.step < step], None)
+            self._calls = [call for call in held if call.step > step]
+        return calls
 
     def _kind(self, mode: str, evaluation: bool) -> int:
         """The kind of the next step."""
@@ -324,34 +327,30 @@ class Intake:
         return (number, process, kind, t_ns, text)
 
 
-def _held(number: int, payload: bytes) -> _Call:
-    """What is held of a call."""
-    mode, flags, _, layout, step, _, _, _, inputs, outputs, *phases = call_head(payload)
-    took = tuple(phases[2 * i + 1] if phases[2 * i] >= 0 else -1 for i in range(len(CALL_PHASES)))
-    _check(*took)
+def _held(number: int, payload: bytes, head: Sequence[int]) -> _Call:
+    """What is held of a call; `head`: its numbers (dpmon.record.codec.call_head)."""
+    mode, flags, _, layout, step, _, _, _, inputs, outputs, *phases = head
+    took = tuple([took if at >= 0 else -1 for at, took in zip(phases[::2], phases[1::2], strict=True)])
     replicas, stages = call_replicas(payload), call_stages(payload)
-    timed = is_timed(payload)
-    sizes = [inputs, outputs, *([got, gave] for got, gave, _, _ in replicas), *(stage[:3] for stage in stages)]
-    parts = [(replica_series(layout, i), max(ran, 0)) for i, (_, _, _, ran) in enumerate(replicas)]
+    parts = [(replica_series(layout, i), ran if ran > 0 else 0) for i, (_, _, _, ran) in enumerate(replicas)]
     parts += [(stage_series(layout, i, *stage[:3]), stage[4]) for i, stage in enumerate(stages) if stage[4] >= 0]
-    if timed:
-        named = [replica_series(layout, i) for i in range(len(replicas))]
-        named = named or [stage_series(layout, i, *stage[:3]) for i, stage in enumerate(stages)]
-        times = part_times(payload)
-        known = ((name, times.of(i)) for i, name in enumerate(named))
-        parts += [(f"{name}@device", int(ms * 1e6)) for name, ms in known if ms is not None]
+    sizes = _sizes_text(inputs, outputs, *[part[:2] for part in replicas], *[part[:3] for part in stages])
+    if not is_timed(payload):
+        return _Call(number, step, MODES[mode], layout, flags, took, None, parts, sizes, 0)
+    named = [replica_series(layout, i) for i in range(len(replicas))]
+    named = named or [stage_series(layout, i, *stage[:3]) for i, stage in enumerate(stages)]
+    times = part_times(payload)
+    known = ((name, times.of(i)) for i, name in enumerate(named))
+    parts += [(f"{name}@device", int(ms * 1e6)) for name, ms in known if ms is not None]
     return _Call(
-        number,
-        step,
-        MODES[mode],
-        layout,
-        flags,
-        took,
-        known_times(payload) if timed else None,
-        parts,
-        json.dumps(sizes, separators=(",", ":")),
-        why_number(payload) if timed else 0,
+        number, step, MODES[mode], layout, flags, took, known_times(payload), parts, sizes, why_number(payload)
     )
+
+
+@lru_cache(4096)
+def _sizes_text(*sizes: int | tuple[int, ...]) -> str:
+    """The definitions of the sizes of a call, and of its replicas or stages, as JSON (dpmon.store.answers.Shape)."""
+    return json.dumps(sizes, separators=(",", ":"))
 
 
 def _of_calls(own: Sequence[int], calls: Sequence[_Call]) -> tuple[list[int], int | None]:
@@ -360,15 +359,15 @@ def _of_calls(own: Sequence[int], calls: Sequence[_Call]) -> tuple[list[int], in
     `own`: the step's phases in the order of STEP_PHASES. Calls of other threads, or calls that ran again in the
     backward pass, may take more than the whole forward: then they cannot be told apart, and all is forward.
     """
-    sums = [-1] * len(CALL_PHASES)
-    for call in calls:
+    sums = list(calls[0].phases) if calls else [-1] * len(CALL_PHASES)
+    for call in calls[1:]:
         for index, took in enumerate(call.phases):
             if took >= 0:
                 sums[index] = max(sums[index], 0) + took
     forward, copy = own[_STEP_AT["forward"]], own[_STEP_AT["copy"]]
     if forward < 0:
         return [-1] * len(CALL_PHASES), None
-    inside = sum(took for took in sums if took > 0)
+    inside = sum([took for took in sums if took > 0])
     over = inside - forward
     if 0 < over <= min(copy, sums[_APPLY]):
         # A lone replica runs on the training thread. Its copies are taken off the forward, not off the call.
@@ -401,7 +400,7 @@ def _known(value: int) -> int | None:
 
 def _ns(seconds: object) -> int | None:
     """Seconds of an event in ns; None for what can be no time."""
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not abs(seconds) < 1e9:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not abs(seconds) < LATEST_NS / 1e9:
         return None
     return int(seconds * 1e9)
 
@@ -416,7 +415,7 @@ def _add_sample(batch: Batch, t_ns: int, kind: str, data: Mapping[str, Any]) -> 
             batch.device(t_ns, index, name[:64], float(value))
 
 
-def _check(*numbers: int) -> None:
-    """RecordError for what the database has no room for: a damaged record."""
-    if min(numbers) < -_MAX_INT or max(numbers) > _MAX_INT:
+def _check(began: int, wall: int, *numbers: int) -> None:
+    """RecordError for what the database has no room for, and for times of no run: a damaged record."""
+    if began < -LATEST_NS or began + wall > LATEST_NS or max(numbers) > _MAX_INT:
         raise RecordError("numbers beyond reason")

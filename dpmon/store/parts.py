@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 __all__ = ["Part", "part_of", "replica_series", "stage_series"]
@@ -21,6 +22,7 @@ class Part(NamedTuple):
     on_device: bool
 
 
+@lru_cache(4096)
 def replica_series(layout: int, index: int) -> str:
     """Of the replica at `index` in calls of this layout."""
     return f"replica {layout} {index}"

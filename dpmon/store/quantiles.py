@@ -8,22 +8,20 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 __all__ = [
     "Counts",
-    "add_pairs",
     "add_values",
     "between",
     "bounds",
     "bucket",
+    "check",
     "median",
     "merge",
     "middle",
     "pack",
-    "pairs",
     "quantile",
     "quantiles",
     "unpack",
@@ -67,17 +65,14 @@ def bounds(number: int) -> tuple[int, int]:
 def add_values(counts: Counts, values: Iterable[int]) -> None:
     """Count values."""
     get = counts.get
-    # As `bucket`, written out here: this runs for every number of every record.
-    found = Counter(
-        [
-            (size := value.bit_length()) - _BITS << _BITS | value >> size - _BITS - 1 & _MASK
-            if value >= _EXACT
-            else max(value, 0)
-            for value in values
-        ]
-    )
-    for number, count in found.items():
-        counts[number] = get(number, 0) + count
+    for value in values:
+        # As `bucket`, written out here: this runs for every number of every record.
+        if value >= _EXACT:
+            size = value.bit_length()
+            number = size - _BITS << _BITS | value >> size - _BITS - 1 & _MASK
+        else:
+            number = value if value > 0 else 0
+        counts[number] = get(number, 0) + 1
 
 
 def merge(counts: Counts, other: Mapping[int, int]) -> None:
@@ -95,10 +90,21 @@ def between(counts: Mapping[int, int], limits: Sequence[float]) -> list[int]:
     return found
 
 
+def check(data: bytes) -> None:
+    """ValueError unless these are bytes of `pack`."""
+    flat = array("H")
+    flat.frombytes(data)
+    if len(flat) % 2 or max(flat[::2], default=0) > LAST_BUCKET:
+        raise ValueError("a damaged sketch")
+
+
 def pack(counts: Mapping[int, int]) -> bytes:
     """As bytes: pairs of bucket and count, 16 bits each, by bucket; a large count takes several pairs."""
+    ordered = sorted(counts.items())
+    if max(counts.values(), default=0) <= _MOST:
+        return array("H", chain.from_iterable(ordered)).tobytes()
     flat = array("H")
-    for number, count in sorted(counts.items()):
+    for number, count in ordered:
         while count > _MOST:
             flat.extend((number, _MOST))
             count -= _MOST
@@ -108,27 +114,13 @@ def pack(counts: Mapping[int, int]) -> bytes:
 
 
 def unpack(counts: Counts, data: bytes) -> None:
-    """Add what `pack` gave; ValueError if it is damaged."""
-    add_pairs(counts, pairs(data))
-
-
-def pairs(data: bytes) -> array[int]:
-    """What `pack` gave: bucket and count by turns; ValueError if it is damaged."""
+    """Add what `pack` gave, of one sketch or of several in a row; ValueError if it is damaged."""
+    check(data)
     flat = array("H")
     flat.frombytes(data)
-    if len(flat) % 2 or max(flat[::2], default=0) > LAST_BUCKET:
-        raise ValueError("a damaged sketch")
-    return flat
-
-
-def add_pairs(counts: Counts, flat: array[int]) -> None:
-    """Add what `pairs` gave."""
-    fresh = dict(zip(flat[::2], flat[1::2], strict=True))
-    if not counts and 2 * len(fresh) == len(flat):
-        counts.update(fresh)
-        return
     get = counts.get
-    for number, count in zip(flat[::2], flat[1::2], strict=True):
+    pairs = iter(flat)
+    for number, count in zip(pairs, pairs, strict=True):
         counts[number] = get(number, 0) + count
 
 

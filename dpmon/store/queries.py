@@ -11,7 +11,6 @@ import struct
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from typing import Any
 
 from dpmon.record.codec import (
@@ -26,7 +25,7 @@ from dpmon.record.codec import (
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape, TimeRow
+from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape, TimeRow, TimeTogether
 from dpmon.store.tables import (
     ACTIVITY_COLUMNS,
     LASTING,
@@ -39,7 +38,7 @@ from dpmon.store.tables import (
     columns_in,
     rings_in,
 )
-from dpmon.store.tally import ALL, WIDTHS, Key, Tally
+from dpmon.store.tally import ALL, WIDTHS, Key, Tally, known_keys
 
 __all__ = ["END", "LONG_COLUMNS", "Store", "long_row"]
 
@@ -60,8 +59,16 @@ LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_n
 """What `long_row` takes of a step."""
 _SHAPE_CHARACTERS = 1 << 20
 _REACH = {"last_step": "max", "low_ns": "min", "high_ns": "max", "first_ns": "min", "last_ns": "max"}
-_ADDED = frozenset(TALLY_COLUMNS) - frozenset(_REACH)
-"""Columns of tallies that add up, and the others with what makes one of several."""
+
+
+def _total(column: str) -> str:
+    """The sum of a column; `sum` would raise an error where a damaged row makes it too large."""
+    return f"CAST(total({column}) AS INTEGER)"
+
+
+_SUMS = tuple(f"{_REACH[name]}({name})" if name in _REACH else _total(name) for name in TALLY_COLUMNS)
+"""Of the columns of several tallies."""
+_TIME_SUMS = ", ".join(map(_total, ACTIVITY_COLUMNS))
 
 
 class Store:
@@ -89,8 +96,10 @@ class Store:
         self._step_columns = ", ".join(columns_in(db, "steps", STEP_COLUMNS))
         self.pruned = _count(meta.get("pruned", 0))
         """Rows that were deleted to bound the history."""
-        self.processes = sorted({ring.process for ring in self.rings.values() if ring.process >= 0 and ring.steps})
+        self._keys = known_keys(self._rows("SELECT process, mode, kind, batch FROM keys"))
+        self.processes = sorted({key.process for key in self._keys})
         """Those with steps."""
+        self._newest = self._newest_second()
 
     def query(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
         """All rows of a query; for other files of this package."""
@@ -122,13 +131,12 @@ class Store:
         """Width, begin and end of the fewest stretches of tallies that make up the time from `begin_s` to `end_s`.
 
         `finest`, `widest`: use no narrower and no wider tallies. Where narrow ones were deleted, wider ones are used
-        all the same, and reach beyond the begin.
+        all the same, and reach beyond these times.
         """
         asked = begin_s, end_s, finest, widest
         if asked in self._covers:
             return self._covers[asked]
-        newest: int = max(self._newest(), begin_s)
-        end_s = min(end_s, newest + 1)
+        end_s = min(end_s, max(self._newest, begin_s) + 1)
         found = self._covers[asked] = []
         at = begin_s
         while at < end_s:
@@ -145,11 +153,13 @@ class Store:
     def _width_at(self, at: int, end: int, finest: int, widest: int) -> int:
         """The widest stretch that begins at a second and ends by `end`, or the narrowest that was not deleted."""
         for width in WIDTHS[:0:-1]:
-            if width <= widest and at % width == 0 and at + width <= min(end, self._whole[width]):
+            there = at + width <= min(end, self._whole[width]) and at >= self._pruned.get(width, 0)
+            if width <= widest and there and at % width == 0:
                 return width
         for width in WIDTHS:
-            there = width == 1 or at - at % width + width <= self._whole[width]
-            if width >= finest and there and at >= self._pruned.get(width, 0):
+            start = at - at % width
+            there = width == 1 or start + width <= self._whole[width]
+            if width >= finest and there and start >= self._pruned.get(width, 0):
                 return width
         return WIDTHS[0]
 
@@ -163,7 +173,7 @@ class Store:
             limits.append(self._whole[width])
         return max(at + (min(limits) - at) // width * width, at + width)
 
-    def _newest(self) -> int:
+    def _newest_second(self) -> int:
         rows = self._rows("SELECT max(start_s) FROM tallies WHERE width = 1")
         rows += self._rows("SELECT max(start_s) FROM times WHERE width = 1")
         return max(_whole(found, -1) for (found,) in (*rows, (-1,)))
@@ -239,36 +249,32 @@ class Store:
                     found[key] = fresh
         return found
 
-    def counts(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
-        """As `tallies`, but without any series: cheap for any time."""
-        sums = ", ".join(f"{'sum' if name in _ADDED else _REACH[name]}({name})" for name in TALLY_COLUMNS)
-        query = (
-            f"SELECT process, mode, kind, batch, {sums} FROM tallies"
-            " WHERE width = ? AND start_s >= ? AND start_s < ? AND process >= 0 GROUP BY 1, 2, 3, 4"
-        )
-        found: dict[Key, Tally] = {}
-        for stretch in self.cover(begin_s, end_s):
-            for process, mode, kind, batch, *values in self._rows(query, stretch):
-                with suppress(ValueError):
-                    row = {**dict(zip(TALLY_COLUMNS, values, strict=True)), "sketches": b""}
-                    found.setdefault(Key(process, mode, kind, batch), Tally()).merge(Tally.of_row(row, {}))
-        return found
-
     def of_all(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
         """As `tallies`, of all processes together, under the process ALL."""
         if len(self.processes) > 1:
             return self.tallies(begin_s, end_s, process=ALL)
         return {key._replace(process=ALL): tally for key, tally in self.tallies(begin_s, end_s).items()}
 
-    @cached_property
-    def _kinds(self) -> frozenset[tuple[str, int]]:
-        process = ALL if len(self.processes) > 1 else next(iter(self.processes), 0)
-        rows = self._stretches("tallies", ("mode", "kind"), 0, END, process)
-        return frozenset((mode, kind) for _, (mode, kind) in rows if mode in MODES and type(kind) is int)
+    def sums(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
+        """As `tallies` of each process, without series: the database adds up, so that many processes cost little."""
+        query = (
+            f"SELECT process, mode, kind, batch, {', '.join(_SUMS)}"
+            f" FROM (SELECT width, {', '.join(self._tally_columns)} FROM tallies)"
+            " WHERE width = ? AND start_s >= ? AND start_s < ? AND process >= 0 GROUP BY process, mode, kind, batch"
+        )
+        found: dict[Key, Tally] = {}
+        for stretch in self.cover(begin_s, end_s):
+            for row in self._each(query, stretch):
+                key = Key(*row[:4])
+                with suppress(ValueError):
+                    if key in self._keys:
+                        tally = Tally.of_row({**dict(zip(TALLY_COLUMNS, row[4:], strict=True)), "sketches": b""}, {})
+                        found.setdefault(key, Tally()).merge(tally)
+        return found
 
     def kinds(self) -> set[tuple[str, int]]:
         """Mode and kind of all steps so far."""
-        return set(self._kinds)
+        return {(key.mode, key.kind) for key in self._keys}
 
     # ------------------------------------------------------------------------------------------ time
 
@@ -289,21 +295,32 @@ class Store:
                 found.append(TimeRow(start, width, who, mode, dict(zip(ACTIVITIES, spent, strict=True))))
         return found
 
-    def times(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:
-        """As `time_rows`, but one row for each process and mode."""
-        sums = ", ".join(f"total({name})" for name in ACTIVITY_COLUMNS)
+    def time_sums(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:
+        """What each process did in each mode: rows are added up as far as they are of one width."""
         query = (
-            f"SELECT process, mode, {sums} FROM times WHERE width = ? AND start_s >= ? AND start_s < ? GROUP BY 1, 2"
+            f"SELECT process, mode, {_TIME_SUMS} FROM times WHERE width = ? AND start_s >= ? AND start_s < ?"
+            " GROUP BY process, mode"
         )
-        found: Counter[tuple[int, str, str]] = Counter()
-        for stretch in self.cover(begin_s, end_s):
-            for process, mode, *spent in self._rows(query, stretch):
-                if type(process) is int and mode in MODES:
-                    found.update({(process, mode, name): int(ns) for name, ns in zip(ACTIVITIES, spent, strict=True)})
-        keys = sorted({(process, mode) for process, mode, _ in found})
         return [
-            TimeRow(begin_s, end_s - begin_s, process, mode, {name: found[process, mode, name] for name in ACTIVITIES})
-            for process, mode in keys
+            TimeRow(begin, end - begin, process, mode, dict(zip(ACTIVITIES, spent, strict=True)))
+            for width, begin, end in self.cover(begin_s, end_s)
+            for process, mode, *spent in self._each(query, (width, begin, end))
+            if type(process) is int and mode in MODES and all(type(ns) is int for ns in spent)
+        ]
+
+    def times_together(self, begin_s: int = 0, end_s: int = END) -> list[TimeTogether]:
+        """What all processes did together, in order of time."""
+        own = " + ".join(map(_total, ACTIVITY_COLUMNS))
+        named = ", ".join(f"{_total(name)} AS {name}" for name in ACTIVITY_COLUMNS)
+        query = (
+            f"SELECT max(own), {_TIME_SUMS} FROM (SELECT start_s, {named}, {own} AS own FROM times"
+            " WHERE width = ? AND start_s >= ? AND start_s < ? GROUP BY start_s, process) GROUP BY start_s"
+        )
+        return [
+            TimeTogether(covered, dict(zip(ACTIVITIES, spent, strict=True)))
+            for width, begin, end in self.cover(begin_s, end_s)
+            for covered, *spent in self._each(query, (width, begin, end))
+            if type(covered) is int and all(type(ns) is int for ns in spent)
         ]
 
     def gaps(self, most: int, begin_ns: int = 0, end_ns: int = _LAST_NS) -> list[GapRow]:

@@ -9,8 +9,10 @@ from typing import Any
 
 from dpmon.record.plainjson import load_json
 from dpmon.record.schema import EVALUATION, SETTLING_STEPS
+from dpmon.store.accounting import LATEST_NS
 from dpmon.store.intake import Accounts, Intake
 from dpmon.store.tables import LASTING, RingRow
+from dpmon.store.tally import known_keys
 from dpmon.store.writer import Batch, History
 
 __all__ = ["resume_accounts", "resume_intake"]
@@ -20,6 +22,7 @@ _RECENT = 10_000
 _LAST_ID = (1 << 63) - 1
 _ACCOUNTED = "id, process, step, mode, start_ns, wall_ns, kind"
 _TYPES = [int, int, int, str, int, int, int]
+_START, _WALL = 4, 5
 
 
 def resume_accounts(history: History, accounts: Accounts) -> None:
@@ -33,7 +36,11 @@ def resume_accounts(history: History, accounts: Accounts) -> None:
         if ring.steps and not recent[ring.process]:
             steps += _steps(history, *_of_ring(ring, 1))
     query = f"SELECT id, process, kind, t_ns, json FROM events WHERE {LASTING} AND kind IN (?, ?, ?, ?)"
-    events = [row for row in history.rows(query, ("process", "pause", "input", "exit")) if type(row[0]) is int]
+    events = [
+        row
+        for row in history.rows(query, ("process", "pause", "input", "exit"))
+        if type(row[0]) is int and (row[3] is None or _is_time(row[3]))
+    ]
     nowhere = Batch()
     for row in sorted([*steps, *events], key=lambda row: row[0]):
         if len(row) == len(_TYPES):
@@ -50,7 +57,7 @@ def resume_accounts(history: History, accounts: Accounts) -> None:
                 accounts.event(nowhere, process, kind, load_json(text), at)
 
 
-def resume_intake(history: History, intake: Intake, batch_sizes: dict[int, set[int]]) -> None:
+def resume_intake(history: History, intake: Intake) -> None:
     """Tell an intake what it would know if it had taken in the records of its ring from the start."""
     row = intake.row
     for number, value in history.definitions(row.process):
@@ -63,13 +70,23 @@ def resume_intake(history: History, intake: Intake, batch_sizes: dict[int, set[i
     if row.held_id is not None:
         query = "SELECT id, payload FROM calls WHERE process = ? AND id >= ? AND (id > ? OR step > ?) ORDER BY id"
         calls = history.rows(query, (row.process, row.held_id, last_id, -1 if row.last_step is None else row.last_step))
-    intake.resume(mode, in_mode, batch_sizes.get(row.process, ()), calls)
+    keys = known_keys(history.rows("SELECT process, mode, kind, batch FROM keys WHERE process = ?", (row.process,)))
+    intake.resume(mode, in_mode, {key.batch for key in keys if key.batch >= 0}, calls)
 
 
 def _steps(history: History, which: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """What is accounted for of some steps, without damaged rows."""
     rows = history.rows(f"SELECT {_ACCOUNTED} FROM steps {which}", values)
-    return [row for row in rows if [type(value) for value in row] == _TYPES]
+    return [
+        row
+        for row in rows
+        if [type(value) for value in row] == _TYPES and _is_time(row[_START]) and _is_time(row[_START] + row[_WALL])
+    ]
+
+
+def _is_time(value: object) -> bool:
+    """Whether this is a time of a run (ns since its start)."""
+    return type(value) is int and abs(value) <= LATEST_NS
 
 
 def _of_ring(ring: RingRow, most: int) -> tuple[str, tuple[Any, ...]]:

@@ -11,8 +11,10 @@
     events       id, process (NULL: the supervisor), kind, t_ns, json
     series       number, name: what the sketches of the tallies are of (dpmon.record.schema, and the replicas and
                  stages of calls: dpmon.store.parts)
-    tallies      width (1, 10, 60, 3600 s), start_s, process (-1: all), mode, kind (dpmon.record.schema.KINDS), batch
-                 (samples a step), and dpmon.store.tally.Tally: all steps that ended in that time
+    keys         process, mode, kind (dpmon.record.schema.KINDS), batch (samples a step): of all tallies, of those that
+                 were deleted, too
+    tallies      width (dpmon.store.tally.WIDTHS, s), start_s, process (-1: all), mode, kind, batch, and
+                 dpmon.store.tally.Tally: all steps that ended in that time
     times        width, start_s, process, mode, ns of each activity in that time (dpmon.store.accounting)
     gaps         id, process, after_step, before_step, mode, begin_ns, end_ns, ns: the longer times between two steps
     shapes       calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and outputs, of
@@ -20,9 +22,9 @@
                  (dpmon.record.codec.UNTIMED)
     device_rollups  start_s (of a minute; -1: see below), device (index; -1: the host), name, count, total, low, high
 
-A tally of 10 s or more is made when its time is over: up to the second in meta's `whole_10`, `whole_60`, `whole_3600`.
-Those that were deleted to save room ended before meta's `pruned_1`, `pruned_10`, `pruned_60`. What is recorded late is
-added to every tally of its time.
+A tally of 10 s or more is made when its time is over: up to the second in meta's `whole_10`, `whole_60`, and so on.
+Those that were deleted to save room began before meta's `pruned_1`, `pruned_10`, and so on; those of a day stay. What
+is recorded late is added to every tally of its time.
 
 When the database reaches its size limit, the oldest rows are deleted: calls, steps and events first, except a run's
 processes, modes, warnings, loaders and exit. Tallies stay longer: those of each width may take a third of the limit.
@@ -113,9 +115,11 @@ CREATE TABLE IF NOT EXISTS steps ({step_columns});
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, process INTEGER, kind TEXT, t_ns INTEGER, json TEXT);
 CREATE TABLE IF NOT EXISTS series (number INTEGER PRIMARY KEY, name TEXT);
+CREATE TABLE IF NOT EXISTS keys (
+    process INTEGER, mode TEXT, kind INTEGER, batch INTEGER, PRIMARY KEY (process, mode, kind, batch)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS tallies (
     width INTEGER, start_s INTEGER, process INTEGER, mode TEXT, kind INTEGER, batch INTEGER, {tally_columns},
-    PRIMARY KEY (width, start_s, process, mode, kind, batch)) WITHOUT ROWID;
+    UNIQUE (width, start_s, process, mode, kind, batch));
 CREATE TABLE IF NOT EXISTS times (
     width INTEGER, start_s INTEGER, process INTEGER, mode TEXT, {activities},
     PRIMARY KEY (width, start_s, process, mode)) WITHOUT ROWID;

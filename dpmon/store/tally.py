@@ -1,6 +1,6 @@
 """Counts, sums and sketches of the steps that ended in one stretch of time.
 
-A tally belongs to one process (or ALL), mode, kind of step and batch size, and to a stretch of 1, 10, 60 or 3,600 s.
+A tally belongs to one process (or ALL), mode, kind of step and batch size, and to a stretch of one of WIDTHS.
 Tallies of parts add up to the tally of the whole, so every figure of a run between two times is read from a merged
 tally.
 """
@@ -12,17 +12,29 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dpmon.record.schema import PHASES, QUANTITIES, REST, STEP, device_series
+from dpmon.record.schema import MODES, PHASES, QUANTITIES, REST, STEP, device_series
 from dpmon.store import quantiles
 from dpmon.store.quantiles import Counts
 
-__all__ = ["ALL", "NO_SAMPLES", "OTHER_SIZES", "WIDTHS", "Key", "SeriesNames", "Stat", "StepFacts", "Sum", "Tally"]
+__all__ = [
+    "ALL",
+    "NO_SAMPLES",
+    "OTHER_SIZES",
+    "WIDTHS",
+    "Key",
+    "SeriesNames",
+    "Stat",
+    "StepFacts",
+    "Sum",
+    "Tally",
+    "known_keys",
+]
 
 ALL = -1
 """The process number of the tallies of all processes together."""
 NO_SAMPLES, OTHER_SIZES = -1, -2
 """Batch sizes in a key: the samples are unknown; a size beyond the first of a process."""
-WIDTHS = (1, 10, 60, 3600)
+WIDTHS = (1, 10, 60, 600, 3600, 86_400)
 """Seconds that a tally covers."""
 _ENTRY = struct.Struct("<HIqI")
 """Number of the series, values, their sum, bytes of the sketch that follows."""
@@ -38,6 +50,16 @@ class Key(NamedTuple):
     """A number of dpmon.record.schema.KINDS."""
     batch: int
     """Samples a step, or one of NO_SAMPLES and OTHER_SIZES."""
+
+
+def known_keys(rows: Iterable[tuple[Any, ...]]) -> set[Key]:
+    """The keys in rows of the table `keys`; damaged ones are left out."""
+    keys = map(Key._make, rows)
+    return {
+        key
+        for key in keys
+        if type(key.process) is type(key.kind) is type(key.batch) is int and key.process >= 0 and key.mode in MODES
+    }
 
 
 class StepFacts(NamedTuple):
@@ -57,13 +79,32 @@ class StepFacts(NamedTuple):
     """Durations of replicas and stages in its calls, by the name of their series."""
 
 
-@dataclass(slots=True)
 class Stat:
-    """One series: how many values, their sum, and their sketch."""
+    """One series: how many values, their sum, and their sketch, which is unpacked when it is asked for."""
 
-    count: int = 0
-    total: int = 0
-    counts: Counts = field(default_factory=dict)
+    __slots__ = ("_counts", "_packed", "count", "total")
+
+    def __init__(self, count: int = 0, total: int = 0, packed: bytes = b"") -> None:
+        """`packed`: a sketch that was checked (dpmon.store.quantiles)."""
+        self.count = count
+        self.total = total
+        self._counts: Counts = {}
+        self._packed = [packed] if packed else []
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Stat):
+            return NotImplemented
+        return (self.count, self.total, self.counts) == (other.count, other.total, other.counts)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def counts(self) -> Counts:
+        """The sketch."""
+        if self._packed:
+            quantiles.unpack(self._counts, b"".join(self._packed))
+            self._packed.clear()
+        return self._counts
 
     def add(self, values: Sequence[int]) -> None:
         """Add values."""
@@ -75,7 +116,8 @@ class Stat:
         """Add all of another."""
         self.count += other.count
         self.total = _bounded(self.total + other.total)
-        quantiles.merge(self.counts, other.counts)
+        quantiles.merge(self._counts, other._counts)
+        self._packed += other._packed
 
     @property
     def mean(self) -> float | None:
@@ -111,15 +153,16 @@ class SeriesNames:
     def __init__(self, names: Iterable[tuple[int, str]] = ()) -> None:
         self.by_number = {number: name for number, name in names if type(number) is int and isinstance(name, str)}
         self._numbers = {name: number for number, name in self.by_number.items()}
+        self._next = max(self.by_number, default=-1) + 1
         self.fresh: list[tuple[int, str]] = []
 
     def number(self, name: str) -> int | None:
         """The number of a series, a new one if it has none; None when there are too many."""
         found = self._numbers.get(name)
         if found is None:
-            found = max(self.by_number, default=-1) + 1
-            if found > 0xFFFF:
+            if self._next > 0xFFFF:
                 return None
+            found, self._next = self._next, self._next + 1
             self._numbers[name] = found
             self.by_number[found] = name
             self.fresh.append((found, name))
@@ -158,7 +201,7 @@ class Tally:
         numbers, walls, quantities, phases, rests, calls, devices, parts = zip(*steps, strict=True)
         self.steps += len(steps)
         self.calls += sum(calls)
-        self.last_step = numbers[-1]
+        self.last_step = max(numbers) if self.last_step is None else max(self.last_step, *numbers)
         self._extremes(min(walls), max(walls))
         self._count(STEP, walls)
         for quantity, column in zip(QUANTITIES, zip(*quantities, strict=True), strict=True):
@@ -168,10 +211,10 @@ class Tally:
         for phase, column in zip(PHASES, zip(*phases, strict=True), strict=True):
             self._count(phase.name, [took for took in column if took is not None])
         self._count(REST, [took for took in rests if took is not None])
+        named: dict[str, list[int]] = {}
         for times in devices:
             for name, took in times.items():
-                self._count(device_series(name), (took,))
-        named: dict[str, list[int]] = {}
+                named.setdefault(device_series(name), []).append(took)
         for each in parts:
             for name, took in each:
                 named.setdefault(name, []).append(took)
@@ -281,17 +324,11 @@ class Tally:
             total, count = (_whole(row[f"{quantity.name}_{part}"], optional=True) for part in ("sum", "n"))
             if total is not None and count:
                 added.sums[quantity.name] = Sum(count, total)
-        entries = list(_entries_of(row["sketches"], names, series))
-        counts = [quantiles.pairs(data) for *_, data in entries] if sketches else []
+        for name, count, total, data in _entries_of(row["sketches"], names, series):
+            packed = data if sketches else b""
+            quantiles.check(packed)
+            added.stats[name] = Stat(count, total, packed)
         self.merge(added)
-        for index, (name, count, total, _) in enumerate(entries):
-            stat = self.stats.get(name)
-            if stat is None:
-                stat = self.stats[name] = Stat()
-            stat.count += count
-            stat.total = _bounded(stat.total + total)
-            if sketches:
-                quantiles.add_pairs(stat.counts, counts[index])
 
 
 def _entries_of(
@@ -328,4 +365,4 @@ def _whole(value: object, *, optional: bool) -> int | None:
 
 
 def _bounded(value: int) -> int:
-    return max(min(value, _MAX), -_MAX)
+    return value if -_MAX <= value <= _MAX else _MAX if value > 0 else -_MAX

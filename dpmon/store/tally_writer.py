@@ -11,19 +11,22 @@ import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from itertools import pairwise, zip_longest
+from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.tables import ACTIVITY_COLUMNS, TALLY_COLUMNS, rings_in
-from dpmon.store.tally import ALL, WIDTHS, Key, SeriesNames, Tally
+from dpmon.store.tables import ACTIVITY_COLUMNS, TALLY_COLUMNS
+from dpmon.store.tally import ALL, WIDTHS, Key, SeriesNames, Tally, known_keys
 
 if TYPE_CHECKING:
-    from dpmon.store.writer import Batch
+    from dpmon.store.writer import Batch, Ended
 
 __all__ = ["TallyWriter"]
 
 _CACHED = 4096
+_PARTS = dict(zip(WIDTHS, (4, 8, 8, 8, 8), strict=False))
+"""By width, the part of the limit that its tallies and times may take. Those of days stay."""
 _SLACK_S = 2
 """A stretch is over this long after its end: processes are read one after the other."""
 _ROW_BYTES = 200
@@ -31,8 +34,10 @@ _ROW_BYTES = 200
 _COLUMNS = (*TALLY_COLUMNS, "sketches")
 _KEY = "width = ? AND start_s = ? AND process = ? AND mode = ? AND kind = ? AND batch = ?"
 _INTO_TALLIES = (
-    f"INSERT OR REPLACE INTO tallies (width, start_s, process, mode, kind, batch, {', '.join(_COLUMNS)})"
+    f"INSERT INTO tallies (width, start_s, process, mode, kind, batch, {', '.join(_COLUMNS)})"
     f" VALUES ({', '.join('?' * (6 + len(_COLUMNS)))})"
+    " ON CONFLICT (width, start_s, process, mode, kind, batch) DO UPDATE SET "
+    + ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS)
 )
 _ADD_TIME = (
     f"INSERT INTO times VALUES ({', '.join('?' * (4 + len(ACTIVITY_COLUMNS)))})"
@@ -49,46 +54,46 @@ class TallyWriter:
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
-        self._names = SeriesNames(db.execute("SELECT number, name FROM series"))
+        self._names = SeriesNames()
         self._cache: dict[_Place, Tally] = {}
         """Tallies as they stand in the database."""
+        self._keys: set[Key] = set()
+        """Of all tallies so far."""
         self._processes: set[int] = set()
         self._whole: dict[int, int] = {}
         """By width: every stretch that ends up to this second has been made."""
-        self.forget()
+        self._known = False
+        """Whether these are as in the database."""
 
     def forget(self) -> None:
-        """A transaction was rolled back: read again what the database holds."""
+        """A transaction was rolled back: read again what the database holds, before the next one."""
+        self._known = False
+
+    def _load(self) -> None:
         self._cache.clear()
         self._names = SeriesNames(self._db.execute("SELECT number, name FROM series"))
-        self._processes = {ring.process for ring in rings_in(self._db).values() if ring.process >= 0 and ring.steps}
+        self._keys = known_keys(self._db.execute("SELECT process, mode, kind, batch FROM keys"))
+        self._processes = {key.process for key in self._keys}
         whole = "SELECT value FROM meta WHERE key = ?"
         for width in WIDTHS[1:]:
             row = self._db.execute(whole, (f"whole_{width}",)).fetchone()
             self._whole[width] = row[0] if row is not None and type(row[0]) is int else 0
-
-    def batch_sizes(self) -> dict[int, set[int]]:
-        """By process, the batch sizes that have tallies of their own."""
-        found: dict[int, set[int]] = defaultdict(set)
-        query = "SELECT DISTINCT process, batch FROM tallies WHERE width = ? AND start_s >= ? AND process >= 0"
-        for width, wider in zip_longest(WIDTHS, WIDTHS[1:]):
-            for process, size in self._db.execute(query, (width, self._whole.get(wider, 0))):
-                if type(size) is int and size >= 0:
-                    found[process].add(size)
-        return found
+        self._known = True
 
     def add(self, batch: Batch) -> None:
         """Add what a batch has of steps and times."""
+        if not self._known:
+            self._load()
         changed: dict[_Place, Tally] = {}
-        newest = max((second for second, _ in batch.tallied), default=0)
-        for (second, key), ended in batch.tallied.items():
-            added = Tally()
-            added.add(ended.steps, ended.first_ns, ended.last_ns)
-            self._know(key.process, changed)
-            keys = [key] if len(self._processes) < 2 else [key, key._replace(process=ALL)]
-            for one in keys:
+        for _, key in batch.tallied:
+            if key not in self._keys:
+                self._know(key)
+        for source in (batch.tallied, self._together(batch.tallied)):
+            for (second, key), ended in source.items():
                 for width in self._widths(second):
-                    self._tally((width, second // width * width, one), changed).merge(added)
+                    tally = self._tally((width, second // width * width, key), changed)
+                    tally.add(ended.steps, ended.first_ns, ended.last_ns)
+        newest = max((second for second, _ in batch.tallied), default=0)
         self._put(changed)
         self._add_times(batch.spent)
         self._make_wider(newest)
@@ -100,18 +105,29 @@ class TallyWriter:
         """The widths of the tallies that a second's facts go into: wider ones only if they were made before."""
         return [width for width in WIDTHS if width == 1 or second < self._whole[width]]
 
-    def _know(self, process: int, changed: dict[_Place, Tally]) -> None:
-        """Remember a process. With the second one begin the tallies of all: so far they are those of the first."""
-        if process in self._processes:
-            return
-        if len(self._processes) == 1:
-            self._put(changed)
+    def _know(self, key: Key) -> None:
+        """Remember a key. With the second process begin the tallies of all: so far they are those of the first."""
+        if len(self._processes) == 1 and key.process not in self._processes:
             self._db.execute(
                 f"INSERT OR IGNORE INTO tallies (width, start_s, process, mode, kind, batch, {', '.join(_COLUMNS)})"
                 f" SELECT width, start_s, {ALL}, mode, kind, batch, {', '.join(_COLUMNS)} FROM tallies"
                 " WHERE process >= 0"
             )
-        self._processes.add(process)
+        self._db.execute("INSERT OR IGNORE INTO keys VALUES (?,?,?,?)", key)
+        self._keys.add(key)
+        self._processes.add(key.process)
+
+    def _together(self, tallied: Mapping[tuple[int, Key], Ended]) -> dict[tuple[int, Key], Ended]:
+        """The steps of all processes; none where there is one process only."""
+        found: dict[tuple[int, Key], Ended] = {}
+        for (second, key), ended in tallied.items() if len(self._processes) > 1 else ():
+            place = second, key._replace(process=ALL)
+            known = found.get(place)
+            if known is None:
+                found[place] = replace(ended, steps=[*ended.steps])
+            else:
+                known.add(ended.steps, ended.first_ns, ended.last_ns)
+        return found
 
     def _tally(self, place: _Place, changed: dict[_Place, Tally]) -> Tally:
         """The tally at a place, to be added to."""
@@ -185,24 +201,23 @@ class TallyWriter:
 
     # ------------------------------------------------------------------------------------------ room
 
-    def prune(self, most: int) -> None:
-        """Let the tallies and times of no width take more than `most` bytes: delete the oldest eighth."""
+    def prune(self, limit: int) -> None:
+        """Let the tallies and times of each width take their part of `limit` bytes: delete the oldest eighth."""
         run = self._db.execute
-        for width in WIDTHS:
-            query = "SELECT count(*), total(length(sketches)), min(start_s), max(start_s) FROM tallies WHERE width = ?"
-            count, data, first, last = run(query, (width,)).fetchone()
-            times = run("SELECT count(*) FROM times WHERE width = ?", (width,)).fetchone()[0]
-            if count and (count + times) * _ROW_BYTES + data > most:
-                before = min(first + max((last - first) // 8, 1), self._bound(width))
-                if width == WIDTHS[-1]:  # there is nothing wider: what all processes did together stays
-                    run(f"DELETE FROM tallies WHERE width = ? AND start_s < ? AND process <> {ALL}", (width, before))
-                else:
-                    run("DELETE FROM tallies WHERE width = ? AND start_s < ?", (width, before))
-                    run("DELETE FROM times WHERE width = ? AND start_s < ?", (width, before))
-                    run("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"pruned_{width}", before))
-                self._cache.clear()
-
-    def _bound(self, width: int) -> int:
-        """Up to this second the tallies of a width can be deleted: wider ones have their time."""
-        wider = next((each for each in WIDTHS if each > width), None)
-        return 1 << 60 if wider is None else self._whole[wider]
+        query = (
+            "SELECT count(*), total(size), min(start_s), max(start_s) FROM"
+            " (SELECT start_s, length(sketches) AS size FROM tallies WHERE width = :width"
+            " UNION ALL SELECT start_s, 0 FROM times WHERE width = :width)"
+        )
+        for width, wider in pairwise(WIDTHS):
+            count, data, first, last = run(query, {"width": width}).fetchone()
+            if count * _ROW_BYTES + data <= limit / _PARTS[width]:
+                continue
+            before = min(first + max((last - first) // 8, 1), self._whole[wider])
+            for table in ("tallies", "times"):
+                run(f"DELETE FROM {table} WHERE width = ? AND start_s < ?", (width, before))
+            run(
+                "INSERT INTO meta VALUES (?, ?) ON CONFLICT DO UPDATE SET value = max(value, excluded.value)",
+                (f"pruned_{width}", before),
+            )
+            self._cache.clear()

@@ -6,20 +6,17 @@ has the same digits everywhere.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
 from dpmon.rates import Rate
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.answers import TimeRow
+from dpmon.store.answers import TimeRow, TimeTogether
 from dpmon.store.figures import Figures, elapsed, figures, merged, modes_of, rate, trains
 from dpmon.store.tally import Key, Tally
 
 __all__ = ["Source", "Window", "accounted", "shared_out", "thirds"]
-
-_SECOND = 1_000_000_000
 
 
 class Source(Protocol):
@@ -36,8 +33,14 @@ class Source(Protocol):
     def tally_rows(self, begin_s: int, end_s: int, *, process: int) -> Iterable[tuple[int, int, Key, Tally]]:
         """Start, width, key and tally of each row of one process, in order of time."""
 
-    def time_rows(self, begin_s: int, end_s: int) -> list[TimeRow]:
-        """What each process did."""
+    def sums(self, begin_s: int, end_s: int) -> dict[Key, Tally]:
+        """Tallies of each process, without series."""
+
+    def time_sums(self, begin_s: int, end_s: int) -> list[TimeRow]:
+        """What each process did in each mode."""
+
+    def times_together(self, begin_s: int, end_s: int) -> list[TimeTogether]:
+        """What all processes did together."""
 
     def kinds(self) -> set[tuple[str, int]]:
         """Mode and kind of all steps so far."""
@@ -51,6 +54,7 @@ class Window:
         self._begin_s, self._end_s = begin_s, end_s
         self._kinds = source.kinds()
         self._trained = trains(self._kinds)
+        self._times_of: dict[tuple[str, bool], dict[int, tuple[int, int]]] = {}
 
     @cached_property
     def together(self) -> dict[Key, Tally]:
@@ -63,9 +67,13 @@ class Window:
         return self._source.tallies(self._begin_s, self._end_s)
 
     @cached_property
+    def _sums(self) -> dict[Key, Tally]:
+        return self._source.sums(self._begin_s, self._end_s)
+
+    @cached_property
     def times(self) -> list[TimeRow]:
-        """What each process did, in order of time."""
-        return self._source.time_rows(self._begin_s, self._end_s)
+        """What each process did in each mode."""
+        return self._source.time_sums(self._begin_s, self._end_s)
 
     def rows(self, process: int) -> Iterator[tuple[Key, Tally]]:
         """Key and tally of each row of one process, in order of time."""
@@ -111,38 +119,40 @@ class Window:
         """Steps and samples of a mode per elapsed time; None if no time has passed."""
         trained = self.trained(mode)
         there = self._source.processes if process is None else [process]
-        tallies = {each: merged(self.by_process, mode, evaluation, trained, process=each) for each in there}
-        return rate(tallies, elapsed(self.times, mode, evaluation, trained))
+        tallies = {each: merged(self._sums, mode, evaluation, trained, process=each) for each in there}
+        return rate(tallies, self._elapsed(mode, evaluation))
+
+    def _elapsed(self, mode: str, evaluation: bool) -> dict[int, tuple[int, int]]:
+        """By process, the time of a mode's steps (dpmon.store.figures.elapsed)."""
+        found = self._times_of.get((mode, evaluation))
+        if found is None:
+            found = elapsed(self.times, mode, evaluation, self.trained(mode))
+            self._times_of[mode, evaluation] = found
+        return found
 
     def of_process(self, process: int) -> tuple[Tally, Rate | None]:
         """The steps of a process in all modes, without the evaluations of modes that train; and their rate."""
         whole, times = Tally(), [0, 0]
         for mode in {mode for mode, _ in self._kinds}:
-            trained = self.trained(mode)
             whole.merge(self.tally(mode, process=process))
-            for part, ns in enumerate(elapsed(self.times, mode, False, trained).get(process, (0, 0))):
+            for part, ns in enumerate(self._elapsed(mode, False).get(process, (0, 0))):
                 times[part] += ns
         return whole, rate({process: whole}, {process: (times[0], times[1])})
 
     @cached_property
     def spent(self) -> dict[str, int]:
         """The time of this window by activity (ns): they add up to the time in which there were processes."""
-        return shared_out(self.times)
+        return shared_out(self._source.times_together(self._begin_s, self._end_s))
 
 
-def shared_out(rows: Iterable[TimeRow], only: Callable[[TimeRow], bool] = lambda row: True) -> dict[str, int]:
+def shared_out(stretches: Iterable[TimeTogether]) -> dict[str, int]:
     """What a run did, by activity (ns): where several processes did several things at once, each has its share."""
     found = dict.fromkeys(ACTIVITIES, 0.0)
-    stretches: dict[tuple[int, int], list[TimeRow]] = defaultdict(list)
-    for row in rows:
-        stretches[row.start_s, row.width_s].append(row)
-    for (_, width), there in stretches.items():
-        whole = sum(max(ns, 0) for row in there for ns in row.spent.values())
-        scale = min(1.0, width * _SECOND / whole) if whole else 0.0
-        for row in there:
-            if only(row):
-                for activity, ns in row.spent.items():
-                    found[activity] += max(ns, 0) * scale
+    for covered, spent in stretches:
+        whole = sum(max(ns, 0) for ns in spent.values())
+        scale = min(1.0, covered / whole) if whole else 0.0
+        for activity, ns in spent.items():
+            found[activity] += max(ns, 0) * scale
     return {activity: round(ns) for activity, ns in found.items()}
 
 

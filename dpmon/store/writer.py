@@ -6,7 +6,8 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,17 @@ from dpmon.store.tables import (
 from dpmon.store.tally import Key, StepFacts
 from dpmon.store.tally_writer import TallyWriter
 
-__all__ = ["LIMIT_BYTES", "Batch", "Ended", "History"]
+__all__ = ["GAP_NS", "LIMIT_BYTES", "Batch", "Ended", "History"]
 
 LIMIT_BYTES = 256 << 20
+GAP_NS = 20_000_000
+"""Shorter times between two steps get no row."""
 _PRUNE_PART = 16
 _LASTING_KEPT = 10_000
 _SUMS_PART = 3
 _ROW_BYTES = 180
 """What a row of device_rollups takes, roughly."""
+_SECOND = 1_000_000_000
 _LATER: Mapping[str, Mapping[str, str]] = {
     "steps": STEP_COLUMNS,
     "calls": dict.fromkeys(CALL_COLUMNS, "INTEGER"),
@@ -51,12 +55,15 @@ _LATER: Mapping[str, Mapping[str, str]] = {
 """Columns that a table may lack in a history that an earlier version began."""
 _CALL_NAMES = ("id", "process", "call", "step", "mode", "start_ns", "wall_ns", "rows", "payload", *CALL_COLUMNS)
 _INTO_STEPS, _INTO_CALLS = (
-    f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join(f':{name}' for name in names)})"
+    f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
     for table, names in (("steps", tuple(STEP_COLUMNS)), ("calls", _CALL_NAMES))
 )
+_of_step, _of_call = itemgetter(*STEP_COLUMNS), itemgetter(*_CALL_NAMES)
 _RING_NAMES = tuple(member.name for member in fields(RingRow))
 _INTO_RINGS = f"INSERT OR REPLACE INTO rings ({', '.join(_RING_NAMES)}) VALUES ({', '.join('?' * len(_RING_NAMES))})"
+_of_ring = attrgetter(*_RING_NAMES)
 _INTO_GAPS = "INSERT INTO gaps (process, after_step, before_step, mode, begin_ns, end_ns, ns) VALUES (?,?,?,?,?,?,?)"
+_SHORTEN_GAP = "UPDATE gaps SET ns = max(ns - ?, 0) WHERE process = ? AND begin_ns <= ? AND end_ns >= ?"
 _ADD_SHAPE = """\
 INSERT INTO shapes VALUES (?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET calls = calls + excluded.calls"""
 _ADD_DEVICE = """\
@@ -72,6 +79,12 @@ class Ended:
     steps: list[StepFacts]
     first_ns: int
     last_ns: int
+
+    def add(self, steps: Sequence[StepFacts], first_ns: int, last_ns: int) -> None:
+        """Add steps that began and ended between two times."""
+        self.steps.extend(steps)
+        self.first_ns = min(self.first_ns, first_ns)
+        self.last_ns = max(self.last_ns, last_ns)
 
 
 @dataclass
@@ -89,6 +102,8 @@ class Batch:
     spent: dict[tuple[int, int, str, str], int] = field(default_factory=dict)
     """Time (ns) by second, process, mode and activity; negative where it is taken back."""
     gaps: list[tuple[Any, ...]] = field(default_factory=list)
+    waited: list[tuple[int, int, int]] = field(default_factory=list)
+    """Waits for input in gaps that were recorded before: process, begin, end."""
     shapes: Counter[tuple[int, str, int, int, int, str, int]] = field(default_factory=Counter)
     """Calls by process, mode, kind, layout, whether virtual, sizes and why a device time is missing."""
     devices: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
@@ -100,16 +115,25 @@ class Batch:
         at = end // 1_000_000_000, key
         found = self.tallied.get(at)
         if found is None:
-            found = self.tallied[at] = Ended([], start_ns, end)
-        found.steps.append(facts)
-        found.last_ns = max(found.last_ns, end)
+            self.tallied[at] = Ended([facts], start_ns, end)
+        else:
+            found.add((facts,), start_ns, end)
 
     def spend(self, process: int, spent: Iterable[Spent]) -> None:
         """Add time of a process's activities."""
+        sums = self.spent
         for one in spent:
+            activity, mode, begin, end, sign = one
+            if sign < 0 and activity == "between":
+                self.waited.append((process, begin, end))
+            second = begin // _SECOND
+            if end <= (second + 1) * _SECOND:  # as almost always
+                key = second, process, mode, activity
+                sums[key] = sums.get(key, 0) + sign * (end - begin)
+                continue
             for second, ns in one.by_second():
-                key = second, process, one.mode, one.activity
-                self.spent[key] = self.spent.get(key, 0) + ns
+                key = second, process, mode, activity
+                sums[key] = sums.get(key, 0) + ns
 
     def device(self, t_ns: int, device: int, name: str, value: float) -> None:
         """Add one value of a sample."""
@@ -207,10 +231,6 @@ class History:
                 found.append((number, load_json(value)))
         return found
 
-    def batch_sizes(self) -> dict[int, set[int]]:
-        """By process, the batch sizes that have tallies of their own."""
-        return self._tallies.batch_sizes()
-
     def warnings(self) -> list[str]:
         """The texts of the supervisor's own warnings."""
         try:
@@ -237,23 +257,27 @@ class History:
         try:
             self._db.execute("BEGIN IMMEDIATE")
             many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
-            many(_INTO_CALLS, batch.calls)
-            many(_INTO_STEPS, batch.steps)
+            many(_INTO_CALLS, map(_of_call, batch.calls))
+            many(_INTO_STEPS, map(_of_step, batch.steps))
             many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
-            many(_INTO_RINGS, map(astuple, batch.rings))
+            many(_INTO_RINGS, map(_of_ring, batch.rings))
             many(
                 _ADD_DEVICE.format("VALUES (?,?,?,?,?,?,?)"), [(*key, *values) for key, values in batch.devices.items()]
             )
             self._tallies.add(batch)
             many(_INTO_GAPS, batch.gaps)
+            for process, begin, end in batch.waited:
+                self._db.execute(_SHORTEN_GAP, (end - begin, process, begin, end))
+            if batch.waited:
+                self._db.execute("DELETE FROM gaps WHERE ns < ?", (GAP_NS,))
             many(_ADD_SHAPE, [(*key, count) for key, count in batch.shapes.items()])
             if self._used_bytes() > self._limit:
                 self._prune()
             self._db.execute("COMMIT")
         except (sqlite3.Error, OverflowError) as error:  # the latter: sums of damaged rows
-            self._tallies.forget()
             with suppress(sqlite3.Error):  # some errors have rolled back already
                 self._db.execute("ROLLBACK")
+            self._tallies.forget()
             raise HistoryError(str(error)) from None
 
     def _used_bytes(self) -> int:
@@ -290,7 +314,7 @@ class History:
         count, first, last = run(query, (BEFORE_S,)).fetchone()
         if count * _ROW_BYTES > self._limit / _SUMS_PART:
             self._add_devices_up(first + max((last - first) // 8, 1))
-        self._tallies.prune(self._limit // _SUMS_PART)
+        self._tallies.prune(self._limit)
         run("DELETE FROM gaps WHERE id < (SELECT max(id) FROM gaps) - ?", (_LASTING_KEPT,))
         for kind in ("warning", "input", "loader"):  # events that last, and that a script can make any number of
             run(

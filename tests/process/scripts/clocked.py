@@ -1,6 +1,8 @@
 """Trains as its first argument says, and measures samples and seconds of training by mode with its own clock."""
 
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 ROWS = 16
+RANKS = int(sys.argv[2]) if len(sys.argv) > 2 else 2
 clock = time.perf_counter
 
 
@@ -29,15 +32,16 @@ SEEN = []
 """Rows of every forward: half a batch under dp over two replicas."""
 
 
-def loader(steps):
-    return DataLoader(TensorDataset(torch.randn(ROWS * steps, 8)), ROWS)
+def loader(steps, workers=0):
+    return DataLoader(TensorDataset(torch.randn(ROWS * steps, 8)), ROWS, num_workers=workers)
 
 
 class Trainer:
-    def __init__(self, model=None, pace=0.01):
+    def __init__(self, model=None, pace=0.01, workers=0, optimizer=True):
         self.model = Net() if model is None else model
-        self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3) if optimizer else None
         self.pace = pace
+        self.workers = workers
         self.samples, self.seconds = {}, {}
         self.since = None
         self.apart = {"evaluation": 0.0, "between steps": 0.0}
@@ -50,9 +54,9 @@ class Trainer:
         self.since = now
 
     def epoch(self, steps, during=lambda: None):
+        batches = iter(loader(steps, self.workers))
         if self.since is None:
             self.since = clock()
-        batches = iter(loader(steps))
         while True:
             asked = clock()
             try:
@@ -63,9 +67,11 @@ class Trainer:
             if held > 0.5:  # a pause
                 self.since += held
             SEEN.clear()
-            self.optimizer.zero_grad()
+            if self.optimizer is not None:
+                self.optimizer.zero_grad()
             self.model(x).pow(2).mean().backward()
-            self.optimizer.step()
+            if self.optimizer is not None:
+                self.optimizer.step()
             time.sleep(self.pace)
             during()
             self.count("dp" if SEEN[0] < len(x) else "single", len(x))
@@ -104,6 +110,49 @@ def epochs():
             trainer.rest(0.5)
         trainer.epoch(10)
     trainer.tell()
+
+
+def workers():
+    trainer = Trainer(workers=2)
+    for _ in range(5):
+        trainer.epoch(20)
+        time.sleep(0.4)
+    trainer.tell()
+
+
+def bare():
+    """No optimizer."""
+    trainer = Trainer(optimizer=False)
+    for _ in range(3):
+        trainer.epoch(40)
+        time.sleep(0.4)
+    trainer.tell()
+
+
+def broken(end):
+    """Train, and come to an end in the middle of a step."""
+    trainer = Trainer()
+    trainer.epoch(60)
+    time.sleep(0.4)
+
+    def during():
+        if trainer.samples["single"] == 100 * ROWS:
+            trainer.tell()
+            end()
+
+    trainer.epoch(60, during)
+
+
+def fails():
+    raise RuntimeError("as it was meant to")
+
+
+def raises():
+    broken(fails)
+
+
+def killed():
+    broken(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def evaluations():
@@ -145,7 +194,7 @@ def reads():
 
 
 def rank(index, store):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=2)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=RANKS)
     trainer = Trainer(nn.parallel.DistributedDataParallel(Net()))
     torch.distributed.barrier()
     for _ in range(4):
@@ -157,8 +206,9 @@ def rank(index, store):
 
 
 def ranks():
-    torch.multiprocessing.spawn(rank, (str(Path("store").resolve()),), nprocs=2)
+    torch.multiprocessing.spawn(rank, (str(Path("store").resolve()),), nprocs=RANKS)
 
 
 if __name__ == "__main__":
-    {way.__name__: way for way in (plain, epochs, evaluations, asked, reads, ranks)}[sys.argv[1]]()
+    ways = plain, epochs, workers, bare, raises, killed, evaluations, asked, reads, ranks
+    {way.__name__: way for way in ways}[sys.argv[1]]()

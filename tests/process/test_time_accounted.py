@@ -1,0 +1,152 @@
+"""Every second of a run belongs to a part, and steps and rates are those of the script's own count and clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from running import Dpmon, wait_for
+
+from dpmon.run.opened import open_store
+from dpmon.run.reader import RunReader
+from dpmon.run.waiting import reads_input
+from dpmon.store.window import Window, accounted
+
+SCRIPT = Path(__file__).resolve().parent / "scripts" / "clocked.py"
+ROWS = 16
+CLOSE = 0.02
+Told = Mapping[str, Mapping[str, float]]
+
+
+def parts(dpmon: Dpmon) -> dict[str, float]:
+    """The parts of the run's elapsed time in seconds, which must add up to it."""
+    elapsed = float(dpmon.exit()["seconds"])
+    with open_store(dpmon.last()) as store:
+        starts = [tally.first_ns for tally in store.sums().values() if tally.first_ns is not None]
+        found = accounted(Window(store).spent, int(elapsed * 1e9), min(starts))
+    assert sum(found.values()) / 1e9 == pytest.approx(elapsed, rel=0.01)
+    assert min(found.values()) >= 0
+    return {name: ns / 1e9 for name, ns in found.items()}
+
+
+def check(dpmon: Dpmon, told: Told, *, unfinished: int = 0, slack: float = CLOSE) -> dict[str, float]:
+    """Compare steps and rates, mode by mode, with what the script counted and timed; the parts of its time."""
+    with open_store(dpmon.last()) as store:
+        window = Window(store)
+        assert {mode for mode, evaluation in window.modes if not evaluation} == told["samples"].keys()
+        for mode, samples in told["samples"].items():
+            figures = window.figures(mode)
+            assert figures.steps == samples / ROWS + unfinished
+            rate = window.rate(mode)
+            assert rate is not None
+            assert rate.samples_per_s == pytest.approx(samples / told["seconds"][mode], rel=slack)
+            assert figures.tally.sum("samples").total == samples + unfinished * ROWS
+    return parts(dpmon)
+
+
+@pytest.mark.parametrize(
+    ("way", "between_s"), [("plain", 0.0), ("epochs", 4 * 0.3), ("workers", 4 * 0.4), ("bare", 2 * 0.4)]
+)
+def test_a_loop_and_the_time_between_its_epochs(dpmon: Dpmon, way: str, between_s: float) -> None:
+    result = dpmon.run("--headless", *dpmon.warm(), SCRIPT, way)
+    assert result.status == 0, result.errors
+    told = json.loads(result.text)
+    found = check(dpmon, told)
+    assert found["training"] + found["between"] == pytest.approx(told["seconds"]["single"], rel=CLOSE)
+    assert between_s <= found["between"] < between_s + told["seconds"]["single"] / 2
+    for none in ("evaluation", "paused", "input", "missed"):
+        assert found[none] == 0
+
+
+def test_evaluations_between_epochs(dpmon: Dpmon) -> None:
+    result = dpmon.run("--headless", *dpmon.warm(), SCRIPT, "evaluations")
+    assert result.status == 0, result.errors
+    found = check(dpmon, json.loads(result.text))
+    assert found["evaluation"] == pytest.approx(5 * 10 * 0.02, rel=0.3)
+    with open_store(dpmon.last()) as store:
+        assert Window(store).figures("single", True).steps == 50
+
+
+def test_two_toggles_and_a_pause(dpmon: Dpmon) -> None:
+    process = dpmon.start("--headless", "--devices", "cpu,cpu", "--mode", "single", *dpmon.warm(), SCRIPT, "asked")
+    wait_for((dpmon.cwd / "began").exists, what="the training")
+    reader = RunReader(dpmon.last())
+    reader.refresh()
+    for mode in ("dp", "single"):
+        reader.request_mode(mode)
+        wait_for(lambda: not reader.pending(), what="the answer")
+        pass_time(1.0)
+    reader.request_pause(True)
+    wait_for(lambda: reader.paused().since_ns, what="the pause")
+    pass_time(1.5)
+    reader.request_pause(False)
+    wait_for(lambda: not reader.paused().pending, what="the end of the pause")
+    (dpmon.cwd / "stop").touch()
+    out, _ = process.communicate(timeout=60)
+    reader.close()
+    told = json.loads(out)
+    assert set(told["samples"]) == {"dp", "single"}
+    found = check(dpmon, told, slack=2 * CLOSE)
+    assert found["paused"] == pytest.approx(1.5, abs=0.3)
+
+
+def pass_time(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    wait_for(lambda: time.monotonic() > until)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    reads_input(os.getpid()) is None, reason="this kernel does not say in which system call a process is"
+)
+def test_waits_for_input(dpmon: Dpmon) -> None:
+    process = dpmon.start("--headless", SCRIPT, "reads", stdin=-1)
+    assert process.stdin is not None
+    for _ in range(2):
+        wait_for((dpmon.cwd / "asked").exists, what="the question")
+        (dpmon.cwd / "asked").unlink()
+        pass_time(2)
+        process.stdin.write(b"yes\n")
+        process.stdin.flush()
+    out, _ = process.communicate(timeout=60)
+    told = json.loads(out)
+    # The begin of each of the two waits is known to a tenth of a second, the end to a fortieth.
+    found = check(dpmon, told, slack=CLOSE + 2 * 0.125 / told["seconds"]["single"])
+    assert found["input"] == pytest.approx(4, abs=0.5)
+
+
+@pytest.mark.slow
+def test_three_ranks(dpmon: Dpmon) -> None:
+    dpmon.run("--headless", SCRIPT, "ranks", 3)  # gloo may abort at the end, without dpmon too
+    told = [json.loads((dpmon.cwd / f"told-{rank}").read_text()) for rank in range(3)]
+    with open_store(dpmon.last()) as store:
+        window = Window(store)
+        assert len(store.processes) == 3
+        # Where processors are short, a rank may wait between the look at its clock and its first step.
+        slack = CLOSE + 0.05 / told[0]["seconds"]["single"]
+        rates = [each["samples"]["single"] / each["seconds"]["single"] for each in told]
+        for process in store.processes:
+            rate, true = window.rate("single", process=process), rates[store.rank(process) or 0]
+            assert rate is not None
+            assert rate.samples_per_s == pytest.approx(true, rel=slack)
+            assert window.figures("single", process=process).steps == 60
+        assert window.figures("single").steps == 180
+        together = window.rate("single")
+        assert together is not None
+        assert together.samples_per_s == pytest.approx(sum(rates), rel=slack)
+    found = parts(dpmon)
+    seconds = told[0]["seconds"]["single"]
+    assert found["training"] + found["between"] == pytest.approx(seconds, rel=3 * slack)
+
+
+@pytest.mark.parametrize(("way", "unfinished"), [("raises", 1), ("killed", 0)])
+def test_a_script_that_ends_in_the_middle_of_a_step(dpmon: Dpmon, way: str, unfinished: int) -> None:
+    result = dpmon.run("--headless", *dpmon.warm(), SCRIPT, way)
+    assert result.status != 0
+    told = json.loads(result.text.splitlines()[0])
+    found = check(dpmon, told, unfinished=unfinished)
+    assert found["between"] >= 0.4

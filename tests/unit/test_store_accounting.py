@@ -1,0 +1,235 @@
+"""Every second belongs to one activity: random loops are accounted for exactly, however late their waits are told."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import pytest
+
+from dpmon.store.accounting import Account, Spent
+
+MS = 1_000_000
+SECOND = 1000 * MS
+
+
+class Stretch(NamedTuple):
+    """What truly was, from `begin` to `end`."""
+
+    begin: int
+    end: int
+    activity: str
+    mode: str
+
+
+class Loop:
+    """A random loop of one process, and an account that is told of it."""
+
+    def __init__(self, seed: int, *, least_ns: int = 25 * MS, losses: bool = True) -> None:
+        self.chance = random.Random(seed)
+        self.least = least_ns
+        self.losses = losses
+        self.now = self.begin = self.chance.randrange(3 * SECOND)
+        self.account = Account(self.begin)
+        self.truth: list[Stretch] = []
+        self.spent: list[Spent] = []
+        self.number = 0
+        self.evaluation: bool | None = None
+        self.mode = "dp"
+        self.late: list[tuple[int, int]] = []
+        """Waits that were not reported yet."""
+
+    def some(self, most_ns: int = SECOND) -> int:
+        """A random time that a late wait can be found in."""
+        return self.least + self.chance.randrange(most_ns)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+            for wait in [wait for wait in self.late if self.chance.random() < 0.3]:
+                self.late.remove(wait)
+                self.spent += self.account.wait(*wait)
+        for wait in self.late:
+            self.spent += self.account.wait(*wait)
+        last = self.now
+        self.now += self.chance.choice((0, self.some()))
+        activity = "startup" if self.evaluation is None else "ending"
+        self.truth.append(Stretch(last, self.now, activity, "" if self.evaluation is None else self.mode))
+        self.spent += self.account.finish(self.now)
+
+    def step(self) -> None:
+        """What is before a step, and the step."""
+        evaluation = self.chance.random() < 0.4
+        mode = "single" if self.chance.random() < 0.1 else self.mode
+        missed = self.losses and self.evaluation is not None and self.chance.random() < 0.1
+        self.number += self.chance.randrange(2, 9) if missed else 1
+        if self.evaluation is None:
+            activity = "startup"
+        elif missed:
+            activity = "missed"
+        else:
+            activity = "evaluation" if evaluation and self.evaluation else "between"
+        begin = self.now
+        for _ in range(self.chance.choice((0, 1, 1, 2, 3))):
+            what = self.chance.choice(("work", "work", "pause", "wait"))
+            if what == "pause":
+                self.pause(mode)
+            elif what == "wait":
+                self.wait(activity, mode)
+            else:
+                self.stretch(activity, mode, self.some())
+        if self.chance.random() < 0.1:  # a pause whose end is not recorded, up to the step
+            self.account.pause(True, self.now, None)
+            self.stretch("paused", mode, self.some())
+        start = self.now
+        inside = "evaluation" if evaluation else "training"
+        for _ in range(self.chance.choice((1, 1, 1, 3))):
+            self.stretch(inside, mode, self.some())
+            if self.chance.random() < 0.15:
+                self.wait(inside, mode)
+        spent, gap = self.account.step(self.number, mode, start, self.now - start, evaluation)
+        self.spent += spent
+        if gap is not None:
+            assert (gap.begin, gap.end, gap.before_step) == (begin, start, self.number)
+            assert activity == "between"
+        self.evaluation, self.mode = evaluation, mode
+
+    def stretch(self, activity: str, mode: str, took: int) -> None:
+        self.truth.append(Stretch(self.now, self.now + took, activity, mode))
+        self.now += took
+
+    def pause(self, mode: str) -> None:
+        begin = self.now
+        self.account.pause(True, begin, None)
+        self.stretch("paused", mode, self.some())
+        took = self.chance.choice((None, self.now - begin))
+        self.account.pause(False, self.now, took)
+
+    def wait(self, activity: str, mode: str) -> None:
+        """A wait for input, within a stretch of another activity, told at once or later."""
+        self.stretch(activity, mode, self.some())
+        begin = self.now
+        self.stretch("input", mode, self.some())
+        self.stretch(activity, mode, self.some())
+        wait = begin, self.truth[-2].end
+        if self.chance.random() < 0.5:
+            self.spent += self.account.wait(*wait)
+        else:
+            self.late.append(wait)
+
+
+def sums(spent: Iterable[Spent]) -> Counter[tuple[str, str]]:
+    found: Counter[tuple[str, str]] = Counter()
+    for one in spent:
+        found[one.activity, one.mode] += one.sign * (one.end - one.begin)
+        assert one.end > one.begin
+    return +found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_loops_are_accounted_for(seed: int) -> None:
+    loop = Loop(seed)
+    loop.run(40)
+    truth: Counter[tuple[str, str]] = Counter()
+    for stretch in loop.truth:
+        truth[stretch.activity, stretch.mode] += stretch.end - stretch.begin
+    assert sums(loop.spent) == +truth
+    assert sum(sums(loop.spent).values()) == loop.now - loop.begin
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_reported_the_time_adds_up(seed: int) -> None:
+    """Times of any length, waits that are not where anything was, twice, or over many steps."""
+    chance = random.Random(seed)
+    loop = Loop(seed, least_ns=1)
+    for _ in range(200):
+        loop.step()
+        if chance.random() < 0.3:
+            begin = loop.now + chance.randrange(-5 * SECOND, 2 * SECOND)
+            wait = begin, begin + chance.randrange(4 * SECOND)
+            for _ in range(chance.randrange(3)):
+                loop.spent += loop.account.wait(*wait)
+        if chance.random() < 0.1:
+            loop.account.pause(chance.random() < 0.5, loop.now + chance.randrange(-SECOND, SECOND), None)
+    loop.run(0)
+    found = sums(loop.spent)
+    assert sum(found.values()) == loop.now - loop.begin
+    total: Counter[tuple[str, str]] = Counter()
+    for one in loop.spent:
+        total[one.activity, one.mode] += one.sign * (one.end - one.begin)
+    assert min(total.values()) >= 0
+
+
+def three_steps(account: Account, step_ns: int = 100 * MS, gap_ns: int = 50 * MS) -> list[Spent]:
+    """Three training steps from 1 s on."""
+    spent = []
+    for number in range(1, 4):
+        start = SECOND + (number - 1) * (step_ns + gap_ns)
+        spent += account.step(number, "dp", start, step_ns, False)[0]
+    return spent
+
+
+@pytest.mark.parametrize("told", range(4))
+def test_a_wait_across_several_steps(told: int) -> None:
+    """It begins in the first step and ends in the third; told before, between or after them."""
+    account, wait, spent = Account(), (SECOND + 20 * MS, SECOND + 330 * MS), []
+    for number in range(1, 4):
+        if told == number - 1:
+            spent += account.wait(*wait)
+        spent += account.step(number, "dp", SECOND + (number - 1) * 150 * MS, 100 * MS, False)[0]
+    if told == 3:
+        spent += account.wait(*wait)
+    assert sums(spent) == {("startup", "dp"): SECOND, ("training", "dp"): 90 * MS, ("input", "dp"): 310 * MS}
+
+
+def test_a_wait_that_is_told_twice_counts_once() -> None:
+    account = Account()
+    spent = three_steps(account)
+    for wait in ((SECOND + 20 * MS, SECOND + 80 * MS), (SECOND + 60 * MS, SECOND + 120 * MS)):
+        for _ in range(2):
+            spent += account.wait(*wait)
+    assert sums(spent)["input", "dp"] == 100 * MS
+    assert sums(spent)["training", "dp"] == 220 * MS
+
+
+def test_a_wait_is_found_after_many_short_steps() -> None:
+    account = Account()
+    spent = three_steps(account, gap_ns=500 * MS)
+    at = SECOND + 1300 * MS
+    for number in range(4, 20_000):
+        spent += account.step(number, "dp", at + 100_000, 400_000, False)[0]
+        at += 500_000
+    spent += account.wait(SECOND + 150 * MS, SECOND + 450 * MS)
+    assert sums(spent)["input", "dp"] == 300 * MS
+    assert sum(sums(spent).values()) == at
+
+
+def test_a_successor_goes_on_after_the_last_step() -> None:
+    account = Account()
+    spent = account.step(1, "dp", SECOND, SECOND, True)[0]
+    successor = Account()
+    successor.resume(1, "dp", SECOND, SECOND, True)
+    spent += successor.step(2, "dp", 3 * SECOND, SECOND, True)[0]
+    spent += successor.finish(5 * SECOND)
+    assert sums(spent) == {("startup", "dp"): SECOND, ("evaluation", "dp"): 3 * SECOND, ("ending", "dp"): SECOND}
+
+
+def test_a_process_that_took_no_step_started_up_all_the_time() -> None:
+    account = Account(SECOND)
+    account.pause(True, 2 * SECOND, None)
+    assert sums(account.finish(3 * SECOND)) == {("startup", ""): SECOND, ("paused", ""): SECOND}
+
+
+def test_a_process_that_began_to_record_within_its_first_step() -> None:
+    account = Account(SECOND + 30 * MS)
+    spent = account.step(1, "dp", SECOND, 100 * MS, False)[0] + account.finish(2 * SECOND)
+    assert sums(spent) == {("training", "dp"): 100 * MS, ("ending", "dp"): 900 * MS}
+
+
+def test_steps_that_overlap_count_once() -> None:
+    account = Account()
+    spent = account.step(1, "dp", SECOND, SECOND, False)[0]
+    spent += account.step(2, "dp", SECOND + 500 * MS, SECOND, False)[0]
+    assert sums(spent) == {("startup", "dp"): SECOND, ("training", "dp"): 1500 * MS}

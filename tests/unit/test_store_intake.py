@@ -1,0 +1,387 @@
+"""What the records of a ring become: kinds, batch sizes, phases of calls, and what another supervisor goes on with."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpmon.record.codec import (
+    CALL_PHASES,
+    RecordError,
+    call_flags,
+    pack_call,
+    pack_definition,
+    pack_event,
+    pack_step,
+    pack_timed,
+    with_extras,
+)
+from dpmon.record.schema import EVALUATION, SETTLING, SETTLING_STEPS
+from dpmon.store.intake import BATCH_SIZES, HELD_CALLS, Accounts, Intake
+from dpmon.store.resume import resume_accounts, resume_intake
+from dpmon.store.tables import HISTORY_FILE, RingRow
+from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES
+from dpmon.store.writer import Batch, History
+
+MS = 1_000_000
+SECOND = 1000 * MS
+DP, SINGLE = 1, 2
+PHASES_AT = (0, 1 * MS, 1 * MS, 2 * MS, 3 * MS, 5 * MS, 8 * MS, 1 * MS)
+"""Offset and duration of each phase of a call: 1, 2, 5 and 1 ms."""
+TOOK = (1 * MS, 2 * MS, 5 * MS, 1 * MS)
+TRAIN, EVALUATE = (1 * MS, 20 * MS, 10 * MS, 2 * MS), (1 * MS, 20 * MS, -1, -1)
+
+
+class Ring:
+    """Hands payloads of one process to an intake, without a ring."""
+
+    def __init__(self, process: int = 0, accounts: Accounts | None = None) -> None:
+        self.row = RingRow(f"process-{process}.ring", process, None, 1)
+        self.accounts = accounts or Accounts()
+        self.batch = Batch()
+        self.intake = Intake(self.row, 0, self.accounts)
+        self.ids = 0
+        self.now = SECOND
+        self.number = 0
+        self.calls = 0
+
+    def add(self, payload: bytes) -> None:
+        self.ids += self.intake.add(self.batch, self.ids + 1, payload)
+
+    def call(self, mode: int = DP, phases: tuple[int, ...] = PHASES_AT, ahead: int = 1, **more: Any) -> None:
+        """A call of the next step, or of one further `ahead`."""
+        self.calls += 1
+        flags = more.get("flags", call_flags(virtual=False, training=True, grad=True, failed=False))
+        sizes = more.get("sizes", (2, 3))
+        payload = pack_call(mode, flags, 1, self.number + ahead, self.calls, self.now + MS, 10 * MS, *sizes, phases,
+                            more.get("replicas", (2, 3, 0, 4 * MS) * 2))  # fmt: skip
+        self.add(pack_timed(payload, more["times"], more.get("why", 0)) if "times" in more else payload)
+
+    def step(self, mode: int = DP, phases: tuple[int, ...] = TRAIN, samples: int = 8, wall: int = 40 * MS) -> None:
+        """The next step, right after the last one."""
+        self.number += 1
+        self.add(pack_step(mode, self.number, self.now, wall, samples, phases))
+        self.now += wall
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The row of the last step."""
+        return self.batch.steps[-1]
+
+    def facts(self) -> Iterator[Any]:
+        for ended in self.batch.tallied.values():
+            yield from ended.steps
+
+    def shapes(self) -> Counter[tuple[str, int]]:
+        """Calls by mode and kind."""
+        found: Counter[tuple[str, int]] = Counter()
+        for (_, mode, kind, *_), count in self.batch.shapes.items():
+            found[mode, kind] += count
+        return found
+
+
+@pytest.fixture
+def ring() -> Ring:
+    return Ring()
+
+
+def kinds(ring: Ring) -> list[int]:
+    return [row["kind"] for row in ring.batch.steps]
+
+
+def test_the_first_steps_and_those_after_a_toggle_settle(ring: Ring) -> None:
+    for mode, count in ((DP, 8), (SINGLE, 3), (DP, 7)):
+        for _ in range(count):
+            ring.step(mode)
+    settled = [SETTLING] * SETTLING_STEPS
+    assert kinds(ring) == [*settled, 0, 0, 0, *settled[:3], *settled, 0, 0]
+    assert {(key.mode, key.kind) for _, key in ring.batch.tallied} == {
+        ("dp", SETTLING), ("dp", 0), ("single", SETTLING),
+    }  # fmt: skip
+
+
+def test_an_evaluation_is_a_kind_of_its_own_and_settles_too(ring: Ring) -> None:
+    for phases in (TRAIN, EVALUATE, TRAIN, TRAIN, TRAIN, EVALUATE, (1, 2, 3, -1), (1, 2, -1, 3)):
+        ring.call()
+        ring.step(phases=phases)
+    both = EVALUATION | SETTLING
+    assert kinds(ring) == [SETTLING, both, SETTLING, SETTLING, SETTLING, EVALUATION, 0, 0]
+    assert ring.shapes() == {("dp", kind): kinds(ring).count(kind) for kind in (0, SETTLING, EVALUATION, both)}
+
+
+def test_batch_sizes_beyond_the_first_share_a_tally(ring: Ring) -> None:
+    for samples in (-1, *range(100, 100 + BATCH_SIZES + 5), 100, 0, -1):
+        ring.step(samples=samples)
+    found = Counter(key.batch for ended in [ring.batch.tallied] for _, key in ended for _ in ended[_, key].steps)
+    assert found[NO_SAMPLES] == 2
+    assert found[OTHER_SIZES] == 6
+    assert found[100] == 2
+    assert len(found) == BATCH_SIZES + 2
+    assert ring.last["samples"] is None
+    assert ring.batch.steps[-2]["samples"] == 0
+
+
+def test_phases_of_several_calls_are_added_up(ring: Ring) -> None:
+    ring.call()
+    ring.call()
+    ring.step(phases=(1 * MS, 25 * MS, 10 * MS, 1 * MS))
+    assert [ring.last[f"{name}_ns"] for name in CALL_PHASES] == [2 * took for took in TOOK]
+    assert (ring.last["calls"], ring.last["rest_ns"], ring.last["forward_ns"]) == (2, 7 * MS, 25 * MS)
+    assert ring.last["other_ns"] == 3 * MS
+    (facts,) = ring.facts()
+    assert [took for name, took in facts.parts] == [4 * MS] * 4
+
+
+def test_a_phase_that_only_one_of_the_calls_had(ring: Ring) -> None:
+    ring.call(phases=(-1, 0, -1, 0, 3 * MS, 5 * MS, -1, 0))
+    ring.call(phases=(0, 1 * MS, -1, 0, 3 * MS, 5 * MS, -1, 0))
+    ring.step()
+    assert [ring.last[f"{name}_ns"] for name in CALL_PHASES] == [1 * MS, None, 10 * MS, None]
+
+
+def test_calls_of_other_threads_are_not_told_apart(ring: Ring) -> None:
+    for _ in range(3):
+        ring.call()
+    ring.step()  # its forward took 20 ms, the calls 27 ms
+    assert [ring.last[f"{name}_ns"] for name in CALL_PHASES] == [None] * 4
+    assert (ring.last["rest_ns"], ring.last["forward_ns"], ring.last["calls"]) == (20 * MS, 20 * MS, 3)
+
+
+@pytest.mark.parametrize(("copied", "apply", "rest"), [(3, 4, 0), (9, 4, 0), (2, None, 8), (0, None, 8)])
+def test_a_lone_replicas_copies_are_no_part_of_its_forward(
+    ring: Ring, copied: int, apply: int | None, rest: int
+) -> None:
+    """Its forward is 3 ms shorter than its calls' phases: that is what its copies took, or nothing is known."""
+    ring.call(phases=(0, 1 * MS, 1 * MS, 2 * MS, 3 * MS, 7 * MS, 10 * MS, 1 * MS))
+    ring.number += 1
+    step = pack_step(DP, ring.number, ring.now, 40 * MS, 8, (1 * MS, 8 * MS, 10 * MS, 1 * MS))
+    ring.add(with_extras(step, {"copy": copied * MS, "copied_bytes": 4096}) if copied else step)
+    assert ring.last["parallel_apply_ns"] == (None if apply is None else apply * MS)
+    assert ring.last["rest_ns"] == rest * MS
+    assert ring.last["copied_bytes"] == (4096 if copied else None)
+    assert ring.last["copy_ns"] == (copied * MS or None)
+
+
+def test_a_step_without_a_forward_has_none_of_its_calls_phases(ring: Ring) -> None:
+    ring.call()
+    ring.step(phases=(1 * MS, -1, 10 * MS, 2 * MS))
+    assert [ring.last[f"{name}_ns"] for name in (*CALL_PHASES, "forward")] == [None] * 5
+    assert ring.last["rest_ns"] is None
+
+
+def test_device_times_count_where_every_call_has_them(ring: Ring) -> None:
+    times = (0.5, None, 3.0, 0.25, 2.0, 2.5)
+    ring.call(times=times)
+    ring.call(times=(0.5, 1.0, 1.0, None, 1.0, None), why=1)
+    ring.number += 1
+    step = pack_step(DP, ring.number, ring.now, 60 * MS, 8, (1 * MS, 30 * MS, 10 * MS, 1 * MS))
+    ring.add(pack_timed(step, (None, 20.0, 9.0, 1.5), 1))
+    (facts,) = ring.facts()
+    assert facts.device == {
+        "forward": 20 * MS, "backward": 9 * MS, "optimizer": 1_500_000, "scatter": MS, "parallel_apply": 4 * MS,
+    }  # fmt: skip
+    on_device = [part for part in facts.parts if part[0].endswith("@device")]
+    assert on_device == [("replica 1 0@device", 2 * MS), ("replica 1 1@device", 2_500_000), ("replica 1 0@device", MS)]
+    assert sorted(untimed for *_, untimed in ring.batch.shapes) == [0, 1]
+
+
+def test_calls_in_no_step_are_counted_when_their_process_ends(ring: Ring) -> None:
+    ring.call()
+    ring.call(SINGLE, flags=call_flags(virtual=False, training=False, grad=False, failed=False))
+    assert not ring.batch.shapes
+    ring.intake.flush(ring.batch)
+    assert ring.shapes() == {("dp", 0): 1, ("single", EVALUATION): 1}
+    ring.intake.flush(ring.batch)
+    assert sum(ring.batch.shapes.values()) == 2
+
+
+def test_a_process_that_only_calls_holds_a_bounded_number(ring: Ring) -> None:
+    for _ in range(HELD_CALLS + 10):
+        ring.call()
+    assert ring.shapes() == {("dp", 0): 10}
+    ring.intake.flush(ring.batch)
+    assert ring.shapes() == {("dp", 0): HELD_CALLS + 10}
+
+
+def test_calls_of_steps_that_were_not_recorded_are_no_part_of_the_next(ring: Ring) -> None:
+    ring.call()
+    ring.call(ahead=2)
+    ring.number += 1  # the first step is lost
+    ring.step()
+    assert ring.last["calls"] == 1
+    assert [ring.last[f"{name}_ns"] for name in CALL_PHASES] == list(TOOK)
+    assert ring.shapes() == {("dp", 0): 1, ("dp", SETTLING): 1}
+
+
+def test_a_call_of_the_next_step_waits_for_it(ring: Ring) -> None:
+    ring.call()
+    ring.call(ahead=2)
+    ring.step()
+    ring.step()
+    assert [row["calls"] for row in ring.batch.steps] == [1, 1]
+
+
+def test_sizes_are_those_of_the_call_and_of_each_replica(ring: Ring) -> None:
+    ring.add(pack_definition(2, [["x", [24, 5], "float32", 480]]))
+    ring.call(replicas=(4, 5, 0, 1, 6, 7, 0, 1))
+    ring.step()
+    ((_, _, _, layout, virtual, sizes, untimed),) = ring.batch.shapes
+    assert (layout, virtual, json.loads(sizes), untimed) == (1, 0, [2, 3, [4, 5], [6, 7]], 0)
+    assert ring.batch.calls[0]["rows"] == 24
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        pack_step(DP, 1, 1 << 62, 5, 8, TRAIN),
+        pack_step(DP, 1, SECOND, 1 << 62, 8, TRAIN),
+        pack_step(DP, 1 << 63, SECOND, 5, 8, TRAIN),
+        pack_step(9, 1, SECOND, 5, 8, TRAIN),
+        pack_call(DP, 0, 1, 1, 1, 1 << 62, 5, 2, 3, PHASES_AT, (2, 3, 0, 1)),
+        pack_call(DP, 0, 1, 1, 1 << 63, SECOND, 5, 2, 3, PHASES_AT, (2, 3, 0, 1)),
+        pack_call(DP, 0, 1, 1, 1, SECOND, 5, 2, 3, PHASES_AT, (2, 3, 0, 1))[:-1],
+    ],
+)
+def test_a_damaged_record_leaves_nothing(ring: Ring, payload: bytes) -> None:
+    """Its time is beyond that of any run, or it is cut off."""
+    with pytest.raises(RecordError):
+        ring.add(payload)
+    empty, found = Batch(), ring.batch
+    assert (found.calls, found.steps, found.tallied, found.spent) == ([], [], {}, {}) == (
+        empty.calls, empty.steps, empty.tallied, empty.spent,
+    )  # fmt: skip
+    ring.intake.flush(found)
+    assert not found.shapes
+    assert (ring.row.calls, ring.row.steps) == (0, 0)
+
+
+# ---------------------------------------------------------------------------------------- time
+
+
+def spent(ring: Ring) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for (_, _, _, activity), ns in ring.batch.spent.items():
+        found[activity] += ns
+    return +found
+
+
+def event(kind: str, **data: Any) -> bytes:
+    return pack_event(kind, data)
+
+
+def test_a_process_is_known_by_the_pid_that_waits(ring: Ring) -> None:
+    """The wait is reported by the supervisor: before the process is known, then while it trains."""
+    supervisor = Ring(-1, ring.accounts)
+    supervisor.batch = ring.batch
+    supervisor.add(event("input", pid=77, t_s=0.1, waited_s=0.3))
+    supervisor.add(event("input", pid=78, t_s=0.1, waited_s=0.3))
+    ring.add(event("process", process=0, pid=77, t_s=0.05))
+    ring.step()
+    ring.now += 500 * MS
+    ring.step()
+    supervisor.add(event("input", pid=77, t_s=1.14, waited_s=0.2))
+    supervisor.add(event("exit", t_s=2.0, status=0))
+    assert spent(ring) == {
+        "startup": 650 * MS, "input": 500 * MS, "training": 80 * MS, "between": 300 * MS, "ending": 420 * MS,
+    }  # fmt: skip
+    assert ring.batch.waited == [(0, 1140 * MS, 1340 * MS)]
+
+
+def test_pauses_and_refused_ones(ring: Ring) -> None:
+    ring.add(event("process", process=0, pid=77, t_s=1.0))
+    ring.step()
+    ring.add(event("pause", process=0, paused=True, t_s=1.05))
+    ring.add(event("pause", process=0, paused=False, t_s=1.25, paused_s=0.2))
+    ring.add(event("pause", process=0, paused=True, refused="no", t_s=1.3))
+    ring.now += 400 * MS
+    ring.step()
+    assert spent(ring) == {"training": 80 * MS, "between": 200 * MS, "paused": 200 * MS}
+    assert [gap[-1] for gap in ring.batch.gaps] == [200 * MS]
+
+
+def test_a_wait_is_taken_out_of_its_gap_in_the_database(tmp_path: Path, ring: Ring) -> None:
+    supervisor = Ring(-1, ring.accounts)
+    supervisor.ids = 100
+    ring.add(event("process", process=0, pid=77, t_s=1.0))
+    ring.step()
+    ring.now += SECOND
+    ring.step()
+    history = History.open(tmp_path, {})
+    history.write(ring.batch)
+    supervisor.add(event("input", pid=77, t_s=1.1, waited_s=0.7))
+    history.write(supervisor.batch)
+    history.close()
+    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
+        assert db.execute("SELECT after_step, before_step, ns FROM gaps").fetchall() == [(1, 2, 300 * MS)]
+        assert db.execute("SELECT sum(input_ns), sum(between_ns) FROM times").fetchone() == (700 * MS, 300 * MS)
+
+
+# ---------------------------------------------------------------------------------------- another supervisor
+
+
+def test_another_supervisor_goes_on(tmp_path: Path) -> None:
+    """Cut anywhere, between any two records, the steps, tallies, times and shapes are those of one supervisor."""
+    whole = Ring()
+    payloads = list(records(whole))
+    rows = written(tmp_path / "one", payloads, [])
+    for cut in range(1, len(payloads), 3):
+        assert written(tmp_path / str(cut), payloads, [cut]) == rows, cut
+
+
+def records(ring: Ring) -> Iterator[bytes]:
+    """Payloads with toggles, several calls a step, a pause, sizes and an evaluation."""
+    kept: list[bytes] = []
+    ring.add = kept.append  # type: ignore[method-assign]
+    ring.add(event("process", process=0, pid=77, t_s=0.5))
+    ring.add(pack_definition(2, [["x", [24, 5], "float32", 480]]))
+    for number in range(14):
+        mode = DP if number not in (7, 8, 9) else SINGLE
+        for _ in range(number % 3):
+            ring.call(mode)
+        ring.step(mode, EVALUATE if number in (4, 5) else TRAIN, samples=8 + number % 4)
+        if number == 6:
+            begin = ring.now / SECOND
+            ring.add(event("pause", process=0, paused=True, t_s=begin + 0.01))
+            ring.add(event("pause", process=0, paused=False, t_s=begin + 0.2, paused_s=0.19))
+            ring.now += 300 * MS
+    return iter(kept)
+
+
+def written(directory: Path, payloads: list[bytes], cuts: list[int]) -> list[Any]:
+    """What a history has after several supervisors, each of which begins at a cut."""
+    directory.mkdir()
+    for begin, end in zip([0, *cuts], [*cuts, len(payloads)], strict=True):
+        history = History.open(directory, {})
+        row = history.rings().get("process-0.ring") or RingRow("process-0.ring", 0, None, 1)
+        accounts, batch = Accounts(), Batch()
+        intake = Intake(row, 0, accounts)
+        if begin:
+            resume_accounts(history, accounts)
+            resume_intake(history, intake)
+        number = history.next_id
+        for payload in payloads[begin:end]:
+            number += intake.add(batch, number, payload)
+        if end == len(payloads):
+            intake.flush(batch)
+            accounts.event(batch, None, "exit", {}, 5 * SECOND)
+        batch.rings = [row]
+        history.write(batch)
+        history.close()
+    with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
+        names = "step, mode, kind, calls, scatter_ns, gather_ns, rest_ns, samples"
+        queries = (
+            f"SELECT {names} FROM steps ORDER BY id",
+            "SELECT width, start_s, process, mode, kind, batch, steps, calls, samples_sum FROM tallies",
+            "SELECT * FROM times",
+            "SELECT * FROM shapes",
+            "SELECT process, mode, kind, batch FROM keys",
+            "SELECT calls, steps, last_step FROM rings",
+        )
+        return [db.execute(query).fetchall() for query in queries]

@@ -1,0 +1,260 @@
+"""Queries cover exactly the seconds asked for, and figures of a window are those of its steps."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sqlite3
+import statistics
+from collections.abc import Sequence
+from contextlib import closing
+from math import ceil
+from pathlib import Path
+
+import pytest
+from written import SECOND, OneStep, asked, some_steps, store_of
+
+from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, SETTLING
+from dpmon.store.accounting import ACTIVITIES, Spent
+from dpmon.store.queries import Store
+from dpmon.store.tables import HISTORY_FILE
+from dpmon.store.tally import ALL, WIDTHS
+from dpmon.store.window import Window
+from dpmon.store.writer import Batch, History
+
+ERROR = 0.004
+DAY = 86_400
+
+
+def a_store(db: sqlite3.Connection, directory: Path, newest: int, slack: int, pruned: dict[int, int]) -> Store:
+    """A store without tallies, whose wide ones were made up to `slack` seconds before the newest."""
+    History.open(directory, {}).close()
+    meta = {f"whole_{width}": max(newest - slack, 0) // width * width for width in WIDTHS[1:]}
+    meta |= {f"pruned_{width}": second for width, second in pruned.items()}
+    db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta.items())
+    db.execute("INSERT INTO times (width, start_s, process, mode) VALUES (1, ?, 0, '')", (newest,))
+    return store_of(db)
+
+
+def fewest(begin: int, end: int, whole: dict[int, int], widths: Sequence[int] = WIDTHS) -> int:
+    """The least number of tallies that make up a time: what the widest leave, the next ones."""
+    if begin >= end:
+        return 0
+    *finer, width = widths
+    if not finer:
+        return end - begin
+    first, last = -(-begin // width) * width, min(end, whole[width]) // width * width
+    if last <= first:
+        return fewest(begin, end, whole, finer)
+    return fewest(begin, first, whole, finer) + (last - first) // width + fewest(last, end, whole, finer)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_time_is_covered_exactly_by_the_fewest_tallies(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    newest = chance.choice((0, 9, 75, 5000, 200_000))
+    with closing(sqlite3.connect(tmp_path / HISTORY_FILE, isolation_level=None)) as db:
+        store = a_store(db, tmp_path, newest, chance.choice((0, 2, 40)), {})
+        for _ in range(300):
+            begin = chance.randrange(newest + 1)
+            end = min(begin + int(chance.lognormvariate(6, 3)), 1 << 40)
+            found = store.cover(begin, end)
+            at = begin
+            for width, first, last in found:
+                assert first == at < last
+                assert first % width == last % width == 0
+                assert width == 1 or last <= store._whole[width]
+                at = last
+            assert at == max(min(end, newest + 1), begin)
+            assert sum((last - first) // width for width, first, last in found) == fewest(begin, at, store._whole)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_deleted_tally_is_asked_for(tmp_path: Path, seed: int) -> None:
+    """Wider ones reach beyond the time asked for, as little as there is."""
+    chance = random.Random(seed)
+    newest = chance.choice((5000, 200_000))
+    pruned: dict[int, int] = {}
+    for width, wider in reversed(list(itertools.pairwise(WIDTHS))):
+        upto = (newest - 2) // wider * wider
+        pruned[width] = min(chance.randrange(upto + 1), upto) if upto else 0
+    with closing(sqlite3.connect(tmp_path / HISTORY_FILE, isolation_level=None)) as db:
+        store = a_store(db, tmp_path, newest, 2, pruned)
+        for _ in range(300):
+            begin = chance.randrange(newest + 1)
+            end = begin + 1 + int(chance.lognormvariate(6, 3))
+            found = store.cover(begin, end)
+            for width, first, _ in found:
+                assert first >= pruned.get(width, 0)
+            for (_, _, last), (_, first, _) in itertools.pairwise(found):
+                assert first == last
+            assert found[0][1] <= begin
+            assert found[-1][2] >= min(end, newest + 1)
+            for width, first, last in found:
+                if first < begin or last > end:
+                    finer = [each for each in WIDTHS if each < width]
+                    assert finer, "seconds never reach beyond"
+                    assert all(begin // each * each < pruned[each] or end < pruned[each] for each in finer)
+
+
+def written(directory: Path, steps: Sequence[OneStep], spent: Sequence[tuple[int, Spent]] = ()) -> None:
+    history = History.open(directory, {})
+    for at in range(0, len(steps), 50):
+        batch = Batch()
+        for step in steps[at : at + 50]:
+            batch.step(step.key, step.start, step.facts)
+        if at == 0:
+            for process, one in spent:
+                batch.spend(process, [one])
+        history.write(batch)
+    history.close()
+
+
+def nearest_rank(values: Sequence[int], fraction: float) -> int:
+    return sorted(values)[max(ceil(fraction * len(values)), 1) - 1]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_figures_of_a_window_are_those_of_its_steps(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    processes = range(1 + seed % 3)
+    steps = some_steps(chance, 1500, 3 * 3600, processes)
+    written(tmp_path, steps)
+    with asked(tmp_path) as store:
+        for begin, end in ((0, 1 << 40), (17, 9000), (3599, 3601), (600, 1200), (chance.randrange(5000), 8123)):
+            window = Window(store, begin, end)
+            within = [step for step in steps if begin <= step.end // SECOND < end]
+            assert window.modes == sorted({(one.key.mode, bool(one.key.kind & EVALUATION)) for one in within})
+            for mode, evaluation in window.modes:
+                for process in (None, *processes):
+                    check_figures(window, within, mode, evaluation, process)
+
+
+def check_figures(window: Window, steps: Sequence[OneStep], mode: str, evaluation: bool, process: int | None) -> None:
+    mine = [
+        step for step in steps
+        if step.key.mode == mode and bool(step.key.kind & EVALUATION) == evaluation
+        and process in (None, step.key.process)
+    ]  # fmt: skip
+    figures = window.figures(mode, evaluation, process)
+    assert (figures.steps, figures.calls) == (len(mine), sum(step.facts.calls for step in mine))
+    if not mine:
+        assert (figures.median_ns, figures.mean_ns) == (None, None)
+        return
+    walls = [step.facts.wall for step in mine]
+    assert figures.median_ns == pytest.approx(statistics.median(walls), rel=ERROR)
+    assert figures.p95_ns == pytest.approx(nearest_rank(walls, 0.95), rel=ERROR)
+    assert figures.mean_ns == pytest.approx(statistics.fmean(walls), rel=1e-12)
+    for index, quantity in enumerate(QUANTITIES):
+        known = [step.facts.quantities[index] for step in mine if step.facts.quantities[index] is not None]
+        total = figures.tally.sum(quantity.name)
+        assert (total.count, total.total) == (len(known), sum(known))
+    assert figures.tally.last_step == max(step.facts.number for step in mine)
+    for index, phase in enumerate(PHASES):
+        took = [step.facts.phases[index] for step in mine if step.facts.phases[index] is not None]
+        found = figures.phase(phase.name)
+        assert (found is None) == (not took)
+        if found is None:
+            continue
+        assert found.ran == len(took)
+        assert found.median_ns == pytest.approx(statistics.median(took), rel=ERROR)
+        assert found.p95_ns == pytest.approx(nearest_rank(took, 0.95), rel=ERROR)
+        assert found.share == pytest.approx(sum(took) / sum(walls), rel=1e-12)
+        device = [step.facts.device[phase.name] for step in mine if phase.name in step.facts.device]
+        assert found.device_count == len(device)
+        if device:
+            assert found.device_ns == pytest.approx(statistics.median(device), rel=ERROR)
+    settled = window.tally(mode, evaluation, process, settled=True)
+    assert settled.steps == sum(1 for step in mine if not step.key.kind & SETTLING)
+    eights = window.tally(mode, evaluation, process, batch=8)
+    assert eights.steps == sum(1 for step in mine if step.key.batch == 8)
+
+
+def test_rates_and_parts_of_a_window_are_those_of_its_time(tmp_path: Path) -> None:
+    chance = random.Random(9)
+    steps = [step._replace(key=step.key._replace(mode="dp")) for step in some_steps(chance, 800, 5000, (0, 1))]
+    spent = []
+    for process in (0, 1):
+        at = process * SECOND // 2
+        while at < 5000 * SECOND:
+            end = min(at + int(chance.lognormvariate(22, 1)), 5000 * SECOND)
+            spent.append((process, Spent(chance.choice(ACTIVITIES), "dp", at, end)))
+            at = end
+    written(tmp_path, steps, spent)
+    with asked(tmp_path) as store:
+        for begin, end in ((0, 1 << 40), (100, 4321), (333, 855)):
+            window = Window(store, begin, end)
+            elapsed = {name: [0, 0] for name in ACTIVITIES}
+            for process, one in spent:
+                inside = min(one.end, end * SECOND) - max(one.begin, begin * SECOND)
+                elapsed[one.activity][process] += max(inside, 0)
+            mine = [
+                step for step in steps
+                if begin <= step.end // SECOND < end and not step.key.kind & EVALUATION
+            ]  # fmt: skip
+            rate = window.rate("dp")
+            training = sum(elapsed["training"]) + sum(elapsed["between"])
+            assert rate is not None
+            assert rate.steps_per_s == pytest.approx(len(mine) / training * SECOND)
+            assert rate.steps_within == pytest.approx(len(mine) / sum(elapsed["training"]) * SECOND)
+            own = window.rate("dp", process=1)
+            assert own is not None
+            seconds = (elapsed["training"][1] + elapsed["between"][1]) / SECOND
+            assert own.steps_per_s == pytest.approx(sum(1 for step in mine if step.key.process == 1) / seconds)
+            assert sum(window.spent.values()) == pytest.approx((min(end, 5000) - begin) * SECOND, rel=1e-3)
+            assert window.spent == pytest.approx(
+                {name: sum(both) / 2 for name, both in elapsed.items()}, abs=1.5 * SECOND
+            )
+
+
+def test_processes_that_begin_within_a_second_share_the_time_that_they_were_there(tmp_path: Path) -> None:
+    """Three ranks that train from 0.6 s on: all of that is training, and no second has more than a second."""
+    begin, end, step = 600_000_000, 3 * SECOND, some_steps(random.Random(1), 1, 2.5)[0]
+    trained = [(process, Spent("training", "dp", begin, end)) for process in range(3)]
+    written(tmp_path, [step], [*trained, (0, Spent("ending", "dp", end, end + SECOND // 4))])
+    with asked(tmp_path) as store:
+        spent = Window(store).spent
+    assert spent == {**dict.fromkeys(ACTIVITIES, 0), "training": end - begin, "ending": SECOND // 4}
+
+
+def test_what_the_database_adds_up_is_what_the_rows_add_up_to(tmp_path: Path) -> None:
+    chance = random.Random(11)
+    written(tmp_path, some_steps(chance, 900, 9000, (0, 1, 2)))
+    with asked(tmp_path) as store:
+        for begin, end in ((0, 1 << 40), (61, 7300)):
+            sums, tallies = store.sums(begin, end), store.tallies(begin, end)
+            assert sums.keys() == tallies.keys()
+            for key, tally in tallies.items():
+                tally.stats.clear()
+                assert sums[key] == tally
+            together = store.of_all(begin, end)
+            assert sum(tally.steps for tally in together.values()) == sum(tally.steps for tally in sums.values())
+            assert {key.process for key in together} == {ALL}
+
+
+def test_damaged_values_are_left_out(tmp_path: Path) -> None:
+    steps = some_steps(random.Random(12), 200, 50, (0, 1))
+    written(tmp_path, steps)
+    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
+        db.execute("INSERT INTO keys VALUES ('x', 'dp', 0, 8), (3, 'unheard of', 0, 8), (4, 'dp', 0, x'00')")
+        db.execute("UPDATE tallies SET sketches = 'text' WHERE start_s = 3")
+        db.execute("UPDATE tallies SET steps = 9223372036854775807 WHERE start_s = 5")
+        db.execute("UPDATE tallies SET samples_sum = x'ff' WHERE start_s = 6")
+        db.execute("UPDATE times SET training_ns = 'much'")
+        db.commit()
+    with asked(tmp_path) as store:
+        assert store.processes == [0, 1]
+        window = Window(store)
+        for mode, evaluation in window.modes:
+            for process in (None, 0, 1):
+                assert window.figures(mode, evaluation, process).steps >= 0
+        assert sum(window.spent.values()) >= 0
+
+
+def test_a_store_without_steps_has_no_figures(tmp_path: Path) -> None:
+    History.open(tmp_path, {}).close()
+    with asked(tmp_path) as store:
+        window = Window(store)
+        assert (window.modes, store.processes, store.kinds()) == ([], [], set())
+        assert set(window.spent.values()) == {0}
+        assert window.rate("dp") is None

@@ -1,0 +1,125 @@
+"""The history of a run of days stays below its limit, and no figure of the whole run changes when rows are deleted."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stored import SECOND, asked, some_facts
+
+from dpmon.store.accounting import Spent
+from dpmon.store.tables import HISTORY_FILE
+from dpmon.store.tally import WIDTHS, Key
+from dpmon.store.window import Window
+from dpmon.store.writer import _STEP_NAMES, Batch, History
+
+DAY = 86_400
+
+
+def figures(directory: Path) -> dict[str, Any]:
+    """Every figure of the whole run, in numbers."""
+    with asked(directory) as store:
+        window = Window(store)
+        found: dict[str, Any] = {"spent": window.spent, "modes": window.modes, "processes": store.processes}
+        for mode, evaluation in window.modes:
+            for process in (None, *store.processes):
+                one = window.figures(mode, evaluation, process)
+                found[f"{mode} {evaluation} {process}"] = (one[:-1], one.tally)
+        return found
+
+
+def deleted(directory: Path) -> dict[int, int]:
+    """By width, up to which second tallies were deleted."""
+    with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
+        meta = dict(db.execute("SELECT key, value FROM meta WHERE key LIKE 'pruned_%'"))
+    return {width: meta.get(f"pruned_{width}", 0) for width in WIDTHS[:-1]}
+
+
+def batches(ranks: int, seconds: int, every_s: int, seed: int) -> Iterator[Batch]:
+    """Steps of some ranks, one each every so many seconds, a minute at a time; rows and events with them."""
+    chance = random.Random(seed)
+    pool = [some_facts(chance, 1, int(chance.lognormvariate(19, 0.3)), 8) for _ in range(50)]
+    number, at, batch = 0, 0, Batch()
+    row = dict.fromkeys(_STEP_NAMES)
+    for second in range(0, seconds, every_s):
+        for process in range(ranks):
+            number += 1
+            facts = chance.choice(pool)._replace(number=number)
+            key = Key(process, "single", 1 if second % 1000 > 900 else 0, 8)
+            start = second * SECOND
+            batch.step(key, start, facts)
+            took = Spent("training", "single", start, start + facts.wall)
+            rest = Spent("between", "single", start + facts.wall, start + 2 * SECOND)
+            batch.spend(process, [took, rest])
+            more = {"id": number, "step": number, "process": process, "start_ns": start, "wall_ns": facts.wall}
+            batch.steps.append({**row, **more, "mode": "single", "kind": key.kind, "samples": 8})
+        if second - at >= 60:
+            at = second
+            yield batch
+            batch = Batch()
+    yield batch
+
+
+def write(directory: Path, source: Iterator[Batch], limit: int, slack: float = 1.1) -> int:
+    """Write all; the most bytes that the database's pages took, which must be near the limit at most."""
+    directory.mkdir(exist_ok=True)
+    history, most = History(directory, {}, limit), 0
+    for batch in source:
+        history.write(batch)
+        most = max(most, history._used_bytes())
+        assert most < slack * limit
+    history.close()
+    return most
+
+
+@pytest.mark.parametrize(("ranks", "limit", "every_s"), [(1, 600 << 10, 10), (3, 2 << 20, 60)])
+def test_figures_of_the_whole_run_outlive_its_rows(tmp_path: Path, ranks: int, limit: int, every_s: int) -> None:
+    """Rows, seconds, tens, minutes, ten minutes and hours are deleted; the days that are left say the same."""
+    seconds = 2 * DAY + 5000
+    write(tmp_path / "all", batches(ranks, seconds, every_s, 1), 1 << 40)
+    write(tmp_path / "few", batches(ranks, seconds, every_s, 1), limit)
+    assert set(deleted(tmp_path / "all").values()) == {0}
+    assert all(deleted(tmp_path / "few")[width] > 0 for width in (1, 10, 60)), deleted(tmp_path / "few")
+    before, after = figures(tmp_path / "all"), figures(tmp_path / "few")
+    assert before.keys() == after.keys()
+    for name, figure in before.items():
+        assert after[name] == figure, name
+
+
+def test_each_width_can_be_deleted_without_changing_the_whole(tmp_path: Path) -> None:
+    """All but the days, step by step."""
+    write(tmp_path, batches(2, DAY + 4000, 120, 2), 1 << 40)
+    before = figures(tmp_path)
+    for width, wider in pairwise(WIDTHS):
+        with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
+            (whole,) = db.execute("SELECT value FROM meta WHERE key = ?", (f"whole_{wider}",)).fetchone()
+            for table in ("tallies", "times"):
+                assert db.execute(f"DELETE FROM {table} WHERE width = ? AND start_s < ?", (width, whole)).rowcount
+            db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"pruned_{width}", whole))
+            db.execute("DELETE FROM steps")
+            db.commit()
+        assert figures(tmp_path) == before, width
+
+
+@pytest.mark.slow
+def test_64_ranks_over_days_stay_below_the_limit(tmp_path: Path) -> None:
+    """With a step each every three minutes; the limit is as much smaller as the tallies are fewer."""
+    limit = 6 << 20
+    most = write(tmp_path, batches(64, int(1.3 * DAY), 180, 3), limit)
+    assert most > limit / 2, "nothing had to be deleted"
+    assert (tmp_path / HISTORY_FILE).stat().st_size < 1.2 * limit
+    gone = deleted(tmp_path)
+    assert gone[1] > DAY / 2
+    with asked(tmp_path) as store:
+        window = Window(store)
+        steps = sum(window.figures(*each).steps for each in window.modes)
+        assert steps == 64 * len(range(0, int(1.3 * DAY), 180))
+        assert len(store.processes) == 64
+        recent = Window(store, int(1.3 * DAY) - 1800)
+        assert sum(recent.figures(*each).steps for each in recent.modes) == pytest.approx(640, abs=64)

@@ -1,0 +1,117 @@
+"""Tallies: parts add up to the whole, and a row of one comes back as it was."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from written import OneStep, some_steps
+
+from dpmon.store.tally import SeriesNames, Stat, Tally
+
+
+def of_steps(steps: list[OneStep]) -> Tally:
+    found = Tally()
+    if steps:
+        facts = [step.facts for step in steps]
+        found.add(facts, min(step.start for step in steps), max(step.end for step in steps))
+    return found
+
+
+def cut(steps: list[OneStep], chance: random.Random) -> list[Tally]:
+    places = sorted(chance.randrange(len(steps) + 1) for _ in range(3))
+    return [of_steps(steps[begin:end]) for begin, end in zip([0, *places], [*places, len(steps)], strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_parts_add_up_in_any_order_and_grouping(seed: int) -> None:
+    chance = random.Random(seed)
+    steps = some_steps(chance, 60, 100)
+    whole = of_steps(steps)
+    chance.shuffle(steps)
+    one, two, three, four = cut(steps, chance)
+    left = Tally()
+    for part in (one, two, three, four):
+        left.merge(part)
+    right = Tally()
+    right.merge(three)
+    right.merge(four)
+    first = Tally()
+    first.merge(two)
+    first.merge(one)
+    first.merge(right)
+    assert left == first == whole
+    assert left.row(SeriesNames()).keys() == whole.row(SeriesNames()).keys()
+    for series in whole.stats:
+        assert left.quantile(series, 0.95) == whole.quantile(series, 0.95)
+        assert left.median(series) == whole.median(series)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_row_comes_back_as_it_was(seed: int) -> None:
+    chance = random.Random(seed)
+    tally, names = of_steps(some_steps(chance, 30, 100)), SeriesNames()
+    row = tally.row(names)
+    back = Tally.of_row(row, names.by_number)
+    assert back == tally
+    back.merge(Tally.of_row(row, names.by_number))
+    tally.merge(Tally.of_row(row, names.by_number))
+    assert back == tally
+    slim = Tally.of_row(row, names.by_number, sketches=False)
+    assert slim.median("step") is None
+    assert {name: (stat.count, stat.total) for name, stat in slim.stats.items()} == {
+        name: (stat.count / 2, stat.total / 2) for name, stat in tally.stats.items()
+    }
+
+
+def test_what_was_merged_does_not_change_with_the_whole() -> None:
+    steps = some_steps(random.Random(1), 20, 10)
+    part, names = of_steps(steps), SeriesNames()
+    stored = Tally.of_row(part.row(names), names.by_number)
+    whole = Tally()
+    for _ in range(3):
+        whole.merge(stored)
+        whole.merge(part)
+    assert whole.stat("step").count == sum(whole.stat("step").counts.values()) == 120
+    assert stored == part == of_steps(steps)
+
+
+def test_an_empty_tally_is_an_empty_row() -> None:
+    row = Tally().row(SeriesNames())
+    assert Tally.of_row(row, {}) == Tally()
+    assert Tally().median("step") is None
+    assert (Stat().mean, Stat().median, Stat() == 5) == (None, None, False)
+
+
+def test_damage_is_noticed() -> None:
+    names = SeriesNames()
+    row = of_steps(some_steps(random.Random(1), 10, 10)).row(names)
+    data = row["sketches"]
+    damaged = [
+        *({**row, name: "x"} for name in ("steps", "low_ns", "first_ns", "samples_sum", "copied_bytes_n", "sketches")),
+        *({**row, "steps": value} for value in (None, 1.5, b"")),
+        *({**row, "sketches": part} for part in (None, data[:-1], data[:7], data + b"\0", b"\xff" * 40)),
+        {**row, "sketches": data[:-4] + b"\xff\xff\1\0"},
+    ]
+    for each in damaged:
+        with pytest.raises(ValueError, match="damaged"):
+            Tally.of_row(each, names.by_number)
+
+
+def test_sums_beyond_reason_are_cut() -> None:
+    largest = (1 << 63) - 1
+    stat = Stat()
+    for _ in range(3):
+        stat.add([largest, largest])
+    assert (stat.count, stat.total) == (6, largest)
+    below = Stat(1, -largest)
+    below.merge(Stat(1, -largest))
+    assert below.total == -largest
+
+
+def test_series_beyond_the_numbers_that_there_are_have_none() -> None:
+    names = SeriesNames()
+    numbers = [names.number(str(index)) for index in range(70_000)]
+    assert numbers[:65_536] == list(range(65_536))
+    assert set(numbers[65_536:]) == {None}
+    assert len(names.fresh) == 65_536

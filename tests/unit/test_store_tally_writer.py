@@ -1,0 +1,216 @@
+"""The same steps give the same tallies, however they come: in any order, late, in any batches, by any writer."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from written import SECOND, OneStep, expected, some_steps
+
+from dpmon.store.accounting import ACTIVITIES, Spent
+from dpmon.store.tables import ACTIVITY_COLUMNS, HISTORY_FILE, HistoryError
+from dpmon.store.tally import ALL, WIDTHS, Key, Tally
+from dpmon.store.writer import Batch, History
+
+HOURS = 2.6 * 3600
+
+
+def a_batch(steps: Sequence[OneStep]) -> Batch:
+    batch = Batch()
+    for step in steps:
+        batch.step(step.key, step.start, step.facts)
+    return batch
+
+
+def in_batches(chance: random.Random, steps: Sequence[OneStep], most: int) -> list[Batch]:
+    found, at = [], 0
+    while at < len(steps):
+        size = chance.randrange(1, most)
+        found.append(a_batch(steps[at : at + size]))
+        at += size
+    return found
+
+
+def write(directory: Path, batches: Sequence[Batch], *, writers: int = 1) -> None:
+    """Write batches by several writers, one after the other."""
+    part = -(-len(batches) // writers)
+    for begin in range(0, len(batches), part):
+        history = History.open(directory, {})
+        for batch in batches[begin : begin + part]:
+            history.write(batch)
+        history.close()
+
+
+def stored(directory: Path) -> tuple[dict[int, dict[tuple[int, Key], Tally]], dict[int, int]]:
+    """By width, all tallies by start and key; and up to which second they were made."""
+    found: dict[int, dict[tuple[int, Key], Tally]] = {width: {} for width in WIDTHS}
+    with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
+        db.row_factory = sqlite3.Row
+        names = dict(db.execute("SELECT number, name FROM series"))
+        for row in db.execute("SELECT * FROM tallies"):
+            key = Key(row["process"], row["mode"], row["kind"], row["batch"])
+            found[row["width"]][row["start_s"], key] = Tally.of_row(row, names)
+        whole = dict(db.execute("SELECT * FROM meta WHERE key LIKE 'whole_%'"))
+    return found, {width: whole.get(f"whole_{width}", 0) for width in WIDTHS[1:]}
+
+
+def check(directory: Path, steps: Sequence[OneStep]) -> None:
+    """Compare every width with what the steps add up to."""
+    (found, whole), wanted = stored(directory), expected(steps)
+    for width in WIDTHS:
+        upto = whole.get(width, 1 << 40)
+        made = {place: tally for place, tally in wanted[width].items() if place[0] + width <= upto}
+        assert found[width].keys() == made.keys(), width
+        for place, tally in made.items():
+            assert found[width][place] == tally, (width, place)
+    last = max(step.end for step in steps) // SECOND
+    assert all(last - 2 - width < upto <= last for width, upto in whole.items())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_batches_and_writers(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    steps = some_steps(chance, 600, HOURS, processes=range(1 + seed % 3))
+    write(tmp_path, in_batches(chance, steps, (2, 10, 100)[seed % 3]), writers=(1, 3, 7)[seed % 3])
+    check(tmp_path, steps)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_late_steps_too(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    steps = some_steps(chance, 300, HOURS, processes=range(1 + seed % 3))
+    late = list(steps)
+    chance.shuffle(late)
+    write(tmp_path, in_batches(chance, late, 20), writers=3)
+    check(tmp_path, steps)
+
+
+def test_a_day_is_made_of_hours(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    steps = some_steps(chance, 400, 2.1 * 86_400, processes=(0, 1))
+    write(tmp_path, in_batches(chance, steps, 30), writers=2)
+    check(tmp_path, steps)
+    assert stored(tmp_path)[1][86_400] == 2 * 86_400
+
+
+@pytest.mark.parametrize("late_s", [3.0, 70.0, 4000.0])
+def test_the_tallies_of_all_have_what_the_first_did_before_the_second_came(tmp_path: Path, late_s: float) -> None:
+    chance = random.Random(2)
+    alone = some_steps(chance, 200, HOURS, processes=(0,))
+    more = some_steps(chance, 200, HOURS, processes=(4, 7), begin=late_s)
+    steps = sorted([*alone, *more], key=lambda step: step.end)
+    write(tmp_path, in_batches(chance, steps, 10), writers=2)
+    check(tmp_path, steps)
+
+
+def test_two_processes_that_come_in_one_batch(tmp_path: Path) -> None:
+    chance = random.Random(3)
+    alone = some_steps(chance, 30, 50, processes=(0,))
+    both = some_steps(chance, 30, 60, processes=(0, 1, 2))
+    write(tmp_path, [a_batch(alone), a_batch(both)])
+    check(tmp_path, [*alone, *both])
+
+
+def test_a_write_that_failed_changes_nothing_and_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(4)
+    steps = some_steps(chance, 300, HOURS, processes=(0, 1))
+    history = History.open(tmp_path, {})
+    for number, batch in enumerate(in_batches(chance, steps, 20)):
+        if number % 3 == 1:
+            with monkeypatch.context() as patched:
+                patched.setattr(history, "_used_bytes", lambda: history._db.execute("SELECT no_such"))
+                for _ in range(chance.randrange(1, 4)):
+                    with pytest.raises(HistoryError):
+                        history.write(batch)
+        history.write(batch)
+    history.close()
+    check(tmp_path, steps)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_times_add_up_at_every_width(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    steps = some_steps(chance, 200, HOURS, processes=(0, 1))
+    wanted: dict[tuple[int, int, int, str, str], int] = defaultdict(int)
+    batches = in_batches(chance, steps, 10)
+    for batch in batches:
+        for _ in range(5):
+            begin = int(chance.random() * HOURS * SECOND)
+            end = begin + int(chance.lognormvariate(20, 2))
+            process, mode = chance.choice((0, 1)), chance.choice(("dp", ""))
+            spent = Spent(chance.choice(ACTIVITIES), mode, begin, end, chance.choice((1, -1)))
+            batch.spend(process, [spent])
+            for width in WIDTHS:
+                first, last = begin // SECOND // width, (end - 1) // SECOND // width
+                for number in range(first, last + 1):
+                    low, high = number * width * SECOND, (number + 1) * width * SECOND
+                    ns = min(end, high) - max(begin, low)
+                    wanted[width, number * width, process, mode, spent.activity] += spent.sign * ns
+    write(tmp_path, batches, writers=3)
+    _, whole = stored(tmp_path)
+    found = {}
+    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
+        columns = ", ".join(ACTIVITY_COLUMNS)
+        for width, start, process, mode, *spent in db.execute(
+            f"SELECT width, start_s, process, mode, {columns} FROM times"
+        ):
+            found.update({(width, start, process, mode, name): ns for name, ns in zip(ACTIVITIES, spent, strict=True)})
+    made = {place: ns for place, ns in wanted.items() if place[0] == 1 or place[1] + place[0] <= whole[place[0]]}
+    assert {place: ns for place, ns in found.items() if ns} == {place: ns for place, ns in made.items() if ns}
+
+
+def test_a_time_beyond_reason_is_bounded_work() -> None:
+    hour = 3600 * SECOND
+    century = Spent("between", "dp", 5, 100 * 365 * 24 * hour + 7)
+    pieces = list(century.by_second())
+    assert len(pieces) < 1_000_000
+    assert sum(ns for _, ns in pieces) == century.end - century.begin
+    assert dict(pieces)[3600] == hour
+    short = Spent("between", "dp", 5, 5 * hour, -1)
+    assert len(list(short.by_second())) == 5 * 3600
+    assert sum(ns for _, ns in short.by_second()) == 5 - 5 * hour
+
+
+def test_a_damaged_row_is_left_out_of_wider_ones(tmp_path: Path) -> None:
+    steps = some_steps(random.Random(5), 100, 8.0)
+    write(tmp_path, [a_batch(steps)])
+    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
+        db.execute("UPDATE tallies SET sketches = x'00' WHERE start_s = 3")
+        db.commit()
+    later = some_steps(random.Random(6), 5, 30, begin=20)
+    write(tmp_path, [a_batch(later)])
+    found, _ = stored_without(tmp_path, 3)
+    wanted = expected([step for step in steps if step.end // SECOND != 3])[10]
+    assert {place: tally.steps for place, tally in found[10].items() if place[0] == 0} == {
+        place: tally.steps for place, tally in wanted.items()
+    }
+
+
+def stored_without(directory: Path, second: int) -> tuple[dict[int, dict[tuple[int, Key], Tally]], dict[int, int]]:
+    """As `stored`, without the tallies of one second."""
+    with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
+        db.execute("DELETE FROM tallies WHERE width = 1 AND start_s = ?", (second,))
+        db.commit()
+    return stored(directory)
+
+
+def test_a_process_whose_tallies_were_deleted_is_still_one_of_several(tmp_path: Path) -> None:
+    """Another writer, too, goes on with the tallies of all."""
+    chance = random.Random(7)
+    first = some_steps(chance, 50, 100, processes=(0, 1))
+    write(tmp_path, [a_batch(first)])
+    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
+        db.execute("DELETE FROM tallies WHERE process = 0")
+        db.commit()
+    later = some_steps(chance, 50, 300, processes=(1,), begin=200)
+    write(tmp_path, [a_batch(later)])
+    found, _ = stored(tmp_path)
+    of_all = sum(tally.steps for (_, key), tally in found[1].items() if key.process == ALL)
+    assert of_all == 100

@@ -1,0 +1,84 @@
+"""Makes steps as the store takes them, and what the store should say of them, for tests of dpmon.store."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from dpmon.record.schema import KINDS, PHASES
+from dpmon.store.queries import Store
+from dpmon.store.tables import HISTORY_FILE, LARGEST, Bounds
+from dpmon.store.tally import ALL, WIDTHS, Key, StepFacts, Tally
+
+__all__ = ["SECOND", "OneStep", "asked", "expected", "some_facts", "some_steps", "store_of"]
+
+SECOND = 1_000_000_000
+
+
+class OneStep(NamedTuple):
+    """A step, when it began (ns), and which tally it belongs to."""
+
+    key: Key
+    start: int
+    facts: StepFacts
+
+    @property
+    def end(self) -> int:
+        """When it ended, ns."""
+        return self.start + self.facts.wall
+
+
+def some_facts(chance: random.Random, number: int, wall: int, samples: int | None = 8) -> StepFacts:
+    """A step with some of the phases, and some device times and replicas."""
+    phases = [None if chance.random() < 0.2 else int(wall * chance.random()) for _ in PHASES]
+    parts = [(f"replica 1 {index}", int(wall * chance.random())) for index in range(chance.randrange(3))]
+    device = {"forward": int(wall * chance.random())} if chance.random() < 0.5 else {}
+    rest = None if chance.random() < 0.5 else wall // 3
+    copied = chance.choice((None, 4096))
+    return StepFacts(number, wall, (samples, copied), phases, rest, chance.randrange(3), device, parts)
+
+
+def some_steps(
+    chance: random.Random, count: int, seconds: float, processes: Sequence[int] = (0,), begin: float = 0.0
+) -> list[OneStep]:
+    """Steps of some processes between two times, in order of their numbers, which is that of time in each process."""
+    found = []
+    ends = sorted(int((begin + chance.random() * (seconds - begin)) * SECOND) for _ in range(count))
+    for number, end in enumerate(ends, start=1):
+        wall = min(int(chance.lognormvariate(18, 1)), end)
+        samples = chance.choice((None, 8, 16))
+        batch = -1 if samples is None else samples
+        key = Key(chance.choice(processes), chance.choice(("dp", "single")), chance.choice(KINDS), batch)
+        found.append(OneStep(key, end - wall, some_facts(chance, number, wall, samples)))
+    return found
+
+
+def expected(steps: Iterable[OneStep]) -> dict[int, dict[tuple[int, Key], Tally]]:
+    """By width, the tally of each start and key; those of all processes too, if there are several."""
+    found: dict[int, dict[tuple[int, Key], Tally]] = {width: defaultdict(Tally) for width in WIDTHS}
+    steps = list(steps)
+    several = len({step.key.process for step in steps}) > 1
+    for step in steps:
+        for key in (step.key, step.key._replace(process=ALL)) if several else (step.key,):
+            for width in WIDTHS:
+                start = step.end // SECOND // width * width
+                found[width][start, key].add([step.facts], step.start, step.end)
+    return found
+
+
+def store_of(db: sqlite3.Connection) -> Store:
+    """The store of a history, which is read without a bound."""
+    return Store(db, Bounds(db, LARGEST))
+
+
+@contextmanager
+def asked(directory: Path) -> Iterator[Store]:
+    """The store of a history."""
+    with closing(sqlite3.connect(directory / HISTORY_FILE, isolation_level=None)) as db:
+        db.execute("BEGIN")
+        yield store_of(db)

@@ -6,7 +6,7 @@ cost: 8 GPUs, 8 replicas, 100 steps a second: share of a core and bytes to the t
 quiet: the same run after its end: bytes to the terminal when nothing changes
 keys: 5,000 records and 1,000 lines of output a second: from a key to its answer on the terminal; `esc` apart, since it
 may be the beginning of another key's sequence, which is waited for
-memory: a million steps and lines: resident memory along the way
+memory: a hundred thousand steps and lines, all of them shown: resident memory along the way
 picture: from the command to the first panel on the terminal
 
 Figures are given as measured on this machine, and scaled to the reference by processor time (see yardstick.py).
@@ -43,6 +43,8 @@ from yardstick import Yardstick
 
 from dpmon.ring import Activity, Ring
 from dpmon.run import proc
+from dpmon.run.drain import Drain
+from dpmon.run.rundir import load_info
 
 WIDTH, HEIGHT = 120, 40
 _SHOW = """
@@ -54,11 +56,14 @@ run_screen(Path(sys.argv[1]), refresh=float(sys.argv[2]))
 _MEMORY = """
 import sys, time
 sys.path.insert(0, sys.argv[2])
-from dataclasses import replace
 from pathlib import Path
-from synthetic import Training, decoded
-from dpmon.model import State, fold
-from dpmon.record.codec import Call, Step
+from synthetic import Training
+from dpmon.model.snapshot import Snapshots, Wanted
+from dpmon.ring import Ring
+from dpmon.run.drain import Drain
+from dpmon.run.opened import open_store
+from dpmon.run.rundir import RunInfo, save
+from dpmon.store.as_of import AsOf
 from dpmon.ui.look import look
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_output import Output
@@ -69,29 +74,29 @@ def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096 / 2**20
 
+place = Path(sys.argv[1])
+info = RunInfo("id", "n", ("c",), "s", "/", None, 0.0, 0, "", False)
+save(place, info)
+ring = Ring(str(place / "process-0.ring"), process=0, start_ns=0)
+drain = Drain(place, info, print)
 training = Training(devices=[f"cuda:{i}" for i in range(8)], virtual=False)
-state, dark = State(), look("dark")
-records = decoded([*training.begin(), *training.run(50)])
-for record in records:
-    state = fold(state, record)
-pattern = [record for record in records if isinstance(record, (Call, Step))]
-log = open(sys.argv[1], "ab", buffering=0)
-output = Output([Tail(Path(sys.argv[1]))])
-steps, at, last = 50, training.now, 0
-while steps < 1_000_000:
-    for record in pattern:
-        if isinstance(record, Step):
-            steps += 1
-            at += 10_000_000
-        number = steps if isinstance(record, Step) else steps + 1
-        state = fold(state, replace(record, step=number, start_ns=at))
-    log.write(b"".join(b"step %d loss 0.4119\\n" % (steps + i) for i in range(50)))
-    if steps % 1000 < 50:
+for payload in training.begin():
+    ring.write(payload)
+log = open(place / "output.log", "ab", buffering=0)
+output, dark, snapshots = Output([Tail(place / "output.log")]), look("dark"), Snapshots()
+while training.steps < int(sys.argv[3]):
+    for payload in training.run(50):
+        ring.write(payload)
+    drain.drain(time.monotonic())
+    log.write(b"".join(b"step %d loss 0.4119\\n" % (training.steps + i) for i in range(50)))
+    if training.steps % 1000 == 0:
+        drain.flush()
         output.refresh()
-        whole(Scene(state, at + 10_000_000, Facts(), alive=True), output, 120, 40, dark)
-    if steps // 100_000 > last:
-        last = steps // 100_000
-        print(last, f"{resident():.1f}", flush=True)
+        with open_store(place) as store:
+            state = snapshots.take(AsOf(store), store, Wanted(0))
+        whole(Scene(state, training.now, Facts(), alive=True), output, 120, 40, dark)
+        if training.steps % (int(sys.argv[3]) // 10) == 0:
+            print(training.steps * 10 // int(sys.argv[3]), f"{resident():.1f}", flush=True)
 """
 
 
@@ -116,6 +121,8 @@ class Generated:
             "options": {"mode": "auto"},
             "command_pid": os.getpid(),
             "command_started": proc.started(os.getpid()),
+            "supervisor_pid": os.getpid(),
+            "supervisor_started": proc.started(os.getpid()),
         }
         (directory / "run.json").write_text(json.dumps(info))
         self.start = start
@@ -129,6 +136,7 @@ class Generated:
         self.gpus = Ring(str(directory / "gpu.ring"), process=-1, start_ns=start)
         for payload in self.training.begin():
             self.ring.write(payload)
+        self.drain = Drain(directory, load_info(directory), print)
         self.thread = threading.Thread(target=self._write)
 
     def __enter__(self) -> Generated:
@@ -136,8 +144,11 @@ class Generated:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.over.set()
-        self.thread.join()
+        if not self.over.is_set():
+            self.over.set()
+            self.thread.join()
+            self.drain.flush(over=True)
+            self.drain.close()
 
     def end(self) -> None:
         """Nothing more comes; the exit is recorded."""
@@ -170,6 +181,7 @@ class Generated:
                         }
                         self.gpus.write(device_event(spent, index, **values))
                     self.gpus.write(host_event(spent, chance.uniform(20, 90), None))
+                self.drain.drain(time.monotonic())
 
 
 class Shown:
@@ -290,12 +302,12 @@ def keys(rounds: int) -> None:
 
 
 def memory() -> None:
-    """Resident memory over a million steps."""
+    """Resident memory over many steps."""
     with tempfile.TemporaryDirectory() as place:
-        words = [sys.executable, "-c", _MEMORY, f"{place}/output.log", str(Path(__file__).resolve().parent.parent)]
+        words = [sys.executable, "-c", _MEMORY, place, str(Path(__file__).resolve().parent.parent), "100000"]
         done = subprocess.run(words, capture_output=True, text=True, check=True)
     found = dict(line.split() for line in done.stdout.splitlines())
-    print("memory: " + ", ".join(f"{found[at]} MiB at {at}00k" for at in ("1", "2", "5", "10")))
+    print("memory: " + ", ".join(f"{found[at]} MiB at {at}0k" for at in ("1", "2", "5", "10")))
 
 
 def picture(rounds: int) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from running import Dpmon, wait_for
+from stored import state_in, state_of
 from tracing import Script, Traced, text_of
 
-from dpmon.model import State, fold
 from dpmon.record.codec import Step
 from dpmon.ring import Activity, RingReader
 from dpmon.run import proc
@@ -169,11 +169,9 @@ def test_without_a_supervisor_it_is_refused(steered: Traced) -> None:
     first = pauses(steered)[0]
     assert first["paused"] is False
     assert first["refused"].startswith("the run's directory cannot be read")
-    state = State()
-    for record in steered.records:
-        fold(state, record)
+    state = state_of(steered.records)
     assert state.pauses[0].refused == first["refused"]
-    assert state.pause_count == 5
+    assert len(state.pauses) == 5
     assert state.processes[0].paused_since_ns is None
 
 
@@ -253,22 +251,20 @@ def test_interrupted_while_it_is_paused(dpmon: Dpmon) -> None:
 def test_paused_for_whoever_comes_late_and_resumed_by_them(dpmon: Dpmon) -> None:
     process, reader = paused_run(dpmon, "train()\n", *dpmon.warm())
     late = RunReader(dpmon.last())
-    state = State()
 
     def known() -> int | None:
-        for record in late.poll():
-            fold(state, record)
-        process = state.focus()
+        process = state_in(late.directory).focus()
         return process.paused_since_ns if process is not None else None
 
-    wait_for(known, what="the record of the pause")
+    since = wait_for(known, what="the record of the pause")
     last = reader.paused().since_ns
     assert last is not None
-    assert 0 < state.processes[0].paused_since_ns <= time.monotonic_ns() - late.info.start_ns  # type: ignore[operator]
+    assert 0 < since <= time.monotonic_ns() - late.info.start_ns
     assert late.request_pause(False) == 1
     wait_for(lambda: not known() and not late.paused().pending, what="its end")
-    assert state.processes[0].paused_ns > 0
-    assert [change.paused for change in state.pauses] == [True, False]
+    pauses = state_in(late.directory).pauses
+    assert [change.paused for change in pauses] == [True, False]
+    assert (pauses[1].paused_ns or 0) > 0
     (dpmon.cwd / "stop").touch()
     _, err = process.communicate(timeout=100)
     assert process.returncode == 0, err

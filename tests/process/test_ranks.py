@@ -11,10 +11,9 @@ import pytest
 import torch
 from running import Dpmon, Result
 from sidebyside import ROOT, of_kind
+from stored import state_in
 
-from dpmon.model import State, fold
 from dpmon.model.ranks import rank_rows, training
-from dpmon.run.reader import RunReader
 
 EXAMPLE = ROOT / "examples" / "ddp.py"
 SPAWNED = Path(__file__).resolve().parent / "scripts" / "spawned_ranks.py"
@@ -86,16 +85,7 @@ def test_torchrun(dpmon: Dpmon) -> None:
     assert "rank 0 of 2 cpu  [30, 5] -> [30, 2]  20 calls, 20 steps" in result.errors
     assert "rank 1 of 2 cpu  [30, 5] -> [30, 2]  20 calls, 20 steps" in result.errors
 
-    state = State()
-    reader = RunReader(dpmon.last())
-    for _ in range(100):
-        records = reader.poll()
-        for record in records:
-            state = fold(state, record)
-        if not records:
-            break
-    reader.close()
-    rows = rank_rows(training(state), None)
+    rows = rank_rows(training(state_in(dpmon.last(), over=True)), None)
     assert [(row.rank, row.world, row.step) for row in rows] == [(0, 2, 20), (1, 2, 20)]
     for row in rows:
         assert row.step_ns is not None

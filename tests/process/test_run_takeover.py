@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 from kept import keep
 from running import Dpmon, Terminal, wait_for
+from stored import state_of
 from synthetic import Training
 from test_run_faults import SLOW, begun, finish
 from test_run_records import WRITER, expected, of_training, tailed
 
+from dpmon.record.codec import Event
 from dpmon.run import proc
-from dpmon.run.reader import RunReader
 from dpmon.run.rundir import load_exit
 from dpmon.run.start import look_after
 
@@ -80,7 +81,7 @@ def reaped(info: dict[str, Any]) -> bool:
         return False
 
 
-def state_of(dpmon: Dpmon) -> str:
+def listed_state(dpmon: Dpmon) -> str:
     """What `dpmon ls` says of the only run."""
     return dpmon.run("ls").text.splitlines()[1].split()[1]
 
@@ -96,12 +97,12 @@ def test_attach_brings_another_one_and_no_record_is_lost_or_doubled(dpmon: Dpmon
     wait_for(lambda: any(r["kind"] == "host" for r in dpmon.records()))
     old = kill_supervisor(dpmon)
     killed_at = time.time() - old["started_unix"]
-    assert state_of(dpmon) == "unsupervised"
+    assert listed_state(dpmon) == "unsupervised"
     screen = dpmon.start("attach")
     new = wait_for(lambda: new_supervisor(dpmon, old), what="a new supervisor")
     assert proc.alive(new["supervisor_pid"], new["supervisor_started"])
     assert (new["command_pid"], new["command_started"]) == (old["command_pid"], old["command_started"])
-    assert state_of(dpmon) == "running"
+    assert listed_state(dpmon) == "running"
     finish(dpmon)
     _, err = screen.communicate(timeout=100)
     how = dpmon.exit()
@@ -133,7 +134,7 @@ def test_who_is_attached_brings_another_one_each_time(dpmon: Dpmon, where: str) 
     old = kill_supervisor(dpmon)
     for _ in range(2):
         new = wait_for(lambda old=old: new_supervisor(dpmon, old), what="a new supervisor")  # type: ignore[misc]
-        wait_for(lambda: state_of(dpmon) == "running")
+        wait_for(lambda: listed_state(dpmon) == "running")
         assert (new["command_pid"], new["command_started"]) == (old["command_pid"], old["command_started"])
         old = kill_supervisor(dpmon)
     wait_for(lambda: new_supervisor(dpmon, old), what="a third one")
@@ -191,7 +192,7 @@ def test_ended_while_nobody_looked(dpmon: Dpmon) -> None:
     wait_for(lambda: tailed(dpmon, 100))
     info = kill_supervisor(dpmon)
     wait_for(lambda: reaped(info))
-    assert state_of(dpmon) == "lost"
+    assert listed_state(dpmon) == "lost"
     last_line = (dpmon.last() / "output.log").stat().st_mtime - info["started_unix"]
     result = dpmon.run("attach")
     assert result.status == 2
@@ -199,7 +200,7 @@ def test_ended_while_nobody_looked(dpmon: Dpmon) -> None:
     how = dpmon.exit()
     assert how["status"] is None
     assert how["drained"]
-    assert state_of(dpmon) == "ended"
+    assert listed_state(dpmon) == "ended"
     with sqlite3.connect(dpmon.last() / "history.sqlite") as db:
         assert db.execute("SELECT count(*), count(DISTINCT step) FROM steps").fetchone() == (2000, 2000)
     db.close()
@@ -314,7 +315,7 @@ def test_a_machine_that_was_restarted(dpmon: Dpmon) -> None:
     info = json.loads(path.read_text())
     wait_for(lambda: not proc.alive(info["supervisor_pid"], info["supervisor_started"]))
     path.write_text(json.dumps({**info, "boot_id": "another"}))
-    assert state_of(dpmon) == "lost"
+    assert listed_state(dpmon) == "lost"
     dpmon.run("attach")
     assert "restarted" in dpmon.exit()["unknown"]
 
@@ -328,7 +329,7 @@ def test_a_run_of_another_machine_is_left_to_it(dpmon: Dpmon) -> None:
     (dpmon.last() / "exit.json").unlink()
     info = old | {"host": "another-node", "boot_id": "another-boot", "command_pid": 1, "supervisor_pid": 1}
     (dpmon.last() / "run.json").write_text(json.dumps(info))
-    assert state_of(dpmon) == "elsewhere"
+    assert listed_state(dpmon) == "elsewhere"
     stopped = dpmon.run("stop", "last")
     assert stopped.status == 2
     assert "another machine" in stopped.errors
@@ -352,12 +353,7 @@ def test_no_warning_about_a_supervisor_that_is_slow(state: Path, monkeypatch: py
     assert wait_for(lambda: load_exit(directory), what="the supervisor has taken over").status is None
 
 
-def test_the_chart_of_devices_has_a_gap(dpmon: Dpmon, state: Path) -> None:
-    from dpmon.model import State, fold
-    from dpmon.record.codec import Event
-
-    model = State()
-    for t_s in (1.0, 2.0, 12.0, 13.0):
-        model = fold(model, Event("host", {"t_s": t_s, "cpu_pct": 50.0}))
+def test_the_chart_of_devices_has_a_gap() -> None:
+    times = (1.0, 2.0, 12.0, 13.0)
+    model = state_of([Event("host", {"t_s": t_s, "cpu_pct": 50.0}) for t_s in times])
     assert list(model.host.util) == [50.0, 50.0, *[None] * 9, 50.0, 50.0]
-    assert RunReader  # the reader hands the events on as they are

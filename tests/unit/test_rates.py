@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 from kept import keep
+from stored import state_in, state_of
 from synthetic import SECOND, Training, decoded
 
 from dpmon.cli.progress import Progress
 from dpmon.cli.summary import summary_lines
+from dpmon.model.history import pictured
+from dpmon.model.pace import speed
 from dpmon.rates import span_rate
-from dpmon.record.codec import pack_event
+from dpmon.record.codec import is_evaluation, pack_event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.stretches import BINS
@@ -21,10 +24,18 @@ from dpmon.run.reader import RunReader
 from dpmon.text.quantities import rate_words, samples_rate
 
 
+@pytest.mark.parametrize("absent", [None, -1])
+def test_a_step_is_an_evaluation_if_neither_backward_nor_optimizer_ran(absent: int | None) -> None:
+    assert is_evaluation(absent, absent)
+    assert not is_evaluation(0, absent)
+    assert not is_evaluation(absent, 0)
+
+
 def test_texts_show_both_rates_only_if_they_differ() -> None:
-    assert rate_words(span_rate(10, 40, SECOND * 102 // 100, SECOND)) == "39.2 samples/s"
-    assert rate_words(span_rate(10, 40, 4 * SECOND, SECOND)) == "10.0 samples/s (40.0 within steps)"
-    assert samples_rate(span_rate(10, 40, 4 * SECOND, SECOND)) == "10.0 (40.0 within steps)"
+    nearly, apart = (span_rate(10, 40, elapsed, SECOND) for elapsed in (SECOND * 102 // 100, 4 * SECOND))
+    assert rate_words(nearly) == "39.2 samples/s"
+    assert rate_words(apart) == "10.0 samples/s (40.0 within steps)"
+    assert samples_rate(apart) == "10.0 (40.0 within steps)"
     assert rate_words(span_rate(10, None, 4 * SECOND, SECOND)) == "2.50 steps/s (10.0 within steps)"
     assert (rate_words(None), samples_rate(None)) == ("", "–")
 
@@ -65,6 +76,19 @@ def test_epochs_with_gaps_have_one_rate_everywhere(state: Path) -> None:
     assert said["modes"][0]["samples_per_s_within_steps"] == pytest.approx(within)
     stretches = said["time"]["stretches"]
     assert sum(one["samples"] for one in stretches) == EPOCHS * STEPS * 30
+
+    over = state_in(directory, span_s=0, over=True)
+    live = state_in(directory, span_s=0)
+    process = live.processes[0]
+    assert process.compared is not None
+    sides = process.compared.sides["single"].rate
+    for rate in (sides, process.ranged.rate, over.processes[0].mean):
+        assert rate is not None
+        assert (rate.samples_per_s, rate.samples_within) == pytest.approx((true, within))
+    last = speed(process, live, process.seen_ns)
+    assert last.rate is not None
+    assert last.samples_per_s == pytest.approx(true, rel=0.2), "of the last ten seconds"
+    assert last.rate.samples_within == pytest.approx(within, rel=0.1)
 
     metrics = Metrics(directory / "x.prom", directory, lambda text: None)
     metrics.tick(0.0)
@@ -115,5 +139,27 @@ def test_a_pause_and_a_wait_for_input_are_in_no_rate(state: Path) -> None:
     true = truth(payloads)[1]
     directory = keep({0: payloads, -1: [waits]}, seconds=training.now / 1e9)
     assert as_object(collect(directory))["modes"][0]["samples_per_s"] == pytest.approx(true, rel=0.001)
+    live, over = (state_in(directory, span_s=0, over=over) for over in (False, True))
+    process = live.processes[0]
+    for rate in (over.processes[0].mean, process.ranged.rate):
+        assert rate is not None
+        assert (rate.samples_per_s, rate.samples_within) == pytest.approx((true, true), rel=0.001)
+    assert speed(process, live, process.seen_ns).samples_per_s == pytest.approx(true, rel=0.1)
     said = json.dumps(as_object(collect(directory))["inputs"])
     assert '"seconds": 5.0' in said
+
+
+def test_a_gap_between_epochs_is_a_gap_in_the_chart_and_a_long_step_is_none() -> None:
+    training = Training(mode="single", step_ns=250_000_000)
+    payloads = [*training.begin(), *training.run(20)]
+    first = training.now // SECOND
+    training.now += 10 * SECOND
+    payloads += training.run(20)
+    training.step_ns = 6 * SECOND
+    payloads += training.run(2)
+    shown = pictured(state_of(payloads).processes[0], 120, 120, over=True)
+    assert [column.second for column in shown.columns] == list(range(2, training.now // SECOND + 1))
+    empty = [column.second for column in shown.columns if not column.count]
+    assert len(empty) in (9, 10)
+    assert empty[0] in (first, first + 1)
+    assert {column.mode for column in shown.columns} == {"single"}

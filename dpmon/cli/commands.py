@@ -14,14 +14,12 @@ from dpmon.cli.speak import closing, speak
 from dpmon.run import retention
 from dpmon.run.guard import looked_after
 from dpmon.run.lock import goes_on_elsewhere
-from dpmon.run.opened import open_store
 from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
 from dpmon.run.rundir import RunError, RunInfo, find_run, list_runs, load_exit, load_info, newest_run, short_name
 from dpmon.run.standing import how_it_stands
 from dpmon.run.start import look_after
 from dpmon.run.state import goes_on, is_paused, run_state
-from dpmon.store.tables import HistoryError
 from dpmon.text.cleaning import clean
 
 __all__ = ["attach", "export", "keep", "ls", "rm", "stop"]
@@ -186,6 +184,9 @@ def _arguments(info: RunInfo) -> tuple[str, ...]:
 
 def _steps(directory: Path) -> int | None:
     """Steps in the record, None if nothing is recorded. Processes step together: of several, those of the longest."""
+    from dpmon.run.opened import open_store
+    from dpmon.store.tables import HistoryError
+
     try:
         with open_store(directory) as store:
             return max((row.steps for row in store.rings.values()), default=None)

@@ -116,11 +116,11 @@ class Drain:
             if not self.drain(now):
                 break
         for source in self._sources.values() if over else ():
-            # A process that outlives the command still has what it holds.
-            if source.row.process < 0 or not alive(source.ring.pid, None):
-                source.over = True
-                with suppress(RingError, OSError):
-                    self._add(source, source.ring.last_words())
+            if source.row.process >= 0 and alive(source.ring.pid, None):
+                continue  # a process that outlives the command still has what it holds
+            source.over = True
+            with suppress(RingError, OSError):
+                self._add(source, source.ring.last_words())
             source.intake.flush(self._batch)
         if self._history is not None:
             self._write(now)
@@ -232,7 +232,7 @@ class Drain:
         for source in self._sources.values():
             source.note()
         self._batch.rings = [source.row for name, source in self._sources.items() if self._kept.get(name) != source.row]
-        if not self._batch.rings and not self._batch.shapes:
+        if not self._batch.rings:
             return
         try:
             self._history.write(self._batch)

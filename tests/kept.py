@@ -11,7 +11,14 @@ from dpmon.run.drain import Drain
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
 from dpmon.store.writer import LIMIT_BYTES
 
-__all__ = ["keep"]
+__all__ = ["fill", "keep"]
+
+
+def fill(path: Path, process: int, payloads: Iterable[bytes]) -> None:
+    """Make a ring with these payloads."""
+    ring = Ring(str(path), process=process, start_ns=0, capacity=1 << 22)
+    for payload in payloads:
+        ring.write(payload)
 
 
 def keep(

@@ -34,7 +34,7 @@ from dpmon.model.state import Process
 from dpmon.model.stats import PhaseFigures, median_known, speed
 from dpmon.model.turns import ended_of
 from dpmon.rates import as_fields
-from dpmon.record.codec import STEP_PHASES
+from dpmon.record.schema import PHASES
 from dpmon.run.destination import is_stream, open_stream, open_truncated
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, is_run_directory
@@ -43,9 +43,9 @@ from dpmon.run.standing import IDLE
 __all__ = ["EVERY_S", "LineFile", "Lines"]
 
 EVERY_S = 1.0
-_STEP_PHASES = {name: name for name in STEP_PHASES}
-_CALL_PHASES = {"scatter": "scatter", "replicate": "replicate", "apply": "parallel_apply", "gather": "gather"}
-"""What the screen calls the phases of a call, and what the record does."""
+_STEP_PHASES = {phase.shown: phase.name for phase in PHASES if not phase.of_call}
+_CALL_PHASES = {phase.shown: phase.name for phase in PHASES if phase.of_call}
+"""What the screen calls the phases, and what the record does."""
 _RATES = tuple(as_fields(None))
 _POLLS = 16
 _SPAN_S = 120

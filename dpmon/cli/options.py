@@ -14,10 +14,6 @@ __all__ = ["COMMANDS", "UsageError", "meant", "parse"]
 
 COMMANDS = ("run", "attach", "ls", "stop", "report", "export", "doctor", "keep", "rm")
 MAX_REPLICAS = 4096
-KINDS = (
-    *("call", "step", "device", "host", "memory", "mode", "pause", "input", "loader", "process", "warning"),
-    *("oom", "dropped", "exit"),
-)
 
 _USAGE = """\
 dpmon [OPTIONS] SCRIPT.py [ARGS...]     run a script and watch it
@@ -145,13 +141,15 @@ def _command_parser(command: str) -> _Parser:
     if command == "keep":
         parser.add_argument("--not", dest="kept", action="store_false", help="take that back")
     if command == "export":
+        from dpmon.record.schema import RECORDS
+
         parser.add_argument(
             "--format",
             choices=("jsonl", "csv", "perfetto"),
             default="jsonl",
             help="jsonl: one JSON object a line; csv: a table a kind; perfetto: a trace for ui.perfetto.dev",
         )
-        parser.add_argument("--kind", choices=KINDS, help="only this kind of record (jsonl and csv)")
+        parser.add_argument("--kind", choices=tuple(RECORDS), help="only this kind of record (jsonl and csv)")
         parser.add_argument(
             "-o", "--output", metavar="FILE", help="where to (standard output); for csv the directory of the tables"
         )

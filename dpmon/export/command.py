@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TextIO
 
 from dpmon.export.perfetto import write_trace
-from dpmon.export.table import COLUMNS, Tables
+from dpmon.export.table import Tables
 from dpmon.export.target import opened, stdout
+from dpmon.record.schema import RECORDS
 from dpmon.run.destination import check_replaceable, replaced
 from dpmon.run.export import history, kind, write_jsonl
 from dpmon.run.rundir import load_info
 
-__all__ = ["FORMATS", "KINDS", "ExportError", "export"]
+__all__ = ["FORMATS", "ExportError", "export"]
 
 FORMATS = ("jsonl", "csv", "perfetto")
-KINDS = tuple(COLUMNS)
 
 
 class ExportError(Exception):
@@ -28,7 +28,7 @@ def export(directory: Path, form: str = "jsonl", output: str | None = None, only
     """Write the records of the run in `directory` that are there now; it may go on meanwhile.
 
     `form`: one of FORMATS. `output`: a file, "-" or None for standard output; for csv a directory, into which comes a
-    file a kind, unless `only` (one of KINDS) leaves one kind. A file is replaced in one step, at the end. Raises
+    file a kind, unless `only` (one of RECORDS) leaves one kind. A file is replaced in one step, at the end. Raises
     ExportError, or RunError if the directory is no run.
     """
     piped = output in (None, "-")
@@ -64,7 +64,7 @@ def _write_one(directory: Path, form: str, only: str | None, file: TextIO) -> No
 def _write_tables(directory: Path, where: Path) -> None:
     """A file a kind that the run has; all of them take their names at the end."""
     os.makedirs(where, exist_ok=True)
-    for name in KINDS:  # check all files before writing the first
+    for name in RECORDS:  # check all files before writing the first
         check_replaceable(where / f"{name}.csv")
     with contextlib.ExitStack() as files:
         tables = Tables(lambda which: files.enter_context(replaced(where / f"{which}.csv")))

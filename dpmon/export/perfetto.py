@@ -6,7 +6,8 @@ killed) takes what is there.
 
 - a training process is a process; its threads are the steps, the calls (their phases below them), and one track a
   replica or stage. Calls that ran at the same time, on several threads of the script, have tracks of their own.
-- the phases of a step are counters: how long each took is recorded, not when, since they may take turns.
+- the phases of a step are counters: how long each took is recorded, not when, since they may take turns. So are the
+  quantities that only some steps have.
 - a GPU and the host are processes with counters only. A value that stops to be known is marked by an instant: a counter
   would show its last value on and on.
 - modes, warnings and the exit are instants.
@@ -160,6 +161,7 @@ class _Trace:
         tid = self._track(process, ("steps",), "steps", 1)
         phases = {name: took / 1e6 for name, took in step.phases.items()}
         args: dict[str, Any] = {"mode": step.mode or None, "samples": step.samples, "phases_ms": phases}
+        args |= step.quantities
         if step.device_ms is not None:
             args["device_ms"] = dict(step.device_ms)
         self._slice(process, tid, f"step {step.step}", step.start_ns, step.wall_ns, args)
@@ -168,6 +170,8 @@ class _Trace:
             self._counter(process, "step phases (ms)", at, phases)
             on_device = {name: took for name, took in (step.device_ms or {}).items() if took is not None}
             self._counter(process, "step phases on the device (ms)", at, on_device)
+            for name, count in step.quantities.items():
+                self._counter(process, f"step {name}", at, {"value": count})
 
     def _call(self, call: Call) -> None:
         process = self._training(call.process, call.rank)

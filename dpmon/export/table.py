@@ -13,75 +13,15 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
-from dpmon.record.codec import CALL_PHASES, MORE, STEP_PHASES, Call, Record, Size, Step, rows_of
+from dpmon.record.codec import MORE, Call, Record, Size, Step, rows_of
 from dpmon.record.jsonl import as_json
+from dpmon.record.schema import COLUMNS, RECORDS
 from dpmon.run.export import kind
 
-__all__ = ["COLUMNS", "Tables", "row"]
+__all__ = ["Tables", "row"]
 
-_WHO = ("process", "rank")
-_MEMORY = (
-    *("model_bytes", "gradients_bytes", "optimizer_bytes", "rest_bytes"),
-    *("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_after_step"),
-)
-COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "call": (
-        *(*_WHO, "step", "call", "root", "via", "mode", "virtual", "training", "grad", "failed"),
-        *("start_s", "wall_ms", "rows", "devices", "idle_devices"),
-        *(f"{phase}_{clock}_ms" for phase in CALL_PHASES for clock in ("host", "device")),
-        *("inputs", "outputs", "replicas", "replica_devices", "replica_rows", "replica_host_ms", "replica_device_ms"),
-        *("replica_inputs", "replica_outputs"),
-        *("stages", "stage_devices", "stage_parts", "stage_host_ms", "stage_device_ms", "stage_crossed_bytes"),
-        "absent",
-    ),
-    "step": (
-        *_WHO,
-        "step",
-        "mode",
-        "start_s",
-        "wall_ms",
-        *("samples", "copied_bytes"),
-        *(f"{phase}_ms" for phase in STEP_PHASES),
-        *(f"{phase}_device_ms" for phase in STEP_PHASES[:-1]),
-        "absent",
-    ),
-    # Also what only newer supervisors sample: a table keeps its columns.
-    "device": (
-        *("t_s", "index", "uuid", "name", "of_run", "visible", "ordinals", "util_pct"),
-        *("mem_used_bytes", "mem_total_bytes", "mem_reserved_bytes", "mem_run_bytes", "mem_others_bytes"),
-        *("mem_torch_bytes", "temperature_c", "temperature_limit_c", "power_w", "power_limit_w", "energy_j"),
-        *("sm_clock_mhz", "mem_clock_mhz", "throttle", "fan_pct", "pcie_rx_bytes_s", "pcie_tx_bytes_s"),
-        *("nvlink_rx_bytes_s", "nvlink_tx_bytes_s", "ecc_corrected", "ecc_uncorrected", "retired_pages"),
-        *("remapped_rows", "xid", "mig", "mig_devices", "persistence", "sm_active_pct", "tensor_active_pct"),
-        *("dram_active_pct", "processes", "process_count", "absent"),
-    ),
-    "host": (
-        *("t_s", "cpu_pct", "mem_used_bytes", "mem_total_bytes", "run_cpu_pct", "run_mem_bytes"),
-        *("cpus", "load_1m", "gpu_absent", "absent"),
-    ),
-    # One row a device of the record.
-    "memory": (*_WHO, "t_s", "step", "device", *_MEMORY, "absent"),
-    "mode": (
-        *(*_WHO, "t_s", "step", "call", "mode", "requested_by", "devices", "virtual", "reason", "refused"),
-        "absent",
-    ),
-    "pause": (*_WHO, "t_s", "step", "paused", "paused_s", "reason", "refused"),
-    "input": ("pid", "t_s", "waited_s"),
-    "loader": (
-        *(*_WHO, "t_s", "loader", "batches", "workers", "persistent", "iter_s", "left_out", "left_out_s"),
-        "absent",
-    ),
-    "process": (*_WHO, "t_s", "world", "pid", "argv", "python", "torch", "device_kind", "absent"),
-    "warning": (*_WHO, "t_s", "text"),
-    "oom": (
-        *(*_WHO, "t_s", "device", "asked_bytes", "total_bytes", "free_bytes", "allocated_bytes"),
-        *("reserved_bytes", "inactive_split_bytes"),
-    ),
-    "dropped": ("count", "pruned"),
-    "exit": ("status", "signal", "t_s", "by"),
-}
-"""The columns of each kind; `more` follows them."""
-
+_SPREAD = ("kind", *(one.name for one in RECORDS["step"].fields if one.in_csv != (one.name,)))
+"""Members of a step in JSON that have other columns, or none."""
 _OTHER = ("kind",)
 
 
@@ -113,7 +53,7 @@ def row(record: Record) -> list[list[str]]:
     if isinstance(record, Call):
         return [_cells("call", _call(record))]
     if isinstance(record, Step):
-        return [_cells("step", {**as_json(record), **_step(record)}, ignore=("kind", "phases", "device_ms"))]
+        return [_cells("step", {**as_json(record), **_step(record)}, ignore=_SPREAD)]
     if record.kind == "memory":
         return _memory(record.data)
     if record.kind not in COLUMNS:
@@ -157,7 +97,8 @@ def _step(step: Step) -> dict[str, Any]:
 
 def _call(call: Call) -> dict[str, Any]:
     found: dict[str, Any] = {
-        **{name: getattr(call, name) for name in (*_WHO, "step", "call", "root", "via", "virtual", "training", "grad")},
+        **{name: getattr(call, name) for name in ("process", "rank", "step", "call", "root", "via")},
+        **{name: getattr(call, name) for name in ("virtual", "training", "grad")},
         "mode": call.mode or None,
         "failed": call.failed,
         "start_s": call.start_ns / 1e9,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from dpmon.model.state import PHASES, CallTrack, Process, State, StepSample
 from dpmon.model.stats import Speed, median
+from dpmon.record import schema
 from dpmon.record.codec import DDP
 
 __all__ = [
@@ -23,8 +24,7 @@ __all__ = [
 ]
 
 STEPS_COUNTED = 128
-FORWARD = (PHASES.index("scatter"), PHASES.index("replicate"), PHASES.index("apply"), PHASES.index("gather"),
-            PHASES.index("forward"))  # fmt: skip
+FORWARD = tuple(at for at, phase in enumerate(schema.PHASES) if phase.of_call or phase.name == "forward")
 _BACKWARD = PHASES.index("backward")
 
 

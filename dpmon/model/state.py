@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from dpmon.model.turns import standing_for, taking_turns
 from dpmon.rates import Pace, Paces
+from dpmon.record import schema
 from dpmon.record.codec import Call, Step
 
 __all__ = [
@@ -36,7 +37,7 @@ __all__ = [
     "WarningText",
 ]
 
-PHASES = ("data", "copy", "scatter", "replicate", "apply", "gather", "forward", "backward", "optimizer", "other")
+PHASES = tuple(phase.shown for phase in schema.PHASES)
 """Phases of a step as shown: the phases of its calls take their part out of `forward`, which keeps the rest."""
 NOT_RUN = -1
 

@@ -12,6 +12,7 @@ from dpmon.model.phases import CALLS_AT
 from dpmon.model.state import PHASES, Process, StepSample
 from dpmon.model.uneven import Uneven
 from dpmon.rates import Rate, rate_of, span_rate
+from dpmon.record.schema import phase_shown
 
 __all__ = [
     "PhaseFigures",
@@ -186,8 +187,8 @@ def _phases(steps: Sequence[tuple[int, ...]], total: int) -> tuple[PhaseFigures,
 
 
 def shown(phases: Sequence[PhaseFigures]) -> list[PhaseFigures]:
-    """The phases that are worth a column: all, but copies only where there are any, which takes a GPU."""
-    return [phase for phase in phases if phase.ran or phase.name != "copy"]
+    """The phases that are worth a column: all, but optional ones (copies, which take a GPU) only if they ran."""
+    return [phase for phase in phases if phase.ran or not phase_shown(phase.name).optional]
 
 
 def leaves_rest(phases: Sequence[PhaseFigures]) -> bool:

@@ -1,8 +1,9 @@
 """The last step of a process laid out in time: what its main thread did when, and each replica beside it. Pure.
 
-Calls, their phases and their replicas are recorded with their starts. Copies, backward and optimizer are recorded with
-their durations only, so they are laid where they can have been: copies before the first call; the others after it, in
-that order, in the time that no call has; such a piece is marked as placed.
+Calls, their phases and their replicas are recorded with their starts. The other phases, such as copies, backward and
+optimizer, are recorded with their durations only, so they are laid where they can have been: those before forward (in
+the order of a step) before the first call; the others after it, in that order, in the time that no call has. Such a
+piece is marked as placed.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from typing import NamedTuple
 
 from dpmon.model.state import Process
 from dpmon.record.codec import CALL_PHASES, Call, Step
+from dpmon.record.schema import STEP_PHASES, phase_named
 
-__all__ = ["Lane", "Piece", "Turn", "last_turn"]
+__all__ = ["Lane", "Piece", "Turn", "is_placed", "last_turn"]
 
-_NAMES = {"parallel_apply": "apply"}
+_FORWARD_AT = STEP_PHASES.index("forward")
+_BEFORE, _AFTER = STEP_PHASES[1:_FORWARD_AT], STEP_PHASES[_FORWARD_AT + 1 : -1]
+"""Phases without a start of their own: between the data and the first call, and after it."""
 
 
 class Piece(NamedTuple):
@@ -65,10 +69,12 @@ def last_turn(process: Process) -> Turn | None:
     data = step.phases.get("data", -1)
     if data > 0:
         main.append(Piece("data", 0, min(data, step.wall_ns)))
-    copy = step.phases.get("copy", -1)
-    if copy > 0:
-        first = min((call.start_ns - step.start_ns for call in calls), default=step.wall_ns)
-        main += _between("copy", max(data, 0), max(data, 0) + copy, min(first, step.wall_ns))
+    first = min((call.start_ns - step.start_ns for call in calls), default=step.wall_ns)
+    at = max(data, 0)
+    for name in _BEFORE:
+        took = max(step.phases.get(name, 0), 0)
+        main += _between(name, at, at + took, min(first, step.wall_ns))
+        at += took
     for call in calls:
         main += _of_call(call, step)
     main = _apart(main)
@@ -76,6 +82,11 @@ def last_turn(process: Process) -> Turn | None:
     lanes, staged = _lanes(calls, step)
     main.sort(key=lambda piece: piece.start_ns)
     return Turn(step.step, step.mode, step.start_ns, step.wall_ns, len(calls), tuple(main), lanes, staged)
+
+
+def is_placed(phase: str) -> bool:
+    """Whether the phase is recorded with its duration only."""
+    return phase in _BEFORE or phase in _AFTER
 
 
 def _between(phase: str, start: int, end: int, most: int) -> list[Piece]:
@@ -88,7 +99,7 @@ def _of_call(call: Call, step: Step) -> list[Piece]:
     begin = call.start_ns - step.start_ns
     end = begin + call.wall_ns
     phases = sorted(
-        (begin + phase.offset_ns, begin + phase.offset_ns + phase.host_ns, _NAMES.get(name, name))
+        (begin + phase.offset_ns, begin + phase.offset_ns + phase.host_ns, phase_named(name).shown)
         for name in CALL_PHASES
         if (phase := call.phases.get(name)) is not None
     )
@@ -118,11 +129,13 @@ def _apart(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def _placed(step: Step, main: Sequence[Piece], calls: Sequence[Call]) -> list[Piece]:
-    """Backward and optimizer in the time after the first call that no call has.
+    """The phases after forward in the time after the first call that no call has.
 
-    Each gap gets its part of the backward. The optimizer comes in the last gap, if there is room for it.
+    Each gap gets its part of the backward. The optimizer, and what follows it, comes in the last gap, if there is room
+    for it.
     """
-    backward, optimizer = max(step.phases.get("backward", 0), 0), max(step.phases.get("optimizer", 0), 0)
+    backward, *others = (max(step.phases.get(name, 0), 0) for name in _AFTER)
+    optimizer = sum(others)
     gaps = _gaps(step, main, calls)
     room = sum(end - start for start, end in gaps)
     if not room or not backward + optimizer:
@@ -131,7 +144,7 @@ def _placed(step: Step, main: Sequence[Piece], calls: Sequence[Call]) -> list[Pi
     # All of it behind the last call where it fits: how a step of one call goes, and one of an evaluation before it.
     if backward + optimizer <= last:
         start = gaps[-1][0]
-        return _two(start, backward, optimizer)
+        return _laid(start, backward, optimizer, others)
     found: list[Piece] = []
     scale = min(1.0, room / (backward + optimizer))
     late = optimizer if optimizer <= last else 0
@@ -140,15 +153,17 @@ def _placed(step: Step, main: Sequence[Piece], calls: Sequence[Call]) -> list[Pi
         here = end - start - (late if index == len(gaps) - 1 else 0)
         ours = int(backward * scale * here / rest)
         then = late if late and index == len(gaps) - 1 else 0 if late else int(optimizer * scale * here / rest)
-        found += _two(start, min(ours, end - start), min(then, max(end - start - ours, 0)))
+        found += _laid(start, min(ours, end - start), min(then, max(end - start - ours, 0)), others)
     return found
 
 
-def _two(start: int, backward: int, optimizer: int) -> list[Piece]:
-    pieces = [
-        Piece("backward", start, start + backward, True),
-        Piece("optimizer", start + backward, start + backward + optimizer, True),
-    ]
+def _laid(start: int, backward: int, rest: int, others: Sequence[int]) -> list[Piece]:
+    """From `start` on the backward, then `rest` ns of the phases after it, in proportion to all of their time."""
+    whole = max(sum(others), 1)
+    pieces = []
+    for name, took in zip(_AFTER, (backward, *(took * rest // whole for took in others)), strict=True):
+        pieces.append(Piece(name, start, start + took, True))
+        start += took
     return [piece for piece in pieces if piece.end_ns > piece.start_ns]
 
 

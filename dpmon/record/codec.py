@@ -9,10 +9,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from dpmon.record.plainjson import load_event, load_json
+from dpmon.record.schema import QUANTITIES, STEP_PHASES
 from dpmon.record.wire import (
+    BODY_PHASES,
     CALL_FORMAT,
     CALL_PHASES,
     CALL_STAGE,
@@ -29,9 +32,9 @@ from dpmon.record.wire import (
     PLAIN_TAG,
     PLAIN_WORDS,
     STEP_BODY,
-    STEP_COPY,
+    STEP_EXTRA,
+    STEP_EXTRAS,
     STEP_FORMAT,
-    STEP_PHASES,
     STEP_TAG,
     STEP_WORDS,
     TIMED_HEAD,
@@ -48,7 +51,7 @@ from dpmon.record.wire import (
     pack_event,
     pack_step,
     pack_timed,
-    with_copies,
+    with_extras,
 )
 
 __all__ = [
@@ -64,6 +67,7 @@ __all__ = [
     "PLAIN_FORMAT",
     "PLAIN_TAG",
     "PLAIN_WORDS",
+    "SAMPLES_AT",
     "STEP_FORMAT",
     "STEP_PHASES",
     "STEP_TAG",
@@ -82,6 +86,7 @@ __all__ = [
     "Size",
     "Stage",
     "Step",
+    "StepFields",
     "Untimed",
     "bare",
     "call_flags",
@@ -89,7 +94,6 @@ __all__ = [
     "call_head",
     "call_replicas",
     "call_stages",
-    "copied_bytes",
     "definition",
     "is_evaluation",
     "is_timed",
@@ -107,7 +111,7 @@ __all__ = [
     "step_times",
     "why_missing",
     "why_number",
-    "with_copies",
+    "with_extras",
 ]
 
 UNTIMED = (
@@ -125,6 +129,8 @@ UNTIMED = (
 )
 """The reasons by their numbers."""
 BACKWARD_AT, OPTIMIZER_AT = STEP_PHASES.index("backward"), STEP_PHASES.index("optimizer")
+_QUANTITY_NAMES = tuple(quantity.name for quantity in QUANTITIES)
+SAMPLES_AT = _QUANTITY_NAMES.index("samples")
 _BEFORE = "it ran before the first call on a GPU, or on a thread that does not train"
 _KINDS = ("", "definition", "call", "step", "event", "call")
 _MAX_TIMES = 1 << 13
@@ -262,8 +268,12 @@ class Step:
     """What its devices took for the phases that ran on them; None: no device's time was looked at."""
     untimed: str | None = None
     """Why one of those is missing."""
-    copied: int | None = None
-    """Bytes that its phase copy brought to devices; None: no copy was seen."""
+    quantities: Mapping[str, int] = field(default_factory=dict)
+    """The quantities that it has beside its samples, by name."""
+
+    def quantity(self, name: str) -> int | None:
+        """One of dpmon.record.schema.QUANTITIES; None if it is not known."""
+        return self.samples if name == "samples" else self.quantities.get(name)
 
     @property
     def evaluation(self) -> bool:
@@ -429,9 +439,10 @@ class Decoder:
         return Stage(index, device, parts, offset, ended, self._known(got), self._known(gave))
 
     def _step(self, payload: bytes) -> Step:
-        mode, step, start, wall, samples, *phases = step_fields(payload)
+        mode, step, start, wall, phases, quantities = step_fields(payload)
         known = {name: took for name, took in zip(STEP_PHASES, phases, strict=False) if took >= 0}
         known["other"] = max(0, wall - sum(known.values()))
+        counted = {name: count for name, count in zip(_QUANTITY_NAMES, quantities, strict=True) if count >= 0}
         return Step(
             process=self.process,
             rank=self.rank,
@@ -439,9 +450,9 @@ class Decoder:
             mode=MODES[mode],
             start_ns=start - self.origin_ns,
             wall_ns=wall,
-            samples=samples if samples >= 0 else None,
+            samples=counted.pop("samples", None),
             phases=known,
-            copied=copied_bytes(payload),
+            quantities=counted,
         )
 
 
@@ -597,17 +608,44 @@ def _stages_at(payload: bytes) -> int:
     return at
 
 
-def step_fields(payload: bytes) -> tuple[int, ...]:
-    """A step's numbers; struct.error if it is cut off.
+class StepFields(NamedTuple):
+    """A step's numbers as they lie in its payload; -1 for a phase that did not run or a quantity that is not known."""
 
-    mode, step, start_ns (absolute), wall_ns, samples, then STEP_PHASES without the last; -1 for none.
-    """
+    mode: int
+    step: int
+    start_ns: int
+    """On the absolute monotonic clock."""
+    wall_ns: int
+    phases: tuple[int, ...]
+    """In the order of STEP_PHASES, without the last."""
+    quantities: tuple[int, ...]
+    """In the order of dpmon.record.schema.QUANTITIES."""
+
+
+_IN_STEP = ("samples", *BODY_PHASES, *STEP_EXTRAS)
+_phases_in = itemgetter(*map(_IN_STEP.index, STEP_PHASES[:-1]))
+_quantities_in = itemgetter(*map(_IN_STEP.index, _QUANTITY_NAMES))
+_NO_EXTRAS = (-1,) * len(STEP_EXTRAS)
+
+
+def step_fields(payload: bytes) -> StepFields:
+    """A step's numbers; struct.error if it is damaged."""
     payload = bare(payload)
-    _, mode, _, _, step, start, wall, samples, data, *rest = STEP_BODY.unpack_from(payload)
-    copy = -1
-    if len(payload) != STEP_BODY.size:
-        copy, _ = STEP_COPY.unpack(payload[STEP_BODY.size :])
-    return (mode, step, start, wall, samples, data, copy, *rest)
+    _, mode, count, _, step, start, wall, *numbers = STEP_BODY.unpack_from(payload)
+    numbers += _extras(payload, count) if count or len(payload) != STEP_BODY.size else _NO_EXTRAS
+    return StepFields(mode, step, start, wall, _phases_in(numbers), _quantities_in(numbers))
+
+
+def _extras(payload: bytes, count: int) -> list[int]:
+    """The extras of a step in the order of STEP_EXTRAS, -1 for one that it lacks; struct.error if they are damaged."""
+    if len(payload) != STEP_BODY.size + count * STEP_EXTRA.size:
+        raise struct.error("a step is cut off")
+    found = list(_NO_EXTRAS)
+    for number, value in STEP_EXTRA.iter_unpack(memoryview(payload)[STEP_BODY.size :]):
+        if number >= len(found) or found[number] >= 0 or value < 0:
+            raise struct.error("an extra of a step is unknown, repeated or negative")
+        found[number] = value
+    return found
 
 
 def is_evaluation(backward: int | None, optimizer: int | None) -> bool:
@@ -616,12 +654,6 @@ def is_evaluation(backward: int | None, optimizer: int | None) -> bool:
     This holds if other steps of its mode train. A batch that the script skips cannot be told from an evaluation.
     """
     return (backward is None or backward < 0) and (optimizer is None or optimizer < 0)
-
-
-def copied_bytes(payload: bytes) -> int | None:
-    """How many bytes the copies of a step brought to devices; None if it has copied nothing."""
-    payload = bare(payload)
-    return None if len(payload) == STEP_BODY.size else STEP_COPY.unpack_from(payload, STEP_BODY.size)[1]
 
 
 def definition(payload: bytes) -> tuple[int, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dpmon.record.codec import MORE, STEP_PHASES, Call, Record, Size, Stage, Step
+from dpmon.record.schema import QUANTITIES
 
 __all__ = ["as_json"]
 
@@ -85,7 +86,8 @@ def _stage_json(stage: Stage, call: Call) -> dict[str, Any]:
 
 
 def _step_json(step: Step) -> dict[str, Any]:
-    absent = {} if step.samples is not None else {"samples": "no call of this step had a tensor with rows"}
+    counted = {quantity: step.quantity(quantity.name) for quantity in QUANTITIES}
+    absent = {one.name: one.absent for one, count in counted.items() if count is None and not one.optional}
     found: dict[str, Any] = {
         "kind": "step",
         "process": step.process,
@@ -94,11 +96,10 @@ def _step_json(step: Step) -> dict[str, Any]:
         "mode": step.mode or None,
         "start_s": step.start_ns / 1e9,
         "wall_ms": _ms(step.wall_ns),
-        "samples": step.samples,
+        **{one.name: count for one, count in counted.items() if not one.optional},
         "phases": {name: _ms(step.phases[name]) for name in STEP_PHASES if name in step.phases},
+        **{one.name: count for one, count in counted.items() if one.optional and count is not None},
     }
-    if step.copied is not None:
-        found["copied_bytes"] = step.copied
     if step.device_ms is not None:
         found["device_ms"] = {name: step.device_ms[name] for name in STEP_PHASES if name in step.device_ms}
         if step.untimed is not None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = [
+    "BODY_PHASES",
     "CALL_FORMAT",
     "CALL_PHASES",
     "CALL_STAGE",
@@ -32,9 +33,9 @@ __all__ = [
     "PLAIN_TAG",
     "PLAIN_WORDS",
     "STEP_BODY",
-    "STEP_COPY",
+    "STEP_EXTRA",
+    "STEP_EXTRAS",
     "STEP_FORMAT",
-    "STEP_PHASES",
     "STEP_TAG",
     "STEP_WORDS",
     "TIMED_HEAD",
@@ -52,16 +53,18 @@ __all__ = [
     "pack_step",
     "pack_timed",
     "shortened",
-    "with_copies",
+    "with_extras",
 ]
 
 MODES = ("", "dp", "single")
 """Modes by the number they have in records and in a ring's control block; 0 is none."""
 CALL_PHASES = ("scatter", "replicate", "parallel_apply", "gather")
-STEP_PHASES = ("data", "copy", "forward", "backward", "optimizer", "other")
-"""Copy: of tensors from the host to a GPU, by the script's own `.to` and `.cuda`."""
-TIMED_PHASES = ("data", "forward", "backward", "optimizer", "copy")
-"""As they stand in a record, which has no copy where nothing was copied."""
+BODY_PHASES = ("data", "forward", "backward", "optimizer")
+"""Phases that have a place in the record of every step."""
+STEP_EXTRAS = ("copy", "copied_bytes")
+"""Phases and quantities that few steps have, by their numbers in a record: what is new comes last."""
+TIMED_PHASES = (*BODY_PHASES, "copy")
+"""Phases of a step with device times, in the order of a record; it ends before `copy` where nothing was copied."""
 
 DEFINE_TAG, CALL_TAG, STEP_TAG, EVENT_TAG, PLAIN_TAG, TIMED_TAG = 1, 2, 3, 4, 5, 6
 VIRTUAL, TRAINING, GRAD, FAILED = 1, 2, 4, 8
@@ -87,12 +90,13 @@ inputs | outputs << 32."""
 CALL_FORMAT = PLAIN_FORMAT + "qq" * len(CALL_PHASES)
 CALL_STAGE = struct.Struct("<IIIxxxxqq")
 STEP_FORMAT = "<BBBxIQqqqqqqq"
-"""STEP_TAG, mode, 1 if it has copied else 0, 0, step, start, wall, samples, four phases: see pack_step."""
+"""STEP_TAG, mode, number of extras, 0, step, start, wall, samples, BODY_PHASES: see pack_step."""
 STEP_WORDS = "<QQqqqqqqq"
 """The same bytes as fewer numbers: tag | mode << 8, then step and the others."""
 STEP_BODY = struct.Struct(STEP_FORMAT)
-STEP_COPY = struct.Struct("<qq")
-"""Follows the four phases of a step that has copied: how long, and how many bytes."""
+STEP_EXTRA = struct.Struct("<Bq")
+"""One extra, behind the phases: its number in STEP_EXTRAS, then ns of a phase or the value of a quantity."""
+_EXTRA_NUMBERS = {name: number for number, name in enumerate(STEP_EXTRAS)}
 _call_structs: dict[int, struct.Struct] = {}
 _time_structs: dict[int, struct.Struct] = {}
 _NAN = float("nan")
@@ -198,23 +202,26 @@ def pack_call(
 
 
 def pack_step(mode: int, step: int, start_ns: int, wall_ns: int, samples: int, phases: Sequence[int]) -> bytes:
-    """A step that has copied nothing; `samples` -1 if unknown.
+    """A step without extras; `samples` -1 if unknown.
 
-    `phases`: ns for data, forward, backward and optimizer, -1 for one that did not run.
+    `phases`: ns for each of BODY_PHASES, -1 for one that did not run.
     """
     return STEP_BODY.pack(STEP_TAG, mode, 0, 0, step, start_ns, wall_ns, samples, *phases)
 
 
-def with_copies(step: bytes, took_ns: int, copied: int) -> bytes:
-    """The step that `pack_step` has packed, if tensors were copied to devices in it: how long, how many bytes."""
-    return bytes((*step[:2], 1)) + step[3:] + STEP_COPY.pack(took_ns, copied)
+def with_extras(step: bytes, extras: Mapping[str, int]) -> bytes:
+    """The step that `pack_step` has packed, with the phases (ns) and quantities of STEP_EXTRAS that it has."""
+    found = bytearray(step)
+    found[2] = len(extras)
+    for name, value in extras.items():
+        found += STEP_EXTRA.pack(_EXTRA_NUMBERS[name], value)
+    return bytes(found)
 
 
 def pack_timed(record: bytes, times: Sequence[float | None], why: int) -> bytes:
     """A packed call or step, with the times that its devices took, in ms; `why` one is None: a number of Untimed.
 
-    Of a call: each of CALL_PHASES, then each replica or stage. Of a step: data, forward, backward, optimizer, and copy
-    where it has copied.
+    Of a call: each of CALL_PHASES, then each replica or stage. Of a step: each of TIMED_PHASES, or those before `copy`.
     """
     count = len(times)
     packer = _time_structs.get(count)

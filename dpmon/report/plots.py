@@ -9,7 +9,7 @@ import html
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from dpmon.record.codec import CALL_PHASES
+from dpmon.record.schema import PHASES
 from dpmon.report.story import PARTS, Bin, Story
 from dpmon.report.words import mode_title
 from dpmon.text.cleaning import clean
@@ -18,9 +18,9 @@ from dpmon.text.palettes import LIGHT
 __all__ = ["Plot", "plots"]
 
 # As on the screen; the page is light.
-_COLOURS = {name.replace("apply", "parallel_apply"): colour for name, colour in LIGHT.by_phase.items()}
+_COLOURS = {phase.name: LIGHT.by_phase[phase.shown] for phase in PHASES}
 _MODE_COLOURS = {"dp": LIGHT.dp, "single": LIGHT.single}
-_ORDER = ("data", "copy", *CALL_PHASES, "forward", "backward", "optimizer", "other")
+_ORDER = tuple(phase.name for phase in PHASES)
 _LINES = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#000000", "#999999")
 _MAX_DEVICES = 16
 _MAX_PAUSES = 100

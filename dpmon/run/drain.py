@@ -20,7 +20,10 @@ from dpmon.store.writer import LIMIT_BYTES, Batch, History
 
 __all__ = ["Drain"]
 
-COMMIT_S = 1.0
+COMMIT_S = 0.2
+"""Between two commits while something happens."""
+FIND_S = 0.2
+"""Between two looks for new rings."""
 COMMIT_BYTES = 1 << 19
 """Written at the latest when this much has gathered: an eighth of a ring, so a kill in between loses nothing."""
 HOLD_BYTES = 8 << 20
@@ -31,7 +34,11 @@ RETRY_S = 5.0
 WARN_AGAIN_S = 300.0
 """A disk that is full gives a little room now and then: that it fails anew is said no more often."""
 _MEMORY = pack_event("memory", {})[:-1]
-"""How such a record begins."""
+"""How such a record begins, and others."""
+_EXIT = pack_event("exit", {})[:-1]
+_MOST_PUT_OFF = 32
+_AWAITED = tuple(pack_event(kind, {})[:-1] for kind in ("mode", "pause", "warning"))
+"""How records begin that somebody waits to see."""
 
 
 class _Source:
@@ -46,6 +53,8 @@ class _Source:
         self.unreadable = 0
         self.over = False
         """Its process is gone."""
+        self.put_off = 0
+        """How often the run's end was found here before all that others had done."""
 
     def note(self) -> None:
         """Bring the row up to what has been read."""
@@ -82,6 +91,7 @@ class Drain:
         self._accounts = Accounts()
         self._bytes = 0
         self._next_id = 1
+        self._find_at = 0.0
         self._commit_at = 0.0
         self._retry_at = 0.0
         self.failure: Exception | None = None
@@ -98,7 +108,9 @@ class Drain:
             return False
         more = False
         if self._bytes < HOLD_BYTES:
-            self._find_rings()
+            if now >= self._find_at:
+                self._find_at = now + FIND_S
+                self._find_rings()
             for source in self._sources.values():
                 more = self._take(source) or more
         if now >= self._commit_at or self._bytes >= COMMIT_BYTES:
@@ -111,7 +123,7 @@ class Drain:
         With `over`, the processes are gone: also what they had staged and could not write any more.
         """
         now = time.monotonic()
-        self._retry_at = 0.0
+        self._find_at = self._retry_at = 0.0
         for _ in range(64):
             if not self.drain(now):
                 break
@@ -176,13 +188,27 @@ class Drain:
 
     def _take(self, source: _Source) -> bool:
         """Move what one ring has into the batch; True if it filled faster than it was read."""
+        ring = source.ring
+        before = ring.position, ring.sequence, ring.missed
         try:
-            before = source.ring.position
-            payloads = source.ring.read()
+            payloads = ring.read()
+            if source.row.process < 0 and any(payload.startswith(_EXIT) for payload in payloads):
+                # What others did before the run's end belongs before it.
+                source.put_off += 1
+                if source.put_off < _MOST_PUT_OFF and self._others_have_more():
+                    ring.position, ring.sequence, ring.missed = before
+                    return True
         except (RingError, OSError):
             return False
         self._add(source, payloads)
-        return bool(source.ring.position - before >= source.ring.capacity // 8)
+        return bool(ring.position - before[0] >= ring.capacity // 8)
+
+    def _others_have_more(self) -> bool:
+        for source in self._sources.values():
+            with suppress(RingError, OSError):
+                if source.row.process >= 0 and source.ring.has_more():
+                    return True
+        return False
 
     def _add(self, source: _Source, payloads: list[bytes]) -> None:
         before = len(self._batch.rollups)
@@ -190,7 +216,9 @@ class Drain:
             try:
                 if source.intake.add(self._batch, self._next_id, payload):
                     self._next_id += 1
-                if payload.startswith(_MEMORY):
+                if payload.startswith(_AWAITED):
+                    self._commit_at = 0.0
+                elif payload.startswith(_MEMORY):
                     self.heard(payload, source.ring.pid)
             except RecordError:
                 source.unreadable += 1

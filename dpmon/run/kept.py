@@ -7,12 +7,12 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from dpmon.record.codec import MODES
 from dpmon.record.plainjson import load_json
+from dpmon.record.schema import QUANTITIES, STEP_PHASES
 from dpmon.run.files import check_database
 from dpmon.run.rollup import WHOLE, Rollup
 from dpmon.store.tables import (
@@ -22,22 +22,24 @@ from dpmon.store.tables import (
     HistoryError,
     check_schema,
     check_version,
+    columns_in,
     last_ids,
     rings_in,
     size_of,
 )
 
-__all__ = ["DISORDER", "Kept", "chance", "named"]
+__all__ = ["DISORDER", "STEP_NAMES", "Kept", "chance", "named"]
 
 DISORDER = 16_000
 """Rings are taken over in turn, so that rows do not lie in strict order of time: by so many ids at most."""
 
 _CALL_COLUMNS = "id, process, call, step, mode, start_ns, wall_ns, rows, payload"
-_STEP_COLUMNS = (
-    *("id", "process", "step", "mode", "start_ns", "wall_ns", "samples", "data_ns", "forward_ns", "backward_ns"),
-    *("optimizer_ns", "other_ns", "device", "copy_ns", "copied_bytes", "between_ns"),
+STEP_NAMES = (
+    *("id", "process", "step", "mode", "start_ns", "wall_ns", "device", "between_ns"),
+    *(quantity.name for quantity in QUANTITIES),
+    *(f"{name}_ns" for name in STEP_PHASES),
 )
-"""In their order in a row; a history of an earlier version lacks the last."""
+"""Columns of a row of steps, in their order."""
 _NEAR_STEP = 4096
 """Ids before a step's in which its calls are looked for."""
 _CHANCE = "(step * 2654435761 & 4294967295)"
@@ -52,8 +54,8 @@ def chance(number: int) -> int:
 
 
 def named(row: Sequence[Any]) -> dict[str, Any]:
-    """A row of steps, as `Kept.rows` gives it, by the names of its columns; those it lacks are None."""
-    return dict(zip_longest(_STEP_COLUMNS, row[2:]))
+    """A row of steps, as `Kept.rows` gives it, by the names of its columns."""
+    return dict(zip(STEP_NAMES, row[2:], strict=True))
 
 
 class Kept:
@@ -75,7 +77,8 @@ class Kept:
             check_schema(self._db)
             check_version(self._db)
             self.rings = rings_in(self._db)
-            self._columns = {"events": "*", "calls": _CALL_COLUMNS, "steps": self._step_columns()}
+            steps = ", ".join(columns_in(self._db, "steps", STEP_NAMES))
+            self._columns = {"events": "*", "calls": _CALL_COLUMNS, "steps": steps}
             self.last_id = max(last_ids(self._db))
             row = self._db.execute("SELECT value FROM meta WHERE key = 'pruned'").fetchone()
             self.pruned = int(row[0]) if row else 0
@@ -85,10 +88,6 @@ class Kept:
 
     def _select(self, table: str) -> str:
         return f"SELECT id, '{table}', {self._columns[table]} FROM {table}"
-
-    def _step_columns(self) -> str:
-        there = {row[1] for row in self._db.execute("PRAGMA table_info(steps)")}
-        return ", ".join(name for name in _STEP_COLUMNS if name in there)
 
     def definitions(self, process: int) -> list[tuple[int, Any]]:
         """Number and value of every definition of one process."""

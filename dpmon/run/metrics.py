@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, STEP, device_series
+from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, STEP, device_series, metrics_of
 from dpmon.run.destination import remove_parts, replaced
 from dpmon.run.exposition import histogram, metric
 from dpmon.run.files import read_file
@@ -40,31 +40,6 @@ BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _HEAD_BYTES = 1 << 14
 MAX_PROCESSES = 1024
 MAX_DEVICES = 256
-
-# Field of a sample, name, what it is multiplied by, what it says.
-_DEVICE = (
-    ("util_pct", "device_utilization_ratio", 0.01, "Share of the time in which a kernel ran on the GPU."),
-    ("mem_used_bytes", "device_memory_used_bytes", 1, "Memory in use on the GPU, other programs included."),
-    ("mem_run_bytes", "device_memory_run_bytes", 1, "Memory that the run's processes hold on the GPU."),
-    ("mem_total_bytes", "device_memory_total_bytes", 1, "Memory of the GPU."),
-    ("temperature_c", "device_temperature_celsius", 1, "Temperature of the GPU."),
-    ("power_w", "device_power_watts", 1, "Power the GPU draws."),
-    ("sm_clock_mhz", "device_sm_clock_hertz", 1e6, "Clock of the GPU's multiprocessors."),
-)
-_HOST = (
-    ("cpu_pct", "host_cpu_ratio", 0.01, "Share of the host's processors in use."),
-    ("mem_used_bytes", "host_memory_used_bytes", 1, "Memory in use on the host."),
-    ("mem_total_bytes", "host_memory_total_bytes", 1, "Memory of the host."),
-    ("cpus", "host_cpus", 1, "Processors of the host."),
-    ("load_1m", "host_load", 1, "Threads that run or want to run on the host, mean of a minute."),
-    ("run_cpu_pct", "run_cpu_cores", 0.01, "Processors that the run's processes use."),
-    (
-        "run_mem_bytes",
-        "run_memory_bytes",
-        1,
-        "Memory of the run's processes; a shared page is divided among its processes.",
-    ),
-)
 
 
 def metrics_path(asked: str, info: RunInfo) -> Path:
@@ -175,12 +150,13 @@ class Metrics:
         for event in store.events("device", newest=MAX_DEVICES):
             if type(index := event.data.get("index")) is int:
                 devices[index] = event.data
-        for source, name, scale, help_text in _DEVICE:
-            values = [({**run, **_device_labels(index, data)}, data.get(source)) for index, data in devices.items()]
-            lines += metric(name, "gauge", help_text, _known(values, scale))
+        for gauge in metrics_of("device"):
+            values = [({**run, **_device_labels(index, data)}, data.get(gauge.name)) for index, data in devices.items()]
+            lines += metric(gauge.metric, "gauge", gauge.help, _known(values, gauge.scale))
         for event in store.events("host", newest=1):
-            for source, name, scale, help_text in _HOST:
-                lines += metric(name, "gauge", help_text, _known([(run, event.data.get(source))], scale))
+            for gauge in metrics_of("host"):
+                known = _known([(run, event.data.get(gauge.name))], gauge.scale)
+                lines += metric(gauge.metric, "gauge", gauge.help, known)
         return lines
 
     def _step_lines(self, window: Window, ranks: Mapping[int, int | None], run: _Labels) -> list[str]:

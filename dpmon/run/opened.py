@@ -45,26 +45,44 @@ _FAULTS = (HistoryError, sqlite3.Error, OSError, ValueError, TypeError, Overflow
 
 @contextmanager
 def open_store(directory: Path) -> Iterator[Store]:
-    """The store of a run as of now. RunError if the directory is no run, HistoryError if a query cannot be answered."""
+    """The store of a run as of now. RunError if the directory is no run, HistoryError if nothing can be read."""
     info = load_info(directory)
-    path = directory / HISTORY_FILE
-    db, damaged = None, None
     with ExitStack() as stack:
         try:
-            db = stack.enter_context(closing(_connect(f"{path.absolute().as_uri()}?mode=ro", path)))
-            rings = _begin(db, path)
-            if _is_written(info, path) or not _have_more(directory, rings) or size_of(path) > LARGEST:
-                store = Store(db, info.start_ns)
-            else:
-                store = Store(stack.enter_context(closing(_with_rest(directory, info, db))), info.start_ns)
+            store = _store(directory, info, stack)
         except _FAULTS as error:
-            if not isinstance(error, FileNotFoundError):
-                damaged = f"the history cannot be read: {error}"
-            store = Store(stack.enter_context(closing(_with_rest(directory, info, None))), info.start_ns, damaged)
-        try:
-            yield store
-        except (sqlite3.Error, OverflowError) as error:
-            raise HistoryError(str(error)) from None
+            damaged = None if isinstance(error, FileNotFoundError) else f"the history cannot be read: {error}"
+            store = _in_memory(directory, info, None, stack, damaged)
+        yield store
+
+
+def _store(directory: Path, info: RunInfo, stack: ExitStack) -> Store:
+    path = directory / HISTORY_FILE
+    db = stack.enter_context(closing(_connect(f"{path.absolute().as_uri()}?mode=ro", path)))
+    bounds = Bounds(db, size_of(path))
+    db.execute("BEGIN")
+    check_schema(db)
+    check_version(db)
+    check_whole(db)
+    if _is_written(info, path) or not _have_more(directory, rings_in(db)) or size_of(path) > LARGEST:
+        return Store(db, bounds, info.start_ns)
+    return _in_memory(directory, info, db, stack)
+
+
+def _in_memory(
+    directory: Path, info: RunInfo, db: sqlite3.Connection | None, stack: ExitStack, damaged: str | None = None
+) -> Store:
+    """The store of a copy of a history, or of an empty one, to which all was added that the rings hold."""
+    memory = stack.enter_context(closing(_connect(":memory:")))
+    if db is not None:
+        db.backup(memory)
+    history = History(memory, {"run": info.id, "start_ns": info.start_ns}, _NO_LIMIT)
+    drain = Drain(directory, info, lambda text: None, history=history)
+    drain.flush(over=True)
+    drain.close()
+    if drain.failure is not None:
+        raise drain.failure
+    return Store(memory, history.bounds, info.start_ns, damaged)
 
 
 def _connect(uri: str, path: Path | None = None) -> sqlite3.Connection:
@@ -74,16 +92,6 @@ def _connect(uri: str, path: Path | None = None) -> sqlite3.Connection:
     # A damaged letter is no reason to read nothing that follows it.
     db.text_factory = partial(str, encoding="utf-8", errors="replace")
     return db
-
-
-def _begin(db: sqlite3.Connection, path: Path) -> dict[str, RingRow]:
-    """Begin to read a history at one instant: how far its rings were taken over."""
-    Bounds(db, size_of(path))
-    db.execute("BEGIN")
-    check_schema(db)
-    check_version(db)
-    check_whole(db)
-    return rings_in(db)
 
 
 def _is_written(info: RunInfo, path: Path) -> bool:
@@ -105,21 +113,3 @@ def _have_more(directory: Path, rings: Mapping[str, RingRow]) -> bool:
                 if ring.has_more() or (ended and ring.has_last_words()):
                     return True
     return False
-
-
-def _with_rest(directory: Path, info: RunInfo, db: sqlite3.Connection | None) -> sqlite3.Connection:
-    """A copy in memory of a history, or an empty one, to which all that the rings hold was added."""
-    memory = _connect(":memory:")
-    try:
-        if db is not None:
-            db.backup(memory)
-        history = History(memory, {"run": info.id, "start_ns": info.start_ns}, _NO_LIMIT)
-        drain = Drain(directory, info, lambda text: None, history=history)
-        drain.flush(over=True)
-        drain.close()
-        if drain.failure is not None:
-            raise drain.failure
-    except BaseException:
-        memory.close()
-        raise
-    return memory

@@ -8,7 +8,6 @@ from typing import Any
 
 from dpmon.record.codec import (
     MODES,
-    STEP_PHASES,
     Decoder,
     Event,
     Record,
@@ -18,13 +17,16 @@ from dpmon.record.codec import (
     pack_definition,
 )
 from dpmon.record.plainjson import load_event
-from dpmon.run.kept import Kept
+from dpmon.record.schema import QUANTITIES, STEP_PHASES
+from dpmon.run.kept import STEP_NAMES, Kept
 
 __all__ = ["decoders_of", "record_of", "step_columns", "step_device"]
 
 _MAX_INT = (1 << 63) - 1
-_DEVICE_AT = 9 + 5
-_COPY_AT = _DEVICE_AT + 1
+_DEVICE_AT = 2 + STEP_NAMES.index("device")
+_QUANTITIES_AT = 2 + STEP_NAMES.index(QUANTITIES[0].name)
+_PHASES_AT = _QUANTITIES_AT + len(QUANTITIES)
+_SAMPLES_AT = 2 + STEP_NAMES.index("samples")
 _WHOLE, _WHOLE_OR_NONE = {int}, {int, type(None)}
 
 
@@ -60,10 +62,10 @@ def record_of(row: tuple[Any, ...], decoders: Mapping[int, Decoder]) -> Record:
 
 def step_columns(row: tuple[Any, ...]) -> tuple[int, int, str, int, int, int | None, list[int | None]]:
     """process, step, mode, start_ns, wall_ns, samples and the phases of a row of steps; RecordError if damaged."""
-    _, _, _, process, step, mode, start_ns, wall_ns, samples = row[:9]
-    phases = [*row[9:10], _later(row, _COPY_AT), *row[10:_DEVICE_AT]]
+    process, step, mode, start_ns, wall_ns = row[3:8]
+    samples, phases = row[_SAMPLES_AT], list(row[_PHASES_AT:])
     # SQLite holds whatever was written into a column, of any type.
-    if mode not in MODES or len(phases) != len(STEP_PHASES):
+    if mode not in MODES:
         raise RecordError("damaged row in steps")
     # By their types at once: this is done for every step of a report.
     if {type(process), type(step), type(start_ns), type(wall_ns)} != _WHOLE:
@@ -84,7 +86,11 @@ def _step_of(row: tuple[Any, ...], decoders: Mapping[int, Decoder]) -> Step:
         wall_ns=wall_ns,
         samples=samples,
         phases={name: took for name, took in zip(STEP_PHASES, phases, strict=True) if took is not None},
-        copied=copied if type(copied := _later(row, _COPY_AT + 1)) is int else None,
+        quantities={
+            quantity.name: count
+            for quantity, count in zip(QUANTITIES, row[_QUANTITIES_AT:_PHASES_AT], strict=True)
+            if type(count) is int and quantity.name != "samples"
+        },
     )
     times = step_device(row)
     return found if times is None else kept_step_times(found, times)
@@ -92,10 +98,5 @@ def _step_of(row: tuple[Any, ...], decoders: Mapping[int, Decoder]) -> Step:
 
 def step_device(row: tuple[Any, ...]) -> bytes | None:
     """What a row of steps has of its devices, as dpmon.record.codec.step_times."""
-    kept = _later(row, _DEVICE_AT)
+    kept = row[_DEVICE_AT]
     return kept if isinstance(kept, bytes) else None
-
-
-def _later(row: tuple[Any, ...], at: int) -> Any:
-    """A column that a history lacks which an earlier version began."""
-    return row[at] if at < len(row) else None

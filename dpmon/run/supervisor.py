@@ -36,7 +36,7 @@ from dpmon.run.start import TAKE_OVER
 from dpmon.run.state import YOUNG_S
 from dpmon.run.terminal import INPUT_FIFO, Terminal
 from dpmon.run.uncaught import uncaught
-from dpmon.run.waiting import CLOSE_S, InputWatch
+from dpmon.run.waiting import InputWatch
 
 if TYPE_CHECKING:
     from dpmon.run.metrics import Metrics
@@ -50,8 +50,11 @@ SCREEN_OUTPUT, HEADLESS_OUTPUT = 1 << 20, 64 << 20
 SPARE_FILE, SPARE_BYTES = "spare", 1 << 16
 LITTLE_HISTORY = 32 << 20
 """Where the record could not go to its own place: what takes it instead may be memory."""
-DRAIN_S = 0.2
-"""A ring of 4 MiB is filled in 0.4 s by 100,000 records a second; that is as long as it may stay unread."""
+DRAIN_S = 0.05
+"""A record is in the history this long after it was written, and COMMIT_S more while others come before it. And a ring
+of 4 MiB is filled in 0.4 s by 100,000 records a second: it must not stay unread for longer."""
+LOOK_S = 0.2
+"""Between two looks at everything that changes rarely."""
 _MOST_WARNINGS = 1 << 16
 """Bytes of warnings.log that are read at once."""
 
@@ -277,11 +280,14 @@ class Supervisor:
         poller = self._poller(command.pid)
         reads = InputWatch(self._directory, command.pid, lambda *wait: self._tell_wait(sampler, command.pid, *wait))
         drain.heard = sampler.heard
+        ended, look_at = False, 0.0
         while self._leave_at is None or time.monotonic() < self._leave_at:
-            ended = command.over()
-            for text in self._warnings.new():
-                sampler.emit("warning", {"process": None, "text": text})
             now = time.monotonic()
+            if now >= look_at:
+                look_at = now + LOOK_S
+                ended = command.over()
+                for text in self._warnings.new():
+                    sampler.emit("warning", {"process": None, "text": text})
             busy = drain.drain(now)
             room.look(now)
             reads.look(now)
@@ -291,8 +297,10 @@ class Supervisor:
                 break
             if self._terminal is not None:
                 self._terminal.register(poller)
-            if poller.poll(0 if busy else (CLOSE_S if reads.waits else DRAIN_S) * 1000) and self._terminal is not None:
-                self._terminal.serve()
+            if poller.poll(0 if busy else DRAIN_S * 1000):
+                look_at = 0.0  # it may have ended
+                if self._terminal is not None:
+                    self._terminal.serve()
         how = self._learn(command) if command.over() else None
         reads.close()
         room.close(nobody_writes=how is not None and not proc.tree(command.pid))

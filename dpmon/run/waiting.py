@@ -96,11 +96,6 @@ class InputWatch:
             self._write(self._since, asked)
         self._next = now + (_EVERY_S if self._since is None else CLOSE_S)
 
-    @property
-    def waits(self) -> bool:
-        """Whether the process was last seen waiting; then check it every CLOSE_S."""
-        return self._since is not None
-
     def close(self) -> None:
         """It waits no more."""
         self._over()

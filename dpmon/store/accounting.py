@@ -16,7 +16,8 @@ after they ended; they are taken out of the activity in which they lie.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 __all__ = ["ACTIVITIES", "Account", "Gap", "Spent"]
@@ -25,6 +26,7 @@ ACTIVITIES = ("startup", "training", "evaluation", "between", "paused", "input",
 _PIECES = 1024
 """Stretches of time in which a late wait for input is looked for."""
 _SECOND = 1_000_000_000
+_LONGEST_S = 1_000_000
 
 
 class Spent(NamedTuple):
@@ -37,8 +39,11 @@ class Spent(NamedTuple):
     sign: int = 1
 
     def by_second(self) -> Iterator[tuple[int, int]]:
-        """Each second it touches, and the time in it (ns, negative if it is taken back)."""
-        at = self.begin
+        """Each second it touches, and the time in it (ns, negative if it is taken back).
+
+        Of a stretch that no run has, made of damaged records, only the end.
+        """
+        at = max(self.begin, self.end - _LONGEST_S * _SECOND)
         while at < self.end:
             second = at // _SECOND
             until = min((second + 1) * _SECOND, self.end)
@@ -121,10 +126,18 @@ class Account:
     def wait(self, begin: int, end: int) -> list[Spent]:
         """The process waited for input. Return what changes in the time that was accounted for before."""
         changes: list[Spent] = []
+        pieces: list[Spent] = []
         for piece in self._pieces:
             low, high = max(begin, piece.begin), min(end, piece.end)
-            if high > low and piece.activity not in ("paused", "input"):
-                changes += (Spent(piece.activity, piece.mode, low, high, -1), Spent("input", piece.mode, low, high))
+            if high <= low or piece.activity in ("paused", "input"):
+                pieces.append(piece)
+                continue
+            waited = Spent("input", piece.mode, low, high)
+            changes += (Spent(piece.activity, piece.mode, low, high, -1), waited)
+            parts = piece._replace(end=low), waited, piece._replace(begin=high)
+            pieces += [part for part in parts if part.end > part.begin]
+        if changes:
+            self._pieces = deque(pieces, _PIECES)
         if end > self._at:
             self._apart.append(("input", begin, end))
         return changes
@@ -140,26 +153,25 @@ class Account:
 
     def _gap(self, activity: str, mode: str, until: int) -> tuple[list[Spent], int]:
         """The time up to `until`, in order; and how much of it is none of the pauses and waits."""
-        spent: list[Spent] = []
-        at, left = self._at, 0
-        for what, begin, end in sorted(self._apart, key=lambda one: one[1]):
-            low, high = max(begin, at), min(end, until)
-            if high > low:
-                left += low - at
-                spent += self._piece(activity, mode, at, low) + self._piece(what, mode, low, high)
-                at = high
-        left += max(until - at, 0)
-        return spent + self._piece(activity, mode, at, until), left
+        spent = self._cut(activity, mode, self._at, until, sorted(self._apart, reverse=True))  # pauses first
+        return spent, sum(one.end - one.begin for one in spent if one.activity == activity)
 
     def _stretch(self, activity: str, mode: str, begin: int, end: int) -> list[Spent]:
         """The time of a step, without the waits for input in it."""
-        at, spent = begin, []
-        for what, low, high in sorted(self._apart, key=lambda one: one[1]):
-            low, high = max(low, at), min(high, end)
-            if high > low and what == "input":
-                spent += self._piece(activity, mode, at, low) + self._piece(what, mode, low, high)
-                at = high
-        return spent + self._piece(activity, mode, at, end)
+        return self._cut(activity, mode, begin, end, [one for one in self._apart if one[0] == "input"])
+
+    def _cut(
+        self, activity: str, mode: str, begin: int, end: int, apart: Sequence[tuple[str, int, int]]
+    ) -> list[Spent]:
+        """A stretch of time, in order: the first of `apart` that covers a part of it, else `activity`."""
+        if not apart:
+            return self._piece(activity, mode, begin, end)
+        edges = sorted({begin, end, *(at for _, *both in apart for at in both if begin < at < end)})
+        spent: list[Spent] = []
+        for low, high in pairwise(edges) if end > begin else ():
+            covering = (what for what, since, until in apart if since <= low and high <= until)
+            spent += self._piece(next(covering, activity), mode, low, high)
+        return spent
 
     def _piece(self, activity: str, mode: str, begin: int, end: int) -> list[Spent]:
         if end <= begin:

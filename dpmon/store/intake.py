@@ -19,13 +19,13 @@ from dpmon.record.codec import (
     GRAD,
     MODES,
     OPTIMIZER_AT,
+    SAMPLES_AT,
     TRAINING,
     VIRTUAL,
     RecordError,
     call_head,
     call_replicas,
     call_stages,
-    copied_bytes,
     definition,
     is_evaluation,
     is_timed,
@@ -37,26 +37,26 @@ from dpmon.record.codec import (
     why_number,
 )
 from dpmon.record.plainjson import load_event
-from dpmon.record.schema import EVALUATION, PHASES, SETTLING, SETTLING_STEPS
-from dpmon.record.wire import CALL_PHASES, STEP_PHASES
+from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, SETTLING, SETTLING_STEPS, STEP_PHASES
+from dpmon.record.wire import CALL_PHASES
 from dpmon.store.accounting import Account
 from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.tables import RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, StepFacts
-from dpmon.store.writer import Batch
+from dpmon.store.writer import GAP_NS, Batch
 
 __all__ = ["Accounts", "Intake"]
 
 BATCH_SIZES = 16
 """Batch sizes of a process that have tallies of their own; the others share OTHER_SIZES."""
-GAP_NS = 20_000_000
-"""Shorter times between two steps get no row."""
 _WAITING = 4096
 """Calls of a process that are held for their step."""
 _MAX_INT = (1 << 63) - 1
 _APPLY = CALL_PHASES.index("parallel_apply")
 _CALL_AT = {name: index for index, name in enumerate(CALL_PHASES)}
 _STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
+_MEASURED = (*(quantity.name for quantity in QUANTITIES), *(f"{phase.name}_ns" for phase in PHASES))
+"""Columns of a step's quantities and phases."""
 
 
 _DAMAGE = (RecordError, LookupError, ValueError, TypeError, AttributeError, struct.error, RecursionError)
@@ -174,7 +174,7 @@ class Intake:
         self._calls = []
         for number, payload in waiting:
             with suppress(*_DAMAGE):
-                self._calls.append(_held(number, payload))
+                self._calls.append(_held(number, payload, call_head(payload)))
 
     def add(self, batch: Batch, number: int, payload: bytes) -> bool:
         """Put `payload` into `batch` under the id `number`; False if it was a definition, which takes no id.
@@ -206,10 +206,11 @@ class Intake:
     # ------------------------------------------------------------------------------------------ calls
 
     def _call(self, batch: Batch, number: int, payload: bytes) -> None:
-        mode, _, _, _, step, call, start, wall, inputs, _, *phases = call_head(payload)
+        head = call_head(payload)
+        mode, _, _, _, step, call, start, wall, inputs, _, *phases = head
         began = start - self._start_ns
         _check(step, call, began, wall, began + wall)
-        held = _held(number, payload)
+        held = _held(number, payload, head)
         took = held.phases
         batch.calls.append(
             {
@@ -248,7 +249,7 @@ class Intake:
     # ------------------------------------------------------------------------------------------ steps
 
     def _step(self, batch: Batch, number: int, payload: bytes) -> None:
-        mode_number, step, start, wall, samples, *phases = step_fields(payload)
+        mode_number, step, start, wall, phases, counted = step_fields(payload)
         mode = MODES[mode_number]
         began = start - self._start_ns
         _check(step, began, wall, began + wall)
@@ -264,25 +265,25 @@ class Intake:
             _known(by_call[_CALL_AT[phase.name]] if phase.of_call else [*phases, other][_STEP_AT[phase.name]])
             for phase in PHASES
         ]
-        quantities = (_known(samples), copied_bytes(payload))
+        quantities = [_known(count) for count in counted]
         times = step_times(payload)
         device = _device_times(times, calls, by_call)
         parts = [part for call in calls for part in call.parts]
         facts = StepFacts(step, max(wall, 0), quantities, values, rest, len(calls), device, parts)
         process = self.row.process
-        batch.step(Key(process, mode, kind, self._batch_size(quantities[0])), began, facts)
+        batch.step(Key(process, mode, kind, self._batch_size(quantities[SAMPLES_AT])), began, facts)
         spent, gap = self._accounts.account(process).step(step, mode, began, max(wall, 0), evaluation)
         batch.spend(process, spent)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append((process, *gap))
-        row: dict[str, Any] = {f"{phase.name}_ns": took for phase, took in zip(PHASES, values, strict=True)}
+        row: dict[str, Any] = dict(zip(_MEASURED, (*quantities, *values), strict=True))
         between = gap.ns if gap is not None else 0
         if evaluation and gap is None:
             between = -sum(one.end - one.begin for one in spent if one.activity == "evaluation" and one.end <= began)
         row |= {
             "id": number, "process": process, "step": step, "mode": mode, "start_ns": began, "wall_ns": wall,
-            "samples": quantities[0], "copied_bytes": quantities[1], "device": times,
-            "between_ns": max(min(between, _MAX_INT), -_MAX_INT), "kind": kind, "calls": len(calls), "rest_ns": rest,
+            "device": times, "between_ns": max(min(between, _MAX_INT), -_MAX_INT), "kind": kind, "calls": len(calls),
+            "rest_ns": rest,
         }  # fmt: skip
         batch.steps.append(row)
         batch.rollup(began + wall, process, mode).steps.append(row)
@@ -328,9 +329,9 @@ class Intake:
         return (number, process, kind, t_ns, text)
 
 
-def _held(number: int, payload: bytes) -> _Call:
-    """What is held of a call."""
-    mode, flags, _, layout, step, _, _, _, inputs, outputs, *phases = call_head(payload)
+def _held(number: int, payload: bytes, head: Sequence[int]) -> _Call:
+    """What is held of a call; `head`: as call_head gives it."""
+    mode, flags, _, layout, step, _, _, _, inputs, outputs, *phases = head
     took = tuple(phases[2 * i + 1] if phases[2 * i] >= 0 else -1 for i in range(len(CALL_PHASES)))
     _check(*took)
     replicas, stages = call_replicas(payload), call_stages(payload)

@@ -6,7 +6,6 @@ and the metrics is made from what it returns (dpmon.store.figures, dpmon.store.w
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import struct
 from collections import Counter
@@ -15,7 +14,6 @@ from contextlib import suppress
 from typing import Any
 
 from dpmon.record.codec import (
-    STEP_PHASES,
     Call,
     Decoder,
     Event,
@@ -25,16 +23,19 @@ from dpmon.record.codec import (
     pack_definition,
 )
 from dpmon.record.plainjson import load_event, load_json
-from dpmon.record.schema import EVALUATION, MODES, PHASES, SETTLING, STEP
+from dpmon.record.schema import EVALUATION, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape, TimeRow
 from dpmon.store.tables import (
     ACTIVITY_COLUMNS,
     LASTING,
     LASTING_KINDS,
+    STEP_COLUMNS,
     TALLY_COLUMNS,
+    Bounds,
     HistoryError,
     RingRow,
+    columns_in,
     rings_in,
 )
 from dpmon.store.tally import ALL, WIDTHS, Key, Tally
@@ -43,6 +44,8 @@ __all__ = ["END", "Store"]
 
 END = 1 << 40
 """A second after every run."""
+Parameters = Sequence[Any] | Mapping[str, Any]
+"""Values of a query's parameters."""
 _LAST_NS = (1 << 63) - 1
 _SECOND = 1_000_000_000
 _TALLY = ("start_s", "process", "mode", "kind", "batch", *TALLY_COLUMNS, "sketches")
@@ -51,7 +54,7 @@ _BETWEEN = "width = :width AND start_s >= :begin AND start_s < :end"
 _STARTS = (
     "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + :width FROM starts WHERE at + :width < :end)"
 )
-_LONG_PHASES = tuple(f"{phase.name}_ns" for phase in PHASES if not phase.of_call)
+_LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
 _SHAPE_CHARACTERS = 1 << 20
 _REACH = {"last_step": "max", "low_ns": "min", "high_ns": "max", "first_ns": "min", "last_ns": "max"}
 _ADDED = frozenset(TALLY_COLUMNS) - frozenset(_REACH)
@@ -61,11 +64,15 @@ _ADDED = frozenset(TALLY_COLUMNS) - frozenset(_REACH)
 class Store:
     """The tables of one history, as of one instant."""
 
-    def __init__(self, db: sqlite3.Connection, origin_ns: int = 0, damaged: str | None = None) -> None:
-        """`db`: in a transaction, so that every query sees the same; `origin_ns`: the run's start, monotonic."""
+    def __init__(self, db: sqlite3.Connection, bounds: Bounds, origin_ns: int = 0, damaged: str | None = None) -> None:
+        """`db`: in a transaction, so that every query sees the same; `bounds`: its limits.
+
+        `origin_ns`: the run's start, monotonic; `damaged`: why the history could not be read.
+        """
         self._db = db
+        self._bounds = bounds
         self.damaged = damaged
-        """Why the history could not be read, if it could not."""
+        """Why the history could not be read, or not to its end; None: what was asked so far was read."""
         self._origin_ns = origin_ns
         self._decoders: dict[int, Decoder] = {}
         self.rings: dict[str, RingRow] = rings_in(db)
@@ -73,6 +80,8 @@ class Store:
         meta = dict(self._rows("SELECT key, value FROM meta"))
         self._whole: dict[int, int] = {width: _whole(meta.get(f"whole_{width}")) for width in WIDTHS[1:]}
         self._pruned: dict[int, int] = {width: _whole(meta.get(f"pruned_{width}")) for width in WIDTHS[:-1]}
+        self._tally_columns = columns_in(db, "tallies", _TALLY)
+        self._step_columns = ", ".join(columns_in(db, "steps", STEP_COLUMNS))
         self.pruned = _count(meta.get("pruned", 0))
         """Rows that were deleted to bound the history."""
         self.processes = sorted({ring.process for ring in self.rings.values() if ring.process >= 0 and ring.steps})
@@ -83,8 +92,20 @@ class Store:
         """Records that nobody could keep: lost by their writer, overwritten before they were read, or unreadable."""
         return sum(ring.missed + ring.lost for ring in self.rings.values())
 
-    def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        return self._db.execute(query, values).fetchall()
+    def _rows(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
+        return list(self._each(query, values))
+
+    def _each(self, query: str, values: Parameters = ()) -> Iterator[tuple[Any, ...]]:
+        """The rows of a query; where the database is damaged, those before the damage."""
+        self._bounds.begin()
+        try:
+            for number, row in enumerate(self._db.execute(query, values)):
+                if number > self._bounds.rows:
+                    raise HistoryError("it has more rows than its size allows")
+                self._bounds.begin()
+                yield row
+        except (sqlite3.Error, OverflowError, HistoryError) as error:
+            self.damaged = self.damaged or f"the history cannot be read to its end: {error}"
 
     # ------------------------------------------------------------------------------------------ tallies
 
@@ -101,7 +122,7 @@ class Store:
         while at < end_s:
             width = self._width_at(at, end_s, finest, widest)
             at -= at % width
-            until = at + width
+            until = self._same_until(at, width, end_s, widest)
             if found and found[-1][0] == width and found[-1][2] == at:
                 found[-1] = width, found[-1][1], until
             else:
@@ -120,12 +141,20 @@ class Store:
                 return width
         return WIDTHS[0]
 
+    def _same_until(self, at: int, width: int, end: int, widest: int) -> int:
+        """Up to where the stretches from `at` on are this wide."""
+        wider = next((each for each in WIDTHS if width < each <= widest), None)
+        limits = [end, *(second for each, second in self._pruned.items() if each < width and second > at)]
+        if wider is not None and at < self._whole[wider]:
+            limits.append(at - at % wider + wider)
+        if width > 1:
+            limits.append(self._whole[width])
+        return max(at + (min(limits) - at) // width * width, at + width)
+
     def _newest(self) -> int:
-        (found,) = self._rows(
-            "SELECT max(t) FROM (SELECT max(start_s) AS t FROM tallies WHERE width = 1"
-            " UNION ALL SELECT max(start_s) FROM times WHERE width = 1)"
-        )[0]
-        return _whole(found, -1)
+        rows = self._rows("SELECT max(start_s) FROM tallies WHERE width = 1")
+        rows += self._rows("SELECT max(start_s) FROM times WHERE width = 1")
+        return max(_whole(found, -1) for (found,) in (*rows, (-1,)))
 
     def tally_rows(
         self,
@@ -143,9 +172,10 @@ class Store:
         `process`: of this one only; ALL for those of all processes together, which a run of one process lacks.
         `series`: read these only.
         """
-        for width, row in self._stretches("tallies", _TALLY, begin_s, end_s, process, finest, widest):
+        for width, row in self._stretches("tallies", self._tally_columns, begin_s, end_s, process, finest, widest):
             named = dict(zip(_TALLY, row, strict=True))
-            if type(named["start_s"]) is not int or type(named["process"]) is not int or named["mode"] not in MODES:
+            whole = named["start_s"], named["process"], named["kind"], named["batch"]
+            if any(type(value) is not int for value in whole) or named["mode"] not in MODES:
                 continue
             with suppress(ValueError):
                 tally = Tally.of_row(named, self._names, sketches=sketches, series=series)
@@ -175,7 +205,7 @@ class Store:
                     f"{_STARTS} SELECT {names} FROM starts CROSS JOIN {table}"
                     " ON width = :width AND start_s = starts.at AND process = :process"
                 )
-            for row in self._db.execute(query, values):
+            for row in self._each(query, values):
                 yield width, row
 
     def tallies(
@@ -224,6 +254,7 @@ class Store:
         return {
             (mode, kind)
             for _, (mode, kind) in self._stretches("tallies", ("mode", "kind"), 0, END, process, 1, WIDTHS[-1])
+            if mode in MODES and type(kind) is int
         }
 
     # ------------------------------------------------------------------------------------------ time
@@ -241,9 +272,8 @@ class Store:
         found = []
         for width, row in self._stretches("times", _TIME, begin_s, end_s, process, finest, widest):
             start, who, mode, *spent = row
-            if mode in MODES and {type(start), type(who), *map(type, spent)} <= {int, float}:
-                ns = dict(zip(ACTIVITIES, (int(each) for each in spent), strict=True))
-                found.append(TimeRow(int(start), width, int(who), mode, ns))
+            if mode in MODES and {type(start), type(who), *map(type, spent)} == {int}:
+                found.append(TimeRow(start, width, who, mode, dict(zip(ACTIVITIES, spent, strict=True))))
         return found
 
     def times(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:
@@ -296,14 +326,10 @@ class Store:
             f" WHERE start_ns >= ? AND start_ns < ? AND {only} ORDER BY wall_ns DESC LIMIT ?"
         )
         found = []
-        for process, step, name, kind, start, wall, *phases in self._rows(query, (begin_ns, end_ns, *values, most)):
-            known = {
-                phase.name: took
-                for phase, took in zip((p for p in PHASES if not p.of_call), phases, strict=True)
-                if type(took) is int
-            }
-            if name in MODES and all(type(value) is int for value in (process, step, kind, start, wall)):
-                found.append(LongRow(process, step, name, kind, start, wall, known))
+        for process, step, in_mode, kind, start, wall, *phases in self._rows(query, (begin_ns, end_ns, *values, most)):
+            known = {name: took for name, took in zip(STEP_PHASES, phases, strict=True) if type(took) is int}
+            if in_mode in MODES and all(type(value) is int for value in (process, step, kind, start, wall)):
+                found.append(LongRow(process, step, in_mode, kind, start, wall, known))
         return found
 
     def longest_deleted(self, most: int, *, mode: str | None = None, evaluation: bool | None = None) -> list[LongRow]:
@@ -316,7 +342,7 @@ class Store:
             return []
         only, values = _only(mode, evaluation)
         query = (
-            f"SELECT {', '.join(_TALLY)} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ?"
+            f"SELECT {', '.join(self._tally_columns)} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ?"
             f" AND process >= 0 AND {only} ORDER BY high_ns DESC LIMIT ?"
         )
         found = []
@@ -331,20 +357,19 @@ class Store:
         """The newest steps that ended between two times, the newest first; damaged ones are left out."""
         who, values = ("", ()) if process is None else (" AND process = ?", (process,))
         ended = "start_ns + wall_ns"
-        query = f"SELECT * FROM steps WHERE {ended} > ? AND {ended} <= ?{who} ORDER BY id DESC LIMIT ?"
-        cursor = self._db.execute(query, (begin_ns, end_ns, *values, most))
-        names = [column[0] for column in cursor.description]
+        query = f"SELECT {self._step_columns} FROM steps WHERE {ended} > ? AND {ended} <= ?{who}"
         found = []
-        for row in cursor:
+        for row in self._each(f"{query} ORDER BY id DESC LIMIT ?", (begin_ns, end_ns, *values, most)):
             with suppress(RecordError):
-                found.append(self._step(dict(zip(names, row, strict=True))))
+                found.append(self._step(dict(zip(STEP_COLUMNS, row, strict=True))))
         return found
 
     def _step(self, row: Mapping[str, Any]) -> Step:
         """The record in a row of steps; RecordError if it is damaged."""
         phases = {name: row[f"{name}_ns"] for name in STEP_PHASES}
+        quantities = {quantity.name: row[quantity.name] for quantity in QUANTITIES}
         whole = [row[name] for name in ("process", "step", "start_ns", "wall_ns")]
-        optional = [row["samples"], row["copied_bytes"], *phases.values()]
+        optional = [*quantities.values(), *phases.values()]
         known = all(type(value) is int for value in whole)
         if not known or row["mode"] not in MODES or not all(value is None or type(value) is int for value in optional):
             raise RecordError("damaged row in steps")
@@ -356,9 +381,9 @@ class Store:
             mode=row["mode"],
             start_ns=start,
             wall_ns=wall,
-            samples=row["samples"],
+            samples=quantities.pop("samples"),
             phases={name: took for name, took in phases.items() if took is not None},
-            copied=row["copied_bytes"],
+            quantities={name: count for name, count in quantities.items() if count is not None},
         )
         try:
             return kept_step_times(found, row["device"]) if isinstance(row["device"], bytes) else found
@@ -371,8 +396,8 @@ class Store:
 
     def oldest_step_ns(self) -> int | None:
         """When the oldest step began that has a row; None if there is none."""
-        (found,) = self._rows("SELECT min(start_ns) FROM (SELECT start_ns FROM steps ORDER BY id LIMIT 1000)")[0]
-        return found if type(found) is int else None
+        rows = self._rows("SELECT start_ns FROM steps ORDER BY id LIMIT 1000")
+        return min((at for (at,) in rows if type(at) is int), default=None)
 
     def next_step_ns(self, process: int, after_ns: int) -> int | None:
         """When the first step of a process began that began no earlier than a time; None if there is none.
@@ -463,7 +488,7 @@ class Store:
             with suppress(ValueError, TypeError, RecursionError):
                 if not isinstance(sizes, str) or len(sizes) > _SHAPE_CHARACTERS or mode not in MODES:
                     continue
-                inputs, outputs, *parts = json.loads(sizes)
+                inputs, outputs, *parts = load_json(sizes)
                 whole = [tuple(int(number) for number in part) for part in parts]
                 pairs = tuple((part[0], part[1]) for part in whole if len(part) == 2)
                 stages = tuple((part[0], part[1], part[2]) for part in whole if len(part) == 3)
@@ -514,7 +539,7 @@ def _longest_of(row: Mapping[str, Any], width: int, tally: Tally) -> LongRow:
     if mode not in MODES or wall is None or not {type(process), type(kind), type(start)} <= {int}:
         raise ValueError("a damaged tally")
     others = max(tally.stat(STEP).total - wall, 0)
-    spent = {phase.name: tally.stat(phase.name).total for phase in PHASES if not phase.of_call}
+    spent = {name: tally.stat(name).total for name in STEP_PHASES}
     # As if the others had been in that phase all the time.
     least = {name: took - others for name, took in spent.items() if 2 * (took - others) > wall}
     return LongRow(process, None, mode, kind, max((start + width) * _SECOND - wall, 0), wall, least)

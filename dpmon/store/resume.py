@@ -54,7 +54,8 @@ def resume_intake(history: History, intake: Intake, batch_sizes: dict[int, set[i
     """Tell an intake what it would know if it had taken in the records of its ring from the start."""
     row = intake.row
     for number, value in history.definitions(row.process):
-        intake.learn(number, value)
+        with suppress(LookupError, TypeError):  # damaged
+            intake.learn(number, value)
     last = _steps(history, *_of_ring(row, SETTLING_STEPS)) if row.steps else []
     mode, last_id = (last[0][3], last[0][0]) if last else (None, 0)
     in_mode = sum(1 for _ in takewhile(lambda step: step[3] == mode, last))
@@ -68,7 +69,7 @@ def resume_intake(history: History, intake: Intake, batch_sizes: dict[int, set[i
 def _steps(history: History, which: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """What is accounted for of some steps, without damaged rows."""
     rows = history.rows(f"SELECT {_ACCOUNTED} FROM steps {which}", values)
-    return [row for row in rows if [type(value) for value in row] == _TYPES]
+    return [row for row in rows if [type(value) for value in row] == _TYPES and row[4] >= 0]
 
 
 def _of_ring(ring: RingRow, most: int) -> tuple[str, tuple[Any, ...]]:

@@ -5,10 +5,11 @@
                  the first and the last id of its calls and steps, the id of the first call that waits for its step
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
     calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.record.codec)
-    steps        id, process, step, mode, start_ns, wall_ns, samples, data_ns ... other_ns (NULL: did not run),
-                 device (NULL, or its device times: dpmon.record.codec.step_times), copy_ns, copied_bytes (NULL: none),
-                 between_ns (time since the previous step, without pauses: dpmon.rates.Gap; negative if both are
-                 evaluation steps)
+    steps        id, process, step, mode, start_ns, wall_ns, kind (dpmon.record.schema.KINDS), calls, each quantity,
+                 the ns of each phase (NULL: did not run; those of its calls are sums), rest_ns (what the phases of its
+                 calls leave of its forward), device (NULL, or its device times:
+                 dpmon.record.codec.step_times), between_ns (time since the previous step, without pauses:
+                 dpmon.rates.Gap; negative if both are evaluation steps)
     events       id, process (NULL: the supervisor), kind, t_ns, json
     rollups      width (1 or 60 s; 0: see below), start_s, process, mode, steps, calls, samples, unknown (steps
                  without samples), last_step, low_ns, high_ns (of a step), step_ns, data_ns ... gather_ns (sums;
@@ -44,7 +45,7 @@ from __future__ import annotations
 import re
 import sqlite3
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ __all__ = [
     "check_schema",
     "check_version",
     "check_whole",
+    "columns_in",
     "last_ids",
     "rings_in",
     "size_of",
@@ -84,19 +86,18 @@ SCHEMA_VERSION = 5
 LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "loader")
 """Events that outlive the steps around them (of warnings, waits and loaders the newest): they hold for what follows."""
 LASTING = f"kind IN ({', '.join(repr(kind) for kind in LASTING_KINDS)})"
-_FIRST_COLUMNS = (
-    *("samples", "copied_bytes"),
-    *("data_ns", "copy_ns", "forward_ns", "backward_ns", "optimizer_ns", "other_ns"),
-)
-"""Columns of steps that the first versions had; they come first."""
-STEP_COLUMNS = (
-    "kind",
-    "calls",
-    "rest_ns",
-    *(name for q in QUANTITIES if (name := q.name) not in _FIRST_COLUMNS),
-    *(name for phase in PHASES if (name := f"{phase.name}_ns") not in _FIRST_COLUMNS),
-)
-"""Further columns of steps: the phases of its calls are sums over all of them."""
+STEP_COLUMNS: Mapping[str, str] = {
+    "id": "INTEGER PRIMARY KEY",
+    **dict.fromkeys(("process", "step"), "INTEGER"),
+    "mode": "TEXT",
+    **dict.fromkeys(("start_ns", "wall_ns", "kind", "calls"), "INTEGER"),
+    **dict.fromkeys((quantity.name for quantity in QUANTITIES), "INTEGER"),
+    **dict.fromkeys((f"{phase.name}_ns" for phase in PHASES), "INTEGER"),
+    "rest_ns": "INTEGER",
+    "device": "BLOB",
+    "between_ns": "INTEGER",
+}
+"""The columns of steps and their types."""
 CALL_COLUMNS = tuple(f"{phase.name}_ns" for phase in PHASES if phase.of_call)
 TALLY_COLUMNS = (*PLAIN, *(f"{quantity.name}_{part}" for quantity in QUANTITIES for part in ("sum", "n")))
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
@@ -117,11 +118,7 @@ CREATE TABLE IF NOT EXISTS definitions (
 CREATE TABLE IF NOT EXISTS calls (
     id INTEGER PRIMARY KEY, process INTEGER, call INTEGER, step INTEGER, mode TEXT, start_ns INTEGER,
     wall_ns INTEGER, rows INTEGER, payload BLOB, {call_columns});
-CREATE TABLE IF NOT EXISTS steps (
-    id INTEGER PRIMARY KEY, process INTEGER, step INTEGER, mode TEXT, start_ns INTEGER, wall_ns INTEGER,
-    samples INTEGER, data_ns INTEGER, forward_ns INTEGER, backward_ns INTEGER, optimizer_ns INTEGER,
-    other_ns INTEGER, device BLOB, copy_ns INTEGER, copied_bytes INTEGER,
-    between_ns INTEGER, {step_columns});
+CREATE TABLE IF NOT EXISTS steps ({step_columns});
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, process INTEGER, kind TEXT, t_ns INTEGER, json TEXT);
 CREATE TABLE IF NOT EXISTS rollups (
@@ -149,7 +146,7 @@ CREATE INDEX IF NOT EXISTS lasting ON events (id) WHERE {lasting};
 """.format(
     lasting=LASTING,
     sums=", ".join(f"{name}_ns INTEGER" for name in SERIES if name != "copy"),
-    step_columns=_whole_numbers(STEP_COLUMNS),
+    step_columns=", ".join(f"{name} {kind}" for name, kind in STEP_COLUMNS.items()),
     call_columns=_whole_numbers(CALL_COLUMNS),
     tally_columns=_whole_numbers(TALLY_COLUMNS) + ", sketches BLOB",
     activities=_whole_numbers(ACTIVITY_COLUMNS),
@@ -256,6 +253,12 @@ def check_whole(db: sqlite3.Connection) -> None:
     missing = _TABLES - {row[0] for row in db.execute("SELECT name FROM sqlite_master")}
     if missing:
         raise HistoryError(f"it has no table {min(missing)}")
+
+
+def columns_in(db: sqlite3.Connection, table: str, wanted: Iterable[str]) -> list[str]:
+    """The columns as a query names them; NULL for those that a history lacks which an earlier version began."""
+    there = {row[1] for row in db.execute(f"PRAGMA table_info({table})")}
+    return [name if name in there else f"NULL AS {name}" for name in wanted]
 
 
 def last_ids(db: sqlite3.Connection) -> list[int]:

@@ -256,6 +256,8 @@ class Tally:
         `series`: read these only.
         """
         found = cls(*(_whole(row[name], optional=name not in ("steps", "calls")) for name in PLAIN))  # type: ignore[arg-type]
+        if found.steps < 0 or found.calls < 0:
+            raise ValueError("a damaged tally")
         for quantity in QUANTITIES:
             total, count = (_whole(row[f"{quantity.name}_{part}"], optional=True) for part in ("sum", "n"))
             if total is not None and count:

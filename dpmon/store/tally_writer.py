@@ -30,7 +30,10 @@ _ROW_BYTES = 200
 """What a row of tallies takes beside its sketches, or a row of times; roughly."""
 _COLUMNS = (*TALLY_COLUMNS, "sketches")
 _KEY = "width = ? AND start_s = ? AND process = ? AND mode = ? AND kind = ? AND batch = ?"
-_INTO_TALLIES = f"INSERT OR REPLACE INTO tallies VALUES ({', '.join('?' * (6 + len(_COLUMNS)))})"
+_INTO_TALLIES = (
+    f"INSERT OR REPLACE INTO tallies (width, start_s, process, mode, kind, batch, {', '.join(_COLUMNS)})"
+    f" VALUES ({', '.join('?' * (6 + len(_COLUMNS)))})"
+)
 _ADD_TIME = (
     f"INSERT INTO times VALUES ({', '.join('?' * (4 + len(ACTIVITY_COLUMNS)))})"
     " ON CONFLICT (width, start_s, process, mode) DO UPDATE SET "
@@ -104,8 +107,9 @@ class TallyWriter:
         if len(self._processes) == 1:
             self._put(changed)
             self._db.execute(
-                f"INSERT OR IGNORE INTO tallies SELECT width, start_s, {ALL}, mode, kind, batch, {', '.join(_COLUMNS)}"
-                " FROM tallies WHERE process >= 0"
+                f"INSERT OR IGNORE INTO tallies (width, start_s, process, mode, kind, batch, {', '.join(_COLUMNS)})"
+                f" SELECT width, start_s, {ALL}, mode, kind, batch, {', '.join(_COLUMNS)} FROM tallies"
+                " WHERE process >= 0"
             )
         self._processes.add(process)
 

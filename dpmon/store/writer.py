@@ -22,6 +22,7 @@ from dpmon.store.tables import (
     SCHEMA,
     SCHEMA_VERSION,
     STEP_COLUMNS,
+    TALLY_COLUMNS,
     Bounds,
     HistoryError,
     RingRow,
@@ -34,9 +35,11 @@ from dpmon.store.tables import (
 from dpmon.store.tally import Key, StepFacts
 from dpmon.store.tally_writer import TallyWriter
 
-__all__ = ["LIMIT_BYTES", "Batch", "Ended", "History"]
+__all__ = ["GAP_NS", "LIMIT_BYTES", "Batch", "Ended", "History"]
 
 LIMIT_BYTES = 256 << 20
+GAP_NS = 20_000_000
+"""Shorter times between two steps get no row."""
 _PRUNE_PART = 16
 _LASTING_KEPT = 10_000
 _ROLLUPS_PART = 3
@@ -44,31 +47,22 @@ _ROW_BYTES = 180
 """What a row of rollups takes beside its histogram, roughly."""
 _CACHED = 512
 _LATER: Mapping[str, Mapping[str, str]] = {
-    "steps": {
-        "device": "BLOB",
-        "copy_ns": "INTEGER",
-        "copied_bytes": "INTEGER",
-        "between_ns": "INTEGER",
-        **dict.fromkeys(STEP_COLUMNS, "INTEGER"),
-    },
+    "steps": STEP_COLUMNS,
     "calls": dict.fromkeys(CALL_COLUMNS, "INTEGER"),
+    "tallies": dict.fromkeys(TALLY_COLUMNS, "INTEGER"),
     "rings": {"first_id": "INTEGER", "last_id": "INTEGER", "held_id": "INTEGER"},
     "rollups": {"copy_ns": "INTEGER", "pace": "TEXT"},
 }
-"""Columns, in their order, that the first version's tables did not have."""
-_STEP_NAMES = (
-    *("id", "process", "step", "mode", "start_ns", "wall_ns", "samples", "data_ns", "forward_ns", "backward_ns"),
-    *("optimizer_ns", "other_ns", "device", "copy_ns", "copied_bytes", "between_ns"),
-    *STEP_COLUMNS,
-)
+"""Columns that a table may lack in a history that an earlier version began."""
 _CALL_NAMES = ("id", "process", "call", "step", "mode", "start_ns", "wall_ns", "rows", "payload", *CALL_COLUMNS)
 _INTO_STEPS, _INTO_CALLS = (
     f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join(f':{name}' for name in names)})"
-    for table, names in (("steps", _STEP_NAMES), ("calls", _CALL_NAMES))
+    for table, names in (("steps", tuple(STEP_COLUMNS)), ("calls", _CALL_NAMES))
 )
 _RING_NAMES = tuple(member.name for member in fields(RingRow))
 _INTO_RINGS = f"INSERT OR REPLACE INTO rings ({', '.join(_RING_NAMES)}) VALUES ({', '.join('?' * len(_RING_NAMES))})"
 _INTO_GAPS = "INSERT INTO gaps (process, after_step, before_step, mode, begin_ns, end_ns, ns) VALUES (?,?,?,?,?,?,?)"
+_SHORTEN_GAP = "UPDATE gaps SET ns = ns - ? WHERE process = ? AND begin_ns <= ? AND end_ns >= ?"
 _ADD_SHAPE = """\
 INSERT INTO shapes VALUES (?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET calls = calls + excluded.calls"""
 _ADD_DEVICE = """\
@@ -103,6 +97,8 @@ class Batch:
     spent: dict[tuple[int, int, str, str], int] = field(default_factory=dict)
     """Time (ns) by second, process, mode and activity; negative where it is taken back."""
     gaps: list[tuple[Any, ...]] = field(default_factory=list)
+    waited: list[tuple[int, int, int]] = field(default_factory=list)
+    """Waits for input in gaps that were recorded before: process, begin, end."""
     shapes: Counter[tuple[int, str, int, int, int, str, int]] = field(default_factory=Counter)
     """Calls by process, mode, kind, layout, whether virtual, sizes and why a device time is missing."""
     devices: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
@@ -129,6 +125,8 @@ class Batch:
     def spend(self, process: int, spent: Iterable[Spent]) -> None:
         """Add time of a process's activities."""
         for one in spent:
+            if one.sign < 0 and one.activity == "between":
+                self.waited.append((process, one.begin, one.end))
             for second, ns in one.by_second():
                 key = second, process, one.mode, one.activity
                 self.spent[key] = self.spent.get(key, 0) + ns
@@ -163,7 +161,7 @@ class History:
         self._db = db
         try:
             self._page_bytes: int = db.execute("PRAGMA page_size").fetchone()[0]
-            self._bounds = Bounds(db, self._file_bytes() if path is None else size_of(path))
+            self.bounds = Bounds(db, self._file_bytes() if path is None else size_of(path))
             self._prepare(meta)
         except (sqlite3.Error, OSError, TypeError, ValueError, OverflowError) as error:
             raise HistoryError(str(error)) from None
@@ -217,7 +215,7 @@ class History:
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Rows of a query; raises HistoryError."""
-        self._bounds.begin()
+        self.bounds.begin()
         try:
             return self._db.execute(query, values).fetchall()
         except (sqlite3.Error, OverflowError) as error:
@@ -257,7 +255,7 @@ class History:
     def write(self, batch: Batch) -> None:
         """Write all of `batch` or nothing; raises HistoryError, and the same batch may be tried again."""
         many = self._db.executemany
-        self._bounds.begin()
+        self.bounds.begin()
         try:
             self._db.execute("BEGIN IMMEDIATE")
             many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
@@ -271,6 +269,10 @@ class History:
             self._add_rollups(batch)
             self._tallies.add(batch)
             many(_INTO_GAPS, batch.gaps)
+            for process, begin, end in batch.waited:
+                self._db.execute(_SHORTEN_GAP, (end - begin, process, begin, end))
+            if batch.waited:
+                self._db.execute("DELETE FROM gaps WHERE ns < ?", (GAP_NS,))
             many(_ADD_SHAPE, [(*key, count) for key, count in batch.shapes.items()])
             if self._used_bytes() > self._limit:
                 self._prune()

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import cycle
 
-from dpmon.model.state import PHASES
+from dpmon.record.schema import PHASES
 
 __all__ = ["FEW", "LIGHT", "PALETTES", "Palette", "named"]
 
+_COLOURED = ("data", "copy", "scatter", "replicate", "apply", "gather", "forward", "backward", "optimizer", "other")
+"""Phases with a colour of their own, by their names on the screen."""
 Ansi = tuple[str, str, str, str, str, str, str, str]
 
 
 @dataclass(frozen=True)
 class Palette:
-    """A theme's colours as "#rrggbb"; `phases` in the order of PHASES, `ansi` and `bright` the script's sixteen."""
+    """A theme's colours as "#rrggbb"; `phases` in the order of _COLOURED, `ansi` and `bright` the script's sixteen."""
 
     name: str
     background: str
@@ -35,13 +38,17 @@ class Palette:
     dp: str
     single: str
     phases: tuple[str, ...]
+    spare: tuple[str, ...]
+    """Of phases that are not in _COLOURED, in turn."""
     ansi: Ansi
     bright: Ansi
 
     @property
     def by_phase(self) -> Mapping[str, str]:
         """The phases' colours by their names."""
-        return dict(zip(PHASES, self.phases, strict=True))
+        found = dict(zip(_COLOURED, self.phases, strict=True))
+        others = (phase.shown for phase in PHASES if phase.shown not in found)
+        return found | dict(zip(others, cycle(self.spare), strict=False))
 
 
 DARK = Palette(
@@ -62,6 +69,7 @@ DARK = Palette(
         *("#cc79a7", "#e8dcc0", "#f0e442", "#d55e00", "#56b4e9", "#e69f00"),
         *("#a9d6f2", "#3f8fd6", "#009e73", "#7d8590"),
     ),
+    spare=("#b39ddb", "#c5b358", "#e8a0a0"),
     ansi=("#5c6370", "#ff7b72", "#7ee787", "#e3b341", "#79c0ff", "#d2a8ff", "#76e3ea", "#c9d1d9"),
     bright=("#8b949e", "#ffa198", "#a5f3b5", "#f2cc60", "#a5d6ff", "#e2c5ff", "#b3f0ff", "#ffffff"),
 )
@@ -83,6 +91,7 @@ LIGHT = Palette(
         *("#b0568c", "#5f4b32", "#8f7d00", "#c45500", "#2385c4", "#b87400"),
         *("#6ea8cf", "#0b5cab", "#007a58", "#6e7781"),
     ),
+    spare=("#6a51a3", "#7a6a1f", "#a8505a"),
     ansi=("#24292f", "#c01c28", "#116329", "#7d4e00", "#0969da", "#8250df", "#1b7c83", "#57606a"),
     bright=("#57606a", "#a40e26", "#1a7f37", "#8a6100", "#0550ae", "#6639ba", "#0f6d75", "#24292f"),
 )
@@ -104,6 +113,7 @@ COLOUR_BLIND = Palette(
         *("#cc79a7", "#e8dcc0", "#f0e442", "#d55e00", "#56b4e9", "#e69f00"),
         *("#b9e0f7", "#2a7fd4", "#009e73", "#8b949e"),
     ),
+    spare=("#b39ddb", "#c5b358", "#e8a0a0"),
     ansi=("#5c6370", "#ee7733", "#33b899", "#f0e442", "#56b4e9", "#cc79a7", "#99ddff", "#c9d1d9"),
     bright=("#8b949e", "#ff9e66", "#66d9bd", "#f7ef86", "#8dd0f5", "#e3a6c8", "#c2ebff", "#ffffff"),
 )
@@ -114,19 +124,20 @@ _LOW = ("#000000", "#aa0000", "#00aa00", "#aa5500", "#0000aa", "#aa00aa", "#00aa
 _HIGH = ("#555555", "#ff5555", "#55ff55", "#ffff55", "#5555ff", "#ff55ff", "#55ffff", "#ffffff")
 
 
-def _few(palette: Palette, phases: tuple[int, ...], dp: int, single: int) -> Palette:
+def _few(palette: Palette, phases: tuple[int, ...], spare: tuple[int, ...], dp: int, single: int) -> Palette:
     """A palette for a terminal of sixteen colours: the phases stay apart, which their own would not."""
     sixteen = (*_LOW, *_HIGH)
-    shown = tuple(sixteen[number] for number in phases)
-    return replace(palette, name=f"{palette.name}/16", phases=shown, dp=sixteen[dp], single=sixteen[single])
+    shown, others = (tuple(sixteen[number] for number in numbers) for numbers in (phases, spare))
+    name = f"{palette.name}/16"
+    return replace(palette, name=name, phases=shown, spare=others, dp=sixteen[dp], single=sixteen[single])
 
 
 FEW: Mapping[str, Palette] = {
     palette.name: palette
     for palette in (
-        _few(DARK, (5, 15, 11, 9, 14, 3, 6, 12, 10, 8), 13, 14),
-        _few(LIGHT, (13, 0, 3, 9, 12, 1, 6, 4, 2, 8), 5, 4),
-        _few(COLOUR_BLIND, (5, 15, 11, 9, 14, 3, 7, 12, 6, 8), 13, 14),
+        _few(DARK, (5, 15, 11, 9, 14, 3, 6, 12, 10, 8), (13, 7, 2), 13, 14),
+        _few(LIGHT, (13, 0, 3, 9, 12, 1, 6, 4, 2, 8), (5, 7, 10), 5, 4),
+        _few(COLOUR_BLIND, (5, 15, 11, 9, 14, 3, 7, 12, 6, 8), (13, 2, 4), 13, 14),
     )
 }
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from dpmon.record.wire import FAILED, GRAD, STEP_TAG, STEP_WORDS, TRAINING, Untimed, with_copies
+from dpmon.record.wire import FAILED, GRAD, STEP_TAG, STEP_WORDS, TRAINING, Untimed, with_extras
 from dpmon.ring import HEADER_BYTES, Activity, Frame, Ring
 from dpmon.tracer import timing
 from dpmon.tracer.frames import drop_frames, named_like
@@ -885,7 +885,7 @@ class Steps:
             if session.timing is not None:
                 payload = _STEP.pack(*step)
                 if self.copies:
-                    payload = with_copies(payload, self.copies, self.brought)
+                    payload = with_extras(payload, {"copy": self.copies, "copied_bytes": self.brought})
                 session.timing.step(payload)
                 return
             staged, ring.staged = ring.staged, None

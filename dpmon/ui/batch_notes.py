@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dpmon.model.host_waits import host_waits
 from dpmon.model.inputs import INPUT, SAID
 from dpmon.model.numbers import percent
-from dpmon.model.phases import CALLS_AT
 from dpmon.model.ranks import distributed
 from dpmon.model.state import PHASES, Process
 from dpmon.model.stats import PhaseFigures, Summary, median_known, shown
-from dpmon.record.codec import CALL_PHASES, Call
+from dpmon.record.codec import Call
+from dpmon.record.schema import phase_shown
 from dpmon.text.cells import cut, wrapped
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import rate_words
@@ -21,16 +21,6 @@ from dpmon.ui.scene import Scene
 
 __all__ = ["missing", "notes", "unevenness"]
 
-_OF_CALLS = dict(zip(PHASES[CALLS_AT], CALL_PHASES, strict=True))
-"""The phases of a call, by the names they have here."""
-_OWN = {
-    "data": "no DataLoader",
-    "forward": "no model was called",
-    "backward": "no backward pass",
-    "optimizer": "no optimizer step",
-    "other": "nothing is left of the step",
-}
-"""Why a phase of a step's own did not run."""
 _RARE = "in none of the steps drawn for medians"
 
 
@@ -93,9 +83,10 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _why(process: Process, call: Call | None, phase: str) -> str:
-    own = _OF_CALLS.get(phase)
-    if own is None:
-        return _OWN[phase]
+    known = phase_shown(phase)
+    own = known.name
+    if not known.of_call:
+        return known.absent
     if call is None:
         return "no call was seen"
     if own in call.absent:
@@ -108,4 +99,4 @@ def _why(process: Process, call: Call | None, phase: str) -> str:
         return "one device"
     if own in call.phases:
         return "part of it ran in backward, too: it cannot be told apart from forward"
-    return "it did not run"
+    return known.absent

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from dpmon.model.state import PHASES
+from dpmon.record.schema import PHASES
 from dpmon.text.cells import cut, wrapped
 from dpmon.ui.keys import DEEDS, PLAYED
-from dpmon.ui.look import LETTERS, Look
+from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import NAMES
 
 __all__ = ["help_rows"]
 
-_PHASE_WORDS = {
-    "data": "waiting until the loader hands over the next batch.",
-    "scatter": "the batch is cut into chunks, one a device, and sent there.",
-    "replicate": "the module's parameters are copied to every device, for every batch anew.",
-    "apply": "all replicas compute their forward at once (torch: parallel_apply); it ends with the slowest of them.",
-    "gather": "the replicas' outputs are brought together on one device.",
-    "forward": "the forward. Where scatter to gather are shown separately, it is the rest of the forward.",
-    "backward": "autograd computes the gradients, and sums those of the replicas.",
-    "copy": "the script copies tensors from the host to a GPU (.to, .cuda).",
-    "optimizer": "the optimizer changes the parameters.",
-    "other": "the rest of the step: the script's own work between these.",
-}
 _PANELS = (
     (NAMES["devices"], "what each GPU does, once a second; without a GPU what this machine's processor does, and why."),
     (
@@ -83,8 +71,15 @@ def help_rows(width: int, look: Look) -> list[Row]:
     rows += _entries([(name, "bold", text) for name, text in _PANELS], label, width)
     rows += [[], [("Phases of a step", "title")]]
     lettered = not look.colour or look.glyphs.ascii
-    heads = {name: f"{LETTERS[name]} {name}" if lettered else name for name in PHASES}
-    rows += _entries([(heads[name], f"phase.{name}", _PHASE_WORDS[name]) for name in PHASES], label, width)
+    phases = [
+        (
+            f"{phase.letter} {phase.shown}" if lettered else phase.shown,
+            f"phase.{phase.shown}",
+            f"{phase.meaning}. {phase.on_screen}".rstrip(),
+        )
+        for phase in PHASES
+    ]
+    rows += _entries(phases, label, width)
     rows += _entries([("", "", text) for text in _signs(look, lettered)], label, width)
     rows += [[], [("Keys", "title")]]
     rows += _entries([(key, "key", says) for key, says in _once().items()], label, width)

@@ -8,15 +8,20 @@ from dataclasses import dataclass
 from rich.style import Style
 
 from dpmon.config import THEMES
-from dpmon.model.state import PHASES
+from dpmon.record.schema import PHASES
 from dpmon.text.ascii import knows_only_ascii
 from dpmon.text.palettes import PALETTES, named
 from dpmon.ui.themes import MONO_STYLES, composed, styles_of
 
-__all__ = ["ASCII", "COLOUR", "LETTERS", "MONO", "UNICODE", "Glyphs", "Look", "choose", "look"]
+__all__ = ["ASCII", "COLOUR", "LETTERS", "MONO", "UNICODE", "Glyphs", "Look", "choose", "letter_in", "look"]
 
-LETTERS: Mapping[str, str] = dict(zip(PHASES, "DCSRAGFBO.", strict=True))
+LETTERS: Mapping[str, str] = {phase.shown: phase.letter for phase in PHASES}
 """A letter a phase; what is left over has a dot."""
+
+
+def letter_in(phase: str, word: str) -> int:
+    """Where the phase's letter is in a name of it: at the start if it is nowhere."""
+    return max(word.upper().find(LETTERS[phase]), 0)
 
 
 @dataclass(frozen=True)

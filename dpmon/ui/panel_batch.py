@@ -10,15 +10,16 @@ from dpmon.model.numbers import duration, group, percent
 from dpmon.model.ranks import distributed, training
 from dpmon.model.state import ModeTrack, Process
 from dpmon.model.stats import PhaseFigures, Summary, leaves_rest, median_known, shown, summary
-from dpmon.model.turn import Turn, last_turn
+from dpmon.model.turn import Turn, is_placed, last_turn
+from dpmon.record.schema import phase_shown
 from dpmon.text.cells import cut, right
 from dpmon.text.quantities import clock, span_words
 from dpmon.ui.batch_notes import notes
 from dpmon.ui.chart import stacked, top_of
-from dpmon.ui.look import LETTERS, Look
+from dpmon.ui.look import LETTERS, Look, letter_in
 from dpmon.ui.rows import Row, width_of
 from dpmon.ui.scene import NAMES, SECOND, Scene, mode_words
-from dpmon.ui.waterfall import REST, SHORT_NAMES, waterfall
+from dpmon.ui.waterfall import REST, waterfall
 
 __all__ = ["batch", "figures", "mode_shown", "title", "wanted_rows"]
 
@@ -121,8 +122,9 @@ def _others(scene: Scene) -> list[tuple[str, Turn]]:
 def _told(numbers: Summary, width: int, look: Look) -> Row:
     """What the figures are of, and what in the waterfall was recorded and what was laid."""
     drawn = "" if numbers.sampled == numbers.steps else f", medians of {group(numbers.sampled)} evenly drawn"
-    laid = ("copy, " if any(phase.ran for phase in numbers.phases if phase.name == "copy") else "") + "backward"
-    text = f"{group(numbers.steps)} steps{drawn}; in the last step {laid} and optimizer are laid in their order"
+    *others, last = [phase.name for phase in shown(numbers.phases) if is_placed(phase.name)]
+    laid = f"{', '.join(others)} and {last}"
+    text = f"{group(numbers.steps)} steps{drawn}; in the last step {laid} are laid in their order"
     if not look.colour or look.glyphs.ascii:
         text += "; a small letter: too short for a cell"
     return [(cut(text, width, look.glyphs.more), "dim")]
@@ -135,11 +137,12 @@ def _name(phase: str, room: int, look: Look, *, rest: bool) -> Row:
     """
     if rest and phase == "forward":
         text = next((word for word in REST if len(word) < room), REST[-1])[: room - 1]
-    else:
-        text = phase if len(phase) < room else SHORT_NAMES.get(phase, phase)[: room - 1]
-    if LETTERS[phase] == ".":
+        return [(text[0].upper(), f"chip.{phase}"), (text[1:], "")]
+    text = phase if len(phase) < room else phase_shown(phase).shortened[: room - 1]
+    letter, at = LETTERS[phase], letter_in(phase, text)
+    if letter == ".":
         return [("." if not look.colour or look.glyphs.ascii else " ", f"chip.{phase}"), (text, "")]
-    return [(text[0].upper(), f"chip.{phase}"), (text[1:], "")]
+    return [*([(text[:at], "")] if at else []), (letter, f"chip.{phase}"), (text[at + 1 :], "")]
 
 
 def _table(numbers: Summary, width: int, look: Look, *, with_median: bool, with_tail: bool) -> list[Row]:

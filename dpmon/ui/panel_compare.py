@@ -11,7 +11,7 @@ from dpmon.model.ranks import distributed
 from dpmon.model.settled import compared
 from dpmon.model.state import HOST, PHASES, WARM_STEPS, Peak
 from dpmon.model.turn import Piece
-from dpmon.record.schema import REST, phase_named
+from dpmon.record.schema import REST, phase_named, phase_shown
 from dpmon.text.cells import cut, right, wrapped
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import compact, memory
@@ -180,7 +180,7 @@ class _Table:
         rows = []
         for index, name in enumerate(PHASES):
             phases = {m: s.parts[index] for m, s in self.found.sides.items()}
-            if name == "copy" and not any(phase.ran for phase in phases.values()):  # as in panel 3
+            if phase_shown(name).optional and not any(phase.ran for phase in phases.values()):  # as in panel 3
                 continue
             medians = {m: phase.median_ns for m, phase in phases.items()}
             single, dp = medians.get("single"), medians.get("dp")

@@ -11,24 +11,17 @@ from functools import lru_cache
 
 from dpmon.model.numbers import duration, group
 from dpmon.model.turn import Lane, Piece, Turn
+from dpmon.record.schema import phase_shown
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.cleaning import clean
 from dpmon.ui.chart import ceiling
-from dpmon.ui.look import LETTERS, Glyphs, Look
+from dpmon.ui.look import LETTERS, Glyphs, Look, letter_in
 from dpmon.ui.rows import Row, Span, fit
 
-__all__ = ["REST", "SHORT_NAMES", "lane_row", "main_row", "waterfall"]
+__all__ = ["REST", "lane_row", "main_row", "waterfall"]
 
 REST = ("forward rest", "fwd rest", "rest")
 """Names, from long to short, for the rest of the forward when the call's phases are shown separately."""
-SHORT_NAMES = {
-    "replicate": "repl",
-    "backward": "back",
-    "optimizer": "opt",
-    "scatter": "scat",
-    "gather": "gath",
-    "forward": "forw",
-}
 _LEFT = " ▏▎▍▌▋▊▉█"
 _TOOK = 9
 
@@ -241,9 +234,10 @@ def _name(cells: list[Span], blocks: bool, colour: bool) -> None:
 
 def _text(phase: str, room: int, blocks: bool) -> str:
     letter = LETTERS[phase]
-    for word in (phase, SHORT_NAMES.get(phase, phase)):
+    for word in (phase, phase_shown(phase).shortened):
         if len(word) + (1 if blocks else 0) <= room:
-            named = word if letter == "." else letter + word[1:]
+            at = letter_in(phase, word)
+            named = word if letter == "." else word[:at] + letter + word[at + 1 :]
             return (" " + named if blocks and room > len(word) else named).ljust(room, " " if blocks else "-")
     return letter.ljust(room, " " if blocks else "-")
 

@@ -244,7 +244,7 @@ def test_device_times_are_the_profilers(gpu: str, large: Traced, row: Any, phase
 
 
 def test_copies_have_their_bytes(gpu: str, large: Traced) -> None:
-    assert {step.copied for step in large.steps()[LARGE_WARM_UP:]} == {4 * (4096 * 4096 + 4096)}
+    assert {step.quantity("copied_bytes") for step in large.steps()[LARGE_WARM_UP:]} == {4 * (4096 * 4096 + 4096)}
 
 
 def test_calls_and_steps_agree_on_their_device(gpu: str, large: Traced) -> None:

@@ -17,15 +17,15 @@ from kept import keep
 from synthetic import SECOND, Training, decoded, device_event, host_event
 from traceformat import read
 
-from dpmon.cli import options
 from dpmon.cli.lines import LineFile
 from dpmon.export import ExportError, command, export
 from dpmon.export.perfetto import write_trace
-from dpmon.export.table import COLUMNS, Tables, row
+from dpmon.export.table import Tables, row
 from dpmon.export.target import opened
 from dpmon.gpu.device import DeviceSample
 from dpmon.gpu.host import HostSample
 from dpmon.record.codec import Call, Decoder, Event, Record, Step, pack_event
+from dpmon.record.schema import COLUMNS
 from dpmon.run import export as run_export
 from dpmon.run.rundir import load_info
 
@@ -132,10 +132,6 @@ def test_every_member_of_a_sample_has_a_column() -> None:
     for which, kind in (("device", DeviceSample), ("host", HostSample)):
         missing = {name for name in kind.__dataclass_fields__ if name not in COLUMNS[which]}
         assert not missing, which
-
-
-def test_the_command_line_knows_the_same_kinds() -> None:
-    assert options.KINDS == command.KINDS
 
 
 def test_csv_of_one_kind_is_one_file(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

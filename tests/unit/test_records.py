@@ -44,9 +44,10 @@ from dpmon.record.codec import (
     pack_timed,
     step_fields,
     step_times,
-    with_copies,
+    with_extras,
 )
 from dpmon.record.jsonl import as_json
+from dpmon.record.wire import STEP_EXTRA, STEP_EXTRAS
 from dpmon.ring import BLOCK_BYTES, Ring, RingReader
 
 DP, SINGLE = mode_number("dp"), mode_number("single")
@@ -178,17 +179,21 @@ def test_a_step() -> None:
         phases={"data": 100, "forward": 200, "backward": 300, "optimizer": 50, "other": 350},
     )
     assert kind_of(payload) == "step"
-    assert step_fields(payload) == (DP, 12, ORIGIN + 5, 1000, 30, 100, -1, 200, 300, 50)
+    assert step_fields(payload) == (DP, 12, ORIGIN + 5, 1000, (100, -1, 200, 300, 50), (30, -1))
+
+
+COPIED = {"copy": 40, "copied_bytes": 1 << 20}
 
 
 def test_a_step_that_has_copied() -> None:
-    payload = with_copies(pack_step(DP, 12, ORIGIN, 1000, 30, (100, 200, 300, 50)), 40, 1 << 20)
+    payload = with_extras(pack_step(DP, 12, ORIGIN, 1000, 30, (100, 200, 300, 50)), COPIED)
     step = read(payload)
     assert isinstance(step, Step)
     assert step.phases == {"data": 100, "copy": 40, "forward": 200, "backward": 300, "optimizer": 50, "other": 310}
     assert list(step.phases) == list(STEP_PHASES)
-    assert (step.copied, kind_of(payload)) == (1 << 20, "step")
-    assert step_fields(payload) == (DP, 12, ORIGIN, 1000, 30, 100, 40, 200, 300, 50)
+    assert (step.quantities, kind_of(payload)) == ({"copied_bytes": 1 << 20}, "step")
+    assert (step.quantity("copied_bytes"), step.quantity("samples")) == (1 << 20, 30)
+    assert step_fields(payload) == (DP, 12, ORIGIN, 1000, (100, 40, 200, 300, 50), (30, 1 << 20))
     timed = pack_timed(payload, [1.0, 2.0, 3.0, 4.0, 0.5], 0)
     times = {"data": 1.0, "forward": 2.0, "backward": 3.0, "optimizer": 4.0, "copy": 0.5}
     found, kept = read(timed), step_times(timed)
@@ -199,15 +204,42 @@ def test_a_step_that_has_copied() -> None:
     said = as_json(found)
     assert (said["phases"]["copy"], said["copied_bytes"]) == (4e-5, 1 << 20)
     assert list(said["device_ms"]) == list(STEP_PHASES[:-1])
-    for missing in (1, 8, 15):
+    backwards = with_extras(pack_step(DP, 12, ORIGIN, 1000, 30, (100, 200, 300, 50)), dict(reversed(COPIED.items())))
+    assert read(backwards) == step
+
+
+def extras(*pairs: tuple[int, int], count: int | None = None) -> bytes:
+    """A step whose extras are these, as numbers and values."""
+    plain = pack_step(DP, 12, ORIGIN, 1000, 30, (100, 200, 300, 50))
+    tail = b"".join(STEP_EXTRA.pack(*pair) for pair in pairs)
+    return bytes((*plain[:2], len(pairs) if count is None else count)) + plain[3:] + tail
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        *(extras((0, 40), (1, 1 << 20))[:-missing] for missing in (1, 8, 9, 15)),
+        extras((0, 40), (1, 1 << 20)) + b"\0",
+        extras((0, 40), count=0),
+        extras((0, 40), count=2),
+        extras(count=255),
+        extras((len(STEP_EXTRAS), 40)),
+        extras((255, 40)),
+        extras((0, 40), (0, 50)),
+        extras((1, -1)),
+        extras((0, -(1 << 63))),
+    ],
+)
+def test_a_step_with_damaged_extras_is_no_record(payload: bytes) -> None:
+    for damaged in (payload, pack_timed(payload, [1.0], 0)):
         with pytest.raises(RecordError):
-            Decoder(7).decode(payload[:-missing])
+            Decoder(7).decode(damaged)
 
 
 def test_a_step_that_has_copied_nothing_says_nothing_of_copies() -> None:
     step = read(pack_step(DP, 12, ORIGIN, 1000, 30, (100, 200, 300, 50)))
     assert isinstance(step, Step)
-    assert (step.copied, "copy" in step.phases, "copied_bytes" in as_json(step)) == (None, False, False)
+    assert (step.quantities, "copy" in step.phases, "copied_bytes" in as_json(step)) == ({}, False, False)
 
 
 @pytest.mark.parametrize("ran", range(16))

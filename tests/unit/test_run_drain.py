@@ -120,6 +120,31 @@ def test_a_successor_goes_on_where_the_last_one_stopped(setting: Setting) -> Non
     killed.close()
 
 
+def test_records_are_committed_soon_and_nothing_when_nothing_happens(setting: Setting) -> None:
+    setting.steps(1)
+    setting.turn(0.05)
+    assert setting.rows("SELECT count(*) FROM steps") == [(1,)], "the first after a silence, at once"
+    setting.steps(1)
+    setting.turn(0.05)
+    assert setting.rows("SELECT count(*) FROM steps") == [(1,)]
+    setting.turn(drain_module.COMMIT_S)
+    assert setting.rows("SELECT count(*) FROM steps") == [(2,)]
+    changes = setting.drain._history._db.total_changes
+    for _ in range(10):
+        setting.turn()
+    assert setting.drain._history._db.total_changes == changes
+
+
+@pytest.mark.parametrize("kind", ["mode", "pause", "warning"])
+def test_an_answer_that_somebody_waits_for_is_committed_at_once(setting: Setting, kind: str) -> None:
+    setting.steps(1)
+    setting.turn()
+    setting.steps(1)
+    setting.ring.write(pack_event(kind, {"process": 0, "t_s": 0.5}))
+    setting.turn(0.01)
+    assert setting.rows("SELECT kind FROM events") == [(kind,)]
+
+
 def test_a_full_disk_is_one_warning_and_nothing_lost_when_there_is_room_again(setting: Setting) -> None:
     setting.steps(5)
     setting.turn()
@@ -167,7 +192,7 @@ def test_while_the_disk_is_full_memory_is_bounded(setting: Setting, monkeypatch:
     for _ in range(60):
         setting.steps(400)
         setting.turn()
-        held = sum(len(row[-1]) for row in setting.drain._batch.calls)
+        held = sum(len(row["payload"]) for row in setting.drain._batch.calls)
         assert held < 100_000 + (1 << 20)
     db.execute("PRAGMA max_page_count = 100000")
     for _ in range(8):
@@ -236,7 +261,7 @@ def test_rows_that_no_batch_has_are_not_known(setting: Setting, rows: str) -> No
 
 def test_sums_beyond_reason_are_cut(setting: Setting) -> None:
     for _ in range(3):
-        setting.ring.write(pack_call(1, 0, 1, 1, 1, START, 5, 2, 0, (0, -(1 << 63)) * 4, (2, 0, 0, 5)))
+        setting.ring.write(pack_call(1, 0, 1, 1, 1, START, 5, 2, 0, (0, 1 - (1 << 63)) * 4, (2, 0, 0, 5)))
         setting.turn()
     assert setting.rows("SELECT count(*) FROM calls") == [(3,)]
 

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept import keep
+from kept import fill, keep
+from stored import alike, everything
 from synthetic import Training, host_event
 
-from dpmon.ring import Ring
 from dpmon.run import opened as opened_module
 from dpmon.run import proc
 from dpmon.run.opened import open_store
 from dpmon.run.rundir import load_info, save
-from dpmon.store.queries import Store
 from dpmon.store.tables import HISTORY_FILE
 
 
@@ -28,28 +27,6 @@ def payloads(steps: int = 300) -> dict[int, list[bytes]]:
     records = [*training.begin(), *training.run(steps // 2)]
     records += [*training.switch("single"), *training.run(steps - steps // 2)]
     return {0: records, -1: [host_event(1.0), host_event(2.0)]}
-
-
-def everything(store: Store) -> dict[str, Any]:
-    """All that a store says, in a form that can be compared."""
-    return {
-        "tallies": store.tallies(),
-        "of all": store.of_all(),
-        "rows": list(store.tally_rows(0)),
-        "times": store.time_rows(),
-        "gaps": store.gaps(1000),
-        "shapes": sorted(map(repr, store.shapes())),
-        "steps": store.steps(10_000),
-        "calls": store.calls(10_000, process=0),
-        "events": [store.events(kind) for kind in ("process", "mode", "host")],
-        "dropped": store.dropped,
-        "processes": store.processes,
-    }
-
-
-def check(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for name in wanted:
-        assert found[name] == wanted[name], name
 
 
 def read(directory: Path) -> dict[str, Any]:
@@ -65,20 +42,20 @@ def whole(state: Path) -> dict[str, Any]:
 
 
 def test_a_history_that_is_complete_is_asked_in_its_file(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opened_module, "_with_rest", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr(opened_module, "_in_memory", lambda *_: pytest.fail("copied"))
     assert read(keep(payloads()))["tallies"]
 
 
 def test_without_a_history_the_rings_say_it_all(whole: dict[str, Any]) -> None:
-    check(read(keep(payloads(), drained=False)), whole)
+    alike(read(keep(payloads(), drained=False)), whole)
 
 
 @pytest.mark.parametrize("part", [0.01, 0.3, 0.301, 0.999])
 def test_what_the_history_lacks_is_taken_from_the_rings(whole: dict[str, Any], part: float) -> None:
     directory = keep({process: records[: int(len(records) * part) + 1] for process, records in payloads().items()})
     append(directory)
-    check(read(directory), whole)
-    check(read(directory), whole)
+    alike(read(directory), whole)
+    alike(read(directory), whole)
 
 
 def append(directory: Path) -> None:
@@ -86,9 +63,7 @@ def append(directory: Path) -> None:
     for process, records in payloads().items():
         path = directory / ("gpu.ring" if process < 0 else f"process-{process}.ring")
         path.unlink(missing_ok=True)
-        ring = Ring(str(path), process=process, start_ns=0, capacity=1 << 22)
-        for payload in records:
-            ring.write(payload)
+        fill(path, process, records)
 
 
 def test_a_supervisor_that_writes_is_believed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +76,7 @@ def test_a_supervisor_that_writes_is_believed(state: Path, monkeypatch: pytest.M
     assert 0 < committed < 100
     for name in os.listdir(directory):
         os.utime(directory / name, (1, 1))
-    assert len(read(directory)["steps"]) == 300, "it is stuck, or the disk is full"
+    assert len(read(directory)["steps"][0]) == 300, "it is stuck, or the disk is full"
 
 
 @pytest.mark.parametrize("damage", ["no database", "cut off", "a directory", "a later version", "another schema"])
@@ -122,4 +97,4 @@ def test_a_damaged_history_is_told_and_the_rings_are_read(whole: dict[str, Any],
     with open_store(directory) as store:
         assert store.damaged is not None
         assert store.damaged.startswith("the history cannot be read: ")
-        check(everything(store), whole)
+        alike(everything(store), whole)

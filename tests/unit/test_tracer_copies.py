@@ -80,7 +80,7 @@ def test_a_copy_is_a_phase_of_the_step(setting: Setting) -> None:
     assert setting.seen == [(Activity.COPY, True)] * 2
     assert setting.ring.words[Activity.WORD] & 7 == Activity.OTHER
     step = setting.step()
-    assert step.copied == 2 * 80
+    assert step.quantity("copied_bytes") == 2 * 80
     assert step.device_ms == {"copy": 6.0}
     assert 0 < step.phases["copy"] <= step.wall_ns
 
@@ -101,7 +101,7 @@ def test_what_is_copied_to_a_gpu_counts(setting: Setting, args: Any, named: Any)
         args = (SimpleTensor(),)
     setting.to(torch.zeros(3), *args, **named)
     step = setting.step()
-    assert (step.copied, step.device_ms) == (12, {"copy": 3.0})
+    assert (step.quantity("copied_bytes"), step.device_ms) == (12, {"copy": 3.0})
 
 
 class SimpleTensor(torch.Tensor):
@@ -129,7 +129,7 @@ def test_what_stays_on_the_host_or_comes_from_a_gpu_does_not(setting: Setting) -
     setting.to("no tensor at all", "cuda:0")
     assert {copying for _, copying in setting.seen} == {False}
     step = setting.step()
-    assert (step.copied, step.device_ms, "copy" in step.phases) == (None, None, False)
+    assert (step.quantity("copied_bytes"), step.device_ms, "copy" in step.phases) == (None, None, False)
 
 
 @pytest.mark.parametrize(
@@ -142,13 +142,13 @@ def test_what_stays_on_the_host_or_comes_from_a_gpu_does_not(setting: Setting) -
 )
 def test_bytes_are_those_that_there_are(setting: Setting, tensor: torch.Tensor, size: int) -> None:
     setting.to(tensor, "cuda:0")
-    assert setting.step().copied == size
+    assert setting.step().quantity("copied_bytes") == size
 
 
 def test_the_host_converts_before_it_copies(setting: Setting) -> None:
     """As torch does (aten/src/ATen/native/cuda/Copy.cu)."""
     setting.to(torch.zeros(10), "cuda:0", torch.float16)
-    assert setting.step().copied == 20
+    assert setting.step().quantity("copied_bytes") == 20
 
 
 def test_what_is_traced_with_is_not_copied(setting: Setting) -> None:
@@ -238,7 +238,7 @@ def test_a_method_that_a_copy_goes_through_again_counts_once(setting: Setting) -
     """As a subclass's __torch_function__ does."""
     again = setting.copies.traced(lambda *args: setting.to(*args), where_to)
     again(torch.zeros(2), "cuda:0")
-    assert setting.step().copied == 8
+    assert setting.step().quantity("copied_bytes") == 8
 
 
 def test_a_copy_that_fails_raises_what_it_raised_and_took_its_time(setting: Setting) -> None:
@@ -257,7 +257,7 @@ def test_more_copies_than_are_timed_have_a_reason(setting: Setting) -> None:
     step = setting.step()
     assert step.device_ms == {"copy": None}
     assert step.untimed == "the step copies more tensors to devices than are timed: 16"
-    assert step.copied == 4 * (MAX_COPIES + 1)
+    assert step.quantity("copied_bytes") == 4 * (MAX_COPIES + 1)
 
 
 def test_a_phase_with_copies_that_are_not_timed_has_no_time_of_its_own(setting: Setting) -> None:
@@ -313,7 +313,7 @@ def test_nobodys_subclass_or_mode_sees_that_somebody_looks(setting: Setting) -> 
     with Mode():
         setting.to(tensor, "cuda:0")
     assert seen == []
-    assert setting.step().copied == 8
+    assert setting.step().quantity("copied_bytes") == 8
 
 
 @pytest.mark.slow

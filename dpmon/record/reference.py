@@ -1,0 +1,93 @@
+"""The reference of all records in Markdown: `python -m dpmon.record.reference > docs/record.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from dpmon.record.schema import PHASES, QUANTITIES, RECORDS, Field, RecordKind
+from dpmon.record.wire import TIMED_PHASES
+
+__all__ = ["reference"]
+
+_HEAD = """\
+# Records
+
+What `dpmon export` writes: an object of each kind in JSON lines, a table of each kind in CSV. This page is made from
+`dpmon/record/schema.py` by `python -m dpmon.record.reference > docs/record.md`.
+
+- Every object has its `kind`. A field that could not be had is null, and `absent` says why.
+- A time that ends in `_ms` is in milliseconds, one in `_s` in seconds. `t_s` and `start_s` count from the run's start,
+  on the monotonic clock.
+- Rows of CSV have the same columns in every run. An empty cell is unknown or did not run. What has no column of its own
+  is in the last one, `more`, as JSON.
+- A metric is a gauge of `--metrics`, under the name `dpmon_...`.
+"""
+_PHASES = """\
+## Phases of a step
+
+The phases of a step add up to its `wall_ms`. Those of its calls lie within `forward`. A phase that did not run is
+missing. The metrics are `dpmon_step_phase_seconds_total` and `dpmon_call_phase_seconds_total`, with the label `phase`.
+"""
+_QUANTITIES = """\
+## Quantities of a step
+"""
+
+
+def reference() -> str:
+    """The text of docs/record.md."""
+    parts = [_HEAD, *(_kind(kind) for kind in RECORDS.values()), _PHASES + "\n" + _phases(), _of_quantities()]
+    return "\n".join(parts)
+
+
+def _kind(kind: RecordKind) -> str:
+    gauges = any(one.metric for one in kind.fields)
+    head = ("field", "type", "unit", "meaning", "in CSV", *(("metric",) * gauges))
+    rows = [(*_field(one), *((_metric(one),) * gauges)) for one in kind.fields]
+    note = "" if kind.row == "record" else f" A row of CSV is of one {kind.row}."
+    return f"## {kind.name}\n\n{kind.meaning[0].upper()}{kind.meaning[1:]}.{note}\n\n{_table(head, rows)}"
+
+
+def _field(one: Field) -> tuple[str, ...]:
+    columns = "yes" if one.in_csv == (one.name,) else ", ".join(f"`{name}`" for name in one.in_csv)
+    if one.only_csv:
+        columns = "only there"
+    return f"`{one.name}`", one.type, one.unit, one.meaning, columns or "no column"
+
+
+def _metric(one: Field) -> str:
+    return f"`dpmon_{one.metric}`" if one.metric else ""
+
+
+def _phases() -> str:
+    rows = [
+        (
+            f"`{phase.name}`",
+            phase.shown,
+            phase.letter,
+            "calls" if phase.of_call else "step",
+            phase.meaning,
+            "yes" if phase.of_call or phase.name in TIMED_PHASES else "no",
+        )
+        for phase in PHASES
+    ]
+    return _table(("phase", "on the screen", "letter", "of", "meaning", "timed on GPUs"), rows)
+
+
+def _of_quantities() -> str:
+    rows = [(f"`{each.name}`", each.unit, each.meaning, f"`dpmon_{each.metric}`", each.absent) for each in QUANTITIES]
+    return _QUANTITIES + "\n" + _table(("quantity", "unit", "meaning", "metric", "why it may be missing"), rows)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "".join(f"{line}\n" for line in _lines(head, rows))
+
+
+def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|" + " --- |" * len(head)
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

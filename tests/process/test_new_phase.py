@@ -1,0 +1,141 @@
+"""A new phase and a new quantity of a step take few edits, and are then everywhere where steps are shown."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from running import Dpmon, Terminal
+
+import dpmon as package
+
+STEPS = 40
+TRAINS = f"""
+import torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range({STEPS}):
+    optimizer.zero_grad()
+    model(torch.randn(6, 4)).sum().backward()
+    optimizer.step()
+"""
+MOST_FILES = 5
+EDITS: tuple[tuple[str, str, str], ...] = (
+    (
+        "record/schema.py",
+        '    Phase(\n        "other"',
+        '    Phase("sync", "Y", "the script waits for a device", optional=True),\n    Phase(\n        "other"',
+    ),
+    (
+        "record/schema.py",
+        "QUANTITIES = (\n",
+        'QUANTITIES = (\n    Quantity("tokens", "tokens", "tokens", "tokens_total", "none", optional=True),\n',
+    ),
+    ("record/wire.py", '("copy", "copied_bytes")', '("copy", "copied_bytes", "sync", "tokens")'),
+    # Every step has extras, so none takes the fast path.
+    ("tracer/steps.py", "if ring is None:\n            return self._next(now)", "return self._next(now)"),
+    (
+        "tracer/steps.py",
+        "            if session.timing is not None:\n                payload = _STEP.pack(*step)\n",
+        "            rest = now - start - self.data - self.forward - self.backward - self.optimizer\n"
+        '            extras = {"sync": rest // 2, "tokens": 5 * self.number}\n'
+        "            if session.timing is None:\n"
+        "                ring.write(with_extras(_STEP.pack(*step), extras))\n"
+        "                return\n"
+        "            if session.timing is not None:\n                payload = _STEP.pack(*step)\n",
+    ),
+)  # fmt: skip
+"""File, what it says, and what it says instead."""
+
+
+@dataclass
+class Extended:
+    """A run under a copy of dpmon with the new phase and quantity, and that copy's command line."""
+
+    dpmon: Dpmon
+    env: dict[str, str]
+    summary: str = ""
+    """What the foreground wrote at the run's end."""
+
+    def says(self, *words: object) -> str:
+        """What a command writes to its standard output."""
+        result = self.dpmon.run(*words, env=self.env)
+        assert result.status == 0, result.errors
+        return result.text
+
+
+def _screen(run: Extended) -> str:
+    """The picture of the finished run, once the table of its phases is there."""
+    terminal = Terminal(run.dpmon, "attach", "last", size=(50, 180), **run.env)
+    terminal.shows("median")
+    terminal.shows("sYnc")
+    picture = terminal.picture()
+    terminal.type("q")
+    terminal.wait()
+    return picture.replace("sYnc", "sync")
+
+
+BOTH, PHASE = ("sync", "tokens"), ("sync",)
+PLACES: tuple[tuple[str, Callable[[Extended], str], tuple[str, ...]], ...] = (
+    ("JSON lines", lambda run: run.says("export"), BOTH),
+    ("CSV", lambda run: run.says("export", "--format", "csv", "--kind", "step"), BOTH),
+    ("trace", lambda run: run.says("export", "--format", "perfetto"), BOTH),
+    ("summary", lambda run: run.summary, PHASE),
+    ("report", lambda run: run.says("report"), PHASE),
+    ("report as JSON", lambda run: run.says("report", "--json"), PHASE),
+    ("page", lambda run: run.says("report", "--html", "-o", "-").partition("<script")[0], PHASE),
+    ("lines of JSON", lambda run: (run.dpmon.cwd / "lines").read_text(), PHASE),
+    ("metrics", lambda run: (run.dpmon.cwd / "run.prom").read_text(), BOTH),
+    ("screen", _screen, PHASE),
+)
+"""Every place that shows steps: its text, and what is to be found there."""
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Extended]:
+    """A run of TRAINS under dpmon with EDITS."""
+    where = tmp_path_factory.mktemp("extended")
+    root = where / "path" / "dpmon"
+    shutil.copytree(Path(package.__file__).parent, root, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, old, new in EDITS:
+        text = (root / name).read_text()
+        assert text.count(old) == 1, (name, old)
+        (root / name).write_text(text.replace(old, new))
+    (where / "cwd").mkdir()
+    dpmon = Dpmon(where / "state", where / "cwd")
+    run = Extended(dpmon, {"PYTHONPATH": str(root.parent), "PYTHONDONTWRITEBYTECODE": "1"})
+    dpmon.script(TRAINS)
+    result = dpmon.run("--headless", "--json=lines", "--metrics", "run.prom", "script.py", env=run.env)
+    assert result.status == 0, result.errors
+    run.summary = result.errors
+    yield run
+    dpmon.clean_up()
+
+
+def test_it_takes_few_files() -> None:
+    assert len({name for name, _, _ in EDITS}) <= MOST_FILES
+
+
+@pytest.mark.parametrize(("text_of", "names"), [pytest.param(*place, id=name) for name, *place in PLACES])
+def test_they_are_shown(extended: Extended, text_of: Callable[[Extended], str], names: tuple[str, ...]) -> None:
+    text = text_of(extended)
+    for name in names:
+        assert re.search(rf"(?<![a-zA-Z]){name}(?![a-zA-Z])", text), name
+
+
+def test_their_values_are_those_that_were_measured(extended: Extended) -> None:
+    steps = [record for line in extended.says("export", "--kind", "step").splitlines() for record in [json.loads(line)]]
+    assert [step["tokens"] for step in steps] == [5 * number for number in range(1, STEPS + 1)]
+    for step in steps:
+        assert step["phases"]["sync"] == pytest.approx(step["phases"]["other"], abs=2e-6)
+        assert sum(step["phases"].values()) == pytest.approx(step["wall_ms"])
+    rows = list(csv.DictReader(io.StringIO(extended.says("export", "--format", "csv", "--kind", "step"))))
+    assert [int(row["tokens"]) for row in rows] == [step["tokens"] for step in steps]
+    assert [float(row["sync_ms"]) for row in rows] == [step["phases"]["sync"] for step in steps]

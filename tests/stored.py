@@ -1,0 +1,44 @@
+"""All that a store says, in a form that can be compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dpmon.store.queries import Store
+
+__all__ = ["alike", "everything"]
+
+_ALL = 1 << 40
+
+
+def everything(store: Store) -> dict[str, Any]:
+    """By what was asked. Rows are in the order of each process: how rings lie to each other is chance."""
+    kinds = ("process", "mode", "pause", "input", "host", "device", "warning", "exit")
+    everybody = sorted({ring.process for ring in store.rings.values()})
+    return {
+        "tallies": {process: dict(sorted(store.tallies(process=process).items())) for process in (-1, *everybody)},
+        "seconds": {
+            (start, key): tally
+            for process in (-1, *everybody)
+            for start, _, key, tally in store.tally_rows(process=process, widest=1)
+        },
+        "times": _sorted(store.time_rows()),
+        "seconds of times": _sorted(store.time_rows(widest=1)),
+        "gaps": _sorted(store.gaps(_ALL)),
+        "shapes": _sorted(store.shapes()),
+        "steps": {process: store.steps(_ALL, process=process) for process in everybody},
+        "calls": {process: store.calls(_ALL, process=process) for process in everybody},
+        "events": {kind: _sorted(store.events(kind)) for kind in kinds},
+        "dropped": store.dropped,
+        "processes": store.processes,
+    }
+
+
+def _sorted(rows: Any) -> list[str]:
+    return sorted(map(repr, rows))
+
+
+def alike(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Assert that both are the same, part by part."""
+    for name in wanted:
+        assert found[name] == wanted[name], name

@@ -1,0 +1,134 @@
+"""Rows that nobody wrote: they are left out of every answer, and no query takes forever."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kept import fill, keep
+from sizes import LONG
+from synthetic import Training, host_event
+from test_hostile_history import ENDLESS, folded
+
+from dpmon.run.opened import open_store
+from dpmon.store.queries import Store
+from dpmon.store.tables import HISTORY_FILE
+from dpmon.store.window import Window, accounted
+
+TABLES = ("meta", "rings", "definitions", "calls", "steps", "events", "series", "tallies", "times", "gaps", "shapes")
+VALUES = ("'x'", "x'ff00'", "NULL", "-1", "1e999", "0.5", str((1 << 63) - 1), str(-(1 << 63)), "'[[],1e999,{}]'")
+
+
+@pytest.fixture
+def directory(state: Path) -> Path:
+    """A run of two processes with both modes."""
+    records: dict[int, list[bytes]] = {-1: [host_event(1.0)]}
+    for process in (0, 1):
+        training = Training(process=process)
+        records[process] = [*training.begin(), *training.run(30)]
+        training.now += 1 << 30
+        records[process] += [*training.switch("single"), *training.run(30)]
+    return keep(records)
+
+
+def answers(store: Store) -> list[Any]:
+    """Everything that a store and its windows can be asked."""
+    found: list[Any] = [
+        store.dropped,
+        list(store.tally_rows(process=0)),
+        store.tallies(),
+        store.tallies(process=0),
+        store.of_all(0, 100),
+        store.time_rows(0, 10),
+        store.time_rows(process=1, finest=60),
+        store.gaps(10),
+        store.longest(10, mode="dp", evaluation=False),
+        store.longest_deleted(10),
+        store.steps(100, process=0),
+        store.steps(100),
+        store.oldest_step_ns(),
+        store.next_step_ns(0, 5),
+        store.calls(100, process=0),
+        store.events("process", "mode", "host"),
+        store.device_minutes(),
+        store.shapes(),
+        store.call_counts(),
+    ]
+    for begin, end in ((0, 1 << 40), (2, 4)):
+        window = Window(store, begin, end)
+        for mode, evaluation in window.modes:
+            for process in (None, *store.processes):
+                found.append(window.figures(mode, evaluation, process))
+        found.append(accounted(window.spent, 10**10, None))
+    return found
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("complete", [True, False], ids=["whole", "with more in its rings"])
+def test_damaged_rows_are_left_out(directory: Path, table: str, complete: bool) -> None:
+    path = directory / HISTORY_FILE
+    if not complete:
+        for process in (0, 1):
+            ring = directory / f"process-{process}.ring"
+            ring.unlink()
+            more = Training(process=process)
+            fill(ring, process, [*more.begin(), *more.run(40), *more.switch("single"), *more.run(40)])
+    whole = path.read_bytes()
+    with closing(sqlite3.connect(path)) as db:
+        names = [row[1] for row in db.execute(f"PRAGMA table_info({table})")]
+    for number, name in enumerate(names):
+        for value in VALUES if LONG else VALUES[number % 3 :: 3]:
+            path.write_bytes(whole)
+            with closing(sqlite3.connect(path)) as db:
+                try:
+                    db.execute(f"UPDATE OR REPLACE {table} SET {name} = {value}")
+                    db.commit()
+                except sqlite3.Error:
+                    continue  # a column that cannot hold it
+            with open_store(directory) as store:
+                assert answers(store), (name, value)
+
+
+def test_one_damaged_row_does_not_hide_the_others(directory: Path) -> None:
+    with open_store(directory) as store:
+        whole = sum(tally.steps for tally in store.tallies().values())
+    with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
+        db.execute("UPDATE tallies SET sketches = 'x' WHERE process = 0 AND mode = 'dp'")
+        db.commit()
+    with open_store(directory) as store:
+        assert 0 < sum(tally.steps for tally in store.tallies().values()) < whole
+        assert store.damaged is None
+
+
+@pytest.mark.timeout(120)
+def test_a_tree_that_refers_to_itself_is_read_up_to_a_bound(state: Path) -> None:
+    training = Training()
+    directory = keep({0: [*training.begin(), *training.run(20)], -1: [host_event(1.0)]})
+    folded(directory / HISTORY_FILE)
+    with open_store(directory) as store:
+        assert store.damaged is None
+        store.steps(1 << 60)
+        assert store.damaged is not None
+        assert store.damaged.startswith("the history cannot be read to its end: ")
+        assert store.tallies()
+
+
+@pytest.mark.timeout(120)
+def test_many_queries_on_one_connection_are_not_taken_for_an_endless_one(directory: Path) -> None:
+    with open_store(directory) as store:
+        for _ in range(100):
+            answers(store)
+        assert store.damaged is None
+
+
+def test_times_without_end_cost_nothing(directory: Path) -> None:
+    with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
+        for table in ("tallies", "times"):
+            db.execute(f"UPDATE OR IGNORE {table} SET start_s = {(1 << 63) - 1} WHERE process = 1")
+        db.execute(f"INSERT INTO gaps (ns, mode) SELECT i, 'dp' FROM ({ENDLESS} SELECT i FROM n LIMIT 1000)")
+        db.commit()
+    with open_store(directory) as store:
+        assert answers(store)

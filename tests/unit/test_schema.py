@@ -1,0 +1,66 @@
+"""The schema of records names what is recorded, and the reference in the docs is made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded import linear_run
+from synthetic import decoded, device_event, host_event
+
+from dpmon.gpu.device import DeviceSample
+from dpmon.gpu.host import HostSample
+from dpmon.record.jsonl import as_json
+from dpmon.record.reference import reference
+from dpmon.record.schema import CALL_PHASES, PHASES, RECORDS, STEP_PHASES, phase_named, phase_shown
+
+DOCS = Path(__file__).parents[2] / "docs" / "record.md"
+
+
+def test_the_reference_in_the_docs_is_up_to_date() -> None:
+    """If not: python -m dpmon.record.reference > docs/record.md"""
+    assert DOCS.read_text(encoding="utf-8") == reference()
+
+
+def test_the_reference_names_every_kind_and_field() -> None:
+    text = reference()
+    for kind in RECORDS.values():
+        section = text.split(f"\n## {kind.name}\n")[1].split("\n## ")[0]
+        assert all(f"| `{one.name}` |" in section for one in kind.fields)
+
+
+def known(record: Mapping[str, Any]) -> set[str]:
+    """The names of the fields in JSON of the record's kind."""
+    return {"kind", *(one.name for one in RECORDS[record["kind"]].fields if not one.only_csv)}
+
+
+def test_every_member_of_a_recorded_run_is_in_the_schema() -> None:
+    records = [*linear_run(), *decoded([host_event(1.0), device_event(1.0, 0)])]
+    found = [as_json(record) for record in records]
+    assert {record["kind"] for record in found} >= {"call", "step", "process", "mode", "host", "device", "memory"}
+    for record in found:
+        assert set(record) <= known(record), record["kind"]
+        if record["kind"] == "memory":
+            assert all(set(one) <= known(record) for one in record["devices"])
+
+
+@pytest.mark.parametrize(("kind", "sample"), [("device", DeviceSample), ("host", HostSample)])
+def test_a_sample_has_the_fields_of_its_kind(kind: str, sample: type) -> None:
+    fields = {one.name for one in RECORDS[kind].fields} - {"t_s", "gpu_absent"}
+    assert set(sample.__dataclass_fields__) == fields  # type: ignore[attr-defined]
+
+
+def test_no_name_stands_twice() -> None:
+    for kind in RECORDS.values():
+        assert len(set(kind.columns)) == len(kind.columns), kind.name
+        assert len({one.name for one in kind.fields}) == len(kind.fields), kind.name
+    for names in zip(*((phase.name, phase.shown, phase.letter) for phase in PHASES), strict=True):
+        assert len(set(names)) == len(PHASES)
+
+
+def test_phases_are_found_by_both_names() -> None:
+    for phase in PHASES:
+        assert phase_named(phase.name) is phase is phase_shown(phase.shown)
+    assert sorted((*STEP_PHASES, *CALL_PHASES)) == sorted(phase.name for phase in PHASES)

@@ -1,0 +1,161 @@
+"""Supervisors that are killed at any instant leave what one that never was would have left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from sizes import size
+from stored import alike, everything
+from synthetic import SECOND, Training, host_event
+
+from dpmon.record.codec import pack_event, pack_step, pack_timed
+from dpmon.ring import Ring
+from dpmon.run.drain import COMMIT_S, Drain
+from dpmon.run.opened import open_store
+from dpmon.run.rundir import RunInfo, create_run
+
+Rounds = list[dict[int, list[bytes]]]
+"""What each process writes between two looks of the supervisor (-1: the supervisor itself)."""
+
+
+def eventful(chance: random.Random, process: int) -> Iterator[list[bytes]]:
+    """A training with all that its account of time knows, a few records at a time."""
+    training = Training(process=process, step_ns=40_000_000, batch=30, seed=process)
+    yield [record.replace(b"4242", b"%d" % (4242 + process)) for record in training.begin()]
+    for number in range(150):
+        what = chance.random()
+        if what < 0.05:
+            yield training.switch("single" if training.mode == "dp" else "dp")
+        elif what < 0.1:
+            training.now += chance.randrange(SECOND)  # a checkpoint
+        elif what < 0.15:
+            began = training.now
+            training.now += chance.randrange(2 * SECOND)
+            yield [_pause(process, True, began, None)]
+            if what < 0.13:  # else the record of its end was lost
+                yield [_pause(process, False, training.now, training.now - began)]
+        elif what < 0.2:
+            training.steps += chance.randrange(1, 3)  # missed
+        elif what < 0.3:
+            yield evaluation(training)
+        records = training.step(rows=chance.choice([30, 30, 30, number + 2]))
+        records[-1] = pack_timed(records[-1], (None, 1.5, 2.5, None), 3)
+        yield from ([record] for record in records) if what > 0.6 else [records]
+
+
+def evaluation(training: Training) -> list[bytes]:
+    """A step without gradients."""
+    training.steps += 1
+    took = training.step_ns // 3
+    record = pack_step(1, training.steps, training.now, took, 30, (1000, took - 2000, -1, -1))
+    training.now += took
+    return [record]
+
+
+def _pause(process: int, paused: bool, at: int, took: int | None) -> bytes:
+    data = {"process": process, "t_s": at / SECOND, "paused": paused, "paused_s": took and took / SECOND}
+    return pack_event("pause", {**data, "step": 1, "reason": None, "refused": None})
+
+
+def rounds(seed: int) -> Rounds:
+    """A run of two processes, the second of which begins later."""
+    chance = random.Random(seed)
+    writers = {process: eventful(chance, process) for process in (0, 1)}
+    found: Rounds = []
+    t_s = 2.0
+    while writers:
+        each: dict[int, list[bytes]] = {}
+        for process in list(writers):
+            if process == 1 and len(found) < 20:
+                continue
+            each[process] = [r for _ in range(chance.randrange(3)) for r in next(writers[process], ())]
+            if not each[process] and next(writers[process], None) is None:
+                del writers[process]
+        t_s += chance.random() * 0.2
+        if chance.random() < 0.1:
+            wait = {
+                "process": None,
+                "pid": 4242 + chance.randrange(2),
+                "t_s": t_s - 1.5,
+                "waited_s": chance.random() * 2,
+            }
+            each[-1] = [host_event(t_s), pack_event("input", wait)]
+        found.append(each)
+    found.append({0: Training().step()[:-1]})  # a call that is in no step
+    found.append({-1: [pack_event("exit", {"status": 0, "t_s": t_s + 3, "signal": None})]})
+    return found
+
+
+class Run:
+    """A run whose supervisor can be killed."""
+
+    def __init__(self) -> None:
+        info = RunInfo(
+            id="", name="x", command=("x.py",), script="x.py", cwd="/", python=None, started_unix=1e9, start_ns=0,
+            boot_id="", headless=True,
+        )  # fmt: skip
+        self.directory, self._info = create_run(info)
+        self._rings: dict[int, Ring] = {}
+        self._drain = self._new()
+        self._killed: list[Drain] = []
+        self._now = 100.0
+
+    def _new(self) -> Drain:
+        return Drain(self.directory, self._info, lambda text: pytest.fail(text))
+
+    def write(self, records: Mapping[int, Sequence[bytes]]) -> None:
+        for process, payloads in records.items():
+            if process not in self._rings:
+                name = "gpu.ring" if process < 0 else f"process-{process}.ring"
+                self._rings[process] = Ring(str(self.directory / name), process=process, start_ns=0)
+            for payload in payloads:
+                self._rings[process].write(payload)
+
+    def look(self, seconds: float) -> None:
+        self._now += seconds
+        self._drain.drain(self._now)
+
+    def kill(self) -> None:
+        """What it has taken and not written is lost with it."""
+        self._killed.append(self._drain)
+        self._drain = self._new()
+
+    def write_all(self) -> None:
+        """As at the end of the run."""
+        self._drain.flush(over=True)
+
+    def end(self) -> None:
+        self.write_all()
+        self._drain.close()
+        for drain in self._killed:
+            drain.close()
+
+
+@pytest.mark.parametrize("seed", range(size(4, 40)))
+@pytest.mark.parametrize("when", ["after a commit", "at any time"])
+def test_takeovers_leave_no_trace(state: Path, monkeypatch: pytest.MonkeyPatch, seed: int, when: str) -> None:
+    monkeypatch.setattr("dpmon.run.drain.alive", lambda *_: False)
+    chance = random.Random(seed)
+    undisturbed, killed = Run(), Run()
+    for records in rounds(seed):
+        seconds = COMMIT_S if when == "after a commit" else chance.random() * COMMIT_S
+        for run in (undisturbed, killed):
+            run.write(records)
+            run.look(seconds)
+        if chance.random() < 0.3:
+            killed.kill()
+    killed.write_all()
+    killed.kill()
+    stores = []
+    for run in (undisturbed, killed):
+        run.end()
+        with open_store(run.directory) as store:
+            stores.append(everything(store))
+    wanted, found = stores
+    assert wanted["gaps"]
+    assert wanted["shapes"]
+    assert {row.mode for row in wanted["tallies"][0]} == {"dp", "single"}
+    alike(found, wanted)

@@ -103,7 +103,8 @@ class _Summary:
 
     def lines(self, directory: Path) -> list[Line]:
         """All but how it ended and where the record is."""
-        warnings = [text for event in self._store.events("warning") if isinstance(text := event.data.get("text"), str)]
+        warnings = [] if self._store.damaged is None else [self._store.damaged]
+        warnings += [text for event in self._store.events("warning") if isinstance(text := event.data.get("text"), str)]
         found = _ranked(_STEP, self._time_lines())
         kinds = self._store.kinds() | self._layouts.kinds()
         if not kinds:

@@ -236,7 +236,7 @@ class Guard:
 
     def _record(self, how: ExitInfo) -> None:
         self.outcome = how
-        if self._reader.exit() is None:  # a new supervisor may have been quicker
+        if load_exit(self._directory) is None:  # a new supervisor may have been quicker
             with contextlib.suppress(OSError):
                 save(self._directory, how)
         self._replace()  # what the rings hold goes into the history, even if it ended a moment ago

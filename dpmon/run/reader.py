@@ -154,7 +154,8 @@ class RunReader:
 
     def _exit_from_ring(self) -> ExitInfo | None:
         """The exit as the ring has it, for a disk that had no room for exit.json."""
-        data = self._exit_event()
+        # A supervisor that lives is about to write more than its ring has.
+        data = {} if self.supervised() else self._exit_event()
         status, seconds = data.get("status"), data.get("t_s")
         signal, unknown, cause = data.get("signal"), data.get("unknown"), data.get("cause")
         status = status if type(status) is int and 0 <= status <= MAX_STATUS else None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from kept import keep
-from synthetic import Training
+from synthetic import SECOND, Training
 from test_run_playback import a_run
 
 from dpmon.cli.speak import closing, speak
@@ -106,6 +106,34 @@ def test_a_replica_is_named_after_its_model_where_there_are_several(state: Path)
     assert [line.split()[1:4] for line in lines] == [
         [name, "replica", number] for name in ("Critic", "Generator") for number in ("0", "1")
     ]
+
+
+def test_a_history_that_cannot_be_read_is_said_beside_what_the_rings_hold(state: Path) -> None:
+    training = Training()
+    directory = keep({0: [*training.begin(), *training.run(20)]})
+    (directory / "history.sqlite").write_bytes(b"x" * 5000)
+    lines = summary_lines(directory, load_exit(directory))
+    assert any(line.startswith("dp (virtual replicas): 20 steps, 20 calls, ") for line in lines)
+    assert any(line.startswith("warning: the history cannot be read: ") for line in lines)
+
+
+def test_the_parts_of_the_elapsed_time_stand_there_if_not_nearly_all_was_training(state: Path) -> None:
+    training = Training(mode="single", step_ns=100_000_000, start_ns=3 * SECOND)
+    payloads = [*training.begin(), *training.run(20)]
+    gap_after = training.steps
+    training.now += 4 * SECOND
+    payloads += training.run(20)
+    seconds = training.now / SECOND + 1
+    directory = keep({0: payloads, -1: [pack_event("exit", {"status": 0, "t_s": seconds})]}, seconds=seconds)
+    line = summary_lines(directory, load_exit(directory))[1]
+    between = f"between steps 4.00 s (longest 4.00 s after step {gap_after})"
+    assert line == f"time: start-up 3.00 s, training {seconds - 8:.2f} s, {between}, end 1.00 s"
+
+
+def test_nearly_nothing_but_training_needs_no_parts(state: Path) -> None:
+    training = Training(start_ns=SECOND // 10)
+    directory = keep({0: [*training.begin(), *training.run(4000)]})
+    assert not any(line.startswith("time: ") for line in summary_lines(directory, None))
 
 
 @pytest.mark.parametrize(

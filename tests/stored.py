@@ -10,25 +10,22 @@ from typing import Any
 
 from dpmon.model.snapshot import Snapshots, Wanted
 from dpmon.model.state import State
-from dpmon.record.codec import (
+from dpmon.record.codec import UNTIMED, Call, Record, RecordError, Size, Step, kind_of
+from dpmon.record.plainjson import load_event
+from dpmon.record.wire import (
+    BODY_PHASES,
     CALL_PHASES,
-    UNTIMED,
-    Call,
-    Record,
-    RecordError,
-    Size,
-    Step,
+    STEP_EXTRAS,
+    TIMED_PHASES,
     call_flags,
-    kind_of,
     mode_number,
     pack_call,
     pack_definition,
     pack_event,
     pack_step,
     pack_timed,
+    with_extras,
 )
-from dpmon.record.plainjson import load_event
-from dpmon.record.wire import BODY_PHASES, STEP_EXTRAS, TIMED_PHASES, with_extras
 from dpmon.run.opened import open_store
 from dpmon.store.as_of import AsOf
 from dpmon.store.intake import Accounts, Intake

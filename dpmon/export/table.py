@@ -13,9 +13,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
-from dpmon.record.codec import MORE, Call, Record, Size, Step, rows_of
+from dpmon.record.codec import Call, Record, Size, Step, rows_of
 from dpmon.record.jsonl import as_json
 from dpmon.record.schema import COLUMNS, RECORDS
+from dpmon.record.wire import MORE
 from dpmon.run.export import kind
 
 __all__ = ["Tables", "row"]

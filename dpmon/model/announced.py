@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 from dpmon.model.members import SECOND, number_in, text_in, time_of, whole_in
 from dpmon.model.state import ModeChange, PauseChange, Refusal, WarningText
-from dpmon.record.codec import MODES, Event
+from dpmon.record.codec import Event
+from dpmon.record.wire import MODES
 
 __all__ = ["Announced", "EventSource", "InForce"]
 

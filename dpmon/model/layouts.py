@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpmon.record.codec import DDP, UNTIMED
+from dpmon.record.codec import UNTIMED
 from dpmon.record.schema import EVALUATION, device_series
+from dpmon.record.wire import DDP
 from dpmon.store.answers import Shape
 from dpmon.store.parts import stage_series
 from dpmon.store.tally import Key, Stat, Tally

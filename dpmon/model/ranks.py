@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from dpmon.model.state import CallTrack, Process, State
-from dpmon.record.codec import DDP
+from dpmon.record.wire import DDP
 
 __all__ = [
     "RankRow",

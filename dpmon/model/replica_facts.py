@@ -9,8 +9,8 @@ from typing import Any
 
 from dpmon.model.evidence import BatchFacts, ReplicaFacts
 from dpmon.model.layouts import most_common, why_untimed
-from dpmon.record.codec import DDP
 from dpmon.record.schema import EVALUATION, device_series
+from dpmon.record.wire import DDP
 from dpmon.store.answers import Shape
 from dpmon.store.parts import replica_series
 from dpmon.store.tally import Key, Stat, Tally

@@ -21,8 +21,9 @@ from dpmon.model.pace import WINDOW_S, recent, recent_of_steps
 from dpmon.model.state import HOST, MODES_COMPARED, ModeTrack, Process, RankFigures, Recent, State, Summary
 from dpmon.model.turns import last_resumption, some_are_silent
 from dpmon.model.uneven import uneven_steps
-from dpmon.record.codec import DDP, Step
+from dpmon.record.codec import Step
 from dpmon.record.schema import STEP
+from dpmon.record.wire import DDP
 from dpmon.store.answers import LongRow, TimeRow, TimeTogether
 from dpmon.store.figures import merged, trains
 from dpmon.store.tally import ALL, Key, Tally

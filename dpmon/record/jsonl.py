@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpmon.record.codec import MORE, STEP_PHASES, Call, Record, Size, Stage, Step
+from dpmon.record.codec import STEP_PHASES, Call, Record, Size, Stage, Step
 from dpmon.record.schema import QUANTITIES
+from dpmon.record.wire import MORE
 
 __all__ = ["as_json"]
 

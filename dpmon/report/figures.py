@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpmon.model.evidence import ModeFacts
-from dpmon.record.codec import CALL_PHASES, STEP_PHASES
+from dpmon.record.codec import STEP_PHASES
 from dpmon.record.schema import STEP
+from dpmon.record.wire import CALL_PHASES
 from dpmon.store.figures import Figures
 from dpmon.store.tally import Tally
 from dpmon.store.window import thirds

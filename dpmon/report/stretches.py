@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from dpmon.record.codec import CALL_PHASES, STEP_PHASES
+from dpmon.record.codec import STEP_PHASES
 from dpmon.record.schema import EVALUATION, REST
+from dpmon.record.wire import CALL_PHASES
 from dpmon.report.story import PARTS, Bin
 from dpmon.store.queries import END, Store
 from dpmon.store.tally import ALL, WIDTHS, Tally

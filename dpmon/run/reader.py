@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpmon.record.codec import mode_number, pack_event
 from dpmon.record.plainjson import load_event
+from dpmon.record.wire import mode_number, pack_event
 from dpmon.ring import Activity, RingError, RingReader
 from dpmon.run import proc
 from dpmon.run.lock import supervised

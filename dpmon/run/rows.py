@@ -6,18 +6,10 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from dpmon.record.codec import (
-    MODES,
-    Decoder,
-    Event,
-    Record,
-    RecordError,
-    Step,
-    kept_step_times,
-    pack_definition,
-)
+from dpmon.record.codec import Decoder, Event, Record, RecordError, Step, kept_step_times
 from dpmon.record.plainjson import load_event
 from dpmon.record.schema import QUANTITIES, STEP_PHASES
+from dpmon.record.wire import MODES, pack_definition
 from dpmon.run.kept import STEP_NAMES, Kept
 
 __all__ = ["decoders_of", "record_of"]

@@ -11,20 +11,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from dpmon.record.codec import (
-    MODES,
-    Call,
-    Decoder,
-    Event,
-    RecordError,
-    Step,
-    call_head,
-    call_replicas,
-    call_stages,
-    pack_definition,
-)
+from dpmon.record.codec import Call, Decoder, Event, RecordError, Step, call_head, call_replicas, call_stages
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, SETTLING
+from dpmon.record.wire import MODES, pack_definition
 from dpmon.store.answers import CallHead, LongRow, Sample
 from dpmon.store.queries import LONG_COLUMNS, Store, long_row
 from dpmon.store.tables import LASTING

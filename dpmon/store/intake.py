@@ -17,12 +17,8 @@ from typing import Any, NamedTuple
 
 from dpmon.record.codec import (
     BACKWARD_AT,
-    GRAD,
-    MODES,
     OPTIMIZER_AT,
     SAMPLES_AT,
-    TRAINING,
-    VIRTUAL,
     RecordError,
     call_head,
     call_replicas,
@@ -39,7 +35,7 @@ from dpmon.record.codec import (
 )
 from dpmon.record.plainjson import load_event
 from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SETTLING, SETTLING_STEPS, STEP_PHASES
-from dpmon.record.wire import CALL_PHASES
+from dpmon.record.wire import CALL_PHASES, GRAD, MODES, TRAINING, VIRTUAL
 from dpmon.store.accounting import LATEST_NS, Account
 from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.tables import RingRow

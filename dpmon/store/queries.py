@@ -13,17 +13,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from dpmon.record.codec import (
-    Call,
-    Decoder,
-    Event,
-    RecordError,
-    Step,
-    kept_step_times,
-    pack_definition,
-)
+from dpmon.record.codec import Call, Decoder, Event, RecordError, Step, kept_step_times
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES
+from dpmon.record.wire import pack_definition
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape, TimeRow, TimeTogether
 from dpmon.store.tables import (

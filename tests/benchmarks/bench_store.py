@@ -33,8 +33,8 @@ from yardstick import Yardstick
 TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 
-from dpmon.record.codec import pack_call, pack_definition, pack_event, pack_step  # noqa: E402
 from dpmon.record.schema import PHASES  # noqa: E402
+from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step  # noqa: E402
 from dpmon.ring import Ring  # noqa: E402
 from dpmon.run import drain as drain_module  # noqa: E402
 from dpmon.run.drain import Drain  # noqa: E402

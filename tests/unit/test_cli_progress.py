@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from kept import keep
 
 from dpmon.cli.progress import Progress
-from dpmon.record.codec import mode_number, pack_event, pack_step
+from dpmon.record.wire import mode_number, pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
 from dpmon.run.rundir import load_info

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.record.codec import pack_event
+from dpmon.record.wire import pack_event
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
 from dpmon.run.rundir import RunInfo

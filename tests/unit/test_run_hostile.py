@@ -13,8 +13,8 @@ from sizes import size
 from stored import state_in
 
 from dpmon.cli.summary import summary_lines
-from dpmon.record.codec import pack_call, pack_definition, pack_event, pack_step
 from dpmon.record.jsonl import as_json
+from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import report_text
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain

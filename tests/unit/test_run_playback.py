@@ -8,7 +8,7 @@ import pytest
 
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import State
-from dpmon.record.codec import pack_event, pack_step
+from dpmon.record.wire import pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
 from dpmon.run.opened import open_store

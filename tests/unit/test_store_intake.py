@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from dpmon.record.codec import (
+from dpmon.record.codec import RecordError
+from dpmon.record.schema import EVALUATION, SETTLING, SETTLING_STEPS
+from dpmon.record.wire import (
     CALL_PHASES,
-    RecordError,
     call_flags,
     pack_call,
     pack_definition,
@@ -23,7 +24,6 @@ from dpmon.record.codec import (
     pack_timed,
     with_extras,
 )
-from dpmon.record.schema import EVALUATION, SETTLING, SETTLING_STEPS
 from dpmon.store.intake import BATCH_SIZES, HELD_CALLS, Accounts, Intake
 from dpmon.store.resume import resume_accounts, resume_intake
 from dpmon.store.tables import HISTORY_FILE, RingRow

@@ -11,7 +11,7 @@ from everything import alike, everything
 from sizes import size
 from synthetic import SECOND, Training, host_event
 
-from dpmon.record.codec import pack_event, pack_step, pack_timed
+from dpmon.record.wire import pack_event, pack_step, pack_timed
 from dpmon.ring import Ring
 from dpmon.run.drain import COMMIT_S, Drain
 from dpmon.run.opened import open_store

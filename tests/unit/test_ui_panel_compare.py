@@ -11,7 +11,8 @@ from synthetic import SECOND, Training, host_event
 from dpmon.model.announced import ROOTS_KEPT
 from dpmon.model.compare import Interval
 from dpmon.model.state import HOST
-from dpmon.record.codec import Event, pack_event
+from dpmon.record.codec import Event
+from dpmon.record.wire import pack_event
 from dpmon.ui import panel_compare
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Ended, Playing, Scene, View

@@ -11,8 +11,9 @@ from synthetic import SECOND, Training
 from dpmon.model.pace import speed
 from dpmon.model.ranks import rank_rows, toggle_refusal, training
 from dpmon.model.state import State
-from dpmon.record.codec import kind_of, pack_event
+from dpmon.record.codec import kind_of
 from dpmon.record.plainjson import load_event
+from dpmon.record.wire import pack_event
 from dpmon.ui import panel_batch, panel_compare, panel_ranks
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole

@@ -19,7 +19,8 @@ from dpmon.model.announced import Announced
 from dpmon.model.compare import sentence
 from dpmon.model.inputs import INPUT, is_wait
 from dpmon.model.state import Process, State
-from dpmon.record.codec import Event, pack_event
+from dpmon.record.codec import Event
+from dpmon.record.wire import pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.said import waited

@@ -20,7 +20,7 @@ from dpmon.run.rundir import RunError, RunInfo, find_run, list_runs, load_exit, 
 from dpmon.run.standing import how_it_stands
 from dpmon.run.start import look_after
 from dpmon.run.state import goes_on, is_paused, run_state
-from dpmon.ui.text import clean
+from dpmon.text.cleaning import clean
 
 __all__ = ["attach", "export", "keep", "ls", "rm", "stop"]
 

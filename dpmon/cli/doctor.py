@@ -14,8 +14,8 @@ from dpmon.cli.checks.installed import installed
 from dpmon.cli.checks.machine import limits, logout, state_directory
 from dpmon.cli.checks.terminal import terminal
 from dpmon.cli.checks.trial import trial
-from dpmon.ui.ascii import in_stream
-from dpmon.ui.text import clean
+from dpmon.text.ascii import in_stream
+from dpmon.text.cleaning import clean
 
 __all__ = ["doctor"]
 

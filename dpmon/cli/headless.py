@@ -26,8 +26,8 @@ from dpmon.run.rundir import ExitInfo, mark_stop, short_name
 from dpmon.run.start import Started
 from dpmon.run.state import run_state
 from dpmon.run.terminal import send_input
-from dpmon.ui.ascii import in_stream
-from dpmon.ui.text import clean
+from dpmon.text.ascii import in_stream
+from dpmon.text.cleaning import clean
 
 __all__ = ["Follower", "Stream"]
 

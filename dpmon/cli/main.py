@@ -17,7 +17,7 @@ def main(words: Sequence[str]) -> int:
     try:
         command, options = parse(words)
     except UsageError as error:
-        from dpmon.ui.text import clean
+        from dpmon.text.cleaning import clean
 
         print(f"dpmon: {clean(error)}; dpmon --help lists commands and options", file=sys.stderr)
         return 2
@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> int:
             "rm": commands.rm,
         }[command](options)
     except (CommandError, ConfigError, RunError) as error:
-        from dpmon.ui.text import clean
+        from dpmon.text.cleaning import clean
 
         near = meant(error.word) if isinstance(error, NotFoundError) else None
         hint = "" if near is None else f" (did you mean {near}?)"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 
+from dpmon.model.numbers import group
 from dpmon.rates import Pace, Paces, rate_of
 from dpmon.record.codec import Event, Step
 from dpmon.run.inputs import Inputs
 from dpmon.run.pauses import Pauses
 from dpmon.run.reader import RunReader
 from dpmon.run.standing import IDLE
-from dpmon.ui.format import compact, group, within_words
+from dpmon.text.quantities import compact, within_words
 
 __all__ = ["Progress"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dpmon.export.target import opened, stdout
 from dpmon.run.rundir import RunError, find_run, load_info, short_name
-from dpmon.ui.ascii import in_stream
+from dpmon.text.ascii import in_stream
 
 __all__ = ["report"]
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dpmon.run.rundir import ExitInfo, RunError
-from dpmon.ui.ascii import in_stream
-from dpmon.ui.text import clean
+from dpmon.text.ascii import in_stream
+from dpmon.text.cleaning import clean
 
 __all__ = ["closing", "error_words", "speak"]
 

@@ -10,18 +10,20 @@ from typing import NamedTuple
 
 from dpmon.model.finding import many
 from dpmon.model.memory import held, reasons
+from dpmon.model.numbers import duration, group
 from dpmon.model.stats import median, percentile
 from dpmon.record.codec import CALL_PHASES, STEP_PHASES
 from dpmon.report.said import waited
 from dpmon.report.words import times_paused
 from dpmon.run.add_up import add_up, why_nothing
+from dpmon.run.files import read_tail
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info, short_name
 from dpmon.run.totals import Deleted, ModeTotals, Totals
-from dpmon.ui.format import group, memory, ms, rate_words
-from dpmon.ui.rows import cut, span_width
-from dpmon.ui.tail import last_words
-from dpmon.ui.text import clean
+from dpmon.text.cells import cut, span_width
+from dpmon.text.cleaning import clean
+from dpmon.text.last_words import READ_BYTES, last_words
+from dpmon.text.quantities import memory, rate_words, run_time
 
 __all__ = ["Line", "ending_line", "fitted", "summary", "summary_lines"]
 
@@ -147,7 +149,7 @@ def _outcome(info: RunInfo, how: ExitInfo | None) -> str:
         return f"{name}: how it ended is not known"
     if how.error is not None:
         return f"{name}: {how.error}"
-    took = duration(how.seconds)
+    took = run_time(how.seconds)
     if how.stopped:
         return f"{name}: stopped by you after {took}" + (f", exit status {how.status}" if how.status else "")
     if how.status is None:
@@ -162,18 +164,11 @@ def _raised(reader: RunReader, how: ExitInfo | None) -> list[str]:
     """What a script that failed under the screen has raised: its output went with the screen."""
     if how is None or not how.status or how.stopped or how.cause or len(reader.output_paths) > 1:
         return []
-    last = last_words(reader.output_paths[0])
+    try:
+        last = last_words(read_tail(reader.output_paths[0], READ_BYTES))
+    except OSError:
+        return []
     return [] if last is None else [f"its last words: {last}  (dpmon report {short_name(reader.info)})"]
-
-
-def duration(seconds: float) -> str:
-    """A duration as people say it: 0.41 s, 12.3 s, 3 min 41 s, 2 h 05 min."""
-    if seconds < 60:
-        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def _mode_name(name: str, totals: Totals) -> str:
@@ -223,15 +218,15 @@ def _deleted_line(name: str, gone: Deleted, totals: Totals) -> str:
     speed = rate_words(gone.rate())
     said = f", {speed}" if speed else ""
     head = f"{_mode_name(name, totals) or 'mode unknown'}, deleted: {many(gone.sums.steps, 'step')}{said}"
-    return f"{head}, median {ms(middle)}, p95 {ms(tail)} (within 3 %)"
+    return f"{head}, median {duration(middle)}, p95 {duration(tail)} (within 3 %)"
 
 
 def _phase_line(label: str, values: array[int], device: array[float] | None) -> str:
     ordered = sorted(values)
     middle, tail = median(ordered) or 0, percentile(ordered, 0.95) or 0
-    text = f"  {label:<18} median {ms(middle):>8}   p95 {ms(tail):>8}"
+    text = f"  {label:<18} median {duration(middle):>8}   p95 {duration(tail):>8}"
     on_device = median(device or ())
-    return text if on_device is None else f"{text}   on device {ms(on_device * 1e6):>8}"
+    return text if on_device is None else f"{text}   on device {duration(on_device * 1e6):>8}"
 
 
 def _memory_lines(totals: Totals) -> list[str]:
@@ -252,7 +247,7 @@ def _stage_lines(totals: Totals) -> list[str]:
         text = f"  {line.root} stage {line.stage} {line.device}  {names}  {line.inputs or 'sizes not seen'} -> "
         text += f"{line.outputs or 'not finished'}  {many(line.calls, 'call')}"
         middle = median(line.walls)
-        lines.append(text if middle is None else f"{text}, host time median {ms(middle)}")
+        lines.append(text if middle is None else f"{text}, host time median {duration(middle)}")
     more = len(totals.stages) - len(lines)
     if more > 0:
         lines.append(f"  and {more} more; dpmon export has them all")
@@ -267,7 +262,7 @@ def _rank_lines(totals: Totals) -> list[str]:
         text += f"  {many(line.calls, 'call')}, {many(line.steps, 'step')}"
         middle = median(line.walls)
         if middle is not None:
-            text += f", step median {ms(middle)}"
+            text += f", step median {duration(middle)}"
         if line.rate is not None:
             text += f", {rate_words(line.rate)}"
         lines.append(text)

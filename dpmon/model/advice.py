@@ -7,7 +7,8 @@ threads on a machine with room to spare.
 from __future__ import annotations
 
 from dpmon.model.evidence import Evidence, HostFacts, ModeFacts
-from dpmon.model.finding import enough, percent, took
+from dpmon.model.finding import enough, took
+from dpmon.model.numbers import percent
 
 __all__ = ["DATA_SHARE", "for_data", "for_low_use", "for_spread", "room"]
 

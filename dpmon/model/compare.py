@@ -16,7 +16,7 @@ from math import ceil, exp, log, sqrt
 from typing import NamedTuple
 
 from dpmon.model.inputs import INPUT, SAID
-from dpmon.model.numbers import duration, share, times
+from dpmon.model.numbers import duration, percent, times
 from dpmon.model.state import (
     MODES_COMPARED,
     PHASES,
@@ -408,7 +408,7 @@ def _why_uneven(found: Comparison) -> str:
         return ""
     mode, how = found.uneven
     by = f" ({SAID})" if how.phase == INPUT else ""
-    return f": of the steps in {mode}, about {share(how.steps)} take {share(how.time)} of the time{by}"
+    return f": of the steps in {mode}, about {percent(how.steps)} take {percent(how.time)} of the time{by}"
 
 
 def _ground(found: Comparison) -> str:
@@ -416,11 +416,11 @@ def _ground(found: Comparison) -> str:
     if ground is None:
         return ""
     if ground.phase in _COPIES:
-        return f"{ground.phase} takes {share(ground.share)} of the step"
+        return f"{ground.phase} takes {percent(ground.share)} of the step"
     name = "the replicas' forward" if ground.phase == "forward" else _PHRASES.get(ground.phase, ground.phase)
     text = f"{name} takes {_took(ground.dp_ns)} against {_took(ground.single_ns)} on one device"
     if found.outcome == "faster" and cost is not None and (cost.share or 0) >= _WORTH:
-        text += f", {cost.phase} {share(cost.share)} of the step"
+        text += f", {cost.phase} {percent(cost.share)} of the step"
     return text
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from dpmon.model import numbers
 from dpmon.model.evidence import Evidence, LongStep, ModeFacts
+from dpmon.model.numbers import duration, group, minutes
 
 __all__ = [
     "MIN_STEPS",
@@ -18,7 +18,6 @@ __all__ = [
     "many",
     "of",
     "of_process",
-    "percent",
     "times",
     "took",
     "under",
@@ -72,12 +71,7 @@ def of_process(step: LongStep, evidence: Evidence) -> str:
 
 def many(count: int, word: str) -> str:
     """1 row, 2 rows."""
-    return f"{numbers.count(count)} {word}{'' if count == 1 else 's'}"
-
-
-def percent(share: float) -> str:
-    """A share (0 to 1) in whole per cent."""
-    return f"{share * 100:.0f} %"
+    return f"{group(count)} {word}{'' if count == 1 else 's'}"
 
 
 def times(one: float | None, other: float | None) -> str:
@@ -94,9 +88,8 @@ def gib(count: float) -> str:
 def took(ns: float | None) -> str:
     """A duration with three digits: 412 µs, 12.3 ms, 4.50 s, 3 min 20 s."""
     if ns is None or ns < 99.95e9:
-        return numbers.duration(ns)
-    minutes, seconds = divmod(round(ns / 1e9), 60)
-    return f"{minutes} min {seconds:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+        return duration(ns)
+    return minutes(ns / 1e9)
 
 
 def clock(ns: float) -> str:

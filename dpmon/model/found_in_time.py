@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from dpmon.model.advice import DATA_SHARE, for_data, for_spread
 from dpmon.model.evidence import Evidence, LongStep, ModeFacts
-from dpmon.model.finding import MIN_STEPS, Finding, basis, clock, enough, of, of_process, percent, times, took, under
+from dpmon.model.finding import MIN_STEPS, Finding, basis, clock, enough, of, of_process, times, took, under
 from dpmon.model.inputs import INPUT, SAID, waited_ns
+from dpmon.model.numbers import percent
 
 __all__ = ["copies", "data", "drift", "failed", "quiet", "slower", "spread", "stalls", "transfers"]
 

@@ -7,7 +7,8 @@ from operator import itemgetter
 
 from dpmon.model.advice import for_low_use
 from dpmon.model.evidence import BatchFacts, Evidence, ReplicaFacts
-from dpmon.model.finding import MIN_STEPS, Finding, gib, many, percent, times, took
+from dpmon.model.finding import MIN_STEPS, Finding, gib, many, times, took
+from dpmon.model.numbers import percent
 
 __all__ = ["fuller", "idle", "low_use", "throttled", "uneven"]
 

@@ -5,7 +5,7 @@ Three digits and the unit that makes them 1 to 999; counts in full, with a comma
 
 from __future__ import annotations
 
-__all__ = ["UNKNOWN", "count", "duration", "share", "three", "times"]
+__all__ = ["UNKNOWN", "duration", "group", "minutes", "percent", "three", "times"]
 
 UNKNOWN = "–"
 _UNITS = ((1e3, "µs"), (1e6, "ms"), (1e9, "s"))
@@ -24,18 +24,24 @@ def duration(ns: float | None, gap: str = " ") -> str:
     return three(ns / scale) + gap + unit
 
 
-def count(number: int | None) -> str:
-    """12340 -> "12,340"."""
+def minutes(seconds: float) -> str:
+    """A duration of a minute or more: "3 min 20 s", "2 h 05 min"."""
+    whole, rest = divmod(round(seconds), 60)
+    return f"{whole} min {rest:02d} s" if whole < 60 else f"{whole // 60} h {whole % 60:02d} min"
+
+
+def group(number: int | None) -> str:
+    """A count with its digits in groups of three: 12340 -> "12,340"."""
     return UNKNOWN if number is None else f"{number:,}"
 
 
-def share(part: float | None) -> str:
+def percent(part: float | None) -> str:
     """A share (0 to 1) in whole per cent; what is there but rounds to nothing is "<1 %"."""
     if part is None:
         return UNKNOWN
     return "<1 %" if 0 < part < 0.005 else f"{part * 100:.0f} %"
 
 
-def times(value: float) -> str:
+def times(value: float, sign: str = "×") -> str:
     """A ratio: "0.61×", "12.5×"."""
-    return f"{value:.2f}×" if value < 9.995 else f"{value:.1f}×"
+    return (f"{value:.2f}" if value < 9.995 else f"{value:.1f}") + sign

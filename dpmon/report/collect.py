@@ -33,7 +33,7 @@ from dpmon.run.standing import how_it_stands
 from dpmon.run.state import run_state
 from dpmon.run.totals import Totals
 from dpmon.run.uncaught import Uncaught, last_lines, uncaught
-from dpmon.ui.tail import last_words
+from dpmon.text.last_words import READ_BYTES, last_words
 
 __all__ = ["collect"]
 
@@ -58,6 +58,7 @@ def collect(directory: Path) -> Story:
     verdict = compared(collector.settled, totals.virtual, collector.changes, gone, totals.inputs.spans())
     failed = how is not None and how.status and how.signal is None
     raised = uncaught(directory, info, how.status) if how is not None and failed else None
+    end = _output_end(reader) if how is not None and how.status else b""
     evidence = collector.evidence(totals, how, verdict, gone)
     if raised is not None:
         evidence = replace(evidence, raised=raised.sentence(info.cwd))
@@ -95,8 +96,8 @@ def collect(directory: Path) -> Story:
         ranks=tuple(totals.ranks),
         stages=tuple(totals.stages),
         warnings=tuple(dict.fromkeys(totals.warnings)),
-        last_output=_last_output(reader, raised) if how is not None and how.status else (),
-        raised=last_words(reader.output_paths[-1]) if how is not None and how.status else None,
+        last_output=_last_output(end, raised, reader.info.command_pid),
+        raised=last_words(end),
         host=collector.devices.host(),
         gpu_absent=collector.devices.gpu_absent,
         distributed=totals.distributed,
@@ -263,12 +264,17 @@ def _worth(found: Compared | None) -> Worth | None:
     return Worth(found.speedup, found.low, found.high, found.sentence)
 
 
-def _last_output(reader: RunReader, raised: Uncaught | None) -> tuple[str, ...]:
-    """The last lines of the script's output (its errors, where they are apart)."""
+def _output_end(reader: RunReader) -> bytes:
+    """The end of the script's output (of its errors, where they are apart); empty if it cannot be read."""
     try:
-        lines = read_tail(reader.output_paths[-1], _TAIL_BYTES).decode("utf-8", "replace").split("\n")
+        return read_tail(reader.output_paths[-1], READ_BYTES)
     except OSError:
-        return ()
+        return b""
+
+
+def _last_output(end: bytes, raised: Uncaught | None, command: int | None) -> tuple[str, ...]:
+    """The last lines of the script's output, given its end; `command`: the process id of the command."""
+    lines = end[-_TAIL_BYTES:].decode("utf-8", "replace").split("\n")
     # A carriage return begins the line anew: what a progress bar showed last is what counts.
     shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
-    return tuple([line for line in last_lines(shown, raised, reader.info.command_pid) if line.strip()][-LINES_KEPT:])
+    return tuple([line for line in last_lines(shown, raised, command) if line.strip()][-LINES_KEPT:])

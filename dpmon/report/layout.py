@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from dpmon.ui.text import clean
+from dpmon.text.cleaning import clean
 
 __all__ = ["cut", "more", "sized_table", "table", "wrap", "wrapped"]
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from dpmon.extras import how_to_plot
 from dpmon.model.memory import reasons
+from dpmon.model.numbers import UNKNOWN, duration
 from dpmon.report.plots import Plot, plots
 from dpmon.report.said import comparison, facts, findings_note, of_what_is_left, phase_notes, phase_table, step_rows
 from dpmon.report.story import Story
@@ -34,8 +35,8 @@ from dpmon.report.words import (
     with_device,
 )
 from dpmon.run.rundir import short_name
-from dpmon.ui.format import UNKNOWN, clock, memory, ms, samples_rate
-from dpmon.ui.text import clean
+from dpmon.text.cleaning import clean
+from dpmon.text.quantities import clock, memory, samples_rate
 
 __all__ = ["PageError", "page"]
 
@@ -203,7 +204,7 @@ def _steps(story: Story) -> Iterable[str]:
         return
     yield "<h2>Steps</h2>\n"
     rows = [
-        (title, f"{mode.steps:,}", ms(mode.median_ns), ms(mode.p95_ns), samples_rate(mode.rate))
+        (title, f"{mode.steps:,}", duration(mode.median_ns), duration(mode.p95_ns), samples_rate(mode.rate))
         for title, mode in kinds
     ]
     yield from _table(("mode", "steps", "median", "p95", "samples/s"), rows)
@@ -215,13 +216,13 @@ def _sized(title: str, rows: Sequence[Row], *, ranks: bool) -> Iterable[str]:
     yield f"<h2>{_text(title)}</h2>\n"
     head = ["", "device", "calls", "median", "p95", "received → returned"]
     shown = [
-        [row.label, row.device, f"{row.calls:,}", ms(row.median_ns), ms(row.p95_ns), row.sizes]
+        [row.label, row.device, f"{row.calls:,}", duration(row.median_ns), duration(row.p95_ns), row.sizes]
         for row in rows[:MAX_ROWS]
     ]
     if ranks:
         head[3:5] = ["steps", "step", "samples/s"]
         for cells, row in zip(shown, rows, strict=False):
-            cells[3:5] = [f"{row.steps:,}", ms(row.median_ns), samples_rate(row.rate)]
+            cells[3:5] = [f"{row.steps:,}", duration(row.median_ns), samples_rate(row.rate)]
     head, *shown = map(list, with_device([head, *shown], rows, FORWARD_ON_DEVICE if ranks else ON_DEVICE))
     yield from _table(head, shown, (1, len(head) - 1))
     if len(rows) > MAX_ROWS:

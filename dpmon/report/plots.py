@@ -13,8 +13,8 @@ from dpmon.record.codec import CALL_PHASES
 from dpmon.report.said import is_mixed
 from dpmon.report.story import PARTS, Bin, Story
 from dpmon.report.words import mode_title
-from dpmon.ui.palettes import LIGHT
-from dpmon.ui.text import clean
+from dpmon.text.cleaning import clean
+from dpmon.text.palettes import LIGHT
 
 __all__ = ["Plot", "plots"]
 

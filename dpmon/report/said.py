@@ -9,6 +9,7 @@ from dpmon.model.evidence import ModeFacts
 from dpmon.model.finding import many, took
 from dpmon.model.findings import MIN_STEPS
 from dpmon.model.host_waits import host_waits
+from dpmon.model.numbers import duration, percent
 from dpmon.model.stats import PhaseFigures
 from dpmon.record.codec import CALL_PHASES, STEP_PHASES
 from dpmon.report.story import Compared, Story
@@ -19,7 +20,7 @@ from dpmon.report.words import (
     what_ran,
 )
 from dpmon.run.inputs import KEPT
-from dpmon.ui.format import clock, ms, percent
+from dpmon.text.quantities import clock
 
 __all__ = [
     "comparison",
@@ -131,8 +132,8 @@ def phase_table(mode: ModeFacts) -> list[tuple[str, ...]]:
     timed = any(figures.device_ns is not None for _, figures in found)
     rows: list[tuple[str, ...]] = [("phase", "share", "median", "p95", *(("on device",) if timed else ()))]
     for label, figures in found:
-        device = (ms(figures.device_ns),) if timed else ()
-        rows.append((label, percent(figures.share), ms(figures.median_ns), ms(figures.p95_ns), *device))
+        device = (duration(figures.device_ns),) if timed else ()
+        rows.append((label, percent(figures.share), duration(figures.median_ns), duration(figures.p95_ns), *device))
     return rows
 
 

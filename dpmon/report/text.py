@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dpmon.model.evidence import ModeFacts
 from dpmon.model.memory import reasons
+from dpmon.model.numbers import UNKNOWN, duration
 from dpmon.report.collect import collect
 from dpmon.report.layout import cut, more, sized_table, table, wrap, wrapped
 from dpmon.report.said import (
@@ -31,8 +32,8 @@ from dpmon.report.words import (
     with_device,
 )
 from dpmon.run.rundir import short_name
-from dpmon.ui.format import UNKNOWN, clock, memory, memory_of, ms, samples_rate
-from dpmon.ui.text import clean
+from dpmon.text.cleaning import clean
+from dpmon.text.quantities import clock, memory, memory_of, samples_rate
 
 __all__ = ["report_text", "text_lines"]
 
@@ -101,7 +102,7 @@ def _steps(story: Story, width: int) -> list[str]:
         return []
     rows = [("mode", "steps", "median", "p95", "samples/s")]
     rows += [
-        (title, f"{mode.steps:,}", ms(mode.median_ns), ms(mode.p95_ns), samples_rate(mode.rate))
+        (title, f"{mode.steps:,}", duration(mode.median_ns), duration(mode.p95_ns), samples_rate(mode.rate))
         for title, mode in kinds
     ]
     return ["STEPS", *table(rows, width), *_over_time(story, width)]
@@ -125,7 +126,7 @@ def _over_time(story: Story, width: int) -> list[str]:
     top = max(mean for mean in means if mean is not None)
     bars = "".join(" " if mean is None else _BARS[min(int(mean / top * 8), 7)] for mean in means)
     what = "time of a step, evaluations too," if mixed else "time of a step,"
-    said = f"{what} mean over each {ms((last - first) / cells)}; the highest bar is {ms(top)}"
+    said = f"{what} mean over each {duration((last - first) / cells)}; the highest bar is {duration(top)}"
     said += "; none where it was paused" if story.evidence.paused_ns else ""
     ends = clock(first) + clock(last).rjust(max(cells - 8, 9))
     return [*wrap(said, width), "  " + bars, "  " + ends]
@@ -148,7 +149,7 @@ def _replicas(story: Story, width: int) -> list[str]:
     lines = wrap(f"REPLICAS{of_what_is_left(story)}", width, "")
     head = ("", "device", "calls", "median", "p95", "received -> returned")
     shown = [
-        (row.label, row.device, f"{row.calls:,}", ms(row.median_ns), ms(row.p95_ns), row.sizes)
+        (row.label, row.device, f"{row.calls:,}", duration(row.median_ns), duration(row.p95_ns), row.sizes)
         for row in rows[:MAX_ROWS]
     ]
     return [*lines, *sized_table(with_device([head, *shown], rows), width), *more(len(rows), MAX_ROWS)]
@@ -165,7 +166,7 @@ def _ranks(story: Story, width: int) -> list[str]:
             row.device,
             f"{row.steps:,}",
             f"{row.calls:,}",
-            ms(row.median_ns),
+            duration(row.median_ns),
             samples_rate(row.rate),
             row.sizes,
         )
@@ -184,7 +185,7 @@ def _stages(story: Story, width: int) -> list[str]:
         return []
     lines = wrap(f"STAGES (parts of the model on several devices){of_what_is_left(story)}", width, "")
     head = ("", "device", "calls", "host time", "parts: received -> returned")
-    shown = [(row.label, row.device, f"{row.calls:,}", ms(row.median_ns), row.sizes) for row in rows[:MAX_ROWS]]
+    shown = [(row.label, row.device, f"{row.calls:,}", duration(row.median_ns), row.sizes) for row in rows[:MAX_ROWS]]
     return [*lines, *sized_table(with_device([head, *shown], rows), width), *more(len(rows), MAX_ROWS)]
 
 

@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 from dpmon.model.evidence import DeviceFacts, ModeFacts
 from dpmon.model.finding import many, took
+from dpmon.model.numbers import UNKNOWN, duration, percent
 from dpmon.model.stats import median
 from dpmon.rates import Rate
 from dpmon.report.story import ModeChange, Story
 from dpmon.run.pauses import Paused, PauseTotals
-from dpmon.ui.format import UNKNOWN, clock, memory, memory_of, ms, percent
+from dpmon.text.quantities import clock, memory, memory_of, run_time
 
 __all__ = [
     "FORWARD_ON_DEVICE",
     "ON_DEVICE",
     "Row",
     "device_cells",
-    "duration",
     "ended",
     "machine",
     "mode_title",
@@ -59,14 +59,6 @@ class Row(NamedTuple):
     """Median of what the device took: for the calls, of a rank for the forward of a step."""
 
 
-def duration(seconds: float) -> str:
-    """A duration as people say it: 0.41 s, 12.3 s, 3 min 41 s, 2 h 05 min."""
-    if seconds < 60:
-        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 _NOT_OVER = {
     "running": "still running",
     "unsupervised": "still running, without a supervisor",
@@ -83,7 +75,7 @@ def ended(story: Story) -> str:
         return _NOT_OVER.get(story.state, "how it ended is not known")
     if how.error is not None:
         return how.error
-    took = duration(how.seconds)
+    took = run_time(how.seconds)
     # What later versions of exit.json know more.
     cause = getattr(how, "cause", None)
     why = f": {cause}" if cause else ""
@@ -217,7 +209,7 @@ def with_device(cells: Sequence[Sequence[str]], rows: Sequence[Row], title: str 
     """A table with its head (`cells`), and before its last column one of the devices' times where one is known."""
     if all(row.device_ns is None for row in rows):
         return [tuple(line) for line in cells]
-    column = [title, *(ms(row.device_ns) for row in rows)]
+    column = [title, *(duration(row.device_ns) for row in rows)]
     return [(*line[:-1], cell, line[-1]) for line, cell in zip(cells, column, strict=False)]
 
 

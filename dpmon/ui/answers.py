@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dpmon.ui.format import group
+from dpmon.model.numbers import group
+from dpmon.text.cleaning import clean
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import SECOND, Scene
-from dpmon.ui.text import clean
 
 __all__ = ["answer"]
 

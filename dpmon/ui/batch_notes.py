@@ -6,16 +6,18 @@ from collections.abc import Sequence
 
 from dpmon.model.host_waits import host_waits
 from dpmon.model.inputs import INPUT, SAID
+from dpmon.model.numbers import percent
 from dpmon.model.phases import CALLS_AT
 from dpmon.model.ranks import distributed
 from dpmon.model.state import PHASES, Process
 from dpmon.model.stats import PhaseFigures, Summary, median_known, shown
 from dpmon.record.codec import CALL_PHASES, Call
-from dpmon.ui.format import percent, rate_words
+from dpmon.text.cells import cut, wrapped
+from dpmon.text.cleaning import clean
+from dpmon.text.quantities import rate_words
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, cut, wrapped
+from dpmon.ui.rows import Row
 from dpmon.ui.scene import Scene
-from dpmon.ui.text import clean
 
 __all__ = ["missing", "notes", "unevenness"]
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dpmon.model.numbers import UNKNOWN, group
 from dpmon.model.state import DeviceTrack
+from dpmon.text.cells import cut, right, span_width, wrapped
+from dpmon.text.cleaning import clean
+from dpmon.text.quantities import memory, memory_of
 from dpmon.ui.chart import area, resampled
-from dpmon.ui.format import UNKNOWN, group, memory, memory_of
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, cut, right, span_width, width_of, wrapped
-from dpmon.ui.text import clean
+from dpmon.ui.rows import Row, width_of
 
 __all__ = ["device_name", "facts", "label", "mine", "number", "reasons"]
 

@@ -10,9 +10,10 @@ from textual.app import ComposeResult
 from textual.message import Message
 from textual.screen import ModalScreen
 
+from dpmon.text.cells import cut, span_width
+from dpmon.text.cleaning import clean, harmless
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, box, cut, span_width, width_of
-from dpmon.ui.text import clean, harmless
+from dpmon.ui.rows import Row, box, width_of
 from dpmon.ui.view import PanelView
 
 __all__ = ["LINE_MOST", "Choice", "Commands", "Dialog", "Line", "Pages", "key_name"]

@@ -12,8 +12,9 @@ from functools import lru_cache
 from rich.color import ColorSystem
 from rich.style import Style
 
+from dpmon.text.cells import char_width, span_width
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Span, kept_width, span_width, width_of
+from dpmon.ui.rows import Span, width_of
 
 __all__ = ["Cell", "cells_of", "patch", "patch_row"]
 
@@ -31,7 +32,7 @@ def cells_of(row: Sequence[Span]) -> list[Cell]:
             cells += [(char, style) for char in text]
             continue
         for char in text:
-            size = kept_width(char)
+            size = char_width(char)
             if size:
                 cells.append((char, style))
                 if size == 2:

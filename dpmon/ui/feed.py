@@ -18,10 +18,11 @@ from dpmon.model.state import SETTLED_MOST
 from dpmon.model.turns import ended_of
 from dpmon.past import DevicePast, Drawn, Past
 from dpmon.record.codec import Record
+from dpmon.text.cleaning import clean
+from dpmon.text.last_words import last_line_of_traceback
 from dpmon.ui.panel_output import Output
 from dpmon.ui.scene import Ended, Facts, Pausing, Scene, Toggle, View, at_its_end
-from dpmon.ui.tail import Tail, last_line_of_traceback
-from dpmon.ui.text import clean
+from dpmon.ui.tail import Tail
 
 __all__ = ["Feed", "Reader"]
 
@@ -272,7 +273,7 @@ class Feed:
         if ended.status is None and ended.unknown:
             last = clean(ended.unknown, 500)
         elif ended.status and not ended.stopped:
-            lines = [line for tail in reversed(self.output.tails) if (line := last_line_of_traceback(tail))]
+            lines = [line for tail in reversed(self.output.tails) if (line := last_line_of_traceback(tail.end()))]
             said = ended.error or ended.cause or (lines[0] if lines else None)
             last = clean(said, 500) if said else None
         self._ended = Ended(ended.status, ended.signal, int(ended.seconds * 1e9), last, ended.stopped)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dpmon.text.cells import span_width
 from dpmon.ui.keys import DEEDS, Deed
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, fit, span_width
+from dpmon.ui.rows import Row, fit
 from dpmon.ui.scene import Scene
 
 __all__ = ["at", "footer", "keys"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dpmon.model.state import PHASES
+from dpmon.text.cells import cut, wrapped
 from dpmon.ui.keys import DEEDS, PLAYED
 from dpmon.ui.look import LETTERS, Look
-from dpmon.ui.rows import Row, cut, wrapped
+from dpmon.ui.rows import Row
 from dpmon.ui.scene import NAMES
 
 __all__ = ["help_rows"]

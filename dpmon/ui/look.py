@@ -9,8 +9,8 @@ from rich.style import Style
 
 from dpmon.config import THEMES
 from dpmon.model.state import PHASES
-from dpmon.ui.ascii import knows_only_ascii
-from dpmon.ui.palettes import PALETTES, named
+from dpmon.text.ascii import knows_only_ascii
+from dpmon.text.palettes import PALETTES, named
 from dpmon.ui.themes import MONO_STYLES, composed, styles_of
 
 __all__ = ["ASCII", "COLOUR", "LETTERS", "MONO", "UNICODE", "Glyphs", "Look", "choose", "look"]

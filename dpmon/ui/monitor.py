@@ -12,17 +12,18 @@ from textual import events
 from textual.binding import BindingType
 from textual.timer import Timer
 
+from dpmon.text.cells import wrapped
+from dpmon.text.cleaning import clean
+from dpmon.text.quantities import clock
 from dpmon.ui import errands, keys
 from dpmon.ui.dialogs import Choice, Commands, Dialog, Line, Pages, key_name
 from dpmon.ui.drawing import Drawing
 from dpmon.ui.footer import at
-from dpmon.ui.format import clock
 from dpmon.ui.help import help_rows
 from dpmon.ui.panel_replicas import choices
 from dpmon.ui.picture import svg
-from dpmon.ui.rows import Row, wrapped
+from dpmon.ui.rows import Row
 from dpmon.ui.scene import PANELS, View
-from dpmon.ui.text import clean
 from dpmon.ui.view import PanelView
 
 __all__ = ["Monitor"]

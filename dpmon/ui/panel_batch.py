@@ -6,15 +6,17 @@ from itertools import groupby
 
 from dpmon.model.history import Picture, pictured
 from dpmon.model.history import figures as figures_of
+from dpmon.model.numbers import duration, group, percent
 from dpmon.model.ranks import distributed, training
 from dpmon.model.state import ModeTrack, Process
 from dpmon.model.stats import PhaseFigures, Summary, leaves_rest, median_known, shown, summary
 from dpmon.model.turn import Turn, last_turn
+from dpmon.text.cells import cut, right
+from dpmon.text.quantities import clock, span_words
 from dpmon.ui.batch_notes import notes
 from dpmon.ui.chart import stacked, top_of
-from dpmon.ui.format import clock, group, ms, percent, short_ms, span_words
 from dpmon.ui.look import LETTERS, Look
-from dpmon.ui.rows import Row, cut, right, width_of
+from dpmon.ui.rows import Row, width_of
 from dpmon.ui.scene import NAMES, SECOND, Scene, mode_words
 from dpmon.ui.waterfall import REST, SHORT_NAMES, waterfall
 
@@ -74,7 +76,7 @@ def title(scene: Scene, look: Look, numbers: Summary) -> tuple[Row, Row]:
         ("median", numbers.median_ns, "bold"),
         ("p95", numbers.p95_ns, ""),
     ):
-        corner += [(f" {name}", "dim"), (right(ms(value), 8), style)]
+        corner += [(f" {name}", "dim"), (right(duration(value), 8), style)]
     return [(NAMES["batch"], "title"), (dot, "dim"), (word, f"mode.{mode}"), (dot + span, "dim")], corner
 
 
@@ -198,7 +200,7 @@ def _has_step(width: int, columns: int) -> bool:
 
 
 def _time(ns: float | None, cell: int) -> str:
-    return ms(ns) if cell > 8 else short_ms(ns)
+    return duration(ns) if cell > 8 else duration(ns, "")
 
 
 def _value(phase: PhaseFigures, show: str, cell: int) -> str:
@@ -218,7 +220,7 @@ def _history(scene: Scene, process: Process, width: int, height: int, look: Look
     rows = stacked(picture.columns, room, bars, top, look, picture.cells)
     out: list[Row] = []
     for index, row in enumerate(rows):
-        scale = ms(top) if index == 0 else "0" if index == bars - 1 and bars > 1 else ""
+        scale = duration(top) if index == 0 else "0" if index == bars - 1 and bars > 1 else ""
         out.append([(right(scale, gutter - 1) + " ", "dim"), *row])
     if axis:
         begin = clock(picture.columns[0].second * SECOND).removeprefix("00:")

@@ -6,16 +6,18 @@ from collections.abc import Mapping
 
 from dpmon.model.compare import Comparison, Side, compared, sentence
 from dpmon.model.finding import many
+from dpmon.model.numbers import UNKNOWN, duration, group, percent, times
 from dpmon.model.ranks import distributed
 from dpmon.model.state import HOST, PHASES, WARM_STEPS, Peak
 from dpmon.model.stats import leaves_rest
 from dpmon.model.turn import Piece
+from dpmon.text.cells import cut, right, span_width, wrapped
+from dpmon.text.cleaning import clean
+from dpmon.text.quantities import compact, memory
 from dpmon.ui.chart import ceiling
-from dpmon.ui.format import UNKNOWN, compact, group, memory, ms, percent
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, cut, right, span_width, width_of, wrapped
+from dpmon.ui.rows import Row, width_of
 from dpmon.ui.scene import NAMES, Scene
-from dpmon.ui.text import clean
 from dpmon.ui.waterfall import main_row
 
 __all__ = ["compare", "figures", "title"]
@@ -42,12 +44,12 @@ def title(found: Comparison, look: Look, folded: bool) -> tuple[Row, Row]:
     elif found.speedup is not None:
         style = "good" if found.outcome == "faster" else "bad"
         more = "" if folded else " as one device"
-        corner = [(right(_times(found.speedup.value, look), 6), style), (f" as fast{more}", "dim")]
+        corner = [(right(times(found.speedup.value, look.glyphs.times), 6), style), (f" as fast{more}", "dim")]
     elif folded and len(found.sides) > 1:
         corner = [("no verdict yet", "dim")]
     else:
         for mode, side in ((mode, found.sides[mode]) for mode in _MODES if mode in found.sides):
-            corner += [("  " if corner else "", ""), (mode, f"mode.{mode}"), (right(ms(side.median_ns), 8), "")]
+            corner += [("  " if corner else "", ""), (mode, f"mode.{mode}"), (right(duration(side.median_ns), 8), "")]
     return [(NAMES["compare"], "title")], corner
 
 
@@ -82,10 +84,6 @@ def compare(scene: Scene, width: int, height: int, found: Comparison, look: Look
     return [*first, *more, *below]
 
 
-def _times(value: float, look: Look) -> str:
-    return (f"{value:.2f}" if value < 9.995 else f"{value:.1f}") + look.glyphs.times
-
-
 class _Table:
     """Columns: what, single, dp, and what they come to; their widths depend on the panel's only."""
 
@@ -118,11 +116,11 @@ class _Table:
 
     def step(self) -> Row:
         found, look = self.found, self.look
-        steps = {mode: ms(side.median_ns) for mode, side in found.sides.items()}
+        steps = {mode: duration(side.median_ns) for mode, side in found.sides.items()}
         note: Row = []
         if found.speedup is not None:
-            value = _times(found.speedup.value, look)
-            low, high = (_times(each, look)[:-1] for each in found.speedup[1:])
+            value = times(found.speedup.value, look.glyphs.times)
+            low, high = (times(each, "") for each in found.speedup[1:])
             if found.outcome == "even":  # no ratio without a verdict: between what it lies is all that is known
                 return self.line("median step", steps, "bold", [(f"{low} to {high}{look.glyphs.times}", "dim")])
             note = [(value, "bold"), (f" ({low} to {high})", "dim")]
@@ -146,7 +144,7 @@ class _Table:
         return [self.line(" within steps", {m: compact(rate.samples_within) for m, rate in rates.items()}, "dim")]
 
     def p95(self) -> Row:
-        return self.line("p95 step", {m: ms(s.p95_ns) for m, s in self.found.sides.items()})
+        return self.line("p95 step", {m: duration(s.p95_ns) for m, s in self.found.sides.items()})
 
     def steps(self) -> Row:
         """How many steps there were, and of how many samples those are that are compared."""
@@ -178,13 +176,13 @@ class _Table:
             phases = {m: s.phases[index] for m, s in self.found.sides.items()}
             if name == "copy" and not any(phase.ran for phase in phases.values()):  # as in panel 3
                 continue
-            times = {m: phase.median_ns for m, phase in phases.items()}
-            single, dp = times.get("single"), times.get("dp")
+            medians = {m: phase.median_ns for m, phase in phases.items()}
+            single, dp = medians.get("single"), medians.get("dp")
             note: Row = []
-            if len(times) == 2 and (single is not None or dp is not None):
+            if len(medians) == 2 and (single is not None or dp is not None):
                 change = (dp or 0.0) - (single or 0.0)
-                note = [(("+" if change >= 0 else "-") + ms(abs(change)), "dim")]
-            shown = {m: ms(times[m]) if phase.ran else "none" for m, phase in phases.items()}
+                note = [(("+" if change >= 0 else "-") + duration(abs(change)), "dim")]
+            shown = {m: duration(medians[m]) if phase.ran else "none" for m, phase in phases.items()}
             word = "fwd rest" if name == "forward" and self.rest else name
             rows.append(self.line(" " + word, shown, "", note))
         return rows

@@ -11,16 +11,18 @@ from typing import Any
 
 from dpmon.model.memory import Held, held
 from dpmon.model.memory import reasons as reasons_of_memory
+from dpmon.model.numbers import UNKNOWN
 from dpmon.model.ranks import training
 from dpmon.model.state import DeviceTrack
+from dpmon.text.cells import cut, right, span_width
+from dpmon.text.cleaning import clean
+from dpmon.text.quantities import memory, memory_of
 from dpmon.ui.chart import bar, parts_bar, resampled, spark
 from dpmon.ui.device_facts import device_name, facts, label, mine, number, reasons
-from dpmon.ui.format import UNKNOWN, memory, memory_of
 from dpmon.ui.look import Look
 from dpmon.ui.panel_host import host
-from dpmon.ui.rows import Row, cut, fit, right, span_width, width_of
+from dpmon.ui.rows import Row, fit, width_of
 from dpmon.ui.scene import NAMES, Scene
-from dpmon.ui.text import clean
 
 __all__ = ["devices", "number", "title", "wanted_rows", "zoomed"]
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dpmon.model.numbers import UNKNOWN
+from dpmon.text.cells import cut, right, wrapped
+from dpmon.text.cleaning import clean
+from dpmon.text.quantities import memory, memory_of
 from dpmon.ui.chart import area, bar, parts_bar, resampled, spark
 from dpmon.ui.device_facts import number, reasons
-from dpmon.ui.format import UNKNOWN, memory, memory_of
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, cut, right, wrapped
+from dpmon.ui.rows import Row
 from dpmon.ui.scene import Scene
-from dpmon.ui.text import clean
 
 __all__ = ["host"]
 

@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from dpmon.model.numbers import group
+from dpmon.text.cells import span_width
 from dpmon.ui.find import Hunt, found_in
-from dpmon.ui.format import group
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, plain, span_width, width_of
+from dpmon.ui.rows import Row, plain, width_of
 from dpmon.ui.scene import NAMES, Scene
 from dpmon.ui.scrollback import Scrollback
 from dpmon.ui.tail import Tail

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dpmon.model.numbers import UNKNOWN, duration, group
 from dpmon.model.ranks import RankRow, rank_rows, training
 from dpmon.record.codec import DDP, rows_of
-from dpmon.ui.format import UNKNOWN, group, ms
+from dpmon.text.cells import cut, right, span_width, wrapped
+from dpmon.text.cleaning import clean
 from dpmon.ui.look import Look
 from dpmon.ui.panel_replicas import kind, shown, size_line, size_text
-from dpmon.ui.rows import Row, cut, fit, right, span_width, wrapped
+from dpmon.ui.rows import Row, fit
 from dpmon.ui.scene import Scene
-from dpmon.ui.text import clean
 
 __all__ = ["applies", "table", "title", "wanted_rows", "zoomed"]
 
@@ -91,9 +92,9 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
                 (" ", ""),
                 *fit([(result, "")], gave, more),
                 (right(UNKNOWN if batch is None else str(batch), count_room), ""),
-                (right(ms(row.forward_ns), cell), ""),
-                (right(ms(row.backward_ns), cell), ""),
-                (right(ms(row.step_ns), cell), "bold"),
+                (right(duration(row.forward_ns), cell), ""),
+                (right(duration(row.backward_ns), cell), ""),
+                (right(duration(row.step_ns), cell), "bold"),
             ]
         )
     drawn += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame

@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dpmon.model.finding import many
+from dpmon.model.numbers import UNKNOWN, duration, group
 from dpmon.model.state import CallTrack, Process
 from dpmon.model.stats import median, median_known, percentile
 from dpmon.record.codec import Call, Replica, Size, rows_of
+from dpmon.text.cells import cut, right, span_width, wrapped
+from dpmon.text.cleaning import clean
+from dpmon.text.quantities import memory
 from dpmon.ui.chart import bar, range_bar
-from dpmon.ui.format import UNKNOWN, group, memory, ms, short_ms
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, cut, fit, right, span_width, wrapped
+from dpmon.ui.rows import Row, fit
 from dpmon.ui.scene import NAMES, Scene, mode_words
-from dpmon.ui.text import clean
 
 __all__ = [
     "Choice",
@@ -171,7 +173,7 @@ class _Table:
 
         The right edge is the 95th percentile of the slowest replica.
         """
-        begin, end = (short_ms(self.base), short_ms(self.top)) if self.top else ("", "")
+        begin, end = (duration(self.base, ""), duration(self.top, "")) if self.top else ("", "")
         room = self.spread - len(begin) - len(end)
         if self.top and room >= 1:
             between = next(word for word in (_RANGE, "5-95%", "") if len(word) + 2 <= max(room, 2))
@@ -201,7 +203,7 @@ class _Table:
             *fit([(size_text(replica.outputs), "")], self.output, look.glyphs.more),
             (right(UNKNOWN if count is None else str(count), 6), ""),
             *([(" ", ""), *bar(share, self.bar, look.glyphs)] if self.bar else []),
-            (right(ms(middle), 10), "bold"),
+            (right(duration(middle), 10), "bold"),
             (right(device_time(self.track, replica.replica), 10) if self.on_device else "", "bold"),
             (spread, "bar"),
         ]
@@ -210,7 +212,7 @@ class _Table:
 def device_time(track: CallTrack, index: int) -> str:
     """The median of what the device of a replica or stage took for it."""
     found = median_known(track.device_ms.get(index) or ())
-    return ms(None if found is None else found * 1e6)
+    return duration(None if found is None else found * 1e6)
 
 
 def size_text(sizes: tuple[Size, ...] | None) -> str:
@@ -251,7 +253,7 @@ def _what_times(track: CallTrack) -> str:
     if not known:
         return ""
     said = f"host time: each replica's own forward, the median of its last {many(calls, 'call')}; 5 % of all to 95 %:"
-    said += f" {ms(min(known))} to {ms(max(known))}"
+    said += f" {duration(min(known))} to {duration(max(known))}"
     return said + "; apply, in panels 3 and 4, lasts until the slowest is done" if len(track.replica_ns) > 1 else said
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dpmon.model.numbers import UNKNOWN, duration
 from dpmon.model.state import CallTrack
 from dpmon.model.stats import median
 from dpmon.record.codec import Stage
-from dpmon.ui.format import UNKNOWN, memory, ms
+from dpmon.text.cells import cut, right, span_width, wrapped
+from dpmon.text.cleaning import clean
+from dpmon.text.quantities import memory
 from dpmon.ui.look import Look
 from dpmon.ui.panel_replicas import device_time, shown, size_line, size_text
 from dpmon.ui.panel_replicas import title as replicas_title
-from dpmon.ui.rows import Row, cut, fit, right, span_width, wrapped
+from dpmon.ui.rows import Row, fit
 from dpmon.ui.scene import Scene
-from dpmon.ui.text import clean
 
 __all__ = ["applies", "table", "title", "wanted_rows", "zoomed"]
 
@@ -70,7 +72,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
                 *fit([(cut(got, given, more), "")], given + 2, more),
                 *fit([(cut(result, gave, more), "")], gave, more),
                 (right("" if stage.stage == 0 else memory(stage.crossed), 10), ""),
-                (right(ms(_middle(track, stage)), 10), "bold"),
+                (right(duration(_middle(track, stage)), 10), "bold"),
                 (right(device_time(track, stage.stage), 10) if track.device_ms else "", "bold"),
             ]
         )

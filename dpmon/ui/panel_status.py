@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dpmon.model.numbers import duration, group
 from dpmon.model.ranks import speed_together, world
 from dpmon.model.state import Process
 from dpmon.model.stats import Speed, mean_speed, speed
+from dpmon.text.cells import cut, right, span_width
+from dpmon.text.cleaning import clean
+from dpmon.text.quantities import clock, compact, within_words
 from dpmon.ui.answers import answer
-from dpmon.ui.format import clock, compact, group, ms, within_words
 from dpmon.ui.look import Look
 from dpmon.ui.panel_batch import figures, mode_shown
-from dpmon.ui.rows import Row, columns, cut, fit, plain, right, span_width, width_of
+from dpmon.ui.rows import Row, columns, fit, plain, width_of
 from dpmon.ui.scene import READING, SECOND, Life, Scene, life, mode_words
-from dpmon.ui.text import clean
 
 __all__ = ["cut_answer", "status"]
 
@@ -153,7 +155,7 @@ def _median(scene: Scene) -> Row:
     process = scene.process
     several = process is not None and sum(1 for track in process.modes.values() if track.count) > 1
     mode = f"{mode_shown(process)} " if process is not None and several else ""
-    return [(f"   median {mode}", "dim"), (ms(figures(scene, whole=True).median_ns), "bold")]
+    return [(f"   median {mode}", "dim"), (duration(figures(scene, whole=True).median_ns), "bold")]
 
 
 def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
@@ -186,7 +188,7 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
         (right(samples, 9), "bold"),
         (" samples/s", "dim"),
     ]
-    step_time: Row = [("   median", "dim"), (right(ms(figures(scene).median_ns), 9), "bold")]
+    step_time: Row = [("   median", "dim"), (right(duration(figures(scene).median_ns), 9), "bold")]
     for more in (_within(scene, True), step_time):  # each one complete or not at all
         second = [*second, *more] if width_of(second) + width_of(more) <= width else second
     return [first, second]

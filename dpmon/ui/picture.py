@@ -9,9 +9,10 @@ from itertools import groupby
 from rich.color import Color
 from rich.style import Style
 
+from dpmon.text.cells import span_width
+from dpmon.text.palettes import named
 from dpmon.ui.look import Look
-from dpmon.ui.palettes import named
-from dpmon.ui.rows import Row, span_width
+from dpmon.ui.rows import Row
 
 __all__ = ["svg"]
 

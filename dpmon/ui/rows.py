@@ -6,10 +6,8 @@ A row is a list of spans (text, style name); the style names are those of `dpmon
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 
-from rich.cells import cell_len, set_cell_size
-
+from dpmon.text.cells import cropped, span_width
 from dpmon.ui.look import Glyphs
 
 __all__ = [
@@ -17,54 +15,26 @@ __all__ = [
     "Span",
     "box",
     "columns",
-    "cut",
     "fit",
-    "kept_width",
     "plain",
-    "right",
-    "span_width",
     "width_of",
-    "wrapped",
 ]
 
 Span = tuple[str, str]
 Row = list[Span]
 
 
-_KEPT_BELOW = 512
-"""Characters from which on a text's width is not kept: the cache holds the texts themselves."""
-kept_width = lru_cache(maxsize=8192)(cell_len)
-"""For single characters and other short texts. Rich has a cache too, behind a function slower than the answer."""
-
-
-def span_width(text: str) -> int:
-    """Cells that `text` takes (wide characters take two)."""
-    if text.isascii():
-        return len(text)
-    return kept_width(text) if len(text) < _KEPT_BELOW else cell_len(text)
-
-
 def width_of(row: Iterable[Span]) -> int:
     """Cells that a row takes."""
     total = 0
     for text, _ in row:  # a screen asks this of thousands of spans: no call but for those that need one
-        total += len(text) if text.isascii() else kept_width(text) if len(text) < _KEPT_BELOW else cell_len(text)
+        total += len(text) if text.isascii() else span_width(text)
     return total
 
 
 def plain(row: Iterable[Span]) -> str:
     """The row's text alone."""
     return "".join(text for text, _ in row)
-
-
-def cut(text: str, width: int, more: str = "…") -> str:
-    """`text` in at most `width` cells; if something had to go, it ends with the sign for more."""
-    if width <= 0:
-        return ""
-    if span_width(text) <= width:
-        return text
-    sign = more if span_width(more) <= width else "." * width
-    return set_cell_size(text, width - span_width(sign)) + sign
 
 
 def fit(row: Sequence[Span], width: int, more: str = "…") -> Row:
@@ -79,31 +49,12 @@ def fit(row: Sequence[Span], width: int, more: str = "…") -> Row:
     for text, style in row:
         size = span_width(text)
         if size > room:
-            fitted.append((set_cell_size(text, room), style))
+            fitted.append((cropped(text, room), style))
             break
         fitted.append((text, style))
         room -= size
     fitted.append((more, "dim"))
     return fitted
-
-
-def wrapped(text: str, width: int) -> list[str]:
-    """`text` in lines of at most `width` cells, broken between words."""
-    lines: list[str] = []
-    line = ""
-    for word in text.split():
-        if line and span_width(line) + 1 + span_width(word) > width:
-            lines.append(line)
-            line = word
-        else:
-            line = f"{line} {word}" if line else word
-    return [cut(each, width) for each in [*lines, line]]
-
-
-def right(text: str, width: int) -> str:
-    """`text` against the right end of `width` cells, cut with a sign when it is longer."""
-    shown = cut(text, width)
-    return " " * (width - span_width(shown)) + shown
 
 
 def columns(left: Sequence[Span], right_part: Sequence[Span], width: int, more: str = "…") -> Row:

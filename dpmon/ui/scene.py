@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dpmon.model.numbers import UNKNOWN
 from dpmon.model.ranks import distributed, world
 from dpmon.model.state import Process, State
 from dpmon.run.standing import IDLE
-from dpmon.ui.format import UNKNOWN, clock
-from dpmon.ui.text import clean
+from dpmon.text.cleaning import clean
+from dpmon.text.quantities import clock
 
 __all__ = [
     "NAMES",

@@ -7,22 +7,20 @@ what is drawn is read when it is drawn.
 from __future__ import annotations
 
 import os
-import re
 from array import array
 from bisect import bisect_left
 from pathlib import Path
 
 from dpmon.run.files import open_file
-from dpmon.ui.text import harmless
+from dpmon.text.last_words import READ_BYTES
 
-__all__ = ["Tail", "last_line_of_traceback", "last_words"]
+__all__ = ["Tail"]
 
 _BLOCK = 1 << 16
 _LONG = 1 << 16
 """Of a longer line only its beginning and its end are read."""
 _LONG_PART = 1 << 14
 _BUDGET = 32 << 20
-_TAIL_READ = 1 << 17
 
 
 class Tail:
@@ -98,11 +96,15 @@ class Tail:
             return None
         return self._before[block] + self.read(start, offset - start).count(b"\n")
 
+    def end(self) -> bytes:
+        """The end of the file, as much of it as its last words and its last lines need."""
+        start = max(self.size - READ_BYTES, 0)
+        return self.read(start, self.size - start)
+
     def last(self, count: int) -> list[bytes]:
         """The last `count` lines (fewer if they are very long), the unfinished one included."""
-        start = max(self.size - _TAIL_READ, 0)
-        data = self.read(start, self.size - start)
-        if start:
+        data = self.end()
+        if self.size > READ_BYTES:
             _, found, rest = data.partition(b"\n")
             # A line longer than what was read: only its end can be shown.
             data = rest if found and rest else data
@@ -159,32 +161,3 @@ def _joined(head: bytes, tail: bytes, size: int) -> bytes:
     if b"\r" in tail[:-1]:
         return tail[tail.index(b"\r") :]
     return head + f" ... ({size:,} bytes)".encode()
-
-
-_ESCAPE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
-_RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Iteration|Warning|Fault|Timeout)\b(?:: .*)?$")
-_ANY_NAME = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
-
-
-def last_line_of_traceback(tail: Tail) -> str | None:
-    """The line of the script's last traceback that names the exception; None if there is no such line near the end."""
-    start = max(tail.size - _TAIL_READ, 0)
-    data = _ESCAPE.sub(b"", tail.read(start, tail.size - start))
-    lines = data.decode("utf-8", "replace").replace("\r", "\n").split("\n")
-    header = max((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")), default=None)
-    if header is not None:
-        after = next((line for line in lines[header + 1 :] if line and not line[0].isspace()), None)
-        if after is not None and _ANY_NAME.match(after):
-            return after.strip()
-    return next((line.strip() for line in reversed(lines[-50:]) if _RAISED.match(line)), None)
-
-
-def last_words(path: Path, most: int = 300) -> str | None:
-    """The same of a file that nobody has open: at most so many characters, safe for a terminal."""
-    tail = Tail(path)
-    try:
-        tail.refresh(0)  # its size is all that is needed
-        found = last_line_of_traceback(tail)
-    finally:
-        tail.close()
-    return None if found is None else harmless(found)[:most]

@@ -16,11 +16,10 @@ import unicodedata
 from collections.abc import Sequence
 from itertools import groupby
 
-from rich.cells import get_character_cell_size
-
+from dpmon.text.cells import char_width
+from dpmon.text.cleaning import visible
 from dpmon.ui.rows import Row
 from dpmon.ui.sgr import Sgr
-from dpmon.ui.text import visible
 
 __all__ = ["COLUMNS", "HEIGHT", "Line", "Page", "interpret"]
 
@@ -210,7 +209,7 @@ class Page:
             shown = visible(char)
             if not shown:
                 continue
-            size = get_character_cell_size(shown)
+            size = char_width(shown)
             if size and not unicodedata.combining(shown):
                 cells += [shown, ""] if size == 2 else [shown]
             elif cells:

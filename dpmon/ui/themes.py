@@ -8,7 +8,7 @@ from functools import lru_cache
 from rich.style import Style
 
 from dpmon.model.state import PHASES
-from dpmon.ui.palettes import Palette, named
+from dpmon.text.palettes import Palette, named
 
 __all__ = ["MONO_STYLES", "composed", "styles_of"]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dpmon.ui.format import clock
+from dpmon.text.cells import span_width
+from dpmon.text.quantities import clock
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, fit, span_width, width_of
+from dpmon.ui.rows import Row, fit, width_of
 from dpmon.ui.scene import Playing
 
 __all__ = ["position_at", "timeline"]

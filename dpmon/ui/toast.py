@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from dpmon.text.cells import cut, span_width, wrapped
 from dpmon.ui.answers import answer
 from dpmon.ui.layout import Slot
 from dpmon.ui.look import Look
 from dpmon.ui.panel_status import cut_answer
-from dpmon.ui.rows import Row, box, cut, plain, span_width, width_of, wrapped
+from dpmon.ui.rows import Row, box, plain, width_of
 from dpmon.ui.scene import Scene
 
 __all__ = ["cropped", "laid_over", "toast"]

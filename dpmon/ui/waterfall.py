@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from dpmon.model.numbers import duration, group
 from dpmon.model.turn import Lane, Piece, Turn
+from dpmon.text.cells import cut, right, span_width
+from dpmon.text.cleaning import clean
 from dpmon.ui.chart import ceiling
-from dpmon.ui.format import group, ms
 from dpmon.ui.look import LETTERS, Glyphs, Look
-from dpmon.ui.rows import Row, Span, cut, fit, right, span_width
-from dpmon.ui.text import clean
+from dpmon.ui.rows import Row, Span, fit
 
 __all__ = ["REST", "SHORT_NAMES", "lane_row", "main_row", "waterfall"]
 
@@ -59,7 +60,7 @@ def waterfall(
         [
             *fit([(name, "dim")], label, look.glyphs.more),
             *main_row(turn.main, room, top, look, turn.wall_ns),
-            (right(ms(turn.wall_ns), _TOOK), "bold"),
+            (right(duration(turn.wall_ns), _TOOK), "bold"),
         ]
     ]
     shown, hidden = _chosen(turn.lanes, height - 1)
@@ -87,10 +88,12 @@ def _ranks(
         by = late[name]
         pieces = [piece._replace(start_ns=piece.start_ns + by, end_ns=piece.end_ns + by) for piece in other.main]
         drawn = main_row(pieces, room, top, look, by + other.wall_ns if not by else 0)
-        rows.append([*fit([(name, "dim")], label, look.glyphs.more), *drawn, (right(ms(other.wall_ns), _TOOK), "bold")])
+        rows.append(
+            [*fit([(name, "dim")], label, look.glyphs.more), *drawn, (right(duration(other.wall_ns), _TOOK), "bold")]
+        )
     if len(shown) < len(every) and height > 1:
         times = [other.wall_ns for _, other in every[len(shown) :]]
-        text = f"{group(len(times))} more {look.glyphs.down}  {ms(min(times))} to {ms(max(times))}"
+        text = f"{group(len(times))} more {look.glyphs.down}  {duration(min(times))} to {duration(max(times))}"
         rows.append([(" " * label, ""), (cut(text, width - label, look.glyphs.more), "dim")])
     return rows
 
@@ -120,7 +123,7 @@ def _lane(lane: Lane, turn: Turn, label: int, room: int, top: float, look: Look)
     head = fit([(word.ljust(4), "bold"), (clean(lane.device, 20), "dim")], label - 1, look.glyphs.more)
     if not lane.pieces:
         return [*head, (" ", ""), *fit([("idle", "wait")], room + _TOOK)]
-    return [*head, (" ", ""), *lane_row(lane.pieces, room, top, look), (right(ms(lane.took_ns), _TOOK), "")]
+    return [*head, (" ", ""), *lane_row(lane.pieces, room, top, look), (right(duration(lane.took_ns), _TOOK), "")]
 
 
 def _condensed(lanes: Sequence[Lane], label: int, width: int, look: Look) -> Row:
@@ -129,7 +132,7 @@ def _condensed(lanes: Sequence[Lane], label: int, width: int, look: Look) -> Row
     idle = len(lanes) - len(times)
     text = f"{group(len(lanes))} more {look.glyphs.down}"
     if times:
-        text += f"  {ms(min(times))} to {ms(max(times))}"
+        text += f"  {duration(min(times))} to {duration(max(times))}"
     if idle:
         text += f"  {idle} idle"
     return [(" " * label, ""), (cut(text, width - label, look.glyphs.more), "dim")]

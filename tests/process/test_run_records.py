@@ -17,12 +17,13 @@ import pytest
 import writer
 from running import Dpmon, wait_for
 
+from dpmon.model.numbers import duration
 from dpmon.record.codec import kind_of
 from dpmon.ring import RingError, RingReader
 from dpmon.run import proc
 from dpmon.run.drain import Drain
 from dpmon.run.rundir import load_info
-from dpmon.ui.format import compact, ms
+from dpmon.text.quantities import compact
 
 WRITER = Path(__file__).resolve().parent.parent / "writer.py"
 
@@ -254,7 +255,7 @@ def test_the_summary_is_exact(dpmon: Dpmon) -> None:
     assert head == f"dpmon: dp (virtual replicas): 1,000 steps, 1,000 calls, {speed}"
     step = next(line for line in lines if line.split()[1] == "step")
     middle, tail = (walls[499] + walls[500]) / 2, walls[949]
-    assert step.split()[2:] == ["median", *ms(middle).split(), "p95", *ms(tail).split()]
+    assert step.split()[2:] == ["median", *duration(middle).split(), "p95", *duration(tail).split()]
     for name, took in (("data", "1.00 µs"), ("scatter", "5.00 µs"), ("gather", "5.00 µs"), ("backward", "40.0 µs")):
         line = next(line for line in lines if line.split()[1] == name)
         assert line.split()[2:] == ["median", *took.split(), "p95", *took.split()]

@@ -6,10 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
-
 from dpmon.cli.progress import Progress
-from dpmon.cli.summary import duration
 from dpmon.record.codec import Event, Record, Step
 
 
@@ -103,14 +100,6 @@ def test_a_pause_is_no_part_of_the_speed() -> None:
     before: list[Record] = [Event("pause", {**over, "paused_s": 1000.0})]  # of no step that is counted
     records = [step(1), Event("pause", paused), Event("pause", over), step(42)]
     assert line([*before, *records]).startswith("step 42  10.0 steps/s")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.412, "0.41 s"), (12.34, "12.3 s"), (59.96, "60.0 s"), (221, "3 min 41 s"), (7500, "2 h 05 min")],
-)
-def test_durations_are_read_at_a_glance(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_a_wait_for_input_is_said() -> None:

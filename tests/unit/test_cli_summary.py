@@ -19,7 +19,7 @@ from dpmon.cli.speak import closing, speak
 from dpmon.cli.summary import Line, fitted, summary, summary_lines
 from dpmon.record.codec import pack_event
 from dpmon.run.rundir import load_exit
-from dpmon.ui.rows import cut
+from dpmon.text.cells import cut
 
 MORE = "dpmon report linear-7f3a"
 

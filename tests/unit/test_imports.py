@@ -112,7 +112,8 @@ def test_the_supervisor_loads_neither_torch_nor_textual() -> None:
     added = added_by(all_of("run", "gpu"))
     assert {"dpmon.run.supervisor", "dpmon.gpu.sampler"} <= added
     assert not tops(added) & {"torch", "numpy", "textual", "rich"}
-    assert not [name for name in added if name.startswith(("dpmon.tracer", "dpmon.ui", "dpmon.cli", "dpmon.model"))]
+    above = ("dpmon.tracer", "dpmon.model", "dpmon.text", "dpmon.ui", "dpmon.cli")
+    assert not [name for name in added if name.startswith(above)]
     assert "pynvml" not in added  # only when it is asked, on its own thread
 
 
@@ -126,7 +127,23 @@ def test_the_screen_loads_neither_torch_nor_pynvml_nor_the_tracer() -> None:
 def test_exports_and_reports_load_neither_torch_nor_a_screen() -> None:
     added = added_by(all_of("export", "report") + "\nimport dpmon.cli.report")
     assert not tops(added) & {"torch", "numpy", "textual", "rich", "pynvml", "plotly"}
-    assert not [name for name in added if name.startswith(("dpmon.tracer", "dpmon.gpu", "dpmon.run.supervisor"))]
+    above = ("dpmon.tracer", "dpmon.gpu", "dpmon.run.supervisor", "dpmon.ui")
+    assert not [name for name in added if name.startswith(above)]
+
+
+def test_the_command_line_loads_no_screen_until_it_starts_one() -> None:
+    added = added_by(all_of("cli"))
+    assert "dpmon.cli.summary" in added
+    assert not tops(added) & {"torch", "textual", "rich"}
+    assert not [name for name in added if name.startswith("dpmon.ui")]
+
+
+def test_text_loads_nothing_above_it_and_no_library() -> None:
+    added = added_by(all_of("text"))
+    assert {"dpmon.text.cells", "dpmon.text.quantities"} <= added
+    assert tops(added) <= {"dpmon", *sys.stdlib_module_names}
+    above = ("ui", "report", "export", "cli", "run", "gpu", "tracer", "ring")
+    assert not [name for name in added if name.startswith(tuple(f"dpmon.{part}" for part in above))]
 
 
 def test_the_model_loads_neither_clock_nor_io() -> None:
@@ -146,4 +163,4 @@ def test_pynvml_has_one_doorway() -> None:
 
 
 def test_what_cleans_text_from_outside_needs_nothing() -> None:
-    assert tops(added_by("import dpmon.ui.text")) <= {"dpmon", *sys.stdlib_module_names}
+    assert tops(added_by("import dpmon.text.cleaning")) <= {"dpmon", *sys.stdlib_module_names}

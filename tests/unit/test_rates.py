@@ -26,7 +26,7 @@ from dpmon.report.series import Series
 from dpmon.run.kept import Kept
 from dpmon.run.metrics import Metrics
 from dpmon.run.reader import RunReader
-from dpmon.ui.format import rate_words, samples_rate
+from dpmon.text.quantities import rate_words, samples_rate
 
 # ---------------------------------------------------------------------------------------------- the module itself
 

@@ -9,10 +9,10 @@ from situations import FACTS, LOOK, rows_text, scene_of, situations, state_of, t
 from synthetic import Training, decoded
 
 from dpmon.model import State, fold
+from dpmon.model.numbers import duration
 from dpmon.model.stats import percentile
 from dpmon.record.codec import Call, Event, Record, Size
 from dpmon.ui import panel_replicas
-from dpmon.ui.format import ms, short_ms
 from dpmon.ui.paint import places, scroll_room
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Scene, View
@@ -112,11 +112,11 @@ def test_the_spread_has_a_scale_and_full_screen_says_what_the_times_are() -> Non
     header = rows_text(panel_replicas.replicas(scene, 90, 9, LOOK))[0]
     fastest = min(percentile(times, 0.05) or 0 for times in track.replica_ns)
     low, what, high = header.split()[-3:]
-    assert (what, high) == ("5-95%", short_ms(slowest))
-    assert low == short_ms(min(fastest, slowest * 0.7)), "the left edge"
+    assert (what, high) == ("5-95%", duration(slowest, ""))
+    assert low == duration(min(fastest, slowest * 0.7), ""), "the left edge"
     said = " ".join(rows_text(panel_replicas.zoomed(scene, 100, 40, LOOK)))
     assert f"its last {len(track.replica_ns[0])} calls" in said
-    assert f" to {ms(slowest)}; apply, in panels 3 and 4, lasts until the slowest is done" in said
+    assert f" to {duration(slowest)}; apply, in panels 3 and 4, lasts until the slowest is done" in said
 
 
 def several_calls() -> Scene:

@@ -1,4 +1,4 @@
-"""The small parts that pictures are made of: numbers, bars, frames, wrapping, the look, the footer."""
+"""The small parts that pictures are made of: bars, frames, the look, the footer."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 from rich.color import Color, ColorSystem
 from rich.console import Console
-from synthetic import SECOND, Training, decoded
+from synthetic import Training, decoded
 
 from dpmon.model import State, fold
 from dpmon.model.turn import Piece
+from dpmon.text.cells import cut
+from dpmon.text.palettes import FEW, PALETTES, Palette
 from dpmon.ui.chart import area, bar, ceiling, parts_bar, range_bar, resampled, spark
 from dpmon.ui.dialogs import Line
 from dpmon.ui.footer import at, footer, keys
-from dpmon.ui.format import clock, compact, group, memory, memory_of, ms, percent, short_ms
 from dpmon.ui.help import help_rows
 from dpmon.ui.look import ASCII, COLOUR, LETTERS, MONO, UNICODE, Look, choose
-from dpmon.ui.palettes import FEW, PALETTES, Palette
 from dpmon.ui.panel_output import shifted
-from dpmon.ui.rows import box, cut, fit, kept_width, plain, span_width, width_of, wrapped
+from dpmon.ui.rows import box, fit, plain, width_of
 from dpmon.ui.scene import Ended, Facts, Pausing, Scene, View
 from dpmon.ui.waterfall import lane_row, main_row
 
@@ -74,47 +74,6 @@ def test_what_is_held_up_has_its_key_in_the_narrowest_footer() -> None:
     assert "space go on" in plain(footer(replace(scene, pausing=Pausing()), 42, LOOK)[0])
 
 
-@pytest.mark.parametrize(
-    ("ns", "text"),
-    [
-        (None, "–"),
-        (0, "0.00 µs"),
-        (950, "0.95 µs"),
-        (23_000, "23.0 µs"),
-        (99_949, "99.9 µs"),
-        (99_960, "100 µs"),
-        (999_400, "999 µs"),
-        (999_600, "1.00 ms"),
-        (4_120_000, "4.12 ms"),
-        (12_345_678, "12.3 ms"),
-        (123_456_789, "123 ms"),
-        (1_250_000_000, "1.25 s"),
-        (999_400_000, "999 ms"),
-    ],
-)
-def test_durations(ns: float | None, text: str) -> None:
-    assert ms(ns) == text
-    assert len(text) <= 7
-    assert short_ms(ns) == text.replace(" ", "")
-
-
-def test_numbers() -> None:
-    assert [group(n) for n in (None, 0, 999, 12_340, 1_234_567)] == ["–", "0", "999", "12,340", "1,234,567"]
-    assert [compact(n) for n in (None, 0.5, 41.2, 412.3, 12_400, 999_960, 3.1e6)] == [
-        "–",
-        "0.50",
-        "41.2",
-        "412",
-        "12.4k",
-        "1.00M",
-        "3.10M",
-    ]
-    assert [percent(n) for n in (None, 0.0, 0.004, 0.31, 1.0)] == ["–", "0 %", "<1 %", "31 %", "100 %"]
-    assert [memory(n) for n in (None, 0, 1023, 1024, 71 << 30)] == ["–", "0 B", "1023 B", "1.00 KiB", "71.0 GiB"]
-    assert memory_of(512 << 20, 141 << 30) == "512 MiB / 141 GiB"
-    assert [clock(n) for n in (None, 0, 221 * SECOND, 90_061 * SECOND)] == ["–", "00:00:00", "00:03:41", "1d 01:01:01"]
-
-
 @pytest.mark.parametrize("width", range(1, 20))
 def test_cutting_measures_cells_and_leaves_a_sign(width: int) -> None:
     for text in ("short", "漢字漢字漢字漢字漢字", "a漢b字c漢d字e漢f"):
@@ -123,17 +82,6 @@ def test_cutting_measures_cells_and_leaves_a_sign(width: int) -> None:
         if width_of([(text, "")]) > width:
             assert shown.endswith("…")
         assert width_of(fit([(text, "x"), (text, "y")], width)) == width
-
-
-def test_the_width_of_a_long_text_is_measured_and_the_text_not_kept() -> None:
-    """A script's log may be lines of any length, none like another."""
-    kept_width.cache_clear()
-    for number in range(3):
-        line = f"{number} é中" + "中" * 600
-        assert span_width(line) == width_of([(line, "")]) == 1205
-    assert kept_width.cache_info().currsize == 0
-    assert span_width("é中") == span_width("é中") == 3
-    assert kept_width.cache_info().hits, "a short one is kept"
 
 
 def test_a_frame_says_what_it_left_out() -> None:
@@ -165,10 +113,6 @@ def test_shifting_long_lines() -> None:
     rows = [[("abcdef", "x"), ("ghi", "y")], [("ab", "")], [], [("漢字漢字", "")]]
     assert [plain(row) for row in shifted(rows, 4)] == ["…fghi", "…", "", "… 字"], "what is hidden leaves a sign"
     assert shifted(rows, 0) == rows
-
-
-def test_wrapping() -> None:
-    assert wrapped("one two three four", 9) == ["one two", "three", "four"]
 
 
 @pytest.mark.parametrize("width", [76, 108])

@@ -18,12 +18,12 @@ from dpmon.cli.summary import summary_lines
 from dpmon.model import State, fold
 from dpmon.model.compare import compare, sentence
 from dpmon.model.history import figures, forward_figures, pictured
+from dpmon.model.numbers import duration
 from dpmon.model.ranks import forward_of
 from dpmon.model.state import NOT_RUN, PHASES, StepSample
 from dpmon.model.stats import mean_speed, median
 from dpmon.run.rundir import load_exit
 from dpmon.ui.dialogs import Commands, Pages
-from dpmon.ui.format import ms
 from dpmon.ui.keys import DEEDS, PLAYED, possible
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_compare import compare as compare_rows
@@ -302,11 +302,11 @@ def test_after_the_end_the_narrow_header_has_a_median_of_all_steps_or_none() -> 
     assert process is not None
     of_all, of_the_last = (figures(process, "dp", seconds).median_ns or 0 for seconds in (0, 10))
     assert of_the_last < of_all / 5
-    assert screen(scene, 80)[1].rstrip().endswith(f"   median {ms(of_all)}")
+    assert screen(scene, 80)[1].rstrip().endswith(f"   median {duration(of_all)}")
     for width in range(40, 110):
         row = screen(scene, width)[1].rstrip()
         assert "…" not in row, row
-        assert "median" not in row or row.endswith(ms(of_all)), row
+        assert "median" not in row or row.endswith(duration(of_all)), row
     both = over([*payloads, *training.switch("single"), *training.run(9)])
     assert "   median single " in screen(both, 90)[1], "the means are of both"
 

@@ -10,7 +10,7 @@ import pytest
 
 from dpmon.ui.panel_output import Output
 from dpmon.ui.rows import plain
-from dpmon.ui.tail import Tail, last_line_of_traceback
+from dpmon.ui.tail import Tail
 
 
 def tail_of(path: Path, data: bytes) -> Tail:
@@ -131,25 +131,4 @@ def test_scrolling_leaves_the_end_and_finds_it_again(tmp_path: Path) -> None:
     output.scroll(1000, 3)
     assert output.top is None
     assert [plain(r) for r in output.visible(2)] == ["line 99", "line 100"]
-    tail.close()
-
-
-@pytest.mark.parametrize(
-    ("log", "expected"),
-    [
-        (b"all fine\n", None),
-        (b'Traceback (most recent call last):\n  File "a.py", line 1\n    x\nRuntimeError: no\n', "RuntimeError: no"),
-        (b"Traceback (most recent call last):\n  x\nKeyError: 1\nlater output\n", "KeyError: 1"),
-        (b'  File "a.py", line 3\n    foo(\n       ^\nSyntaxError: invalid syntax\n', "SyntaxError: invalid syntax"),
-        (
-            b"\x1b[1;35mTraceback (most recent call last):\x1b[0m\n  x\n\x1b[31mValueError\x1b[0m: no\n",
-            "ValueError: no",
-        ),
-        (b"Traceback (most recent call last):\n  x\nmypkg.errors.Custom: no\n", "mypkg.errors.Custom: no"),
-        (b"An Error: is only a word in a sentence here\n", None),
-    ],
-)
-def test_the_last_line_of_the_traceback(tmp_path: Path, log: bytes, expected: str | None) -> None:
-    tail = tail_of(tmp_path / "log", log)
-    assert last_line_of_traceback(tail) == expected
     tail.close()

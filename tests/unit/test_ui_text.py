@@ -11,9 +11,9 @@ from itertools import pairwise
 import pyte
 import pytest
 
+from dpmon.text.cleaning import LIMIT, clean, harmless
 from dpmon.ui.rows import Row, plain
 from dpmon.ui.terminal_text import COLUMNS, HEIGHT, Page, interpret
-from dpmon.ui.text import LIMIT, clean, harmless
 
 STEERING = [
     "\x1b]52;c;ZXZpbA==\x07",
@@ -116,7 +116,7 @@ def test_clean_is_bounded_and_takes_anything() -> None:
 
 
 def test_clean_needs_nothing_but_the_standard_library() -> None:
-    code = "import sys, dpmon.ui.text; print([m for m in sys.modules if m.split('.')[0] in ('rich', 'textual')])"
+    code = "import sys, dpmon.text.cleaning; print([m for m in sys.modules if m.split('.')[0] in ('rich', 'textual')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dpmon.cli.checks.check import Check, ok, problem, warning
 from dpmon.run.rundir import RunError, runs_directory, stand_ins
-from dpmon.ui.format import memory
+from dpmon.text.quantities import memory
 
 __all__ = ["limits", "logout", "state_directory"]
 

@@ -1,38 +1,24 @@
-"""Numbers as people read them: units always, few digits (`dpmon.model.numbers`), the same width while they change."""
+"""Bytes, rates, clocks and time ranges as text: units always, few digits, the same width while they change.
+
+Durations, counts and percentages are in `dpmon.model.numbers`, because findings use them too.
+"""
 
 from __future__ import annotations
 
-from dpmon.model.numbers import UNKNOWN, count, duration, share, three
+from dpmon.model.numbers import UNKNOWN, minutes, three
 from dpmon.rates import Rate
 
 __all__ = [
-    "UNKNOWN",
     "clock",
     "compact",
-    "group",
     "memory",
     "memory_of",
-    "ms",
-    "percent",
     "rate_words",
+    "run_time",
     "samples_rate",
-    "short_ms",
     "span_words",
     "within_words",
 ]
-
-group = count
-percent = share
-
-
-def ms(ns: float | None) -> str:
-    """A duration in ns with three digits and its unit: "412 µs", "4.12 ms", "1.25 s", at most 7 cells."""
-    return duration(ns)
-
-
-def short_ms(ns: float | None) -> str:
-    """As `ms`, without the space before the unit."""
-    return duration(ns, "")
 
 
 def compact(number: float | None) -> str:
@@ -91,6 +77,13 @@ def clock(ns: int | None) -> str:
     days, rest = divmod(seconds, 86_400)
     text = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
     return f"{days}d {text}" if days else text
+
+
+def run_time(seconds: float) -> str:
+    """How long a run took: 0.41 s, 12.3 s, 3 min 41 s, 2 h 05 min."""
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    return minutes(seconds)
 
 
 def span_words(span_s: int) -> str:

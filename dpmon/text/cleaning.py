@@ -1,6 +1,6 @@
 """Text from outside, made harmless: nothing that a script, a path or a device's name says can steer the terminal.
 
-Standard library only, so that the command line can use it without importing anything of the screen.
+Standard library only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What stands for a sign where a terminal knows only ASCII, and which terminals do.
 
-Standard library only, so that the command line can use it without importing anything of the screen.
+Standard library only.
 """
 
 from __future__ import annotations

@@ -1,0 +1,96 @@
+"""How many cells plain text takes on a terminal, and how to cut and wrap it to a number of cells.
+
+The screen uses it with Textual, which measures with Rich: a test compares the width of every character with Rich's.
+The command line measures too, without importing Rich. The text must be clean (`dpmon.text.cleaning`).
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from functools import lru_cache
+
+__all__ = ["char_width", "cropped", "cut", "kept_width", "right", "span_width", "wrapped"]
+
+_KEPT_BELOW = 512
+"""Longer texts are measured again each time: the cache holds the texts themselves."""
+
+_NO_WIDTH = frozenset((*range(0x1160, 0x1200), *range(0xD7B0, 0xD800), *range(0x1F3FB, 0x1F400)))
+"""Hangul vowels and final consonants, and skin tones: drawn in the cells of the character before them."""
+_WIDE = frozenset(
+    (
+        *range(0x2630, 0x2638),
+        *range(0x268A, 0x2690),
+        *range(0x4DC0, 0x4E00),
+        *range(0x1D300, 0x1D357),
+        *range(0x1D360, 0x1D377),
+    )
+)
+"""Wide since Unicode 16; the tables of an older Python have them as narrow."""
+
+
+@lru_cache(maxsize=4096)
+def char_width(char: str) -> int:
+    """Cells that one character takes: 0 (a mark), 1 or 2."""
+    code = ord(char)
+    if code in _NO_WIDTH or unicodedata.category(char) in ("Mn", "Mc", "Me"):
+        return 0
+    return 2 if code in _WIDE or unicodedata.east_asian_width(char) in "WF" else 1
+
+
+def _measured(text: str) -> int:
+    return sum(map(char_width, text))
+
+
+kept_width = lru_cache(maxsize=8192)(_measured)
+"""The width of a short text, cached."""
+
+
+def span_width(text: str) -> int:
+    """Cells that `text` takes (wide characters take two)."""
+    if text.isascii():
+        return len(text)
+    return kept_width(text) if len(text) < _KEPT_BELOW else _measured(text)
+
+
+def cropped(text: str, width: int) -> str:
+    """The first `width` cells of `text`; half of a wide character is a blank."""
+    if width <= 0:
+        return ""
+    if text.isascii():
+        return text[:width]
+    taken = 0
+    for index, char in enumerate(text):
+        size = char_width(char)
+        if taken + size > width:
+            return text[:index] + " " * (width - taken)
+        taken += size
+    return text
+
+
+def cut(text: str, width: int, more: str = "…") -> str:
+    """`text` in at most `width` cells; if something had to go, it ends with the sign for more."""
+    if width <= 0:
+        return ""
+    if span_width(text) <= width:
+        return text
+    sign = more if span_width(more) <= width else "." * width
+    return cropped(text, width - span_width(sign)) + sign
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """`text` in lines of at most `width` cells, broken between words."""
+    lines: list[str] = []
+    line = ""
+    for word in text.split():
+        if line and span_width(line) + 1 + span_width(word) > width:
+            lines.append(line)
+            line = word
+        else:
+            line = f"{line} {word}" if line else word
+    return [cut(each, width) for each in [*lines, line]]
+
+
+def right(text: str, width: int) -> str:
+    """`text` against the right end of `width` cells, cut with a sign when it is longer."""
+    shown = cut(text, width)
+    return " " * (width - span_width(shown)) + shown

@@ -1,0 +1,35 @@
+"""The last words of a script's output: the line that names the exception which ended it."""
+
+from __future__ import annotations
+
+import re
+
+from dpmon.text.cleaning import harmless
+
+__all__ = ["READ_BYTES", "last_line_of_traceback", "last_words"]
+
+READ_BYTES = 1 << 17
+"""Bytes from the end of an output that are enough to find them."""
+_ESCAPE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Iteration|Warning|Fault|Timeout)\b(?:: .*)?$")
+_ANY_NAME = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
+
+
+def last_line_of_traceback(end: bytes) -> str | None:
+    """The line of the script's last traceback that names the exception; None if `end` has no such line.
+
+    `end`: the end of the output.
+    """
+    lines = _ESCAPE.sub(b"", end).decode("utf-8", "replace").replace("\r", "\n").split("\n")
+    header = max((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")), default=None)
+    if header is not None:
+        after = next((line for line in lines[header + 1 :] if line and not line[0].isspace()), None)
+        if after is not None and _ANY_NAME.match(after):
+            return after.strip()
+    return next((line.strip() for line in reversed(lines[-50:]) if _RAISED.match(line)), None)
+
+
+def last_words(end: bytes, most: int = 300) -> str | None:
+    """The same line in at most `most` characters, safe for a terminal."""
+    found = last_line_of_traceback(end)
+    return None if found is None else harmless(found)[:most]

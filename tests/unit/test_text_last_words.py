@@ -1,0 +1,35 @@
+"""The line that names the exception which ended a script, found in its output."""
+
+from __future__ import annotations
+
+import pytest
+
+from dpmon.text.last_words import last_line_of_traceback, last_words
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (b"all fine\n", None),
+        (b'Traceback (most recent call last):\n  File "a.py", line 1\n    x\nRuntimeError: no\n', "RuntimeError: no"),
+        (b"Traceback (most recent call last):\n  x\nKeyError: 1\nlater output\n", "KeyError: 1"),
+        (b'  File "a.py", line 3\n    foo(\n       ^\nSyntaxError: invalid syntax\n', "SyntaxError: invalid syntax"),
+        (
+            b"\x1b[1;35mTraceback (most recent call last):\x1b[0m\n  x\n\x1b[31mValueError\x1b[0m: no\n",
+            "ValueError: no",
+        ),
+        (b"Traceback (most recent call last):\n  x\nmypkg.errors.Custom: no\n", "mypkg.errors.Custom: no"),
+        (b"An Error: is only a word in a sentence here\n", None),
+    ],
+)
+def test_the_last_line_of_the_traceback(log: bytes, expected: str | None) -> None:
+    assert last_line_of_traceback(log) == expected
+    assert last_words(log) == expected
+
+
+def test_last_words_are_short_and_harmless() -> None:
+    log = b"Traceback (most recent call last):\n  x\nKeyError: \x1b]0;title\x07" + b"x" * 1000 + b"\n"
+    said = last_words(log)
+    assert said is not None
+    assert said.startswith("KeyError: \N{REPLACEMENT CHARACTER}]0;title")
+    assert len(said) == 300

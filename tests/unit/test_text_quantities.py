@@ -1,0 +1,68 @@
+"""Numbers as text: durations, counts, percentages, bytes, clocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from dpmon.model.numbers import duration, group, minutes, percent, times
+from dpmon.text.quantities import clock, compact, memory, memory_of, run_time
+
+SECOND = 1_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("ns", "text"),
+    [
+        (None, "–"),
+        (0, "0.00 µs"),
+        (950, "0.95 µs"),
+        (23_000, "23.0 µs"),
+        (99_949, "99.9 µs"),
+        (99_960, "100 µs"),
+        (999_400, "999 µs"),
+        (999_600, "1.00 ms"),
+        (4_120_000, "4.12 ms"),
+        (12_345_678, "12.3 ms"),
+        (123_456_789, "123 ms"),
+        (1_250_000_000, "1.25 s"),
+        (999_400_000, "999 ms"),
+    ],
+)
+def test_durations(ns: float | None, text: str) -> None:
+    assert duration(ns) == text
+    assert len(text) <= 7
+    assert duration(ns, "") == text.replace(" ", "")
+
+
+def test_numbers() -> None:
+    assert [group(n) for n in (None, 0, 999, 12_340, 1_234_567)] == ["–", "0", "999", "12,340", "1,234,567"]
+    assert [compact(n) for n in (None, 0.5, 41.2, 412.3, 12_400, 999_960, 3.1e6)] == [
+        "–",
+        "0.50",
+        "41.2",
+        "412",
+        "12.4k",
+        "1.00M",
+        "3.10M",
+    ]
+    assert [percent(n) for n in (None, 0.0, 0.004, 0.31, 1.0)] == ["–", "0 %", "<1 %", "31 %", "100 %"]
+    assert [memory(n) for n in (None, 0, 1023, 1024, 71 << 30)] == ["–", "0 B", "1023 B", "1.00 KiB", "71.0 GiB"]
+    assert memory_of(512 << 20, 141 << 30) == "512 MiB / 141 GiB"
+    assert [clock(n) for n in (None, 0, 221 * SECOND, 90_061 * SECOND)] == ["–", "00:00:00", "00:03:41", "1d 01:01:01"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.412, "0.41 s"), (12.34, "12.3 s"), (59.96, "60.0 s"), (221, "3 min 41 s"), (7500, "2 h 05 min")],
+)
+def test_the_time_of_a_run(seconds: float, text: str) -> None:
+    assert run_time(seconds) == text
+
+
+def test_minutes_and_hours() -> None:
+    assert [minutes(seconds) for seconds in (99.96, 3600)] == ["1 min 40 s", "1 h 00 min"]
+
+
+def test_ratios() -> None:
+    assert [times(ratio) for ratio in (0.611, 9.99, 12.5)] == ["0.61×", "9.99×", "12.5×"]
+    assert times(9.996, "x") == "10.0x"

@@ -15,8 +15,8 @@ __all__ = ["COMMANDS", "UsageError", "meant", "parse"]
 COMMANDS = ("run", "attach", "ls", "stop", "report", "export", "doctor", "keep", "rm")
 MAX_REPLICAS = 4096
 KINDS = (
-    *("call", "step", "device", "host", "memory", "mode", "pause", "input", "process", "warning", "oom"),
-    *("dropped", "exit"),
+    *("call", "step", "device", "host", "memory", "mode", "pause", "input", "loader", "process", "warning"),
+    *("oom", "dropped", "exit"),
 )
 
 _USAGE = """\

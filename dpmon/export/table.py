@@ -67,6 +67,10 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     ),
     "pause": (*_WHO, "t_s", "step", "paused", "paused_s", "reason", "refused"),
     "input": ("pid", "t_s", "waited_s"),
+    "loader": (
+        *(*_WHO, "t_s", "loader", "batches", "workers", "persistent", "iter_s", "left_out", "left_out_s"),
+        "absent",
+    ),
     "process": (*_WHO, "t_s", "world", "pid", "argv", "python", "torch", "device_kind", "absent"),
     "warning": (*_WHO, "t_s", "text"),
     "oom": (

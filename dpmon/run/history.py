@@ -237,7 +237,7 @@ class History:
         self._db.execute("UPDATE meta SET value = value + ? WHERE key = 'pruned'", (gone,))
 
     def _prune_rollups(self) -> None:
-        """Keep them, warnings and waits for input from taking all the room in runs of many days or processes."""
+        """Keep rollups, and events that may be many, from taking all the room in runs of many days or processes."""
         run = self._db.execute
         for width in WIDTHS:
             query = "SELECT count(*), total(length(histogram)), min(start_s), max(start_s) FROM rollups WHERE width = ?"
@@ -252,7 +252,7 @@ class History:
         count, first, last = run(query, (BEFORE_S,)).fetchone()
         if count * _ROW_BYTES > self._limit / _ROLLUPS_PART:
             self._add_devices_up(first + max((last - first) // 8, 1))
-        for kind in ("warning", "input"):  # of the events that last, those that a script can make any number of
+        for kind in ("warning", "input", "loader"):  # events that last, and that a script can make any number of
             run(
                 "DELETE FROM events WHERE kind = ? AND id <"
                 " (SELECT id FROM events WHERE kind = ? ORDER BY id DESC LIMIT 1 OFFSET ?)",

@@ -17,9 +17,9 @@
     device_rollups  start_s (of a minute; -1: see below), device (index; -1: the host), name, count, total, low, high
 
 When the database reaches its size limit, the oldest rows are deleted: calls, steps and events first, except a run's
-processes, modes, warnings and exit. Rollups stay longer: those of a second, and those of a minute, may each take a
-third of the limit. Deleted minutes are added to one row per process and mode, with width 0 and start 0, which is never
-deleted. The oldest device_rollups are deleted in the same way and added to rows that start at -1.
+processes, modes, warnings, loaders and exit. Rollups stay longer: those of a second, and those of a minute, may each
+take a third of the limit. Deleted minutes are added to one row per process and mode, with width 0 and start 0, which is
+never deleted. The oldest device_rollups are deleted in the same way and added to rows that start at -1.
 
 Times are ns since the run's start. Ids come from one counter, so they give the order across the three tables. A ring's
 position is written in the transaction that writes its records, so a reader that continues from there misses and
@@ -59,9 +59,9 @@ __all__ = [
 BEFORE_S = -1
 """The start of device_rollups that are of all the time before the first minute that is left."""
 HISTORY_FILE = "history.sqlite"
-SCHEMA_VERSION = 4
-LASTING = "kind IN ('process', 'mode', 'exit', 'warning', 'pause', 'input')"
-"""Events that outlive the steps around them (of warnings and waits the newest): they hold for what follows."""
+SCHEMA_VERSION = 5
+LASTING = "kind IN ('process', 'mode', 'exit', 'warning', 'pause', 'input', 'loader')"
+"""Events that outlive the steps around them (of warnings, waits and loaders the newest): they hold for what follows."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rings (

@@ -10,6 +10,7 @@
 | Module.__call__, for a while | bare root modules |
 | the global hooks on the registration of parameters and modules | models that are made |
 | _BaseDataLoaderIter.__next__ | turns of the loop, waiting for data |
+| DataLoader.__iter__ | what it costs to start a loader |
 | torch.autograd._engine_run_backward | backward, however the script calls it |
 | torch.distributed.autograd.backward | backward across RPC, which has its own entry point |
 | the global optimizer step hooks | optimizer |
@@ -35,6 +36,7 @@ from dpmon.tracer.copies import Copies
 from dpmon.tracer.errors import uncaught
 from dpmon.tracer.frames import drop_frames, hide_from_dynamo, named_like
 from dpmon.tracer.inject import note
+from dpmon.tracer.loaders import Loaders
 from dpmon.tracer.memory import Memory
 from dpmon.tracer.modes import Modes
 from dpmon.tracer.pause import Pause
@@ -63,6 +65,7 @@ def install() -> None:
     autograd: Any = importlib.import_module("torch.autograd")
     optimizer: Any = importlib.import_module("torch.optim.optimizer")
     fetch = loader._BaseDataLoaderIter.__next__
+    iterate = loader.DataLoader.__iter__
     backward = autograd._engine_run_backward
     construct = torch.nn.DataParallel.__init__
     forward = torch.nn.DataParallel.forward
@@ -77,6 +80,7 @@ def install() -> None:
     memory = Memory(session, calls)
     steps.on_close = memory.sharing(roots.turns_closed)
     steps.on_step = memory.stepped
+    loaders = Loaders(session)
     startup = Startup(session)
     steps.on_first_fetch, steps.on_first_fetched = startup.fetch_begins, startup.fetch_ends
 
@@ -102,6 +106,7 @@ def install() -> None:
     torch.nn.DataParallel.__init__ = _constructing(construct, modes, calls)  # type: ignore[method-assign]
     torch.nn.DataParallel.forward = calls.wrapper_forward(forward)  # type: ignore[method-assign]
     loader._BaseDataLoaderIter.__next__ = steps.fetching(fetch)
+    loader.DataLoader.__iter__ = loaders.iterating(iterate)
     autograd._engine_run_backward = steps.going_back(backward)
     across = sys.modules.get("torch.distributed.autograd")  # a build without RPC has no such function
     if hasattr(across, "backward"):
@@ -120,7 +125,7 @@ def install() -> None:
     queued = getattr(torch.cuda, "_queued_calls", None)  # run when CUDA comes up
     if isinstance(queued, list):
         queued += [(coming.set, []), (calls.go_long, [])]
-    _at_the_end(session, steps, modes, calls, memory)
+    _at_the_end(session, steps, modes, calls, memory, loaders)
     try:
         # A compiled DataParallel must begin with its forward: it is compiled as it is written, not traced.
         hide_from_dynamo(torch.nn.DataParallel.forward.__code__)
@@ -156,9 +161,10 @@ def _constructing(original: Callable[..., Any], modes: Modes, calls: Calls) -> C
     return named_like(__init__, original)
 
 
-def _at_the_end(session: Session, steps: Steps, modes: Modes, calls: Calls, memory: Memory) -> None:
+def _at_the_end(session: Session, steps: Steps, modes: Modes, calls: Calls, memory: Memory, loaders: Loaders) -> None:
     def at_exit() -> None:
         calls.by_hand.flush()
+        loaders.at_exit()
         steps.at_exit()
         try:
             ending = uncaught(rank_and_world()[0])
@@ -174,6 +180,7 @@ def _at_the_end(session: Session, steps: Steps, modes: Modes, calls: Calls, memo
     def opened() -> None:
         if session.ring is not None:
             steps.attach(session.ring)
+        loaders.opened()
         oom.watch(session)
         # A child of multiprocessing ends by os._exit, after its own finalizers.
         util = sys.modules.get("multiprocessing.util")
@@ -189,5 +196,6 @@ def _at_the_end(session: Session, steps: Steps, modes: Modes, calls: Calls, memo
         modes.reset()
         calls.reset()
         memory.reset()
+        loaders.reset()
 
     os.register_at_fork(after_in_child=forked)

@@ -371,6 +371,7 @@ _DOING = {
     "stages": "noted the stages of a model that lies on several devices",
     "roots": "looked for the modules that the script calls",
     "fetch": "noted a fetched batch",
+    "loader": "noted the start of a loader",
     "backward": "noted a backward pass",
     "optimizer": "noted a step of an optimizer",
     "optimizers": "looked for the script's optimizers",

@@ -32,6 +32,7 @@ GUARDS = {
     "tracer.calls.Calls.root_call",
     "tracer.calls.Calls.taken_over",
     "tracer.frames.drop_frames",
+    "tracer.loaders.Loaders.at_exit",
     "tracer.modes.Modes.hand_devices",
     "tracer.roots.Roots._slow",
     "tracer.roots._RootCall.__get__",
@@ -116,7 +117,7 @@ def test_that_it_was_tried(runs: dict[str, Traced]) -> None:
     broken = {function(name) for name in run.said}
     assert run.said["nothing"][1].count("a bad batch") == 3
     assert len(broken) > 80
-    for module in ("calls", "modes", "replicas", "roots", "session", "sizes", "steps", "virtual"):
+    for module in ("calls", "loaders", "modes", "replicas", "roots", "session", "sizes", "steps", "virtual"):
         assert sum(name.startswith(f"tracer.{module}.") for name in broken) >= 3
     assert len(run.warnings) + len(run.events("warning")) > 50
     by_hand_broken = {function(name) for name in by_hand.said}

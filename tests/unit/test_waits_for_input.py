@@ -166,12 +166,15 @@ def test_a_launcher_waits_in_no_step(state: Path) -> None:
     assert "steps" not in line
 
 
-def test_a_script_that_waits_all_day_does_not_fill_its_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["input", "loader"])
+def test_a_script_that_waits_all_day_does_not_fill_its_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     monkeypatch.setattr("dpmon.run.history._LASTING_KEPT", 50)
     writer = History(tmp_path, {}, 1 << 16)
     for first in range(0, 2000, 100):
         batch = Batch()
-        batch.events = [(n, None, "input", n * SECOND, '{"pid": 1}') for n in range(first + 1, first + 101)]
+        batch.events = [(n, None, kind, n * SECOND, '{"pid": 1}') for n in range(first + 1, first + 101)]
         writer.write(batch)
     writer.close()
     with closing(Kept(tmp_path)) as kept:

@@ -1,0 +1,98 @@
+"""The number of a loader's batches, without running any of the script's code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    random_split,
+)
+
+from dpmon.tracer.loaders import _batches
+
+ROWS = TensorDataset(torch.ones(23, 2))
+
+
+class Own(TensorDataset):
+    def __len__(self) -> int:
+        pytest.fail("the script's own code was run")
+
+
+class Chatty(SequentialSampler):
+    def __len__(self) -> int:
+        pytest.fail("the script's own code was run")
+
+
+def batches(loader: DataLoader[Any]) -> int | str:
+    return _batches(iter(loader).__dict__)
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(ROWS),
+        DataLoader(ROWS, batch_size=5),
+        DataLoader(ROWS, batch_size=5, drop_last=True),
+        DataLoader(ROWS, batch_size=5, shuffle=True),
+        DataLoader(ROWS, batch_size=None),
+        DataLoader(list(range(7)), batch_size=2),  # type: ignore[arg-type]
+        DataLoader(range(7), batch_size=2),  # type: ignore[arg-type]
+        DataLoader(Subset(ROWS, [1, 2, 3]), batch_size=2),
+        DataLoader(random_split(ROWS, [20, 3])[0], batch_size=6),
+        DataLoader(ConcatDataset([ROWS, ROWS]), batch_size=5),
+        DataLoader(ROWS, batch_size=5, sampler=RandomSampler(ROWS, num_samples=11)),
+        DataLoader(ROWS, batch_size=5, sampler=SubsetRandomSampler(range(9))),
+        DataLoader(ROWS, batch_size=5, sampler=WeightedRandomSampler([1.0] * 23, 17)),
+        DataLoader(ROWS, batch_size=5, sampler=DistributedSampler(ROWS, num_replicas=2, rank=1)),
+        DataLoader(ROWS, batch_sampler=BatchSampler(SequentialSampler(ROWS), 4, True)),
+        DataLoader(ROWS, batch_sampler=[[0, 1], [2, 3]]),
+    ],
+)
+def test_the_length_of_torchs_own_loaders(loader: DataLoader[Any]) -> None:
+    assert batches(loader) == len(loader)
+
+
+@pytest.mark.parametrize(
+    ("loader", "name"),
+    [
+        (DataLoader(Own(torch.ones(3, 2))), "Own"),
+        (DataLoader(ROWS, sampler=Chatty(ROWS)), "Chatty"),
+        (DataLoader(ROWS, batch_sampler=iter([[0, 1]])), "list_iterator"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_would_run_the_scripts_code_is_not_asked(loader: DataLoader[Any], name: str) -> None:
+    assert batches(loader) == f"the length of {name} is computed by code that is not torch's, which is not run"
+
+
+def test_a_dataset_within_itself_ends() -> None:
+    nested = Subset(ROWS, [0])
+    nested.indices = nested  # type: ignore[assignment]
+    assert batches(DataLoader(ROWS, sampler=SequentialSampler(nested))) == "the dataset is nested too deeply"
+
+
+def test_a_function_mode_of_the_script_sees_nothing() -> None:
+    seen = []
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    found: Iterator[Any] = iter(DataLoader(ROWS))
+    with Watching():
+        assert _batches(found.__dict__) == 23
+    assert seen == []

@@ -236,9 +236,13 @@ class Guard:
 
     def _record(self, how: ExitInfo) -> None:
         self.outcome = how
-        if self._reader.exit() is None:  # a new supervisor may have been quicker
+        if self._reader.exit() is None:
             with contextlib.suppress(OSError):
-                save(self._directory, how)
+                try:
+                    save(self._directory, how, anew=True)
+                except FileExistsError:  # a new supervisor was quicker, or the file is damaged
+                    if load_exit(self._directory) is None:
+                        save(self._directory, how)
         self._replace()  # what the rings hold goes into the history, even if it ended a moment ago
 
     def _replace(self) -> None:

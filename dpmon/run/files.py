@@ -96,13 +96,16 @@ def replace_file(new: Path, path: Path) -> None:
 
 
 def add_file(new: Path, path: Path) -> None:
-    """Rename the file `new` to `path`, in the same directory; FileExistsError if there is one already."""
+    """Rename the file `new` to `path`, in the same directory, atomically; FileExistsError if `path` exists.
+
+    On a file system without hard links it replaces `path`, as `replace_file` does.
+    """
     with _parent(path) as place:
         try:
             os.link(new.name, path.name, src_dir_fd=place, dst_dir_fd=place)
         except FileExistsError:
             raise
-        except OSError:  # a file system without hard links
+        except OSError:
             os.replace(new.name, path.name, src_dir_fd=place, dst_dir_fd=place)
         else:
             os.unlink(new.name, dir_fd=place)

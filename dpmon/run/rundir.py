@@ -209,7 +209,7 @@ def _stop_was_asked(directory: Path, ended_unix: float) -> bool:
 def save(directory: Path, what: RunInfo | ExitInfo, *, anew: bool = False) -> None:
     """Write run.json or exit.json in one step: a reader sees the old one or the new one, never half of it.
 
-    `anew`: FileExistsError if the file is there, however late somebody else has written it.
+    `anew`: do not replace a file; raise FileExistsError if there is one.
     """
     name = INFO_FILE if isinstance(what, RunInfo) else EXIT_FILE
     temporary = directory / f".{name}.{os.getpid()}"

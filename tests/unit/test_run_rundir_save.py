@@ -1,4 +1,4 @@
-"""exit.json is written by two processes at the end of a run whose supervisor was killed."""
+"""If a supervisor was killed, two processes write exit.json at the end: the first one must win."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ended(status: int) -> ExitInfo:
 def test_a_file_that_is_written_anew_replaces_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
 ) -> None:
-    if not links:  # as on a file system without hard links, where only the first can be written so
+    if not links:  # as on some file systems
 
         def refused(*_: object, **__: object) -> None:
             raise PermissionError

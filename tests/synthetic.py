@@ -1,4 +1,4 @@
-"""A training that never was: real payloads, packed with dpmon.record.codec, for tests of everything that reads them."""
+"""A training that never was: real payloads, packed with dpmon.record.wire, for tests of everything that reads them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,8 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dpmon.record.codec import (
-    CALL_PHASES,
-    Decoder,
-    Record,
-    call_flags,
-    mode_number,
-    pack_call,
-    pack_definition,
-    pack_event,
-    pack_step,
-)
+from dpmon.record.codec import Decoder, Record
+from dpmon.record.wire import CALL_PHASES, call_flags, mode_number, pack_call, pack_definition, pack_event, pack_step
 
 SECOND = 1_000_000_000
 

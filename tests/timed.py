@@ -7,7 +7,8 @@ from typing import Any
 
 from synthetic import Training
 
-from dpmon.record.codec import Untimed, kind_of, pack_call, pack_definition, pack_step, pack_timed
+from dpmon.record.codec import kind_of
+from dpmon.record.wire import Untimed, pack_call, pack_definition, pack_step, pack_timed
 
 GPUS = ("cuda:0", "cuda:1")
 OF_CALL = (0.5, 1.0, 2.0, 0.25)

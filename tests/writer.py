@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dpmon.record.codec import pack_call, pack_definition, pack_event, pack_step
+from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
 from dpmon.ring import Ring, RingReader
 
 BURST_S = 0.01

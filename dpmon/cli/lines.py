@@ -34,7 +34,7 @@ from dpmon.model.state import Process
 from dpmon.model.stats import PhaseFigures, median_known, speed
 from dpmon.model.turns import ended_of
 from dpmon.rates import as_fields
-from dpmon.record.codec import STEP_PHASES
+from dpmon.record.wire import STEP_PHASES
 from dpmon.run.destination import is_stream, open_stream, open_truncated
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, is_run_directory

@@ -12,7 +12,7 @@ from dpmon.model.finding import many
 from dpmon.model.memory import held, reasons
 from dpmon.model.numbers import duration, group
 from dpmon.model.stats import median, percentile
-from dpmon.record.codec import CALL_PHASES, STEP_PHASES
+from dpmon.record.wire import CALL_PHASES, STEP_PHASES
 from dpmon.report.said import waited
 from dpmon.report.words import times_paused
 from dpmon.run.add_up import add_up, why_nothing

@@ -13,8 +13,9 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
-from dpmon.record.codec import CALL_PHASES, MORE, STEP_PHASES, Call, Record, Size, Step, rows_of
+from dpmon.record.codec import Call, Record, Size, Step, rows_of
 from dpmon.record.jsonl import as_json
+from dpmon.record.wire import CALL_PHASES, MORE, STEP_PHASES
 from dpmon.run.export import kind
 
 __all__ = ["COLUMNS", "Tables", "row"]

@@ -32,7 +32,8 @@ from dpmon.model.state import (
     WarningText,
 )
 from dpmon.model.turns import saw
-from dpmon.record.codec import CALL_PHASES, MODES, STEP_PHASES, Call, Event, Record, Step
+from dpmon.record.codec import Call, Event, Record, Step
+from dpmon.record.wire import CALL_PHASES, MODES, STEP_PHASES
 
 __all__ = ["fold", "process_of", "refined"]
 

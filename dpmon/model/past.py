@@ -24,7 +24,7 @@ from dpmon.model.state import (
     StepSample,
 )
 from dpmon.past import DevicePast, Drawn, Kept, Past
-from dpmon.record.codec import CALL_PHASES, STEP_PHASES
+from dpmon.record.wire import CALL_PHASES, STEP_PHASES
 
 __all__ = ["fold_past"]
 

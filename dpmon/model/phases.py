@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from dpmon.model.state import NOT_RUN, OPEN_STEPS_KEPT, PHASES
-from dpmon.record.codec import CALL_PHASES, STEP_PHASES
+from dpmon.record.wire import CALL_PHASES, STEP_PHASES
 
 __all__ = ["CALLS_AT", "FORWARD", "STEP_SLOTS", "add_call", "with_calls"]
 

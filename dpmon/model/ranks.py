@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from dpmon.model.state import PHASES, CallTrack, Process, State, StepSample
 from dpmon.model.stats import Speed, median
-from dpmon.record.codec import DDP
+from dpmon.record.wire import DDP
 
 __all__ = [
     "FORWARD",

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dpmon.model.state import Process
-from dpmon.record.codec import CALL_PHASES, Call, Step
+from dpmon.record.codec import Call, Step
+from dpmon.record.wire import CALL_PHASES
 
 __all__ = ["Lane", "Piece", "Turn", "last_turn"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpmon.record.codec import MORE, STEP_PHASES, Call, Record, Size, Stage, Step
+from dpmon.record.codec import Call, Record, Size, Stage, Step
+from dpmon.record.wire import MORE, STEP_PHASES
 
 __all__ = ["as_json"]
 

@@ -6,7 +6,7 @@ from array import array
 
 from dpmon.model.evidence import WARM_UP_STEPS, ModeFacts
 from dpmon.model.stats import PhaseFigures, median, percentile
-from dpmon.record.codec import CALL_PHASES, STEP_PHASES
+from dpmon.record.wire import CALL_PHASES, STEP_PHASES
 from dpmon.run.rollup import SERIES
 from dpmon.run.totals import Deleted, ModeTotals
 

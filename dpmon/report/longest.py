@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 from dpmon.model.evidence import LongStep
-from dpmon.record.codec import STEP_PHASES
+from dpmon.record.wire import STEP_PHASES
 from dpmon.run.rollup import SERIES, Rollup
 from dpmon.run.totals import Totals
 

@@ -9,7 +9,7 @@ import html
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from dpmon.record.codec import CALL_PHASES
+from dpmon.record.wire import CALL_PHASES
 from dpmon.report.said import is_mixed
 from dpmon.report.story import PARTS, Bin, Story
 from dpmon.report.words import mode_title

@@ -11,7 +11,7 @@ from dpmon.model.findings import MIN_STEPS
 from dpmon.model.host_waits import host_waits
 from dpmon.model.numbers import duration, percent
 from dpmon.model.stats import PhaseFigures
-from dpmon.record.codec import CALL_PHASES, STEP_PHASES
+from dpmon.record.wire import CALL_PHASES, STEP_PHASES
 from dpmon.report.story import Compared, Story
 from dpmon.report.words import (
     machine,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dpmon.rates import Gap
-from dpmon.record.codec import CALL_PHASES, STEP_PHASES
+from dpmon.record.wire import CALL_PHASES, STEP_PHASES
 from dpmon.report.story import PARTS, Bin
 from dpmon.run.rollup import SERIES, Rollup
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from dpmon.model.evidence import BatchFacts, ReplicaFacts
 from dpmon.model.stats import median, percentile
-from dpmon.record.codec import DDP, GRAD, MODES, TRAINING, VIRTUAL, PartTimes
+from dpmon.record.codec import PartTimes
+from dpmon.record.wire import DDP, GRAD, MODES, TRAINING, VIRTUAL
 from dpmon.run.totals import OnDevice, why_untimed
 
 __all__ = ["Shares"]

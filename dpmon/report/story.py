@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dpmon.model.evidence import DeviceFacts, Evidence, ModeFacts
 from dpmon.model.findings import Finding
-from dpmon.record.codec import CALL_PHASES, STEP_PHASES
+from dpmon.record.wire import CALL_PHASES, STEP_PHASES
 from dpmon.run.pauses import Paused, PauseTotals
 from dpmon.run.rundir import ExitInfo, RunInfo
 from dpmon.run.totals import RankLine, ReplicaLine, StageLine

@@ -7,16 +7,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from dpmon.record.codec import (
-    MODES,
-    Event,
-    RecordError,
-    definition,
-    kind_of,
-    step_fields,
-    step_times,
-)
+from dpmon.record.codec import Event, RecordError, definition, kind_of, step_fields, step_times
 from dpmon.record.plainjson import load_event
+from dpmon.record.wire import MODES
 from dpmon.run.adder import Adder
 from dpmon.run.export import Snapshot
 from dpmon.run.past import deleted

@@ -10,13 +10,7 @@ from typing import Any, TypeVar
 from dpmon.rates import Gap, Paces, Tally, rate_of
 from dpmon.record.codec import (
     BACKWARD_AT,
-    CALL_PHASES,
-    DDP,
-    GRAD,
-    MODES,
     OPTIMIZER_AT,
-    STEP_PHASES,
-    TRAINING,
     PartTimes,
     bare,
     call_head,
@@ -28,6 +22,7 @@ from dpmon.record.codec import (
     part_times,
     why_missing,
 )
+from dpmon.record.wire import CALL_PHASES, DDP, GRAD, MODES, STEP_PHASES, TRAINING
 from dpmon.run.inputs import Wait
 from dpmon.run.rollup import Rollup
 from dpmon.run.staged import Stages

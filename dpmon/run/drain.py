@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from dpmon.record.codec import RecordError, pack_event
+from dpmon.record.codec import RecordError
+from dpmon.record.wire import pack_event
 from dpmon.ring import RingError, RingReader
 from dpmon.run.files import remove_file
 from dpmon.run.history import LIMIT_BYTES, Batch, History

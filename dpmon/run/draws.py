@@ -10,7 +10,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from dpmon.past import Kept as Drew
-from dpmon.record.codec import CALL_PHASES, STEP_PHASES, RecordError, Step, call_head
+from dpmon.record.codec import RecordError, Step, call_head
+from dpmon.record.wire import CALL_PHASES, STEP_PHASES
 from dpmon.run.kept import Kept
 from dpmon.run.rows import step_columns
 

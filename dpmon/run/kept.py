@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dpmon.record.codec import MODES
 from dpmon.record.plainjson import load_json
+from dpmon.record.wire import MODES
 from dpmon.run.files import check_database
 from dpmon.run.rollup import WHOLE, Rollup
 from dpmon.run.tables import (

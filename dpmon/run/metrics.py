@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.rates import Paces
-from dpmon.record.codec import CALL_PHASES, STEP_PHASES, Call, Event, Record, Step
+from dpmon.record.codec import Call, Event, Record, Step
+from dpmon.record.wire import CALL_PHASES, STEP_PHASES
 from dpmon.run.destination import remove_parts, replaced
 from dpmon.run.exposition import histogram, metric
 from dpmon.run.files import read_file

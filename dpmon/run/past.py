@@ -9,8 +9,8 @@ from itertools import takewhile
 
 from dpmon.past import DevicePast, Drawn, Past
 from dpmon.past import Kept as Drew
-from dpmon.record.codec import CALL_PHASES
 from dpmon.record.plainjson import load_json
+from dpmon.record.wire import CALL_PHASES
 from dpmon.run.draws import Draws
 from dpmon.run.edges import Edges, Spans, last_given
 from dpmon.run.kept import Kept

@@ -14,7 +14,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.record.codec import Decoder, Event, Record, RecordError, kind_of, mode_number
+from dpmon.record.codec import Decoder, Event, Record, RecordError, kind_of
+from dpmon.record.wire import mode_number
 from dpmon.ring import Activity, RingError, RingReader
 from dpmon.run import proc
 from dpmon.run.lock import supervised

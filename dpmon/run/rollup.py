@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpmon.rates import Gap, Pace, Tally
-from dpmon.record.codec import CALL_PHASES, MODES, is_evaluation
+from dpmon.record.codec import is_evaluation
+from dpmon.record.wire import CALL_PHASES, MODES
 
 __all__ = ["SERIES", "WHOLE", "WIDTHS", "Gathered", "Rollup", "bucket", "bucket_middle"]
 

@@ -10,9 +10,7 @@ from typing import Any
 from dpmon.rates import Between
 from dpmon.record.codec import (
     BACKWARD_AT,
-    MODES,
     OPTIMIZER_AT,
-    STEP_PHASES,
     Decoder,
     Event,
     Record,
@@ -24,11 +22,11 @@ from dpmon.record.codec import (
     is_evaluation,
     kept_step_times,
     kind_of,
-    pack_definition,
     step_fields,
     step_times,
 )
 from dpmon.record.plainjson import load_event
+from dpmon.record.wire import MODES, STEP_PHASES, pack_definition
 from dpmon.run.history import Batch
 from dpmon.run.kept import Kept
 from dpmon.run.tables import RingRow

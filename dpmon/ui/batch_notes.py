@@ -11,7 +11,8 @@ from dpmon.model.phases import CALLS_AT
 from dpmon.model.ranks import distributed
 from dpmon.model.state import PHASES, Process
 from dpmon.model.stats import PhaseFigures, Summary, median_known, shown
-from dpmon.record.codec import CALL_PHASES, Call
+from dpmon.record.codec import Call
+from dpmon.record.wire import CALL_PHASES
 from dpmon.text.cells import cut, wrapped
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import rate_words

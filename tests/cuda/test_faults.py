@@ -8,7 +8,8 @@ import pytest
 from simulated import Simulated
 from tracing import alone, traced
 
-from dpmon.record.codec import UNTIMED, Untimed
+from dpmon.record.codec import UNTIMED
+from dpmon.record.wire import Untimed
 
 pytestmark = pytest.mark.simulated
 

@@ -22,7 +22,7 @@ from running import Dpmon, wait_for
 from tracing import Script, Traced, traced
 
 from dpmon.gpu.share import bare
-from dpmon.record.codec import mode_number
+from dpmon.record.wire import mode_number
 from dpmon.tracer.events import DeviceTimes, Span, TorchEvents
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

@@ -15,7 +15,7 @@ from running import Dpmon, wait_for
 from sizes import reached, size
 from test_run_records import WRITER, expected, of_training, tailed
 
-from dpmon.record.codec import pack_event, pack_step
+from dpmon.record.wire import pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run import ending, proc
 from dpmon.run.drain import Drain

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tracing import Script, Traced, text_of
 
-from dpmon.record.codec import mode_number
+from dpmon.record.wire import mode_number
 
 KINDS = ("Half", "inside", "a_part", "in_place", "outside", "bare", "bare_in_place")
 TURNS = 4

@@ -14,7 +14,8 @@ from timed import GPUS, HOST_ONLY, OF_CALL, staged, timed, trained
 
 from dpmon.cli.lines import Lines, _progress
 from dpmon.model import State
-from dpmon.record.codec import CALL_PHASES, UNTIMED, Untimed, call_head, kind_of, pack_step
+from dpmon.record.codec import UNTIMED, call_head, kind_of
+from dpmon.record.wire import CALL_PHASES, Untimed, pack_step
 
 
 def line_of(payloads: Sequence[bytes]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from test_run_playback import a_run
 
 from dpmon.cli.speak import closing, speak
 from dpmon.cli.summary import Line, fitted, summary, summary_lines
-from dpmon.record.codec import pack_event
+from dpmon.record.wire import pack_event
 from dpmon.run.rundir import load_exit
 from dpmon.text.cells import cut
 

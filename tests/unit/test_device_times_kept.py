@@ -19,20 +19,9 @@ from dpmon.cli.summary import summary_lines
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables
 from dpmon.model import State, fold
-from dpmon.record.codec import (
-    UNTIMED,
-    Call,
-    Decoder,
-    RecordError,
-    Step,
-    Untimed,
-    call_head,
-    call_replicas,
-    kind_of,
-    pack_timed,
-    step_fields,
-)
+from dpmon.record.codec import UNTIMED, Call, Decoder, RecordError, Step, call_head, call_replicas, kind_of, step_fields
 from dpmon.record.jsonl import as_json
+from dpmon.record.wire import Untimed, pack_timed
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.text import report_text

@@ -12,7 +12,8 @@ from kept import keep
 from synthetic import Training
 from timed import GPUS, HOST_ONLY, growing, staged, timed, trained
 
-from dpmon.record.codec import UNTIMED, Untimed, kind_of
+from dpmon.record.codec import UNTIMED, kind_of
+from dpmon.record.wire import Untimed
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.page import page

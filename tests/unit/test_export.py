@@ -25,7 +25,8 @@ from dpmon.export.table import COLUMNS, Tables, row
 from dpmon.export.target import opened
 from dpmon.gpu.device import DeviceSample
 from dpmon.gpu.host import HostSample
-from dpmon.record.codec import Call, Decoder, Event, Record, Step, pack_event
+from dpmon.record.codec import Call, Decoder, Event, Record, Step
+from dpmon.record.wire import pack_event
 from dpmon.run import export as run_export
 from dpmon.run.rundir import load_info
 

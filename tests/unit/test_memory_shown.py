@@ -9,7 +9,7 @@ from synthetic import SECOND, Training, decoded, device_event, host_event
 
 from dpmon.model import State, fold
 from dpmon.model.memory import held
-from dpmon.record.codec import pack_event
+from dpmon.record.wire import pack_event
 from dpmon.ui import panel_devices
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole

@@ -15,7 +15,8 @@ from dpmon.model import State, fold
 from dpmon.model.phases import with_calls
 from dpmon.model.state import CALLS_KEPT, HISTORY_KEPT, NOT_RUN, PHASES, ROOTS_KEPT, STEPS_KEPT
 from dpmon.model.stats import mean_speed, median, median_known, percentile, speed, summary
-from dpmon.record.codec import STEP_PHASES, Call, Event, Phase, Record, Replica, Step
+from dpmon.record.codec import Call, Event, Phase, Record, Replica, Step
+from dpmon.record.wire import STEP_PHASES
 
 
 def folded(records: list[Record], state: State | None = None) -> State:

@@ -19,7 +19,8 @@ from dpmon.model.past import fold_past
 from dpmon.model.state import PHASES, Process, StepSample
 from dpmon.model.stats import mean_speed, speed
 from dpmon.rates import Between, Gap, Pace, Paces, Tally, rate_of
-from dpmon.record.codec import Step, is_evaluation, pack_event
+from dpmon.record.codec import Step, is_evaluation
+from dpmon.record.wire import pack_event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.series import Series

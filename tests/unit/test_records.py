@@ -12,14 +12,6 @@ from typing import Any
 import pytest
 
 from dpmon.record.codec import (
-    CALL_PHASES,
-    FAILED,
-    GRAD,
-    PLAIN_FORMAT,
-    PLAIN_TAG,
-    STEP_PHASES,
-    TRAINING,
-    VIRTUAL,
     Call,
     Decoder,
     Event,
@@ -29,24 +21,34 @@ from dpmon.record.codec import (
     Replica,
     Size,
     Step,
-    call_flags,
     call_head,
     call_replicas,
     definition,
     kept_step_times,
     kind_of,
     known_times,
+    step_fields,
+    step_times,
+)
+from dpmon.record.jsonl import as_json
+from dpmon.record.wire import (
+    CALL_PHASES,
+    FAILED,
+    GRAD,
+    PLAIN_FORMAT,
+    PLAIN_TAG,
+    STEP_PHASES,
+    TRAINING,
+    VIRTUAL,
+    call_flags,
     mode_number,
     pack_call,
     pack_definition,
     pack_event,
     pack_step,
     pack_timed,
-    step_fields,
-    step_times,
     with_copies,
 )
-from dpmon.record.jsonl import as_json
 from dpmon.ring import BLOCK_BYTES, Ring, RingReader
 
 DP, SINGLE = mode_number("dp"), mode_number("single")

@@ -20,7 +20,8 @@ from dpmon.model.evidence import WARM_UP_STEPS
 from dpmon.model.fold import fold
 from dpmon.model.past import fold_past
 from dpmon.model.state import NOT_RUN, PHASES, State
-from dpmon.record.codec import kind_of, pack_call, pack_definition, pack_event, pack_step
+from dpmon.record.codec import kind_of
+from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.compared import KEPT, Settled, compared

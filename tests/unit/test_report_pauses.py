@@ -13,7 +13,7 @@ from kept import keep
 from synthetic import SECOND, Training, device_event
 
 from dpmon.cli.summary import summary_lines
-from dpmon.record.codec import pack_event
+from dpmon.record.wire import pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.devices import Devices

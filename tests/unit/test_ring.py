@@ -15,7 +15,7 @@ import pytest
 from rings import SMALL, everything, number_of, numbered, opened
 
 import dpmon.ring
-from dpmon.record.codec import mode_number
+from dpmon.record.wire import mode_number
 from dpmon.ring import BLOCK_BYTES, MAX_PAYLOAD, Activity, Ring, RingError, RingReader
 
 ROOT = Path(dpmon.ring.__file__).resolve().parents[1]

@@ -16,7 +16,8 @@ import pytest
 from sizes import size
 
 import dpmon.ring
-from dpmon.record.codec import Decoder, RecordError, pack_call, pack_definition, pack_event, pack_step
+from dpmon.record.codec import Decoder, RecordError
+from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
 from dpmon.ring import BLOCK_BYTES, HEADER_BYTES, Ring, RingError, RingReader
 
 ROOT = Path(dpmon.ring.__file__).resolve().parents[1]

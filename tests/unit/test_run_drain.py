@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.record.codec import pack_call, pack_definition, pack_event, pack_step
+from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run import drain as drain_module
 from dpmon.run.drain import RETRY_S, Drain

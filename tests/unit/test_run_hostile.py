@@ -15,8 +15,8 @@ from dpmon.cli.summary import summary_lines
 from dpmon.model import State, fold
 from dpmon.model.past import fold_past
 from dpmon.past import Drawn, Past
-from dpmon.record.codec import pack_call, pack_definition, pack_event, pack_step
 from dpmon.record.jsonl import as_json
+from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import report_text
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain

@@ -18,7 +18,8 @@ from dpmon.model.compare import compared
 from dpmon.model.history import columns_of, figures
 from dpmon.model.past import fold_past
 from dpmon.past import DevicePast, Drawn, Past
-from dpmon.record.codec import Call, Decoder, Step, pack_call, pack_definition, pack_event, pack_step
+from dpmon.record.codec import Call, Decoder, Step
+from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import collect
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain

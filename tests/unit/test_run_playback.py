@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dpmon.model import State, fold
-from dpmon.record.codec import Event, Step, pack_event, pack_step
+from dpmon.record.codec import Event, Step
+from dpmon.record.wire import pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
 from dpmon.run.playback import POLL_RECORDS, PlaybackReader

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from dpmon.cli.main import main
-from dpmon.record.codec import Call, Event, Record, Step, pack_call, pack_definition, pack_event, pack_step
+from dpmon.record.codec import Call, Event, Record, Step
+from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
 from dpmon.ring import Activity, Ring
 from dpmon.run import proc
 from dpmon.run.drain import Drain

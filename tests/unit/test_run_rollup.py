@@ -11,7 +11,7 @@ import pytest
 from writer import _define
 
 from dpmon.model.stats import median, percentile
-from dpmon.record.codec import pack_call, pack_event, pack_step
+from dpmon.record.wire import pack_call, pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run.drain import Drain
 from dpmon.run.history import Batch, History

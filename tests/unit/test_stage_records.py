@@ -8,17 +8,9 @@ import pytest
 from synthetic import SECOND
 
 from dpmon.model import State, fold
-from dpmon.record.codec import (
-    Call,
-    Decoder,
-    Record,
-    RecordError,
-    call_replicas,
-    call_stages,
-    pack_call,
-    pack_definition,
-)
+from dpmon.record.codec import Call, Decoder, Record, RecordError, call_replicas, call_stages
 from dpmon.record.jsonl import as_json
+from dpmon.record.wire import pack_call, pack_definition
 from dpmon.ui import panel_stages
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole

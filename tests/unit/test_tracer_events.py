@@ -12,7 +12,8 @@ import pytest
 import torch
 from rings import everything, opened
 
-from dpmon.record.codec import STEP_TAG, STEP_WORDS, Untimed, is_timed, known_times, pack_step, step_times
+from dpmon.record.codec import is_timed, known_times, step_times
+from dpmon.record.wire import STEP_TAG, STEP_WORDS, Untimed, pack_step
 from dpmon.ring import Ring
 from dpmon.tracer.captures import Captures
 from dpmon.tracer.events import MAX_FAULTS, DeviceTimes, Span, TorchEvents

@@ -19,7 +19,8 @@ from recorded import linear_run
 from synthetic import SECOND, Training, decoded, host_event, whole_device_event
 
 from dpmon.model import State, fold
-from dpmon.record.codec import Call, Record, pack_event
+from dpmon.record.codec import Call, Record
+from dpmon.record.wire import pack_event
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import paint, places
 from dpmon.ui.panel_output import Output

@@ -14,7 +14,8 @@ from dpmon.model.past import fold_past
 from dpmon.model.state import HOST, ROOTS_KEPT
 from dpmon.past import Past
 from dpmon.rates import Pace
-from dpmon.record.codec import Event, pack_event
+from dpmon.record.codec import Event
+from dpmon.record.wire import pack_event
 from dpmon.ui import panel_compare
 from dpmon.ui.rows import plain
 from dpmon.ui.scene import Ended, Playing, Scene, View

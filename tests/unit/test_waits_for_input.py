@@ -18,7 +18,8 @@ from dpmon.model import State, fold
 from dpmon.model.compare import compared, sentence
 from dpmon.model.history import figures
 from dpmon.model.inputs import INPUT, is_wait
-from dpmon.record.codec import Event, pack_event
+from dpmon.record.codec import Event
+from dpmon.record.wire import pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.said import waited

@@ -1,4 +1,4 @@
-"""A training that never was: real payloads, packed with dpmon.record.codec, for tests of everything that reads them."""
+"""A training that never was: real payloads, packed with dpmon.record.wire, for tests of everything that reads them."""
 
 from __future__ import annotations
 

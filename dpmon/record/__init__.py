@@ -1,1 +1,1 @@
-"""What a record is: its fields (schema), its bytes (wire), and how one is read (codec)."""
+"""What a record is: its bytes (wire), how they are read (codec), and its JSON (jsonl)."""

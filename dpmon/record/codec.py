@@ -43,7 +43,6 @@ __all__ = [
     "BACKWARD_AT",
     "OPTIMIZER_AT",
     "SAMPLES_AT",
-    "STEP_PHASES",
     "UNTIMED",
     "Call",
     "Decoder",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpmon.record.codec import STEP_PHASES, Call, Record, Size, Stage, Step
-from dpmon.record.schema import QUANTITIES
+from dpmon.record.codec import Call, Record, Size, Stage, Step
+from dpmon.record.schema import QUANTITIES, STEP_PHASES
 from dpmon.record.wire import MORE
 
 __all__ = ["as_json"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpmon.model.evidence import ModeFacts
-from dpmon.record.codec import STEP_PHASES
-from dpmon.record.schema import STEP
+from dpmon.record.schema import STEP, STEP_PHASES
 from dpmon.record.wire import CALL_PHASES
 from dpmon.store.figures import Figures
 from dpmon.store.tally import Tally

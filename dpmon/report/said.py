@@ -10,7 +10,7 @@ from dpmon.model.finding import many, took
 from dpmon.model.findings import MIN_STEPS
 from dpmon.model.host_waits import host_waits
 from dpmon.model.numbers import duration, percent
-from dpmon.record.codec import STEP_PHASES
+from dpmon.record.schema import STEP_PHASES
 from dpmon.record.wire import CALL_PHASES
 from dpmon.report.story import Compared, Story
 from dpmon.report.words import (

@@ -9,7 +9,7 @@ from dpmon.model.evidence import DeviceFacts, Evidence, ModeFacts
 from dpmon.model.findings import Finding
 from dpmon.model.layouts import ReplicaSizes, StageSizes
 from dpmon.rates import Rate
-from dpmon.record.codec import STEP_PHASES
+from dpmon.record.schema import STEP_PHASES
 from dpmon.record.wire import CALL_PHASES
 from dpmon.run.pauses import Paused, PauseTotals
 from dpmon.run.rundir import ExitInfo, RunInfo

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from dpmon.record.codec import STEP_PHASES
-from dpmon.record.schema import EVALUATION, REST
+from dpmon.record.schema import EVALUATION, REST, STEP_PHASES
 from dpmon.record.wire import CALL_PHASES
 from dpmon.report.story import PARTS, Bin
 from dpmon.store.queries import END, Store

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
+    "add_file",
     "check_database",
     "file_kind",
     "not_a_file",
@@ -92,6 +93,22 @@ def replace_file(new: Path, path: Path) -> None:
     """Rename the file `new` to `path`, in the same directory, atomically; OSError if that fails."""
     with _parent(path) as place:
         os.replace(new.name, path.name, src_dir_fd=place, dst_dir_fd=place)
+
+
+def add_file(new: Path, path: Path) -> None:
+    """Rename the file `new` to `path`, in the same directory, atomically; FileExistsError if `path` exists.
+
+    On a file system without hard links it replaces `path`, as `replace_file` does.
+    """
+    with _parent(path) as place:
+        try:
+            os.link(new.name, path.name, src_dir_fd=place, dst_dir_fd=place)
+        except FileExistsError:
+            raise
+        except OSError:
+            os.replace(new.name, path.name, src_dir_fd=place, dst_dir_fd=place)
+        else:
+            os.unlink(new.name, dir_fd=place)
 
 
 def _check(path: Path, info: os.stat_result, flags: int, anyone: bool) -> None:

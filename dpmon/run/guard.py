@@ -236,10 +236,19 @@ class Guard:
 
     def _record(self, how: ExitInfo) -> None:
         self.outcome = how
-        if load_exit(self._directory) is None:  # a new supervisor may have been quicker
-            with contextlib.suppress(OSError):
-                save(self._directory, how)
+        with contextlib.suppress(OSError):
+            self._save(how)
         self._replace()  # what the rings hold goes into the history, even if it ended a moment ago
+
+    def _save(self, how: ExitInfo) -> None:
+        """Write exit.json unless a new supervisor was quicker."""
+        if self._reader.exit() is not None:
+            return
+        try:
+            save(self._directory, how, anew=True)
+        except FileExistsError:
+            if load_exit(self._directory) is None:  # it is damaged
+                save(self._directory, how)
 
     def _replace(self) -> None:
         """Start another supervisor in the place of one that was killed."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from dpmon.config import home
 from dpmon.run import proc
-from dpmon.run.files import open_file, read_file, remove_file, replace_file
+from dpmon.run.files import add_file, open_file, read_file, remove_file, replace_file
 
 __all__ = [
     "MAX_SECONDS",
@@ -206,8 +206,11 @@ def _stop_was_asked(directory: Path, ended_unix: float) -> bool:
     return ended_unix - asked < _STOP_HOLDS_S
 
 
-def save(directory: Path, what: RunInfo | ExitInfo) -> None:
-    """Write run.json or exit.json in one step: a reader sees the old one or the new one, never half of it."""
+def save(directory: Path, what: RunInfo | ExitInfo, *, anew: bool = False) -> None:
+    """Write run.json or exit.json in one step: a reader sees the old one or the new one, never half of it.
+
+    `anew`: do not replace a file; raise FileExistsError if there is one.
+    """
     name = INFO_FILE if isinstance(what, RunInfo) else EXIT_FILE
     temporary = directory / f".{name}.{os.getpid()}"
     fd = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -215,7 +218,10 @@ def save(directory: Path, what: RunInfo | ExitInfo) -> None:
         with open(fd, "w", encoding="utf-8") as file:
             json.dump(asdict(what), file, indent=1)
             file.write("\n")
-        replace_file(temporary, directory / name)
+        if anew:
+            add_file(temporary, directory / name)
+        else:
+            replace_file(temporary, directory / name)
     except BaseException:
         with contextlib.suppress(OSError):
             remove_file(temporary)

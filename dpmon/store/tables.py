@@ -76,7 +76,7 @@ __all__ = [
 BEFORE_S = -1
 """The start of device_rollups that are of all the time before the first minute that is left."""
 HISTORY_FILE = "history.sqlite"
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 LASTING_KINDS = ("process", "mode", "exit", "warning", "pause", "input", "loader")
 """Events that outlive the steps around them (of warnings, waits and loaders the newest): they hold for what follows."""
 LASTING = f"kind IN ({', '.join(repr(kind) for kind in LASTING_KINDS)})"

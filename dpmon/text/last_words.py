@@ -30,6 +30,6 @@ def last_line_of_traceback(end: bytes) -> str | None:
 
 
 def last_words(end: bytes, most: int = 300) -> str | None:
-    """The same line in at most `most` characters, safe for a terminal."""
+    """What `last_line_of_traceback` finds, in at most `most` characters and safe for a terminal."""
     found = last_line_of_traceback(end)
     return None if found is None else harmless(found)[:most]

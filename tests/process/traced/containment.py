@@ -339,7 +339,7 @@ else:
     _, plainly = used(targets, train_plainly)
     jobs = {"nothing": (nothing, train, nothing), "nothing in a plain loop": (nothing, train_plainly, nothing)}
     for name in ever:
-        if name in late and not name.startswith(("ring.", "record.")):
+        if name in late and not name.startswith(("ring.", "records.")):
             continue  # broken from the start, most would only keep the tracer from starting
         jobs[f"{name} from the start"] = (lambda name=name: breaking(targets[name]), train, nothing)
     for name in late:

@@ -2,7 +2,8 @@
 
 While a supervisor writes the history, readers ask the history as it is. Otherwise the rings may hold more than the
 history: the supervisor was killed, the disk was full, or the history is damaged. Then the history is copied into
-memory, and what the rings hold is added to the copy by the code that the supervisor uses.
+memory, and what the rings hold is added to the copy by the code that the supervisor uses. The history of an earlier
+version is read into memory, too.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from dpmon.run.files import check_database
 from dpmon.run.lock import supervised
 from dpmon.run.proc import alive
 from dpmon.run.rundir import RunError, RunInfo, load_info, ring_paths
+from dpmon.store.earlier import take_in
 from dpmon.store.queries import Store
 from dpmon.store.tables import (
     HISTORY_FILE,
     LARGEST,
+    SCHEMA_VERSION,
     Bounds,
     HistoryError,
     RingRow,
     check_schema,
-    check_version,
     check_whole,
     rings_in,
     size_of,
+    version_of,
 )
 from dpmon.store.writer import History
 
@@ -39,6 +42,7 @@ __all__ = ["can_be_opened", "open_store"]
 
 STALE_S = 3.0
 """A supervisor that can write does so every second, because it samples the host."""
+_MEMORY = ":memory:"
 _NO_LIMIT = 1 << 40
 _FAULTS = (HistoryError, sqlite3.Error, OSError, ValueError, TypeError, OverflowError)
 
@@ -52,7 +56,7 @@ def open_store(directory: Path) -> Iterator[Store]:
             store = _store(directory, info, stack)
         except _FAULTS as error:
             damaged = None if isinstance(error, FileNotFoundError) else f"the history cannot be read: {error}"
-            store = _in_memory(directory, info, None, stack, damaged)
+            store = _with_rings(directory, info, stack.enter_context(closing(_connect(_MEMORY))), damaged)
         yield store
 
 
@@ -62,27 +66,32 @@ def _store(directory: Path, info: RunInfo, stack: ExitStack) -> Store:
     bounds = Bounds(db, size_of(path))
     db.execute("BEGIN")
     check_schema(db)
-    check_version(db)
+    if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
+        raise FileNotFoundError(path)  # it is being made
+    if version_of(db) < SCHEMA_VERSION:
+        memory = stack.enter_context(closing(_connect(_MEMORY)))
+        return _with_rings(directory, info, memory, take_in(db, bounds, _history(memory, info), info.start_ns))
     check_whole(db)
     if _is_written(info, path) or not _have_more(directory, rings_in(db)) or size_of(path) > LARGEST:
         return Store(db, bounds, info.start_ns)
-    return _in_memory(directory, info, db, stack)
+    memory = stack.enter_context(closing(_connect(_MEMORY)))
+    db.backup(memory)
+    return _with_rings(directory, info, memory)
 
 
-def _in_memory(
-    directory: Path, info: RunInfo, db: sqlite3.Connection | None, stack: ExitStack, damaged: str | None = None
-) -> Store:
-    """The store of a copy of a history, or of an empty one, to which all was added that the rings hold."""
-    memory = stack.enter_context(closing(_connect(":memory:")))
-    if db is not None:
-        db.backup(memory)
-    history = History(memory, {"run": info.id, "start_ns": info.start_ns}, _NO_LIMIT)
+def _with_rings(directory: Path, info: RunInfo, memory: sqlite3.Connection, damaged: str | None = None) -> Store:
+    """The store of a history in memory, to which all is added that the rings hold."""
+    history = _history(memory, info)
     drain = Drain(directory, info, lambda text: None, history=history)
     drain.flush(over=True)
     drain.close()
     if drain.failure is not None:
         raise drain.failure
     return Store(memory, history.bounds, info.start_ns, damaged)
+
+
+def _history(memory: sqlite3.Connection, info: RunInfo) -> History:
+    return History(memory, {"run": info.id, "start_ns": info.start_ns}, _NO_LIMIT)
 
 
 def _connect(uri: str, path: Path | None = None) -> sqlite3.Connection:

@@ -28,6 +28,8 @@ _PIECES = 1024
 _PIECE_NS = 20_000_000
 """Shorter stretches are not among them. A wait lies within one long step, or between two steps."""
 _SECOND = 1_000_000_000
+_MISSED = -2
+"""The number of a step that no step follows."""
 _HOUR = 3600 * _SECOND
 LATEST_NS = 10 * 365 * 24 * _HOUR
 """No run takes longer: a time that is further from its start is damaged."""
@@ -90,6 +92,10 @@ class Account:
         self._at, self._number, self._evaluation, self._mode = start + wall, number, evaluation, mode
         self._end_pause(start)
         self._apart = [one for one in self._apart if one[2] > self._at]
+
+    def miss(self) -> None:
+        """Steps were not recorded: the next one does not follow the last one."""
+        self._number = _MISSED
 
     def step(self, number: int, mode: str, start: int, wall: int, evaluation: bool) -> tuple[list[Spent], Gap | None]:
         """Add a step. Return the time since the last one with it, and the gap before it if there is one."""

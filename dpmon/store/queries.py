@@ -6,14 +6,16 @@ and the metrics is made from what it returns (dpmon.store.figures, dpmon.store.w
 
 from __future__ import annotations
 
+import heapq
 import sqlite3
 import struct
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any
 
-from dpmon.record.codec import Call, Decoder, Event, RecordError, Step, kept_step_times
+from dpmon.record.codec import Call, Decoder, Event, Record, RecordError, Step, kept_step_times
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES
 from dpmon.record.wire import pack_definition
@@ -28,7 +30,6 @@ from dpmon.store.tables import (
     Bounds,
     HistoryError,
     RingRow,
-    columns_in,
     rings_in,
 )
 from dpmon.store.tally import ALL, WIDTHS, Key, Tally, known_keys
@@ -42,6 +43,7 @@ Parameters = Sequence[Any] | Mapping[str, Any]
 _LAST_NS = (1 << 63) - 1
 _SECOND = 1_000_000_000
 _TALLY = ("start_s", "process", "mode", "kind", "batch", *TALLY_COLUMNS, "sketches")
+_STEP = ", ".join(STEP_COLUMNS)
 _TIME = ("start_s", "process", "mode", *ACTIVITY_COLUMNS)
 _BETWEEN = "width = :width AND start_s >= :begin AND start_s < :end"
 _STARTS = (
@@ -77,6 +79,8 @@ class Store:
         self.origin_ns = origin_ns
         self.damaged = damaged
         """Why the history could not be read, or not to its end; None: what was asked so far was read."""
+        self._unreadable = 0
+        """Damaged rows that `records` met."""
         self._decoders: dict[int, Decoder] = {}
         self._covers: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
         """What `cover` found, by what it was asked for."""
@@ -85,8 +89,6 @@ class Store:
         meta = dict(self._rows("SELECT key, value FROM meta"))
         self._whole: dict[int, int] = {width: _whole(meta.get(f"whole_{width}")) for width in WIDTHS[1:]}
         self._pruned: dict[int, int] = {width: _whole(meta.get(f"pruned_{width}")) for width in WIDTHS[:-1]}
-        self._tally_columns = columns_in(db, "tallies", _TALLY)
-        self._step_columns = ", ".join(columns_in(db, "steps", STEP_COLUMNS))
         self.pruned = _count(meta.get("pruned", 0))
         """Rows that were deleted to bound the history."""
         self._keys = known_keys(self._rows("SELECT process, mode, kind, batch FROM keys"))
@@ -101,7 +103,7 @@ class Store:
     @property
     def dropped(self) -> int:
         """Records that nobody could keep: lost by their writer, overwritten before they were read, or unreadable."""
-        return sum(ring.missed + ring.lost for ring in self.rings.values())
+        return self._unreadable + sum(ring.missed + ring.lost for ring in self.rings.values())
 
     def _rows(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
         return list(self._each(query, values))
@@ -187,7 +189,7 @@ class Store:
         `process`: of this one only; ALL for those of all processes together, which a run of one process lacks.
         `series`: read these only.
         """
-        for width, row in self._stretches("tallies", self._tally_columns, begin_s, end_s, process, finest, widest):
+        for width, row in self._stretches("tallies", _TALLY, begin_s, end_s, process, finest, widest):
             named = dict(zip(_TALLY, row, strict=True))
             key = _key(named)
             if key is not None:
@@ -232,7 +234,7 @@ class Store:
     ) -> dict[Key, Tally]:
         """By key, all of the time between two seconds. Parameters as in `tally_rows`."""
         found: dict[Key, Tally] = {}
-        for _, row in self._stretches("tallies", self._tally_columns, begin_s, end_s, process):
+        for _, row in self._stretches("tallies", _TALLY, begin_s, end_s, process):
             named = dict(zip(_TALLY, row, strict=True))
             key = _key(named)
             if key is not None:
@@ -252,7 +254,7 @@ class Store:
         """As `tallies` of each process, without series: the database adds up, so that many processes cost little."""
         query = (
             f"SELECT process, mode, kind, batch, {', '.join(_SUMS)}"
-            f" FROM (SELECT width, {', '.join(self._tally_columns)} FROM tallies)"
+            f" FROM (SELECT width, {', '.join(_TALLY)} FROM tallies)"
             " WHERE width = ? AND start_s >= ? AND start_s < ? AND process >= 0 GROUP BY process, mode, kind, batch"
         )
         found: dict[Key, Tally] = {}
@@ -361,7 +363,7 @@ class Store:
             return []
         only, values = _only(mode, evaluation)
         query = (
-            f"SELECT {', '.join(self._tally_columns)} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ?"
+            f"SELECT {', '.join(_TALLY)} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ?"
             f" AND process >= 0 AND {only} ORDER BY high_ns DESC LIMIT ?"
         )
         found = []
@@ -376,12 +378,12 @@ class Store:
         """The newest steps that ended between two times, the newest first; damaged ones are left out."""
         who, values = ("", ()) if process is None else (" AND process = ?", (process,))
         ended = "start_ns + wall_ns"
-        query = f"SELECT {self._step_columns} FROM steps WHERE {ended} > ? AND {ended} <= ?{who}"
+        query = f"SELECT {_STEP} FROM steps WHERE {ended} > ? AND {ended} <= ?{who}"
         return self._steps(f"{query} ORDER BY id DESC LIMIT ?", (begin_ns, end_ns, *values, most))
 
     def steps_until(self, last_id: int, process: int, most: int) -> list[Step]:
         """The newest steps of a process up to an id, the newest first; damaged ones are left out."""
-        query = f"SELECT {self._step_columns} FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT ?"
+        query = f"SELECT {_STEP} FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT ?"
         return self._steps(query, (process, last_id, most))
 
     def _steps(self, query: str, values: Parameters) -> list[Step]:
@@ -416,6 +418,29 @@ class Store:
             return kept_step_times(found, row["device"]) if isinstance(row["device"], bytes) else found
         except (struct.error, ValueError, IndexError):
             raise RecordError("damaged row in steps") from None
+
+    def records(self) -> Iterator[Record]:
+        """Every call, step and event, in the order in which they came; damaged ones count as `dropped`."""
+        columns = {"calls": "process, payload", "steps": _STEP, "events": "json"}
+        tables = (self._each(f"SELECT id, '{table}', {columns[table]} FROM {table} ORDER BY id") for table in columns)
+        for _, table, *row in heapq.merge(*tables, key=itemgetter(0)):
+            try:
+                record = self._record(table, row)
+            except (RecordError, LookupError, ValueError, TypeError, AttributeError, RecursionError, struct.error):
+                record = None
+            if record is None:
+                self._unreadable += 1
+            else:
+                yield record
+
+    def _record(self, table: str, row: Sequence[Any]) -> Record | None:
+        """The record in a row; None if it is damaged, or an error."""
+        if table == "calls":
+            process, payload = row
+            return self.decoder(process).decode(payload)
+        if table == "steps":
+            return self._step(dict(zip(STEP_COLUMNS, row, strict=True)))
+        return Event(*load_event(row[0]))
 
     def rank(self, process: int) -> int | None:
         """The rank of a process; None if it has none."""

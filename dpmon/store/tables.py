@@ -65,12 +65,11 @@ __all__ = [
     "HistoryError",
     "RingRow",
     "check_schema",
-    "check_version",
     "check_whole",
-    "columns_in",
     "last_ids",
     "rings_in",
     "size_of",
+    "version_of",
 ]
 
 BEFORE_S = -1
@@ -231,11 +230,13 @@ def _is_plain(sql: Any) -> bool:
     return isinstance(sql, str) and sql.startswith(("CREATE TABLE ", "CREATE INDEX "))
 
 
-def check_version(db: sqlite3.Connection) -> None:
-    """HistoryError for the history of a later version, whose columns may mean something else."""
+def version_of(db: sqlite3.Connection) -> int:
+    """The schema of a history. HistoryError for that of a later version: its columns may mean something else."""
     row = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
-    if row is not None and isinstance(row[0], int) and row[0] > SCHEMA_VERSION:
-        raise HistoryError(f"a later version of dpmon wrote it (schema {row[0]}; this one knows {SCHEMA_VERSION})")
+    version: int = row[0] if row is not None and type(row[0]) is int else SCHEMA_VERSION
+    if version > SCHEMA_VERSION:
+        raise HistoryError(f"a later version of dpmon wrote it (schema {version}; this one knows {SCHEMA_VERSION})")
+    return version
 
 
 def check_whole(db: sqlite3.Connection) -> None:
@@ -243,12 +244,6 @@ def check_whole(db: sqlite3.Connection) -> None:
     missing = _TABLES - {row[0] for row in db.execute("SELECT name FROM sqlite_master")}
     if missing:
         raise HistoryError(f"it has no table {min(missing)}")
-
-
-def columns_in(db: sqlite3.Connection, table: str, wanted: Iterable[str]) -> list[str]:
-    """The columns as a query names them; NULL for those that a history lacks which an earlier version began."""
-    there = {row[1] for row in db.execute(f"PRAGMA table_info({table})")}
-    return [name if name in there else f"NULL AS {name}" for name in wanted]
 
 
 def last_ids(db: sqlite3.Connection) -> list[int]:

@@ -22,15 +22,14 @@ from dpmon.store.tables import (
     SCHEMA,
     SCHEMA_VERSION,
     STEP_COLUMNS,
-    TALLY_COLUMNS,
     Bounds,
     HistoryError,
     RingRow,
     check_schema,
-    check_version,
     last_ids,
     rings_in,
     size_of,
+    version_of,
 )
 from dpmon.store.tally import Key, StepFacts
 from dpmon.store.tally_writer import TallyWriter
@@ -46,13 +45,6 @@ _SUMS_PART = 3
 _ROW_BYTES = 180
 """What a row of device_rollups takes, roughly."""
 _SECOND = 1_000_000_000
-_LATER: Mapping[str, Mapping[str, str]] = {
-    "steps": STEP_COLUMNS,
-    "calls": dict.fromkeys(CALL_COLUMNS, "INTEGER"),
-    "tallies": dict.fromkeys(TALLY_COLUMNS, "INTEGER"),
-    "rings": {"first_id": "INTEGER", "last_id": "INTEGER", "held_id": "INTEGER"},
-}
-"""Columns that a table may lack in a history that an earlier version began."""
 _CALL_NAMES = ("id", "process", "call", "step", "mode", "start_ns", "wall_ns", "rows", "payload", *CALL_COLUMNS)
 _INTO_STEPS, _INTO_CALLS = (
     f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
@@ -185,24 +177,17 @@ class History:
 
     def _prepare(self, meta: Mapping[str, Any]) -> None:
         run = self._db.execute
+        check_schema(self._db)
+        begun = run("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone()
+        if begun and (version := version_of(self._db)) < SCHEMA_VERSION:
+            raise HistoryError(f"an earlier version of dpmon wrote it (schema {version})")
         run("PRAGMA journal_mode=WAL")
         # No fsync at all: a kill of this process loses nothing (the kernel holds the pages), a power cut ends
         # the training too; and a flush of a slow disk every few seconds is felt by a training that writes to it.
         run("PRAGMA synchronous=OFF")
         run("PRAGMA journal_size_limit=4194304")
         run("PRAGMA cache_size=-2000")
-        check_schema(self._db)
-        if run("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
-            check_version(self._db)
-            # An index of an earlier version covers fewer events; and that version must not read what is written now.
-            if run("UPDATE meta SET value = ? WHERE key = 'schema' AND value < ?", [SCHEMA_VERSION] * 2).rowcount:
-                run("DROP INDEX IF EXISTS lasting")
         self._db.executescript(SCHEMA)
-        for table, columns in _LATER.items():  # which a history lacks that an earlier version began
-            there = {row[1] for row in run(f"PRAGMA table_info({table})")}
-            for name, kind in columns.items():
-                if name not in there:
-                    run(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
         rows = {"schema": SCHEMA_VERSION, "limit_bytes": self._limit, "pruned": 0, **meta}
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", rows.items())
         self._tallies = TallyWriter(self._db)

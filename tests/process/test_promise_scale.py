@@ -23,7 +23,6 @@ from dpmon.record.wire import pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run import ending, proc
 from dpmon.run.drain import Drain
-from dpmon.run.kept import Kept
 from dpmon.run.opened import open_store
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunInfo, save
@@ -66,10 +65,8 @@ def test_promise_5_floods(dpmon: Dpmon) -> None:
     assert output.count("of the script's own output") == lines
     # Two threads print: what one of them says may stand within a line of the other's.
     ((sent, lost),) = (map(int, pair) for pair in re.findall(r"([0-9]+) ([0-9]+)", output))
-    reader = Kept(dpmon.last())
-    (row,) = (ring for ring in reader.rings.values() if ring.process == 0)
-    reader.close()
     with open_store(dpmon.last()) as store:
+        (row,) = (ring for ring in store.rings.values() if ring.process == 0)
         tallied = store.tallies(process=0).values()
     summed = sum(tally.steps for tally in tallied), sum(tally.calls for tally in tallied)
     assert (row.sequence, row.lost) == (sent, lost)

@@ -26,9 +26,7 @@ from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.text import report_text
 from dpmon.run.export import history
-from dpmon.run.kept import Kept
 from dpmon.run.rundir import load_info
-from dpmon.store.tables import LASTING, SCHEMA_VERSION
 from dpmon.ui import panel_batch, panel_replicas
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole
@@ -153,37 +151,6 @@ def test_history_exports_and_report_have_them(state: Path, drained: bool) -> Non
     assert next(line for line in lines if line[:1] == ["backward"])[-2] in ("2.99", "3.00", "3.01")
     said = "\n".join(summary_lines(directory, None))
     assert "on device  3.01 ms" in said, "at most 0.4 % off"
-
-
-@pytest.mark.parametrize("lacks", [("device", "copy_ns", "copied_bytes"), ("copy_ns", "copied_bytes")])
-def test_a_history_of_an_earlier_version_is_gone_on_with_and_read(state: Path, lacks: tuple[str, ...]) -> None:
-    made = Training()
-    directory = keep({0: [*made.begin(), *made.run(5)]})
-    with closing(sqlite3.connect(directory / "history.sqlite")) as db, db:
-        for column in lacks:
-            db.execute(f"ALTER TABLE steps DROP COLUMN {column}")
-        db.execute("ALTER TABLE rollups DROP COLUMN copy_ns")
-        db.execute("ALTER TABLE rollups DROP COLUMN pace")
-        db.execute("UPDATE meta SET value = 2 WHERE key = 'schema'")
-        db.execute("DROP INDEX lasting")
-        db.execute("CREATE INDEX lasting ON events (id) WHERE kind IN ('process', 'mode', 'exit', 'warning', 'pause')")
-    old = [record for record in history(directory) if isinstance(record, Step)]
-    assert len(old) == 5
-    assert {step.device_ms for step in old} == {None}
-    from dpmon.store.writer import History
-
-    with closing(Kept(directory)) as kept:
-        sums = list(kept.rollups(1))
-    assert sum(rollup.steps for rollup in sums) == 5
-    History.open(directory, {}).close()  # a supervisor that takes over
-    assert [record for record in history(directory) if isinstance(record, Step)] == old
-    with closing(Kept(directory)) as kept:
-        assert list(kept.rollups(1)) == sums
-    with closing(sqlite3.connect(directory / "history.sqlite")) as db:
-        # What that version would take for damaged it must refuse; and the index has all that lasts.
-        assert db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone() == (SCHEMA_VERSION,)
-        plan = db.execute(f"EXPLAIN QUERY PLAN SELECT * FROM events WHERE {LASTING} ORDER BY id").fetchall()
-        assert "INDEX lasting" in str(plan)
 
 
 def test_a_damaged_column_is_a_damaged_row(state: Path) -> None:

@@ -26,7 +26,6 @@ VIEWS = {
     "meta": f"CREATE VIEW meta AS {ENDLESS} SELECT 'schema' AS key, i AS value FROM n WHERE i < 0",
     "rings": f"CREATE VIEW rings AS {ENDLESS} SELECT i AS name, 0 AS process FROM n",
     "definitions": f"CREATE VIEW definitions AS {ENDLESS} SELECT 0 AS process, i AS number, '1' AS value FROM n",
-    "rollups": f"CREATE VIEW rollups AS {ENDLESS} SELECT 60 AS width, i AS start_s FROM n WHERE i < 0",
     "device_rollups": f"CREATE VIEW device_rollups AS {ENDLESS} SELECT i AS start_s FROM n WHERE i < 0",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -25,7 +26,6 @@ from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.said import waited
 from dpmon.run.inputs import KEPT, Inputs
-from dpmon.run.kept import Kept
 from dpmon.store.as_of import AsOf
 from dpmon.store.writer import Batch, History
 from dpmon.ui.paint import whole
@@ -176,8 +176,8 @@ def test_a_script_that_waits_all_day_does_not_fill_its_history(
         batch.events = [(n, None, kind, n * SECOND, '{"pid": 1}') for n in range(first + 1, first + 101)]
         writer.write(batch)
     writer.close()
-    with closing(Kept(tmp_path)) as kept:
-        ids = [row[0] for row in kept.rows()]
+    with closing(sqlite3.connect(tmp_path / "history.sqlite")) as db:
+        ids = [number for (number,) in db.execute("SELECT id FROM events ORDER BY id")]
     assert ids[-1] == 2000
     assert 50 <= len(ids) < 1500
 

@@ -66,8 +66,8 @@ class OutputRoom:
             self._until[path] = size + ahead
             return
         self._give_up(path, fd, size)
-        for part in (ahead, ahead // 4, ahead // 16):
-            if self._reserve(fd, size, part):
+        for sixteenths in (16, 12, 8, 6, 4, 3, 2, 1):  # the history takes what is left
+            if self._reserve(fd, size, ahead * sixteenths // 16):
                 # Looked at again at the next turn, since this is not as much as there should be.
                 break
         if not self._told:

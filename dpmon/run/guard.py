@@ -242,7 +242,7 @@ class Guard:
 
     def _save(self, how: ExitInfo) -> None:
         """Write exit.json unless a new supervisor was quicker."""
-        if self._reader.exit() is not None:
+        if load_exit(self._directory) is not None:
             return
         try:
             save(self._directory, how, anew=True)

@@ -23,14 +23,14 @@ Rounds = list[dict[int, list[bytes]]]
 
 def eventful(chance: random.Random, process: int) -> Iterator[list[bytes]]:
     """A training with all that its account of time knows, a few records at a time."""
-    training = Training(process=process, step_ns=40_000_000, batch=30, seed=process)
+    training = Training(process=process, step_ns=75_000_000, batch=30, seed=process)
     yield [record.replace(b"4242", b"%d" % (4242 + process)) for record in training.begin()]
     for number in range(150):
         what = chance.random()
         if what < 0.05:
             yield training.switch("single" if training.mode == "dp" else "dp")
         elif what < 0.1:
-            training.now += chance.randrange(SECOND)  # a checkpoint
+            training.now += chance.randrange(SECOND // 50, SECOND)  # a checkpoint
         elif what < 0.15:
             began = training.now
             training.now += chance.randrange(2 * SECOND)

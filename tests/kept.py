@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.ring import Ring
-from dpmon.run.drain import Drain
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
+from dpmon.store.drain import Drain
 from dpmon.store.writer import LIMIT_BYTES
 
 __all__ = ["fill", "keep"]

@@ -26,12 +26,13 @@ from dpmon.record.wire import (
     pack_timed,
     with_extras,
 )
-from dpmon.run.opened import open_store
 from dpmon.store.as_of import AsOf
+from dpmon.store.batch import Batch
 from dpmon.store.intake import Accounts, Intake
+from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
 from dpmon.store.tables import RingRow
-from dpmon.store.writer import Batch, History
+from dpmon.store.writer import History
 
 __all__ = ["Recording", "packed", "state_in", "state_of", "store_of"]
 

@@ -12,14 +12,14 @@ from typing import Any
 from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
 from dpmon.run import retention
-from dpmon.run.guard import looked_after
 from dpmon.run.lock import goes_on_elsewhere
 from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
 from dpmon.run.rundir import RunError, RunInfo, find_run, list_runs, load_exit, load_info, newest_run, short_name
 from dpmon.run.standing import how_it_stands
-from dpmon.run.start import look_after
 from dpmon.run.state import goes_on, is_paused, run_state
+from dpmon.supervise.guard import looked_after
+from dpmon.supervise.start import look_after
 from dpmon.text.cleaning import clean
 
 __all__ = ["attach", "export", "keep", "ls", "rm", "stop"]
@@ -47,7 +47,7 @@ def _follow(directory: Path, options: argparse.Namespace) -> int:
         how = follower.follow()
         return closing(directory, how, None if lines == "stderr" else follower.say)
     info = RunReader(directory).info
-    from dpmon.run.opened import can_be_opened
+    from dpmon.store.opened import can_be_opened
     from dpmon.ui.app import run_screen
 
     refresh = options.refresh or options.settings.refresh or info.refresh
@@ -184,7 +184,7 @@ def _arguments(info: RunInfo) -> tuple[str, ...]:
 
 def _steps(directory: Path) -> int | None:
     """Steps in the record, None if nothing is recorded. Processes step together: of several, those of the longest."""
-    from dpmon.run.opened import open_store  # sqlite is loaded for runs only
+    from dpmon.store.opened import open_store  # sqlite is loaded for runs only
     from dpmon.store.tables import HistoryError
 
     try:

@@ -19,13 +19,13 @@ from dpmon.cli.lines import LineFile, Lines
 from dpmon.cli.progress import Progress
 from dpmon.cli.speak import error_words
 from dpmon.run.files import open_file
-from dpmon.run.foreground import FORWARDED
-from dpmon.run.guard import Guard
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, mark_stop, short_name
-from dpmon.run.start import Started
 from dpmon.run.state import run_state
 from dpmon.run.terminal import send_input
+from dpmon.supervise.foreground import FORWARDED
+from dpmon.supervise.guard import Guard
+from dpmon.supervise.start import Started
 from dpmon.text.ascii import in_stream
 from dpmon.text.cleaning import clean
 

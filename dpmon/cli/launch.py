@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 import dpmon
 from dpmon.cli.speak import closing, speak
 from dpmon.run import proc
-from dpmon.run.command import Command, resolve
 from dpmon.run.destination import check_replaceable
-from dpmon.run.foreground import become_reaper, remember_signals
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, load_info, short_name
-from dpmon.run.sigchld import keep_statuses
-from dpmon.run.start import Started, start_supervisor
+from dpmon.supervise.foreground import become_reaper, remember_signals
+from dpmon.supervise.program import Command, resolve
+from dpmon.supervise.sigchld import keep_statuses
+from dpmon.supervise.start import Started, start_supervisor
 
 if TYPE_CHECKING:
     from typing import Literal
 
     from dpmon.cli.lines import LineFile
-    from dpmon.run.guard import Guard
+    from dpmon.supervise.guard import Guard
 
 __all__ = ["has_screen", "json_lines", "run"]
 
@@ -180,7 +180,7 @@ def _headless(
 
 
 def _screen(directory: Path, supervisor: Started, refresh: float, theme: str | None) -> int:
-    from dpmon.run.guard import Guard
+    from dpmon.supervise.guard import Guard
 
     guard = Guard(directory, supervisor)
     over = threading.Event()

@@ -29,19 +29,20 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.model.pace import speed
+from dpmon.model.process import Process
 from dpmon.model.ranks import training
 from dpmon.model.snapshot import Snapshots, Wanted
-from dpmon.model.state import Process, State
+from dpmon.model.state import State
 from dpmon.model.turns import ended_of
 from dpmon.rates import as_fields
 from dpmon.record.schema import PHASES
 from dpmon.run.destination import is_stream, open_stream, open_truncated
-from dpmon.run.opened import open_store
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, is_run_directory
 from dpmon.run.standing import IDLE
 from dpmon.store.as_of import AsOf
 from dpmon.store.figures import Figures
+from dpmon.store.opened import open_store
 from dpmon.store.tables import HistoryError
 
 __all__ = ["EVERY_S", "LineFile", "Lines"]

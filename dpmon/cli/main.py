@@ -24,8 +24,8 @@ def main(words: Sequence[str]) -> int:
     if command == "help":
         return 2
     from dpmon.config import ConfigError, Settings, load
-    from dpmon.run.command import CommandError, NotFoundError
     from dpmon.run.rundir import RunError
+    from dpmon.supervise.program import CommandError, NotFoundError
 
     try:
         # Whoever lists or stops runs is not held up by a theme that does not exist.

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from dpmon.model.numbers import group
 from dpmon.record.schema import EVALUATION
-from dpmon.run.opened import open_store
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError
 from dpmon.run.standing import IDLE
 from dpmon.store.figures import elapsed, rate
+from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
 from dpmon.store.tables import HistoryError
 from dpmon.store.tally import Key, Sum, Tally

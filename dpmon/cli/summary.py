@@ -12,16 +12,16 @@ from dpmon.model.layouts import Layouts
 from dpmon.model.memory import held, reasons
 from dpmon.model.numbers import duration, group
 from dpmon.record.schema import EVALUATION, PHASES, STEP
+from dpmon.report.pause_spans import pauses_in
 from dpmon.report.said import waited
+from dpmon.report.waits import inputs_in
 from dpmon.report.words import ACTIVITY_NAMES, times_paused
 from dpmon.run.files import read_tail
-from dpmon.run.inputs import inputs_in
-from dpmon.run.opened import open_store
-from dpmon.run.pauses import pauses_in
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info, short_name
 from dpmon.run.standing import why_nothing
 from dpmon.store.figures import Figures, PhaseFigures
+from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
 from dpmon.store.tables import HistoryError
 from dpmon.store.window import Window, accounted

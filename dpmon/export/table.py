@@ -13,11 +13,11 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
+from dpmon.export.records import kind
 from dpmon.record.codec import Call, Record, Size, Step, rows_of
 from dpmon.record.jsonl import as_json
 from dpmon.record.schema import COLUMNS, RECORDS
 from dpmon.record.wire import MORE
-from dpmon.run.export import kind
 
 __all__ = ["Tables", "row"]
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from dpmon.model.members import SECOND, number_in, text_in, time_of, whole_in
-from dpmon.model.state import ModeChange, PauseChange, Refusal, WarningText
+from dpmon.model.process import Refusal
+from dpmon.model.state import ModeChange, PauseChange, WarningText
 from dpmon.record.codec import Event
 from dpmon.record.wire import MODES
 

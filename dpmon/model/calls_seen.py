@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dpmon.model.state import CallTrack, Spread
+from dpmon.model.process import CallTrack, Spread
 from dpmon.model.stats import median, percentile
 from dpmon.record.codec import Call, call_replicas, call_stages, is_timed, part_times
 from dpmon.record.schema import EVALUATION

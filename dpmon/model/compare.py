@@ -17,8 +17,8 @@ from math import exp, log, sqrt
 from typing import NamedTuple
 
 from dpmon.model.inputs import INPUT, SAID
+from dpmon.model.memory import Peak
 from dpmon.model.numbers import duration, percent, times
-from dpmon.model.state import MODES_COMPARED, Peak
 from dpmon.model.uneven import Uneven, uneven_steps
 from dpmon.rates import Rate
 from dpmon.record.schema import EVALUATION, PHASES, REST, SETTLING, STEP
@@ -30,6 +30,7 @@ from dpmon.store.window import Window
 
 __all__ = [
     "MIN_STEPS",
+    "MODES_COMPARED",
     "Comparison",
     "Ground",
     "Interval",
@@ -41,6 +42,7 @@ __all__ = [
     "sentence",
 ]
 
+MODES_COMPARED = ("single", "dp")
 MIN_STEPS = 20
 """Steps of each mode below which no verdict is given."""
 _BATCHES = 4

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from dpmon.model.members import SECOND, text_in, whole_in
-from dpmon.model.state import DeviceTrack, ModeChange, Peak
+from dpmon.model.memory import Peak
+from dpmon.model.state import DeviceTrack, ModeChange
 from dpmon.record.codec import Event
 from dpmon.store.answers import Sample
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from dpmon.model.state import Column, Process
+from dpmon.model.process import Column, Process
 from dpmon.record.schema import PHASES, REST, STEP
 from dpmon.store.tally import Key, Tally
 

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Held", "held", "reasons"]
+__all__ = ["HOST", "Held", "Peak", "held", "reasons"]
 
+HOST = "host"
+"""The key in a mode's peaks for the sampled memory of all processes of the run."""
 MAX_DEVICES = 256
 TRIFLE_BYTES = 1 << 20
 """Less than that on the host is no row beside those of GPUs."""
+
+
+class Peak(NamedTuple):
+    """The most memory that was used in a mode; at most this much if not `exact` (the peak came before the mode did)."""
+
+    bytes: int
+    exact: bool
 
 
 class Held(NamedTuple):

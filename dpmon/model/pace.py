@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from dpmon.model.state import Process, Recent, State
+from dpmon.model.process import Process, Recent
+from dpmon.model.state import State
 from dpmon.rates import Rate, span_rate
 from dpmon.record.codec import Step
 from dpmon.record.schema import EVALUATION, STEP

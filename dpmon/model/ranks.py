@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from dpmon.model.state import CallTrack, Process, State
+from dpmon.model.process import CallTrack, Process
+from dpmon.model.state import State
 from dpmon.record.wire import DDP
 
 __all__ = [

@@ -12,13 +12,15 @@ from typing import NamedTuple, Protocol
 
 from dpmon.model.announced import Announced, EventSource
 from dpmon.model.calls_seen import Calls, CallSource, call_tracks
-from dpmon.model.compare import Comparison, compare_modes
+from dpmon.model.compare import MODES_COMPARED, Comparison, compare_modes
 from dpmon.model.devices import HostPeaks, Samples, SampleSource, Visit, device_peaks, visits_of
 from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.inputs import INPUT, waited_ns
 from dpmon.model.members import SECOND
+from dpmon.model.memory import HOST
 from dpmon.model.pace import WINDOW_S, recent, recent_of_steps
-from dpmon.model.state import HOST, MODES_COMPARED, ModeTrack, Process, RankFigures, Recent, State, Summary
+from dpmon.model.process import ModeTrack, Process, RankFigures, Recent, Summary
+from dpmon.model.state import State
 from dpmon.model.turns import last_resumption, some_are_silent
 from dpmon.model.uneven import uneven_steps
 from dpmon.record.codec import Step

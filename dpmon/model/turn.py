@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from dpmon.model.state import Process
+from dpmon.model.process import Process
 from dpmon.record.codec import Call, Step
 from dpmon.record.schema import STEP_PHASES, phase_named
 from dpmon.record.wire import CALL_PHASES

@@ -8,16 +8,31 @@ began, when it took up work again after a silence, when the newest ended; and th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from dpmon.model.state import Process, State
+from dpmon.model.process import Process
 
-__all__ = ["ended_of", "last_resumption", "some_are_silent", "standing_for", "taking_turns"]
+__all__ = ["Seen", "ended_of", "last_resumption", "some_are_silent", "standing_for", "taking_turns"]
 
 _LATELY_NS = 30_000_000_000
 _TURN_NS, _TURN_STEPS = 2_000_000_000, 3
 """So long, and so many of its steps, a process is silent before another one that began since stands for the run."""
+
+
+class Seen(Protocol):
+    """What this needs of dpmon.model.state.State."""
+
+    @property
+    def processes(self) -> Mapping[int, Process]:
+        """All processes, by number."""
+
+    @property
+    def newest_ns(self) -> int:
+        """When the newest step or call ended."""
+
+    @property
+    def ended(self) -> frozenset[int]:
+        """Processes that train no more."""
 
 
 class _Rivals(NamedTuple):
@@ -36,7 +51,7 @@ def ended_of(activities: Mapping[int, tuple[str, int]]) -> frozenset[int]:
     return frozenset(number for number, (what, _) in activities.items() if what == "ended")
 
 
-def some_are_silent(state: State) -> bool:
+def some_are_silent(state: Seen) -> bool:
     """Whether one of several processes that trained lately is silent, so that another may have taken over."""
     lately = _lately(state)
     return len(lately) > 1 and any(state.newest_ns - process.seen_ns >= _TURN_NS for process in lately)
@@ -57,7 +72,7 @@ def last_resumption(process: Process, since_ns: int, spans: Iterable[tuple[int |
     return process.seen_ns if process.seen_ns - seen >= silence else found
 
 
-def taking_turns(state: State) -> list[Process]:
+def taking_turns(state: Seen) -> list[Process]:
     """Those that train now: seen within half a minute of the newest, and not silent since another took over.
 
     Of these only those that have not ended, if there are any: a process that took over is shown until another goes on.
@@ -79,14 +94,14 @@ def taking_turns(state: State) -> list[Process]:
     return [process for process in found if process.process not in state.ended] or found or lately
 
 
-def standing_for(state: State) -> Process | None:
+def standing_for(state: Seen) -> Process | None:
     """The process whose numbers stand for the run: the first of those that train now, by rank."""
     return min(taking_turns(state), key=lambda p: (p.rank is None, p.rank or 0, p.process), default=None) or (
         next(iter(state.processes.values()), None)
     )
 
 
-def _lately(state: State) -> list[Process]:
+def _lately(state: Seen) -> list[Process]:
     return [p for p in state.processes.values() if p.seen_ns >= max(state.newest_ns - _LATELY_NS, 0)]
 
 

@@ -18,19 +18,19 @@ from dpmon.record.schema import SETTLING, STEP, device_series
 from dpmon.report.devices import Devices
 from dpmon.report.events import loader_start, mode_change, process_facts
 from dpmon.report.figures import mode_facts
+from dpmon.report.pause_spans import Pauses, Span, pauses_in
 from dpmon.report.pauses import any_of, together, within
 from dpmon.report.story import Bin, Compared, ModeChange, ProcessFacts, RankLine, Story
 from dpmon.report.stretches import stretches
+from dpmon.report.waits import Inputs, inputs_in
 from dpmon.run.files import read_tail
-from dpmon.run.inputs import Inputs, inputs_in
-from dpmon.run.opened import open_store
-from dpmon.run.pauses import Pauses, Span, pauses_in
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.standing import how_it_stands, why_nothing
 from dpmon.run.state import run_state
 from dpmon.run.uncaught import Uncaught, last_lines, uncaught
 from dpmon.store.answers import GapRow, LongRow
+from dpmon.store.opened import open_store
 from dpmon.store.queries import END, Store
 from dpmon.store.tables import HistoryError
 from dpmon.store.tally import ALL, WIDTHS, Tally

@@ -12,8 +12,8 @@ from typing import Any
 
 from dpmon.model.evidence import DeviceFacts, HostFacts
 from dpmon.model.stats import median
+from dpmon.report.pause_spans import Span
 from dpmon.report.story import DevicePoint
-from dpmon.run.pauses import Span
 from dpmon.store.answers import MinuteRow
 from dpmon.store.tables import BEFORE_S
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from dpmon.run.pauses import Span, Stretch, union
+from dpmon.report.pause_spans import Span, Stretch, union
 
 __all__ = ["any_of", "together", "within"]
 

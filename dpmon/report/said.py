@@ -13,13 +13,13 @@ from dpmon.model.numbers import duration, percent
 from dpmon.record.schema import STEP_PHASES
 from dpmon.record.wire import CALL_PHASES
 from dpmon.report.story import Compared, Story
+from dpmon.report.waits import KEPT
 from dpmon.report.words import (
     machine,
     mode_title,
     paused,
     what_ran,
 )
-from dpmon.run.inputs import KEPT
 from dpmon.store.figures import PhaseFigures
 
 __all__ = [

@@ -11,7 +11,7 @@ from dpmon.model.layouts import ReplicaSizes, StageSizes
 from dpmon.rates import Rate
 from dpmon.record.schema import STEP_PHASES
 from dpmon.record.wire import CALL_PHASES
-from dpmon.run.pauses import Paused, PauseTotals
+from dpmon.report.pause_spans import Paused, PauseTotals
 from dpmon.run.rundir import ExitInfo, RunInfo
 
 __all__ = ["PARTS", "Bin", "Compared", "DevicePoint", "ModeChange", "ProcessFacts", "RankLine", "Story"]

@@ -1,4 +1,4 @@
-"""What a run is doing, and what is asked of it: all that the screen needs beside the records (dpmon.run.opened).
+"""What a run is doing, and what is asked of it: all that the screen needs beside the records (dpmon.store.opened).
 
 No threads, and nothing is written but requests.
 """

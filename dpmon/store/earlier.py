@@ -29,9 +29,10 @@ from dpmon.record.wire import (
     pack_step,
     with_extras,
 )
+from dpmon.store.batch import Batch
 from dpmon.store.intake import Accounts, Intake
 from dpmon.store.tables import Bounds, HistoryError, RingRow, rings_in
-from dpmon.store.writer import Batch, History
+from dpmon.store.writer import History
 
 __all__ = ["take_in"]
 

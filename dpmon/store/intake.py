@@ -37,10 +37,10 @@ from dpmon.record.plainjson import load_event
 from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SETTLING, SETTLING_STEPS, STEP_PHASES
 from dpmon.record.wire import CALL_PHASES, GRAD, MODES, TRAINING, VIRTUAL
 from dpmon.store.accounting import LATEST_NS, Account
+from dpmon.store.batch import GAP_NS, Batch
 from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.tables import RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, StepFacts
-from dpmon.store.writer import GAP_NS, Batch
 
 __all__ = ["Accounts", "Intake"]
 

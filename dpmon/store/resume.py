@@ -10,10 +10,11 @@ from typing import Any
 from dpmon.record.plainjson import load_json
 from dpmon.record.schema import EVALUATION, SETTLING_STEPS
 from dpmon.store.accounting import LATEST_NS
+from dpmon.store.batch import Batch
 from dpmon.store.intake import Accounts, Intake
 from dpmon.store.tables import LASTING, RingRow
 from dpmon.store.tally import known_keys
-from dpmon.store.writer import Batch, History
+from dpmon.store.writer import History
 
 __all__ = ["resume_accounts", "resume_intake"]
 

@@ -13,14 +13,11 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from dpmon.store.accounting import ACTIVITIES
+from dpmon.store.batch import Batch, Ended
 from dpmon.store.tables import ACTIVITY_COLUMNS, TALLY_COLUMNS
 from dpmon.store.tally import ALL, WIDTHS, Key, SeriesNames, Tally, known_keys
-
-if TYPE_CHECKING:
-    from dpmon.store.writer import Batch, Ended
 
 __all__ = ["TallyWriter"]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dpmon.model.host_waits import host_waits
 from dpmon.model.inputs import INPUT, SAID
 from dpmon.model.numbers import percent
+from dpmon.model.process import PHASES, Process, Summary
 from dpmon.model.ranks import distributed
-from dpmon.model.state import PHASES, Process, Summary
 from dpmon.record.codec import Call
 from dpmon.record.schema import phase_shown
 from dpmon.store.figures import PhaseFigures

@@ -203,7 +203,7 @@ class Feed:
         return None
 
     def _recorded_here(self) -> AbstractContextManager[Store]:
-        from dpmon.run.opened import open_store
+        from dpmon.store.opened import open_store
 
         return open_store(self.directory)
 

@@ -6,8 +6,8 @@ from itertools import groupby
 
 from dpmon.model.history import Picture, pictured
 from dpmon.model.numbers import duration, group, percent
+from dpmon.model.process import Process, Summary
 from dpmon.model.ranks import distributed, training
-from dpmon.model.state import Process, Summary
 from dpmon.model.turn import Turn, is_placed, last_turn
 from dpmon.record.schema import phase_shown
 from dpmon.store.figures import PhaseFigures

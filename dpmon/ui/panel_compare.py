@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from dpmon.model.compare import Comparison, Side, sentence
 from dpmon.model.finding import many
+from dpmon.model.memory import HOST, Peak
 from dpmon.model.numbers import UNKNOWN, duration, group, percent, times
+from dpmon.model.process import PHASES
 from dpmon.model.ranks import distributed
-from dpmon.model.state import HOST, PHASES, Peak
 from dpmon.model.turn import Piece
 from dpmon.record.schema import REST, SETTLING_STEPS, phase_named, phase_shown
 from dpmon.text.cells import cut, right, wrapped

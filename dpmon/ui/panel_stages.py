@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpmon.model.numbers import UNKNOWN, duration
-from dpmon.model.state import CallTrack
+from dpmon.model.process import CallTrack
 from dpmon.record.codec import Stage
 from dpmon.text.cells import cut, right, span_width, wrapped
 from dpmon.text.cleaning import clean

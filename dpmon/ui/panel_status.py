@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dpmon.model.numbers import duration, group
 from dpmon.model.pace import Speed, speed
+from dpmon.model.process import Summary
 from dpmon.model.ranks import world
-from dpmon.model.state import Summary
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock, compact, within_words

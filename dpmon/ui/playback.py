@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 from textual.binding import Binding, BindingType
 
-from dpmon.run.opened import open_store
 from dpmon.run.reader import Pause
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info
 from dpmon.run.standing import newest_stage, stages
 from dpmon.store.as_of import AsOf
+from dpmon.store.opened import open_store
 from dpmon.store.tables import HistoryError
 from dpmon.ui.dialogs import Dialog
 from dpmon.ui.feed import Feed, Reader

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dpmon.model.numbers import UNKNOWN
+from dpmon.model.process import Process
 from dpmon.model.ranks import distributed, world
-from dpmon.model.state import Process, State
+from dpmon.model.state import State
 from dpmon.run.standing import IDLE
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock

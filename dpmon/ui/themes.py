@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from rich.style import Style
 
-from dpmon.model.state import PHASES
+from dpmon.model.process import PHASES
 from dpmon.text.palettes import Palette, named
 
 __all__ = ["MONO_STYLES", "composed", "styles_of"]

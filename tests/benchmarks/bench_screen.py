@@ -43,8 +43,8 @@ from yardstick import Yardstick
 
 from dpmon.ring import Activity, Ring
 from dpmon.run import proc
-from dpmon.run.drain import Drain
 from dpmon.run.rundir import load_info
+from dpmon.store.drain import Drain
 
 WIDTH, HEIGHT = 120, 40
 _SHOW = """
@@ -60,8 +60,8 @@ from pathlib import Path
 from synthetic import Training
 from dpmon.model.snapshot import Snapshots, Wanted
 from dpmon.ring import Ring
-from dpmon.run.drain import Drain
-from dpmon.run.opened import open_store
+from dpmon.store.drain import Drain
+from dpmon.store.opened import open_store
 from dpmon.run.rundir import RunInfo, save
 from dpmon.store.as_of import AsOf
 from dpmon.ui.look import look

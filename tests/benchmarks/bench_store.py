@@ -37,15 +37,16 @@ from dpmon.record.schema import PHASES  # noqa: E402
 from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step  # noqa: E402
 from dpmon.ring import Ring  # noqa: E402
 from dpmon.run import drain as drain_module  # noqa: E402
-from dpmon.run.drain import Drain  # noqa: E402
-from dpmon.run.opened import open_store  # noqa: E402
 from dpmon.run.rundir import RunInfo, save  # noqa: E402
 from dpmon.store.accounting import Spent  # noqa: E402
+from dpmon.store.batch import Batch, Ended  # noqa: E402
+from dpmon.store.drain import Drain  # noqa: E402
+from dpmon.store.opened import open_store  # noqa: E402
 from dpmon.store.queries import Store  # noqa: E402
 from dpmon.store.tables import HISTORY_FILE, Bounds, size_of  # noqa: E402
 from dpmon.store.tally import Key, StepFacts  # noqa: E402
 from dpmon.store.window import Window  # noqa: E402
-from dpmon.store.writer import Batch, Ended, History  # noqa: E402
+from dpmon.store.writer import History  # noqa: E402
 
 SECOND = 1_000_000_000
 DAY_S = 86_400

@@ -16,8 +16,8 @@ from dpmon.record.jsonl import as_json
 from dpmon.record.wire import Untimed
 from dpmon.report import collect
 from dpmon.report.asjson import as_object
-from dpmon.run.metrics import Metrics
 from dpmon.run.rundir import RunInfo, save
+from dpmon.supervise.metrics import Metrics
 
 TEXT = (Path(__file__).parent / "scripts" / "plays_cuda.py").read_text() + text_of("devices")
 STEP = {"data": 0.0, "forward": 3.0, "backward": 5.0, "optimizer": 0.5}

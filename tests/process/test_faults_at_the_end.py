@@ -12,8 +12,8 @@ import dpmon as package
 
 RAISES = "\ndef {name}(*_, **__):\n    raise RuntimeError('broken on purpose')\n"
 FAULTS = {
-    "the cause": ("run/supervisor.py", "Supervisor._raised", "exit status 5"),
-    "the supervisor's last words": ("run/supervisor.py", "Supervisor._learn", "exit status 5"),
+    "the cause": ("supervise/supervisor.py", "Supervisor._raised", "exit status 5"),
+    "the supervisor's last words": ("supervise/supervisor.py", "Supervisor._learn", "exit status 5"),
     "the summary": ("cli/summary.py", "summary", "no summary: RuntimeError: broken on purpose"),
     "the line of progress": (
         "cli/progress.py",

@@ -22,10 +22,10 @@ from test_run_records import WRITER, expected, of_training, tailed
 from dpmon.record.wire import pack_event, pack_step
 from dpmon.ring import Ring
 from dpmon.run import ending, proc
-from dpmon.run.drain import Drain
-from dpmon.run.opened import open_store
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunInfo, save
+from dpmon.store.drain import Drain
+from dpmon.store.opened import open_store
 
 MIB = 1 << 20
 SECOND = 1_000_000_000

@@ -21,8 +21,8 @@ from dpmon.model.numbers import duration
 from dpmon.record.codec import kind_of
 from dpmon.ring import RingError, RingReader
 from dpmon.run import proc
-from dpmon.run.drain import Drain
 from dpmon.run.rundir import load_info
+from dpmon.store.drain import Drain
 from dpmon.store.quantiles import bucket, middle
 from dpmon.text.quantities import compact
 

@@ -25,7 +25,7 @@ from test_run_records import WRITER, expected, of_training, tailed
 from dpmon.record.codec import Event
 from dpmon.run import proc
 from dpmon.run.rundir import load_exit
-from dpmon.run.start import look_after
+from dpmon.supervise.start import look_after
 
 PR_SET_CHILD_SUBREAPER = 36
 TRAINING = """
@@ -343,7 +343,7 @@ def test_a_run_of_another_machine_is_left_to_it(dpmon: Dpmon) -> None:
 
 
 def test_no_warning_about_a_supervisor_that_is_slow(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.run.start.FINISH_S", 0.0)
+    monkeypatch.setattr("dpmon.supervise.start.FINISH_S", 0.0)
     directory = keep({0: Training().run(3)}, status=None, command_pid=4_000_000)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

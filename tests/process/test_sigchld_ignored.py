@@ -10,8 +10,8 @@ import sys
 from running import Dpmon, Terminal
 from test_run_faults import SLOW, begun, finish
 
-from dpmon.run.adopt import Child
 from dpmon.run.rundir import RunInfo
+from dpmon.supervise.adopt import Child
 
 SCRIPT = "import signal, sys\nprint(signal.getsignal(signal.SIGCHLD).name, flush=True)\nsys.exit(7)\n"
 IGNORED = "trap '' CHLD"

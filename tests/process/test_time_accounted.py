@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from running import Dpmon, wait_for
 
-from dpmon.run.opened import open_store
 from dpmon.run.reader import RunReader
 from dpmon.run.waiting import reads_input
+from dpmon.store.opened import open_store
 from dpmon.store.window import Window, accounted
 
 SCRIPT = Path(__file__).resolve().parent / "scripts" / "clocked.py"

@@ -19,11 +19,11 @@ from synthetic import Training
 from dpmon.cli.commands import ls
 from dpmon.cli.main import entry
 from dpmon.export import export
+from dpmon.export.records import history
 from dpmon.record.codec import Event, Step
 from dpmon.report import report_text
-from dpmon.run.export import history
-from dpmon.run.opened import can_be_opened
 from dpmon.run.rundir import RunError, find_run
+from dpmon.store.opened import can_be_opened
 from dpmon.store.tables import SCHEMA_VERSION, HistoryError
 from dpmon.store.writer import History
 

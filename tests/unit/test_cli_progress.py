@@ -12,8 +12,8 @@ from kept import keep
 from dpmon.cli.progress import Progress
 from dpmon.record.wire import mode_number, pack_event, pack_step
 from dpmon.ring import Ring
-from dpmon.run.drain import Drain
 from dpmon.run.rundir import load_info
+from dpmon.store.drain import Drain
 
 _SECOND = 10**9
 

@@ -16,9 +16,9 @@ from dpmon.cli.lines import LineFile
 from dpmon.cli.main import main
 from dpmon.run import proc
 from dpmon.run.destination import check_replaceable, is_stream
-from dpmon.run.metrics import EVERY_S, Metrics
 from dpmon.run.rundir import ExitInfo, RunError, load_exit
-from dpmon.run.supervisor import Supervisor, _Silent
+from dpmon.supervise.metrics import EVERY_S, Metrics
+from dpmon.supervise.supervisor import Supervisor, _Silent
 
 STREAMS = ("a FIFO", "a device")
 NOT_STREAMS = [kind for kind in PLACES if kind not in STREAMS]

@@ -11,10 +11,11 @@ import pytest
 
 from dpmon.record.wire import pack_event
 from dpmon.ring import Ring
-from dpmon.run.drain import Drain
 from dpmon.run.rundir import RunInfo
+from dpmon.store.batch import Batch
+from dpmon.store.drain import Drain
 from dpmon.store.tables import BEFORE_S
-from dpmon.store.writer import Batch, History
+from dpmon.store.writer import History
 
 SECOND = 1_000_000_000
 

@@ -18,6 +18,7 @@ from synthetic import SECOND, Training, decoded
 
 from dpmon.cli.summary import summary_lines
 from dpmon.export.perfetto import write_trace
+from dpmon.export.records import history
 from dpmon.export.table import Tables
 from dpmon.record.codec import UNTIMED, Call, Decoder, RecordError, Step, call_head, call_replicas, kind_of, step_fields
 from dpmon.record.jsonl import as_json
@@ -25,7 +26,6 @@ from dpmon.record.wire import Untimed, pack_timed
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.text import report_text
-from dpmon.run.export import history
 from dpmon.run.rundir import load_info
 from dpmon.ui import panel_batch, panel_replicas
 from dpmon.ui.look import COLOUR, UNICODE, Look

@@ -13,12 +13,12 @@ from synthetic import SECOND, Training, device_event, host_event
 from test_takeover_exact import evaluation
 
 from dpmon.cli.summary import summary_lines
+from dpmon.export.records import history
 from dpmon.record.codec import Event, Step
 from dpmon.record.wire import pack_event, pack_timed
-from dpmon.run.drain import Drain
-from dpmon.run.export import history
-from dpmon.run.opened import open_store
 from dpmon.run.rundir import load_info
+from dpmon.store.drain import Drain
+from dpmon.store.opened import open_store
 from dpmon.store.tables import HISTORY_FILE, SCHEMA_VERSION
 from dpmon.store.window import Window
 

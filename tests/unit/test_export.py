@@ -19,6 +19,7 @@ from traceformat import read
 
 from dpmon.cli.lines import LineFile
 from dpmon.export import ExportError, command, export
+from dpmon.export import records as run_export
 from dpmon.export.perfetto import write_trace
 from dpmon.export.table import Tables, row
 from dpmon.export.target import opened
@@ -27,7 +28,6 @@ from dpmon.gpu.host import HostSample
 from dpmon.record.codec import Call, Decoder, Event, Record, Step
 from dpmon.record.schema import COLUMNS
 from dpmon.record.wire import pack_event
-from dpmon.run import export as run_export
 from dpmon.run.rundir import load_info
 
 

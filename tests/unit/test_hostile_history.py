@@ -11,8 +11,8 @@ import pytest
 from kept import keep
 from synthetic import Training, host_event
 
-from dpmon.run.export import history
-from dpmon.run.opened import open_store
+from dpmon.export.records import history
+from dpmon.store.opened import open_store
 from dpmon.store.tables import HistoryError
 from dpmon.store.window import Window
 from dpmon.store.writer import History

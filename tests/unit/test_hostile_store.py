@@ -13,7 +13,7 @@ from sizes import LONG
 from synthetic import Training, host_event
 from test_hostile_history import ENDLESS, folded
 
-from dpmon.run.opened import open_store
+from dpmon.store.opened import open_store
 from dpmon.store.queries import Store
 from dpmon.store.tables import HISTORY_FILE
 from dpmon.store.window import Window, accounted

@@ -110,7 +110,7 @@ def all_of(*packages: str) -> str:
 
 def test_the_supervisor_loads_neither_torch_nor_textual() -> None:
     added = added_by(all_of("run", "gpu"))
-    assert {"dpmon.run.supervisor", "dpmon.gpu.sampler"} <= added
+    assert {"dpmon.supervise.supervisor", "dpmon.gpu.sampler"} <= added
     assert not tops(added) & {"torch", "numpy", "textual", "rich"}
     above = ("dpmon.tracer", "dpmon.model", "dpmon.text", "dpmon.ui", "dpmon.cli")
     assert not [name for name in added if name.startswith(above)]
@@ -121,13 +121,13 @@ def test_the_screen_loads_neither_torch_nor_pynvml_nor_the_tracer() -> None:
     added = added_by(all_of("ui", "model") + "\nimport dpmon.run.reader, dpmon.run.stop")
     assert "textual.app" in added
     assert not tops(added) & {"torch", "numpy", "pynvml"}
-    assert not [name for name in added if name.startswith(("dpmon.tracer", "dpmon.gpu", "dpmon.run.supervisor"))]
+    assert not [name for name in added if name.startswith(("dpmon.tracer", "dpmon.gpu", "dpmon.supervise.supervisor"))]
 
 
 def test_exports_and_reports_load_neither_torch_nor_a_screen() -> None:
     added = added_by(all_of("export", "report") + "\nimport dpmon.cli.report")
     assert not tops(added) & {"torch", "numpy", "textual", "rich", "pynvml", "plotly"}
-    above = ("dpmon.tracer", "dpmon.gpu", "dpmon.run.supervisor", "dpmon.ui")
+    above = ("dpmon.tracer", "dpmon.gpu", "dpmon.supervise.supervisor", "dpmon.ui")
     assert not [name for name in added if name.startswith(above)]
 
 

@@ -14,11 +14,11 @@ from synthetic import SECOND, Training, decoded, device_event, host_event
 from dpmon.record.codec import Call, kind_of
 from dpmon.record.wire import CALL_PHASES, Untimed, pack_event, pack_step, pack_timed
 from dpmon.ring import Ring
-from dpmon.run.drain import Drain
-from dpmon.run.metrics import BOUNDS_S, EVERY_S, Metrics, metrics_path
-from dpmon.run.opened import open_store
 from dpmon.run.rundir import ExitInfo, load_info
+from dpmon.store.drain import Drain
+from dpmon.store.opened import open_store
 from dpmon.store.window import Window
+from dpmon.supervise.metrics import BOUNDS_S, EVERY_S, Metrics, metrics_path
 
 HOSTILE = 'a "quoted" \\ back\nslash\x1b[31m\x00 ü'
 

@@ -13,7 +13,8 @@ from stored import state_of
 from synthetic import Training, decoded, host_event
 
 from dpmon.model.compare import MIN_STEPS, Comparison, Interval, median_interval, ratio, sentence
-from dpmon.model.state import HOST, PHASES, Peak, Process
+from dpmon.model.memory import HOST, Peak
+from dpmon.model.process import PHASES, Process
 from dpmon.record.codec import Event, Record, Step
 from dpmon.record.schema import SETTLING_STEPS, STEP
 from dpmon.store.tally import Stat, Tally

@@ -7,7 +7,7 @@ from stored import Recording, state_of
 from synthetic import SECOND, Training
 
 from dpmon.model.history import COLUMNS, Columns, pictured, width_of_columns
-from dpmon.model.state import Process
+from dpmon.model.process import Process
 from dpmon.record.codec import Step
 
 

@@ -15,7 +15,8 @@ from stored import Recording, state_of
 from synthetic import SECOND, Training, chunks, decoded, device_event, host_event
 
 from dpmon.model.pace import speed
-from dpmon.model.state import PHASES, Process, State
+from dpmon.model.process import PHASES, Process
+from dpmon.model.state import State
 from dpmon.model.stats import percentile
 from dpmon.record.codec import Call, Event, Phase, Record, Replica, Step
 

@@ -20,8 +20,8 @@ from dpmon.record.wire import pack_event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect
 from dpmon.report.stretches import BINS
-from dpmon.run.metrics import Metrics
 from dpmon.run.reader import RunReader
+from dpmon.supervise.metrics import Metrics
 from dpmon.text.quantities import rate_words, samples_rate
 
 

@@ -28,10 +28,10 @@ from dpmon.report.plots import plots
 from dpmon.report.story import PARTS
 from dpmon.report.stretches import BINS
 from dpmon.report.text import text_lines
-from dpmon.run.opened import can_be_opened
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, save, short_name
 from dpmon.run.state import run_state
 from dpmon.store.answers import MinuteRow
+from dpmon.store.opened import can_be_opened
 from dpmon.store.tables import BEFORE_S
 from dpmon.ui.look import look
 
@@ -495,7 +495,7 @@ def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None
 
 
 def test_a_first_forward_that_failed_has_no_speed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmon.run.drain.alive", lambda *_: False)
+    monkeypatch.setattr("dpmon.store.drain.alive", lambda *_: False)
     training = Training(mode="single", devices=("cpu:0",), virtual=False, via=None)
     only_the_call = [payload for payload in training.step(failed=True) if kind_of(payload) != "step"]
     directory = keep({0: [*training.begin(), *only_the_call]}, status=1)

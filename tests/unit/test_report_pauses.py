@@ -18,9 +18,9 @@ from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.devices import Devices
 from dpmon.report.page import page
+from dpmon.report.pause_spans import Pauses, PauseTotals, Span
 from dpmon.report.pauses import any_of, together, within
 from dpmon.report.plots import plots
-from dpmon.run.pauses import Pauses, PauseTotals, Span
 from dpmon.run.rundir import load_exit
 
 
@@ -197,7 +197,7 @@ def test_more_pauses_than_are_kept_are_added_up_all_the_same(monkeypatch: pytest
     pauses.step(0, 5007 * SECOND)
     assert pauses.total() == PauseTotals(2001, 1000 * SECOND, 1)
     assert len(together(pauses.stretches, there((0, 6000)), None)) == 2001
-    monkeypatch.setattr("dpmon.run.pauses.STRETCHES", 50)
+    monkeypatch.setattr("dpmon.report.pause_spans.STRETCHES", 50)
     found = paused_ones(*many, (0, 5000, None))
     assert len(found.stretches) == 50
     assert found.total() == PauseTotals(2001, 1000 * SECOND, 1, unplaced=1951)

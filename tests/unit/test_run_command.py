@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dpmon.run import command
-from dpmon.run.command import CommandError, choose_python, resolve
+from dpmon.supervise import program as command
+from dpmon.supervise.program import CommandError, choose_python, resolve
 
 
 @pytest.fixture(autouse=True)

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from dpmon.export.records import history, write_jsonl
 from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
 from dpmon.ring import Ring
-from dpmon.run import drain as drain_module
-from dpmon.run.drain import RETRY_S, Drain
-from dpmon.run.export import history, write_jsonl
 from dpmon.run.rundir import RunInfo, create_run
+from dpmon.store import drain as drain_module
+from dpmon.store.drain import RETRY_S, Drain
 
 START = 1_000_000_000
 

@@ -12,13 +12,13 @@ import pytest
 from running import wait_for
 
 from dpmon.cli.headless import Follower
-from dpmon.run import guard as guards
 from dpmon.run import proc
 from dpmon.run.ending import exit_info
-from dpmon.run.guard import Guard, Successors
-from dpmon.run.outcome import open_pipe, tell_outcome
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, load_exit
-from dpmon.run.start import Started
+from dpmon.supervise import guard as guards
+from dpmon.supervise.guard import Guard, Successors
+from dpmon.supervise.outcome import open_pipe, tell_outcome
+from dpmon.supervise.start import Started
 
 COMMAND = """
 import os, pathlib, time

@@ -13,15 +13,15 @@ from sizes import size
 from stored import state_in
 
 from dpmon.cli.summary import summary_lines
+from dpmon.export.records import history
 from dpmon.record.jsonl import as_json
 from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import report_text
 from dpmon.ring import Ring
-from dpmon.run.drain import Drain
-from dpmon.run.export import history
-from dpmon.run.opened import can_be_opened
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, save
+from dpmon.store.drain import Drain
+from dpmon.store.opened import can_be_opened
 
 START = 1_000_000_000
 

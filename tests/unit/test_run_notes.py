@@ -13,8 +13,8 @@ from dpmon.cli.checks.trial import _warnings
 from dpmon.cli.progress import Progress
 from dpmon.run.notes import Note, parse_notes
 from dpmon.run.standing import newest_stage, stages
-from dpmon.run.supervisor import _WarningsLog
 from dpmon.run.uncaught import every_uncaught
+from dpmon.supervise.supervisor import _WarningsLog
 
 DAMAGE = {
     "5000 digits for a time": "7 " + "9" * 5000 + " ValueError {}",

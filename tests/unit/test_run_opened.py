@@ -14,10 +14,10 @@ from everything import alike, everything
 from kept import fill, keep
 from synthetic import Training, host_event
 
-from dpmon.run import opened as opened_module
 from dpmon.run import proc
-from dpmon.run.opened import open_store
 from dpmon.run.rundir import load_info, save
+from dpmon.store import opened as opened_module
+from dpmon.store.opened import open_store
 from dpmon.store.tables import HISTORY_FILE
 
 
@@ -42,7 +42,7 @@ def whole(state: Path) -> dict[str, Any]:
 
 
 def test_a_history_that_is_complete_is_asked_in_its_file(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opened_module, "_in_memory", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr(opened_module, "_with_rings", lambda *_: pytest.fail("copied"))
     assert read(keep(payloads()))["tallies"]
 
 

@@ -10,10 +10,10 @@ from dpmon.model.snapshot import Snapshots
 from dpmon.model.state import State
 from dpmon.record.wire import pack_event, pack_step
 from dpmon.ring import Ring
-from dpmon.run.drain import Drain
-from dpmon.run.opened import open_store
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
 from dpmon.store.as_of import AsOf
+from dpmon.store.drain import Drain
+from dpmon.store.opened import open_store
 from dpmon.ui.playback import Player
 
 SECOND = 1_000_000_000

@@ -14,10 +14,10 @@ import pytest
 from running import wait_for
 
 from dpmon.run import proc, signalling
-from dpmon.run.guard import Guard
 from dpmon.run.rundir import RunError, RunInfo, create_run, save
-from dpmon.run.start import Started
 from dpmon.run.stop import NOTHING_RUNS, stop_run
+from dpmon.supervise.guard import Guard
+from dpmon.supervise.start import Started
 
 SLEEPER = [sys.executable, "-c", "print(1, flush=True); import time; time.sleep(600)"]
 

@@ -24,11 +24,12 @@ from dpmon.record.wire import (
     pack_timed,
     with_extras,
 )
+from dpmon.store.batch import Batch
 from dpmon.store.intake import BATCH_SIZES, HELD_CALLS, Accounts, Intake
 from dpmon.store.resume import resume_accounts, resume_intake
 from dpmon.store.tables import HISTORY_FILE, RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES
-from dpmon.store.writer import Batch, History
+from dpmon.store.writer import History
 
 MS = 1_000_000
 SECOND = 1000 * MS

@@ -16,11 +16,12 @@ from written import SECOND, OneStep, asked, some_steps, store_of
 
 from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, SETTLING
 from dpmon.store.accounting import ACTIVITIES, Spent
+from dpmon.store.batch import Batch
 from dpmon.store.queries import Store
 from dpmon.store.tables import HISTORY_FILE
 from dpmon.store.tally import ALL, WIDTHS
 from dpmon.store.window import Window
-from dpmon.store.writer import Batch, History
+from dpmon.store.writer import History
 
 ERROR = 0.004
 DAY = 86_400

@@ -14,10 +14,11 @@ import pytest
 from written import SECOND, asked, some_facts
 
 from dpmon.store.accounting import Spent
+from dpmon.store.batch import Batch
 from dpmon.store.tables import HISTORY_FILE, STEP_COLUMNS
 from dpmon.store.tally import WIDTHS, Key
 from dpmon.store.window import Window
-from dpmon.store.writer import Batch, History
+from dpmon.store.writer import History
 
 DAY = 86_400
 

@@ -13,9 +13,10 @@ import pytest
 from written import SECOND, OneStep, expected, some_steps
 
 from dpmon.store.accounting import ACTIVITIES, Spent
+from dpmon.store.batch import Batch
 from dpmon.store.tables import ACTIVITY_COLUMNS, HISTORY_FILE, HistoryError
 from dpmon.store.tally import ALL, WIDTHS, Key, Tally
-from dpmon.store.writer import Batch, History
+from dpmon.store.writer import History
 
 HOURS = 2.6 * 3600
 

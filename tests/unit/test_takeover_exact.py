@@ -13,9 +13,9 @@ from synthetic import SECOND, Training, host_event
 
 from dpmon.record.wire import pack_event, pack_step, pack_timed
 from dpmon.ring import Ring
-from dpmon.run.drain import COMMIT_S, Drain
-from dpmon.run.opened import open_store
 from dpmon.run.rundir import RunInfo, create_run
+from dpmon.store.drain import COMMIT_S, Drain
+from dpmon.store.opened import open_store
 
 Rounds = list[dict[int, list[bytes]]]
 """What each process writes between two looks of the supervisor (-1: the supervisor itself)."""
@@ -137,7 +137,7 @@ class Run:
 @pytest.mark.parametrize("seed", range(size(4, 40)))
 @pytest.mark.parametrize("when", ["after a commit", "at any time"])
 def test_takeovers_leave_no_trace(state: Path, monkeypatch: pytest.MonkeyPatch, seed: int, when: str) -> None:
-    monkeypatch.setattr("dpmon.run.drain.alive", lambda *_: False)
+    monkeypatch.setattr("dpmon.store.drain.alive", lambda *_: False)
     chance = random.Random(seed)
     undisturbed, killed = Run(), Run()
     for records in rounds(seed):

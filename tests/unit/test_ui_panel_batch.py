@@ -12,7 +12,7 @@ from stored import Recording
 from synthetic import Training
 
 from dpmon.model.history import pictured
-from dpmon.model.state import PHASES, Column
+from dpmon.model.process import PHASES, Column
 from dpmon.ui import panel_batch
 from dpmon.ui.batch_notes import missing
 from dpmon.ui.chart import stacked

@@ -10,7 +10,7 @@ from synthetic import SECOND, Training, host_event
 
 from dpmon.model.announced import ROOTS_KEPT
 from dpmon.model.compare import Interval
-from dpmon.model.state import HOST
+from dpmon.model.memory import HOST
 from dpmon.record.codec import Event
 from dpmon.record.wire import pack_event
 from dpmon.ui import panel_compare

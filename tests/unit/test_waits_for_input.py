@@ -19,15 +19,17 @@ from dpmon.cli.summary import summary_lines
 from dpmon.model.announced import Announced
 from dpmon.model.compare import sentence
 from dpmon.model.inputs import INPUT, is_wait
-from dpmon.model.state import Process, State
+from dpmon.model.process import Process
+from dpmon.model.state import State
 from dpmon.record.codec import Event
 from dpmon.record.wire import pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.said import waited
-from dpmon.run.inputs import KEPT, Inputs
+from dpmon.report.waits import KEPT, Inputs
 from dpmon.store.as_of import AsOf
-from dpmon.store.writer import Batch, History
+from dpmon.store.batch import Batch
+from dpmon.store.writer import History
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_output import Output
 from dpmon.ui.rows import plain

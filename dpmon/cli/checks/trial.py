@@ -21,13 +21,13 @@ from typing import Any
 from dpmon.cli.checks.check import Check, ok, problem, warning
 from dpmon.record.codec import Call
 from dpmon.run import proc
-from dpmon.run.command import CommandError, choose_python
-from dpmon.run.launch import environment
 from dpmon.run.notes import read_notes
-from dpmon.run.opened import open_store
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import RunError, RunInfo, save
+from dpmon.store.opened import open_store
 from dpmon.store.tables import HistoryError
+from dpmon.supervise.program import CommandError, choose_python
+from dpmon.supervise.spawn import environment
 
 __all__ = ["CHILD_S", "trial"]
 

@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 
 from dpmon.ring import RingError, RingReader
-from dpmon.run.drain import Drain
 from dpmon.run.files import check_database
 from dpmon.run.lock import supervised
 from dpmon.run.proc import alive
 from dpmon.run.rundir import RunError, RunInfo, load_info, ring_paths
+from dpmon.store.drain import Drain
 from dpmon.store.earlier import take_in
 from dpmon.store.queries import Store
 from dpmon.store.tables import (

@@ -21,12 +21,12 @@ from pathlib import Path
 from dpmon.run import proc
 from dpmon.run.ending import exit_info
 from dpmon.run.lock import needs_supervisor
-from dpmon.run.outcome import read_outcome
 from dpmon.run.proc import Process
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, load_info, save
 from dpmon.run.signalling import command_of, find_members, send, send_to_all, send_to_group
-from dpmon.run.start import Started, take_over
+from dpmon.supervise.outcome import read_outcome
+from dpmon.supervise.start import Started, take_over
 
 __all__ = ["Guard", "Successors", "looked_after"]
 

@@ -20,26 +20,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dpmon.run import proc
-from dpmon.run.adopt import Adopted, Child, Command, find_command, last_sign
 from dpmon.run.ending import exit_info, unknown_exit
 from dpmon.run.files import open_file, remove_file
-from dpmon.run.launch import start_command
 from dpmon.run.lock import needs_supervisor, take_lock
 from dpmon.run.notes import parse_notes
 from dpmon.run.oom import OomWatch
-from dpmon.run.outcome import tell_outcome
 from dpmon.run.pidfd import open_pidfd
-from dpmon.run.room import OutputRoom
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, save
-from dpmon.run.sigchld import keep_statuses
-from dpmon.run.start import TAKE_OVER
 from dpmon.run.state import YOUNG_S
 from dpmon.run.terminal import INPUT_FIFO, Terminal
 from dpmon.run.uncaught import uncaught
 from dpmon.run.waiting import InputWatch
+from dpmon.supervise.adopt import Adopted, Child, Command, find_command, last_sign
+from dpmon.supervise.outcome import tell_outcome
+from dpmon.supervise.room import OutputRoom
+from dpmon.supervise.sigchld import keep_statuses
+from dpmon.supervise.spawn import start_command
+from dpmon.supervise.start import TAKE_OVER
 
 if TYPE_CHECKING:
-    from dpmon.run.metrics import Metrics
+    from dpmon.supervise.metrics import Metrics
 
 __all__ = ["main"]
 
@@ -257,7 +257,7 @@ class Supervisor:
         return _Silent()
 
     def _watch(self, command: Command, *, late: bool = False) -> None:
-        from dpmon.run.drain import Drain  # sqlite is loaded while the command loads torch, not before
+        from dpmon.store.drain import Drain  # sqlite is loaded while the command loads torch, not before
         from dpmon.store.writer import LIMIT_BYTES
 
         sampler = self._sampler(command.pid)
@@ -361,7 +361,7 @@ class Supervisor:
         asked = self._info.options.get("metrics")
         if not isinstance(asked, str) or "\0" in asked:
             return None
-        from dpmon.run.metrics import Metrics, is_of_run, metrics_path
+        from dpmon.supervise.metrics import Metrics, is_of_run, metrics_path
 
         path = metrics_path(asked, self._info)
         if self._info.boot_id != proc.boot_id() and not is_of_run(path, self._info):

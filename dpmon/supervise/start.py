@@ -14,9 +14,9 @@ import dpmon
 from dpmon.run import proc
 from dpmon.run.files import open_file
 from dpmon.run.lock import needs_supervisor, take_lock
-from dpmon.run.outcome import open_pipe
 from dpmon.run.rundir import load_exit, load_info
-from dpmon.run.sigchld import ignored_again
+from dpmon.supervise.outcome import open_pipe
+from dpmon.supervise.sigchld import ignored_again
 
 __all__ = ["TAKE_OVER", "Started", "look_after", "start_supervisor", "take_over"]
 
@@ -31,14 +31,14 @@ directory, how, outcome, home, *places = sys.argv[1:]
 at = next((i for i, p in enumerate(sys.path) if p.endswith("-packages")), len(sys.path))
 sys.path.insert(at, home)
 sys.path += [p for p in places if p not in sys.path]
-from dpmon.run.supervisor import main
+from dpmon.supervise.supervisor import main
 main(directory, how, outcome)
 """
 TAKE_OVER = "take over"
 
 
 class Started(NamedTuple):
-    """A supervisor, and the descriptor from which its report of the command's end is read (`dpmon.run.outcome`)."""
+    """A supervisor, and the descriptor from which the command's outcome is read (dpmon.supervise.outcome)."""
 
     process: subprocess.Popen[bytes]
     outcome: int

@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 
 from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, STEP, device_series, metrics_of
 from dpmon.run.destination import remove_parts, replaced
-from dpmon.run.exposition import histogram, metric
 from dpmon.run.files import read_file
-from dpmon.run.opened import open_store
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info, short_name
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.figures import elapsed
+from dpmon.store.opened import open_store
 from dpmon.store.quantiles import between
 from dpmon.store.queries import Store
 from dpmon.store.tables import HistoryError
 from dpmon.store.tally import Tally
 from dpmon.store.window import Window
+from dpmon.supervise.exposition import histogram, metric
 
 __all__ = ["EVERY_S", "Metrics", "is_of_run", "metrics_path"]
 

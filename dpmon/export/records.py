@@ -9,8 +9,8 @@ from typing import IO, Any
 
 from dpmon.record.codec import Call, Event, Record, Step
 from dpmon.record.jsonl import as_json
-from dpmon.run.opened import open_store
 from dpmon.run.rundir import load_exit
+from dpmon.store.opened import open_store
 from dpmon.store.tables import HistoryError
 
 __all__ = ["history", "kind", "write_jsonl"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from heapq import heappush, heappushpop
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dpmon.run.pauses import Span
+from dpmon.report.pause_spans import Span
 
 if TYPE_CHECKING:
     from dpmon.store.queries import Store

@@ -14,10 +14,11 @@ from dpmon.ring import RingError, RingReader
 from dpmon.run.files import remove_file
 from dpmon.run.proc import alive
 from dpmon.run.rundir import RunInfo, ring_paths
+from dpmon.store.batch import Batch
 from dpmon.store.intake import Accounts, Intake
 from dpmon.store.resume import resume_accounts, resume_intake
 from dpmon.store.tables import HistoryError, RingRow
-from dpmon.store.writer import LIMIT_BYTES, Batch, History
+from dpmon.store.writer import LIMIT_BYTES, History
 
 __all__ = ["Drain"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import dpmon
 from dpmon.run.files import open_file
 from dpmon.run.rundir import RunInfo
-from dpmon.run.sigchld import ignored_again
 from dpmon.run.terminal import Terminal
+from dpmon.supervise.sigchld import ignored_again
 
 __all__ = ["environment", "start_command"]
 

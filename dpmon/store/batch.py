@@ -1,0 +1,94 @@
+"""What is written into a history at once: rows, and the steps and times that its tallies take."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dpmon.store.accounting import Spent
+from dpmon.store.tables import RingRow
+from dpmon.store.tally import Key, StepFacts
+
+__all__ = ["GAP_NS", "Batch", "Ended"]
+
+GAP_NS = 20_000_000
+"""Shorter times between two steps get no row."""
+_SECOND = 1_000_000_000
+
+
+@dataclass(slots=True)
+class Ended:
+    """Steps of one tally that ended in one second; when the first began and the last ended."""
+
+    steps: list[StepFacts]
+    first_ns: int
+    last_ns: int
+
+    def add(self, steps: Sequence[StepFacts], first_ns: int, last_ns: int) -> None:
+        """Add steps that began and ended between two times."""
+        self.steps.extend(steps)
+        self.first_ns = min(self.first_ns, first_ns)
+        self.last_ns = max(self.last_ns, last_ns)
+
+
+@dataclass
+class Batch:
+    """Rows that are written together."""
+
+    definitions: list[tuple[int, int, str]] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Rows by the names of their columns."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    events: list[tuple[Any, ...]] = field(default_factory=list)
+    rings: list[RingRow] = field(default_factory=list)
+    tallied: dict[tuple[int, Key], Ended] = field(default_factory=dict)
+    """Steps by the second they ended in and their tally."""
+    spent: dict[tuple[int, int, str, str], int] = field(default_factory=dict)
+    """Time (ns) by second, process, mode and activity; negative where it is taken back."""
+    gaps: list[tuple[Any, ...]] = field(default_factory=list)
+    waited: list[tuple[int, int, int]] = field(default_factory=list)
+    """Waits for input in gaps that were recorded before: process, begin, end."""
+    shapes: Counter[tuple[int, str, int, int, int, str, int]] = field(default_factory=Counter)
+    """Calls by process, mode, kind, layout, whether virtual, sizes and why a device time is missing."""
+    devices: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
+    """Count, total, lowest and highest by minute (its first second), device and name."""
+
+    def step(self, key: Key, start_ns: int, facts: StepFacts) -> None:
+        """Add a step to its tally."""
+        end = start_ns + facts.wall
+        at = end // 1_000_000_000, key
+        found = self.tallied.get(at)
+        if found is None:
+            self.tallied[at] = Ended([facts], start_ns, end)
+        else:
+            found.add((facts,), start_ns, end)
+
+    def spend(self, process: int, spent: Iterable[Spent]) -> None:
+        """Add time of a process's activities."""
+        sums = self.spent
+        for one in spent:
+            activity, mode, begin, end, sign = one
+            if sign < 0 and activity == "between":
+                self.waited.append((process, begin, end))
+            second = begin // _SECOND
+            if end <= (second + 1) * _SECOND:  # as almost always
+                key = second, process, mode, activity
+                sums[key] = sums.get(key, 0) + sign * (end - begin)
+                continue
+            for second, ns in one.by_second():
+                key = second, process, mode, activity
+                sums[key] = sums.get(key, 0) + ns
+
+    def device(self, t_ns: int, device: int, name: str, value: float) -> None:
+        """Add one value of a sample."""
+        key = t_ns // 60_000_000_000 * 60, device, name
+        found = self.devices.get(key)
+        if found is None:
+            self.devices[key] = [1, value, value, value]
+        else:
+            found[0] += 1
+            found[1] += value
+            found[2] = min(found[2], value)
+            found[3] = max(found[3], value)

@@ -32,13 +32,12 @@ import fcntl
 import mmap
 import os
 import signal
-import stat
 import struct
 import sys
 import time
 from typing import Any
 
-__all__ = ["Activity", "Frame", "NoSizeSignal", "Ring", "RingError", "RingReader"]
+__all__ = ["Activity", "Frame", "NoSizeSignal", "Ring", "RingError"]
 
 MAGIC = b"DPMONRNG"
 VERSION = 1
@@ -47,27 +46,27 @@ BLOCK_BYTES = 1 << 16
 DEFAULT_CAPACITY = 1 << 22
 """4 MiB: about 7,000 steps of one call over 8 replicas. Touched pages count as the training's memory, so not more."""
 
-_HEAD_STRUCT = struct.Struct("=8sIIQIiiiq")  # magic version header capacity pid process rank world start_ns
-_FRAME = struct.Struct("<IIQ")
-_FRAME_BYTES = _FRAME.size
+HEAD_STRUCT = struct.Struct("=8sIIQIiiiq")  # magic version header capacity pid process rank world start_ns
+FRAME = struct.Struct("<IIQ")
+FRAME_BYTES = FRAME.size
 _WAIT_TURNS = 50
 """Tenths of a millisecond to wait for another thread's write, once at most."""
 _UPPER = 0xFFFFFFFF_00000000
-_PAD_LENGTH = 0xFFFFFFFF
-MAX_PAYLOAD = BLOCK_BYTES - _FRAME_BYTES
+PAD_LENGTH = 0xFFFFFFFF
+MAX_PAYLOAD = BLOCK_BYTES - FRAME_BYTES
 
 # Indices of the 64-bit words that change while the ring is in use.
-_HEAD, _CLAIM, _LOST = 16, 17, 18
-_REQUEST_SERIAL, _REQUEST_MODE, _REQUEST_PAUSE = 24, 25, 26
-_ACK_SERIAL, _ACK_MODE, _ACTIVITY, _STAGE_SIZE, _HELD, _ACK_PAUSE = 32, 33, 34, 35, 36, 37
-_STAGE_AT = 512
-_STAGE_MAX = 256
+HEAD, CLAIM, LOST = 16, 17, 18
+REQUEST_SERIAL, REQUEST_MODE, REQUEST_PAUSE = 24, 25, 26
+ACK_SERIAL, ACK_MODE, ACTIVITY, STAGE_SIZE, HELD, ACK_PAUSE = 32, 33, 34, 35, 36, 37
+STAGE_AT = 512
+STAGE_MAX = 256
 _LONG = struct.calcsize("l")
 _GET_FLAGS, _SET_FLAGS = 2 << 30 | _LONG << 16 | 0x6601, 1 << 30 | _LONG << 16 | 0x6602
 """ioctl FS_IOC_GETFLAGS and FS_IOC_SETFLAGS (linux/fs.h)."""
 _NO_COPY_ON_WRITE = 0x00800000
 """FS_NOCOW_FL."""
-_WORDS = struct.Struct("=22Q")  # bytes 128..304: words 16..37
+WORDS = struct.Struct("=22Q")  # bytes 128..304: words 16..37
 
 
 class NoSizeSignal:
@@ -97,9 +96,9 @@ class Activity:
     """What the training thread was last seen to begin, as numbers in the ring's header."""
 
     OTHER, DATA, FORWARD, BACKWARD, OPTIMIZER, ENDED, PAUSED, COPY = range(8)
-    WORD = _ACTIVITY
+    WORD = ACTIVITY
     """Index in Ring.words: monotonic ns of the turn's start shifted left by three, and one of the numbers above."""
-    BYTE = _ACTIVITY * 8
+    BYTE = ACTIVITY * 8
     """Index in Ring.map of the byte that holds the number (and a few low bits of the time, which do not matter)."""
     NAMES = ("other", "data", "forward", "backward", "optimizer", "ended", "paused", "copy")
 
@@ -113,7 +112,7 @@ class Frame:
         """Layouts are struct formats of standard size, beginning with "<"."""
         self.size = struct.calcsize(layout)
         pad = -self.size % 8
-        # The head's length and check are one number here, least significant half first, as in _FRAME.
+        # The head's length and check are one number here, least significant half first, as in FRAME.
         whole = f"<QQ{layout[1:]}"
         after = 0
         if second is not None:
@@ -195,7 +194,7 @@ class Ring:
         """
         self.words = memoryview(self.map)[:HEADER_BYTES].cast("Q")
         # The magic comes last: a reader that sees it sees a complete header.
-        _HEAD_STRUCT.pack_into(
+        HEAD_STRUCT.pack_into(
             self.map, 0, bytes(8), VERSION, HEADER_BYTES, capacity, os.getpid(), process, rank, world, start_ns
         )
         self.map[0:8] = MAGIC
@@ -231,7 +230,7 @@ class Ring:
             frame.pack_into(self.map, at, first, sequence, *values)
             self._sequence = sequence + 1
             self.head = end
-            self.words[_HEAD] = end
+            self.words[HEAD] = end
         finally:
             token.append(None)
         return True
@@ -287,15 +286,15 @@ class Ring:
                     raise struct.error("a record that is larger than a block")
                 self._sequence = number
                 self.head = head
-                words[_HEAD] = head
+                words[HEAD] = head
                 del held[:count]
         except BaseException as error:
             if isinstance(error, struct.error):
-                words[_LOST] += 1 if held[count][1] is None else 2
+                words[LOST] += 1 if held[count][1] is None else 2
                 del held[count]
                 self._sequence, self.head = number, head
             if start >= 0 and self.head == head:
-                words[_HEAD] = head
+                words[HEAD] = head
                 if held and held[0] is item:
                     del held[:count]
             elif start >= 0:
@@ -312,7 +311,7 @@ class Ring:
         caller = sys._getframe(1).f_back
         while caller is not None:
             if caller.f_code in _WRITERS:
-                self.words[_LOST] += lost
+                self.words[LOST] += lost
                 return False
             caller = caller.f_back
         head = self.head
@@ -325,13 +324,13 @@ class Ring:
             return True
         if self.head == head:  # an exception (KeyboardInterrupt) struck between taking the token and the try
             return True
-        self.words[_LOST] += lost
+        self.words[LOST] += lost
         return False
 
     def write(self, payload: bytes) -> bool:
         """Append one record of any layout, after the one that is staged; False, and counted as lost, if too large."""
         if len(payload) > MAX_PAYLOAD:
-            self.words[_LOST] += 1
+            self.words[LOST] += 1
             return False
         self.flush()
         return self.put(Frame(f"<{len(payload)}s"), (payload,))
@@ -344,9 +343,9 @@ class Ring:
         """
         self.staged = values
         number = self._sequence + 1
-        self._stage_into(self.map, _STAGE_AT, number, *values, number)
+        self._stage_into(self.map, STAGE_AT, number, *values, number)
 
-    HELD, LOST = _HELD, _LOST
+    HELD, LOST = HELD, LOST
     """Indices in `words` of the number of records that are held back, and of those that could not be written."""
 
     def flush(self) -> None:
@@ -363,11 +362,11 @@ class Ring:
                 self.put(self._stage_frame, staged)
         except BaseException:  # an interrupt: this record has no second chance
             if staged is not None and self.staged is not staged:
-                self.words[_LOST] += self._sequence == number
+                self.words[LOST] += self._sequence == number
             raise
         finally:
             if anything:
-                self.words[_HELD] = sum(1 if step is None else 2 for _, step, _ in self.held) if self.held else 0
+                self.words[HELD] = sum(1 if step is None else 2 for _, step, _ in self.held) if self.held else 0
 
     def staging(self, layout: str, second: str | None = None) -> None:
         """Say which layout `stage` takes, and which one the records have that are held with a staged one."""
@@ -375,41 +374,41 @@ class Ring:
         packer, native = struct.Struct(f"<Q{layout[1:]}Q"), struct.Struct(f"@Q{layout[1:]}Q")
         self._stage_into = (native if native.size == packer.size else packer).pack_into
         self._stage_frame = Frame(layout)
-        self.words[_STAGE_SIZE] = struct.calcsize(layout)
+        self.words[STAGE_SIZE] = struct.calcsize(layout)
 
     def _next_block(self) -> int:
         """Claim the next block, end the one under way with a pad, and return where the new one starts."""
         head, start = self.head, self._block_end
-        self.words[_CLAIM] = start + BLOCK_BYTES
-        if start - head >= _FRAME_BYTES:
-            _FRAME.pack_into(self.map, HEADER_BYTES + head % self._capacity, _PAD_LENGTH, 0, 0)
+        self.words[CLAIM] = start + BLOCK_BYTES
+        if start - head >= FRAME_BYTES:
+            FRAME.pack_into(self.map, HEADER_BYTES + head % self._capacity, PAD_LENGTH, 0, 0)
         self.head = start  # before the block's end: an exception in between must not leave them in different blocks
         self._block_end = start + BLOCK_BYTES
         return start
 
     def activity(self, what: int, since_ns: int) -> None:
         """Say what the training thread has just begun (one of Activity) and when (monotonic, ns)."""
-        self.words[_ACTIVITY] = since_ns << 3 | what
+        self.words[ACTIVITY] = since_ns << 3 | what
 
-    REQUEST = _REQUEST_SERIAL
+    REQUEST = REQUEST_SERIAL
     """Index in `words` of what `request_serial` returns."""
 
     @property
     def request_serial(self) -> int:
         """The number of the last request that a reader made; 0 when there was none."""
-        return self.words[_REQUEST_SERIAL]
+        return self.words[REQUEST_SERIAL]
 
     @property
     def request_mode(self) -> int:
         """The mode asked for by the last request, as `dpmon.record.wire.MODES` numbers it."""
-        return self.words[_REQUEST_MODE]
+        return self.words[REQUEST_MODE]
 
     def acknowledge(self, serial: int, mode: int) -> None:
         """Tell readers which request was acted upon and which mode is in force now."""
-        self.words[_ACK_MODE] = mode
-        self.words[_ACK_SERIAL] = serial
+        self.words[ACK_MODE] = mode
+        self.words[ACK_SERIAL] = serial
 
-    PAUSE, PAUSE_ANSWERED = _REQUEST_PAUSE, _ACK_PAUSE
+    PAUSE, PAUSE_ANSWERED = REQUEST_PAUSE, ACK_PAUSE
     """Indices in `words` of the last request for a pause (odd) or its end (even), and of the last one acted upon."""
 
 
@@ -426,196 +425,3 @@ def _write_in_place(fd: int) -> None:
 
 
 _WRITERS = (Ring.put.__code__, Ring._put_held.__code__)
-
-
-class RingReader:
-    """The reading end: never blocks the writer, never trusts the file."""
-
-    def __init__(self, path: str, *, position: int = 0, sequence: int = 0, live: bool = False) -> None:
-        """Open `path` and continue at byte `position`, where record number `sequence` is due.
-
-        With `live`, start at what is still in the ring and do not count what was overwritten before as missed.
-        Raises RingError if the file is not a ring of this user, OSError if it cannot be opened.
-        """
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except PermissionError:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            info = os.fstat(self._fd)
-            if not stat.S_ISREG(info.st_mode):
-                raise RingError(f"{path}: not a regular file")
-            if info.st_uid != os.getuid():
-                raise RingError(f"{path}: belongs to another user")
-            raw = os.pread(self._fd, _HEAD_STRUCT.size, 0)
-            if len(raw) < _HEAD_STRUCT.size or raw[:8] != MAGIC:
-                raise RingError(f"{path}: not a ring")
-            _, version, header, capacity, pid, process, rank, world, start = _HEAD_STRUCT.unpack(raw)
-            if version != VERSION or header != HEADER_BYTES:
-                raise RingError(f"{path}: ring of another version ({version})")
-            if capacity < 2 * BLOCK_BYTES or capacity % BLOCK_BYTES or header + capacity != info.st_size:
-                raise RingError(f"{path}: size does not match its header")
-        except BaseException:
-            os.close(self._fd)
-            raise
-        self.path = path
-        self.pid, self.process, self.start_ns = pid, process, start
-        self.rank = rank if rank >= 0 else None
-        self.world = world if world >= 0 else None
-        self.capacity = capacity
-        self.position = position
-        self.sequence = sequence
-        self.missed = 0
-        """Records that were overwritten, torn or damaged before this reader came to them."""
-        self._first = live
-        self.ended = False
-
-    def close(self) -> None:
-        """Give the descriptor back; the reader is of no further use."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _words(self) -> tuple[int, ...]:
-        raw = os.pread(self._fd, _WORDS.size, 128)
-        if len(raw) < _WORDS.size:
-            raise RingError(f"{self.path}: truncated")
-        return _WORDS.unpack(raw)
-
-    def held(self) -> int:
-        """Records that the writer holds back; they are lost if its process is gone."""
-        return self._words()[_HELD - 16]
-
-    def lost(self) -> int:
-        """Records that the writer itself could not write."""
-        return self._words()[_LOST - 16]
-
-    def activity(self) -> tuple[int, int]:
-        """What the training thread last began (one of Activity), and when its turn of the loop began.
-
-        Monotonic ns, 0 when there was none yet. A turn begins by waiting for data, so for DATA this is
-        since when it waits.
-        """
-        word = self._words()[_ACTIVITY - 16]
-        return word & 7, word >> 3
-
-    def request(self, mode: int) -> int:
-        """Ask the training process for `mode`; returns the request's serial, to compare with `acknowledged`."""
-        serial = (self._words()[_REQUEST_SERIAL - 16] + 1) & 0xFFFFFFFFFFFFFFFF
-        os.pwrite(self._fd, struct.pack("=Q", mode), _REQUEST_MODE * 8)
-        os.pwrite(self._fd, struct.pack("=Q", serial), _REQUEST_SERIAL * 8)
-        return serial
-
-    def acknowledged(self) -> tuple[int, int]:
-        """The serial of the last request acted upon and the mode in force (0: none yet)."""
-        words = self._words()
-        return words[_ACK_SERIAL - 16], words[_ACK_MODE - 16]
-
-    def request_pause(self, paused: bool) -> int:
-        """Ask the training process to pause between two steps, or to go on; returns the request.
-
-        Requests are numbered, the lowest bit says what is asked for: 1 to pause, 0 to go on.
-        """
-        asked = (((self._words()[_REQUEST_PAUSE - 16] >> 1) + 1) << 1 | paused) & 0xFFFFFFFFFFFFFFFF
-        os.pwrite(self._fd, struct.pack("=Q", asked), _REQUEST_PAUSE * 8)
-        return asked
-
-    def pause_requests(self) -> tuple[int, int]:
-        """The last request that `request_pause` made, and the last one acted upon; 0 for none."""
-        words = self._words()
-        return words[_REQUEST_PAUSE - 16], words[_ACK_PAUSE - 16]
-
-    def has_more(self) -> bool:
-        """Whether the writer has written beyond what was read."""
-        return self.position < self._words()[_HEAD - 16]
-
-    def has_last_words(self) -> bool:
-        """Whether a record is staged that was not read."""
-        return self._staged() is not None
-
-    def read(self, limit: int = 1 << 20) -> list[bytes]:
-        """The next records' payloads, oldest first, from at most `limit` bytes; an empty list when there are none.
-
-        What was overwritten before it could be read is added to `missed`. Raises RingError if the file was truncated.
-        """
-        words = self._words()
-        head, claim = words[_HEAD - 16], max(words[_CLAIM - 16], words[_HEAD - 16])
-        if self.position > head:  # damaged header: there is nothing to be trusted
-            return []
-        self._skip_overwritten(claim)
-        start = self.position
-        if start >= head:
-            return []
-        end = min(head, start + max(limit, BLOCK_BYTES))
-        if end < head:
-            end -= end % BLOCK_BYTES  # frames never cross a block, so a cut there is clean
-        data = self._copy(start, end)
-        words = self._words()
-        safe_from = max(words[_CLAIM - 16] - self.capacity, 0)
-        return self._parse(data, start, safe_from)
-
-    def last_words(self) -> list[bytes]:
-        """The record that a process staged and died before it could write it, once `read` has nothing more."""
-        staged = self._staged()
-        if staged is None:
-            return []
-        self.sequence, payload = staged
-        return [payload]
-
-    def _staged(self) -> tuple[int, bytes] | None:
-        """Number and payload of the staged record, if `read` has not given it."""
-        size = self._words()[_STAGE_SIZE - 16]
-        if not 0 < size <= _STAGE_MAX:
-            return None
-        raw = os.pread(self._fd, size + 16, _STAGE_AT)
-        if len(raw) < size + 16 or raw[:8] != raw[-8:]:  # killed while it staged: the record was not finished
-            return None
-        number = int.from_bytes(raw[:8], "little")
-        return None if number <= self.sequence else (number, raw[8:-8])
-
-    def _skip_overwritten(self, claim: int) -> None:
-        oldest = claim - self.capacity
-        if self.position < oldest:
-            self.position = -(-oldest // BLOCK_BYTES) * BLOCK_BYTES
-
-    def _copy(self, start: int, end: int) -> bytes:
-        at = start % self.capacity
-        size = end - start
-        first = min(size, self.capacity - at)
-        data = os.pread(self._fd, first, HEADER_BYTES + at)
-        if size > first:
-            data += os.pread(self._fd, size - first, HEADER_BYTES)
-        if len(data) < size:
-            raise RingError(f"{self.path}: truncated")
-        return data
-
-    def _parse(self, data: bytes, start: int, safe_from: int) -> list[bytes]:
-        found: list[bytes] = []
-        offset, size = 0, len(data)
-        if start < safe_from:
-            offset = min(-(-safe_from // BLOCK_BYTES) * BLOCK_BYTES - start, size)
-        while offset < size:
-            room = BLOCK_BYTES - ((start + offset) & (BLOCK_BYTES - 1))
-            if min(room, size - offset) < _FRAME_BYTES:  # a block's end, or a damaged head
-                offset += min(room, size - offset)
-                continue
-            length, check, sequence = _FRAME.unpack_from(data, offset)
-            if length == _PAD_LENGTH:
-                offset += room
-                continue
-            body = offset + _FRAME_BYTES
-            payload = data[body : body + length]
-            if length > room - _FRAME_BYTES or body + length > size or (sequence ^ length) & 0xFFFFFFFF != check:
-                offset += room  # damaged: the next block starts with a frame again, its number tells what is missing
-                continue
-            if sequence < self.sequence:  # already taken from the stage
-                offset = body + ((length + 7) & ~7)
-                continue
-            if not self._first:
-                self.missed += sequence - self.sequence
-            self._first = False
-            self.sequence = sequence + 1
-            found.append(payload)
-            offset = body + ((length + 7) & ~7)
-        self.position = start + offset
-        return found

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from dpmon.record.codec import Decoder, Event
-from dpmon.ring import RingError, RingReader
+from dpmon.record.codec import Decoder
+from dpmon.record.kinds import Event
+from dpmon.ring import RingError
+from dpmon.ring_reader import RingReader
 
 __all__ = ["CUDA", "FOREVER", "Asked", "FakeNvml", "GpuRing", "compiler", "library"]
 

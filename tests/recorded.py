@@ -13,7 +13,7 @@ from pathlib import Path
 
 from synthetic import decoded
 
-from dpmon.record.codec import Call, Event, Record, Step
+from dpmon.record.kinds import Call, Event, Record, Step
 
 _FILE = Path(__file__).parent / "data" / "linear.records"
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dpmon.ring import BLOCK_BYTES, RingReader
+from dpmon.ring import BLOCK_BYTES
+from dpmon.ring_reader import RingReader
 
 __all__ = ["SMALL", "everything", "number_of", "numbered", "opened"]
 

@@ -12,7 +12,7 @@ from synthetic import SECOND, Training, device_event, host_event, whole_device_e
 
 from dpmon.model.process import Process
 from dpmon.model.state import State
-from dpmon.record.codec import Record
+from dpmon.record.kinds import Record
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_output import Output

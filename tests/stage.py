@@ -14,7 +14,7 @@ from stored import Recording
 from synthetic import SECOND, Training, decoded, host_event
 from textual.pilot import Pilot
 
-from dpmon.record.codec import Event, Record
+from dpmon.record.kinds import Event, Record
 from dpmon.store.queries import Store
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.monitor import Monitor

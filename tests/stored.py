@@ -10,7 +10,8 @@ from typing import Any
 
 from dpmon.model.snapshot import Snapshots, Wanted
 from dpmon.model.state import State
-from dpmon.record.codec import UNTIMED, Call, Record, RecordError, Size, Step, kind_of
+from dpmon.record.codec import UNTIMED, kind_of
+from dpmon.record.kinds import Call, Record, RecordError, Size, Step
 from dpmon.record.plainjson import load_event
 from dpmon.record.wire import (
     BODY_PHASES,

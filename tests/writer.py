@@ -17,7 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
-from dpmon.ring import Ring, RingReader
+from dpmon.ring import Ring
+from dpmon.ring_reader import RingReader
 
 BURST_S = 0.01
 

@@ -13,9 +13,10 @@ from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
 from dpmon.run import retention
 from dpmon.run.lock import goes_on_elsewhere
+from dpmon.run.lookup import find_run, list_runs, newest_run, short_name
 from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
-from dpmon.run.rundir import RunError, RunInfo, find_run, list_runs, load_exit, load_info, newest_run, short_name
+from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
 from dpmon.run.standing import how_it_stands
 from dpmon.run.state import goes_on, is_paused, run_state
 from dpmon.supervise.guard import looked_after

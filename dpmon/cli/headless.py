@@ -19,8 +19,9 @@ from dpmon.cli.lines import LineFile, Lines
 from dpmon.cli.progress import Progress
 from dpmon.cli.speak import error_words
 from dpmon.run.files import open_file
+from dpmon.run.lookup import short_name
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, mark_stop, short_name
+from dpmon.run.rundir import ExitInfo, mark_stop
 from dpmon.run.state import run_state
 from dpmon.run.terminal import send_input
 from dpmon.supervise.foreground import FORWARDED

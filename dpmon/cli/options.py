@@ -141,7 +141,7 @@ def _command_parser(command: str) -> _Parser:
     if command == "keep":
         parser.add_argument("--not", dest="kept", action="store_false", help="take that back")
     if command == "export":
-        from dpmon.record.schema import RECORDS
+        from dpmon.record.fields import RECORDS
 
         parser.add_argument(
             "--format",

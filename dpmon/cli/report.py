@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from dpmon.export.target import opened, stdout
-from dpmon.run.rundir import RunError, find_run, load_info, short_name
+from dpmon.run.lookup import find_run, short_name
+from dpmon.run.rundir import RunError, load_info
 from dpmon.text.ascii import in_stream
 
 __all__ = ["report"]

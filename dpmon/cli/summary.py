@@ -17,8 +17,9 @@ from dpmon.report.said import waited
 from dpmon.report.waits import inputs_in
 from dpmon.report.words import ACTIVITY_NAMES, times_paused
 from dpmon.run.files import read_tail
+from dpmon.run.lookup import short_name
 from dpmon.run.reader import RunReader
-from dpmon.run.rundir import ExitInfo, RunInfo, load_info, short_name
+from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.run.standing import why_nothing
 from dpmon.store.figures import Figures, PhaseFigures
 from dpmon.store.opened import open_store

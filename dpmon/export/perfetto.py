@@ -23,9 +23,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
-from dpmon.record.codec import Call, Event, Record, Step
 from dpmon.record.jsonl import as_json
-from dpmon.run.rundir import RunInfo, short_name
+from dpmon.record.kinds import Call, Event, Record, Step
+from dpmon.run.lookup import short_name
+from dpmon.run.rundir import RunInfo
 
 __all__ = ["write_trace"]
 

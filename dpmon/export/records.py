@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from dpmon.record.codec import Call, Event, Record, Step
 from dpmon.record.jsonl import as_json
+from dpmon.record.kinds import Call, Event, Record, Step
 from dpmon.run.rundir import load_exit
 from dpmon.store.opened import open_store
 from dpmon.store.tables import HistoryError

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
 from dpmon.export.records import kind
-from dpmon.record.codec import Call, Record, Size, Step, rows_of
+from dpmon.record.fields import COLUMNS, RECORDS
 from dpmon.record.jsonl import as_json
-from dpmon.record.schema import COLUMNS, RECORDS
+from dpmon.record.kinds import Call, Record, Size, Step, rows_of
 from dpmon.record.wire import MORE
 
 __all__ = ["Tables", "row"]

@@ -24,7 +24,8 @@ from dpmon.gpu.nvml import Nvml, leave
 from dpmon.gpu.share import Run, TorchUse, bare, uses_of
 from dpmon.gpu.visible import Gpu, visible_gpus
 from dpmon.gpu.watch import Watch
-from dpmon.record.codec import Decoder, Event, RecordError
+from dpmon.record.codec import Decoder
+from dpmon.record.kinds import Event, RecordError
 from dpmon.record.wire import pack_event
 from dpmon.ring import Ring
 

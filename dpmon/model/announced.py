@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from dpmon.model.members import SECOND, number_in, text_in, time_of, whole_in
 from dpmon.model.process import Refusal
 from dpmon.model.state import ModeChange, PauseChange, WarningText
-from dpmon.record.codec import Event
+from dpmon.record.kinds import Event
 from dpmon.record.wire import MODES
 
 __all__ = ["Announced", "EventSource", "InForce"]

@@ -16,9 +16,7 @@ from itertools import accumulate
 from math import exp, log, sqrt
 from typing import NamedTuple
 
-from dpmon.model.inputs import INPUT, SAID
 from dpmon.model.memory import Peak
-from dpmon.model.numbers import duration, percent, times
 from dpmon.model.uneven import Uneven, uneven_steps
 from dpmon.rates import Rate
 from dpmon.record.schema import EVALUATION, PHASES, REST, SETTLING, STEP
@@ -39,7 +37,6 @@ __all__ = [
     "first_with_both",
     "median_interval",
     "ratio",
-    "sentence",
 ]
 
 MODES_COMPARED = ("single", "dp")
@@ -49,12 +46,12 @@ _BATCHES = 4
 """Fewer batches say nothing of how steps depend on each other."""
 _Z = 1.96
 """Of a normal distribution, for 95 %."""
-_WORTH = 0.05
+WORTH = 0.05
 """Share of a step below which copying is not worth a word."""
 _APART = 1.1
 """By so much the ratio of means may lie outside the interval without a word."""
 _APPLY = "parallel_apply"
-_COPIES = ("scatter", "replicate", "gather")
+COPIES = ("scatter", "replicate", "gather")
 """Phases that only dp has."""
 
 
@@ -376,7 +373,7 @@ def _least_alike(
 
 
 def _cost(dp: Side) -> Ground | None:
-    copies = [phase for phase in dp.phases if phase.name in _COPIES and phase.share is not None]
+    copies = [phase for phase in dp.phases if phase.name in COPIES and phase.share is not None]
     most = max(copies, key=lambda phase: phase.share or 0, default=None)
     return Ground(most.name, most.share, most.median_ns, None) if most is not None else None
 
@@ -385,7 +382,7 @@ def _largest(sides: Mapping[str, Side], outcome: str) -> Ground | None:
     """The phase that is most of the difference; the replicas' forward counts as forward."""
     if outcome == "even":  # the copying, if it is worth a word
         cost = _cost(sides["dp"])
-        return cost if cost is not None and (cost.share or 0) >= _WORTH else None
+        return cost if cost is not None and (cost.share or 0) >= WORTH else None
     took = {mode: _by_phase(side, lambda phase: phase.median_ns) for mode, side in sides.items()}
     sign = 1 if outcome == "slower" else -1
     changes = {
@@ -411,48 +408,3 @@ def _by_phase(side: Side, figure: Callable[[PhaseFigures], float | None]) -> dic
 
 
 # ------------------------------------------------------------------------------------------------ words
-
-
-def sentence(found: Comparison) -> str | None:
-    """The verdict with its ground, in one sentence; None when there is none."""
-    if found.speedup is None:
-        return None
-    over = f" over {len(found.devices)}" if found.devices else ""
-    virtual = " virtual replicas" if found.virtual and found.devices else ""
-    head = f"DataParallel{over}{virtual} is {times(found.speedup.value)} as fast as one device"
-    if found.outcome == "even":
-        low, high = (times(each) for each in found.speedup[1:])
-        head = f"DataParallel{over}{virtual} makes no difference that shows ({low} to {high} as fast as one device)"
-    said = _ground(found)
-    means = ""
-    if found.by_mean is not None:
-        means = f" By the mean step it is {times(found.by_mean)}{_why_uneven(found)}."
-    return f"{head}: {said}.{means}" if said else f"{head}.{means}"
-
-
-def _why_uneven(found: Comparison) -> str:
-    if found.uneven is None:
-        return ""
-    mode, how = found.uneven
-    by = f" ({SAID})" if how.phase == INPUT else ""
-    return f": of the steps in {mode}, about {percent(how.steps)} take {percent(how.time)} of the time{by}"
-
-
-def _ground(found: Comparison) -> str:
-    ground, cost = found.ground, found.cost
-    if ground is None:
-        return ""
-    if ground.phase in _COPIES:
-        return f"{ground.phase} takes {percent(ground.share)} of the step"
-    name = "the replicas' forward" if ground.phase == "forward" else _PHRASES.get(ground.phase, ground.phase)
-    text = f"{name} takes {_took(ground.dp_ns)} against {_took(ground.single_ns)} on one device"
-    if found.outcome == "faster" and cost is not None and (cost.share or 0) >= _WORTH:
-        text += f", {cost.phase} {percent(cost.share)} of the step"
-    return text
-
-
-_PHRASES = {"data": "waiting for data", "other": "the script's own work"}
-
-
-def _took(ns: float | None) -> str:
-    return "none" if ns is None else duration(ns)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from dpmon.model.members import SECOND, text_in, whole_in
 from dpmon.model.memory import Peak
 from dpmon.model.state import DeviceTrack, ModeChange
-from dpmon.record.codec import Event
+from dpmon.record.kinds import Event
 from dpmon.store.answers import Sample
 
 __all__ = ["HISTORY_S", "HostPeaks", "SampleSource", "Samples", "Visit", "device_peaks", "visits_of"]

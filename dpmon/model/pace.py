@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dpmon.model.process import Process, Recent
 from dpmon.model.state import State
 from dpmon.rates import Rate, span_rate
-from dpmon.record.codec import Step
+from dpmon.record.kinds import Step
 from dpmon.record.schema import EVALUATION, STEP
 from dpmon.store.answers import TimeRow
 from dpmon.store.tally import Key, Tally

@@ -13,7 +13,7 @@ from dpmon.model.compare import Comparison
 from dpmon.model.memory import Peak
 from dpmon.model.uneven import Uneven
 from dpmon.rates import Rate
-from dpmon.record.codec import Call, Step
+from dpmon.record.kinds import Call, Step
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.store.figures import Figures, PhaseFigures
 

@@ -23,7 +23,7 @@ from dpmon.model.process import ModeTrack, Process, RankFigures, Recent, Summary
 from dpmon.model.state import State
 from dpmon.model.turns import last_resumption, some_are_silent
 from dpmon.model.uneven import uneven_steps
-from dpmon.record.codec import Step
+from dpmon.record.kinds import Step
 from dpmon.record.schema import STEP
 from dpmon.record.wire import DDP
 from dpmon.store.answers import LongRow, TimeRow, TimeTogether

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dpmon.model.process import Process
-from dpmon.record.codec import Call, Step
+from dpmon.record.kinds import Call, Step
 from dpmon.record.schema import STEP_PHASES, phase_named
 from dpmon.record.wire import CALL_PHASES
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpmon.record.codec import Call, Record, Size, Stage, Step
+from dpmon.record.kinds import Call, Record, Size, Stage, Step
 from dpmon.record.schema import QUANTITIES, STEP_PHASES
 from dpmon.record.wire import MORE
 

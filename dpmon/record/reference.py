@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from dpmon.record.schema import PHASES, QUANTITIES, RECORDS, Field, RecordKind
+from dpmon.record.fields import RECORDS, Field, RecordKind
+from dpmon.record.schema import PHASES, QUANTITIES
 from dpmon.record.wire import TIMED_PHASES
 
 __all__ = ["reference"]
@@ -13,7 +14,7 @@ _HEAD = """\
 # Records
 
 What `dpmon export` writes: an object of each kind in JSON lines, a table of each kind in CSV. This page is made from
-`dpmon/record/schema.py` by `python -m dpmon.record.reference > docs/record.md`.
+`dpmon/record/fields.py` by `python -m dpmon.record.reference > docs/record.md`.
 
 - Every object has its `kind`. A field that could not be had is null, and `absent` says why.
 - A time that ends in `_ms` is in milliseconds, one in `_s` in seconds. `t_s` and `start_s` count from the run's start,

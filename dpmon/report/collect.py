@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dpmon.model.compare import compare_modes, first_with_both, sentence
+from dpmon.model.compare import compare_modes, first_with_both
 from dpmon.model.evidence import BatchFacts, Evidence, LoaderStart, LongStep, ModeFacts, ReplicaFacts, Worth
 from dpmon.model.findings import findings
 from dpmon.model.inputs import INPUT, is_wait, waited_ns
 from dpmon.model.layouts import Layouts, ReplicaSizes, StageSizes, most_common
 from dpmon.model.memory import Held, held
 from dpmon.model.replica_facts import batch_facts, replica_facts
+from dpmon.model.verdict import sentence
 from dpmon.record.schema import SETTLING, STEP, device_series
 from dpmon.report.devices import Devices
 from dpmon.report.events import loader_start, mode_change, process_facts

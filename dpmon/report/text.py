@@ -30,7 +30,7 @@ from dpmon.report.words import (
     time_spent,
     with_device,
 )
-from dpmon.run.rundir import short_name
+from dpmon.run.lookup import short_name
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock, memory, memory_of, samples_rate
 

@@ -7,13 +7,16 @@ of thousands of digits is an error in Python, and one of hundreds cannot be divi
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.run.files import read_file, read_tail
+from dpmon.run.files import open_file, read_file, read_tail
 
-__all__ = ["Note", "parse_notes", "read_notes"]
+__all__ = ["Note", "WarningsLog", "parse_notes", "read_notes"]
 
+_MOST_WARNINGS = 1 << 16
+"""Bytes of warnings.log that are read at once."""
 _NOTE = re.compile(r"([0-9]{1,10}) ([0-9]{1,19}) (.+)")
 
 
@@ -39,3 +42,32 @@ def parse_notes(data: bytes) -> list[Note]:
     lines = data.decode("utf-8", "replace").split("\n")[:-1]
     found = (_NOTE.fullmatch(line) for line in lines)
     return [Note(int(match[1]), int(match[2]), match[3]) for match in found if match is not None]
+
+
+class WarningsLog:
+    """The file in which a training process says what it could not say in its ring."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "warnings.log"
+        self._at = 0
+        self.told: Counter[str] = Counter()
+        """Texts that another supervisor has passed on already, and how often."""
+
+    def new(self) -> list[str]:
+        """The texts of the lines that were added since the last time."""
+        try:
+            with open(open_file(self._path), "rb") as file:
+                file.seek(self._at)
+                data = file.read(_MOST_WARNINGS)
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        # The tracer writes no line of this length. Skip it and read the lines after it.
+        self._at += len(whole) or (len(data) if len(data) == _MOST_WARNINGS else 0)
+        return [note.text for note in parse_notes(whole) if not self._known(note.text)]
+
+    def _known(self, text: str) -> bool:
+        if self.told[text] <= 0:
+            return False
+        self.told[text] -= 1
+        return True

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from dpmon.record.plainjson import load_event
 from dpmon.record.wire import mode_number, pack_event
-from dpmon.ring import Activity, RingError, RingReader
+from dpmon.ring import Activity, RingError
+from dpmon.ring_reader import RingReader
 from dpmon.run import proc
 from dpmon.run.lock import supervised
 from dpmon.run.rundir import (

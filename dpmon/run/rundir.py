@@ -9,7 +9,7 @@ import re
 import stat
 import time
 import zlib
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,13 @@ __all__ = [
     "RunError",
     "RunInfo",
     "create_run",
-    "find_run",
     "is_run_directory",
-    "list_runs",
     "load_exit",
     "load_info",
     "mark_stop",
-    "newest_run",
     "ring_paths",
     "runs_directory",
     "save",
-    "short_name",
     "stand_ins",
 ]
 
@@ -53,11 +49,10 @@ MAX_SECONDS = 1e11
 """Three thousand years: what is longer, or is no number, was not written by a run."""
 MAX_STATUS = 255
 SHARED_MEMORY = "/dev/shm"
-_IDS_NAMED = 8
 _RING_NAME = re.compile(r"(?:process-(\d{1,6})|gpu(?:-\d{1,4})?)\.ring")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
-_ID = re.compile(rf"\d{{8}}-\d{{6}}-{_NAME.pattern}-[0-9a-f]{{4}}")
+ID = re.compile(rf"\d{{8}}-\d{{6}}-{_NAME.pattern}-[0-9a-f]{{4}}")
 
 
 class RunError(Exception):
@@ -359,7 +354,7 @@ def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
 
 def is_run_directory(directory: Path) -> bool:
     """Whether a directory's name and contents are those of a run; other programs also have files named run.json."""
-    return _ID.fullmatch(directory.name) is not None and os.path.lexists(directory / INFO_FILE)
+    return ID.fullmatch(directory.name) is not None and os.path.lexists(directory / INFO_FILE)
 
 
 def ring_paths(directory: Path, known: Container[str] = ()) -> list[tuple[int, Path]]:
@@ -377,78 +372,3 @@ def ring_paths(directory: Path, known: Container[str] = ()) -> list[tuple[int, P
         if match:
             found.append((-1 if match[1] is None else int(match[1]), directory / name))
     return sorted(found)
-
-
-def list_runs(unreadable: list[str] | None = None) -> list[tuple[Path, RunInfo]]:
-    """All runs of this user that can be read, oldest first; those too that are kept elsewhere.
-
-    To `unreadable` goes why, of each of the others that has a run.json.
-    """
-    found = []
-    for runs in (runs_directory(), *stand_ins()):
-        try:
-            if runs != runs_directory():
-                check_directory(runs.parent)
-            names = os.listdir(runs)
-        except (OSError, RunError):
-            continue
-        for name in names:
-            if _ID.fullmatch(name):
-                try:
-                    found.append((runs / name, load_info(runs / name)))
-                except RunError as error:
-                    # Without the file it is being made, or was deleted at this moment.
-                    if unreadable is not None and os.path.lexists(runs / name / INFO_FILE):
-                        unreadable.append(str(error))
-    return sorted(found, key=lambda run: (run[1].started_unix, run[0].name))
-
-
-def short_name(info: RunInfo) -> str:
-    """What people call the run: its name and the four digits that tell it from others of that name."""
-    return f"{info.name}-{info.id[-4:]}"
-
-
-def newest_run(goes_on: Callable[[RunInfo], bool]) -> Path:
-    """The newest run that goes on, else the newest of all; RunError if there is none."""
-    going = [directory for directory, info in reversed(list_runs()) if goes_on(info)]
-    return going[0] if going else find_run()
-
-
-def find_run(what: str = "last", *, only: bool = False, goes_on: Callable[[RunInfo], bool] | None = None) -> Path:
-    """The run that `what` means: `last`, an id, a short name, a name (its latest run), a unique start of either.
-
-    RunError if there is none, or several begin so; with `only`, also if several have that name. With `goes_on`, of
-    several with a name it is the one that does; RunError if several do.
-    """
-    runs = list_runs()
-    if not runs:
-        raise RunError(f"there is no run yet in {runs_directory()}")
-    if what == "last":
-        return runs[-1][0]
-    for meaning in (lambda run: run.id, short_name, lambda run: run.name):
-        same = [(directory, info) for directory, info in runs if meaning(info) == what]
-        if only and len(same) > 1:
-            raise RunError(f"{what!r} could be any of {len(same)} runs: {_listed([info.id for _, info in same])}")
-        going = [run for run in same if goes_on is not None and goes_on(run[1])] if len(same) > 1 else []
-        if len(going) > 1:
-            raise RunError(f"{what!r} are {len(going)} runs that go on: {_listed([info.id for _, info in going])}")
-        if same:
-            return (going or same)[-1][0]
-    starts = [run for run in runs if what and _begins(run[1], what, only)]
-    if len(starts) > 1:
-        names = _listed([short_name(info) for _, info in starts])
-        raise RunError(f"{what!r} could be any of {len(starts)} runs: {names}")
-    if not starts:
-        raise RunError(f"there is no run {what!r}; `dpmon ls` lists them")
-    return starts[0][0]
-
-
-def _begins(info: RunInfo, what: str, only: bool) -> bool:
-    """Whether the run's id or short name begins so; what is to be deleted is not told by the start of a name."""
-    return info.id.startswith(what) or (not only and short_name(info).startswith(what))
-
-
-def _listed(ids: list[str]) -> str:
-    """The newest ids, the newest first."""
-    shown = ", ".join(ids[: -_IDS_NAMED - 1 : -1])
-    return shown if len(ids) <= _IDS_NAMED else f"{shown} and {len(ids) - _IDS_NAMED} more (dpmon ls lists them)"

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.ring import Activity, RingError, RingReader
+from dpmon.ring import Activity, RingError
+from dpmon.ring_reader import RingReader
 from dpmon.run import proc
 from dpmon.run.notes import read_notes
 from dpmon.run.rundir import ExitInfo, RunInfo, ring_paths

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from dpmon.record.codec import Call, Decoder, Event, RecordError, Step, call_head, call_replicas, call_stages
+from dpmon.record.codec import Decoder, call_head, call_replicas, call_stages
+from dpmon.record.kinds import Call, Event, RecordError, Step
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, SETTLING
 from dpmon.record.wire import MODES, pack_definition

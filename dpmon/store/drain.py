@@ -8,9 +8,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from dpmon.record.codec import RecordError
+from dpmon.record.kinds import RecordError
 from dpmon.record.wire import pack_event
-from dpmon.ring import RingError, RingReader
+from dpmon.ring import RingError
+from dpmon.ring_reader import RingReader
 from dpmon.run.files import remove_file
 from dpmon.run.proc import alive
 from dpmon.run.rundir import RunInfo, ring_paths

@@ -15,7 +15,7 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
-from dpmon.record.codec import RecordError
+from dpmon.record.kinds import RecordError
 from dpmon.record.plainjson import load_json
 from dpmon.record.schema import SETTLING_STEPS, STEP_PHASES
 from dpmon.record.wire import (

@@ -19,12 +19,10 @@ from dpmon.record.codec import (
     BACKWARD_AT,
     OPTIMIZER_AT,
     SAMPLES_AT,
-    RecordError,
     call_head,
     call_replicas,
     call_stages,
     definition,
-    is_evaluation,
     is_timed,
     kind_of,
     known_times,
@@ -33,6 +31,7 @@ from dpmon.record.codec import (
     step_times,
     why_number,
 )
+from dpmon.record.kinds import RecordError, is_evaluation
 from dpmon.record.plainjson import load_event
 from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SETTLING, SETTLING_STEPS, STEP_PHASES
 from dpmon.record.wire import CALL_PHASES, GRAD, MODES, TRAINING, VIRTUAL

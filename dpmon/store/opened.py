@@ -15,7 +15,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from dpmon.ring import RingError, RingReader
+from dpmon.ring import RingError
+from dpmon.ring_reader import RingReader
 from dpmon.run.files import check_database
 from dpmon.run.lock import supervised
 from dpmon.run.proc import alive

@@ -15,7 +15,8 @@ from contextlib import suppress
 from operator import itemgetter
 from typing import Any
 
-from dpmon.record.codec import Call, Decoder, Event, Record, RecordError, Step, kept_step_times
+from dpmon.record.codec import Decoder, kept_step_times
+from dpmon.record.kinds import Call, Event, Record, RecordError, Step
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES
 from dpmon.record.wire import pack_definition

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from dpmon.ring import Activity, RingError, RingReader
+from dpmon.ring import Activity, RingError
+from dpmon.ring_reader import RingReader
 from dpmon.run import proc
 from dpmon.run.ending import exit_info, unknown_exit
 from dpmon.run.pidfd import open_pidfd, wait_status

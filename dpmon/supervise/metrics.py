@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, STEP, device_series, metrics_of
+from dpmon.record.fields import metrics_of
+from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, STEP, device_series
 from dpmon.run.destination import remove_parts, replaced
 from dpmon.run.files import read_file
-from dpmon.run.rundir import ExitInfo, RunInfo, load_info, short_name
+from dpmon.run.lookup import short_name
+from dpmon.run.rundir import ExitInfo, RunInfo, load_info
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.figures import elapsed
 from dpmon.store.opened import open_store

@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from dpmon.run import proc
 from dpmon.run.ending import exit_info, unknown_exit
 from dpmon.run.files import open_file, remove_file
 from dpmon.run.lock import needs_supervisor, take_lock
-from dpmon.run.notes import parse_notes
+from dpmon.run.notes import WarningsLog
 from dpmon.run.oom import OomWatch
 from dpmon.run.pidfd import open_pidfd
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, save
@@ -55,8 +54,6 @@ DRAIN_S = 0.05
 of 4 MiB is filled in 0.4 s by 100,000 records a second: it must not stay unread for longer."""
 LOOK_S = 0.2
 """Between two looks at everything that changes rarely."""
-_MOST_WARNINGS = 1 << 16
-"""Bytes of warnings.log that are read at once."""
 
 
 class _Sampler(Protocol):
@@ -88,35 +85,6 @@ def _log(text: str) -> None:
         os.write(2, f"{time.strftime('%F %T')} {text}\n".encode("utf-8", "replace"))
 
 
-class _WarningsLog:
-    """The file in which a training process says what it could not say in its ring."""
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / "warnings.log"
-        self._at = 0
-        self.told: Counter[str] = Counter()
-        """Texts that another supervisor has passed on already, and how often."""
-
-    def new(self) -> list[str]:
-        """The texts of the lines that were added since the last time."""
-        try:
-            with open(open_file(self._path), "rb") as file:
-                file.seek(self._at)
-                data = file.read(_MOST_WARNINGS)
-        except OSError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        # The tracer writes no line of this length. Skip it and read the lines after it.
-        self._at += len(whole) or (len(data) if len(data) == _MOST_WARNINGS else 0)
-        return [note.text for note in parse_notes(whole) if not self._known(note.text)]
-
-    def _known(self, text: str) -> bool:
-        if self.told[text] <= 0:
-            return False
-        self.told[text] -= 1
-        return True
-
-
 class Supervisor:
     """One run from the start of its command to its end, or from where another supervisor was killed."""
 
@@ -130,7 +98,7 @@ class Supervisor:
         self._oom = OomWatch()
         self._samples = ""
         """The ring that this supervisor's samples are in."""
-        self._warnings = _WarningsLog(directory)
+        self._warnings = WarningsLog(directory)
 
     def run(self, lock: int | None) -> int:
         """Start the command and stay until it has ended; 0, or 2 if it could not be started."""

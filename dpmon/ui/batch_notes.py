@@ -9,7 +9,7 @@ from dpmon.model.inputs import INPUT, SAID
 from dpmon.model.numbers import percent
 from dpmon.model.process import PHASES, Process, Summary
 from dpmon.model.ranks import distributed
-from dpmon.record.codec import Call
+from dpmon.record.kinds import Call
 from dpmon.record.schema import phase_shown
 from dpmon.store.figures import PhaseFigures
 from dpmon.text.cells import cut, wrapped

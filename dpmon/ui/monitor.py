@@ -5,30 +5,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import ClassVar
 
 from textual import events
 from textual.binding import BindingType
-from textual.timer import Timer
 
 from dpmon.text.cells import wrapped
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock
 from dpmon.ui import errands, keys
 from dpmon.ui.dialogs import Choice, Commands, Dialog, Line, Pages, key_name
-from dpmon.ui.drawing import Drawing
 from dpmon.ui.footer import at
 from dpmon.ui.help import help_rows
 from dpmon.ui.panel_replicas import choices
 from dpmon.ui.picture import svg
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import PANELS, View
+from dpmon.ui.stopping import Stopping
 from dpmon.ui.view import PanelView
 
 __all__ = ["Monitor"]
-
-_STOPS = "stop the training: interrupt, then terminate, then kill"
 
 _FORMS = [
     ("j", "jsonl", "JSON, one object a line: every record"),
@@ -38,44 +34,17 @@ _FORMS = [
 ]
 
 
-class Monitor(Drawing):
+class Monitor(Stopping):
     """The live screen of one run."""
 
     BINDINGS: ClassVar[list[BindingType]] = keys.BINDINGS
-    said_s = 15.0
-    """So long something that was said stays, whether the picture's own clock goes on or stands still."""
-    _stop_done = False
-    _told_of_end = False
-    _said = 0
-    """How often something was said."""
     _clicked = View()
     """What a click found before it did anything, with the panel that it was on in focus."""
-    _unsaying: Timer | None = None
-    """What takes back the last of it."""
-
-    def _say(self, message: str | None) -> None:
-        if self._unsaying is not None:  # one clock at a time: a key that is held down says the same again and again
-            self._unsaying.stop()
-            self._unsaying = None
-        self._said += 1
-        self._see(replace(self.view, message=message, message_ns=self.scene().now_ns))
-        if message is not None:
-            self._unsaying = self.set_timer(self.said_s, partial(self._unsay, self._said))
-
-    def _unsay(self, serial: int) -> None:
-        """Take back what was said, unless something was said since: a clock that was stopped may have struck before."""
-        if serial == self._said:
-            self._unsaying = None
-            self._see(replace(self.view, message=None))
 
     def on_key(self, event: events.Key) -> None:
         """A key that means nothing here is not passed over in silence."""
         if event.key not in self.screen.active_bindings and not self._dialog_open:
             self._say(f"{key_name(event)} does nothing here: ? shows the keys")
-
-    def _see(self, view: View) -> None:
-        self.view = view
-        self.draw()
 
     # ------------------------------------------------------------------------------------------ moving
 
@@ -168,18 +137,6 @@ class Monitor(Drawing):
         return replace(self.view, scrolled={**self.view.scrolled, panel: first})
 
     # ------------------------------------------------------------------------------------------ looking
-
-    def action_freeze(self) -> None:
-        """Hold the picture, or let it go on."""
-        if self._still is None and self.scene().over:
-            self._say("there is nothing to freeze: the run is over")
-            return
-        self._still = None if self._still is not None else self.feed.scene(self.view)
-        self._see(replace(self.view, frozen=self._still is not None))
-
-    def _let_go(self) -> None:
-        if self._still is not None:
-            self.action_freeze()
 
     def action_toggle_mode(self) -> None:
         """Ask the training for the other mode, or say why that cannot be."""
@@ -389,84 +346,3 @@ class Monitor(Drawing):
             self.from_thread(then, None if said is None else clean(said, 300))
 
         threading.Thread(target=run, name="dpmon errand", daemon=True).start()
-
-    # ------------------------------------------------------------------------------------------ leaving
-
-    def action_leave(self, interrupt: bool = False) -> None:
-        """After the end: close. Before it: ask what is to become of the training; a second ctrl+c leaves it running."""
-        if self.feed.scene(self.view).over:
-            self.exit("ended")
-            return
-        if isinstance(self.screen, Dialog):
-            leaving = isinstance(self.screen, Choice) and self.screen.offers("left")
-            self.screen.settle("left" if interrupt and leaving else None)
-            return
-        answers = [("l", "left", "leave it running; this screen closes (ctrl+c too)")]
-        if self._stopping is None:
-            answers.append(("s", "stop", _STOPS))
-        answers.append(("esc", "stay", "stay here"))
-        text = ["The training does not need this screen."]
-        self.push_screen(Choice("Leave", text, answers, self.look, self._moot), self._left)
-
-    def action_stop(self) -> None:
-        """Stop the training, once that is confirmed."""
-        if self._dialog_open or self._stopping is not None:
-            return
-        scene = self.feed.scene(self.view)
-        if scene.over or scene.playing is not None:
-            self._say("there is nothing to stop: the run is over")
-            return
-        answers = [("s y", "stop", _STOPS), ("esc", "stay", "let it go on")]
-        text = ["What it has computed since it last saved is lost."]
-        self.push_screen(Choice("Stop the training?", text, answers, self.look, self._moot), self._left)
-
-    def _moot(self) -> None:
-        self._say("the run is over: there is nothing left to stop; q closes this screen")
-
-    def _left(self, answer: str | None) -> None:
-        over = self.feed.scene(self.view).over
-        if answer == "left":
-            self.exit("ended" if over else "left")
-        elif answer == "stop" and over:
-            self._moot()
-        elif answer == "stop":
-            self._let_go()
-            self._stopping = "the training is asked to stop"
-            self.draw()
-            threading.Thread(target=self._stop, name="dpmon stop", daemon=True).start()
-
-    def _stop(self) -> None:
-        """On a thread of its own: stop the whole run, telling how it goes."""
-        try:
-            for progress in errands.stop(self.feed.directory, self.feed.info):
-                self.from_thread(self._stopped_so_far, clean(progress, 200))
-            self.from_thread(self._stopped)
-        except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on
-            self.from_thread(self._stop_failed, clean(f"{type(error).__name__}: {error}", 200))
-
-    def _stopped_so_far(self, text: str) -> None:
-        self._stopping = text
-        self.draw()
-
-    def _stopped(self) -> None:
-        self._stop_done = True
-
-    def after_tick(self) -> None:
-        """Tell dialogs that the run ended. After all signals were sent, leave, or report which processes are left."""
-        scene = self.feed.scene(self.view)
-        if scene.over and not self._told_of_end:
-            self._told_of_end = True
-            for screen in self.screen_stack:
-                if isinstance(screen, Dialog):
-                    screen.over()
-        if not self._stop_done:
-            return
-        if scene.over:
-            self.exit("stopped")
-        elif not scene.ending:
-            self._stop_done = False
-            self._stop_failed(self._stopping or "it still runs")
-
-    def _stop_failed(self, text: str) -> None:
-        self._stopping = None
-        self._say(f"could not stop the training: {text}")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dpmon.model.compare import Comparison, Side, sentence
+from dpmon.model.compare import Comparison, Side
 from dpmon.model.finding import many
 from dpmon.model.memory import HOST, Peak
 from dpmon.model.numbers import UNKNOWN, duration, group, percent, times
 from dpmon.model.process import PHASES
 from dpmon.model.ranks import distributed
 from dpmon.model.turn import Piece
+from dpmon.model.verdict import sentence
 from dpmon.record.schema import REST, SETTLING_STEPS, phase_named, phase_shown
 from dpmon.text.cells import cut, right, wrapped
 from dpmon.text.cleaning import clean

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dpmon.model.numbers import UNKNOWN, duration, group
 from dpmon.model.ranks import RankRow, rank_rows, training
-from dpmon.record.codec import rows_of
+from dpmon.record.kinds import rows_of
 from dpmon.record.wire import DDP
 from dpmon.text.cells import cut, right, span_width, wrapped
 from dpmon.text.cleaning import clean

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from dpmon.model.finding import many
 from dpmon.model.numbers import UNKNOWN, duration, group
 from dpmon.model.process import CallTrack, Process
-from dpmon.record.codec import Call, Replica, Size, rows_of
+from dpmon.record.kinds import Call, Replica, Size, rows_of
 from dpmon.text.cells import cut, right, span_width, wrapped
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import memory

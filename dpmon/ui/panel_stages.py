@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dpmon.model.numbers import UNKNOWN, duration
 from dpmon.model.process import CallTrack
-from dpmon.record.codec import Stage
+from dpmon.record.kinds import Stage
 from dpmon.text.cells import cut, right, span_width, wrapped
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import memory

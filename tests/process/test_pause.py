@@ -15,8 +15,9 @@ from running import Dpmon, wait_for
 from stored import state_in, state_of
 from tracing import Script, Traced, text_of
 
-from dpmon.record.codec import Step
-from dpmon.ring import Activity, RingReader
+from dpmon.record.kinds import Step
+from dpmon.ring import Activity
+from dpmon.ring_reader import RingReader
 from dpmon.run import proc
 from dpmon.run.reader import RunReader
 from dpmon.tracer.pause import Pause

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from running import Dpmon, wait_for
 
-from dpmon.run.rundir import load_info, short_name
+from dpmon.run.lookup import short_name
+from dpmon.run.rundir import load_info
 
 # What the environment of the command has that the outer one has not, as the README says.
 OURS = {"PYTHONPATH", "PYTHONUNBUFFERED"}

@@ -19,7 +19,8 @@ from running import Dpmon, wait_for
 
 from dpmon.model.numbers import duration
 from dpmon.record.codec import kind_of
-from dpmon.ring import RingError, RingReader
+from dpmon.ring import RingError
+from dpmon.ring_reader import RingReader
 from dpmon.run import proc
 from dpmon.run.rundir import load_info
 from dpmon.store.drain import Drain

@@ -22,7 +22,7 @@ from synthetic import Training
 from test_run_faults import SLOW, begun, finish
 from test_run_records import WRITER, expected, of_training, tailed
 
-from dpmon.record.codec import Event
+from dpmon.record.kinds import Event
 from dpmon.run import proc
 from dpmon.run.rundir import load_exit
 from dpmon.supervise.start import look_after

@@ -9,8 +9,8 @@ from running import Dpmon
 from sidebyside import ROOT, of_kind
 from tracing import Traced, alone, text_of, traced
 
-from dpmon.record.codec import Call
 from dpmon.record.jsonl import as_json
+from dpmon.record.kinds import Call
 
 
 @pytest.fixture(scope="module")

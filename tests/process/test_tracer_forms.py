@@ -9,8 +9,8 @@ import pytest
 from test_tracer_modes import DP, SINGLE, Steered
 from tracing import Script, Traced, traced
 
-from dpmon.record.codec import Call
 from dpmon.record.jsonl import as_json
+from dpmon.record.kinds import Call
 
 VERBS = ["scatter", "replicate", "parallel_apply", "gather"]
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from tracing import Script, Traced, text_of
 
-from dpmon.record.codec import Call, Decoder, Record, RecordError, Step
-from dpmon.ring import Activity, RingReader
+from dpmon.record.codec import Decoder
+from dpmon.record.kinds import Call, Record, RecordError, Step
+from dpmon.ring import Activity
+from dpmon.ring_reader import RingReader
 
 CALLS = 57_000
 

@@ -10,7 +10,7 @@ import pytest
 from alternatives import as_alone
 from tracing import Script, Traced, text_of
 
-from dpmon.record.codec import Call, Step
+from dpmon.record.kinds import Call, Step
 
 TRAIN = {"forward", "backward", "optimizer", "other"}
 FETCH = {"data", *TRAIN}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tracing import Traced, text_of, traced
 
-from dpmon.record.codec import Call, Step
+from dpmon.record.kinds import Call, Step
 
 LEARN = {"forward", "backward", "optimizer", "other"}
 FETCH = {"data", *LEARN}

@@ -22,8 +22,10 @@ from sizes import LONG
 from warm import Piped
 
 import dpmon
-from dpmon.record.codec import Call, Decoder, Event, Record, RecordError, Step
-from dpmon.ring import RingError, RingReader
+from dpmon.record.codec import Decoder
+from dpmon.record.kinds import Call, Event, Record, RecordError, Step
+from dpmon.ring import RingError
+from dpmon.ring_reader import RingReader
 
 __all__ = ["SITE", "Script", "Traced", "alone", "read_run", "text_of", "traced"]
 

@@ -20,9 +20,10 @@ from dpmon.cli.commands import ls
 from dpmon.cli.main import entry
 from dpmon.export import export
 from dpmon.export.records import history
-from dpmon.record.codec import Event, Step
+from dpmon.record.kinds import Event, Step
 from dpmon.report import report_text
-from dpmon.run.rundir import RunError, find_run
+from dpmon.run.lookup import find_run
+from dpmon.run.rundir import RunError
 from dpmon.store.opened import can_be_opened
 from dpmon.store.tables import SCHEMA_VERSION, HistoryError
 from dpmon.store.writer import History

@@ -14,7 +14,7 @@ from test_takeover_exact import evaluation
 
 from dpmon.cli.summary import summary_lines
 from dpmon.export.records import history
-from dpmon.record.codec import Event, Step
+from dpmon.record.kinds import Event, Step
 from dpmon.record.wire import pack_event, pack_timed
 from dpmon.run.rundir import load_info
 from dpmon.store.drain import Drain

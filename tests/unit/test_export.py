@@ -25,8 +25,9 @@ from dpmon.export.table import Tables, row
 from dpmon.export.target import opened
 from dpmon.gpu.device import DeviceSample
 from dpmon.gpu.host import HostSample
-from dpmon.record.codec import Call, Decoder, Event, Record, Step
-from dpmon.record.schema import COLUMNS
+from dpmon.record.codec import Decoder
+from dpmon.record.fields import COLUMNS
+from dpmon.record.kinds import Call, Event, Record, Step
 from dpmon.record.wire import pack_event
 from dpmon.run.rundir import load_info
 

@@ -21,9 +21,10 @@ from dpmon.gpu import watch as watch_module
 from dpmon.gpu.device import DeviceSample
 from dpmon.gpu.nvml import Nvml, leave
 from dpmon.gpu.sampler import DeviceSampler
-from dpmon.record.codec import Decoder, Event
+from dpmon.record.codec import Decoder
+from dpmon.record.kinds import Event
 from dpmon.record.wire import pack_event
-from dpmon.ring import RingReader
+from dpmon.ring_reader import RingReader
 
 INTERVAL_S = 0.02
 LIMIT_S = 60.0

@@ -8,7 +8,7 @@ from synthetic import SECOND, Training
 
 from dpmon.model.history import COLUMNS, Columns, pictured, width_of_columns
 from dpmon.model.process import Process
-from dpmon.record.codec import Step
+from dpmon.record.kinds import Step
 
 
 def steps_of(walls: list[int], mode: str = "dp", each_ns: int | None = None) -> list[Step]:

@@ -18,7 +18,7 @@ from dpmon.model.pace import speed
 from dpmon.model.process import PHASES, Process
 from dpmon.model.state import State
 from dpmon.model.stats import percentile
-from dpmon.record.codec import Call, Event, Phase, Record, Replica, Step
+from dpmon.record.kinds import Call, Event, Phase, Record, Replica, Step
 
 NOT_RUN = None
 

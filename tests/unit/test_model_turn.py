@@ -11,7 +11,7 @@ from synthetic import Training
 
 from dpmon.model.calls_seen import STEP_CALLS_READ
 from dpmon.model.turn import Piece, Turn, last_turn
-from dpmon.record.codec import Call, Phase, Record, Replica, Stage, Step
+from dpmon.record.kinds import Call, Phase, Record, Replica, Stage, Step
 
 STEP = Step(0, None, 7, "dp", 1000, 200, 8, {"data": 10, "forward": 60, "backward": 50, "optimizer": 20, "other": 60})
 PHASES = {

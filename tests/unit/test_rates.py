@@ -15,7 +15,7 @@ from dpmon.cli.summary import summary_lines
 from dpmon.model.history import pictured
 from dpmon.model.pace import speed
 from dpmon.rates import span_rate
-from dpmon.record.codec import is_evaluation
+from dpmon.record.kinds import is_evaluation
 from dpmon.record.wire import pack_event
 from dpmon.report.asjson import as_object
 from dpmon.report.collect import collect

@@ -13,15 +13,7 @@ import pytest
 
 from dpmon.record.codec import (
     STEP_PHASES,
-    Call,
     Decoder,
-    Event,
-    Phase,
-    Record,
-    RecordError,
-    Replica,
-    Size,
-    Step,
     call_head,
     call_replicas,
     definition,
@@ -32,6 +24,7 @@ from dpmon.record.codec import (
     step_times,
 )
 from dpmon.record.jsonl import as_json
+from dpmon.record.kinds import Call, Event, Phase, Record, RecordError, Replica, Size, Step
 from dpmon.record.wire import (
     CALL_PHASES,
     FAILED,
@@ -51,7 +44,8 @@ from dpmon.record.wire import (
     pack_timed,
     with_extras,
 )
-from dpmon.ring import BLOCK_BYTES, Ring, RingReader
+from dpmon.ring import BLOCK_BYTES, Ring
+from dpmon.ring_reader import RingReader
 
 DP, SINGLE = mode_number("dp"), mode_number("single")
 LAYOUT = {

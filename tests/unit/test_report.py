@@ -28,7 +28,8 @@ from dpmon.report.plots import plots
 from dpmon.report.story import PARTS
 from dpmon.report.stretches import BINS
 from dpmon.report.text import text_lines
-from dpmon.run.rundir import ExitInfo, load_exit, load_info, save, short_name
+from dpmon.run.lookup import short_name
+from dpmon.run.rundir import ExitInfo, load_exit, load_info, save
 from dpmon.run.state import run_state
 from dpmon.store.answers import MinuteRow
 from dpmon.store.opened import can_be_opened

@@ -16,7 +16,8 @@ from rings import SMALL, everything, number_of, numbered, opened
 
 import dpmon.ring
 from dpmon.record.wire import mode_number
-from dpmon.ring import BLOCK_BYTES, MAX_PAYLOAD, Activity, Ring, RingError, RingReader
+from dpmon.ring import BLOCK_BYTES, MAX_PAYLOAD, Activity, Ring, RingError
+from dpmon.ring_reader import RingReader
 
 ROOT = Path(dpmon.ring.__file__).resolve().parents[1]
 

@@ -16,9 +16,11 @@ import pytest
 from sizes import size
 
 import dpmon.ring
-from dpmon.record.codec import Decoder, RecordError
+from dpmon.record.codec import Decoder
+from dpmon.record.kinds import RecordError
 from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
-from dpmon.ring import BLOCK_BYTES, HEADER_BYTES, Ring, RingError, RingReader
+from dpmon.ring import BLOCK_BYTES, HEADER_BYTES, Ring, RingError
+from dpmon.ring_reader import RingReader
 
 ROOT = Path(dpmon.ring.__file__).resolve().parents[1]
 SMALL = 2 * BLOCK_BYTES
@@ -255,7 +257,8 @@ def test_a_request_to_a_ring_whose_numbers_are_at_their_end(tmp_path: Path) -> N
 
 KILLER = """
 import json, mmap, os, random, signal, sys, time
-from dpmon.ring import Ring, RingReader
+from dpmon.ring import Ring
+from dpmon.ring_reader import RingReader
 
 directory, rounds, capacity = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 chance = random.Random(5)

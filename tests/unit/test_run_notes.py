@@ -11,10 +11,9 @@ from test_cli_progress import FakeReader
 
 from dpmon.cli.checks.trial import _warnings
 from dpmon.cli.progress import Progress
-from dpmon.run.notes import Note, parse_notes
+from dpmon.run.notes import Note, WarningsLog, parse_notes
 from dpmon.run.standing import newest_stage, stages
 from dpmon.run.uncaught import every_uncaught
-from dpmon.supervise.supervisor import _WarningsLog
 
 DAMAGE = {
     "5000 digits for a time": "7 " + "9" * 5000 + " ValueError {}",
@@ -35,7 +34,7 @@ def test_a_line_that_is_no_note_hides_no_other(tmp_path: Path, damage: str) -> N
     assert [(note.pid, note.text) for note in parse_notes(lines.encode())] == [(7, "First {}"), (8, "Second {}")]
     assert [(one.pid, one.kind) for one in every_uncaught(tmp_path)] == [(7, "First"), (8, "Second")]
     assert {pid: text for pid, (text, _) in stages(tmp_path).items()} == {7: "First {}", 8: "Second {}"}
-    assert _warnings(tmp_path) == _WarningsLog(tmp_path).new() == ["First {}", "Second {}"]
+    assert _warnings(tmp_path) == WarningsLog(tmp_path).new() == ["First {}", "Second {}"]
     reader = FakeReader(tmp_path)
     reader.reached = newest_stage(stages(tmp_path))
     assert Progress(reader).line() == "Second {} (0 s)"  # type: ignore[arg-type]
@@ -48,7 +47,7 @@ def test_a_note_is_of_three_parts() -> None:
 
 
 def test_a_warning_behind_a_line_without_end_is_still_passed_on(tmp_path: Path) -> None:
-    log = _WarningsLog(tmp_path)
+    log = WarningsLog(tmp_path)
     (tmp_path / "warnings.log").write_bytes(b"x" * (1 << 18))
     for _ in range(8):
         assert log.new() == []

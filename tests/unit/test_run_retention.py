@@ -15,8 +15,9 @@ import pytest
 from dpmon.run import proc
 from dpmon.run.ending import exit_info
 from dpmon.run.lock import SILENT_S, take_lock
+from dpmon.run.lookup import list_runs
 from dpmon.run.retention import Limits, is_kept, keep, limits, prune_runs, remove
-from dpmon.run.rundir import RunError, RunInfo, create_run, list_runs, load_info, save
+from dpmon.run.rundir import RunError, RunInfo, create_run, load_info, save
 
 
 def a_run(number: int, size: int = 0, pid: int | None = None, started: float | None = None) -> Path:

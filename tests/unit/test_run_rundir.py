@@ -12,20 +12,8 @@ from pathlib import Path
 import pytest
 
 from dpmon.run import rundir
-from dpmon.run.rundir import (
-    ExitInfo,
-    RunError,
-    RunInfo,
-    create_run,
-    find_run,
-    list_runs,
-    load_exit,
-    load_info,
-    newest_run,
-    runs_directory,
-    save,
-    short_name,
-)
+from dpmon.run.lookup import find_run, list_runs, newest_run, short_name
+from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, load_info, runs_directory, save
 
 
 def draft(name: str = "linear", started: float = 1_795_170_672.5) -> RunInfo:

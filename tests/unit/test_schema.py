@@ -12,9 +12,10 @@ from synthetic import decoded, device_event, host_event
 
 from dpmon.gpu.device import DeviceSample
 from dpmon.gpu.host import HostSample
+from dpmon.record.fields import RECORDS
 from dpmon.record.jsonl import as_json
 from dpmon.record.reference import reference
-from dpmon.record.schema import CALL_PHASES, PHASES, RECORDS, STEP_PHASES, phase_named, phase_shown
+from dpmon.record.schema import CALL_PHASES, PHASES, STEP_PHASES, phase_named, phase_shown
 
 DOCS = Path(__file__).parents[2] / "docs" / "record.md"
 

@@ -8,8 +8,9 @@ import pytest
 from stored import state_of
 from synthetic import SECOND
 
-from dpmon.record.codec import Call, Decoder, Record, RecordError, call_replicas, call_stages
+from dpmon.record.codec import Decoder, call_replicas, call_stages
 from dpmon.record.jsonl import as_json
+from dpmon.record.kinds import Call, Record, RecordError
 from dpmon.record.wire import pack_call, pack_definition
 from dpmon.ui import panel_stages
 from dpmon.ui.look import COLOUR, UNICODE, Look

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dpmon.record.codec import RecordError
+from dpmon.record.kinds import RecordError
 from dpmon.record.schema import EVALUATION, SETTLING, SETTLING_STEPS
 from dpmon.record.wire import (
     CALL_PHASES,

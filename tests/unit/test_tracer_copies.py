@@ -15,7 +15,8 @@ import torch
 from rings import everything, opened
 from test_tracer_events import Device
 
-from dpmon.record.codec import Decoder, Step
+from dpmon.record.codec import Decoder
+from dpmon.record.kinds import Step
 from dpmon.record.wire import Untimed
 from dpmon.ring import Activity, Ring
 from dpmon.tracer.copies import Copies, where_cuda, where_to

@@ -20,7 +20,7 @@ from recorded import linear_run
 from stored import Recording, state_of
 from synthetic import SECOND, Training, decoded, host_event, whole_device_event
 
-from dpmon.record.codec import Call, Record
+from dpmon.record.kinds import Call, Record
 from dpmon.record.wire import pack_event
 from dpmon.ui.look import ASCII, COLOUR, MONO, UNICODE, Look
 from dpmon.ui.paint import paint, places

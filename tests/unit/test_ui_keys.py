@@ -16,7 +16,7 @@ from stage import Stage, stage
 from synthetic import SECOND, Training, decoded
 from textual import events
 
-from dpmon.record.codec import Event
+from dpmon.record.kinds import Event
 from dpmon.ring import Ring
 from dpmon.ui import errands
 from dpmon.ui.dialogs import LINE_MOST, Choice, Commands, Pages

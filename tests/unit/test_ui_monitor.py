@@ -11,7 +11,7 @@ import pytest
 from stage import LOOK, FakeReader, Stage, stage
 from synthetic import SECOND, Training, decoded
 
-from dpmon.record.codec import Event
+from dpmon.record.kinds import Event
 from dpmon.ui.dialogs import Choice, Pages
 from dpmon.ui.monitor import Monitor
 

@@ -11,7 +11,7 @@ from synthetic import SECOND, Training, host_event
 from dpmon.model.announced import ROOTS_KEPT
 from dpmon.model.compare import Interval
 from dpmon.model.memory import HOST
-from dpmon.record.codec import Event
+from dpmon.record.kinds import Event
 from dpmon.record.wire import pack_event
 from dpmon.ui import panel_compare
 from dpmon.ui.rows import plain

@@ -10,7 +10,7 @@ from situations import FACTS, LOOK, focused, rows_text, scene_of, situations, st
 from synthetic import Training, decoded
 
 from dpmon.model.numbers import duration
-from dpmon.record.codec import Call, Event, Record, Size, Step
+from dpmon.record.kinds import Call, Event, Record, Size, Step
 from dpmon.ui import panel_replicas
 from dpmon.ui.paint import places, scroll_room
 from dpmon.ui.rows import plain

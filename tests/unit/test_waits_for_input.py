@@ -17,11 +17,11 @@ from synthetic import SECOND, Training
 
 from dpmon.cli.summary import summary_lines
 from dpmon.model.announced import Announced
-from dpmon.model.compare import sentence
 from dpmon.model.inputs import INPUT, is_wait
 from dpmon.model.process import Process
 from dpmon.model.state import State
-from dpmon.record.codec import Event
+from dpmon.model.verdict import sentence
+from dpmon.record.kinds import Event
 from dpmon.record.wire import pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object

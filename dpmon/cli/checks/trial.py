@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.cli.checks.check import Check, ok, problem, warning
-from dpmon.record.codec import Call
+from dpmon.record.kinds import Call
 from dpmon.run import proc
 from dpmon.run.notes import read_notes
 from dpmon.run.reader import RunReader

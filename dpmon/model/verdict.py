@@ -1,0 +1,54 @@
+"""What the comparison of two modes says, in a sentence. Pure."""
+
+from __future__ import annotations
+
+from dpmon.model.compare import COPIES, WORTH, Comparison
+from dpmon.model.inputs import INPUT, SAID
+from dpmon.model.numbers import duration, percent, times
+
+__all__ = ["sentence"]
+
+
+def sentence(found: Comparison) -> str | None:
+    """The verdict with its ground, in one sentence; None when there is none."""
+    if found.speedup is None:
+        return None
+    over = f" over {len(found.devices)}" if found.devices else ""
+    virtual = " virtual replicas" if found.virtual and found.devices else ""
+    head = f"DataParallel{over}{virtual} is {times(found.speedup.value)} as fast as one device"
+    if found.outcome == "even":
+        low, high = (times(each) for each in found.speedup[1:])
+        head = f"DataParallel{over}{virtual} makes no difference that shows ({low} to {high} as fast as one device)"
+    said = _ground(found)
+    means = ""
+    if found.by_mean is not None:
+        means = f" By the mean step it is {times(found.by_mean)}{_why_uneven(found)}."
+    return f"{head}: {said}.{means}" if said else f"{head}.{means}"
+
+
+def _why_uneven(found: Comparison) -> str:
+    if found.uneven is None:
+        return ""
+    mode, how = found.uneven
+    by = f" ({SAID})" if how.phase == INPUT else ""
+    return f": of the steps in {mode}, about {percent(how.steps)} take {percent(how.time)} of the time{by}"
+
+
+def _ground(found: Comparison) -> str:
+    ground, cost = found.ground, found.cost
+    if ground is None:
+        return ""
+    if ground.phase in COPIES:
+        return f"{ground.phase} takes {percent(ground.share)} of the step"
+    name = "the replicas' forward" if ground.phase == "forward" else _PHRASES.get(ground.phase, ground.phase)
+    text = f"{name} takes {_took(ground.dp_ns)} against {_took(ground.single_ns)} on one device"
+    if found.outcome == "faster" and cost is not None and (cost.share or 0) >= WORTH:
+        text += f", {cost.phase} {percent(cost.share)} of the step"
+    return text
+
+
+_PHRASES = {"data": "waiting for data", "other": "the script's own work"}
+
+
+def _took(ns: float | None) -> str:
+    return "none" if ns is None else duration(ns)

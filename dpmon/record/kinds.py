@@ -1,0 +1,186 @@
+"""What a record is to everybody but the training process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+__all__ = [
+    "Call",
+    "Event",
+    "PartTimes",
+    "Phase",
+    "Record",
+    "RecordError",
+    "Replica",
+    "Size",
+    "Stage",
+    "Step",
+    "is_evaluation",
+    "rows_of",
+]
+
+
+class RecordError(Exception):
+    """Bytes that are no record of ours, or refer to a definition that was not seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One tensor among the arguments or results: where it is, its shape, dtype and bytes (elements times item size)."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+class Phase(NamedTuple):
+    """A phase of a call: start after the call's own start and duration, in ns; device time in ms or None."""
+
+    offset_ns: int
+    host_ns: int
+    device_ms: float | None = None
+
+
+class Replica(NamedTuple):
+    """One share of a call. Sizes are None where they could not be seen; offset_ns counts from the call's start."""
+
+    replica: int
+    device: str
+    offset_ns: int
+    host_ns: int
+    inputs: tuple[Size, ...] | None
+    outputs: tuple[Size, ...] | None
+    device_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one device did in a call of a model whose parts lie on several: its parts ran one after the other.
+
+    What a stage but the first received has crossed from the device of the one before. host_ns None: it did not end.
+    """
+
+    stage: int
+    device: str
+    parts: tuple[str, ...]
+    offset_ns: int
+    host_ns: int | None
+    inputs: tuple[Size, ...] | None
+    outputs: tuple[Size, ...] | None
+    device_ms: float | None = None
+
+    @property
+    def crossed(self) -> int | None:
+        """Bytes that came from the device of the stage before; None for the first stage, or if they were not seen."""
+        return None if self.stage == 0 or self.inputs is None else sum(size.bytes for size in self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One top-level forward; start_ns counts from the run's start."""
+
+    process: int
+    rank: int | None
+    step: int
+    call: int
+    root: str
+    via: str | None
+    mode: str
+    virtual: bool
+    training: bool
+    grad: bool
+    failed: bool
+    start_ns: int
+    wall_ns: int
+    devices: tuple[str, ...]
+    phases: Mapping[str, Phase]
+    replicas: tuple[Replica, ...]
+    inputs: tuple[Size, ...] | None
+    outputs: tuple[Size, ...] | None
+    absent: Mapping[str, str] = field(default_factory=dict)
+    stages: tuple[Stage, ...] = ()
+    """Of a model whose parts lie on several devices, which has no replicas."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether it is an evaluation's: a model may be trained in eval mode, or look ahead without gradients."""
+        return not (self.training or self.grad)
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of the batch: the first tensor's size along dimension 0; None if it has none."""
+        return rows_of(self.inputs)
+
+    def __deepcopy__(self, memo: object) -> Call:
+        """Nobody changes a record, so copies of what holds it share it."""
+        return self
+
+
+class PartTimes(NamedTuple):
+    """What the devices took for each replica or stage of a call, in ms (None: not known), and why one is not known."""
+
+    ms: Sequence[float | None]
+    why: str
+
+    def of(self, index: int) -> float | None:
+        """Of the part at `index`."""
+        return self.ms[index] if index < len(self.ms) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One turn of the training loop; phases in ns, those that did not run are missing ("other" is always there)."""
+
+    process: int
+    rank: int | None
+    step: int
+    mode: str
+    start_ns: int
+    wall_ns: int
+    samples: int | None
+    phases: Mapping[str, int]
+    device_ms: Mapping[str, float | None] | None = None
+    """What its devices took for the phases that ran on them; None: no device's time was looked at."""
+    untimed: str | None = None
+    """Why one of those is missing."""
+    quantities: Mapping[str, int] = field(default_factory=dict)
+    """The quantities that it has beside its samples, by name."""
+
+    def quantity(self, name: str) -> int | None:
+        """One of dpmon.record.schema.QUANTITIES; None if it is not known."""
+        return self.samples if name == "samples" else self.quantities.get(name)
+
+    @property
+    def evaluation(self) -> bool:
+        """Whether it belongs to an evaluation, if other steps of its mode train."""
+        return is_evaluation(self.phases.get("backward"), self.phases.get("optimizer"))
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Everything that is rare (mode, pause, process, device, warning, dropped, exit): its JSON object as it is."""
+
+    kind: str
+    data: Mapping[str, Any]
+
+
+Record = Call | Step | Event
+
+
+def rows_of(sizes: Sequence[Size] | None) -> int | None:
+    """Rows of the first tensor that has a dimension, None if there is none."""
+    for size in sizes or ():
+        if size.shape:
+            return size.shape[0]
+    return None
+
+
+def is_evaluation(backward: int | None, optimizer: int | None) -> bool:
+    """Whether a step with these phases (None or negative: did not run) belongs to an evaluation.
+
+    This holds if other steps of its mode train. A batch that the script skips cannot be told from an evaluation.
+    """
+    return (backward is None or backward < 0) and (optimizer is None or optimizer < 0)

@@ -1,0 +1,88 @@
+"""Finds runs by what people call them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from dpmon.run.rundir import ID, INFO_FILE, RunError, RunInfo, check_directory, load_info, runs_directory, stand_ins
+
+__all__ = ["find_run", "list_runs", "newest_run", "short_name"]
+
+_IDS_NAMED = 8
+
+
+def list_runs(unreadable: list[str] | None = None) -> list[tuple[Path, RunInfo]]:
+    """All runs of this user that can be read, oldest first; those too that are kept elsewhere.
+
+    To `unreadable` goes why, of each of the others that has a run.json.
+    """
+    found = []
+    for runs in (runs_directory(), *stand_ins()):
+        try:
+            if runs != runs_directory():
+                check_directory(runs.parent)
+            names = os.listdir(runs)
+        except (OSError, RunError):
+            continue
+        for name in names:
+            if ID.fullmatch(name):
+                try:
+                    found.append((runs / name, load_info(runs / name)))
+                except RunError as error:
+                    # Without the file it is being made, or was deleted at this moment.
+                    if unreadable is not None and os.path.lexists(runs / name / INFO_FILE):
+                        unreadable.append(str(error))
+    return sorted(found, key=lambda run: (run[1].started_unix, run[0].name))
+
+
+def short_name(info: RunInfo) -> str:
+    """What people call the run: its name and the four digits that tell it from others of that name."""
+    return f"{info.name}-{info.id[-4:]}"
+
+
+def newest_run(goes_on: Callable[[RunInfo], bool]) -> Path:
+    """The newest run that goes on, else the newest of all; RunError if there is none."""
+    going = [directory for directory, info in reversed(list_runs()) if goes_on(info)]
+    return going[0] if going else find_run()
+
+
+def find_run(what: str = "last", *, only: bool = False, goes_on: Callable[[RunInfo], bool] | None = None) -> Path:
+    """The run that `what` means: `last`, an id, a short name, a name (its latest run), a unique start of either.
+
+    RunError if there is none, or several begin so; with `only`, also if several have that name. With `goes_on`, of
+    several with a name it is the one that does; RunError if several do.
+    """
+    runs = list_runs()
+    if not runs:
+        raise RunError(f"there is no run yet in {runs_directory()}")
+    if what == "last":
+        return runs[-1][0]
+    for meaning in (lambda run: run.id, short_name, lambda run: run.name):
+        same = [(directory, info) for directory, info in runs if meaning(info) == what]
+        if only and len(same) > 1:
+            raise RunError(f"{what!r} could be any of {len(same)} runs: {_listed([info.id for _, info in same])}")
+        going = [run for run in same if goes_on is not None and goes_on(run[1])] if len(same) > 1 else []
+        if len(going) > 1:
+            raise RunError(f"{what!r} are {len(going)} runs that go on: {_listed([info.id for _, info in going])}")
+        if same:
+            return (going or same)[-1][0]
+    starts = [run for run in runs if what and _begins(run[1], what, only)]
+    if len(starts) > 1:
+        names = _listed([short_name(info) for _, info in starts])
+        raise RunError(f"{what!r} could be any of {len(starts)} runs: {names}")
+    if not starts:
+        raise RunError(f"there is no run {what!r}; `dpmon ls` lists them")
+    return starts[0][0]
+
+
+def _begins(info: RunInfo, what: str, only: bool) -> bool:
+    """Whether the run's id or short name begins so; what is to be deleted is not told by the start of a name."""
+    return info.id.startswith(what) or (not only and short_name(info).startswith(what))
+
+
+def _listed(ids: list[str]) -> str:
+    """The newest ids, the newest first."""
+    shown = ", ".join(ids[: -_IDS_NAMED - 1 : -1])
+    return shown if len(ids) <= _IDS_NAMED else f"{shown} and {len(ids) - _IDS_NAMED} more (dpmon ls lists them)"

@@ -9,6 +9,7 @@
             step's forward. A phase that did not run is left out. device_median_ms is the time of the slowest device
             for the same phase: the median of the steps of that time that have device times. It is null if no step has
             them, and for other, which runs on the host
+            quantities is what these steps counted besides samples: sum, and steps, the number of steps that know it
     message text: a message of dpmon in words
     exit    run, t_s, status, signal: the last line
 
@@ -41,13 +42,14 @@ from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, is_run_directory
 from dpmon.run.standing import IDLE
 from dpmon.store.as_of import AsOf
-from dpmon.store.figures import Figures
+from dpmon.store.figures import Figures, counted_as_fields
 from dpmon.store.tables import HistoryError
 
 __all__ = ["EVERY_S", "LineFile", "Lines"]
 
 EVERY_S = 1.0
 _RATES = tuple(as_fields(None))
+_FIGURES = ("step_ms", "phases", "call_phases", "quantities")
 _SPAN_S = 120
 """The figures are of so many seconds of steps, as those of a screen that was just opened."""
 _MAX_RANKS = 64
@@ -175,7 +177,7 @@ def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[st
     """Step, speeds and times of the process that stands for the run; and why some of them are null, by their names."""
     absent: dict[str, str] = {}
     if focus is None or focus.last_step is None:
-        names = ("step", *_RATES, "mode", "virtual", "step_ms", "phases", "call_phases")
+        names = ("step", *_RATES, "mode", "virtual", *_FIGURES)
         absent.update(dict.fromkeys(names, "no step has ended yet"))
         return dict.fromkeys(names), absent
     fast = speed(focus, state, now_ns)
@@ -186,7 +188,7 @@ def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[st
     summary = focus.ranged
     found = summary.figures if summary.mode == focus.mode and not summary.evaluation else None
     if found is None:
-        absent.update(dict.fromkeys(("step_ms", "phases", "call_phases"), "no step in this mode yet"))
+        absent.update(dict.fromkeys(_FIGURES, "no step in this mode yet"))
     elif not any(phase.device_count for phase in found.phases):
         reason = _why_untimed(focus)
         absent |= {} if reason is None else {"device_median_ms": reason}
@@ -198,6 +200,7 @@ def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[st
         "step_ms": None if found is None else _ms(found.median_ns, found.p95_ns),
         "phases": None if found is None else _phases(found, of_call=False),
         "call_phases": None if found is None else _phases(found, of_call=True),
+        "quantities": None if found is None else counted_as_fields(found.counted),
     }
     return said, absent
 

@@ -8,8 +8,9 @@
             call_phases are those of its calls (scatter, replicate, parallel_apply, gather), which lie within the
             step's forward. A phase that did not run is left out. device_median_ms is the time of the slowest device
             for the same phase: the median of the steps of that time that have device times. It is null if no step has
-            them, and for other, which runs on the host
-            quantities is what these steps counted besides samples: sum, and steps, the number of steps that know it
+            them, and for other, which runs on the host. quantities is what the same steps counted beside samples: sum,
+            and steps, the number of steps that know it. The status of a run that has ended is of the whole run: rates
+            of all modes, times and quantities of its last mode
     message text: a message of dpmon in words
     exit    run, t_s, status, signal: the last line
 
@@ -51,7 +52,7 @@ EVERY_S = 1.0
 _RATES = tuple(as_fields(None))
 _FIGURES = ("step_ms", "phases", "call_phases", "quantities")
 _SPAN_S = 120
-"""The figures are of so many seconds of steps, as those of a screen that was just opened."""
+"""Seconds of steps that the figures are of while the run goes on, as on a screen that was just opened."""
 _MAX_RANKS = 64
 
 
@@ -131,7 +132,7 @@ class Lines:
     def _take(self, over: bool = False) -> None:
         with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
             ended = ended_of(self._reader.activities())
-            self._state = self._snapshots.take(AsOf(store), store, Wanted(_SPAN_S, over=over), ended)
+            self._state = self._snapshots.take(AsOf(store), store, Wanted(0 if over else _SPAN_S, over=over), ended)
 
     def _put(self, said: dict[str, Any]) -> None:
         said["skipped"] = self._skipped

@@ -8,7 +8,9 @@
             call_phases are those of its calls (scatter, replicate, parallel_apply, gather), which lie within the
             step's forward. A phase that did not run is left out. device_median_ms is the time of the slowest device
             for the same phase: the median of the steps of that time that have device times. It is null if no step has
-            them, and for other, which runs on the host
+            them, and for other, which runs on the host. quantities is what the same steps counted beside samples: sum,
+            and steps, the number of steps that know it. The status of a run that has ended is of the whole run: rates
+            of all modes, times and quantities of its last mode
     message text: a message of dpmon in words
     exit    run, t_s, status, signal: the last line
 
@@ -41,7 +43,7 @@ from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunError, is_run_directory
 from dpmon.run.standing import IDLE
 from dpmon.store.as_of import AsOf
-from dpmon.store.figures import Figures
+from dpmon.store.figures import Figures, counted_as_fields
 from dpmon.store.opened import open_store
 from dpmon.store.tables import HistoryError
 
@@ -49,8 +51,9 @@ __all__ = ["EVERY_S", "LineFile", "Lines"]
 
 EVERY_S = 1.0
 _RATES = tuple(as_fields(None))
+_FIGURES = ("step_ms", "phases", "call_phases", "quantities")
 _SPAN_S = 120
-"""The figures are of so many seconds of steps, as those of a screen that was just opened."""
+"""Seconds of steps that the figures are of while the run goes on, as on a screen that was just opened."""
 _MAX_RANKS = 64
 
 
@@ -130,7 +133,7 @@ class Lines:
     def _take(self, over: bool = False) -> None:
         with suppress(HistoryError, RunError), open_store(self._reader.directory) as store:
             ended = ended_of(self._reader.activities())
-            self._state = self._snapshots.take(AsOf(store), store, Wanted(_SPAN_S, over=over), ended)
+            self._state = self._snapshots.take(AsOf(store), store, Wanted(0 if over else _SPAN_S, over=over), ended)
 
     def _put(self, said: dict[str, Any]) -> None:
         said["skipped"] = self._skipped
@@ -176,7 +179,7 @@ def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[st
     """Step, speeds and times of the process that stands for the run; and why some of them are null, by their names."""
     absent: dict[str, str] = {}
     if focus is None or focus.last_step is None:
-        names = ("step", *_RATES, "mode", "virtual", "step_ms", "phases", "call_phases")
+        names = ("step", *_RATES, "mode", "virtual", *_FIGURES)
         absent.update(dict.fromkeys(names, "no step has ended yet"))
         return dict.fromkeys(names), absent
     fast = speed(focus, state, now_ns)
@@ -187,7 +190,7 @@ def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[st
     summary = focus.ranged
     found = summary.figures if summary.mode == focus.mode and not summary.evaluation else None
     if found is None:
-        absent.update(dict.fromkeys(("step_ms", "phases", "call_phases"), "no step in this mode yet"))
+        absent.update(dict.fromkeys(_FIGURES, "no step in this mode yet"))
     elif not any(phase.device_count for phase in found.phases):
         reason = _why_untimed(focus)
         absent |= {} if reason is None else {"device_median_ms": reason}
@@ -199,6 +202,7 @@ def _progress(focus: Process | None, state: State, now_ns: int) -> tuple[dict[st
         "step_ms": None if found is None else _ms(found.median_ns, found.p95_ns),
         "phases": None if found is None else _phases(found, of_call=False),
         "call_phases": None if found is None else _phases(found, of_call=True),
+        "quantities": None if found is None else counted_as_fields(found.counted),
     }
     return said, absent
 

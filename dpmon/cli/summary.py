@@ -29,7 +29,7 @@ from dpmon.store.window import Window, accounted
 from dpmon.text.cells import cut, span_width
 from dpmon.text.cleaning import clean
 from dpmon.text.last_words import READ_BYTES, last_words
-from dpmon.text.quantities import memory, rate_words, run_time
+from dpmon.text.quantities import memory, quantity_words, rate_words, run_time
 
 __all__ = ["Line", "ending_line", "fitted", "summary", "summary_lines"]
 
@@ -261,7 +261,7 @@ class _Summary:
 
 
 def _phase_lines(found: Figures) -> list[Line]:
-    """The steps' times, and those of each phase that ran; phases of the calls stand under forward."""
+    """The steps' times, those of each phase that ran (phases of the calls stand under forward), and quantities."""
     if not found.steps:
         return []
     whole = PhaseFigures(STEP, found.steps, found.median_ns, found.p95_ns, found.mean_ns, 1.0)
@@ -274,7 +274,7 @@ def _phase_lines(found: Figures) -> list[Line]:
         if phase.name == "forward":
             parts = [found.phase(part.name) for part in PHASES if part.of_call]
             lines += [_phase_line(_PART, f"    {part.name}", part) for part in parts if part is not None]
-    return lines
+    return lines + [Line(_PART, f"  {quantity_words(*each, found.steps)}") for each in found.counted]
 
 
 def _phase_line(rank: int, label: str, phase: PhaseFigures) -> Line:

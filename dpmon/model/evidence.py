@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dpmon.model.memory import Held
 from dpmon.rates import Rate
 from dpmon.store.answers import GapRow
-from dpmon.store.figures import PhaseFigures
+from dpmon.store.figures import Counted, PhaseFigures
 
 __all__ = [
     "BatchFacts",
@@ -45,6 +45,7 @@ class ModeFacts(NamedTuple):
     """Mean time of the whole step."""
     distributed: bool = False
     """Whether ranks of DistributedDataParallel trained in it: they have one device each, so neither dp nor single."""
+    counted: Counted = ()
 
     def share(self, *names: str) -> float:
         """The part of all step time that phases took together (0 to 1)."""

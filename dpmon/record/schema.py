@@ -81,6 +81,15 @@ class Quantity:
     """Why a step may have none."""
     optional: bool = False
     """Whether a record leaves it out if it is absent."""
+    label: str = ""
+    """What it is called beside its numbers, if `name` does not read well there."""
+    in_rates: bool = False
+    """Whether rates show it, so that it is not listed apart."""
+
+    @property
+    def shown(self) -> str:
+        """What it is called beside its numbers."""
+        return self.label or self.name
 
 
 PHASES = (
@@ -132,6 +141,7 @@ QUANTITIES = (
         meaning="rows of the batches",
         metric="samples_total",
         absent="no call of this step had a tensor with rows",
+        in_rates=True,
     ),
     Quantity(
         "copied_bytes",
@@ -140,6 +150,7 @@ QUANTITIES = (
         metric="copied_bytes_total",
         absent="nothing was copied",
         optional=True,
+        label="copied to GPUs",
     ),
 )
 

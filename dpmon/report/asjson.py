@@ -8,8 +8,8 @@ nothing       why there is no step and no call, or null
 standing      for how long nothing has moved, and where each process is, or null
 modes         mode, virtual, steps, median_ms, p95_ms, steps_per_s, samples_per_s (of elapsed training time:
               dpmon.rates), steps_per_s_within_steps, samples_per_s_within_steps, phases: {name: share, median_ms,
-              p95_ms, count, device_median_ms, device_count (number of known device times)}:
-              all steps in the record except evaluations
+              p95_ms, count, device_median_ms, device_count (number of known device times)}, quantities: {name:
+              sum, steps (that know it)}: all steps in the record except evaluations
 evaluations   the same of steps without backward and optimizer, of modes whose other steps have them
 elapsed       startup_s, training_s, evaluation_s, between_s, paused_s, input_s, missed_s (not recorded), ending_s: they
               add up to the time of the run; gaps: the longest times between two steps: process, after_step, t_s,
@@ -54,6 +54,7 @@ from typing import Any
 from dpmon.model.evidence import DeviceFacts, Evidence, HostFacts, ModeFacts
 from dpmon.rates import as_fields
 from dpmon.report.story import PARTS, Bin, Story
+from dpmon.store.figures import counted_as_fields
 
 __all__ = ["as_object"]
 
@@ -137,6 +138,7 @@ def _mode(mode: ModeFacts) -> dict[str, Any]:
             }
             for phase in mode.phases
         },
+        "quantities": counted_as_fields(mode.counted),
     }
 
 

@@ -39,6 +39,7 @@ def mode_facts(found: Figures, virtual: bool, distributed: bool, rows: Sequence[
         early_p75_ns=first.quantile(STEP, 0.75) if apart else None,
         late_p25_ns=last.quantile(STEP, 0.25) if apart else None,
         mean_ns=found.mean_ns,
+        counted=found.counted,
     )
 
 

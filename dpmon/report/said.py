@@ -21,6 +21,7 @@ from dpmon.report.words import (
     what_ran,
 )
 from dpmon.store.figures import PhaseFigures
+from dpmon.text.quantities import quantity_words
 
 __all__ = [
     "comparison",
@@ -117,13 +118,13 @@ def phase_table(mode: ModeFacts) -> list[tuple[str, ...]]:
 
 
 def phase_notes(mode: ModeFacts) -> list[str]:
-    """What has to be known of the times of phases, in sentences."""
+    """What is said below the phases: what has to be known of their times, and the quantities of the steps."""
     said = host_waits(mode.phases, {phase.name: phase.device_ns for phase in mode.phases})
     timed = [phase for phase in mode.phases if phase.device_count and phase.name in STEP_PHASES]
     fewest = min(timed, key=lambda phase: phase.device_count / phase.ran, default=None)
     if fewest is not None and fewest.device_count < KNOWN * fewest.ran:
         said.append(f"on device: of {fewest.device_count:,} of the {many(fewest.ran, 'step')}, as far as it is known")
-    return said
+    return said + [quantity_words(*each, mode.steps) for each in mode.counted]
 
 
 def comparison(found: Compared) -> list[str]:

@@ -11,11 +11,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dpmon.rates import Rate, span_rate
-from dpmon.record.schema import EVALUATION, PHASES, REST, SETTLING, STEP, device_series
+from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SETTLING, STEP, Quantity, device_series
 from dpmon.store.answers import TimeRow
-from dpmon.store.tally import Key, Tally
+from dpmon.store.tally import Key, Sum, Tally
 
-__all__ = ["Figures", "PhaseFigures", "elapsed", "figures", "merged", "modes_of", "rate", "trains"]
+__all__ = [
+    "Counted",
+    "Figures",
+    "PhaseFigures",
+    "counted_as_fields",
+    "elapsed",
+    "figures",
+    "merged",
+    "modes_of",
+    "rate",
+    "trains",
+]
+
+Counted = tuple[tuple[Quantity, Sum], ...]
+"""Quantities with their sums over the steps that know them."""
 
 
 class PhaseFigures(NamedTuple):
@@ -57,9 +71,20 @@ class Figures(NamedTuple):
         found = ((phase, named[REST if phase.name == "forward" else phase.name]) for phase in PHASES)
         return tuple(figures._replace(name=phase.shown) for phase, figures in found)
 
+    @property
+    def counted(self) -> Counted:
+        """The quantities that at least one step knows, without those that rates show."""
+        sums = ((quantity, self.tally.sum(quantity.name)) for quantity in QUANTITIES if not quantity.in_rates)
+        return tuple((quantity, known) for quantity, known in sums if known.count)
+
     def phase(self, name: str) -> PhaseFigures | None:
         """One phase; None if it did not run."""
         return next((phase for phase in self.phases if phase.name == name and phase.ran), None)
+
+
+def counted_as_fields(counted: Counted) -> dict[str, dict[str, int]]:
+    """Quantities in JSON: the sum by name, and how many steps know it."""
+    return {quantity.name: {"sum": known.total, "steps": known.count} for quantity, known in counted}
 
 
 def trains(kinds: Iterable[tuple[str, int]]) -> set[str]:

@@ -5,14 +5,17 @@ Durations, counts and percentages are in `dpmon.model.numbers`, because findings
 
 from __future__ import annotations
 
-from dpmon.model.numbers import UNKNOWN, minutes, three
+from dpmon.model.numbers import UNKNOWN, group, minutes, three
 from dpmon.rates import Rate
+from dpmon.record.schema import Quantity
+from dpmon.store.tally import Sum
 
 __all__ = [
     "clock",
     "compact",
     "memory",
     "memory_of",
+    "quantity_words",
     "rate_words",
     "run_time",
     "samples_rate",
@@ -67,6 +70,18 @@ def memory_of(used: float | None, total: float | None) -> str:
     whole = memory(total)
     number, _, unit = memory(used).partition(" ")
     return f"{number} / {whole}" if whole.endswith(" " + unit) else f"{memory(used)} / {whole}"
+
+
+def quantity_words(quantity: Quantity, known: Sum, steps: int) -> str:
+    """A quantity of `steps` steps, if one knows it: "copied to GPUs: 1.20 MiB a step, 240 MiB in all"."""
+    mean = known.total / known.count
+    if quantity.unit == "bytes":
+        texts = memory(mean), memory(known.total)
+    else:
+        unit = "" if quantity.unit in ("", quantity.shown) else f" {quantity.unit}"
+        texts = compact(mean) + unit, group(known.total) + unit
+    where = "" if known.count == steps else f" (known in {group(known.count)} of {group(steps)} steps)"
+    return f"{quantity.shown}: {texts[0]} a step, {texts[1]} in all{where}"
 
 
 def clock(ns: int | None) -> str:

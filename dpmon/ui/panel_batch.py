@@ -12,7 +12,7 @@ from dpmon.model.turn import Turn, is_placed, last_turn
 from dpmon.record.schema import phase_shown
 from dpmon.store.figures import PhaseFigures
 from dpmon.text.cells import cut, right
-from dpmon.text.quantities import clock, span_words
+from dpmon.text.quantities import clock, quantity_words, span_words
 from dpmon.ui.batch_notes import notes
 from dpmon.ui.chart import stacked, top_of
 from dpmon.ui.look import LETTERS, Look, letter_in
@@ -26,7 +26,7 @@ _RANKS_DRAWN = 64
 _LEAST = 4
 """Rows up to which the figures and the last step take all there is."""
 _TALL = 9
-"""Rows from which on the table has its p95 and two rows are for notes."""
+"""Rows from which on the table has its p95, quantities have a row, and two rows are for notes."""
 
 
 def wanted_rows(scene: Scene) -> int:
@@ -76,6 +76,9 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     table = _table(numbers, width, look, with_median=height >= 3, with_tail=height >= _TALL - 1)
     if any(phase.device_count for phase in numbers.phases) and height >= 6 and _widths(width, 0)[0]:
         table.insert(3, _devices(numbers, width))
+    if numbers.figures is not None and numbers.figures.counted and height >= _TALL:
+        texts = (quantity_words(*each, numbers.steps) for each in numbers.figures.counted)
+        table.append([(cut(f" {look.glyphs.middot} ".join(texts), width, look.glyphs.more), "")])
     if scene.view.zoom == "batch":
         table.append(_told(numbers, width, look))
     room = height - len(table)

@@ -82,20 +82,20 @@ def _screen(run: Extended) -> str:
     return picture.replace("sYnc", "sync")
 
 
-BOTH, PHASE = ("sync", "tokens"), ("sync",)
-PLACES: tuple[tuple[str, Callable[[Extended], str], tuple[str, ...]], ...] = (
-    ("JSON lines", lambda run: run.says("export"), BOTH),
-    ("CSV", lambda run: run.says("export", "--format", "csv", "--kind", "step"), BOTH),
-    ("trace", lambda run: run.says("export", "--format", "perfetto"), BOTH),
-    ("summary", lambda run: run.summary, PHASE),
-    ("report", lambda run: run.says("report"), PHASE),
-    ("report as JSON", lambda run: run.says("report", "--json"), PHASE),
-    ("page", lambda run: run.says("report", "--html", "-o", "-").partition("<script")[0], PHASE),
-    ("lines of JSON", lambda run: (run.dpmon.cwd / "lines").read_text(), PHASE),
-    ("metrics", lambda run: (run.dpmon.cwd / "run.prom").read_text(), BOTH),
-    ("screen", _screen, PHASE),
+NAMES = ("sync", "tokens")
+PLACES: tuple[tuple[str, Callable[[Extended], str]], ...] = (
+    ("JSON lines", lambda run: run.says("export")),
+    ("CSV", lambda run: run.says("export", "--format", "csv", "--kind", "step")),
+    ("trace", lambda run: run.says("export", "--format", "perfetto")),
+    ("summary", lambda run: run.summary),
+    ("report", lambda run: run.says("report")),
+    ("report as JSON", lambda run: run.says("report", "--json")),
+    ("page", lambda run: run.says("report", "--html", "-o", "-").partition("<script")[0]),
+    ("lines of JSON", lambda run: (run.dpmon.cwd / "lines").read_text()),
+    ("metrics", lambda run: (run.dpmon.cwd / "run.prom").read_text()),
+    ("screen", _screen),
 )
-"""Every place that shows steps: its text, and what is to be found there."""
+"""Every place that shows steps: its text, in which NAMES are to be found."""
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +123,10 @@ def test_it_takes_few_files() -> None:
     assert len({name for name, _, _ in EDITS}) <= MOST_FILES
 
 
-@pytest.mark.parametrize(("text_of", "names"), [pytest.param(*place, id=name) for name, *place in PLACES])
-def test_they_are_shown(extended: Extended, text_of: Callable[[Extended], str], names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("text_of", [pytest.param(text_of, id=name) for name, text_of in PLACES])
+def test_they_are_shown(extended: Extended, text_of: Callable[[Extended], str]) -> None:
     text = text_of(extended)
-    for name in names:
+    for name in NAMES:
         assert re.search(rf"(?<![a-zA-Z]){name}(?![a-zA-Z])", text), name
 
 

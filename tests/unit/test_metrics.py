@@ -129,7 +129,7 @@ def test_the_histogram_counts_every_step_once_within_its_bounds(state: Path, tmp
     assert ("samples_total", who) not in found, "no step knew its samples"
 
 
-def test_gauges_of_the_whole_run_are_the_figures_of_the_window(state: Path, tmp_path: Path) -> None:
+def test_the_activities_of_a_process_add_up_to_its_time(state: Path, tmp_path: Path) -> None:
     training = Training(mode="single")
     payloads = [*training.begin(), *training.run(50)]
     for _ in range(10):  # without a backward pass and an optimizer
@@ -139,23 +139,7 @@ def test_gauges_of_the_whole_run_are_the_figures_of_the_window(state: Path, tmp_
     directory = keep({0: payloads}, status=None)
     found = written(directory, tmp_path / "it.prom")
     with open_store(directory) as store:
-        window = Window(store)
-        both = (("training", window.figures("single")), ("evaluation", window.figures("single", True)))
-        whole = sum(window.spent.values()) / 1e9
-    for kind, figures in both:
-        who = (("kind", kind), ("mode", "single"))
-        assert figures.rate is not None
-        assert found["step_quantile_seconds", (*who, ("quantile", "0.5"))] == (figures.median_ns or 0) / 1e9
-        assert found["step_quantile_seconds", (*who, ("quantile", "0.95"))] == (figures.p95_ns or 0) / 1e9
-        assert found["step_mean_seconds", who] == (figures.mean_ns or 0) / 1e9
-        assert found["steps_per_second", who] == figures.rate.steps_per_s
-        assert found["samples_per_second", who] == figures.rate.samples_per_s
-        forward = figures.phase("forward")
-        assert forward is not None
-        assert found["phase_quantile_seconds", (*who, ("phase", "forward"), ("quantile", "0.5"))] == (
-            (forward.median_ns or 0) / 1e9
-        )
-        assert found["phase_mean_seconds", (*who, ("phase", "forward"))] == (forward.mean_ns or 0) / 1e9
+        whole = sum(Window(store).spent.values()) / 1e9
     spent = {dict(labels)["activity"]: value for (name, labels), value in found.items() if name == "time_seconds_total"}
     assert {"training", "evaluation"} <= set(spent)
     assert sum(spent.values()) == pytest.approx(whole)

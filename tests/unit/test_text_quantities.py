@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dpmon.model.numbers import duration, group, minutes, percent, times
-from dpmon.text.quantities import clock, compact, memory, memory_of, run_time
+from dpmon.record.schema import Quantity
+from dpmon.store.tally import Sum
+from dpmon.text.quantities import clock, compact, memory, memory_of, quantity_words, run_time
 
 SECOND = 1_000_000_000
 
@@ -61,6 +63,20 @@ def test_the_time_of_a_run(seconds: float, text: str) -> None:
 
 def test_minutes_and_hours() -> None:
     assert [minutes(seconds) for seconds in (99.96, 3600)] == ["1 min 40 s", "1 h 00 min"]
+
+
+@pytest.mark.parametrize(
+    ("unit", "known", "text"),
+    [
+        ("bytes", Sum(100, 120 << 20), "copied: 1.20 MiB a step, 120 MiB in all"),
+        ("bytes", Sum(1, 1 << 20), "copied: 1.00 MiB a step, 1.00 MiB in all (known in 1 of 100 steps)"),
+        ("tokens", Sum(100, 1_234_567), "copied: 12.3k tokens a step, 1,234,567 tokens in all"),
+        ("copied", Sum(100, 50), "copied: 0.50 a step, 50 in all"),
+    ],
+)
+def test_quantities_of_steps(unit: str, known: Sum, text: str) -> None:
+    quantity = Quantity("copied_units", unit, "", "", "", label="copied")
+    assert quantity_words(quantity, known, 100) == text
 
 
 def test_ratios() -> None:

@@ -1,0 +1,301 @@
+"""Every place that shows a figure of a run's steps shows the number of dpmon.store.window.Window, in its own format."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from kept import keep
+from stage import LOOK
+from synthetic import SECOND, Training
+
+from dpmon.cli.lines import Lines
+from dpmon.cli.summary import summary_lines
+from dpmon.model.numbers import duration, percent
+from dpmon.rates import as_fields
+from dpmon.record.codec import kind_of
+from dpmon.record.schema import PHASES, REST, STEP
+from dpmon.record.wire import mode_number, pack_step
+from dpmon.report.asjson import as_object
+from dpmon.report.collect import collect
+from dpmon.report.text import report_text
+from dpmon.run.reader import RunReader
+from dpmon.run.rundir import load_exit
+from dpmon.store.figures import Figures
+from dpmon.store.opened import open_store
+from dpmon.store.window import Window
+from dpmon.supervise.metrics import Metrics
+from dpmon.text.quantities import compact, rate_words, samples_rate
+from dpmon.ui import panel_batch, panel_compare
+from dpmon.ui.feed import Feed
+from dpmon.ui.panel_status import status
+from dpmon.ui.playback import Player, _PlaybackFeed
+from dpmon.ui.rows import Row, plain
+from dpmon.ui.scene import View
+
+MODES = (("dp", False), ("dp", True), ("single", False), ("single", True))
+"""Modes, each with whether it is their evaluation."""
+LAST = (("dp", False),)
+"""The mode at the end of the run: places that follow the run show no other."""
+
+Key = tuple[str, bool, str, str]
+"""Mode, evaluation, series (a step or a phase) and figure."""
+Shown = dict[Key, Any]
+
+
+class Place(NamedTuple):
+    """What a place shows, and how it writes a number."""
+
+    read: Callable[[Path], Shown]
+    modes: tuple[tuple[str, bool], ...]
+    of_step: Mapping[str, Callable[[Any], Any]]
+    of_phase: Mapping[str, Callable[[Any], Any]]
+
+
+# ------------------------------------------------------------------------------------------------ the run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run from dp to single to dp, with an evaluation in each: six minutes, twice as slow at the beginning."""
+    training = Training(step_ns=2 * SECOND)
+    payloads = training.begin()
+    for then in ("single", "dp", ""):
+        payloads += training.run(60)
+        for _ in range(12):
+            payloads += [payload for payload in training.step() if kind_of(payload) != "step"]
+            number, took = mode_number(training.mode), SECOND // 4 + training.random.randrange(SECOND // 4)
+            payloads.append(pack_step(number, training.steps, training.now, took, 30, (took // 9, took // 2, -1, -1)))
+            training.now += took
+        training.now += 3 * SECOND
+        training.step_ns = SECOND
+        payloads += training.switch(then) if then else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield keep({0: payloads}, seconds=training.now / SECOND + 1)
+
+
+def figures_of(found: Figures) -> Iterator[tuple[str, str, Any]]:
+    """Series, figure and number (times in ns) of all that a mode has."""
+    yield from ((STEP, name, getattr(found, f"{name}_ns")) for name in ("median", "p95", "mean"))
+    yield from ((STEP, "rate", found.rate), *((STEP, *rate) for rate in as_fields(found.rate).items()))
+    for phase in found.phases:
+        if phase.ran:
+            yield from ((phase.name, name, getattr(phase, f"{name}_ns")) for name in ("median", "p95", "mean"))
+            yield phase.name, "share", phase.share
+
+
+def wanted(directory: Path, place: Place, *, rest: bool) -> Shown:
+    """What the place is to show; `rest`: of the forward only what the phases of its calls leave."""
+    without = "forward" if rest else REST
+    found: Shown = {}
+    with open_store(directory) as store:
+        window = Window(store)
+        assert tuple(window.modes) == MODES
+        for mode, evaluation in place.modes:
+            for series, figure, number in figures_of(window.figures(mode, evaluation)):
+                shown = place.of_step if series == STEP else place.of_phase
+                if figure in shown and series != without:
+                    found[mode, evaluation, series, figure] = shown[figure](number)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ the places
+
+_TIME = r"(\S+ [µm]?s)"
+_MODE = r"(dp|single)(?: \(virtual(?: replicas)?\))?(, evaluation)?"
+
+
+def in_summary(directory: Path) -> Shown:
+    found: Shown = {}
+    mode = ("", False)
+    for line in summary_lines(directory, load_exit(directory)):
+        if head := re.fullmatch(rf"{_MODE}: .*? steps, .*? calls, (.*)", line):
+            mode = head[1], bool(head[2])
+            found[(*mode, STEP, "rate")] = head[3]
+        elif row := re.fullmatch(rf" +(\w+) +median +{_TIME} +p95 +{_TIME}", line):
+            found |= {
+                (*mode, row[1], name): text for name, text in zip(("median", "p95"), row.groups()[1:], strict=True)
+            }
+    return found
+
+
+def in_report(directory: Path) -> Shown:
+    found: Shown = {}
+    mode = ("", False)
+    for line in report_text(directory, 120):
+        if row := re.fullmatch(rf"  {_MODE} +\d+ +{_TIME} +{_TIME} +(\d.*)", line):
+            names = ("median", "p95", "rate")
+            found |= {
+                (row[1], bool(row[2]), STEP, name): text for name, text in zip(names, row.groups()[2:], strict=True)
+            }
+        elif head := re.fullmatch(rf"PHASES of a step, {_MODE}", line):
+            mode = head[1], bool(head[2])
+        elif row := re.fullmatch(rf" +(\w+) +(<?\d+ %) +{_TIME} +{_TIME}", line):
+            names = ("share", "median", "p95")
+            found |= {(*mode, row[1], name): text for name, text in zip(names, row.groups()[1:], strict=True)}
+    return found
+
+
+def in_json(said: Iterable[tuple[str, bool, Mapping[str, Any], Mapping[str, Any]]]) -> Shown:
+    """Of objects for steps and for phases, those of the figures that both forms of JSON have."""
+    found: Shown = {}
+    for mode, evaluation, step, phases in said:
+        of_step = {name: step[name] for name in ("median_ms", "p95_ms", *as_fields(None)) if name in step}
+        of_phase = {
+            phase: {name: took[name] for name in ("share", "median_ms", "p95_ms")} for phase, took in phases.items()
+        }
+        for series, numbers in {STEP: of_step, **of_phase}.items():
+            found |= {(mode, evaluation, series, name.removesuffix("_ms")): number for name, number in numbers.items()}
+    return found
+
+
+def in_report_as_json(directory: Path) -> Shown:
+    said = json.loads(json.dumps(as_object(collect(directory))))
+    modes = [(False, one) for one in said["modes"]] + [(True, one) for one in said["evaluations"]]
+    return in_json((one["mode"], evaluation, one, one["phases"]) for evaluation, one in modes)
+
+
+def last_line(directory: Path) -> dict[str, Any]:
+    said: list[bytes] = []
+    lines = Lines(directory, lambda line: bool(said.append(line)) or True)
+    lines.tick(1e9)
+    lines.end(load_exit(directory))
+    found: dict[str, Any] = json.loads(said[-2])
+    assert (found["kind"], found["state"]) == ("status", "ended")
+    return found
+
+
+def in_last_line(directory: Path) -> Shown:
+    said = last_line(directory)
+    return in_json([(said["mode"], False, said["step_ms"], said["phases"] | said["call_phases"])])
+
+
+def in_metrics(directory: Path) -> Shown:
+    how = load_exit(directory)
+    assert how is not None
+    metrics = Metrics(directory / "run.prom", directory, print)
+    metrics.tick(0.0)
+    metrics.end(how)
+    names = {
+        "step_quantile_seconds": "",
+        "phase_quantile_seconds": "",
+        "step_mean_seconds": "mean",
+        "phase_mean_seconds": "mean",
+        "steps_per_second": "steps_per_s",
+        "samples_per_second": "samples_per_s",
+    }
+    found: Shown = {}
+    for name, inside, number in re.findall(r"^dpmon_(\w+)\{(.*)\} (\S+)$", (directory / "run.prom").read_text(), re.M):
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', inside))
+        if name in names and labels["run"]:
+            figure = names[name] or {"0.5": "median", "0.95": "p95"}[labels["quantile"]]
+            found[labels["mode"], labels["kind"] == "evaluation", labels.get("phase", STEP), figure] = float(number)
+    return found
+
+
+def on_screen(directory: Path, feed: Feed) -> tuple[Shown, str]:
+    """What panel 3 shows of the whole run; and the first rows and panel 4."""
+    view = View(zoom="batch", span_s=0)
+    feed.start()
+    for _ in range(2):
+        feed.scene(view)
+        feed.tick()
+    scene = feed.scene(view)
+    numbers = panel_batch.figures(scene)
+    title, corner = panel_batch.title(scene, LOOK, numbers)
+    assert plain(title).endswith("whole run")
+    found: Shown = {(*LAST[0], STEP, name): text for name, text in re.findall(rf"(\w+) +{_TIME}", plain(corner))}
+    head, *table = map(plain, panel_batch.batch(scene, 150, 40, LOOK, numbers)[:4])
+    columns = [REST if phase.name == "forward" else phase.name for phase in PHASES if not phase.optional]
+    assert [name.lower()[:3] for name in head.split()] == [
+        "dat",
+        "sca",
+        "rep",
+        "app",
+        "gat",
+        "fwd",
+        "res",
+        "bac",
+        "opt",
+        "oth",
+        "ste",
+    ]
+    for row in table:
+        name, _, rest = row.partition(" ")
+        shown = re.findall(r"<?[\d.]+ (?:[µm]?s|%)", rest)
+        found |= {(*LAST[0], phase, name): text for phase, text in zip(columns, shown, strict=False)}
+    rows: list[Row] = [
+        *status(scene, 180, 2, LOOK),
+        *panel_compare.compare(scene, 100, 30, panel_compare.figures(scene), LOOK),
+    ]
+    feed.close()
+    return found, "\n".join(map(plain, rows))
+
+
+def _same(number: Any) -> Any:
+    return number
+
+
+def _ms(ns: float) -> float:
+    return ns / 1e6
+
+
+def _s(ns: float) -> float:
+    return ns / 1e9
+
+
+_TEXT = {"median": duration, "p95": duration}
+_JSON = {"median": _ms, "p95": _ms}
+_GAUGES = {"median": _s, "p95": _s, "mean": _s}
+PLACES = {
+    "summary": Place(in_summary, MODES, {**_TEXT, "rate": rate_words}, _TEXT),
+    "report": Place(in_report, MODES, {**_TEXT, "rate": samples_rate}, {**_TEXT, "share": percent}),
+    "report as JSON": Place(
+        in_report_as_json, MODES, {**_JSON, **dict.fromkeys(as_fields(None), _same)}, {**_JSON, "share": _same}
+    ),
+    "last line of JSON": Place(in_last_line, LAST, _JSON, {**_JSON, "share": _same}),
+    "metrics": Place(in_metrics, MODES, {**_GAUGES, "steps_per_s": _same, "samples_per_s": _same}, _GAUGES),
+    "screen": Place(
+        lambda directory: on_screen(directory, Feed(directory, lambda: RunReader(directory)))[0],
+        LAST, {**_TEXT, "mean": duration}, {**_TEXT, "share": percent},
+    ),
+    "playback": Place(
+        lambda directory: on_screen(directory, _PlaybackFeed(directory, lambda: Player(directory)))[0],
+        LAST, {**_TEXT, "mean": duration}, {**_TEXT, "share": percent},
+    ),
+}  # fmt: skip
+"""Figures of each place: of the steps, and of each of their phases."""
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_figure_is_the_same_wherever_it_is_shown(run: Path, name: str) -> None:
+    place = PLACES[name]
+    expected = wanted(run, place, rest=name in ("screen", "playback"))
+    assert {key[:2] for key in expected} == set(place.modes)
+    assert {key[3] for key in expected if key[2] == STEP} == set(place.of_step)
+    assert {key[3] for key in expected if key[2] != STEP} == set(place.of_phase)
+    assert place.read(run) == expected
+
+
+def test_rates_of_all_modes_and_of_each(run: Path) -> None:
+    """The last line of JSON and the first row of the screen have the rate of all modes, panel 4 that of each."""
+    with open_store(run) as store:
+        window = Window(store)
+        together = window.of_process(0)[1]
+        each = {mode: window.rate(mode) for mode in ("single", "dp")}
+    assert together is not None
+    said = last_line(run)
+    assert {name: said[name] for name in as_fields(None)} == as_fields(together)
+    for feed in (Feed(run, lambda: RunReader(run)), _PlaybackFeed(run, lambda: Player(run))):
+        text = on_screen(run, feed)[1]
+        assert (
+            f"mean {compact(together.steps_per_s)} steps/s  {samples_rate(together).replace(' (', ' samples/s (', 1)}"
+            in text
+        )
+        (shown,) = re.findall(r"^samples/s +(\S+) +(\S+)", text, re.M)
+        assert shown == tuple(compact(rate.samples_per_s) for rate in each.values() if rate is not None)

@@ -49,11 +49,6 @@ class Nvml:
         """pynvml, None before it was opened."""
         return self._nvml
 
-    @property
-    def in_flight(self) -> int:
-        """Calls that have not come back."""
-        return self._in_flight
-
     def guard(self, read: Callable[[], Any]) -> Any:
         """What `read` returns; raises Failure. The library is not shut down while it runs, and not asked afterwards."""
         with self._lock:

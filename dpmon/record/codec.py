@@ -59,7 +59,6 @@ __all__ = [
     "part_times",
     "step_fields",
     "step_times",
-    "why_missing",
     "why_number",
 ]
 
@@ -333,11 +332,6 @@ def known_times(payload: bytes) -> dict[str, float]:
     names = TIMED_PHASES if len(payload) == TIMED_HEAD.size + 4 * count else CALL_PHASES
     times = struct.unpack_from(f"<{min(count, len(names))}f", payload, len(payload) - 4 * count)
     return {name: time for name, one in zip(names, times, strict=False) if (time := _known_ms(one)) is not None}
-
-
-def why_missing(payload: bytes) -> str:
-    """Of a timed call, or of what `step_times` gave of a step: why a time that is not known is not."""
-    return _why(payload[1])
 
 
 def why_number(payload: bytes) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import sqlite3
 import struct
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
@@ -567,13 +566,6 @@ class Store:
         for number, value in self._rows("SELECT number, value FROM definitions WHERE process = ?", (process,)):
             with suppress(ValueError, TypeError):
                 found[number] = load_json(value)
-        return found
-
-    def call_counts(self) -> Counter[int]:
-        """Calls by process, those that are in no step too."""
-        found: Counter[int] = Counter()
-        for shape in self.shapes():
-            found[shape.process] += shape.calls
         return found
 
 

@@ -55,7 +55,6 @@ def answers(store: Store) -> list[Any]:
         store.events("process", "mode", "host"),
         store.device_minutes(),
         store.shapes(),
-        store.call_counts(),
     ]
     for begin, end in ((0, 1 << 40), (2, 4)):
         window = Window(store, begin, end)

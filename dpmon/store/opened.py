@@ -67,7 +67,7 @@ def _store(directory: Path, info: RunInfo, stack: ExitStack) -> Store:
     bounds = Bounds(db, size_of(path))
     db.execute("BEGIN")
     check_schema(db)
-    if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
+    if not db.execute("SELECT 1 FROM sqlite_master").fetchone() and supervised(info):
         raise FileNotFoundError(path)  # it is being made
     if version_of(db) < SCHEMA_VERSION:
         memory = stack.enter_context(closing(_connect(_MEMORY)))

@@ -37,7 +37,7 @@ def test_replacing_files_of_a_run_that_goes_on(dpmon: Dpmon, tmp_path: Path, kin
     wait_for((dpmon.cwd / "began").exists)
     info = dpmon.info()
     directory = dpmon.last()
-    wait_for((directory / "history.sqlite").exists)
+    wait_for((directory / "history.sqlite-wal").exists)  # SQLite opens it, and then no other file of the history
     for name in SPOILED:
         if kind == "a directory" and name in ("exit.json", "input.fifo"):
             continue  # nothing can replace it: the ring then shows how the run ended

@@ -167,6 +167,8 @@ class Account:
 
     def _gap(self, activity: str, mode: str, until: int) -> tuple[list[Spent], int]:
         """The time up to `until`, in order; and how much of it is none of the pauses and waits."""
+        if not self._apart:
+            return self._piece(activity, mode, self._at, until), max(until - self._at, 0)
         spent = self._cut(activity, mode, self._at, until, sorted(self._apart, reverse=True))  # pauses first
         return spent, sum(one.end - one.begin for one in spent if one.activity == activity)
 

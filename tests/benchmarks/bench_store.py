@@ -49,7 +49,7 @@ from dpmon.store.writer import Batch, Ended, History  # noqa: E402
 
 SECOND = 1_000_000_000
 DAY_S = 86_400
-TURNS = 5
+TURNS = 20
 """Drains a second, as the supervisor's."""
 PER_SECOND = 10
 BUDGETS = {"writing": "3 % of a core", "one": "5 ms for one process", "ranks": "30 ms for 64 ranks"}

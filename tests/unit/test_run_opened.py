@@ -42,7 +42,7 @@ def whole(state: Path) -> dict[str, Any]:
 
 
 def test_a_history_that_is_complete_is_asked_in_its_file(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opened_module, "_in_memory", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr(opened_module, "_with_rings", lambda *_: pytest.fail("copied"))
     assert read(keep(payloads()))["tallies"]
 
 

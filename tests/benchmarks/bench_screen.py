@@ -9,7 +9,7 @@ keys: 5,000 records and 1,000 lines of output a second: from a key to its answer
 may be the beginning of another key's sequence, which is waited for
 memory: a hundred thousand steps and lines, all of them shown: resident memory along the way
 picture: from the command to the first panel on the terminal
-attach: the same to a run of a day at ten steps a second, and how much later the phases are there
+attach: the same to a run of a day at ten steps a second, and how much later all panels are there
 
 Figures are given as measured on this machine, and scaled to the reference by processor time (see yardstick.py).
 """
@@ -348,10 +348,10 @@ def attach(rounds: int) -> None:
             shown = Shown(live.directory, 1.0)
             shown.until(b"Devices")
             first.append((time.monotonic() - began) * 1000)
-            figures.append(shown.until(b"backward") * 1000)
+            figures.append(shown.until(b"steps seen") * 1000)
             shown.close()
     slow = yardstick.since()
-    for name, took in (("first panel", sorted(first)), ("phases after that", sorted(figures))):
+    for name, took in (("first panel", sorted(first)), ("all panels after that", sorted(figures))):
         middle, tail = statistics.median(took), took[round(0.95 * (len(took) - 1))]
         print(
             f"attach to a day, {name}: median {middle:.0f} ms, p95 {tail:.0f} as measured; "

@@ -98,7 +98,8 @@ def call_tracks(
         if call is not None and not timed:
             found[root] = CallTrack(call)
         elif call is not None:
-            nth = [track for each in parts.get(root, ()) if (track := _of_heads(calls, each)) is not None]
+            each = parts.get(root, ())
+            nth = [track for of in each if (track := _of_heads(calls, of)) is not None] if len(each) > 1 else []
             times, on_device = _of_tallies(own[0], call, tallies, trained, mode)
             track = CallTrack(call, times, on_device) if any(times) else _of_heads(calls, own)
             if track is not None:

@@ -84,7 +84,8 @@ def _recent(steps: int, samples: float | None, counted_ns: int, step_ns: int, la
 def _counted_ns(times: Iterable[TimeRow], begin_ns: int, end_ns: int, trained: bool) -> int:
     """The time of training (of evaluation, if the mode never trains), and between steps, that lies between two times.
 
-    The activities are known by the second: in the first second and the last, as much as has room counts.
+    The activities are known by the second: in the first second and the last, as much as has room counts. A row may
+    hold more than has room in it: the rest lies after it (dpmon.store.accounting.Spent.by_second).
     """
     found = 0
     stretches: dict[tuple[int, int], int] = {}
@@ -93,7 +94,7 @@ def _counted_ns(times: Iterable[TimeRow], begin_ns: int, end_ns: int, trained: b
         spent = row.spent["training"] + row.spent["between"] + (0 if trained else row.spent["evaluation"])
         stretches[place] = stretches.get(place, 0) + spent
     for (start, width), spent in stretches.items():
-        low, high = max(start * _SECOND, begin_ns), min((start + width) * _SECOND, end_ns)
+        low, high = max(start * _SECOND, begin_ns), min(start * _SECOND + max(width * _SECOND, spent), end_ns)
         found += min(max(spent, 0), max(high - low, 0))
     return found
 

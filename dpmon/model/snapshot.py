@@ -6,7 +6,7 @@ columns of the history, samples) is read once and kept, at most as much as a pic
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -71,7 +71,7 @@ class Tallies(Protocol):
         begin_s: int = 0,
         end_s: int = ...,
         *,
-        process: int | None = None,
+        process: int | Collection[int] | None = None,
         sketches: bool = True,
         series: Collection[str] | None = None,
     ) -> dict[Key, Tally]:
@@ -164,12 +164,12 @@ class Snapshots:
         if focus is None:
             return state
         near = _near(state, focus, wanted)
-        processes = {process.process: _beside(rows, tallies, process) for process in near}
         found = self._focus(rows, tallies, focus, wanted, said)
+        shown = {process.process: process for process in (found, *(_beside(rows, process) for process in near))}
         if near:
-            found = replace(found, figures=_rank_figures(rows, tallies, found))
+            shown.update({process.process: process for process in _rank_figures(rows, tallies, shown.values())})
         share = _samples_share(rows, tallies, found, near, over=wanted.over)
-        return replace(state, processes={**known, **processes, found.process: found}, samples_share=share)
+        return replace(state, processes={**known, **shown}, samples_share=share)
 
     def _focus(self, rows: Rows, tallies: Tallies, process: Process, wanted: Wanted, said: Announced) -> Process:
         """The process that stands for the run, with its figures and its history."""
@@ -344,13 +344,12 @@ def _near(state: State, focus: Process, wanted: Wanted) -> list[Process]:
     return list({process.process: process for process in shown if process.process != focus.process}.values())
 
 
-def _beside(rows: Rows, tallies: Tallies, process: Process) -> Process:
+def _beside(rows: Rows, process: Process) -> Process:
     """A process that trains beside the one that stands for the run."""
     calls = Calls(rows, process.process)
     mode = process.last_step.mode if process.last_step is not None else process.mode
     tracks, newest = call_tracks(calls, {}, (), mode, most=RANK_CALLS_READ, timed=False)
-    found = replace(process, calls=tracks, newest=newest, last_calls=calls.of_last_step())
-    return _with_devices(replace(found, figures=_rank_figures(rows, tallies, process)))
+    return _with_devices(replace(process, calls=tracks, newest=newest, last_calls=calls.of_last_step()))
 
 
 def _called(rows: Rows, process: Process, ranged: Window, mode: str) -> Process:
@@ -417,15 +416,25 @@ def _recent(rows: Rows, tallies: Tallies, process: int, step: Step, end_s: int) 
     return found
 
 
-def _rank_figures(rows: Rows, tallies: Tallies, process: Process) -> RankFigures:
-    """The medians of one of several processes over this minute and the last one."""
-    if process.last_step is None:
-        return RankFigures()
-    end_s, mode = _end_s(rows, process), process.last_step.mode
-    begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # a minute has a tally of its own
-    found = tallies.tallies(begin_s, end_s, process=process.process, series=_RANK_SERIES)
-    trained = mode in trains((key.mode, key.kind) for key in found)
-    tally = merged(found, mode, False, trained)
+def _rank_figures(rows: Rows, tallies: Tallies, processes: Iterable[Process]) -> Iterator[Process]:
+    """Processes with the medians of each over this minute and the last one."""
+    alike: dict[int, dict[int, Process]] = {}
+    for process in processes:
+        if process.last_step is not None:
+            alike.setdefault(_end_s(rows, process), {})[process.process] = process
+    for end_s, those in alike.items():
+        begin_s = max(end_s // _MINUTE_S - 1, 0) * _MINUTE_S  # a minute has a tally of its own
+        found: dict[int, dict[Key, Tally]] = {number: {} for number in those}
+        for key, tally in tallies.tallies(begin_s, end_s, process=tuple(those), series=_RANK_SERIES).items():
+            found[key.process][key] = tally
+        for number, process in those.items():
+            yield replace(process, figures=_figured(found[number], process))
+
+
+def _figured(tallies: Mapping[Key, Tally], process: Process) -> RankFigures:
+    assert process.last_step is not None
+    mode = process.last_step.mode
+    tally = merged(tallies, mode, False, mode in trains((key.mode, key.kind) for key in tallies))
     step, forward, backward = (tally.median(series) for series in _RANK_SERIES)
     return RankFigures(step, forward, backward, tally.quantile(STEP, 0.95))
 

@@ -148,7 +148,7 @@ class Decoder:
             if kind == EVENT_TAG:
                 return Event(*load_event(payload[1:]))
             if kind == DEFINE_TAG:
-                self._define(payload)
+                self.define(*definition(payload))
                 return None
         except (
             LookupError,
@@ -162,9 +162,8 @@ class Decoder:
             raise RecordError(f"unreadable record: {type(error).__name__}: {error}") from None
         raise RecordError(f"unknown kind of record: {kind}")
 
-    def _define(self, payload: bytes) -> None:
-        _, number = DEFINE_HEAD.unpack_from(payload)
-        value = load_json(payload[DEFINE_HEAD.size :])
+    def define(self, number: int, value: Any) -> None:
+        """Remember a definition; LookupError, ValueError, TypeError or AttributeError if it is damaged."""
         if isinstance(value, dict) and "parts" in value:
             self._stages.pop(number, None)
             self._stages[number] = str(value["device"]), tuple(str(name) for name in value["parts"])

@@ -30,8 +30,9 @@ _PIECE_NS = 20_000_000
 _SECOND = 1_000_000_000
 _MISSED = -2
 """The number of a step that no step follows."""
-_HOUR = 3600 * _SECOND
-LATEST_NS = 10 * 365 * 24 * _HOUR
+_LONG = (86_400 * _SECOND, 3600 * _SECOND, 60 * _SECOND)
+_LONG_NS = 600 * _SECOND
+LATEST_NS = 10 * 365 * 86_400 * _SECOND
 """No run takes longer: a time that is further from its start is damaged."""
 
 
@@ -47,13 +48,13 @@ class Spent(NamedTuple):
     def by_second(self) -> Iterator[tuple[int, int]]:
         """Each second it touches, and the time in it (ns, negative if it is taken back).
 
-        The whole hours of a time of six hours or more are each given as one, under its first second: a damaged record
-        may claim a century.
+        Of a time of ten minutes or more whole minutes, hours and days are each given as one, under their first second:
+        all ranks of a job may have paused for a night, and a damaged record may claim a century.
         """
         at = self.begin
-        long = self.end - at >= 6 * _HOUR
+        widths = _LONG if self.end - at >= _LONG_NS else ()
         while at < self.end:
-            width = _HOUR if long and at % _HOUR == 0 and at + _HOUR <= self.end else _SECOND
+            width = next((width for width in widths if at % width == 0 and at + width <= self.end), _SECOND)
             until = min((at // width + 1) * width, self.end)
             yield at // _SECOND, self.sign * (until - at)
             at = until
@@ -167,6 +168,8 @@ class Account:
 
     def _gap(self, activity: str, mode: str, until: int) -> tuple[list[Spent], int]:
         """The time up to `until`, in order; and how much of it is none of the pauses and waits."""
+        if not self._apart:
+            return self._piece(activity, mode, self._at, until), max(until - self._at, 0)
         spent = self._cut(activity, mode, self._at, until, sorted(self._apart, reverse=True))  # pauses first
         return spent, sum(one.end - one.begin for one in spent if one.activity == activity)
 

@@ -15,7 +15,7 @@ from dpmon.record.codec import Decoder, call_head, call_replicas, call_stages
 from dpmon.record.kinds import Call, Event, RecordError, Step
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, SETTLING
-from dpmon.record.wire import MODES, pack_definition
+from dpmon.record.wire import MODES
 from dpmon.store.answers import CallHead, LongRow, Sample
 from dpmon.store.queries import LONG_COLUMNS, Store, long_row
 from dpmon.store.tables import LASTING
@@ -127,7 +127,7 @@ class AsOf:
         with suppress(RecordError, LookupError, TypeError, ValueError, struct.error):
             decoder = Decoder(process, self.ranks.get(process), self.store.origin_ns)
             for number, value in self.definitions(process, _numbers(head.payload)):
-                decoder.decode(pack_definition(number, value))
+                decoder.define(number, value)
             record = decoder.decode(head.payload)
             return record if isinstance(record, Call) else None
         return None

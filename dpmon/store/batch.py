@@ -38,9 +38,10 @@ class Batch:
     """Rows that are written together."""
 
     definitions: list[tuple[int, int, str]] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    """Rows by the names of their columns."""
-    steps: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    """Rows of CALL_COLUMNS."""
+    steps: list[tuple[Any, ...]] = field(default_factory=list)
+    """Rows of STEP_COLUMNS."""
     events: list[tuple[Any, ...]] = field(default_factory=list)
     rings: list[RingRow] = field(default_factory=list)
     tallied: dict[tuple[int, Key], Ended] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Takes the records out of the rings and hands them to the history, cheaply: bytes are kept, not decoded."""
+"""Takes the records out of the rings and hands them to the history."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ __all__ = ["Drain"]
 
 COMMIT_S = 0.2
 """Between two commits while something happens."""
+MANY_RINGS = 16
+"""With more rings than this there is one commit for each second of the run, so that each tally is written once."""
+_AFTER_S = 0.1
+"""Such a commit comes this long after the end of a second: the records of that second are there by then."""
 FIND_S = 0.2
 """Between two looks for new rings."""
 COMMIT_BYTES = 1 << 19
@@ -88,6 +92,8 @@ class Drain:
         """The rings' rows as they stand in the history."""
         self._sources: dict[str, _Source] = {}
         self._refused: set[str] = set()
+        self._taken: list[tuple[_Source, list[bytes]]] = []
+        """What was read from rings and is not in the batch yet."""
         self._batch = Batch()
         self._accounts = Accounts()
         self._bytes = 0
@@ -134,6 +140,7 @@ class Drain:
             source.over = True
             with suppress(RingError, OSError):
                 self._add(source, source.ring.last_words())
+            self._take_apart()
             source.intake.flush(self._batch)
         if self._history is not None:
             self._write(now)
@@ -210,19 +217,28 @@ class Drain:
         return False
 
     def _add(self, source: _Source, payloads: list[bytes]) -> None:
-        before = len(self._batch.tallied)
+        """Note payloads of a ring. They are taken apart when they are written, all at once: that costs less."""
+        self._taken.append((source, payloads))
         for payload in payloads:
-            try:
-                if source.intake.add(self._batch, self._next_id, payload):
-                    self._next_id += 1
-                if payload.startswith(_AWAITED):
-                    self._commit_at = 0.0
-                elif payload.startswith(_MEMORY):
-                    self.heard(payload, source.ring.pid)
-            except RecordError:
-                source.unreadable += 1
             self._bytes += len(payload)
-        self._bytes += _SECOND_BYTES * (len(self._batch.tallied) - before)
+            if payload.startswith(_AWAITED):
+                self._commit_at = 0.0
+            elif payload.startswith(_MEMORY):
+                self.heard(payload, source.ring.pid)
+
+    def _take_apart(self) -> None:
+        """Put all that was taken into the batch."""
+        batch, before = self._batch, len(self._batch.tallied)
+        for source, payloads in self._taken:
+            add = source.intake.add
+            for payload in payloads:
+                try:
+                    if add(batch, self._next_id, payload):
+                        self._next_id += 1
+                except RecordError:
+                    source.unreadable += 1
+        self._taken.clear()
+        self._bytes += _SECOND_BYTES * (len(batch.tallied) - before)
 
     # ------------------------------------------------------------------------------------------ history
 
@@ -254,7 +270,8 @@ class Drain:
     def _write(self, now: float) -> None:
         if self._history is None or now < self._retry_at:
             return
-        self._commit_at = now + COMMIT_S
+        self._commit_at = self._next_commit(now)
+        self._take_apart()
         for source in self._sources.values():
             source.note()
         self._batch.rings = [source.row for name, source in self._sources.items() if self._kept.get(name) != source.row]
@@ -269,6 +286,12 @@ class Drain:
         self._batch = Batch()
         self._bytes = 0
         self.failure = None
+
+    def _next_commit(self, now: float) -> float:
+        if len(self._sources) <= MANY_RINGS:
+            return now + COMMIT_S
+        late = (now - self._info.start_ns / 1e9 - _AFTER_S) % 1.0
+        return now - late + 1.0
 
     def _fail(self, now: float, error: Exception) -> None:
         """Say that the history cannot be written, once, and try again later: the run goes on without it."""

@@ -13,17 +13,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from dpmon.record.codec import (
     BACKWARD_AT,
     OPTIMIZER_AT,
     SAMPLES_AT,
+    bare,
     call_head,
     call_replicas,
     call_stages,
     definition,
-    is_timed,
     kind_of,
     known_times,
     part_times,
@@ -33,7 +34,7 @@ from dpmon.record.codec import (
 )
 from dpmon.record.kinds import RecordError, is_evaluation
 from dpmon.record.plainjson import load_event
-from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SETTLING, SETTLING_STEPS, STEP_PHASES
+from dpmon.record.schema import EVALUATION, PHASES, REST, SETTLING, SETTLING_STEPS, STEP_PHASES
 from dpmon.record.wire import CALL_PHASES, GRAD, MODES, TRAINING, VIRTUAL
 from dpmon.store.accounting import LATEST_NS, Account
 from dpmon.store.batch import GAP_NS, Batch
@@ -51,13 +52,10 @@ _MAX_INT = (1 << 63) - 1
 _APPLY = CALL_PHASES.index("parallel_apply")
 _CALL_AT = {name: index for index, name in enumerate(CALL_PHASES)}
 _STEP_AT = {name: index for index, name in enumerate(STEP_PHASES)}
-_CALL_COLUMNS = tuple(f"{name}_ns" for name in CALL_PHASES)
-_MEASURED = (*(quantity.name for quantity in QUANTITIES), *(f"{phase.name}_ns" for phase in PHASES))
-"""Columns of a step's quantities and phases."""
-_PHASE_AT = tuple(
-    len(STEP_PHASES) + _CALL_AT[phase.name] if phase.of_call else _STEP_AT[phase.name] for phase in PHASES
+_phases_of = itemgetter(
+    *(len(STEP_PHASES) + _CALL_AT[phase.name] if phase.of_call else _STEP_AT[phase.name] for phase in PHASES)
 )
-"""Where each of PHASES is in the phases of a step, followed by those of its calls."""
+"""Takes PHASES from the phases of a step, followed by those of its calls."""
 _DAMAGE = (RecordError, LookupError, ValueError, TypeError, AttributeError, struct.error, RecursionError)
 
 
@@ -173,7 +171,8 @@ class Intake:
         self._calls = []
         for number, payload in waiting:
             with suppress(*_DAMAGE):
-                self._calls.append(_held(number, payload, call_head(payload)))
+                inner = bare(payload)
+                self._calls.append(_held(number, payload, inner, call_head(inner)))
 
     def add(self, batch: Batch, number: int, payload: bytes) -> bool:
         """Put `payload` into `batch` under the id `number`; False if it was a definition, which takes no id.
@@ -204,18 +203,16 @@ class Intake:
     # ------------------------------------------------------------------------------------------ calls
 
     def _call(self, batch: Batch, number: int, payload: bytes) -> None:
-        head = call_head(payload)
+        inner = bare(payload)
+        head = call_head(inner)
         _, _, _, _, step, call, start, wall, inputs, *_ = head
         began = start - self._start_ns
         _check(began, wall, step, call)
-        held = _held(number, payload, head)
+        held = _held(number, payload, inner, head)
         self._calls.append(held)
-        row = {
-            "id": number, "process": self.row.process, "call": call, "step": step, "mode": held.mode,
-            "start_ns": began, "wall_ns": wall, "rows": self._rows.get(inputs), "payload": payload,
-        }  # fmt: skip
-        row.update(zip(_CALL_COLUMNS, [took if took >= 0 else None for took in held.phases], strict=True))
-        batch.calls.append(row)
+        named = number, self.row.process, call, step, held.mode, began, wall, self._rows.get(inputs), payload
+        phases = [took if took >= 0 else None for took in held.phases]
+        batch.calls.append((*named, *phases))
         if len(self._calls) > HELD_CALLS:  # a process whose calls are in no step
             self._count(batch, [self._calls.pop(0)], None)
         self._place(number)
@@ -250,8 +247,7 @@ class Intake:
         calls = self._of_step(batch, step, kind)
         own = [*phases, max(0, wall - sum([took for took in phases if took >= 0]))]
         by_call, rest = _of_calls(own, calls)
-        taken = [*own, *by_call]
-        values = [taken[at] if taken[at] >= 0 else None for at in _PHASE_AT]
+        values = [took if took >= 0 else None for took in _phases_of((*own, *by_call))]
         quantities = [_known(count) for count in counted]
         times = step_times(payload)
         device = _device_times(times, calls, by_call)
@@ -263,12 +259,8 @@ class Intake:
         batch.spend(process, spent)
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append((process, *gap))
-        row: dict[str, Any] = {
-            "id": number, "process": process, "step": step, "mode": mode, "start_ns": began, "wall_ns": wall,
-            "device": times, "kind": kind, "calls": len(calls), "rest_ns": rest,
-        }  # fmt: skip
-        row.update(zip(_MEASURED, (*quantities, *values), strict=True))
-        batch.steps.append(row)
+        named = number, process, step, mode, began, wall, kind, len(calls)
+        batch.steps.append((*named, *quantities, *values, rest, times))
         self._place(number)
         self._note_held()
         self.row.steps += 1
@@ -322,15 +314,15 @@ class Intake:
         return (number, process, kind, t_ns, text)
 
 
-def _held(number: int, payload: bytes, head: Sequence[int]) -> _Call:
-    """What is held of a call; `head`: its numbers (dpmon.record.codec.call_head)."""
+def _held(number: int, payload: bytes, inner: bytes, head: Sequence[int]) -> _Call:
+    """What is held of a call; `inner`: it without times of devices, `head`: its numbers (dpmon.record.codec)."""
     mode, flags, _, layout, step, _, _, _, inputs, outputs, *phases = head
     took = tuple([took if at >= 0 else -1 for at, took in zip(phases[::2], phases[1::2], strict=True)])
-    replicas, stages = call_replicas(payload), call_stages(payload)
+    replicas, stages = call_replicas(inner), call_stages(inner)
     parts = [(replica_series(layout, i), ran if ran > 0 else 0) for i, (_, _, _, ran) in enumerate(replicas)]
     parts += [(stage_series(layout, i, *stage[:3]), stage[4]) for i, stage in enumerate(stages) if stage[4] >= 0]
     sizes = _sizes_text(inputs, outputs, *[part[:2] for part in replicas], *[part[:3] for part in stages])
-    if not is_timed(payload):
+    if inner is payload:
         return _Call(number, step, MODES[mode], layout, flags, took, None, parts, sizes, 0)
     named = [replica_series(layout, i) for i in range(len(replicas))]
     named = named or [stage_series(layout, i, *stage[:3]) for i, stage in enumerate(stages)]
@@ -375,8 +367,11 @@ def _of_calls(own: Sequence[int], calls: Sequence[_Call]) -> tuple[list[int], in
 
 def _device_times(times: bytes | None, calls: Sequence[_Call], by_call: Sequence[int]) -> dict[str, int]:
     """Device times of the step's phases in ns, by phase; of its calls' phases if every call has one; of the REST."""
+    timed = [call for call in calls if call.device_ms]
+    if times is None and not timed:
+        return {}
     found = {} if times is None else {name: int(ms * 1e6) for name, ms in known_times(times).items()}
-    for name, index in _CALL_AT.items() if any(call.device_ms for call in calls) else ():
+    for name, index in _CALL_AT.items() if timed else ():
         if by_call[index] < 0:
             continue
         ran = [call.device_ms for call in calls if call.phases[index] >= 0]

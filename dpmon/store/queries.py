@@ -18,7 +18,6 @@ from dpmon.record.codec import Decoder, kept_step_times
 from dpmon.record.kinds import Call, Event, Record, RecordError, Step
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES
-from dpmon.record.wire import pack_definition
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape, TimeRow, TimeTogether
 from dpmon.store.tables import (
@@ -203,19 +202,22 @@ class Store:
         columns: Sequence[str],
         begin_s: int,
         end_s: int,
-        process: int | None,
+        process: int | Collection[int] | None,
         finest: int = 1,
         widest: int = WIDTHS[-1],
     ) -> Iterator[tuple[int, tuple[Any, ...]]]:
         """Width and columns of the rows of tallies or times between two seconds, in order of time."""
         names = ", ".join(columns)
         for width, begin, end in self.cover(begin_s, end_s, finest, widest):
-            values = {"width": width, "begin": begin, "end": end, "process": process}
-            if process is None:
-                query = f"SELECT {names} FROM {table} WHERE {_BETWEEN} AND process >= 0 ORDER BY start_s"
+            values = {"width": width, "begin": begin, "end": end}
+            if not isinstance(process, int):
+                which = ">= 0" if process is None else f"IN ({', '.join(map(str, process))})"
+                query = f"SELECT {names} FROM {table} WHERE {_BETWEEN} AND process {which} ORDER BY start_s"
             elif len(self.processes) < 2:
+                values["process"] = process
                 query = f"SELECT {names} FROM {table} WHERE {_BETWEEN} AND process = :process ORDER BY start_s"
             else:  # one look-up a row: the rows of all processes lie together
+                values["process"] = process
                 query = (
                     f"{_STARTS} SELECT {names} FROM starts CROSS JOIN {table}"
                     " ON width = :width AND start_s = starts.at AND process = :process"
@@ -228,11 +230,11 @@ class Store:
         begin_s: int = 0,
         end_s: int = END,
         *,
-        process: int | None = None,
+        process: int | Collection[int] | None = None,
         sketches: bool = True,
         series: Collection[str] | None = None,
     ) -> dict[Key, Tally]:
-        """By key, all of the time between two seconds. Parameters as in `tally_rows`."""
+        """By key, all of the time between two seconds. Parameters as in `tally_rows`; `process` may be several."""
         found: dict[Key, Tally] = {}
         for _, row in self._stretches("tallies", _TALLY, begin_s, end_s, process):
             named = dict(zip(_TALLY, row, strict=True))
@@ -496,8 +498,8 @@ class Store:
         if found is None:
             found = self._decoders[process] = Decoder(process, self.rank(process), self.origin_ns)
             for number, value in self.definitions(process).items():
-                with suppress(RecordError, struct.error):
-                    found.decode(pack_definition(number, value))
+                with suppress(LookupError, ValueError, TypeError, AttributeError):
+                    found.define(number, value)
         return found
 
     def events(

@@ -90,7 +90,15 @@ STEP_COLUMNS: Mapping[str, str] = {
     "device": "BLOB",
 }
 """The columns of steps and their types."""
-CALL_COLUMNS = tuple(f"{phase.name}_ns" for phase in PHASES if phase.of_call)
+CALL_COLUMNS: Mapping[str, str] = {
+    "id": "INTEGER PRIMARY KEY",
+    **dict.fromkeys(("process", "call", "step"), "INTEGER"),
+    "mode": "TEXT",
+    **dict.fromkeys(("start_ns", "wall_ns", "rows"), "INTEGER"),
+    "payload": "BLOB",
+    **dict.fromkeys((f"{phase.name}_ns" for phase in PHASES if phase.of_call), "INTEGER"),
+}
+"""The columns of calls and their types."""
 TALLY_COLUMNS = (*PLAIN, *(f"{quantity.name}_{part}" for quantity in QUANTITIES for part in ("sum", "n")))
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
 
@@ -107,9 +115,7 @@ CREATE TABLE IF NOT EXISTS rings (
     first_id INTEGER, last_id INTEGER, held_id INTEGER) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS definitions (
     process INTEGER, number INTEGER, value TEXT, PRIMARY KEY (process, number)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS calls (
-    id INTEGER PRIMARY KEY, process INTEGER, call INTEGER, step INTEGER, mode TEXT, start_ns INTEGER,
-    wall_ns INTEGER, rows INTEGER, payload BLOB, {call_columns});
+CREATE TABLE IF NOT EXISTS calls ({call_columns});
 CREATE TABLE IF NOT EXISTS steps ({step_columns});
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, process INTEGER, kind TEXT, t_ns INTEGER, json TEXT);
@@ -136,7 +142,7 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
 """.format(
     lasting=LASTING,
     step_columns=", ".join(f"{name} {kind}" for name, kind in STEP_COLUMNS.items()),
-    call_columns=_whole_numbers(CALL_COLUMNS),
+    call_columns=", ".join(f"{name} {kind}" for name, kind in CALL_COLUMNS.items()),
     tally_columns=_whole_numbers(TALLY_COLUMNS) + ", sketches BLOB",
     activities=_whole_numbers(ACTIVITY_COLUMNS),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from dpmon.record.schema import MODES, PHASES, QUANTITIES, REST, STEP, device_series
@@ -84,12 +85,11 @@ class Stat:
 
     __slots__ = ("_counts", "_packed", "count", "total")
 
-    def __init__(self, count: int = 0, total: int = 0, packed: bytes = b"") -> None:
-        """`packed`: a sketch that was checked (dpmon.store.quantiles)."""
-        self.count = count
-        self.total = total
+    def __init__(self) -> None:
+        self.count = 0
+        self.total = 0
         self._counts: Counts = {}
-        self._packed = [packed] if packed else []
+        self._packed: list[bytes] = []
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Stat):
@@ -118,6 +118,13 @@ class Stat:
         self.total = _bounded(self.total + other.total)
         quantiles.merge(self._counts, other._counts)
         self._packed += other._packed
+
+    def add_packed(self, count: int, total: int, packed: bytes) -> None:
+        """Add values by their number, their sum and their sketch, which was checked (dpmon.store.quantiles)."""
+        self.count += count
+        self.total = _bounded(self.total + total)
+        if packed:
+            self._packed.append(packed)
 
     @property
     def mean(self) -> float | None:
@@ -239,13 +246,7 @@ class Tally:
 
     def merge(self, other: Tally) -> None:
         """Add all of another."""
-        self.steps += other.steps
-        self.calls += other.calls
-        if other.last_step is not None:
-            self.last_step = other.last_step if self.last_step is None else max(self.last_step, other.last_step)
-        if other.low_ns is not None and other.high_ns is not None:
-            self._extremes(other.low_ns, other.high_ns)
-        self._reach(other.first_ns, other.last_ns)
+        self._extend(*_plain_in(other))
         for name, total in other.sums.items():
             self.sums.setdefault(name, Sum()).merge(total)
         for name, stat in other.stats.items():
@@ -253,6 +254,25 @@ class Tally:
             if mine is None:
                 mine = self.stats[name] = Stat()
             mine.merge(stat)
+
+    def _extend(
+        self,
+        steps: int,
+        calls: int,
+        last_step: int | None,
+        low: int | None,
+        high: int | None,
+        first: int | None,
+        last: int | None,
+    ) -> None:
+        """Add what has a column of its own, in the order of PLAIN."""
+        self.steps += steps
+        self.calls += calls
+        if last_step is not None:
+            self.last_step = last_step if self.last_step is None else max(self.last_step, last_step)
+        if low is not None and high is not None:
+            self._extremes(low, high)
+        self._reach(first, last)
 
     def quantile(self, series: str, fraction: float) -> float | None:
         """A quantile of a series in ns, at most 0.4 % off; of steps never outside the shortest and the longest."""
@@ -311,24 +331,27 @@ class Tally:
         series: Collection[str] | None = None,
     ) -> None:
         """Add the tally in a row, as `of_row` reads it. A damaged one changes nothing."""
-        values = [row[name] for name in PLAIN]
-        added = Tally(*values)
-        if not all(
-            type(value) is int or (value is None and name not in _COUNTS)
-            for name, value in zip(PLAIN, values, strict=True)
-        ):
+        steps, calls, *reach = _plain_of(row)
+        if not type(steps) is type(calls) is int or min(steps, calls) < 0 or not _OPTIONAL.issuperset(map(type, reach)):
             raise ValueError("a damaged tally")
-        if added.steps < 0 or added.calls < 0:
-            raise ValueError("a damaged tally")
-        for quantity in QUANTITIES:
-            total, count = (_whole(row[f"{quantity.name}_{part}"], optional=True) for part in ("sum", "n"))
-            if total is not None and count:
-                added.sums[quantity.name] = Sum(count, total)
-        for name, count, total, data in _entries_of(row["sketches"], names, series):
-            packed = data if sketches else b""
-            quantiles.check(packed)
-            added.stats[name] = Stat(count, total, packed)
-        self.merge(added)
+        sums = []
+        for name, total_in, count_in in _SUM_COLUMNS:
+            total, count = row[total_in], row[count_in]
+            if type(total) is type(count) is int and count:
+                sums.append((name, Sum(count, total)))
+            elif not _OPTIONAL.issuperset((type(total), type(count))):
+                raise ValueError("a damaged tally")
+        entries = list(_entries_of(row["sketches"], names, series))
+        for *_, data in entries if sketches else ():
+            quantiles.check(data)
+        self._extend(steps, calls, *reach)
+        for name, known in sums:
+            self.sums.setdefault(name, Sum()).merge(known)
+        for name, count, total, data in entries:
+            found = self.stats.get(name)
+            if found is None:
+                found = self.stats[name] = Stat()
+            found.add_packed(count, total, data if sketches else b"")
 
 
 def _entries_of(
@@ -353,15 +376,10 @@ def _entries_of(
 
 PLAIN = ("steps", "calls", "last_step", "low_ns", "high_ns", "first_ns", "last_ns")
 """Members of Tally with a column of the same name."""
-_COUNTS = ("steps", "calls")
-"""Those of them that are never NULL."""
-
-
-def _whole(value: object, *, optional: bool) -> int | None:
-    # SQLite holds whatever was written into a column, of any type.
-    if type(value) is int or (optional and value is None):
-        return value
-    raise ValueError("a damaged tally")
+_plain_of, _plain_in = itemgetter(*PLAIN), attrgetter(*PLAIN)
+_OPTIONAL = {int, type(None)}
+"""SQLite holds whatever was written into a column, of any type."""
+_SUM_COLUMNS = [(quantity.name, f"{quantity.name}_sum", f"{quantity.name}_n") for quantity in QUANTITIES]
 
 
 def _bounded(value: int) -> int:

@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,10 @@ _LASTING_KEPT = 10_000
 _SUMS_PART = 3
 _ROW_BYTES = 180
 """What a row of device_rollups takes, roughly."""
-_CALL_NAMES = ("id", "process", "call", "step", "mode", "start_ns", "wall_ns", "rows", "payload", *CALL_COLUMNS)
 _INTO_STEPS, _INTO_CALLS = (
     f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
-    for table, names in (("steps", tuple(STEP_COLUMNS)), ("calls", _CALL_NAMES))
+    for table, names in (("steps", STEP_COLUMNS), ("calls", CALL_COLUMNS))
 )
-_of_step, _of_call = itemgetter(*STEP_COLUMNS), itemgetter(*_CALL_NAMES)
 _RING_NAMES = tuple(member.name for member in fields(RingRow))
 _INTO_RINGS = f"INSERT OR REPLACE INTO rings ({', '.join(_RING_NAMES)}) VALUES ({', '.join('?' * len(_RING_NAMES))})"
 _of_ring = attrgetter(*_RING_NAMES)
@@ -161,8 +159,8 @@ class History:
         try:
             self._db.execute("BEGIN IMMEDIATE")
             many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
-            many(_INTO_CALLS, map(_of_call, batch.calls))
-            many(_INTO_STEPS, map(_of_step, batch.steps))
+            many(_INTO_CALLS, batch.calls)
+            many(_INTO_STEPS, batch.steps)
             many("INSERT INTO events VALUES (?,?,?,?,?)", batch.events)
             many(_INTO_RINGS, map(_of_ring, batch.rings))
             many(

@@ -1,13 +1,15 @@
 """What the screen costs, and how soon it answers: on generated records, in a real terminal (a pty) of 120x40.
 
-    python tests/benchmarks/bench_screen.py [--seconds 20] [--rounds 20] [--only cost,quiet,keys,memory,picture]
+    python tests/benchmarks/bench_screen.py [--seconds 20] [--rounds 20] [--only cost,quiet,keys,memory,picture,attach]
 
-cost: 8 GPUs, 8 replicas, 100 steps a second: share of a core and bytes to the terminal, at 1, 2 and 4 pictures a second
+cost: 8 GPUs, 8 replicas, 100 steps a second: share of a core and bytes to the terminal, at 1 and 2 pictures a second,
+the first one twice; and 64 ranks at 10 steps a second each
 quiet: the same run after its end: bytes to the terminal when nothing changes
 keys: 5,000 records and 1,000 lines of output a second: from a key to its answer on the terminal; `esc` apart, since it
 may be the beginning of another key's sequence, which is waited for
 memory: a hundred thousand steps and lines, all of them shown: resident memory along the way
 picture: from the command to the first panel on the terminal
+attach: the same to a run of a day at ten steps a second, and how much later all panels are there
 
 Figures are given as measured on this machine, and scaled to the reference by processor time (see yardstick.py).
 """
@@ -37,6 +39,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench_start import first_picture
+from bench_store import Live
 from running import Dpmon
 from synthetic import Training, device_event, host_event
 from yardstick import Yardstick
@@ -103,7 +106,7 @@ while training.steps < int(sys.argv[3]):
 class Generated:
     """A run whose ring, device samples and output this process writes, at a rate."""
 
-    def __init__(self, directory: Path, steps_per_s: float, lines_per_s: float) -> None:
+    def __init__(self, directory: Path, steps_per_s: float, lines_per_s: float, ranks: int = 1) -> None:
         self.directory = directory
         directory.chmod(0o700)
         start = time.monotonic_ns()
@@ -128,14 +131,19 @@ class Generated:
         self.start = start
         self.rates = steps_per_s, lines_per_s
         self.over = threading.Event()
-        devices = [f"cuda:{i}" for i in range(8)]
-        self.training = Training(
-            devices=devices, virtual=False, batch=256, step_ns=int(0.98e9 / steps_per_s), start_ns=start
-        )
-        self.ring = Ring(str(directory / "process-0.ring"), process=0, start_ns=start)
+        self.writers: list[tuple[Ring, Training]] = []
+        for number in range(ranks):
+            devices = [f"cuda:{i}" for i in range(8)] if ranks == 1 else ["cuda:0"]
+            step_ns = int(0.98e9 / steps_per_s)
+            training = Training(
+                process=number, devices=devices, virtual=False, batch=256, step_ns=step_ns, start_ns=start
+            )
+            path, rank = str(directory / f"process-{number}.ring"), number if ranks > 1 else -1
+            ring = Ring(path, process=number, rank=rank, world=ranks, start_ns=start)
+            for payload in training.begin():
+                ring.write(payload)
+            self.writers.append((ring, training))
         self.gpus = Ring(str(directory / "gpu.ring"), process=-1, start_ns=start)
-        for payload in self.training.begin():
-            self.ring.write(payload)
         self.drain = Drain(directory, load_info(directory), print)
         self.thread = threading.Thread(target=self._write)
 
@@ -164,10 +172,11 @@ class Generated:
         with (self.directory / "output.log").open("ab", buffering=0) as log:
             while not self.over.wait(0.02):
                 spent = time.monotonic() - began
-                while self.training.steps < spent * steps_per_s:
-                    for payload in self.training.step():
-                        self.ring.write(payload)
-                self.ring.activity(Activity.OTHER, time.monotonic_ns())
+                for ring, training in self.writers:
+                    while training.steps < spent * steps_per_s:
+                        for payload in training.step():
+                            ring.write(payload)
+                    ring.activity(Activity.OTHER, time.monotonic_ns())
                 due = int(spent * lines_per_s)
                 log.write(b"".join(b"line %d loss 0.4119 of the epoch\n" % i for i in range(lines, due)))
                 lines = max(lines, due)
@@ -236,9 +245,9 @@ class Shown:
 
 
 @contextlib.contextmanager
-def screen(refresh: float, steps: float = 100, lines: float = 2) -> Iterator[tuple[Generated, Shown]]:
+def screen(refresh: float, steps: float = 100, lines: float = 2, ranks: int = 1) -> Iterator[tuple[Generated, Shown]]:
     """A run and the screen on it, both on their way."""
-    with tempfile.TemporaryDirectory() as place, Generated(Path(place), steps, lines) as run:
+    with tempfile.TemporaryDirectory() as place, Generated(Path(place), steps, lines, ranks) as run:
         shown = Shown(run.directory, refresh)
         try:
             shown.until(b"running")
@@ -249,18 +258,17 @@ def screen(refresh: float, steps: float = 100, lines: float = 2) -> Iterator[tup
 
 
 def cost(seconds: float) -> None:
-    """Processor and bytes at three rates."""
+    """Processor and bytes."""
     yardstick = Yardstick()
-    for hertz in (1, 2, 4):
-        with screen(1 / hertz) as (_, shown):
+    for hertz, ranks, budget in ((1, 1, 2), (1, 1, 2), (2, 1, 4), (1, 64, 2), (2, 64, 4)):
+        with screen(1 / hertz, 100 if ranks == 1 else 10, ranks=ranks) as (_, shown):
             used, written = shown.processor(), len(shown.seen)
             shown.pump(seconds)
             used, written = shown.processor() - used, len(shown.seen) - written
-        slow = yardstick.since()
+        percent, slow = used / seconds * 100, yardstick.since()
         print(
-            f"cost at {hertz} Hz: {used / seconds:6.2%} of a core as measured, {used / seconds / slow:6.2%} scaled "
-            f"(1/{slow:.1f}), "
-            f"{written / seconds / 1000:5.2f} kB/s",
+            f"cost at {hertz} Hz, {ranks:2} processes: {percent:6.2f} % of a core as measured, {percent / slow:6.2f}"
+            f" scaled (1/{slow:.1f}), budget {budget}; {written / seconds / 1000:5.2f} kB/s, budget 5",
             flush=True,
         )
 
@@ -295,7 +303,7 @@ def keys(rounds: int) -> None:
         tail = found[round(0.95 * (len(found) - 1))]
         print(
             f"{name}: median {statistics.median(found):.0f} ms, p95 {tail:.0f}, longest {found[-1]:.0f} as measured; "
-            f"scaled (1/{slow:.1f}) p95 {tail / slow:.0f}"
+            f"scaled (1/{slow:.1f}) p95 {tail / slow:.0f}, budget 100"
             + ("" if name != "esc" else " (of which the wait for a sequence is not)"),
             flush=True,
         )
@@ -324,8 +332,31 @@ def picture(rounds: int) -> None:
     slow = yardstick.since()
     print(
         f"picture: median {statistics.median(took):.0f} ms, p95 {tail:.0f} as measured; "
-        f"scaled (1/{slow:.1f}) {statistics.median(took) / slow:.0f} and {tail / slow:.0f}"
+        f"scaled (1/{slow:.1f}) {statistics.median(took) / slow:.0f} and {tail / slow:.0f}, budget 300"
     )
+
+
+def attach(rounds: int) -> None:
+    """To a run of a day."""
+    with tempfile.TemporaryDirectory() as place:
+        live = Live(Path(place), 1)
+        yardstick = Yardstick()
+        first, figures = [], []
+        for _ in range(rounds):
+            live.go_on()
+            began = time.monotonic()
+            shown = Shown(live.directory, 1.0)
+            shown.until(b"Devices")
+            first.append((time.monotonic() - began) * 1000)
+            figures.append(shown.until(b"steps seen") * 1000)
+            shown.close()
+    slow = yardstick.since()
+    for name, took in (("first panel", sorted(first)), ("all panels after that", sorted(figures))):
+        middle, tail = statistics.median(took), took[round(0.95 * (len(took) - 1))]
+        print(
+            f"attach to a day, {name}: median {middle:.0f} ms, p95 {tail:.0f} as measured; "
+            f"scaled (1/{slow:.1f}) {middle / slow:.0f} and {tail / slow:.0f}, budget 300"
+        )
 
 
 def main() -> None:
@@ -333,7 +364,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", default="cost,quiet,keys,memory,picture")
+    parser.add_argument("--only", default="cost,quiet,keys,memory,picture,attach")
     options = parser.parse_args()
     print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
     print(Yardstick().state(), flush=True)
@@ -343,6 +374,7 @@ def main() -> None:
         "keys": lambda: keys(options.rounds),
         "memory": memory,
         "picture": lambda: picture(options.rounds),
+        "attach": lambda: attach(options.rounds),
     }
     for name in options.only.split(","):
         takes[name]()

@@ -1,31 +1,27 @@
-"""What the store costs: the supervisor's share of a core, and how long a question about a run takes.
+"""What the store costs: the supervisor's share of a core, and the queries of a refresh of the screen.
 
-    python tests/benchmarks/bench_store.py [--seconds 60] [--only writing reading]
+    python tests/benchmarks/bench_store.py [--seconds 60] [--turns 15] [--only writing reading]
 
 Writing: processes record into rings at a given rate of the run's clock, and a drain takes the records and writes them,
-as in the supervisor (bench_supervisor.py measures that as a whole, with its samplers). Counted is the processor time of
-the drain: of reading the rings, of making rows and tallies, and of writing them.
+as in the supervisor (bench_supervisor.py measures that as a whole, with its samplers).
 
-Reading: runs of a day at ten steps a second are made by the writer of tallies, process by process, out of minutes that
-resemble each other; the last hours have every width. Then windows of them are asked for all of their figures. What is
-asked of all ranks together is what the screen asks; "each" has the figures of every rank.
+Reading: a run of a day at ten steps a second is made by the writer of tallies out of minutes that resemble each other;
+its last minutes are recorded by processes and a drain, second by second, and each second the state of the run is taken
+as the screen takes it (dpmon.model.snapshot). "First" is the first picture after an attach, or of a playback.
 
-All times are processor time. The yardstick tells how fast the machine was meanwhile, and figures are also given as on
-the reference.
+All times are processor time, of this process alone. The yardstick tells how fast the machine was meanwhile; figures are
+given as measured, and in brackets as on the reference, which the budgets are for.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import os
 import random
-import sqlite3
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from yardstick import Yardstick
@@ -33,32 +29,37 @@ from yardstick import Yardstick
 TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 
+from dpmon.model.snapshot import Snapshots, Wanted  # noqa: E402
 from dpmon.record.schema import PHASES  # noqa: E402
 from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step  # noqa: E402
 from dpmon.ring import Ring  # noqa: E402
-from dpmon.run import drain as drain_module  # noqa: E402
+from dpmon.run import proc  # noqa: E402
+from dpmon.run.drain import Drain  # noqa: E402
+from dpmon.run.opened import open_store  # noqa: E402
 from dpmon.run.rundir import RunInfo, save  # noqa: E402
 from dpmon.store.accounting import Spent  # noqa: E402
-from dpmon.store.batch import Batch, Ended  # noqa: E402
-from dpmon.store.drain import Drain  # noqa: E402
-from dpmon.store.opened import open_store  # noqa: E402
-from dpmon.store.queries import Store  # noqa: E402
-from dpmon.store.tables import HISTORY_FILE, Bounds, size_of  # noqa: E402
+from dpmon.store.as_of import AsOf  # noqa: E402
 from dpmon.store.tally import Key, StepFacts  # noqa: E402
-from dpmon.store.window import Window  # noqa: E402
-from dpmon.store.writer import History  # noqa: E402
+from dpmon.store.writer import Batch, Ended, History  # noqa: E402
 
 SECOND = 1_000_000_000
 DAY_S = 86_400
-TURNS = 5
-"""Drains a second, as the supervisor's."""
+LOOKS = 20
+"""Of the drain in a second, as the supervisor's."""
 PER_SECOND = 10
-BUDGETS = {"writing": "3 % of a core", "one": "5 ms for one process", "ranks": "30 ms for 64 ranks"}
+LIVE_S = 150
+"""Seconds of the day that are recorded before anything is asked."""
+WRITING = 3.0
+"""Budget: per cent of a core, with the samplers."""
+READING = {1: 5.0, 64: 30.0}
+"""Budget: ms of a refresh, by processes."""
+SPANS = {"2 min": 120, "10 min": 600, "1 h": 3600, "24 h": DAY_S, "the whole run": 0}
 
 
 def info_of(directory: Path) -> RunInfo:
     """A run that began when its clock did."""
-    info = RunInfo("id", "bench", ("x.py",), "x.py", "/", None, 1e9, 0, "", True)
+    own = {"supervisor_pid": os.getpid(), "supervisor_started": proc.started(os.getpid())}
+    info = RunInfo("id", "bench", ("x.py",), "x.py", "/", None, 1e9, 0, proc.boot_id(), True, **own)
     save(directory, info)
     return info
 
@@ -100,27 +101,15 @@ class Process:
         self.ring.write(pack_step(1 if self._replicas else 2, self._step, start, wall, 64, phases))
 
 
-@contextmanager
-def without_rollups(without: bool) -> Iterator[None]:
-    """Leave out the rollups that are still written beside the tallies."""
-    before = History._add_rollups
-    if without:
-        History._add_rollups = lambda self, batch: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        History._add_rollups = before  # type: ignore[method-assign]
-
-
 def share(directory: Path, ranks: int, per_second: float, replicas: int, seconds: int) -> float:
-    """Percent of a core that the drain takes."""
+    """Per cent of a core that the drain takes."""
     drain = Drain(directory, info_of(directory), print)
     processes = [Process(directory, number, ranks, replicas) for number in range(ranks)]
     took = 0.0
     period = SECOND / per_second
     due = 0
-    for turn in range(seconds * TURNS):
-        until = (turn + 1) * SECOND // TURNS
+    for look in range(seconds * LOOKS):
+        until = (look + 1) * SECOND // LOOKS
         while (start := int(due * period)) + int(period * 0.98) <= until:
             for process in processes:
                 process.step(start, int(period * 0.98))
@@ -128,7 +117,7 @@ def share(directory: Path, ranks: int, per_second: float, replicas: int, seconds
         began = time.process_time()
         while drain.drain(until / 1e9):
             pass
-        if turn >= TURNS:  # its start is not what is measured
+        if look >= LOOKS:  # its start is not what is measured
             took += time.process_time() - began
     drain.close()
     return took / (seconds - 1) * 100
@@ -136,21 +125,21 @@ def share(directory: Path, ranks: int, per_second: float, replicas: int, seconds
 
 def writing(seconds: int) -> None:
     """Print a table."""
-    print(f"\nthe drain, of a core (budget: {BUDGETS['writing']} with the samplers)")
+    print("\nthe drain, per cent of a core")
     yardstick = Yardstick()
     for name, ranks, per_second, replicas in (
         ("1,000 records/s", 1, 500, 0),
+        ("1,000 records/s again", 1, 500, 0),
         ("1,000 records/s, 8 replicas", 1, 500, 8),
         ("1,000 steps/s", 1, 1000, 0),
         ("64 ranks x 10 steps/s", 64, 10, 0),
+        ("64 ranks x 10 steps/s again", 64, 10, 0),
         ("64 ranks x 10 steps/s, 8 replicas each", 64, 10, 8),
     ):
-        for without in (False, True):
-            with tempfile.TemporaryDirectory() as place, without_rollups(without):
-                percent = share(Path(place), ranks, per_second, replicas, seconds)
-            slower = yardstick.since()
-            label = "without rollups" if without else "with rollups"
-            print(f"{name:40} {label:16} {percent:6.2f} %  ({percent / slower:5.2f} % on the reference)", flush=True)
+        with tempfile.TemporaryDirectory() as place:
+            percent = share(Path(place), ranks, per_second, replicas, seconds)
+        scaled = percent / yardstick.since()
+        print(f"  {name:40} {percent:6.2f}  ({scaled:5.2f})  budget {WRITING:.0f}", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -169,127 +158,93 @@ def minute(chance: random.Random) -> list[StepFacts]:
     return found
 
 
-def a_day(directory: Path, ranks: int, fine_s: int = 2 * 3600) -> None:
-    """Write a run of a day whose first and last `fine_s` seconds have tallies a second.
+def a_day(directory: Path, ranks: int) -> None:
+    """Write tallies and times of a day up to LIVE_S before its end; a second each in its last quarter of an hour.
 
-    Between them, a minute's steps are written as if all had ended in its first second, and of 64 ranks every fifth.
+    Before that, a minute's steps are written as if all had ended in its first second, and of 64 ranks every fifth.
     """
     chance = random.Random(1)
     minutes = [minute(chance) for _ in range(8)]
-    info_of(directory)
     history = History.open(directory, {"run": "id", "start_ns": 0}, 1 << 40)
-    step = SECOND // PER_SECOND
-    at = 0
-    while at < DAY_S:
-        fine = at < fine_s or at >= DAY_S - fine_s
+    for at in range(0, DAY_S - LIVE_S, 60):
+        fine = at >= DAY_S - 900
         width = 1 if fine else 60
         batch = Batch()
-        for second in range(at, at + 60, width):
+        for second in range(at, min(at + 60, DAY_S - LIVE_S), width):
             for process in range(ranks):
                 source = minutes[(second // 60 + process) % len(minutes)]
                 first = (second * 7 + process) % (len(source) - PER_SECOND)
                 steps = source[first : first + PER_SECOND] if fine else source[:: 1 if ranks == 1 else 5]
-                numbered = steps[-1]._replace(number=(second + width) * PER_SECOND)
-                ended = Ended([*steps[:-1], numbered], second * SECOND, (second + width) * SECOND - 1)
-                batch.tallied[second, Key(process, "single", 0, 64)] = ended
-                for part in range(0, width * SECOND, width * SECOND // 2):
-                    begin = second * SECOND + part
-                    middle, end = begin + int(width * SECOND * 0.49), begin + width * SECOND // 2
-                    batch.spend(process, [Spent("training", "single", begin, middle)])
-                    batch.spend(process, [Spent("between", "single", middle, end)])
+                begin, end = second * SECOND, (second + width) * SECOND
+                batch.tallied[second, Key(process, "single", 0, 64)] = Ended(steps, begin, end - 1)
+                middle = begin + (end - begin) * 98 // 100
+                spent = Spent("training", "single", begin, middle), Spent("between", "single", middle, end)
+                batch.spend(process, spent)
         history.write(batch)
-        at += 60
-    rows = [
-        (number + 1, 0, number + 1, "single", number * step, step, 64, step, 0, 1, 0)
-        for number in range((DAY_S - 60) * PER_SECOND, DAY_S * PER_SECOND)
-    ]
-    history._db.executemany(
-        "INSERT INTO steps (id, process, step, mode, start_ns, wall_ns, samples, forward_ns, kind, calls, rest_ns)"
-        " VALUES (?,?,?,?,?,?,?,?,?,?,?)",
-        rows,
-    )
     history.close()
 
 
-def of_all(window: Window) -> None:
-    """What the screen shows of a time."""
-    for mode, evaluation in window.modes:
-        window.figures(mode, evaluation)
-    window.spent  # noqa: B018
+class Live:
+    """A run of a day that goes on, second by second."""
 
+    def __init__(self, directory: Path, ranks: int) -> None:
+        self.directory = directory
+        info = info_of(directory)
+        a_day(directory, ranks)
+        self._processes = [Process(directory, number, ranks, 0) for number in range(ranks)]
+        self._drain = Drain(directory, info, print, 1 << 40)
+        self._second = DAY_S - LIVE_S
+        for _ in range(LIVE_S):
+            self.go_on()
 
-def of_each(window: Window) -> None:
-    """The figures of every process."""
-    for mode, evaluation in window.modes:
-        for process in window._source.processes:
-            window.figures(mode, evaluation, process)
+    def go_on(self) -> None:
+        """Record a second more."""
+        for part in range(PER_SECOND):
+            start = self._second * SECOND + part * SECOND // PER_SECOND
+            for process in self._processes:
+                process.step(start, int(SECOND * 0.98) // PER_SECOND)
+        self._second += 1
+        self._drain.flush()
 
-
-def milliseconds(ask: Callable[[], object], turns: int) -> tuple[float, float]:
-    """The median processor time, and the longest."""
-    took = []
-    for _ in range(turns):
+    def milliseconds(self, snapshots: Snapshots, wanted: Wanted, t_s: int | None = None) -> float:
+        """Processor time of taking its state."""
         began = time.process_time()
-        ask()
-        took.append((time.process_time() - began) * 1e3)
-    return statistics.median(took), max(took)
+        with open_store(self.directory) as store:
+            rows = AsOf(store, None if t_s is None else t_s * SECOND)
+            state = snapshots.take(rows, store, wanted)
+        took = (time.process_time() - began) * 1e3
+        assert state.focus() is not None
+        return took
 
 
 def reading(turns: int) -> None:
     """Print a table."""
-    print(f"\nquestions, ms of processor time (budget: {BUDGETS['one']}, {BUDGETS['ranks']})")
-    for ranks in (1, 64):
+    print("\nthe queries of a refresh, ms: median and longest")
+    for ranks, budget in READING.items():
         with tempfile.TemporaryDirectory() as place:
-            directory = Path(place)
-            a_day(directory, ranks)
-            size = (directory / HISTORY_FILE).stat().st_size / (1 << 20)
-            gc.collect()
-            print(f"{ranks} process{'es' if ranks > 1 else ''} over a day ({size:.0f} MiB)")
-            _questions(directory, ranks, turns)
-
-
-def _questions(directory: Path, ranks: int, turns: int) -> None:
-    yardstick = Yardstick()
-
-    def show(name: str, ask: Callable[[], object], times: int = turns) -> None:
-        middle, longest = milliseconds(ask, times)
-        slower = yardstick.since()
-        print(f"  {name:44} {middle:8.2f}  longest {longest:8.2f}  ({middle / slower:8.2f} on the reference)",
-              flush=True)  # fmt: skip
-
-    def opened() -> None:
-        with open_store(directory) as store:
-            of_all(Window(store, DAY_S - 120, DAY_S))
-
-    show("opening, and a window of 2 min", opened)
-    show("opening, and the whole run", lambda: _whole(directory))
-    with sqlite3.connect(directory / HISTORY_FILE, isolation_level=None) as db:
-        db.execute("BEGIN")
-        store = Store(db, Bounds(db, size_of(directory / HISTORY_FILE)))
-        for name, seconds in (("2 min", 120), ("1 h", 3600), ("24 h", DAY_S)):
-            for end, when in ((DAY_S, "up to the end"), (DAY_S - 3666, "up to an hour and 66 s ago")):
-                begin = max(end - seconds, 17)
-                show(f"{name} {when}", lambda begin=begin, end=end: of_all(Window(store, begin, end)))
-                if ranks > 1:
-                    each = lambda begin=begin, end=end: of_each(Window(store, begin, end))  # noqa: E731
-                    show(f"{name} {when}, each rank", each, max(turns // 5, 3))
-    db.close()
-
-
-def _whole(directory: Path) -> None:
-    with open_store(directory) as store:
-        of_all(Window(store))
+            live = Live(Path(place), ranks)
+            yardstick = Yardstick()
+            for span, seconds in SPANS.items():
+                wanted, snapshots = Wanted(seconds), Snapshots()
+                first = live.milliseconds(snapshots, wanted)
+                took = []
+                for _ in range(turns):
+                    live.go_on()
+                    took.append(live.milliseconds(snapshots, wanted))
+                back = live.milliseconds(Snapshots(), wanted, DAY_S - LIVE_S // 2)
+                middle, slower = statistics.median(took), yardstick.since()
+                print(f"  {ranks:2} processes, {span:14} {middle:7.2f} {max(took):7.2f}  ({middle / slower:6.2f})"
+                      f"  budget {budget:.0f};  first {first:7.2f}, in the past {back:7.2f}", flush=True)  # fmt: skip
 
 
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=60, help="of the run's clock, in each case of writing")
-    parser.add_argument("--turns", type=int, default=15, help="how often each question is asked")
+    parser.add_argument("--turns", type=int, default=15, help="refreshes of each kind")
     parser.add_argument("--only", nargs="*", choices=("writing", "reading"), default=("writing", "reading"))
     options = parser.parse_args()
-    print(Yardstick().state(), f"python {sys.version.split()[0]}, SQLite {sqlite3.sqlite_version}", sep="\n")
-    assert drain_module.COMMIT_S <= 1.0, "the cost of a commit would be measured too seldom"
+    print(Yardstick().state())
     if "writing" in options.only:
         writing(options.seconds)
     if "reading" in options.only:

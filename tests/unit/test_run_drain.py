@@ -134,6 +134,16 @@ def test_records_are_committed_soon_and_nothing_when_nothing_happens(setting: Se
     assert setting.drain._history._db.total_changes == changes
 
 
+def test_many_rings_are_committed_when_a_second_is_over(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain_module, "MANY_RINGS", 0)
+    second = START / 1e9 + 1000
+    setting.turn(second + 0.2 - setting.now)
+    setting.steps(1)
+    for at, committed in ((0.3, 0), (1.0, 0), (1.09, 0), (1.11, 1)):
+        setting.turn(second + at - setting.now)
+        assert setting.rows("SELECT count(*) FROM steps") == [(committed,)], at
+
+
 @pytest.mark.parametrize("kind", ["mode", "pause", "warning"])
 def test_an_answer_that_somebody_waits_for_is_committed_at_once(setting: Setting, kind: str) -> None:
     setting.steps(1)
@@ -191,7 +201,8 @@ def test_while_the_disk_is_full_memory_is_bounded(setting: Setting, monkeypatch:
     for _ in range(60):
         setting.steps(400)
         setting.turn()
-        held = sum(len(row["payload"]) for row in setting.drain._batch.calls)
+        held = sum(len(value) for row in setting.drain._batch.calls for value in row if isinstance(value, bytes))
+        held += sum(map(len, (payload for _, payloads in setting.drain._taken for payload in payloads)))
         assert held < 100_000 + (1 << 20)
     db.execute("PRAGMA max_page_count = 100000")
     for _ in range(8):

@@ -27,7 +27,7 @@ from dpmon.record.wire import (
 from dpmon.store.batch import Batch
 from dpmon.store.intake import BATCH_SIZES, HELD_CALLS, Accounts, Intake
 from dpmon.store.resume import resume_accounts, resume_intake
-from dpmon.store.tables import HISTORY_FILE, RingRow
+from dpmon.store.tables import CALL_COLUMNS, HISTORY_FILE, STEP_COLUMNS, RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES
 from dpmon.store.writer import History
 
@@ -74,7 +74,12 @@ class Ring:
     @property
     def last(self) -> dict[str, Any]:
         """The row of the last step."""
-        return self.batch.steps[-1]
+        return self.steps[-1]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The rows of the steps."""
+        return [dict(zip(STEP_COLUMNS, row, strict=True)) for row in self.batch.steps]
 
     def facts(self) -> Iterator[Any]:
         for ended in self.batch.tallied.values():
@@ -94,7 +99,7 @@ def ring() -> Ring:
 
 
 def kinds(ring: Ring) -> list[int]:
-    return [row["kind"] for row in ring.batch.steps]
+    return [row["kind"] for row in ring.steps]
 
 
 def test_the_first_steps_and_those_after_a_toggle_settle(ring: Ring) -> None:
@@ -126,7 +131,7 @@ def test_batch_sizes_beyond_the_first_share_a_tally(ring: Ring) -> None:
     assert found[100] == 2
     assert len(found) == BATCH_SIZES + 2
     assert ring.last["samples"] is None
-    assert ring.batch.steps[-2]["samples"] == 0
+    assert ring.steps[-2]["samples"] == 0
 
 
 def test_phases_of_several_calls_are_added_up(ring: Ring) -> None:
@@ -226,7 +231,7 @@ def test_a_call_of_the_next_step_waits_for_it(ring: Ring) -> None:
     ring.call(ahead=2)
     ring.step()
     ring.step()
-    assert [row["calls"] for row in ring.batch.steps] == [1, 1]
+    assert [row["calls"] for row in ring.steps] == [1, 1]
 
 
 def test_sizes_are_those_of_the_call_and_of_each_replica(ring: Ring) -> None:
@@ -235,7 +240,7 @@ def test_sizes_are_those_of_the_call_and_of_each_replica(ring: Ring) -> None:
     ring.step()
     ((_, _, _, layout, virtual, sizes, untimed),) = ring.batch.shapes
     assert (layout, virtual, json.loads(sizes), untimed) == (1, 0, [2, 3, [4, 5], [6, 7]], 0)
-    assert ring.batch.calls[0]["rows"] == 24
+    assert dict(zip(CALL_COLUMNS, ring.batch.calls[0], strict=True))["rows"] == 24
 
 
 @pytest.mark.parametrize(

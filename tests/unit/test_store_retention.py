@@ -59,7 +59,7 @@ def batches(ranks: int, seconds: int, every_s: int, seed: int) -> Iterator[Batch
             rest = Spent("between", "single", start + facts.wall, start + 2 * SECOND)
             batch.spend(process, [took, rest])
             more = {"id": number, "step": number, "process": process, "start_ns": start, "wall_ns": facts.wall}
-            batch.steps.append({**row, **more, "mode": "single", "kind": key.kind, "samples": 8})
+            batch.steps.append((*{**row, **more, "mode": "single", "kind": key.kind, "samples": 8}.values(),))
         if second - at >= 60:
             at = second
             yield batch

@@ -104,8 +104,9 @@ def test_sums_beyond_reason_are_cut() -> None:
     for _ in range(3):
         stat.add([largest, largest])
     assert (stat.count, stat.total) == (6, largest)
-    below = Stat(1, -largest)
-    below.merge(Stat(1, -largest))
+    below = Stat()
+    for _ in range(2):
+        below.add_packed(1, -largest, b"")
     assert below.total == -largest
 
 

@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dpmon.model.snapshot import Snapshots, Wanted
+from dpmon.model.snapshot import Snapshots
+from dpmon.model.source import Wanted
 from dpmon.model.state import State
 from dpmon.record.codec import UNTIMED, kind_of
 from dpmon.record.kinds import Call, Record, RecordError, Size, Step

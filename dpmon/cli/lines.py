@@ -33,7 +33,8 @@ from typing import Any
 from dpmon.model.pace import speed
 from dpmon.model.process import Process
 from dpmon.model.ranks import training
-from dpmon.model.snapshot import Snapshots, Wanted
+from dpmon.model.snapshot import Snapshots
+from dpmon.model.source import Wanted
 from dpmon.model.state import State
 from dpmon.model.turns import ended_of
 from dpmon.rates import as_fields

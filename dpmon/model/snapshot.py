@@ -6,32 +6,32 @@ columns of the history, samples) is read once and kept, at most as much as a pic
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
 
-from dpmon.model.announced import Announced, EventSource
-from dpmon.model.calls_seen import Calls, CallSource, call_tracks
+from dpmon.model.announced import Announced
+from dpmon.model.calls_seen import Calls, call_tracks
 from dpmon.model.compare import MODES_COMPARED, Comparison, compare_modes
-from dpmon.model.devices import HostPeaks, Samples, SampleSource, Visit, device_peaks, visits_of
+from dpmon.model.devices import HostPeaks, Samples, Visit, device_peaks, visits_of
 from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.inputs import INPUT, waited_ns
 from dpmon.model.members import SECOND
 from dpmon.model.memory import HOST
 from dpmon.model.pace import WINDOW_S, recent, recent_of_steps
 from dpmon.model.process import ModeTrack, Process, RankFigures, Recent, Summary
+from dpmon.model.source import Rows, Tallies, Wanted
 from dpmon.model.state import State
 from dpmon.model.turns import last_resumption, some_are_silent
 from dpmon.model.uneven import uneven_steps
 from dpmon.record.kinds import Step
 from dpmon.record.schema import STEP
 from dpmon.record.wire import DDP
-from dpmon.store.answers import LongRow, TimeRow, TimeTogether
+from dpmon.store.answers import TimeRow, TimeTogether
 from dpmon.store.figures import merged, trains
 from dpmon.store.tally import ALL, Key, Tally
 from dpmon.store.window import Window
 
-__all__ = ["Rows", "Snapshots", "Tallies", "Wanted"]
+__all__ = ["Snapshots"]
 
 RANKS_FIGURED = 64
 """Of many processes, the first ones are read, and of those that are shown as many twice: there are scrolled ones."""
@@ -40,92 +40,10 @@ _MINUTE_S = 60
 _SILENT_S = 40
 """Seconds back to which it matters whether a process took up work again (dpmon.model.turns)."""
 _LONG_READ = 64
-_COMPARED_S = 10
-"""Seconds of steps after which the modes are compared again."""
-_COMPARED_SOON = 500
-"""While a mode has fewer steps than this, the modes are compared for every picture."""
+_COMPARED_PART = 60
+"""The modes are compared again when the run is longer by this part of its length."""
 _RANK_SERIES = (STEP, "forward", "backward")
 _NO_SERIES: tuple[str, ...] = ()
-
-
-class Tallies(Protocol):
-    """What a snapshot needs of dpmon.store.queries.Store."""
-
-    processes: list[int]
-
-    def tally_rows(
-        self,
-        begin_s: int = 0,
-        end_s: int = ...,
-        *,
-        process: int | None = None,
-        sketches: bool = True,
-        finest: int = 1,
-        widest: int = ...,
-        series: Collection[str] | None = None,
-    ) -> Iterator[tuple[int, int, Key, Tally]]:
-        """Start, width, key and tally of each row in order of time."""
-
-    def tallies(
-        self,
-        begin_s: int = 0,
-        end_s: int = ...,
-        *,
-        process: int | Collection[int] | None = None,
-        sketches: bool = True,
-        series: Collection[str] | None = None,
-    ) -> dict[Key, Tally]:
-        """By key, all of the time between two seconds."""
-
-    def time_rows(
-        self,
-        begin_s: int = 0,
-        end_s: int = ...,
-        *,
-        finest: int = 1,
-        widest: int = ...,
-        process: int | None = None,
-    ) -> list[TimeRow]:
-        """What each process did."""
-
-    def kinds(self) -> set[tuple[str, int]]:
-        """Mode and kind of all steps so far."""
-
-
-class Rows(CallSource, SampleSource, EventSource, Protocol):
-    """What a snapshot needs of dpmon.store.as_of.AsOf."""
-
-    ranks: dict[int, int | None]
-    missed: int
-
-    @property
-    def until_s(self) -> int | None:
-        """The first second that is not over; None as of now."""
-
-    def first_ns(self, process: int) -> int | None:
-        """When the first call or step of a process began."""
-
-    def steps(self, process: int, most: int) -> list[Step]:
-        """Its newest steps, the newest first."""
-
-    def longest(self, process: int, mode: str, most: int, *, of_all: bool = False) -> list[LongRow]:
-        """The longest of its newest steps in a mode; `of_all`: of all."""
-
-    def last_training_ns(self, process: int) -> int | None:
-        """When its last training step ended."""
-
-
-class Wanted(NamedTuple):
-    """What a picture shows, beside what every picture does."""
-
-    span_s: int = 120
-    """Time range of the histories and figures; 0 is the whole run."""
-    first_rank: int = 0
-    """The first of the ranks that are shown."""
-    over: bool = False
-    """Whether the run is over."""
-
-
 _USUAL = Wanted()
 
 
@@ -228,11 +146,12 @@ class Snapshots:
         wanted: Wanted,
         waits: Sequence[tuple[int, int]],
     ) -> Comparison:
-        """The modes side by side. If there are many steps, a few more make little difference."""
+        """The modes side by side: in a long run of some seconds ago."""
         number = process.process
         dp = process.modes.get("dp")
         devices, virtual = (dp.devices, dp.virtual) if dp is not None else ((), False)
-        key = number, end_s // _COMPARED_S, process.mode, devices, wanted.over, len(waits)
+        every_s = max(end_s // _COMPARED_PART, 1)
+        key = number, end_s // every_s, process.mode, devices, wanted.over, len(waits)
         if self._compared is not None and self._compared[0] == key:
             found = self._compared[1]
         else:
@@ -241,8 +160,7 @@ class Snapshots:
                 step for mode in MODES_COMPARED for step in rows.longest(number, mode, _LONG_READ, of_all=wanted.over)
             ]
             found = compare_modes(window, number, devices=devices, virtual=virtual, longest=longest, waits=waits)
-            many = all(side.seen >= _COMPARED_SOON for side in found.sides.values())
-            self._compared = (key, found) if many else None
+            self._compared = (key, found) if every_s > 1 else None
         peaks = {mode: track.peaks for mode, track in process.modes.items()}
         sides = {mode: side._replace(memory=peaks.get(mode, {})) for mode, side in found.sides.items()}
         return replace(found, sides=sides)

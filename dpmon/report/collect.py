@@ -32,7 +32,8 @@ from dpmon.run.state import run_state
 from dpmon.run.uncaught import Uncaught, last_lines, uncaught
 from dpmon.store.answers import GapRow, LongRow
 from dpmon.store.opened import open_store
-from dpmon.store.queries import END, Store
+from dpmon.store.queries import Store
+from dpmon.store.sums import END
 from dpmon.store.tables import HistoryError
 from dpmon.store.tally import ALL, WIDTHS, Tally
 from dpmon.store.window import Window, accounted

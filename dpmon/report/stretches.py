@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from dpmon.record.schema import EVALUATION, REST, STEP_PHASES
 from dpmon.record.wire import CALL_PHASES
 from dpmon.report.story import PARTS, Bin
-from dpmon.store.queries import END, Store
+from dpmon.store.queries import Store
+from dpmon.store.sums import END
 from dpmon.store.tally import ALL, WIDTHS, Tally
 
 __all__ = ["BINS", "stretches"]

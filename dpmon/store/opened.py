@@ -39,7 +39,7 @@ from dpmon.store.tables import (
 )
 from dpmon.store.writer import History
 
-__all__ = ["can_be_opened", "open_store"]
+__all__ = ["can_be_opened", "open_store", "stamp"]
 
 STALE_S = 3.0
 """A supervisor that can write does so every second, because it samples the host."""
@@ -104,12 +104,25 @@ def _connect(uri: str, path: Path | None = None) -> sqlite3.Connection:
     return db
 
 
+def stamp(directory: Path, info: RunInfo) -> object:
+    """What every commit into a history changes; None if no supervisor writes it, so that rings may hold more."""
+    path = directory / HISTORY_FILE
+    return _stamps(path) if _is_written(info, path) else None
+
+
+def _stamps(path: Path) -> list[tuple[int, int]]:
+    """Time and size of the files of a database."""
+    found = []
+    for part in (path, Path(f"{path}-wal")):
+        with suppress(FileNotFoundError):
+            now = part.lstat()
+            found.append((now.st_mtime_ns, now.st_size))
+    return found
+
+
 def _is_written(info: RunInfo, path: Path) -> bool:
     """Whether a supervisor lives and writes the history at `path`."""
-    if not supervised(info):
-        return False
-    written = [part.lstat().st_mtime for part in (path, Path(f"{path}-wal")) if part.exists()]
-    return time.time() - max(written, default=0.0) < STALE_S
+    return supervised(info) and time.time() - max(_stamps(path), default=(0, 0))[0] / 1e9 < STALE_S
 
 
 def _have_more(directory: Path, rings: Mapping[str, RingRow]) -> bool:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dpmon.model.ranks import toggle_refusal
-from dpmon.model.snapshot import RANKS_FIGURED, Snapshots, Wanted
+from dpmon.model.snapshot import RANKS_FIGURED, Snapshots
+from dpmon.model.source import Wanted
 from dpmon.model.state import State
 from dpmon.model.turns import ended_of
 from dpmon.text.cleaning import clean
@@ -120,6 +121,8 @@ class Feed:
         self._toggle: Toggle | None = None
         self._asked_at_change = 0
         self._rests_until = 0.0
+        self._seen: object = None
+        """As of the last look."""
 
     def start(self) -> None:
         """Open the run. Raises what the reader raises when the directory is no run."""
@@ -180,13 +183,25 @@ class Feed:
         """Take the state as of now; if it cannot be read, it stays as it was."""
         wanted = self._wanted._replace(over=self._ended is not None or self._alive is False)
         began = time.perf_counter()
-        if wanted == self._wanted and began < self._rests_until:
+        if wanted == self._wanted and (began < self._rests_until or not self._is_new()):
             return
         self._wanted = wanted
         self.state = self._taken(self._snapshots, self._wanted, self._position_ns()) or self.state
         self._reads = False
         took = time.perf_counter() - began
         self._rests_until = began + (_RESTS * took if took > _SLOW_S else 0.0)
+
+    def _is_new(self) -> bool:
+        """Whether there may be more than was seen: something was written, or a process has ended."""
+        if self._open_store != self._recorded_here:
+            return True
+        from dpmon.store.opened import stamp
+
+        before = self._seen
+        written = stamp(self.directory, self.info)
+        ended = ended_of(self._reader.activities() if self._reader is not None else {})
+        self._seen = written and (written, ended, self._position_ns())
+        return self._seen is None or self._seen != before
 
     def _position_ns(self) -> int | None:
         """The time of the picture; None is now."""
@@ -344,7 +359,7 @@ class Feed:
         if reader is None:
             return Scene(self.state, 0, self._facts, view, reading=self._reads)
         if self._wanted != (wanted := _wanted(view, self._wanted)):
-            self._wanted, self._rests_until = wanted, 0.0
+            self._wanted, self._rests_until, self._seen = wanted, 0.0, None
             self._look()
         start = self._facts.start_ns
         stage = reader.stage() if self._ended is None else None

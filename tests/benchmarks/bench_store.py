@@ -29,18 +29,20 @@ from yardstick import Yardstick
 TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 
-from dpmon.model.snapshot import Snapshots, Wanted  # noqa: E402
+from dpmon.model.snapshot import Snapshots  # noqa: E402
+from dpmon.model.source import Wanted  # noqa: E402
 from dpmon.record.schema import PHASES  # noqa: E402
 from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step  # noqa: E402
 from dpmon.ring import Ring  # noqa: E402
 from dpmon.run import proc  # noqa: E402
-from dpmon.run.drain import Drain  # noqa: E402
-from dpmon.run.opened import open_store  # noqa: E402
 from dpmon.run.rundir import RunInfo, save  # noqa: E402
 from dpmon.store.accounting import Spent  # noqa: E402
 from dpmon.store.as_of import AsOf  # noqa: E402
+from dpmon.store.batch import Batch, Ended  # noqa: E402
+from dpmon.store.drain import Drain  # noqa: E402
+from dpmon.store.opened import open_store  # noqa: E402
 from dpmon.store.tally import Key, StepFacts  # noqa: E402
-from dpmon.store.writer import Batch, Ended, History  # noqa: E402
+from dpmon.store.writer import History  # noqa: E402
 
 SECOND = 1_000_000_000
 DAY_S = 86_400

@@ -1,0 +1,311 @@
+"""What a run spent its time on, and the sums of its steps, between any two seconds: tallies and times."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from dpmon.record.schema import MODES
+from dpmon.store.accounting import ACTIVITIES
+from dpmon.store.answers import TimeRow, TimeTogether
+from dpmon.store.tables import (
+    ACTIVITY_COLUMNS,
+    TALLY_COLUMNS,
+    Bounds,
+    HistoryError,
+    RingRow,
+    rings_in,
+)
+from dpmon.store.tally import ALL, WIDTHS, Key, Tally, known_keys
+
+__all__ = ["END", "TALLY", "Parameters", "Sums", "key_of", "whole"]
+
+END = 1 << 40
+"""A second after every run."""
+Parameters = Sequence[Any] | Mapping[str, Any]
+"""Values of a query's parameters."""
+TALLY = ("start_s", "process", "mode", "kind", "batch", *TALLY_COLUMNS, "sketches")
+_TIME = ("start_s", "process", "mode", *ACTIVITY_COLUMNS)
+_BETWEEN = "width = :width AND start_s >= :begin AND start_s < :end"
+_STARTS = (
+    "WITH RECURSIVE starts(at) AS (VALUES (:begin) UNION ALL SELECT at + :width FROM starts WHERE at + :width < :end)"
+)
+_REACH = {"last_step": "max", "low_ns": "min", "high_ns": "max", "first_ns": "min", "last_ns": "max"}
+
+
+def _total(column: str) -> str:
+    """The sum of a column; `sum` would raise an error where a damaged row makes it too large."""
+    return f"CAST(total({column}) AS INTEGER)"
+
+
+_SUMS = tuple(f"{_REACH[name]}({name})" if name in _REACH else _total(name) for name in TALLY_COLUMNS)
+"""Of the columns of several tallies."""
+_TIME_SUMS = ", ".join(map(_total, ACTIVITY_COLUMNS))
+
+
+class Sums:
+    """The sums in one history, as of one instant. Where the database is damaged, what can be read."""
+
+    def __init__(self, db: sqlite3.Connection, bounds: Bounds, origin_ns: int = 0, damaged: str | None = None) -> None:
+        """`db`: in a transaction, so that every query sees the same; `bounds`: its limits.
+
+        `origin_ns`: the run's start, monotonic; `damaged`: why the history could not be read.
+        """
+        self._db = db
+        self._bounds = bounds
+        self.origin_ns = origin_ns
+        self.damaged = damaged
+        """Why the history could not be read, or not to its end; None: what was asked so far was read."""
+        self._covers: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
+        """What `cover` found, by what it was asked for."""
+        self.rings: dict[str, RingRow] = rings_in(db)
+        self._names = dict(self._rows("SELECT number, name FROM series"))
+        meta = dict(self._rows("SELECT key, value FROM meta"))
+        self._whole: dict[int, int] = {width: whole(meta.get(f"whole_{width}")) for width in WIDTHS[1:]}
+        self._pruned: dict[int, int] = {width: whole(meta.get(f"pruned_{width}")) for width in WIDTHS[:-1]}
+        self.pruned = _count(meta.get("pruned", 0))
+        """Rows that were deleted to bound the history."""
+        self._keys = known_keys(self._rows("SELECT process, mode, kind, batch FROM keys"))
+        self.processes = sorted({key.process for key in self._keys})
+        """Those with steps."""
+        self._newest = self._newest_second()
+
+    def query(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
+        """All rows of a query; for other files of this package."""
+        return self._rows(query, values)
+
+    def _rows(self, query: str, values: Parameters = ()) -> list[tuple[Any, ...]]:
+        return list(self._each(query, values))
+
+    def _each(self, query: str, values: Parameters = ()) -> Iterator[tuple[Any, ...]]:
+        """The rows of a query; where the database is damaged, those before the damage."""
+        self._bounds.begin()
+        try:
+            for number, row in enumerate(self._db.execute(query, values)):
+                if number > self._bounds.rows:
+                    raise HistoryError("it has more rows than its size allows")
+                self._bounds.begin()
+                yield row
+        except (sqlite3.Error, OverflowError, HistoryError) as error:
+            self.damaged = self.damaged or f"the history cannot be read to its end: {error}"
+
+    # ------------------------------------------------------------------------------------------ tallies
+
+    def cover(self, begin_s: int, end_s: int, finest: int = 1, widest: int = WIDTHS[-1]) -> list[tuple[int, int, int]]:
+        """Width, begin and end of the fewest stretches of tallies that make up the time from `begin_s` to `end_s`.
+
+        `finest`, `widest`: use no narrower and no wider tallies. Where narrow ones were deleted, wider ones are used
+        all the same, and reach beyond these times.
+        """
+        asked = begin_s, end_s, finest, widest
+        if asked in self._covers:
+            return self._covers[asked]
+        end_s = min(end_s, max(self._newest, begin_s) + 1)
+        found = self._covers[asked] = []
+        at = begin_s
+        while at < end_s:
+            width = self._width_at(at, end_s, finest, widest)
+            at -= at % width
+            until = self._same_until(at, width, end_s, widest)
+            if found and found[-1][0] == width and found[-1][2] == at:
+                found[-1] = width, found[-1][1], until
+            else:
+                found.append((width, at, until))
+            at = until
+        return found
+
+    def _width_at(self, at: int, end: int, finest: int, widest: int) -> int:
+        """The widest stretch that begins at a second and ends by `end`, or the narrowest that was not deleted."""
+        for width in WIDTHS[:0:-1]:
+            there = at + width <= min(end, self._whole[width]) and at >= self._pruned.get(width, 0)
+            if width <= widest and there and at % width == 0:
+                return width
+        for width in WIDTHS:
+            start = at - at % width
+            there = width == 1 or start + width <= self._whole[width]
+            if width >= finest and there and start >= self._pruned.get(width, 0):
+                return width
+        return WIDTHS[0]
+
+    def _same_until(self, at: int, width: int, end: int, widest: int) -> int:
+        """Up to where the stretches from `at` on are this wide."""
+        wider = next((each for each in WIDTHS if width < each <= widest), None)
+        limits = [end, *(second for each, second in self._pruned.items() if each < width and second > at)]
+        if wider is not None and at < self._whole[wider]:
+            limits.append(at - at % wider + wider)
+        if width > 1:
+            limits.append(self._whole[width])
+        return max(at + (min(limits) - at) // width * width, at + width)
+
+    def _newest_second(self) -> int:
+        rows = self._rows("SELECT max(start_s) FROM tallies WHERE width = 1")
+        rows += self._rows("SELECT max(start_s) FROM times WHERE width = 1")
+        return max(whole(found, -1) for (found,) in (*rows, (-1,)))
+
+    def tally_rows(
+        self,
+        begin_s: int = 0,
+        end_s: int = END,
+        *,
+        process: int | None = None,
+        sketches: bool = True,
+        finest: int = 1,
+        widest: int = WIDTHS[-1],
+        series: Collection[str] | None = None,
+    ) -> Iterator[tuple[int, int, Key, Tally]]:
+        """Start, width, key and tally of each row between two seconds, in order of time; damaged rows are left out.
+
+        `process`: of this one only; ALL for those of all processes together, which a run of one process lacks.
+        `series`: read these only.
+        """
+        for width, row in self._stretches("tallies", TALLY, begin_s, end_s, process, finest, widest):
+            named = dict(zip(TALLY, row, strict=True))
+            key = key_of(named)
+            if key is not None:
+                with suppress(ValueError):
+                    tally = Tally.of_row(named, self._names, sketches=sketches, series=series)
+                    yield named["start_s"], width, key, tally
+
+    def _stretches(
+        self,
+        table: str,
+        columns: Sequence[str],
+        begin_s: int,
+        end_s: int,
+        process: int | Collection[int] | None,
+        finest: int = 1,
+        widest: int = WIDTHS[-1],
+    ) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        """Width and columns of the rows of tallies or times between two seconds, in order of time."""
+        names = ", ".join(columns)
+        for width, begin, end in self.cover(begin_s, end_s, finest, widest):
+            values = {"width": width, "begin": begin, "end": end}
+            if not isinstance(process, int):
+                which = ">= 0" if process is None else f"IN ({', '.join(map(str, process))})"
+                query = f"SELECT {names} FROM {table} WHERE {_BETWEEN} AND process {which} ORDER BY start_s"
+            elif len(self.processes) < 2:
+                values["process"] = process
+                query = f"SELECT {names} FROM {table} WHERE {_BETWEEN} AND process = :process ORDER BY start_s"
+            else:  # one look-up a row: the rows of all processes lie together
+                values["process"] = process
+                query = (
+                    f"{_STARTS} SELECT {names} FROM starts CROSS JOIN {table}"
+                    " ON width = :width AND start_s = starts.at AND process = :process"
+                )
+            for row in self._each(query, values):
+                yield width, row
+
+    def tallies(
+        self,
+        begin_s: int = 0,
+        end_s: int = END,
+        *,
+        process: int | Collection[int] | None = None,
+        sketches: bool = True,
+        series: Collection[str] | None = None,
+    ) -> dict[Key, Tally]:
+        """By key, all of the time between two seconds. Parameters as in `tally_rows`; `process` may be several."""
+        found: dict[Key, Tally] = {}
+        for _, row in self._stretches("tallies", TALLY, begin_s, end_s, process):
+            named = dict(zip(TALLY, row, strict=True))
+            key = key_of(named)
+            if key is not None:
+                with suppress(ValueError):
+                    fresh = Tally() if key not in found else found[key]
+                    fresh.add_row(named, self._names, sketches=sketches, series=series)
+                    found[key] = fresh
+        return found
+
+    def of_all(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
+        """As `tallies`, of all processes together, under the process ALL."""
+        if len(self.processes) > 1:
+            return self.tallies(begin_s, end_s, process=ALL)
+        return {key._replace(process=ALL): tally for key, tally in self.tallies(begin_s, end_s).items()}
+
+    def sums(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
+        """As `tallies` of each process, without series: the database adds up, so that many processes cost little."""
+        query = (
+            f"SELECT process, mode, kind, batch, {', '.join(_SUMS)}"
+            f" FROM (SELECT width, {', '.join(TALLY)} FROM tallies)"
+            " WHERE width = ? AND start_s >= ? AND start_s < ? AND process >= 0 GROUP BY process, mode, kind, batch"
+        )
+        found: dict[Key, Tally] = {}
+        for stretch in self.cover(begin_s, end_s):
+            for row in self._each(query, stretch):
+                key = Key(*row[:4])
+                with suppress(ValueError):
+                    if key in self._keys:
+                        tally = Tally.of_row({**dict(zip(TALLY_COLUMNS, row[4:], strict=True)), "sketches": b""}, {})
+                        found.setdefault(key, Tally()).merge(tally)
+        return found
+
+    def kinds(self) -> set[tuple[str, int]]:
+        """Mode and kind of all steps so far."""
+        return {(key.mode, key.kind) for key in self._keys}
+
+    # ------------------------------------------------------------------------------------------ time
+
+    def time_rows(
+        self,
+        begin_s: int = 0,
+        end_s: int = END,
+        *,
+        finest: int = 1,
+        widest: int = WIDTHS[-1],
+        process: int | None = None,
+    ) -> list[TimeRow]:
+        """What each process did between two seconds, or one of them, in order of time."""
+        found = []
+        for width, row in self._stretches("times", _TIME, begin_s, end_s, process, finest, widest):
+            start, who, mode, *spent = row
+            if mode in MODES and {type(start), type(who), *map(type, spent)} == {int}:
+                found.append(TimeRow(start, width, who, mode, dict(zip(ACTIVITIES, spent, strict=True))))
+        return found
+
+    def time_sums(self, begin_s: int = 0, end_s: int = END) -> list[TimeRow]:
+        """What each process did in each mode: rows are added up as far as they are of one width."""
+        query = (
+            f"SELECT process, mode, {_TIME_SUMS} FROM times WHERE width = ? AND start_s >= ? AND start_s < ?"
+            " GROUP BY process, mode"
+        )
+        return [
+            TimeRow(begin, end - begin, process, mode, dict(zip(ACTIVITIES, spent, strict=True)))
+            for width, begin, end in self.cover(begin_s, end_s)
+            for process, mode, *spent in self._each(query, (width, begin, end))
+            if type(process) is int and mode in MODES and all(type(ns) is int for ns in spent)
+        ]
+
+    def times_together(self, begin_s: int = 0, end_s: int = END) -> list[TimeTogether]:
+        """What all processes did together, in order of time."""
+        own = " + ".join(map(_total, ACTIVITY_COLUMNS))
+        named = ", ".join(f"{_total(name)} AS {name}" for name in ACTIVITY_COLUMNS)
+        query = (
+            f"SELECT max(own), {_TIME_SUMS} FROM (SELECT start_s, {named}, {own} AS own FROM times"
+            " WHERE width = ? AND start_s >= ? AND start_s < ? GROUP BY start_s, process) GROUP BY start_s"
+        )
+        return [
+            TimeTogether(covered, dict(zip(ACTIVITIES, spent, strict=True)))
+            for width, begin, end in self.cover(begin_s, end_s)
+            for covered, *spent in self._each(query, (width, begin, end))
+            if type(covered) is int and all(type(ns) is int for ns in spent)
+        ]
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise HistoryError("the number of its deleted rows is none")
+    return value
+
+
+def key_of(row: Mapping[str, Any]) -> Key | None:
+    """The key of a row of tallies; None if it is damaged."""
+    whole = row["start_s"], row["process"], row["kind"], row["batch"]
+    if any(type(value) is not int for value in whole) or row["mode"] not in MODES:
+        return None
+    return Key(row["process"], row["mode"], row["kind"], row["batch"])
+
+
+def whole(value: object, otherwise: int = 0) -> int:
+    return value if isinstance(value, int) else otherwise

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpmon.model.finding import many
+from dpmon.model.finding import many, took
 from dpmon.model.layouts import Layouts
 from dpmon.model.memory import held, reasons
 from dpmon.model.numbers import duration, group
@@ -46,6 +46,8 @@ _NOT_TRAINING = 0.05
 """The parts of the elapsed time are shown if more than this share of it was no training."""
 _TRIFLE = 0.001
 """Parts of a smaller share are left out."""
+_LARGE = 0.1
+"""Share of a step from which a phase of its calls stays where there is little room."""
 
 
 class Line(NamedTuple):
@@ -149,7 +151,7 @@ class _Summary:
         if (parts["training"] or parts["evaluation"]) >= (1 - _NOT_TRAINING) * whole:
             return []
         texts = [
-            f"{text} {run_time(parts[name] / 1e9)}{self._longest() if name == 'between' else ''}"
+            f"{text} {took(parts[name])}{self._longest() if name == 'between' else ''}"
             for name, text in ACTIVITY_NAMES.items()
             if parts[name] > _TRIFLE * whole
         ]
@@ -158,7 +160,7 @@ class _Summary:
     def _longest(self) -> str:
         for gap in self._store.gaps(1):
             of = f" of process {gap.process}" if len(self._processes) > 1 else ""
-            return f" (longest {run_time(gap.ns / 1e9)} after step {group(gap.after_step)}{of})"
+            return f" (longest {took(gap.ns)} after step {group(gap.after_step)}{of})"
         return ""
 
     def _mode_name(self, mode: str) -> str:
@@ -272,8 +274,9 @@ def _phase_lines(found: Figures) -> list[Line]:
         if (figures := found.phase(phase.name)) is not None:
             lines.append(_phase_line(_PHASE, f"  {phase.name}", figures))
         if phase.name == "forward":
-            parts = [found.phase(part.name) for part in PHASES if part.of_call]
-            lines += [_phase_line(_PART, f"    {part.name}", part) for part in parts if part is not None]
+            parts = [part for phase in PHASES if phase.of_call and (part := found.phase(phase.name)) is not None]
+            ranks = [_PHASE if (part.share or 0) >= _LARGE else _PART for part in parts]
+            lines += [_phase_line(rank, f"    {part.name}", part) for rank, part in zip(ranks, parts, strict=True)]
     return lines + [Line(_PART, f"  {quantity_words(*each, found.steps)}") for each in found.counted]
 
 

@@ -70,7 +70,7 @@ class Side(NamedTuple):
     steps: int
     """Steps behind the figures."""
     seen: int
-    """Steps of this mode in all."""
+    """Steps of this mode, without the evaluations of one that trains."""
     median_ns: float | None
     p95_ns: float | None
     mean_ns: float | None
@@ -247,10 +247,13 @@ def compare_modes(
         if key.mode in kinds and _is_settled(key):
             kinds[key.mode][_kind(key)] += tally.steps
     kind = _common(kinds) if len(there) == 2 else None
-    taken = {mode: _taken(tallies, mode, kind if kind and kinds[mode][kind] else None) for mode in there}
+    taken = {
+        mode: window.tally(mode, process=who, settled=len(there) == 2) if kind is None else _taken(tallies, mode, kind)
+        for mode in there
+    }
     sides = {}
     for mode in there:
-        seen = sum(tally.steps for key, tally in tallies.items() if key.mode == mode)
+        seen = window.tally(mode, process=who).steps
         speed = window.rate(mode, process=who)
         sides[mode] = _side(mode, taken[mode], seen, speed, (memory or {}).get(mode, {}))
     base = Comparison(sides=sides, devices=tuple(devices), virtual=virtual)
@@ -285,11 +288,11 @@ def first_with_both(window: Window) -> int:
     return next(both, min(modes, default=0))
 
 
-def _taken(tallies: Mapping[Key, Tally], mode: str, kind: _Kind | None) -> Tally:
-    """The settled steps of a mode, of one kind if it is known."""
+def _taken(tallies: Mapping[Key, Tally], mode: str, kind: _Kind) -> Tally:
+    """The settled steps of a mode and a kind."""
     found = Tally()
     for key, tally in tallies.items():
-        if key.mode == mode and _is_settled(key) and kind in (None, _kind(key)):
+        if key.mode == mode and _is_settled(key) and kind == _kind(key):
             found.merge(tally)
     return found
 

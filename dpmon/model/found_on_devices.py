@@ -84,7 +84,7 @@ def _uneven_rows(root: str, replicas: list[ReplicaFacts], devices: int) -> Itera
         yield Finding(
             "uneven",
             f"The replicas of {root} receive unequal shares: {', '.join(map(str, rows[:16]))} rows.",
-            f"the sizes most often seen over {many(max(replica.calls for replica in replicas), 'call')}",
+            f"the split most often seen over {many(max(replica.calls for replica in replicas), 'call')}",
             f"a batch that {devices} divides: the fullest replica sets the pace",
             (1 - min(rows) / most) / len(replicas),
         )

@@ -27,7 +27,6 @@ class _Line:
     time: Stat = field(default_factory=Stat)
     on_device: Stat = field(default_factory=Stat)
     untimed: Counter[str] = field(default_factory=Counter)
-    rows: Counter[int | None] = field(default_factory=Counter)
     calls: int = 0
     virtual: bool = False
 
@@ -57,6 +56,7 @@ def replica_facts(
     """
     trained = {(one.process, one.layout, one.mode) for one in shapes if not one.kind & EVALUATION}
     lines: dict[tuple[str, str, int, str], _Line] = {}
+    splits: defaultdict[tuple[str, str], Counter[tuple[int | None, ...]]] = defaultdict(Counter)
     timed: set[tuple[int, int, str]] = set()
     for shape, layout in _split(shapes, definitions):
         of = shape.process, shape.layout, shape.mode
@@ -64,17 +64,20 @@ def replica_facts(
             continue
         devices = layout["devices"]
         reason = why_untimed(layout, shape.untimed)
-        for index, (got, _) in enumerate(shape.replicas[: len(devices)]):
+        replicas = shape.replicas[: len(devices)]
+        rows = tuple(_rows(definitions, shape.process, got) for got, _ in replicas)
+        splits[shape.mode, str(layout.get("root"))][rows] += shape.calls
+        for index in range(len(replicas)):
             line = lines.setdefault((shape.mode, str(layout.get("root")), index, str(devices[index])), _Line())
             line.calls += shape.calls
             line.virtual |= shape.virtual and shape.mode == "dp"
-            line.rows[_rows(definitions, shape.process, got)] += shape.calls
             if reason is not None:
                 line.untimed[reason] += shape.calls
         if of not in timed:
             timed.add(of)
             _add_times(lines, of, layout, _of(tallies, of, of in trained))
-    return [_facts(key, lines[key]) for key in sorted(lines)]
+    usual = {root: counts.most_common(1)[0][0] for root, counts in splits.items()}
+    return [_facts(key, lines[key], usual.get(key[:2], ())) for key in sorted(lines)]
 
 
 def _split(shapes: Iterable[Shape], definitions: _Definitions) -> Iterator[tuple[Shape, Mapping[str, Any]]]:
@@ -119,11 +122,13 @@ def _rows(definitions: _Definitions, process: int, number: int) -> int | None:
     return None
 
 
-def _facts(key: tuple[str, str, int, str], line: _Line) -> ReplicaFacts:
+def _facts(key: tuple[str, str, int, str], line: _Line, usual: Sequence[int | None]) -> ReplicaFacts:
+    """`usual`: the rows of each replica in the split that most calls had."""
+    index = key[2]
     return ReplicaFacts(
         *key,
         calls=line.calls,
-        rows=line.rows.most_common(1)[0][0] if line.rows else None,
+        rows=usual[index] if index < len(usual) else None,
         median_ns=line.time.median,
         p95_ns=line.time.quantile(0.95),
         virtual=line.virtual,

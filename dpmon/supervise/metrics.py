@@ -251,7 +251,7 @@ class Metrics:
                 [(one.labels, known.total) for one, known in samples if known.count == one.tally.steps],
             ),
             *self._counter(
-                "time_seconds_total", "Time of a process by what it did; the activities add up to its elapsed time.",
+                "time_seconds_total", "Time of a process by what it did, since it began to record.",
                 [
                     ({**run, **_process_labels(process, ranks.get(process)), "activity": activity}, ns / 1e9)
                     for process in processes

@@ -154,11 +154,12 @@ class _Table:
         return self.line("p95 step", {m: duration(s.p95_ns) for m, s in self.found.sides.items()})
 
     def steps(self) -> Row:
-        """How many steps there were, and of how many samples those are that are compared."""
-        note: Row = []
-        if self.found.samples is not None:
-            note = [(f"of {group(self.found.samples)} samples each", "dim")]
-        return self.line("steps seen", {m: group(s.seen) for m, s in self.found.sides.items()}, "dim", note)
+        """How many steps are compared, and of how many samples each; before that, how many there were."""
+        sides, samples = self.found.sides, self.found.samples
+        if samples is None:
+            return self.line("steps seen", {m: group(side.seen) for m, side in sides.items()}, "dim")
+        note: Row = [(f"of {group(samples)} samples each", "dim")]
+        return self.line("compared", {m: group(side.steps) for m, side in sides.items()}, "dim", note)
 
     def memory(self) -> list[Row]:
         """One row per device: peak allocated memory; without GPUs the memory of the run's processes."""

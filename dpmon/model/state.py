@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from dpmon.model.process import Process
@@ -68,7 +69,7 @@ class DeviceTrack(NamedTuple):
     """Watts."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class State:
     """Everything that is known of a run at one time."""
 
@@ -95,8 +96,18 @@ class State:
 
     def training(self) -> list[Process]:
         """Those that train now (`dpmon.model.turns`)."""
-        return taking_turns(self)
+        return self._training
 
     def focus(self) -> Process | None:
         """The process whose numbers stand for the run: the first of those that train now, by rank."""
+        return self._focus
+
+    # A picture asks for them at many places.
+
+    @cached_property
+    def _training(self) -> list[Process]:
+        return taking_turns(self)
+
+    @cached_property
+    def _focus(self) -> Process | None:
         return standing_for(self)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,8 @@ from dpmon.run.waiting import waits_since
 __all__ = ["Pause", "RunReader"]
 
 POLL_BYTES = 1 << 20
+_LOOK_S = 0.1
+"""Between two looks at whether a process lives."""
 _EXIT = pack_event("exit", {})[:-1]
 """How such a record begins."""
 _RANKS = "the ranks of a distributed training wait for each other: pausing would let their collectives time out"
@@ -56,10 +59,16 @@ class _Process:
     def __init__(self, ring: RingReader) -> None:
         self.ring = ring
         self.asked = 0
+        self._seen_alive = 0.0
 
     def alive(self) -> bool:
-        """Whether the process that writes this ring runs."""
-        return self.activity()[0] != "ended" and proc.alive(self.ring.pid, None)
+        """Whether the process that writes this ring runs, or did a moment ago: one look is for all that ask now."""
+        if self.activity()[0] == "ended":
+            return False
+        now = time.monotonic()
+        if now - self._seen_alive >= _LOOK_S:
+            self._seen_alive = now if proc.alive(self.ring.pid, None) else 0.0
+        return self._seen_alive > 0
 
     def activity(self) -> tuple[str, int]:
         try:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from running import wait_for
 
 from dpmon.cli.main import main
 from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
@@ -144,7 +145,7 @@ def test_a_process_that_was_killed_has_ended_though_it_could_not_say_so(
     gone.wait()
     (process,) = reader._processes.values()
     process.ring.pid = gone.pid
-    assert reader.activities()[0] == ("ended", 0)
+    assert wait_for(lambda: (now := reader.activities()[0])[0] == "ended" and now) == ("ended", 0)
 
 
 def test_the_end_is_read_from_the_file_or_the_ring(run: tuple[Path, RunInfo], reader: RunReader) -> None:

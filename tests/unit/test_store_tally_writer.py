@@ -109,6 +109,25 @@ def test_the_tallies_of_all_have_what_the_first_did_before_the_second_came(tmp_p
     check(tmp_path, steps)
 
 
+def test_a_second_process_after_a_long_history(tmp_path: Path) -> None:
+    """Its first step copies every tally, however many were written since the history was opened."""
+    history = History.open(tmp_path, {})
+    chance = random.Random(1)
+    history.write(a_batch(some_steps(chance, 1, 10)))
+    filler = "WITH RECURSIVE n(i) AS (SELECT 100 UNION ALL SELECT i + 1 FROM n WHERE i < 450000) "
+    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
+        db.execute(
+            f"INSERT INTO tallies (width, start_s, process, mode, kind, batch, steps, calls, sketches) {filler}"
+            "SELECT 1, i, 0, 'dp', 0, 8, 1, 1, zeroblob(30) FROM n"
+        )
+        db.commit()
+    history.write(a_batch(some_steps(chance, 1, 10, processes=[1])))
+    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
+        copied = db.execute("SELECT count(*) FROM tallies WHERE process = ? AND start_s >= 100", (ALL,)).fetchone()
+    assert copied == (449_901,)
+    history.close()
+
+
 def test_two_processes_that_come_in_one_batch(tmp_path: Path) -> None:
     chance = random.Random(3)
     alone = some_steps(chance, 30, 50, processes=(0,))

@@ -279,10 +279,12 @@ def rings_in(db: sqlite3.Connection) -> dict[str, RingRow]:
 
 
 _DAMAGED = object()
+_MOST_COUNTED = 1 << 62
+"""No ring has so many bytes or records; what is added to a larger number may have no room in its column."""
 
 
 def _member(value: object, declared: str) -> Any:
     """A column as what its member is declared to be, since SQLite takes values of any type."""
-    if isinstance(value, str) if declared == "str" else type(value) is int:
+    if isinstance(value, str) if declared == "str" else type(value) is int and abs(value) < _MOST_COUNTED:
         return value
     return None if declared.endswith("None") else _DAMAGED

@@ -302,6 +302,20 @@ def test_sums_beyond_reason_are_cut(setting: Setting) -> None:
     assert setting.rows("SELECT count(*) FROM calls") == [(3,)]
 
 
+def test_damaged_counts_of_a_ring_do_not_end_the_recording(setting: Setting) -> None:
+    setting.steps(3)
+    setting.turn()
+    with closing(sqlite3.connect(setting.directory / "history.sqlite")) as db:
+        db.execute("UPDATE rings SET calls = ?, steps = ?", ((1 << 63) - 1, (1 << 63) - 1))
+        db.commit()
+    setting.drain.close()
+    setting.drain = setting.new_drain()
+    setting.steps(3)
+    setting.turn()
+    assert setting.warnings == []
+    assert setting.rows("SELECT max(step) FROM steps") == [(6,)]
+
+
 def test_calls_whose_definition_was_lost_are_kept_and_counted_as_unreadable(setting: Setting) -> None:
     setting.ring.write(pack_call(1, 0, 99, 1, 1, START, 5, 98, 0, (-1, 0) * 4, (98, 0, 0, 5)))
     setting.steps(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,13 @@ class Batch:
     """Calls by process, mode, kind, layout, whether virtual, sizes and why a device time is missing."""
     devices: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
     """Count, total, lowest and highest by minute (its first second), device and name."""
+
+    @property
+    def entries(self) -> int:
+        """The number of rows and sums to write."""
+        rows: Iterable[Sized] = (self.definitions, self.calls, self.steps, self.events, self.rings, self.gaps)
+        sums: Iterable[Sized] = (self.tallied, self.spent, self.waited, self.shapes, self.devices)
+        return sum(len(part) for part in (*rows, *sums))
 
     def step(self, key: Key, start_ns: int, facts: StepFacts) -> None:
         """Add a step to its tally."""

@@ -21,7 +21,7 @@ from dpmon.store.resume import resume_accounts, resume_intake
 from dpmon.store.tables import HistoryError, RingRow
 from dpmon.store.writer import LIMIT_BYTES, History
 
-__all__ = ["Drain"]
+__all__ = ["Drain", "continued"]
 
 COMMIT_S = 0.2
 """Between two commits while something happens."""
@@ -48,13 +48,28 @@ _AWAITED = tuple(pack_event(kind, {})[:-1] for kind in ("mode", "pause", "warnin
 """How records begin that somebody waits to see."""
 
 
+def continued(path: Path, row: RingRow | None) -> RingReader:
+    """The reader of a ring from where `row` left off; raises RingError or OSError.
+
+    A row of another process is of an earlier ring that was deleted: the ring is read from its start.
+    """
+    ring = RingReader(str(path))
+    if row is not None and row.pid == ring.pid:
+        ring.position, ring.sequence = row.position, row.sequence
+    return ring
+
+
 class _Source:
     """One ring, how far it is read, and what takes its payloads in."""
 
     def __init__(self, path: Path, row: RingRow | None, start_ns: int, accounts: Accounts) -> None:
-        position, sequence = (0, 0) if row is None else (row.position, row.sequence)
-        self.ring = RingReader(str(path), position=position, sequence=sequence)
-        self.row = row or RingRow(path.name, self.ring.process, self.ring.rank, self.ring.pid)
+        self.ring = continued(path, row)
+        self.resumes = row is not None and row.pid == self.ring.pid
+        """Whether the history has its first records."""
+        if row is None or not self.resumes:
+            missed = 0 if row is None else row.missed + row.lost
+            row = RingRow(path.name, self.ring.process, self.ring.rank, self.ring.pid, missed=missed)
+        self.row = row
         self.intake = Intake(self.row, start_ns, accounts)
         self._missed_before = self.row.missed
         self.unreadable = 0
@@ -153,7 +168,7 @@ class Drain:
                 source.row.process < 0
                 and name != current
                 and kept is not None
-                and kept.position == source.ring.position
+                and (kept.pid, kept.position) == (source.ring.pid, source.ring.position)
             ):
                 with suppress(OSError):
                     remove_file(self._directory / name)
@@ -188,7 +203,7 @@ class Drain:
                     self._warn(f"{path.name} cannot be read: {error}")
                 continue
             self._sources[path.name] = source
-            if kept is not None and self._history is not None:
+            if source.resumes and self._history is not None:
                 with suppress(HistoryError):  # damaged; what comes now can be recorded all the same
                     resume_intake(self._history, source.intake)
 

@@ -16,12 +16,11 @@ from functools import partial
 from pathlib import Path
 
 from dpmon.ring import RingError
-from dpmon.ring_reader import RingReader
 from dpmon.run.files import check_database
 from dpmon.run.lock import supervised
 from dpmon.run.proc import alive
 from dpmon.run.rundir import RunError, RunInfo, load_info, ring_paths
-from dpmon.store.drain import Drain
+from dpmon.store.drain import Drain, continued
 from dpmon.store.earlier import take_in
 from dpmon.store.queries import Store
 from dpmon.store.tables import (
@@ -128,13 +127,10 @@ def _is_written(info: RunInfo, path: Path) -> bool:
 def _have_more(directory: Path, rings: Mapping[str, RingRow]) -> bool:
     """Whether the rings of a run hold more than its history."""
     for process, path in ring_paths(directory):
-        row = rings.get(path.name)
-        with suppress(RingError, OSError):
-            position, sequence = (0, 0) if row is None else (row.position, row.sequence)
-            with closing(RingReader(str(path), position=position, sequence=sequence)) as ring:
-                ended = process < 0 or not alive(ring.pid, None)
-                if ring.has_more() or (ended and ring.has_last_words()):
-                    return True
+        with suppress(RingError, OSError), closing(continued(path, rings.get(path.name))) as ring:
+            ended = process < 0 or not alive(ring.pid, None)
+            if ring.has_more() or (ended and ring.has_last_words()):
+                return True
     return False
 
 

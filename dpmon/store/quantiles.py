@@ -21,6 +21,7 @@ __all__ = [
     "median",
     "merge",
     "middle",
+    "most_values",
     "pack",
     "quantile",
     "quantiles",
@@ -111,6 +112,11 @@ def pack(counts: Mapping[int, int]) -> bytes:
         if count > 0:
             flat.extend((number, count))
     return flat.tobytes()
+
+
+def most_values(size: int) -> int:
+    """The most values that `size` bytes of `pack` can count."""
+    return size // 4 * _MOST
 
 
 def unpack(counts: Counts, data: bytes) -> None:

@@ -151,6 +151,8 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
 _TABLES = frozenset(re.findall(r"TABLE IF NOT EXISTS (\w+)", SCHEMA))
 _LOOK_STEPS = 100_000
 """Instructions of SQLite's virtual machine between two checks."""
+_ENTRY_STEPS = 5_000
+"""More instructions than it takes to write one entry of a batch, into the tallies of each width, too."""
 LARGEST = 1 << 30
 """Bytes of a database of which a copy is made in memory, at most; and after which its bounds grow no more."""
 _SMALLEST_ROW = 8
@@ -191,14 +193,18 @@ class Bounds:
 
     def __init__(self, db: sqlite3.Connection, size: int) -> None:
         """Watch `db`, a database of `size` bytes, and do not let its schema run functions."""
-        size = min(size, LARGEST)
-        self.rows = 10_000 + size // _SMALLEST_ROW
-        self._most = (20_000_000 + 8 * size) // _LOOK_STEPS
+        self.resize(size)
         self._done = 0
         db.set_progress_handler(self._look, _LOOK_STEPS)
         db.execute("PRAGMA trusted_schema=OFF")
         if sys.version_info >= (3, 11):
             db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
+
+    def resize(self, size: int, entries: int = 0) -> None:
+        """Set the limits for a database of `size` bytes, and for the next transaction, which writes `entries`."""
+        size = min(size, LARGEST)
+        self.rows = 10_000 + size // _SMALLEST_ROW
+        self._most = (20_000_000 + 8 * size + _ENTRY_STEPS * entries) // _LOOK_STEPS
 
     def begin(self) -> None:
         """Start counting again: a query begins or has returned a row."""
@@ -273,10 +279,12 @@ def rings_in(db: sqlite3.Connection) -> dict[str, RingRow]:
 
 
 _DAMAGED = object()
+_MOST_COUNTED = 1 << 62
+"""No ring has so many bytes or records; what is added to a larger number may have no room in its column."""
 
 
 def _member(value: object, declared: str) -> Any:
     """A column as what its member is declared to be, since SQLite takes values of any type."""
-    if isinstance(value, str) if declared == "str" else type(value) is int:
+    if isinstance(value, str) if declared == "str" else type(value) is int and abs(value) < _MOST_COUNTED:
         return value
     return None if declared.endswith("None") else _DAMAGED

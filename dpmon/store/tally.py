@@ -40,6 +40,10 @@ WIDTHS = (1, 10, 60, 600, 3600, 86_400)
 _ENTRY = struct.Struct("<HIqI")
 """Number of the series, values, their sum, bytes of the sketch that follows."""
 _MAX = (1 << 63) - 1
+_MOST_VALUES = (1 << 32) - 1
+"""Values of a series that an entry can hold."""
+_MOST_STEPS = 1 << 40
+"""Steps or calls of a tally; more are damage, and their sums might have no room in a column."""
 
 
 class Key(NamedTuple):
@@ -303,7 +307,7 @@ class Tally:
             number = names.number(name)
             if number is not None:
                 data = quantiles.pack(stat.counts)
-                yield _ENTRY.pack(number, stat.count, stat.total, len(data)) + data
+                yield _ENTRY.pack(number, min(stat.count, _MOST_VALUES), stat.total, len(data)) + data
 
     @classmethod
     def of_row(
@@ -332,15 +336,15 @@ class Tally:
     ) -> None:
         """Add the tally in a row, as `of_row` reads it. A damaged one changes nothing."""
         steps, calls, *reach = _plain_of(row)
-        if not type(steps) is type(calls) is int or min(steps, calls) < 0 or not _OPTIONAL.issuperset(map(type, reach)):
+        if not (_is_count(steps) and _is_count(calls) and _OPTIONAL.issuperset(map(type, reach))):
             raise ValueError("a damaged tally")
         sums = []
         for name, total_in, count_in in _SUM_COLUMNS:
             total, count = row[total_in], row[count_in]
-            if type(total) is type(count) is int and count:
-                sums.append((name, Sum(count, total)))
-            elif not _OPTIONAL.issuperset((type(total), type(count))):
+            if not _OPTIONAL.issuperset((type(total), type(count))) or (count is not None and not _is_count(count)):
                 raise ValueError("a damaged tally")
+            if total is not None and count:
+                sums.append((name, Sum(count, total)))
         entries = list(_entries_of(row["sketches"], names, series))
         for *_, data in entries if sketches else ():
             quantiles.check(data)
@@ -367,7 +371,7 @@ def _entries_of(
         except struct.error:
             raise ValueError("a damaged tally") from None
         at += _ENTRY.size + size
-        if at > len(data):
+        if at > len(data) or count > quantiles.most_values(size):
             raise ValueError("a damaged tally")
         name = names.get(number)
         if name is not None and (series is None or name in series):
@@ -380,6 +384,10 @@ _plain_of, _plain_in = itemgetter(*PLAIN), attrgetter(*PLAIN)
 _OPTIONAL = {int, type(None)}
 """SQLite holds whatever was written into a column, of any type."""
 _SUM_COLUMNS = [(quantity.name, f"{quantity.name}_sum", f"{quantity.name}_n") for quantity in QUANTITIES]
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MOST_STEPS
 
 
 def _bounded(value: int) -> int:

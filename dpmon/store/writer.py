@@ -72,7 +72,7 @@ class History:
         self._db = db
         try:
             self._page_bytes: int = db.execute("PRAGMA page_size").fetchone()[0]
-            self.bounds = Bounds(db, self._file_bytes() if path is None else size_of(path))
+            self._bounds = Bounds(db, self._file_bytes() if path is None else size_of(path))
             self._prepare(meta)
         except (sqlite3.Error, OSError, TypeError, ValueError, OverflowError) as error:
             raise HistoryError(str(error)) from None
@@ -91,6 +91,12 @@ class History:
         except HistoryError:
             db.close()
             raise
+
+    @property
+    def bounds(self) -> Bounds:
+        """The bounds of queries, by the size that the database has now."""
+        self._bounds.resize(self._file_bytes())
+        return self._bounds
 
     def _prepare(self, meta: Mapping[str, Any]) -> None:
         run = self._db.execute
@@ -119,8 +125,8 @@ class History:
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Rows of a query; raises HistoryError."""
-        self.bounds.begin()
         try:
+            self.bounds.begin()
             return self._db.execute(query, values).fetchall()
         except (sqlite3.Error, OverflowError) as error:
             raise HistoryError(str(error)) from None
@@ -135,11 +141,10 @@ class History:
 
     def warnings(self) -> list[str]:
         """The texts of the supervisor's own warnings."""
-        try:
-            rows = self._db.execute("SELECT json FROM events WHERE kind = 'warning' AND process IS NULL").fetchall()
-        except sqlite3.Error:
-            return []
-        found = []
+        found: list[str] = []
+        rows: list[tuple[Any, ...]] = []
+        with suppress(HistoryError):
+            rows = self.rows("SELECT json FROM events WHERE kind = 'warning' AND process IS NULL")
         for (text,) in rows:
             with suppress(ValueError, TypeError, AttributeError):
                 found.append(str(load_json(text).get("text")))
@@ -147,16 +152,18 @@ class History:
 
     def last_sample_ns(self) -> int | None:
         """The time of the newest sample of host or devices; None if there is none."""
-        with suppress(sqlite3.Error):
-            found = self._db.execute("SELECT max(t_ns) FROM events WHERE kind IN ('host', 'device')").fetchone()[0]
+        with suppress(HistoryError):
+            found = self.rows("SELECT max(t_ns) FROM events WHERE kind IN ('host', 'device')")[0][0]
             return found if isinstance(found, int) else None
         return None
 
     def write(self, batch: Batch) -> None:
         """Write all of `batch` or nothing; raises HistoryError, and the same batch may be tried again."""
         many = self._db.executemany
-        self.bounds.begin()
+        self._bounds.begin()
         try:
+            # The database grows while it is written, and a batch may hold the records of a long time.
+            self._bounds.resize(self._file_bytes(), batch.entries)
             self._db.execute("BEGIN IMMEDIATE")
             many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
             many(_INTO_CALLS, batch.calls)

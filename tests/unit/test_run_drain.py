@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic import host_event
 
 from dpmon.export.records import history, write_jsonl
 from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
@@ -18,6 +19,7 @@ from dpmon.ring import Ring
 from dpmon.run.rundir import RunInfo, create_run
 from dpmon.store import drain as drain_module
 from dpmon.store.drain import RETRY_S, Drain
+from dpmon.store.opened import open_store
 
 START = 1_000_000_000
 
@@ -117,6 +119,30 @@ def test_a_successor_goes_on_where_the_last_one_stopped(setting: Setting) -> Non
     assert [step for (step,) in setting.rows("SELECT step FROM steps ORDER BY id")] == list(range(1, 31))
     assert setting.rows("SELECT calls, steps, missed FROM rings") == [(30, 30, 0)]
     killed.close()
+
+
+@pytest.mark.parametrize("last", ["drained", "left in its ring"])
+def test_the_third_supervisor_makes_the_ring_of_the_first_anew(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    """The ring of the first was deleted; the history still knows how far it was read."""
+    for number, name in enumerate(("gpu.ring", "gpu-1.ring", "gpu.ring")):
+        monkeypatch.setattr(os, "getpid", lambda pid=1000 + number: pid)
+        ring = Ring(str(setting.directory / name), process=-1, start_ns=START)
+        drain = setting.new_drain()
+        drain.flush()
+        drain.drop_samples(name)
+        for second in range(50 if number == 0 else 3):
+            ring.write(host_event(100.0 * number + second))
+        if number == 2:
+            ring.write(pack_event("exit", {"status": 0, "signal": None, "t_s": 300.0}))
+        if number < 2 or last == "drained":
+            drain.flush()
+        drain.close()
+    with open_store(setting.directory) as store:
+        assert len(store.events("host")) == 56
+        assert [event.data["t_s"] for event in store.events("exit")] == [300.0]
+        assert store.dropped == 0
 
 
 def test_records_are_committed_soon_and_nothing_when_nothing_happens(setting: Setting) -> None:
@@ -274,6 +300,20 @@ def test_sums_beyond_reason_are_cut(setting: Setting) -> None:
         setting.ring.write(pack_call(1, 0, 1, 1, 1, START, 5, 2, 0, (0, 1 - (1 << 63)) * 4, (2, 0, 0, 5)))
         setting.turn()
     assert setting.rows("SELECT count(*) FROM calls") == [(3,)]
+
+
+def test_damaged_counts_of_a_ring_do_not_end_the_recording(setting: Setting) -> None:
+    setting.steps(3)
+    setting.turn()
+    with closing(sqlite3.connect(setting.directory / "history.sqlite")) as db:
+        db.execute("UPDATE rings SET calls = ?, steps = ?", ((1 << 63) - 1, (1 << 63) - 1))
+        db.commit()
+    setting.drain.close()
+    setting.drain = setting.new_drain()
+    setting.steps(3)
+    setting.turn()
+    assert setting.warnings == []
+    assert setting.rows("SELECT max(step) FROM steps") == [(6,)]
 
 
 def test_calls_whose_definition_was_lost_are_kept_and_counted_as_unreadable(setting: Setting) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from written import SECOND, OneStep, expected, some_steps
 
+from dpmon.record.schema import PHASES, STEP
 from dpmon.store.accounting import ACTIVITIES, Spent
 from dpmon.store.batch import Batch
 from dpmon.store.tables import ACTIVITY_COLUMNS, HISTORY_FILE, HistoryError
-from dpmon.store.tally import ALL, WIDTHS, Key, Tally
+from dpmon.store.tally import ALL, WIDTHS, Key, SeriesNames, StepFacts, Tally
 from dpmon.store.writer import History
 
 HOURS = 2.6 * 3600
@@ -107,6 +108,25 @@ def test_the_tallies_of_all_have_what_the_first_did_before_the_second_came(tmp_p
     steps = sorted([*alone, *more], key=lambda step: step.end)
     write(tmp_path, in_batches(chance, steps, 10), writers=2)
     check(tmp_path, steps)
+
+
+def test_a_second_process_after_a_long_history(tmp_path: Path) -> None:
+    """Its first step copies every tally, however many were written since the history was opened."""
+    history = History.open(tmp_path, {})
+    chance = random.Random(1)
+    history.write(a_batch(some_steps(chance, 1, 10)))
+    filler = "WITH RECURSIVE n(i) AS (SELECT 100 UNION ALL SELECT i + 1 FROM n WHERE i < 450000) "
+    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
+        db.execute(
+            f"INSERT INTO tallies (width, start_s, process, mode, kind, batch, steps, calls, sketches) {filler}"
+            "SELECT 1, i, 0, 'dp', 0, 8, 1, 1, zeroblob(30) FROM n"
+        )
+        db.commit()
+    history.write(a_batch(some_steps(chance, 1, 10, processes=[1])))
+    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
+        copied = db.execute("SELECT count(*) FROM tallies WHERE process = ? AND start_s >= 100", (ALL,)).fetchone()
+    assert copied == (449_901,)
+    history.close()
 
 
 def test_two_processes_that_come_in_one_batch(tmp_path: Path) -> None:
@@ -205,6 +225,40 @@ def test_a_damaged_row_is_left_out_of_wider_ones(tmp_path: Path) -> None:
     assert {place: tally.steps for place, tally in found[10].items() if place[0] == 0} == {
         place: tally.steps for place, tally in wanted.items()
     }
+
+
+TOO_MANY = (1 << 63) - 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        f"UPDATE tallies SET calls = {TOO_MANY}",
+        f"UPDATE tallies SET steps = {TOO_MANY}",
+        f"UPDATE tallies SET samples_n = {TOO_MANY}",
+        # The number of values of the first series.
+        "UPDATE tallies SET sketches = CAST(substr(sketches, 1, 2) || x'ffffffff' || substr(sketches, 7) AS BLOB)",
+    ],
+)
+def test_a_damaged_count_does_not_end_the_recording(tmp_path: Path, damage: str) -> None:
+    """The next steps of those seconds begin a tally anew, and the wider tallies are made without the damaged ones."""
+    steps = some_steps(random.Random(5), 100, 8.0)
+    write(tmp_path, [a_batch(steps)])
+    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as db:
+        db.execute(damage)
+        db.commit()
+    write(tmp_path, [a_batch(steps), a_batch(some_steps(random.Random(6), 5, 30, begin=20))])
+    found, _ = stored(tmp_path)
+    again = {place: tally for place, tally in found[1].items() if place[0] < 9}
+    assert again == expected(steps)[1]
+
+
+def test_more_values_than_an_entry_holds_are_cut() -> None:
+    names = SeriesNames()
+    tally = Tally()
+    tally.add([StepFacts(1, 5, (None, None), [None] * len(PHASES), None, 0, {}, ())], 0, 5)
+    tally.stats[STEP].count = 1 << 32
+    assert tally.row(names)["sketches"][2:6] == b"\xff" * 4
 
 
 def stored_without(directory: Path, second: int) -> tuple[dict[int, dict[tuple[int, Key], Tally]], dict[int, int]]:

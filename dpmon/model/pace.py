@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from dpmon.model.process import Process, Recent
+from dpmon.model.process import Process
 from dpmon.model.state import State
-from dpmon.rates import Rate, span_rate
+from dpmon.rates import Rate
 from dpmon.record.kinds import Step
 from dpmon.record.schema import EVALUATION, STEP
 from dpmon.store.answers import TimeRow
-from dpmon.store.tally import Key, Tally
+from dpmon.store.figures import rate
+from dpmon.store.tally import Key, Stat, Sum, Tally
 
-__all__ = ["WINDOW_S", "Speed", "recent", "recent_of_steps", "speed"]
+__all__ = ["WINDOW_S", "Speed", "Trained", "rate_together", "recent", "recent_of_steps", "speed"]
 
 WINDOW_S = 10
 _SECOND = 1_000_000_000
+
+
+class Trained(NamedTuple):
+    """The newest training steps of a process, from the begin of the first to the end of the last."""
+
+    tally: Tally
+    elapsed_ns: int
+    """Without pauses, evaluations and waits for input."""
+    within_ns: int
+    """Within steps alone."""
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are enough steps for a rate."""
+        return self.tally.steps > 1 and self.elapsed_ns > 0
 
 
 class Speed(NamedTuple):
@@ -36,7 +52,7 @@ class Speed(NamedTuple):
         return None if self.rate is None else self.rate.samples_per_s
 
 
-def recent(rows: Iterable[tuple[Key, Tally]], times: Sequence[TimeRow], mode: str, trained: bool) -> Recent:
+def recent(rows: Iterable[tuple[Key, Tally]], times: Sequence[TimeRow], mode: str, trained: bool) -> Trained:
     """The last ten seconds of a mode, from tallies of a second each in order of time and the activities of that time.
 
     `trained`: whether the mode has training steps at all; if not, its evaluation steps count. Steps before another
@@ -48,37 +64,38 @@ def recent(rows: Iterable[tuple[Key, Tally]], times: Sequence[TimeRow], mode: st
             taken.clear()
         elif tally.steps and not (trained and key.kind & EVALUATION):
             taken.append(tally)
-    last = max((tally.last_ns for tally in taken if tally.last_ns is not None), default=None)
-    if last is None:
-        return Recent()
-    taken = [tally for tally in taken if tally.last_ns is not None and tally.last_ns >= last - WINDOW_S * _SECOND]
-    first = min(tally.first_ns for tally in taken if tally.first_ns is not None)
+    last = max((tally.last_ns for tally in taken if tally.last_ns is not None), default=0)
     whole = Tally()
     for tally in taken:
-        whole.merge(tally)
-    step_ns = whole.stat(STEP).total
-    known = whole.sum("samples")
-    samples = known.total / known.count * whole.steps if known.count else None
-    return _recent(whole.steps, samples, _counted_ns(times, first, last, trained), step_ns, last)
+        if tally.last_ns is not None and tally.last_ns >= last - WINDOW_S * _SECOND:
+            whole.merge(tally)
+    return _trained(whole, times, trained)
 
 
-def recent_of_steps(steps: Sequence[Step], times: Sequence[TimeRow], trained: bool) -> Recent:
-    """The same of the two newest steps, the newest first, if they are of one mode: for steps of many seconds."""
-    if not steps:
-        return Recent()
-    taken = [step for step in steps[:2] if step.mode == steps[0].mode and step.evaluation == steps[0].evaluation]
-    first, last = taken[-1].start_ns, taken[0].start_ns + taken[0].wall_ns
-    known = [step.samples for step in taken if step.samples is not None]
-    samples = sum(known) if len(known) == len(taken) else None
-    step_ns = sum(step.wall_ns for step in taken)
-    return _recent(len(taken), samples, _counted_ns(times, first, last, trained), step_ns, last)
+def recent_of_steps(steps: Sequence[Step], times: Sequence[TimeRow], mode: str, trained: bool) -> Trained:
+    """The same of the two newest steps, the newest first, if they are of this mode: for steps of many seconds."""
+    alike = [step for step in steps[:2] if step.mode == mode and step.evaluation == steps[0].evaluation]
+    whole = Tally()
+    for step in alike if steps and not (trained and steps[0].evaluation) else ():
+        known = {} if step.samples is None else {"samples": Sum(1, step.samples)}
+        wall = Stat()
+        wall.add([step.wall_ns])
+        end = step.start_ns + step.wall_ns
+        whole.merge(Tally(1, first_ns=step.start_ns, last_ns=end, sums=known, stats={STEP: wall}))
+    return _trained(whole, times, trained)
 
 
-def _recent(steps: int, samples: float | None, counted_ns: int, step_ns: int, last_ns: int) -> Recent:
-    found = None
-    if steps > 1 and counted_ns > 0:
-        found = span_rate(steps, samples, counted_ns, min(step_ns, counted_ns))
-    return Recent(found, last_ns, step_ns // max(steps, 1))
+def _trained(whole: Tally, times: Sequence[TimeRow], trained: bool) -> Trained:
+    if whole.first_ns is None or whole.last_ns is None:
+        return Trained(whole, 0, 0)
+    counted = _counted_ns(times, whole.first_ns, whole.last_ns, trained)
+    return Trained(whole, counted, min(whole.stat(STEP).total, counted))
+
+
+def rate_together(found: Mapping[int, Trained]) -> Rate | None:
+    """The rate of processes that train at the same time (dpmon.store.figures.rate)."""
+    tallies = {process: one.tally for process, one in found.items()}
+    return rate(tallies, {process: (one.elapsed_ns, one.within_ns) for process, one in found.items()}, together=True)
 
 
 def _counted_ns(times: Iterable[TimeRow], begin_ns: int, end_ns: int, trained: bool) -> int:
@@ -102,11 +119,11 @@ def _counted_ns(times: Iterable[TimeRow], begin_ns: int, end_ns: int, trained: b
 def speed(process: Process, state: State, now_ns: int) -> Speed:
     """The rate of the last ten seconds of training of a process; of the whole run once it is over.
 
-    Ranks step together and their samples add up. Without a rate there is a reason: too few steps, or no step has ended
+    Of ranks it is that of all of them. Without a rate there is a reason: too few steps, or no step has ended
     for a long time.
     """
     if state.over:
-        return Speed(_together(process.mean, process, state), "no step has ended yet" if process.mean is None else None)
+        return Speed(process.mean, "no step has ended yet" if process.mean is None else None)
     last, found = process.last_step, process.recent
     if last is None:
         return Speed(None, "no step has ended yet")
@@ -121,13 +138,4 @@ def speed(process: Process, state: State, now_ns: int) -> Speed:
         return Speed(None, f"an evaluation: no training step has ended for {evaluated / 1e9:.0f} s")
     if found.rate is None:
         return Speed(None, "one step so far in this mode")
-    return Speed(_together(found.rate, process, state), None)
-
-
-def _together(rate: Rate | None, process: Process, state: State) -> Rate | None:
-    if rate is None or process.rank is None or rate.samples_per_s is None or rate.samples_within is None:
-        return rate
-    share = state.samples_share
-    if share is None:
-        return rate._replace(samples_per_s=None, samples_within=None)
-    return rate._replace(samples_per_s=rate.samples_per_s * share, samples_within=rate.samples_within * share)
+    return Speed(found.rate, None)

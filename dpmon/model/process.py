@@ -142,6 +142,7 @@ class Recent(NamedTuple):
     """The last ten seconds of training in the mode in force; `rate` None if there are too few steps."""
 
     rate: Rate | None = None
+    """Of all ranks that train together."""
     last_ns: int | None = None
     """When the last training step ended."""
     step_ns: int = 0
@@ -200,6 +201,6 @@ class Process:
     whole: Summary = field(default_factory=Summary)
     """The same of the whole run, once it is over."""
     mean: Rate | None = None
-    """Its rate in all modes, once the run is over."""
+    """Its rate in all modes, once the run is over; that of all processes if it is one of several ranks."""
     compared: Comparison | None = None
     """Its modes side by side."""

@@ -17,13 +17,13 @@ from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.inputs import INPUT, waited_ns
 from dpmon.model.members import SECOND
 from dpmon.model.memory import HOST
-from dpmon.model.pace import WINDOW_S, recent, recent_of_steps
+from dpmon.model.pace import WINDOW_S, Trained, rate_together, recent, recent_of_steps
 from dpmon.model.process import ModeTrack, Process, RankFigures, Recent, Summary
 from dpmon.model.source import Rows, Tallies, Wanted
 from dpmon.model.state import State
 from dpmon.model.turns import last_resumption, some_are_silent
 from dpmon.model.uneven import uneven_steps
-from dpmon.record.kinds import Step
+from dpmon.rates import Rate
 from dpmon.record.schema import STEP
 from dpmon.record.wire import DDP
 from dpmon.store.answers import TimeRow, TimeTogether
@@ -82,15 +82,23 @@ class Snapshots:
         if focus is None:
             return state
         near = _near(state, focus, wanted)
-        found = self._focus(rows, tallies, focus, wanted, said)
+        ranks = [one for one in state.training() if one.rank is not None and one.process != focus.process]
+        found = self._focus(rows, tallies, focus, ranks if focus.rank is not None else [], wanted, said)
         shown = {process.process: process for process in (found, *(_beside(rows, process) for process in near))}
         if near:
             shown.update({process.process: process for process in _rank_figures(rows, tallies, shown.values())})
-        share = _samples_share(rows, tallies, found, near, over=wanted.over)
-        return replace(state, processes={**known, **shown}, samples_share=share)
+        return replace(state, processes={**known, **shown})
 
-    def _focus(self, rows: Rows, tallies: Tallies, process: Process, wanted: Wanted, said: Announced) -> Process:
-        """The process that stands for the run, with its figures and its history."""
+    def _focus(
+        self,
+        rows: Rows,
+        tallies: Tallies,
+        process: Process,
+        others: Sequence[Process],
+        wanted: Wanted,
+        said: Announced,
+    ) -> Process:
+        """The process that stands for the run, with its figures and its history; `others`: the other ranks."""
         step = process.last_step
         if step is None:
             tracks, newest = call_tracks(Calls(rows, process.process), {}, (), process.mode)
@@ -108,7 +116,7 @@ class Snapshots:
         found = replace(
             found,
             ranged=_summary(rows, ranged, process.process, mode, waits),
-            recent=_recent(rows, tallies, process.process, step, end_s),
+            recent=_recent(rows, tallies, process, others, end_s),
             columns=self._columns.read(tallies, process.process, max(end_s - shown_s, 0), end_s, width),
             column_s=width,
             modes=self._modes(rows, found, visits, said),
@@ -118,7 +126,7 @@ class Snapshots:
             found = replace(
                 found,
                 whole=_summary(rows, whole, process.process, mode, waits),
-                mean=whole.of_process(process.process)[1],
+                mean=_mean(rows, tallies) if process.rank is not None else whole.of_process(process.process)[1],
             )
         if not any(via == DDP for _, via in found.calls):
             found = replace(found, compared=self._comparison(rows, tallies, found, end_s, wanted, waits))
@@ -317,21 +325,61 @@ def _summary(rows: Rows, window: Window, process: int, mode: str, waits: Sequenc
     return Summary(found, found.parts, uneven)
 
 
-def _recent(rows: Rows, tallies: Tallies, process: int, step: Step, end_s: int) -> Recent:
-    """The last ten seconds of training; if there were fewer than two steps, the last two steps."""
+def _recent(rows: Rows, tallies: Tallies, process: Process, others: Sequence[Process], end_s: int) -> Recent:
+    """The last ten seconds of training; if there were fewer than two steps, the last two steps.
+
+    `others`: what trains together with the process.
+    """
+    step = process.last_step
+    assert step is not None
     begin_s = max(end_s - WINDOW_S - 2, 0)
     trained = step.mode in trains(tallies.kinds())
-    seconds = tallies.tally_rows(begin_s, end_s, process=process, sketches=False, widest=1, series=(STEP,))
-    times = tallies.time_rows(begin_s, end_s, process=process, widest=1)
-    found = recent([(key, tally) for _, _, key, tally in seconds], times, step.mode, trained)
-    if found.rate is None and not (trained and step.evaluation):
-        newest = rows.steps(process, 2)
-        begin_s = newest[-1].start_ns // SECOND
-        slow = recent_of_steps(newest, tallies.time_rows(begin_s, end_s, process=process), trained)
-        found = slow if slow.rate is not None else found
-    if found.last_ns is None and trained:
-        found = found._replace(last_ns=rows.last_training_ns(process))
-    return found
+    own = _lately(tallies, (process.process,), begin_s, end_s, step.mode, trained)[process.process]
+    slow = not own.enough
+    if slow:
+        newest = _two_steps(rows, tallies, process, end_s, step.mode, trained)
+        own = newest if newest.enough else own
+    last_ns, step_ns = own.tally.last_ns, own.tally.stat(STEP).total // max(own.tally.steps, 1)
+    if last_ns is None and trained:
+        last_ns = rows.last_training_ns(process.process)
+    if not own.enough:
+        return Recent(None, last_ns, step_ns)
+    together = {process.process: own}
+    stepped = [other for other in others if other.last_step is not None]
+    until_s = max((_end_s(rows, other) for other in stepped), default=end_s)
+    if slow:
+        for other in stepped:
+            together[other.process] = _two_steps(rows, tallies, other, until_s, step.mode, trained)
+    elif stepped:
+        numbers = tuple(other.process for other in stepped)
+        together |= _lately(tallies, numbers, begin_s, until_s, step.mode, trained)
+    return Recent(rate_together(together), last_ns, step_ns)
+
+
+def _mean(rows: Rows, tallies: Tallies) -> Rate | None:
+    """The rate of all ranks in all modes, over the whole run."""
+    return (Window(tallies) if rows.until_s is None else Window(tallies, 0, rows.until_s)).mean
+
+
+def _lately(
+    tallies: Tallies, processes: tuple[int, ...], begin_s: int, end_s: int, mode: str, trained: bool
+) -> dict[int, Trained]:
+    """The last ten seconds of processes in one mode."""
+    which = processes[0] if len(processes) == 1 else processes
+    rows: dict[int, list[tuple[Key, Tally]]] = {process: [] for process in processes}
+    times: dict[int, list[TimeRow]] = {process: [] for process in processes}
+    for _, _, key, tally in tallies.tally_rows(begin_s, end_s, process=which, sketches=False, widest=1, series=(STEP,)):
+        rows[key.process].append((key, tally))
+    for row in tallies.time_rows(begin_s, end_s, process=which, widest=1):
+        times[row.process].append(row)
+    return {process: recent(rows[process], times[process], mode, trained) for process in processes}
+
+
+def _two_steps(rows: Rows, tallies: Tallies, process: Process, end_s: int, mode: str, trained: bool) -> Trained:
+    """The two newest steps of a process."""
+    newest = rows.steps(process.process, 2)
+    begin_s = newest[-1].start_ns // SECOND
+    return recent_of_steps(newest, tallies.time_rows(begin_s, end_s, process=process.process), mode, trained)
 
 
 def _rank_figures(rows: Rows, tallies: Tallies, processes: Iterable[Process]) -> Iterator[Process]:
@@ -355,28 +403,3 @@ def _figured(tallies: Mapping[Key, Tally], process: Process) -> RankFigures:
     tally = merged(tallies, mode, False, mode in trains((key.mode, key.kind) for key in tallies))
     step, forward, backward = (tally.median(series) for series in _RANK_SERIES)
     return RankFigures(step, forward, backward, tally.quantile(STEP, 0.95))
-
-
-def _samples_share(
-    rows: Rows, tallies: Tallies, process: Process, others: Sequence[Process], *, over: bool
-) -> float | None:
-    """The samples of all ranks that train, over those of one of them; None if they are unknown."""
-    ranks = [other.process for other in others if other.rank is not None]
-    if process.rank is None or not ranks or process.last_step is None:
-        return 1.0
-    end_s = _end_s(rows, process)
-    if over:
-        found = [_samples(tallies, 0, end_s, number) for number in (process.process, *ranks)]
-        own, together = found[0], None if None in found else sum(each or 0 for each in found)
-    else:  # the last second is not over for all of them
-        begin_s, end_s = max(end_s - WINDOW_S, 0), max(end_s - 1, process.began_ns // SECOND + 1)
-        own, together = (_samples(tallies, begin_s, end_s, number) for number in (process.process, ALL))
-    return together / own if own and together is not None else None
-
-
-def _samples(tallies: Tallies, begin_s: int, end_s: int, process: int) -> int | None:
-    found = tallies.tallies(begin_s, end_s, process=process, series=_NO_SERIES).values()
-    known = [tally.sum("samples") for tally in found]
-    if sum(each.count for each in known) != sum(tally.steps for tally in found):
-        return None
-    return sum(each.total for each in known)

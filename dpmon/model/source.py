@@ -11,21 +11,20 @@ from dpmon.model.devices import SampleSource
 from dpmon.record.kinds import Step
 from dpmon.store.answers import LongRow, TimeRow
 from dpmon.store.tally import Key, Tally
+from dpmon.store.window import Source
 
 __all__ = ["Rows", "Tallies", "Wanted"]
 
 
-class Tallies(Protocol):
+class Tallies(Source, Protocol):
     """What a snapshot needs of dpmon.store.queries.Store."""
-
-    processes: list[int]
 
     def tally_rows(
         self,
         begin_s: int = 0,
         end_s: int = ...,
         *,
-        process: int | None = None,
+        process: int | Collection[int] | None = None,
         sketches: bool = True,
         finest: int = 1,
         widest: int = ...,
@@ -51,12 +50,9 @@ class Tallies(Protocol):
         *,
         finest: int = 1,
         widest: int = ...,
-        process: int | None = None,
+        process: int | Collection[int] | None = None,
     ) -> list[TimeRow]:
         """What each process did."""
-
-    def kinds(self) -> set[tuple[str, int]]:
-        """Mode and kind of all steps so far."""
 
 
 class Rows(CallSource, SampleSource, EventSource, Protocol):

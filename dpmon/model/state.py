@@ -91,8 +91,6 @@ class State:
     """Processes that train no more, as far as a reader knows; no record says so."""
     over: bool = False
     """Whether the run is over."""
-    samples_share: float | None = 1.0
-    """Samples of all ranks that train, over those of the process that stands for the run; None if unknown."""
 
     def training(self) -> list[Process]:
         """Those that train now (`dpmon.model.turns`)."""

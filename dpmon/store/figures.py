@@ -180,11 +180,11 @@ def elapsed(rows: Iterable[TimeRow], mode: str | None, evaluation: bool, trained
     return {process: (whole, within) for process, (whole, within) in found.items() if whole > 0}
 
 
-def rate(tallies: Mapping[int, Tally], times: Mapping[int, tuple[int, int]]) -> Rate | None:
+def rate(tallies: Mapping[int, Tally], times: Mapping[int, tuple[int, int]], *, together: bool = False) -> Rate | None:
     """The rate of processes that train together or one after the other; None if no time has passed.
 
     `tallies` and `times` (see `elapsed`) are by process. Samples of processes that train at the same time add up. Their
-    steps do not: the step rate is that of one process.
+    steps do not: the step rate is that of one process. `together`: all of them are known to train at the same time.
     """
     there = [process for process, tally in tallies.items() if tally.steps and times.get(process, (0, 0))[0] > 0]
     if not there:
@@ -193,7 +193,8 @@ def rate(tallies: Mapping[int, Tally], times: Mapping[int, tuple[int, int]]) -> 
     knowing = [tallies[process].sum("samples") for process in there]
     samples = sum(each.total for each in knowing) if sum(each.count for each in knowing) == steps else None
     whole, within = (sum(times[process][part] for process in there) for part in (0, 1))
-    return span_rate(steps, samples, whole, within, _at_once([tallies[process] for process in there]))
+    at_once = float(len(there)) if together else _at_once([tallies[process] for process in there])
+    return span_rate(steps, samples, whole, within, at_once)
 
 
 def _at_once(tallies: Sequence[Tally]) -> float:

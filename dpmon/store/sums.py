@@ -149,7 +149,7 @@ class Sums:
         begin_s: int = 0,
         end_s: int = END,
         *,
-        process: int | None = None,
+        process: int | Collection[int] | None = None,
         sketches: bool = True,
         finest: int = 1,
         widest: int = WIDTHS[-1],
@@ -157,7 +157,7 @@ class Sums:
     ) -> Iterator[tuple[int, int, Key, Tally]]:
         """Start, width, key and tally of each row between two seconds, in order of time; damaged rows are left out.
 
-        `process`: of this one only; ALL for those of all processes together, which a run of one process lacks.
+        `process`: of this one only, or of several; ALL for those of all together, which a run of one process lacks.
         `series`: read these only.
         """
         for width, row in self._stretches("tallies", TALLY, begin_s, end_s, process, finest, widest):
@@ -206,7 +206,7 @@ class Sums:
         sketches: bool = True,
         series: Collection[str] | None = None,
     ) -> dict[Key, Tally]:
-        """By key, all of the time between two seconds. Parameters as in `tally_rows`; `process` may be several."""
+        """By key, all of the time between two seconds. Parameters as in `tally_rows`."""
         found: dict[Key, Tally] = {}
         for _, row in self._stretches("tallies", TALLY, begin_s, end_s, process):
             named = dict(zip(TALLY, row, strict=True))
@@ -254,9 +254,9 @@ class Sums:
         *,
         finest: int = 1,
         widest: int = WIDTHS[-1],
-        process: int | None = None,
+        process: int | Collection[int] | None = None,
     ) -> list[TimeRow]:
-        """What each process did between two seconds, or one of them, in order of time."""
+        """What each process did between two seconds, or one or some of them, in order of time."""
         found = []
         for width, row in self._stretches("times", _TIME, begin_s, end_s, process, finest, widest):
             start, who, mode, *spent = row

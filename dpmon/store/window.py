@@ -139,6 +139,19 @@ class Window:
                 times[part] += ns
         return whole, rate({process: whole}, {process: (times[0], times[1])})
 
+    @property
+    def mean(self) -> Rate | None:
+        """The rate of all processes in all modes, without the evaluations of modes that train."""
+        tallies = {process: Tally() for process in self._source.processes}
+        times = dict.fromkeys(tallies, (0, 0))
+        for mode in {mode for mode, _ in self._kinds}:
+            spent = self._elapsed(mode, False)
+            for process, tally in tallies.items():
+                tally.merge(merged(self._sums, mode, False, self.trained(mode), process=process))
+                (whole, within), (more, inside) = times[process], spent.get(process, (0, 0))
+                times[process] = whole + more, within + inside
+        return rate(tallies, times)
+
     @cached_property
     def spent(self) -> dict[str, int]:
         """The time of this window by activity (ns): they add up to the time in which there were processes."""

@@ -13,7 +13,8 @@ from dpmon.model.ranks import rank_rows, toggle_refusal, training
 from dpmon.model.state import State
 from dpmon.record.codec import kind_of
 from dpmon.record.plainjson import load_event
-from dpmon.record.wire import pack_event
+from dpmon.record.wire import mode_number, pack_event, pack_step
+from dpmon.store.window import Window
 from dpmon.ui import panel_batch, panel_compare, panel_ranks
 from dpmon.ui.look import COLOUR, UNICODE, Look
 from dpmon.ui.paint import whole
@@ -111,11 +112,66 @@ def test_the_status_says_ddp_and_adds_the_samples_of_all_ranks() -> None:
     text = "\n".join(plain(row) for row in status(scene, 160, 2, LOOK))
     assert "ddp ×2" in text
     assert "rank 0 of 2" in text
-    first = training(scene.state)[0]
-    own = speed(first, replace(scene.state, samples_share=1.0), scene.now_ns).samples_per_s
-    assert own is not None
     shown = float(text.split(" samples/s")[0].split()[-1].removesuffix("k")) * 1000
-    assert shown == pytest.approx(own * (30 + 20) / 30, rel=0.02)
+    assert shown == pytest.approx(2 * (30 + 20) / (0.002 + 0.004), rel=0.05), "the mean step is of 3 ms"
+
+
+@pytest.mark.parametrize("step_ns", [100_000_000, 8 * SECOND])
+def test_what_one_rank_evaluates_is_in_no_rate_of_training(step_ns: int) -> None:
+    """While rank 0 evaluates with larger batches, the others wait: that is time between their steps."""
+    run = Recording()
+    ranks = [
+        Training(process=rank, rank=rank, devices=("cuda:0",), virtual=False, mode="single", step_ns=step_ns)
+        for rank in range(4)
+    ]
+    for rank, one in enumerate(ranks):
+        run.add([*one.begin(), *one.run(30)], rank, rank)
+    ranks[0].now = max(one.now for one in ranks)
+    for _ in range(10):
+        ranks[0].steps += 1
+        took = (step_ns // 100, step_ns * 9 // 10, -1, -1)
+        run.add([pack_step(mode_number("single"), ranks[0].steps, ranks[0].now, step_ns // 2, 256, took)], 0, 0)
+        ranks[0].now += step_ns // 2
+    for rank, one in enumerate(ranks):
+        one.now = ranks[0].now
+        run.add(one.run(3), rank, rank)
+    live, over = run.state(), run.state(span_s=0, over=True)
+    first, ended = training(live)[0], training(over)[0]
+    assert speed(ended, over, over.newest_ns).rate == Window(run.store()).figures("single").rate
+    shown = speed(first, live, live.newest_ns).samples_per_s
+    true = 4 * 30 * SECOND / step_ns
+    assert shown is not None
+    assert true / 2 < shown < true * 1.1, "256 samples a step would be twice as many"
+
+
+def test_a_rank_without_a_step_leaves_the_rate_of_the_others() -> None:
+    run = Recording()
+    ranks = [Training(process=rank, rank=rank, devices=("cuda:0",), virtual=False, mode="single") for rank in range(2)]
+    run.add([*ranks[0].begin(), *ranks[0].run(20)], 0, 0)
+    run.add([*ranks[1].begin(), *ranks[1].run(1)[:-1]], 1, 1)
+    state = run.state()
+    shown = speed(training(state)[0], state, state.newest_ns)
+    assert shown.samples_per_s == pytest.approx(30 * (shown.steps_per_s or 0))
+    assert shown.samples_per_s
+
+
+def test_the_samples_of_ranks_are_unknown_while_a_step_of_one_has_no_count() -> None:
+    """The report and the summary say so, too."""
+    run = Recording()
+    for rank in range(2):
+        one = Training(process=rank, rank=rank, devices=("cuda:0",), virtual=False, mode="single", step_ns=SECOND // 10)
+        run.add([*one.begin(), *one.run(10)], rank, rank)
+        if rank == 1:
+            one.steps += 1
+            took = (1000, 50_000_000, 20_000_000, 10_000_000)
+            run.add([pack_step(mode_number("single"), one.steps, one.now, SECOND // 10, -1, took)], rank, rank)
+    state = run.state()
+    rate = speed(training(state)[0], state, state.newest_ns).rate
+    assert rate is not None
+    assert rate.samples_per_s is None
+    whole = Window(run.store()).rate("single")
+    assert whole is not None
+    assert whole.samples_per_s is None
 
 
 def test_ranks_on_other_machines_are_missed_with_a_word() -> None:

@@ -88,7 +88,8 @@ def _with_rings(directory: Path, info: RunInfo, memory: sqlite3.Connection, dama
     drain.close()
     if drain.failure is not None:
         raise drain.failure
-    return Store(memory, history.bounds, info.start_ns, damaged)
+    bounds = Bounds(memory, history.file_bytes())  # those of the history were sized before the rings were added
+    return Store(memory, bounds, info.start_ns, damaged)
 
 
 def _history(memory: sqlite3.Connection, info: RunInfo) -> History:

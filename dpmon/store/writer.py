@@ -72,7 +72,7 @@ class History:
         self._db = db
         try:
             self._page_bytes: int = db.execute("PRAGMA page_size").fetchone()[0]
-            self.bounds = Bounds(db, self._file_bytes() if path is None else size_of(path))
+            self.bounds = Bounds(db, self.file_bytes() if path is None else size_of(path))
             self._prepare(meta)
         except (sqlite3.Error, OSError, TypeError, ValueError, OverflowError) as error:
             raise HistoryError(str(error)) from None
@@ -184,9 +184,10 @@ class History:
 
     def _used_bytes(self) -> int:
         free: int = self._db.execute("PRAGMA freelist_count").fetchone()[0]
-        return self._file_bytes() - free * self._page_bytes
+        return self.file_bytes() - free * self._page_bytes
 
-    def _file_bytes(self) -> int:
+    def file_bytes(self) -> int:
+        """The size of the database, in memory or in its file."""
         pages: int = self._db.execute("PRAGMA page_count").fetchone()[0]
         return pages * self._page_bytes
 

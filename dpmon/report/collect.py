@@ -197,7 +197,7 @@ class _Record:
         self.inputs = tuple((process, *span) for process, span in inputs.spans())
         for row in store.device_minutes():
             self.devices.rollup(row)
-        for event in store.events("device", "host"):
+        for event in store.each_event("device", "host"):
             self.devices.sample(event.kind, event.data)
 
     def _read_modes(self, store: Store, window: Window) -> None:

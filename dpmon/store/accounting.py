@@ -7,7 +7,7 @@ between     between two steps of which at least one trains: the start of a loade
 paused      the user paused the training
 input       the script waited for a line of input
 missed      steps that were not recorded, and the time between them
-ending      after the last step
+ending      what is left after the last step (dpmon.store.window.accounted)
 
 The activities of a process add up to its elapsed time. Steps come in order. Pauses and waits for input are reported
 after they ended; they are taken out of the activity in which they lie.
@@ -158,13 +158,17 @@ class Account:
         return changes
 
     def finish(self, end: int) -> list[Spent]:
-        """The process ended: return the time after its last step."""
+        """The run ended: return the pauses and waits for input after the last step.
+
+        Nothing else: the process may have ended long before, while others went on. What nobody accounts for is
+        dpmon.store.window.accounted's.
+        """
         if self._paused_since is not None:
             self._apart.append(("paused", self._paused_since, end))
             self._paused_since = None
-        spent, _ = self._gap("startup" if self._number is None else "ending", self._mode, end)
+        spent, _ = self._gap("ending", self._mode, end)
         self._at = max(end, self._at)
-        return spent
+        return [one for one in spent if one.activity != "ending"]
 
     def _gap(self, activity: str, mode: str, until: int) -> tuple[list[Spent], int]:
         """The time up to `until`, in order; and how much of it is none of the pauses and waits."""

@@ -248,15 +248,14 @@ class Store(Sums):
         An event without a time counts as old. Damaged ones are left out.
         """
         since, values = ("", ()) if begin_ns is None else (" AND t_ns >= ?", (begin_ns,))
-        # The words of the index's own condition let SQLite use it.
-        lasting = f"{LASTING} AND " if set(kinds) <= set(LASTING_KINDS) else ""
-        named = f"{lasting}kind IN ({', '.join('?' * len(kinds))})"
-        query = f"SELECT json FROM events WHERE {named} AND ifnull(t_ns, 0) <= ?{since} ORDER BY id DESC LIMIT ?"
-        found = []
-        for (text,) in reversed(self._rows(query, (*kinds, end_ns, *values, -1 if newest is None else newest))):
-            with suppress(ValueError, TypeError, AttributeError, RecursionError):
-                found.append(Event(*load_event(text)))
-        return found
+        query = f"{_events_of(kinds)} AND ifnull(t_ns, 0) <= ?{since} ORDER BY id DESC LIMIT ?"
+        rows = self._rows(query, (*kinds, end_ns, *values, -1 if newest is None else newest))
+        return [event for row in reversed(rows) if (event := _event(row)) is not None]
+
+    def each_event(self, *kinds: str) -> Iterator[Event]:
+        """As `events`, one after the other: samples of devices can be too many to hold them all."""
+        rows = self._each(f"{_events_of(kinds)} ORDER BY id", kinds)
+        return (event for row in rows if (event := _event(row)) is not None)
 
     def event_count(self, kind: str) -> int:
         """How many events of a kind there are, of those kinds that are kept (dpmon.store.tables.LASTING)."""
@@ -299,6 +298,20 @@ class Store(Sums):
                     )
                     found.append(shape)
         return found
+
+
+def _events_of(kinds: Sequence[str]) -> str:
+    """The begin of a query for events of some kinds."""
+    # The words of the index's own condition let SQLite use it.
+    lasting = f"{LASTING} AND " if set(kinds) <= set(LASTING_KINDS) else ""
+    return f"SELECT json FROM events WHERE {lasting}kind IN ({', '.join('?' * len(kinds))})"
+
+
+def _event(row: Sequence[Any]) -> Event | None:
+    """The event in a row of JSON; None if it is damaged."""
+    with suppress(ValueError, TypeError, AttributeError, RecursionError):
+        return Event(*load_event(row[0]))
+    return None
 
 
 def _only(mode: str | None, evaluation: bool | None) -> tuple[str, tuple[Any, ...]]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from dpmon.record.schema import MODES
-from dpmon.store.accounting import ACTIVITIES
+from dpmon.store.accounting import ACTIVITIES, LATEST_NS
 from dpmon.store.answers import TimeRow, TimeTogether
 from dpmon.store.tables import (
     ACTIVITY_COLUMNS,
@@ -24,6 +24,8 @@ __all__ = ["END", "TALLY", "Parameters", "Sums", "key_of", "whole"]
 
 END = 1 << 40
 """A second after every run."""
+_LATEST_S = LATEST_NS // 1_000_000_000
+"""A later second is damaged."""
 Parameters = Sequence[Any] | Mapping[str, Any]
 """Values of a query's parameters."""
 TALLY = ("start_s", "process", "mode", "kind", "batch", *TALLY_COLUMNS, "sketches")
@@ -63,8 +65,8 @@ class Sums:
         self.rings: dict[str, RingRow] = rings_in(db)
         self._names = dict(self._rows("SELECT number, name FROM series"))
         meta = dict(self._rows("SELECT key, value FROM meta"))
-        self._whole: dict[int, int] = {width: whole(meta.get(f"whole_{width}")) for width in WIDTHS[1:]}
-        self._pruned: dict[int, int] = {width: whole(meta.get(f"pruned_{width}")) for width in WIDTHS[:-1]}
+        self._whole: dict[int, int] = {width: _second(meta.get(f"whole_{width}")) for width in WIDTHS[1:]}
+        self._pruned: dict[int, int] = {width: _second(meta.get(f"pruned_{width}")) for width in WIDTHS[:-1]}
         self.pruned = _count(meta.get("pruned", 0))
         """Rows that were deleted to bound the history."""
         self._keys = known_keys(self._rows("SELECT process, mode, kind, batch FROM keys"))
@@ -130,18 +132,23 @@ class Sums:
         return WIDTHS[0]
 
     def _same_until(self, at: int, width: int, end: int, widest: int) -> int:
-        """Up to where the stretches from `at` on are this wide."""
-        wider = next((each for each in WIDTHS if width < each <= widest), None)
+        """Up to where the stretches from `at` on are this wide.
+
+        However the history is damaged, the width changes only a few times.
+        """
         limits = [end, *(second for each, second in self._pruned.items() if each < width and second > at)]
-        if wider is not None and at < self._whole[wider]:
-            limits.append(at - at % wider + wider)
+        for wider in WIDTHS:
+            if width < wider <= widest:
+                begin = -(-max(at + 1, self._pruned.get(wider, 0)) // wider) * wider
+                if begin < self._whole[wider]:
+                    limits.append(begin)
         if width > 1:
             limits.append(self._whole[width])
         return max(at + (min(limits) - at) // width * width, at + width)
 
     def _newest_second(self) -> int:
-        rows = self._rows("SELECT max(start_s) FROM tallies WHERE width = 1")
-        rows += self._rows("SELECT max(start_s) FROM times WHERE width = 1")
+        query = "SELECT max(start_s) FROM {} WHERE width = 1 AND start_s <= ?"
+        rows = [row for table in ("tallies", "times") for row in self._rows(query.format(table), (_LATEST_S,))]
         return max(whole(found, -1) for (found,) in (*rows, (-1,)))
 
     def tally_rows(
@@ -297,6 +304,11 @@ def _count(value: object) -> int:
     if type(value) is not int or value < 0:
         raise HistoryError("the number of its deleted rows is none")
     return value
+
+
+def _second(value: object) -> int:
+    """A second of the run; one that is damaged as the nearest that is possible."""
+    return min(max(whole(value), 0), _LATEST_S)
 
 
 def key_of(row: Mapping[str, Any]) -> Key | None:

@@ -131,3 +131,20 @@ def test_times_without_end_cost_nothing(directory: Path) -> None:
         db.commit()
     with open_store(directory) as store:
         assert answers(store)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("whole", [1 << 62, 315_360_000, 1000])
+@pytest.mark.parametrize("names", ["whole_10 whole_60 pruned_60", "whole_10 pruned_10", "whole_60 pruned_1 pruned_60"])
+@pytest.mark.parametrize("newest", [None, 315_360_000, 1 << 62])
+def test_widths_that_do_not_fit_together_cost_little(
+    directory: Path, names: str, whole: int, newest: int | None
+) -> None:
+    with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
+        db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", [(name, whole) for name in names.split()])
+        if newest is not None:
+            for table in ("tallies", "times"):
+                db.execute(f"UPDATE OR IGNORE {table} SET start_s = ? WHERE width = 1 AND process = 1", (newest,))
+        db.commit()
+    with open_store(directory) as store:
+        assert answers(store)

@@ -50,6 +50,14 @@ def test_without_a_history_the_rings_say_it_all(whole: dict[str, Any]) -> None:
     alike(read(keep(payloads(), drained=False)), whole)
 
 
+def test_many_rows_of_rings_are_not_taken_for_an_endless_table(state: Path) -> None:
+    training = Training()
+    steps = [training.step()[-1] for _ in range(12_000)]
+    with open_store(keep({0: steps}, drained=False)) as store:
+        assert len(store.steps(1 << 30)) == 12_000
+        assert store.damaged is None
+
+
 @pytest.mark.parametrize("part", [0.01, 0.3, 0.301, 0.999])
 def test_what_the_history_lacks_is_taken_from_the_rings(whole: dict[str, Any], part: float) -> None:
     directory = keep({process: records[: int(len(records) * part) + 1] for process, records in payloads().items()})

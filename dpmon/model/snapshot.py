@@ -209,7 +209,10 @@ class _OfOne:
 
     def times_together(self, begin_s: int, end_s: int) -> list[TimeTogether]:
         """The same: there is no other process."""
-        return [TimeTogether(sum(row.spent.values()), row.spent) for row in self.time_sums(begin_s, end_s)]
+        return [
+            TimeTogether(row.start_s, row.width_s, sum(row.spent.values()), row.spent)
+            for row in self.time_sums(begin_s, end_s)
+        ]
 
     def kinds(self) -> set[tuple[str, int]]:
         """Mode and kind of all steps so far."""

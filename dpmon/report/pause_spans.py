@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dpmon.store.accounting import union
 
 if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
-__all__ = ["PauseTotals", "Paused", "Pauses", "Span", "Stretch", "pauses_in", "union"]
+__all__ = ["PauseTotals", "Paused", "Pauses", "Span", "Stretch", "pauses_in"]
 
 KEPT = 1000
 """Rows, those of refusals too."""
@@ -251,14 +253,3 @@ def _ns(seconds: object) -> int | None:
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e9:
         return None
     return int(seconds * 1e9)
-
-
-def union(spans: Iterable[Span]) -> list[Span]:
-    """All of the time that is in any of them, in order, none touching another."""
-    found: list[Span] = []
-    for begin, end in sorted(span for span in spans if span[1] > span[0]):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((begin, end))
-    return found

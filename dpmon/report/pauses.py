@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from dpmon.report.pause_spans import Span, Stretch, union
+from dpmon.report.pause_spans import Span, Stretch
+from dpmon.store.accounting import union
 
 __all__ = ["any_of", "together", "within"]
 

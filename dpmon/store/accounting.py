@@ -16,11 +16,11 @@ after they ended; they are taken out of the activity in which they lie.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["ACTIVITIES", "LATEST_NS", "Account", "Gap", "Spent"]
+__all__ = ["ACTIVITIES", "LATEST_NS", "Account", "Gap", "Spent", "union"]
 
 ACTIVITIES = ("startup", "training", "evaluation", "between", "paused", "input", "missed", "ending")
 _PIECES = 1024
@@ -58,6 +58,17 @@ class Spent(NamedTuple):
             until = min((at // width + 1) * width, self.end)
             yield at // _SECOND, self.sign * (until - at)
             at = until
+
+
+def union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """All of the time that is in any of them, in order, none touching another."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(span for span in spans if span[1] > span[0]):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
 
 
 class Gap(NamedTuple):

@@ -21,12 +21,12 @@ class TimeRow(NamedTuple):
 
 
 class TimeTogether(NamedTuple):
-    """What all processes did in one stretch of time: ns by activity, and the time in which there were processes.
+    """What all processes did in one stretch of time: ns by activity."""
 
-    That is the time of the process that was there longest, since all of them are there up to the run's end.
-    """
-
-    covered_ns: int
+    start_s: int
+    width_s: int
+    longest_ns: int
+    """Of the process that accounts for the most of it."""
     spent: Mapping[str, int]
 
 

@@ -289,14 +289,14 @@ class Sums:
         own = " + ".join(map(_total, ACTIVITY_COLUMNS))
         named = ", ".join(f"{_total(name)} AS {name}" for name in ACTIVITY_COLUMNS)
         query = (
-            f"SELECT max(own), {_TIME_SUMS} FROM (SELECT start_s, {named}, {own} AS own FROM times"
+            f"SELECT start_s, max(own), {_TIME_SUMS} FROM (SELECT start_s, {named}, {own} AS own FROM times"
             " WHERE width = ? AND start_s >= ? AND start_s < ? GROUP BY start_s, process) GROUP BY start_s"
         )
         return [
-            TimeTogether(covered, dict(zip(ACTIVITIES, spent, strict=True)))
+            TimeTogether(start, width, longest, dict(zip(ACTIVITIES, spent, strict=True)))
             for width, begin, end in self.cover(begin_s, end_s)
-            for covered, *spent in self._each(query, (width, begin, end))
-            if type(covered) is int and all(type(ns) is int for ns in spent)
+            for start, longest, *spent in self._each(query, (width, begin, end))
+            if {type(start), type(longest), *map(type, spent)} == {int}
         ]
 
 

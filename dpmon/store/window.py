@@ -6,17 +6,20 @@ has the same digits everywhere.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
 from dpmon.rates import Rate
-from dpmon.store.accounting import ACTIVITIES
+from dpmon.store.accounting import ACTIVITIES, union
 from dpmon.store.answers import TimeRow, TimeTogether
 from dpmon.store.figures import Figures, elapsed, figures, merged, modes_of, rate, trains
 from dpmon.store.tally import Key, Tally
 
 __all__ = ["Source", "Window", "accounted", "shared_out", "thirds"]
+
+_SECOND = 1_000_000_000
 
 
 class Source(Protocol):
@@ -155,16 +158,35 @@ class Window:
     @cached_property
     def spent(self) -> dict[str, int]:
         """The time of this window by activity (ns): they add up to the time in which there were processes."""
-        return shared_out(self._source.times_together(self._begin_s, self._end_s))
+        return shared_out(self._source.times_together(self._begin_s, self._end_s), self._lives())
+
+    def _lives(self) -> list[tuple[int, int]]:
+        """From when to when (ns) there was a process: each from its start-up to its last step."""
+        startup: Counter[int] = Counter()
+        for row in self.times:
+            startup[row.process] += row.spent["startup"]
+        lives: dict[int, tuple[int, int]] = {}
+        for key, tally in self._sums.items():
+            if tally.first_ns is not None and tally.last_ns is not None:
+                begin, end = lives.get(key.process, (tally.first_ns, tally.last_ns))
+                lives[key.process] = min(begin, tally.first_ns), max(end, tally.last_ns)
+        return union((begin - startup[process], end) for process, (begin, end) in lives.items())
 
 
-def shared_out(stretches: Iterable[TimeTogether]) -> dict[str, int]:
-    """What a run did, by activity (ns): where several processes did several things at once, each has its share."""
+def shared_out(stretches: Iterable[TimeTogether], lives: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """What a run did, by activity (ns): where several processes did several things at once, each has its share.
+
+    `lives`: from when to when there was a process, in order.
+    """
     found = dict.fromkeys(ACTIVITIES, 0.0)
-    for covered, spent in stretches:
-        whole = sum(max(ns, 0) for ns in spent.values())
+    for stretch in stretches:
+        begin, end = stretch.start_s * _SECOND, (stretch.start_s + stretch.width_s) * _SECOND
+        lived = sum(max(min(end, until) - max(begin, since), 0) for since, until in lives)
+        # A long pause is under its first second (dpmon.store.accounting.Spent.by_second).
+        covered = max(lived, stretch.longest_ns)
+        whole = sum(max(ns, 0) for ns in stretch.spent.values())
         scale = min(1.0, covered / whole) if whole else 0.0
-        for activity, ns in spent.items():
+        for activity, ns in stretch.spent.items():
             found[activity] += max(ns, 0) * scale
     return {activity: round(ns) for activity, ns in found.items()}
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from kept import keep
+from synthetic import Training
 
+from dpmon.record.wire import pack_event
 from dpmon.store.accounting import Account, Spent
+from dpmon.store.opened import open_store
+from dpmon.store.window import Window, accounted
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -53,10 +59,6 @@ class Loop:
                 self.spent += self.account.wait(*wait)
         for wait in self.late:
             self.spent += self.account.wait(*wait)
-        last = self.now
-        self.now += self.chance.choice((0, self.some()))
-        activity = "startup" if self.evaluation is None else "ending"
-        self.truth.append(Stretch(last, self.now, activity, "" if self.evaluation is None else self.mode))
         self.spent += self.account.finish(self.now)
 
     def step(self) -> None:
@@ -213,19 +215,35 @@ def test_a_successor_goes_on_after_the_last_step() -> None:
     successor.resume(1, "dp", SECOND, SECOND, True)
     spent += successor.step(2, "dp", 3 * SECOND, SECOND, True)[0]
     spent += successor.finish(5 * SECOND)
-    assert sums(spent) == {("startup", "dp"): SECOND, ("evaluation", "dp"): 3 * SECOND, ("ending", "dp"): SECOND}
+    assert sums(spent) == {("startup", "dp"): SECOND, ("evaluation", "dp"): 3 * SECOND}
 
 
-def test_a_process_that_took_no_step_started_up_all_the_time() -> None:
+def test_after_the_last_step_only_pauses_count() -> None:
     account = Account(SECOND)
     account.pause(True, 2 * SECOND, None)
-    assert sums(account.finish(3 * SECOND)) == {("startup", ""): SECOND, ("paused", ""): SECOND}
+    assert sums(account.finish(3 * SECOND)) == {("paused", ""): SECOND}
 
 
 def test_a_process_that_began_to_record_within_its_first_step() -> None:
     account = Account(SECOND + 30 * MS)
     spent = account.step(1, "dp", SECOND, 100 * MS, False)[0] + account.finish(2 * SECOND)
-    assert sums(spent) == {("training", "dp"): 100 * MS, ("ending", "dp"): 900 * MS}
+    assert sums(spent) == {("training", "dp"): 100 * MS}
+
+
+def test_processes_that_train_one_after_another_have_ended_when_the_next_one_trains(state: Path) -> None:
+    records: dict[int, list[bytes]] = {}
+    now = SECOND
+    for process in range(10):
+        training = Training(process=process, step_ns=100 * MS)
+        training.now = now
+        records[process] = [*training.begin(), *training.run(50)]
+        now = training.now
+    exit_event = pack_event("exit", {"status": 0, "t_s": now / SECOND + 1, "signal": None})
+    with open_store(keep({**records, -1: [exit_event]})) as store:
+        found = accounted(Window(store).spent, now + SECOND, SECOND)
+    assert found["training"] + found["between"] == pytest.approx(now - SECOND, rel=0.01)
+    assert found["ending"] == pytest.approx(SECOND, rel=0.05)
+    assert sum(found.values()) == pytest.approx(now + SECOND, rel=0.001)
 
 
 def test_steps_that_overlap_count_once() -> None:

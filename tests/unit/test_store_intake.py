@@ -295,7 +295,7 @@ def test_a_process_is_known_by_the_pid_that_waits(ring: Ring) -> None:
     supervisor.add(event("input", pid=77, t_s=1.14, waited_s=0.2))
     supervisor.add(event("exit", t_s=2.0, status=0))
     assert spent(ring) == {
-        "startup": 650 * MS, "input": 500 * MS, "training": 80 * MS, "between": 300 * MS, "ending": 420 * MS,
+        "startup": 650 * MS, "input": 500 * MS, "training": 80 * MS, "between": 300 * MS,
     }  # fmt: skip
     assert ring.batch.waited == [(0, 1140 * MS, 1340 * MS)]
 

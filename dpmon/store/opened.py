@@ -19,7 +19,7 @@ from dpmon.ring import RingError
 from dpmon.run.files import check_database
 from dpmon.run.lock import supervised
 from dpmon.run.proc import alive
-from dpmon.run.rundir import RunError, RunInfo, load_info, ring_paths
+from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info, ring_paths
 from dpmon.store.drain import Drain, continued
 from dpmon.store.earlier import take_in
 from dpmon.store.queries import Store
@@ -48,19 +48,24 @@ _FAULTS = (HistoryError, sqlite3.Error, OSError, ValueError, TypeError, Overflow
 
 
 @contextmanager
-def open_store(directory: Path) -> Iterator[Store]:
-    """The store of a run as of now. RunError if the directory is no run, HistoryError if nothing can be read."""
+def open_store(directory: Path, *, as_written: bool = False) -> Iterator[Store]:
+    """The store of a run as of now. RunError if the directory is no run, HistoryError if nothing can be read.
+
+    `as_written`: what the history has, and nothing that only rings have: for whoever writes it.
+    """
     info = load_info(directory)
     with ExitStack() as stack:
         try:
-            store = _store(directory, info, stack)
+            store = _store(directory, info, stack, as_written)
         except _FAULTS as error:
+            if as_written:
+                raise HistoryError(str(error)) from None
             damaged = None if isinstance(error, FileNotFoundError) else f"the history cannot be read: {error}"
             store = _with_rings(directory, info, stack.enter_context(closing(_connect(_MEMORY))), damaged)
         yield store
 
 
-def _store(directory: Path, info: RunInfo, stack: ExitStack) -> Store:
+def _store(directory: Path, info: RunInfo, stack: ExitStack, as_written: bool) -> Store:
     path = directory / HISTORY_FILE
     db = stack.enter_context(closing(_connect(f"{path.absolute().as_uri()}?mode=ro", path)))
     bounds = Bounds(db, size_of(path))
@@ -69,14 +74,36 @@ def _store(directory: Path, info: RunInfo, stack: ExitStack) -> Store:
     if not db.execute("SELECT 1 FROM sqlite_master").fetchone() and supervised(info):
         raise FileNotFoundError(path)  # it is being made
     if version_of(db) < SCHEMA_VERSION:
-        memory = stack.enter_context(closing(_connect(_MEMORY)))
-        return _with_rings(directory, info, memory, take_in(db, bounds, _history(memory, info), info.start_ns))
+        return _earlier(directory, info, db, bounds, stack)
     check_whole(db)
-    if _is_written(info, path) or not _have_more(directory, rings_in(db)) or size_of(path) > LARGEST:
+    if as_written or _is_written(info, path) or not _have_more(directory, rings_in(db)) or size_of(path) > LARGEST:
         return Store(db, bounds, info.start_ns)
     memory = stack.enter_context(closing(_connect(_MEMORY)))
     db.backup(memory)
     return _with_rings(directory, info, memory)
+
+
+def _earlier(directory: Path, info: RunInfo, db: sqlite3.Connection, bounds: Bounds, stack: ExitStack) -> Store:
+    """The store of a history that an earlier version wrote."""
+    key = directory, *_stamps(directory / HISTORY_FILE)
+    if key in _kept:
+        return _kept[key]
+    memory = _connect(_MEMORY)
+    with ExitStack() as failed:
+        failed.callback(memory.close)
+        missing = take_in(db, bounds, _history(memory, info), info.start_ns)
+        store = _with_rings(directory, info, memory, missing)
+        failed.pop_all()
+    if load_exit(directory) is None:
+        stack.callback(memory.close)
+    else:
+        _kept.clear()
+        _kept[key] = store
+    return store
+
+
+_kept: dict[object, Store] = {}
+"""The last of them, if its run is over: it takes long to read, and a screen asks for it again and again."""
 
 
 def _with_rings(directory: Path, info: RunInfo, memory: sqlite3.Connection, damaged: str | None = None) -> Store:
@@ -97,7 +124,7 @@ def _history(memory: sqlite3.Connection, info: RunInfo) -> History:
 def _connect(uri: str, path: Path | None = None) -> sqlite3.Connection:
     if path is not None:
         check_database(path)
-    db = sqlite3.connect(uri, uri=True, isolation_level=None)
+    db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
     # A damaged letter is no reason to read nothing that follows it.
     db.text_factory = partial(str, encoding="utf-8", errors="replace")
     return db

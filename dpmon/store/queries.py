@@ -33,6 +33,10 @@ __all__ = ["LONG_COLUMNS", "Store", "long_row"]
 _LAST_NS = (1 << 63) - 1
 _SECOND = 1_000_000_000
 _STEP = ", ".join(STEP_COLUMNS)
+_COLUMNS = {"calls": "process, payload", "steps": _STEP, "events": "json"}
+"""Of each table, what a record is made from."""
+_AT_ONCE = 5000
+"""Ids of records that are read in one transaction."""
 _LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
 LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_ns", *_LONG_PHASES))
 """What `long_row` takes of a step."""
@@ -176,9 +180,31 @@ class Store(Sums):
             raise RecordError("damaged row in steps") from None
 
     def records(self) -> Iterator[Record]:
-        """Every call, step and event, in the order in which they came; damaged ones count as `dropped`."""
-        columns = {"calls": "process, payload", "steps": _STEP, "events": "json"}
-        tables = (self._each(f"SELECT id, '{table}', {columns[table]} FROM {table} ORDER BY id") for table in columns)
+        """Every call, step and event so far, in the order in which they came; damaged ones count as `dropped`.
+
+        They are read in parts. Between them the database is let go of, so that its journal does not grow for as long as
+        somebody takes to read them all; what is deleted meanwhile is left out.
+        """
+        first, newest = self._ids(0)
+        while first <= newest and first < _LAST_NS:
+            found = list(self._part(first, first + _AT_ONCE))
+            first = max(self._ids(first + _AT_ONCE)[0], first + _AT_ONCE)  # a damaged tree may lead back
+            self._let_go()
+            yield from found
+
+    def _ids(self, least: int) -> tuple[int, int]:
+        """The lowest and the highest id from `least` on; of none, 0 is the highest."""
+        queries = (f"SELECT min(id), max(id) FROM {table} WHERE id >= ?" for table in _COLUMNS)
+        found = [row for query in queries for row in self._rows(query, (least,))]
+        known = [row for row in found if type(row[0]) is type(row[1]) is int]
+        return min((low for low, _ in known), default=_LAST_NS), max((high for _, high in known), default=0)
+
+    def _part(self, first: int, end: int) -> Iterator[Record]:
+        """The records with these ids."""
+        tables = (
+            self._rows(f"SELECT id, '{table}', {names} FROM {table} WHERE id >= ? AND id < ? ORDER BY id", (first, end))
+            for table, names in _COLUMNS.items()
+        )
         for _, table, *row in heapq.merge(*tables, key=itemgetter(0)):
             try:
                 record = self._record(table, row)
@@ -188,6 +214,13 @@ class Store(Sums):
                 self._unreadable += 1
             else:
                 yield record
+
+    def _let_go(self) -> None:
+        """See the database as it is when it is asked next."""
+        with suppress(sqlite3.Error):
+            if self._db.in_transaction:
+                self._db.execute("COMMIT")
+                self._db.execute("BEGIN")
 
     def _record(self, table: str, row: Sequence[Any]) -> Record | None:
         """The record in a row; None if it is damaged, or an error."""

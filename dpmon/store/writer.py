@@ -247,7 +247,7 @@ class History:
         """Close its file, leaving it self-contained if nobody else reads it now."""
         if self._path is None:
             return
-        # If somebody still reads, the last reader cleans up.
+        # If somebody reads now, the journal stays: readers read both, and the next supervisor cleans up.
         with suppress(sqlite3.Error, OSError):
             check_database(self._path, written=True)  # again: SQLite opens the journal only now
             self._db.execute("PRAGMA journal_mode=DELETE")

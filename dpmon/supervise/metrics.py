@@ -135,7 +135,7 @@ class Metrics:
         if how is not None and how.status is not None:
             lines += metric("run_exit_status", "gauge", "The status the run ended with.", [(run, how.status)])
         # A history that cannot be read just now may be later.
-        with contextlib.suppress(HistoryError), open_store(self._directory) as store:
+        with contextlib.suppress(HistoryError), open_store(self._directory, as_written=True) as store:
             self._recorded = self._record_lines(store, run)
         return "\n".join([*lines, *self._recorded]) + "\n"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from earlier import as_earlier
 from everything import alike, everything
 from kept import fill, keep
 from synthetic import Training, host_event
@@ -18,7 +19,7 @@ from dpmon.run import proc
 from dpmon.run.rundir import load_info, save
 from dpmon.store import opened as opened_module
 from dpmon.store.opened import open_store
-from dpmon.store.tables import HISTORY_FILE
+from dpmon.store.tables import HISTORY_FILE, HistoryError
 
 
 def payloads(steps: int = 300) -> dict[int, list[bytes]]:
@@ -106,3 +107,32 @@ def test_a_damaged_history_is_told_and_the_rings_are_read(whole: dict[str, Any],
         assert store.damaged is not None
         assert store.damaged.startswith("the history cannot be read: ")
         alike(everything(store), whole)
+
+
+def test_records_are_read_in_parts_between_which_others_write(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpmon.store.queries._AT_ONCE", 7)
+    directory = keep(payloads())
+    with open_store(directory) as store:
+        whole = list(store.records())
+        found = []
+        with closing(sqlite3.connect(directory / HISTORY_FILE, timeout=0, isolation_level=None)) as writer:
+            for record in store.records():
+                found.append(record)
+                writer.execute("INSERT OR REPLACE INTO meta VALUES ('written', ?)", (len(found),))
+    assert found == whole
+    assert len(found) > 100
+
+
+def test_an_earlier_history_of_a_run_that_is_over_is_read_once(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = keep(payloads())
+    as_earlier(directory / HISTORY_FILE)
+    first = read(directory)
+    monkeypatch.setattr(opened_module, "take_in", lambda *_: pytest.fail("again"))
+    alike(read(directory), first)
+
+
+def test_who_writes_the_history_reads_no_ring(state: Path) -> None:
+    directory = keep(payloads())
+    (directory / HISTORY_FILE).unlink()
+    with pytest.raises(HistoryError), open_store(directory, as_written=True):
+        pass

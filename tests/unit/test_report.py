@@ -6,6 +6,7 @@ import json
 import re
 import sqlite3
 import time
+import tracemalloc
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
@@ -190,6 +191,18 @@ def test_of_samples_that_were_deleted_extremes_and_means_are_left(state: Path) -
     assert min(point.t_ns for point in story.points) < 120 * SECOND
     assert max(point.t_ns for point in whole.points) - max(point.t_ns for point in story.points) < 60 * SECOND
     assert "median of the samples that are left" in " ".join(report_text(directory, 200))
+
+
+def test_samples_are_not_held_all_at_once(state: Path) -> None:
+    directory = keep({0: toggled(10), -1: [device_event(float(t), t % 8) for t in range(8000)]})
+    report_text(directory, 80)
+    tracemalloc.start()
+    try:
+        report_text(directory, 80)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8_000_000, "all of them take twice as much"
 
 
 def test_ranks_stand_beside_each_other(state: Path) -> None:

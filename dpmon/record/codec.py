@@ -42,6 +42,7 @@ from dpmon.record.wire import (
 
 __all__ = [
     "BACKWARD_AT",
+    "MAX_DEFINITIONS",
     "OPTIMIZER_AT",
     "SAMPLES_AT",
     "UNTIMED",

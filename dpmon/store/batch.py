@@ -11,11 +11,13 @@ from dpmon.store.accounting import Spent
 from dpmon.store.tables import RingRow
 from dpmon.store.tally import Key, StepFacts
 
-__all__ = ["GAP_NS", "Batch", "Ended"]
+__all__ = ["GAP_NS", "Batch", "Ended", "ShapeKey"]
 
 GAP_NS = 20_000_000
 """Shorter times between two steps get no row."""
 _SECOND = 1_000_000_000
+ShapeKey = tuple[int, str, int, int, int, str, int]
+"""Process, mode, kind, layout, whether virtual, sizes and why a device time is missing."""
 
 
 @dataclass(slots=True)
@@ -51,8 +53,8 @@ class Batch:
     gaps: list[tuple[Any, ...]] = field(default_factory=list)
     waited: list[tuple[int, int, int]] = field(default_factory=list)
     """Waits for input in gaps that were recorded before: process, begin, end."""
-    shapes: Counter[tuple[int, str, int, int, int, str, int]] = field(default_factory=Counter)
-    """Calls by process, mode, kind, layout, whether virtual, sizes and why a device time is missing."""
+    shapes: Counter[ShapeKey] = field(default_factory=Counter)
+    """Calls by shape."""
     devices: dict[tuple[int, int, str], list[float]] = field(default_factory=dict)
     """Count, total, lowest and highest by minute (its first second), device and name."""
 

@@ -33,8 +33,10 @@ FIND_S = 0.2
 """Between two looks for new rings."""
 COMMIT_BYTES = 1 << 19
 """Written at the latest when this much has gathered: an eighth of a ring, so a kill in between loses nothing."""
-HOLD_BYTES = 8 << 20
-"""Held at most while the history cannot be written; the rings keep what is newer, what they lose is counted."""
+HOLD_BYTES = 32 << 20
+"""Memory of what is held at most while the history cannot be written, roughly; the rings keep what is newer."""
+_RECORD_BYTES = 1024
+"""What a record takes in memory beside its payload when it has been taken apart, roughly."""
 _SECOND_BYTES = 1024
 """What the sums of one second take in memory, roughly."""
 RETRY_S = 5.0
@@ -112,6 +114,9 @@ class Drain:
         self._batch = Batch()
         self._accounts = Accounts()
         self._bytes = 0
+        """Of payloads and sums that are not written yet."""
+        self._records = 0
+        """Payloads that are not written yet."""
         self._next_id = 1
         self._find_at = 0.0
         self._commit_at = 0.0
@@ -129,7 +134,7 @@ class Drain:
         if self._history is None and not self._open(now):
             return False
         more = False
-        if self._bytes < HOLD_BYTES:
+        if self._has_room():
             if now >= self._find_at:
                 self._find_at = now + FIND_S
                 self._find_rings()
@@ -137,7 +142,10 @@ class Drain:
                 more = self._take(source) or more
         if now >= self._commit_at or self._bytes >= COMMIT_BYTES:
             self._write(now)
-        return more and self._bytes < HOLD_BYTES
+        return more and self._has_room()
+
+    def _has_room(self) -> bool:
+        return self._bytes + _RECORD_BYTES * self._records < HOLD_BYTES
 
     def flush(self, over: bool = False) -> None:
         """Take and write everything that is there now (at most a ring's worth from each).
@@ -234,6 +242,7 @@ class Drain:
     def _add(self, source: _Source, payloads: list[bytes]) -> None:
         """Note payloads of a ring. They are taken apart when they are written, all at once: that costs less."""
         self._taken.append((source, payloads))
+        self._records += len(payloads)
         for payload in payloads:
             self._bytes += len(payload)
             if payload.startswith(_AWAITED):
@@ -299,7 +308,7 @@ class Drain:
             return
         self._kept.update((row.name, replace(row)) for row in self._batch.rings)
         self._batch = Batch()
-        self._bytes = 0
+        self._bytes = self._records = 0
         self.failure = None
 
     def _next_commit(self, now: float) -> float:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from dpmon.record.codec import (
     BACKWARD_AT,
+    MAX_DEFINITIONS,
     OPTIMIZER_AT,
     SAMPLES_AT,
     bare,
@@ -37,7 +38,7 @@ from dpmon.record.plainjson import load_event
 from dpmon.record.schema import EVALUATION, PHASES, REST, SETTLING, SETTLING_STEPS, STEP_PHASES
 from dpmon.record.wire import CALL_PHASES, GRAD, MODES, TRAINING, VIRTUAL
 from dpmon.store.accounting import LATEST_NS, Account
-from dpmon.store.batch import GAP_NS, Batch
+from dpmon.store.batch import GAP_NS, Batch, ShapeKey
 from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.tables import RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, StepFacts
@@ -46,6 +47,8 @@ __all__ = ["Accounts", "Intake"]
 
 BATCH_SIZES = 16
 """Batch sizes of a process that have tallies of their own; the others share OTHER_SIZES."""
+SHAPES = 2000
+"""Distinct shapes of a process whose sizes are kept; calls of other shapes are counted without sizes."""
 HELD_CALLS = 4096
 """Calls of a process that are held for their step, at most."""
 _MAX_INT = (1 << 63) - 1
@@ -144,7 +147,9 @@ class Intake:
         self._start_ns = start_ns
         self._accounts = accounts
         self._rows: dict[int, int | None] = {}
-        """Rows of the batch by definition of sizes."""
+        """Rows of the batch by definition of sizes, the newest ones."""
+        self._shapes: set[ShapeKey] = set()
+        """Those that are kept with their sizes."""
         self._calls: list[_Call] = []
         self._sizes: set[int] = set()
         """Batch sizes with tallies of their own."""
@@ -156,18 +161,27 @@ class Intake:
         if isinstance(value, list):
             shapes = (size[1] for size in value if size[1])
             rows = next((shape[0] for shape in shapes), None)
+            self._rows.pop(number, None)
             self._rows[number] = rows if type(rows) is int and 0 <= rows <= _MAX_INT else None
+            if len(self._rows) > MAX_DEFINITIONS:
+                del self._rows[next(iter(self._rows))]
 
     def resume(
-        self, mode: str | None, steps_in_mode: int, sizes: Iterable[int], waiting: Iterable[tuple[int, bytes]]
+        self,
+        mode: str | None,
+        steps_in_mode: int,
+        sizes: Iterable[int],
+        waiting: Iterable[tuple[int, bytes]],
+        shapes: Iterable[ShapeKey] = (),
     ) -> None:
         """Go on after another supervisor.
 
         `mode` and how many steps it has had since the change; batch sizes that have tallies of their own; id and
-        payload of the calls that wait for their step.
+        payload of the calls that wait for their step; the shapes that are in the history.
         """
         self._mode, self._steps_in_mode = mode, steps_in_mode
         self._sizes.update(sizes)
+        self._shapes.update(shapes)
         self._calls = []
         for number, payload in waiting:
             with suppress(*_DAMAGE):
@@ -227,7 +241,13 @@ class Intake:
         for call in calls:
             of_call = kind if kind is not None else EVALUATION * (call.flags & (TRAINING | GRAD) == 0)
             virtual = int(call.flags & VIRTUAL > 0)
-            batch.shapes[self.row.process, call.mode, of_call, call.layout, virtual, call.sizes, call.untimed] += 1
+            shape = self.row.process, call.mode, of_call, call.layout, virtual, call.sizes, call.untimed
+            if shape not in self._shapes:
+                if len(self._shapes) < SHAPES:
+                    self._shapes.add(shape)
+                else:
+                    shape = (*shape[:-2], _without_sizes(call.sizes), call.untimed)
+            batch.shapes[shape] += 1
 
     def flush(self, batch: Batch) -> None:
         """The process ended: its last calls are in no step that ended."""
@@ -338,6 +358,12 @@ def _held(number: int, payload: bytes, inner: bytes, head: Sequence[int]) -> _Ca
 def _sizes_text(*sizes: int | tuple[int, ...]) -> str:
     """The definitions of the sizes of a call, and of its replicas or stages, as JSON (dpmon.store.answers.Shape)."""
     return json.dumps(sizes, separators=(",", ":"))
+
+
+def _without_sizes(text: str) -> str:
+    """The same calls, replicas and stages as in `_sizes_text`, with unknown sizes."""
+    _, _, *parts = json.loads(text)
+    return _sizes_text(0, 0, *((0, 0) if len(part) == 2 else (part[0], 0, 0) for part in parts))
 
 
 def _of_calls(own: Sequence[int], calls: Sequence[_Call]) -> tuple[list[int], int | None]:

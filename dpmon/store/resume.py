@@ -72,7 +72,9 @@ def resume_intake(history: History, intake: Intake) -> None:
         query = "SELECT id, payload FROM calls WHERE process = ? AND id >= ? AND (id > ? OR step > ?) ORDER BY id"
         calls = history.rows(query, (row.process, row.held_id, last_id, -1 if row.last_step is None else row.last_step))
     keys = known_keys(history.rows("SELECT process, mode, kind, batch FROM keys WHERE process = ?", (row.process,)))
-    intake.resume(mode, in_mode, {key.batch for key in keys if key.batch >= 0}, calls)
+    query = "SELECT process, mode, kind, layout, virtual, sizes, untimed FROM shapes WHERE process = ?"
+    shapes = history.rows(query, (row.process,))
+    intake.resume(mode, in_mode, {key.batch for key in keys if key.batch >= 0}, calls, shapes)
 
 
 def _steps(history: History, which: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:

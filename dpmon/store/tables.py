@@ -19,7 +19,7 @@
     gaps         id, process, after_step, before_step, mode, begin_ns, end_ns, ns: the longer times between two steps
     shapes       calls by process, mode, kind, layout, virtual, sizes (JSON: the definitions of inputs and outputs, of
                  the call, then of each replica, or stage and sizes of each stage) and why a device time is missing
-                 (dpmon.record.codec.UNTIMED)
+                 (dpmon.record.codec.UNTIMED); beyond the first shapes of a process, sizes are 0: unknown
     device_rollups  start_s (of a minute; -1: see below), device (index; -1: the host), name, count, total, low, high
 
 A tally of 10 s or more is made when its time is over: up to the second in meta's `whole_10`, `whole_60`, and so on.

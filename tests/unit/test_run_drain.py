@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -238,6 +239,23 @@ def test_while_the_disk_is_full_memory_is_bounded(setting: Setting, monkeypatch:
     assert calls + steps + missed == 2 * 24_000
     assert missed > 10_000
     assert len(setting.warnings) == 1
+
+
+def test_what_is_held_is_counted_as_it_lies_in_memory(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record takes ten times its payload once it has been taken apart."""
+    monkeypatch.setattr(drain_module, "HOLD_BYTES", 4 << 20)
+    setting.turn()
+    db = setting.drain._history._db
+    db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
+    tracemalloc.start()
+    try:
+        for _ in range(40):
+            setting.steps(400)
+            setting.turn()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 2 << 20 < held < 6 << 20
 
 
 def test_a_history_that_cannot_be_opened_is_tried_again(setting: Setting) -> None:

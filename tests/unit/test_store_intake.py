@@ -25,7 +25,7 @@ from dpmon.record.wire import (
     with_extras,
 )
 from dpmon.store.batch import Batch
-from dpmon.store.intake import BATCH_SIZES, HELD_CALLS, Accounts, Intake
+from dpmon.store.intake import BATCH_SIZES, HELD_CALLS, SHAPES, Accounts, Intake
 from dpmon.store.resume import resume_accounts, resume_intake
 from dpmon.store.tables import CALL_COLUMNS, HISTORY_FILE, STEP_COLUMNS, RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES
@@ -391,3 +391,45 @@ def written(directory: Path, payloads: list[bytes], cuts: list[int]) -> list[Any
             "SELECT calls, steps, last_step FROM rings",
         )
         return [db.execute(query).fetchall() for query in queries]
+
+
+def test_shapes_beyond_the_first_are_counted_without_sizes() -> None:
+    """The number of replicas stays known: nobody is to think that a device had no rows."""
+    ring = Ring()
+    for number in range(SHAPES + 50):
+        ring.call(sizes=(number, 3), replicas=(number, 3, 0, MS, number, 4, 0, MS))
+        ring.step()
+    sizes = Counter({key[-2]: count for key, count in ring.batch.shapes.items()})
+    assert len(sizes) <= SHAPES + 2
+    assert sizes["[0,0,[0,0],[0,0]]"] == 50
+    assert sizes.total() == SHAPES + 50
+
+
+def test_a_successor_knows_which_shapes_are_kept(tmp_path: Path) -> None:
+    ring, history = Ring(), History.open(tmp_path, {})
+    for number in range(SHAPES):
+        ring.call(sizes=(number, 3))
+        ring.step()
+    ring.batch.rings = [ring.row]
+    history.write(ring.batch)
+    after = Ring()
+    after.intake, after.number = Intake(ring.row, 0, after.accounts), ring.number
+    resume_intake(history, after.intake)
+    for number in (SHAPES - 1, SHAPES):
+        after.call(sizes=(number, 3))
+        after.step()
+    sizes = [json.loads(key[-2])[:2] for key in after.batch.shapes]
+    assert sizes == [[SHAPES - 1, 3], [0, 0]]
+    history.close()
+
+
+def test_the_rows_of_the_newest_definitions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpmon.store.intake.MAX_DEFINITIONS", 10)
+    ring = Ring()
+    for number in range(1, 100):
+        ring.add(pack_definition(1, [["x", [7, 5], "int64", 8]]))
+        ring.add(pack_definition(1 + number, [["x", [number, 5], "int64", 8]]))
+    for number in (1, 100, 2):
+        ring.call(sizes=(number, 3))
+    rows = [dict(zip(CALL_COLUMNS, row, strict=True))["rows"] for row in ring.batch.calls]
+    assert rows == [7, 99, None]

@@ -51,14 +51,14 @@ _FAULTS = (HistoryError, sqlite3.Error, OSError, ValueError, TypeError, Overflow
 def open_store(directory: Path, *, as_written: bool = False) -> Iterator[Store]:
     """The store of a run as of now. RunError if the directory is no run, HistoryError if nothing can be read.
 
-    `as_written`: what the history has, and nothing that only rings have: for whoever writes it.
+    `as_written`: what the history has, without a copy to which the rings are added: for whoever writes it.
     """
     info = load_info(directory)
     with ExitStack() as stack:
         try:
             store = _store(directory, info, stack, as_written)
         except _FAULTS as error:
-            if as_written:
+            if as_written and not isinstance(error, FileNotFoundError):
                 raise HistoryError(str(error)) from None
             damaged = None if isinstance(error, FileNotFoundError) else f"the history cannot be read: {error}"
             store = _with_rings(directory, info, stack.enter_context(closing(_connect(_MEMORY))), damaged)

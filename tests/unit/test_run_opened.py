@@ -131,8 +131,12 @@ def test_an_earlier_history_of_a_run_that_is_over_is_read_once(state: Path, monk
     alike(read(directory), first)
 
 
-def test_who_writes_the_history_reads_no_ring(state: Path) -> None:
-    directory = keep(payloads())
-    (directory / HISTORY_FILE).unlink()
+def test_who_writes_the_history_makes_no_copy_of_it(state: Path) -> None:
+    directory = keep({process: records[:100] for process, records in payloads().items()})
+    append(directory)
+    with open_store(directory, as_written=True) as store:
+        assert sum(tally.steps for tally in store.sums().values()) < 60
+    assert sum(1 for _ in read(directory)["steps"][0]) == 300
+    (directory / HISTORY_FILE).write_bytes(b"no database")
     with pytest.raises(HistoryError), open_store(directory, as_written=True):
         pass

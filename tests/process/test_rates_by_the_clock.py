@@ -38,14 +38,16 @@ def in_summary(errors: str, mode: str) -> tuple[float, float]:
 
 
 def seconds(text: str) -> float:
-    """Parse a duration such as "1 min 04 s"."""
+    """Parse a duration such as "1 min 04 s" or "575 ms"."""
+    if text.endswith(" ms"):
+        return float(text.removesuffix(" ms")) / 1000
     *minutes, rest = text.removesuffix(" s").split(" min ")
     return 60 * sum(map(float, minutes)) + float(rest)
 
 
 def parts(errors: str) -> dict[str, float]:
     """The parts of the elapsed time in a summary (s); they add up to it."""
-    took = r"((?:\d+ min )?[\d.]+ s)"
+    took = r"((?:\d+ min )?[\d.]+ m?s)"
     (elapsed,) = re.findall(rf"^dpmon: .*: finished in {took}", errors, re.M)
     (line,) = re.findall(r"^dpmon: time: (.*)", errors, re.M)
     found = {name: seconds(text) for name, text in re.findall(rf"([a-z][a-z -]*) {took}(?: \([^)]*\))?(?:, |$)", line)}

@@ -193,14 +193,14 @@ class Bounds:
 
     def __init__(self, db: sqlite3.Connection, size: int) -> None:
         """Watch `db`, a database of `size` bytes, and do not let its schema run functions."""
-        self.resize(size)
+        self.set_size(size)
         self._done = 0
         db.set_progress_handler(self._look, _LOOK_STEPS)
         db.execute("PRAGMA trusted_schema=OFF")
         if sys.version_info >= (3, 11):
             db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
 
-    def resize(self, size: int, entries: int = 0) -> None:
+    def set_size(self, size: int, entries: int = 0) -> None:
         """Set the limits for a database of `size` bytes, and for the next transaction, which writes `entries`."""
         size = min(size, LARGEST)
         self.rows = 10_000 + size // _SMALLEST_ROW

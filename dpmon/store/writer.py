@@ -95,7 +95,7 @@ class History:
     @property
     def bounds(self) -> Bounds:
         """The bounds of queries, by the size that the database has now."""
-        self._bounds.resize(self._file_bytes())
+        self._bounds.set_size(self._file_bytes())
         return self._bounds
 
     def _prepare(self, meta: Mapping[str, Any]) -> None:
@@ -163,7 +163,7 @@ class History:
         self._bounds.begin()
         try:
             # The database grows while it is written, and a batch may hold the records of a long time.
-            self._bounds.resize(self._file_bytes(), batch.entries)
+            self._bounds.set_size(self._file_bytes(), batch.entries)
             self._db.execute("BEGIN IMMEDIATE")
             many("INSERT OR REPLACE INTO definitions VALUES (?,?,?)", batch.definitions)
             many(_INTO_CALLS, batch.calls)

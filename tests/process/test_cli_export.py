@@ -28,6 +28,8 @@ def test_all_formats_of_a_run_that_goes_on_and_that_has_ended(dpmon: Dpmon, tmp_
     dpmon.script(TRAINS)
     dpmon.run(*dpmon.warm(), "--detach", "--devices", "cpu,cpu", "script.py")
     wait_for((dpmon.cwd / "began").exists)
+    # What a run that goes on records is in its history a moment later.
+    wait_for(lambda: dpmon.run("export", "--kind", "call").text.count("\n") == 20)
     for over in (False, True):
         lines = [json.loads(line) for line in dpmon.run("export").text.splitlines()]
         calls = [line for line in lines if line["kind"] == "call"]

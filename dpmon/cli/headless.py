@@ -12,11 +12,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from dpmon.cli.lines import LineFile, Lines
-from dpmon.cli.progress import Progress
 from dpmon.cli.speak import error_words
 from dpmon.run.files import open_file
 from dpmon.run.lookup import short_name
@@ -29,6 +28,10 @@ from dpmon.supervise.guard import Guard
 from dpmon.supervise.start import Started
 from dpmon.text.ascii import in_stream
 from dpmon.text.cleaning import clean
+
+if TYPE_CHECKING:
+    from dpmon.cli.lines import LineFile, Lines
+    from dpmon.cli.progress import Progress
 
 __all__ = ["Follower", "Stream"]
 
@@ -104,7 +107,6 @@ class Follower:
         self._directory = directory
         self._reader = RunReader(directory)
         self._guard = None if supervisor is None else Guard(directory, supervisor)
-        self._progress = Progress(self._reader)
         if supervisor is None:
             self._progress.line()  # the first one that is shown is of the time since now
         paths = self._reader.output_paths
@@ -116,6 +118,8 @@ class Follower:
         self._speaks_json = lines == "stderr"
         self._lines: Lines | None = None
         if lines is not None:
+            from dpmon.cli.lines import Lines
+
             self._lines = Lines(directory, self._put_line if isinstance(lines, str) else lines.write)
         self._interrupts = 0
         self._early = early
@@ -126,6 +130,13 @@ class Follower:
         self._deleted = False
         self._failed: set[str] = set()
         """What could not be said because of a fault of ours, and was reported."""
+
+    @cached_property
+    def _progress(self) -> Progress:
+        # The store is loaded when it is first asked: until then the output is copied from its beginning.
+        from dpmon.cli.progress import Progress
+
+        return Progress(self._reader)
 
     def follow(self) -> ExitInfo | None:
         """Copy and report until the run has ended; how it ended, None if that cannot be known."""

@@ -23,7 +23,6 @@ from dpmon.model.source import Rows, Tallies, Wanted
 from dpmon.model.state import State
 from dpmon.model.turns import last_resumption, some_are_silent
 from dpmon.model.uneven import uneven_steps
-from dpmon.rates import Rate
 from dpmon.record.schema import STEP
 from dpmon.record.wire import DDP
 from dpmon.store.answers import TimeRow, TimeTogether
@@ -126,7 +125,7 @@ class Snapshots:
             found = replace(
                 found,
                 whole=_summary(rows, whole, process.process, mode, waits),
-                mean=_mean(rows, tallies) if process.rank is not None else whole.of_process(process.process)[1],
+                mean=(whole if process.rank is None else _of_run(rows, tallies)).mean(),
             )
         if not any(via == DDP for _, via in found.calls):
             found = replace(found, compared=self._comparison(rows, tallies, found, end_s, wanted, waits))
@@ -359,9 +358,9 @@ def _recent(rows: Rows, tallies: Tallies, process: Process, others: Sequence[Pro
     return Recent(rate_together(together), last_ns, step_ns)
 
 
-def _mean(rows: Rows, tallies: Tallies) -> Rate | None:
-    """The rate of all ranks in all modes, over the whole run."""
-    return (Window(tallies) if rows.until_s is None else Window(tallies, 0, rows.until_s)).mean
+def _of_run(rows: Rows, tallies: Tallies) -> Window:
+    """All that the run has done as of now."""
+    return Window(tallies) if rows.until_s is None else Window(tallies, 0, rows.until_s)
 
 
 def _lately(

@@ -7,17 +7,14 @@ of time, so the newest one before a time is found by halving.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
 
 from dpmon.record.codec import Decoder, call_head, call_replicas, call_stages
 from dpmon.record.kinds import Call, Event, RecordError, Step
-from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, SETTLING
 from dpmon.record.wire import MODES
 from dpmon.store.answers import CallHead, LongRow, Sample
-from dpmon.store.queries import LONG_COLUMNS, Store, long_row
+from dpmon.store.queries import LONG_COLUMNS, Store, event_in, long_row
 from dpmon.store.tables import LASTING
 
 __all__ = ["AsOf"]
@@ -126,22 +123,11 @@ class AsOf:
         """The call itself; None if it is damaged."""
         with suppress(RecordError, LookupError, TypeError, ValueError, struct.error):
             decoder = Decoder(process, self.ranks.get(process), self.store.origin_ns)
-            for number, value in self.definitions(process, _numbers(head.payload)):
+            for number, value in self.store.definitions(process, _numbers(head.payload)).items():
                 decoder.define(number, value)
             record = decoder.decode(head.payload)
             return record if isinstance(record, Call) else None
         return None
-
-    def definitions(self, process: int, numbers: Iterable[int]) -> list[tuple[int, Any]]:
-        """The definitions with these numbers; damaged ones are left out."""
-        wanted = sorted(set(numbers))
-        found = []
-        marks = ", ".join("?" * len(wanted))
-        query = f"SELECT number, value FROM definitions WHERE process = ? AND number IN ({marks})"
-        for number, value in self.store.query(query, (process, *wanted)):
-            with suppress(ValueError, TypeError):
-                found.append((number, load_json(value)))
-        return found
 
     def _last_id(self, table: str, process: int) -> int:
         """The id of its newest row in a table."""
@@ -192,7 +178,7 @@ class AsOf:
             f"SELECT json FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ? ORDER BY id DESC LIMIT ?"
         )
         rows = self.store.query(query, (kind, self.until_ns, newest))
-        return [event for (text,) in reversed(rows) if (event := _event(text)) is not None]
+        return [event for (text,) in reversed(rows) if (event := event_in(text)) is not None]
 
     def count(self, kind: str) -> int:
         """How many events of such a kind there were."""
@@ -206,7 +192,7 @@ class AsOf:
             " ORDER BY t_ns DESC, id DESC LIMIT 1"
         )
         until = self.until_ns if until_ns is None else min(until_ns, self.until_ns)
-        return next((_event(text) for (text,) in self.store.query(query, (process, until))), None)
+        return next((event_in(text) for (text,) in self.store.query(query, (process, until))), None)
 
     def samples(self, span_ns: int, after_id: int = 0) -> list[Sample]:
         """Samples of devices and host of the last `span_ns`, in their order; those after an id if it is given.
@@ -233,7 +219,7 @@ class AsOf:
     def sample(self, number: int) -> Event | None:
         """The whole sample with this id."""
         rows = self.store.query("SELECT json FROM events WHERE id = ?", (number,))
-        return next((_event(text) for (text,) in rows), None)
+        return next((event_in(text) for (text,) in rows), None)
 
     def _event_at(self, t_ns: int) -> int:
         """About the id of the first event at or after a time."""
@@ -267,14 +253,14 @@ class AsOf:
         ]
 
 
-def _numbers(payload: bytes) -> list[int]:
+def _numbers(payload: bytes) -> set[int]:
     """The definitions that a call refers to."""
     _, _, _, layout, _, _, _, _, inputs, outputs, *_ = call_head(payload)
-    found = [layout, inputs, outputs]
+    found = {layout, inputs, outputs}
     for got, gave, _, _ in call_replicas(payload):
-        found += (got, gave)
+        found |= {got, gave}
     for stage, got, gave, _, _ in call_stages(payload):
-        found += (stage, got, gave)
+        found |= {stage, got, gave}
     return found
 
 
@@ -286,12 +272,6 @@ def _sample(number: int, t_ns: int, kind: str, index: object, *values: object) -
         float(value) if isinstance(value, (int, float)) and abs(value) < 1e18 else None for value in values
     )
     return Sample(number, t_ns, device, cpu if device == _HOST else util, used, total, power, run)
-
-
-def _event(text: Any) -> Event | None:
-    with suppress(ValueError, TypeError, AttributeError, RecursionError):
-        return Event(*load_event(text))
-    return None
 
 
 def _whole(*values: object) -> bool:

@@ -81,7 +81,7 @@ class _Earlier:
         """Why it cannot be read to its end."""
         found = next(self._each("SELECT value FROM meta WHERE key = 'pruned'"), {}).get("value")
         self.deleted = found if type(found) is int else 0
-        self._lack_steps = {row.process for row in self._rings.values() if row.steps} if self.deleted else set()
+        self._lack_steps = {ring.process for ring in self._rings.values() if ring.steps} if self.deleted else set()
         """Processes whose first steps were deleted, as far as is known before their first row is read."""
         self._intakes = {}
         for ring in self._rings.values():  # its rows are counted anew
@@ -99,10 +99,7 @@ class _Earlier:
         try:
             cursor = self._db.execute(query)
             names = [column[0] for column in cursor.description]
-            for number, row in enumerate(cursor):
-                if number > self._bounds.rows:
-                    raise HistoryError("it has more rows than its size allows")
-                self._bounds.begin()
+            for row in self._bounds.each(cursor):
                 yield dict(zip(names, row, strict=True))
         except (sqlite3.Error, HistoryError) as error:
             self.damaged = self.damaged or str(error)

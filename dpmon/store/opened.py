@@ -46,6 +46,9 @@ _MEMORY = ":memory:"
 _NO_LIMIT = 1 << 40
 _FAULTS = (HistoryError, sqlite3.Error, OSError, ValueError, TypeError, OverflowError)
 
+_kept: dict[object, Store] = {}
+"""The earlier history that was read last, if its run is over: a screen asks for it again and again."""
+
 
 @contextmanager
 def open_store(directory: Path, *, as_written: bool = False) -> Iterator[Store]:
@@ -100,10 +103,6 @@ def _earlier(directory: Path, info: RunInfo, db: sqlite3.Connection, bounds: Bou
         _kept.clear()
         _kept[key] = store
     return store
-
-
-_kept: dict[object, Store] = {}
-"""The last of them, if its run is over: it takes long to read, and a screen asks for it again and again."""
 
 
 def _with_rings(directory: Path, info: RunInfo, memory: sqlite3.Connection, damaged: str | None = None) -> Store:

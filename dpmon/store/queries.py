@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import sqlite3
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import Any
@@ -25,10 +25,11 @@ from dpmon.store.tables import (
     LASTING_KINDS,
     STEP_COLUMNS,
     Bounds,
+    definitions_in,
 )
 from dpmon.store.tally import Tally
 
-__all__ = ["LONG_COLUMNS", "Store", "long_row"]
+__all__ = ["LONG_COLUMNS", "Store", "event_in", "long_row"]
 
 _LAST_NS = (1 << 63) - 1
 _SECOND = 1_000_000_000
@@ -62,13 +63,12 @@ class Store(Sums):
         """The rank of a process; None if it has none."""
         return next((ring.rank for ring in self.rings.values() if ring.process == process), None)
 
-    def definitions(self, process: int) -> dict[int, Any]:
-        """The definitions of a process by number; damaged ones are left out."""
-        found: dict[int, Any] = {}
-        for number, value in self._rows("SELECT number, value FROM definitions WHERE process = ?", (process,)):
-            with suppress(ValueError, TypeError):
-                found[number] = load_json(value)
-        return found
+    def definitions(self, process: int, numbers: Collection[int] | None = None) -> dict[int, Any]:
+        """The definitions of a process by number, or those with these numbers; damaged ones are left out."""
+        query = "SELECT number, value FROM definitions WHERE process = ?"
+        if numbers is not None:
+            query += f" AND number IN ({', '.join('?' * len(numbers))})"
+        return definitions_in(self._rows(query, (process, *(numbers or ()))))
 
     def decoder(self, process: int) -> Decoder:
         """A decoder that knows the definitions of a process."""
@@ -185,6 +185,7 @@ class Store(Sums):
         They are read in parts. Between them the database is let go of, so that its journal does not grow for as long as
         somebody takes to read them all; what is deleted meanwhile is left out.
         """
+        self._unreadable = 0
         first, newest = self._ids(0)
         while first <= newest and first < _LAST_NS:
             found = list(self._part(first, first + _AT_ONCE))
@@ -229,7 +230,7 @@ class Store(Sums):
             return self.decoder(process).decode(payload)
         if table == "steps":
             return self._step(dict(zip(STEP_COLUMNS, row, strict=True)))
-        return Event(*load_event(row[0]))
+        return event_in(row[0])
 
     def newest_ns(self) -> int:
         """When the last thing that is recorded was over; 0 if there is none."""
@@ -283,12 +284,12 @@ class Store(Sums):
         since, values = ("", ()) if begin_ns is None else (" AND t_ns >= ?", (begin_ns,))
         query = f"{_events_of(kinds)} AND ifnull(t_ns, 0) <= ?{since} ORDER BY id DESC LIMIT ?"
         rows = self._rows(query, (*kinds, end_ns, *values, -1 if newest is None else newest))
-        return [event for row in reversed(rows) if (event := _event(row)) is not None]
+        return [event for (text,) in reversed(rows) if (event := event_in(text)) is not None]
 
     def each_event(self, *kinds: str) -> Iterator[Event]:
         """As `events`, one after the other: samples of devices can be too many to hold them all."""
         rows = self._each(f"{_events_of(kinds)} ORDER BY id", kinds)
-        return (event for row in rows if (event := _event(row)) is not None)
+        return (event for (text,) in rows if (event := event_in(text)) is not None)
 
     def event_count(self, kind: str) -> int:
         """How many events of a kind there are, of those kinds that are kept (dpmon.store.tables.LASTING)."""
@@ -340,10 +341,10 @@ def _events_of(kinds: Sequence[str]) -> str:
     return f"SELECT json FROM events WHERE {lasting}kind IN ({', '.join('?' * len(kinds))})"
 
 
-def _event(row: Sequence[Any]) -> Event | None:
-    """The event in a row of JSON; None if it is damaged."""
+def event_in(text: Any) -> Event | None:
+    """The event that a row holds as JSON; None if it is damaged."""
     with suppress(ValueError, TypeError, AttributeError, RecursionError):
-        return Event(*load_event(row[0]))
+        return Event(*load_event(text))
     return None
 
 

@@ -61,7 +61,7 @@ def resume_accounts(history: History, accounts: Accounts) -> None:
 def resume_intake(history: History, intake: Intake) -> None:
     """Tell an intake what it would know if it had taken in the records of its ring from the start."""
     row = intake.row
-    for number, value in history.definitions(row.process):
+    for number, value in history.definitions(row.process).items():
         with suppress(LookupError, TypeError):  # damaged
             intake.learn(number, value)
     last = _steps(history, *_of_ring(row, SETTLING_STEPS)) if row.steps else []

@@ -85,11 +85,7 @@ class Sums:
         """The rows of a query; where the database is damaged, those before the damage."""
         self._bounds.begin()
         try:
-            for number, row in enumerate(self._db.execute(query, values)):
-                if number > self._bounds.rows:
-                    raise HistoryError("it has more rows than its size allows")
-                self._bounds.begin()
-                yield row
+            yield from self._bounds.each(self._db.execute(query, values))
         except (sqlite3.Error, OverflowError, HistoryError) as error:
             self.damaged = self.damaged or f"the history cannot be read to its end: {error}"
 

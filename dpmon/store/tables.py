@@ -40,11 +40,13 @@ from __future__ import annotations
 import re
 import sqlite3
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dpmon.record.plainjson import load_json
 from dpmon.record.schema import PHASES, QUANTITIES
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.tally import PLAIN
@@ -66,6 +68,7 @@ __all__ = [
     "RingRow",
     "check_schema",
     "check_whole",
+    "definitions_in",
     "last_ids",
     "rings_in",
     "size_of",
@@ -206,6 +209,14 @@ class Bounds:
         self.rows = 10_000 + size // _SMALLEST_ROW
         self._most = (20_000_000 + 8 * size + _ENTRY_STEPS * entries) // _LOOK_STEPS
 
+    def each(self, cursor: sqlite3.Cursor) -> Iterator[tuple[Any, ...]]:
+        """The rows of a query; HistoryError if there are more than the database has room for."""
+        for number, row in enumerate(cursor):
+            if number > self.rows:
+                raise HistoryError("it has more rows than its size allows")
+            self.begin()
+            yield row
+
     def begin(self) -> None:
         """Start counting again: a query begins or has returned a row."""
         self._done = 0
@@ -262,6 +273,15 @@ def last_ids(db: sqlite3.Connection) -> list[int]:
     """The highest id in each of the three tables that share them."""
     query = " UNION ALL ".join(f"SELECT max(id) FROM {table}" for table in ("calls", "steps", "events"))
     return [row[0] or 0 for row in db.execute(query)]
+
+
+def definitions_in(rows: Iterable[tuple[Any, ...]]) -> dict[int, Any]:
+    """The values of definitions by their numbers; damaged ones are left out."""
+    found = {}
+    for number, value in rows:
+        with suppress(ValueError, TypeError):
+            found[number] = load_json(value)
+    return found
 
 
 def rings_in(db: sqlite3.Connection) -> dict[str, RingRow]:

@@ -135,24 +135,21 @@ class Window:
 
     def of_process(self, process: int) -> tuple[Tally, Rate | None]:
         """The steps of a process in all modes, without the evaluations of modes that train; and their rate."""
-        whole, times = Tally(), [0, 0]
+        whole = Tally()
         for mode in {mode for mode, _ in self._kinds}:
             whole.merge(self.tally(mode, process=process))
-            for part, ns in enumerate(self._elapsed(mode, False).get(process, (0, 0))):
-                times[part] += ns
-        return whole, rate({process: whole}, {process: (times[0], times[1])})
+        return whole, self.mean(process)
 
-    @property
-    def mean(self) -> Rate | None:
-        """The rate of all processes in all modes, without the evaluations of modes that train."""
-        tallies = {process: Tally() for process in self._source.processes}
+    def mean(self, process: int | None = None) -> Rate | None:
+        """The rate in all modes, without the evaluations of modes that train: of all processes, or of one."""
+        tallies = {each: Tally() for each in (self._source.processes if process is None else [process])}
         times = dict.fromkeys(tallies, (0, 0))
         for mode in {mode for mode, _ in self._kinds}:
             spent = self._elapsed(mode, False)
-            for process, tally in tallies.items():
-                tally.merge(merged(self._sums, mode, False, self.trained(mode), process=process))
-                (whole, within), (more, inside) = times[process], spent.get(process, (0, 0))
-                times[process] = whole + more, within + inside
+            for each, tally in tallies.items():
+                tally.merge(merged(self._sums, mode, False, self.trained(mode), process=each))
+                (whole, within), (more, inside) = times[each], spent.get(each, (0, 0))
+                times[each] = whole + more, within + inside
         return rate(tallies, times)
 
     @cached_property

@@ -25,6 +25,7 @@ from dpmon.store.tables import (
     HistoryError,
     RingRow,
     check_schema,
+    definitions_in,
     last_ids,
     rings_in,
     size_of,
@@ -131,13 +132,10 @@ class History:
         except (sqlite3.Error, OverflowError) as error:
             raise HistoryError(str(error)) from None
 
-    def definitions(self, process: int) -> list[tuple[int, Any]]:
-        """Number and value of every definition of one process; damaged ones are left out."""
-        found = []
-        for number, value in self.rows("SELECT number, value FROM definitions WHERE process = ?", (process,)):
-            with suppress(ValueError, TypeError):
-                found.append((number, load_json(value)))
-        return found
+    def definitions(self, process: int) -> dict[int, Any]:
+        """Every definition of one process by its number; damaged ones are left out."""
+        query = "SELECT number, value FROM definitions WHERE process = ?"
+        return definitions_in(self.rows(query, (process,)))
 
     def warnings(self) -> list[str]:
         """The texts of the supervisor's own warnings."""

@@ -103,7 +103,7 @@ class Feed:
         self.state = State()
         self.output = Output()
         self._open_reader = open_reader
-        self._open_store = open_store or self._recorded_here
+        self._open_given = open_store
         self._clock = clock
         self._reader: Reader | None = None
         self._snapshots = Snapshots()
@@ -193,7 +193,7 @@ class Feed:
 
     def _is_new(self) -> bool:
         """Whether there may be more than was seen: something was written, or a process has ended."""
-        if self._open_store != self._recorded_here:
+        if self._open_given is not None:
             return True
         from dpmon.store.opened import stamp
 
@@ -213,11 +213,14 @@ class Feed:
         from dpmon.store.tables import HistoryError
 
         activities = self._reader.activities() if self._reader is not None else {}
-        with suppress(HistoryError, RunError), self._open_store() as store:
+        with suppress(HistoryError, RunError), self._recorded() as store:
             return snapshots.take(AsOf(store, t_ns), store, wanted, ended_of(activities))
         return None
 
-    def _recorded_here(self) -> AbstractContextManager[Store]:
+    def _recorded(self) -> AbstractContextManager[Store]:
+        """What is recorded so far."""
+        if self._open_given is not None:
+            return self._open_given()
         from dpmon.store.opened import open_store
 
         return open_store(self.directory)

@@ -59,7 +59,7 @@ def test_a_history_that_cannot_be_read_leaves_the_picture_as_it_was(tmp_path: Pa
         raise HistoryError("damaged")
         yield
 
-    feed._open_store = damaged
+    feed._open_given = damaged
     feed.tick()
     assert feed.state == before
     assert before.newest_ns > 0

@@ -1,16 +1,18 @@
-"""Where the time of a run went: every second of a process belongs to one activity.
+"""Where the time of a run went: every second of a process, up to its last step, belongs to one activity.
 
 startup     before the process's first step
 training    within training steps
 evaluation  within evaluation steps, and between two of them
-between     between two steps of which at least one trains: the start of a loader's workers, a checkpoint, logging
+between     between two steps, unless both are of an evaluation: the start of a loader's workers, a checkpoint, logging
 paused      the user paused the training
 input       the script waited for a line of input
 missed      steps that were not recorded, and the time between them
-ending      what is left after the last step (dpmon.store.window.accounted)
 
-The activities of a process add up to its elapsed time. Steps come in order. Pauses and waits for input are reported
-after they ended; they are taken out of the activity in which they lie.
+After its last step a process accounts for pauses and waits only: it may have ended long before the others. What nobody
+accounts for is the run's end (dpmon.store.window.accounted).
+
+Steps come in order. Pauses and waits for input are reported after they ended; they are taken out of the activity in
+which they lie.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import NamedTuple
 
 __all__ = ["ACTIVITIES", "LATEST_NS", "Account", "Gap", "Spent", "union"]
 
-ACTIVITIES = ("startup", "training", "evaluation", "between", "paused", "input", "missed", "ending")
+ACTIVITIES = ("startup", "training", "evaluation", "between", "paused", "input", "missed")
 _PIECES = 1024
 """Stretches of time in which a late wait for input is looked for: the newest."""
 _PIECE_NS = 20_000_000
@@ -169,20 +171,19 @@ class Account:
         return changes
 
     def finish(self, end: int) -> list[Spent]:
-        """The run ended: return the pauses and waits for input after the last step.
-
-        Nothing else: the process may have ended long before, while others went on. What nobody accounts for is
-        dpmon.store.window.accounted's.
-        """
+        """The run ended: return the pauses and waits for input after the last step."""
         if self._paused_since is not None:
             self._apart.append(("paused", self._paused_since, end))
             self._paused_since = None
-        spent, _ = self._gap("ending", self._mode, end)
+        spent, _ = self._gap("", self._mode, end)
         self._at = max(end, self._at)
-        return [one for one in spent if one.activity != "ending"]
+        return spent
 
     def _gap(self, activity: str, mode: str, until: int) -> tuple[list[Spent], int]:
-        """The time up to `until`, in order; and how much of it is none of the pauses and waits."""
+        """The time up to `until`, in order; and how much of it is none of the pauses and waits.
+
+        `activity` "": what is no pause and no wait is left out.
+        """
         if not self._apart:
             return self._piece(activity, mode, self._at, until), max(until - self._at, 0)
         spent = self._cut(activity, mode, self._at, until, sorted(self._apart, reverse=True))  # pauses first
@@ -206,7 +207,7 @@ class Account:
         return spent
 
     def _piece(self, activity: str, mode: str, begin: int, end: int) -> list[Spent]:
-        if end <= begin:
+        if end <= begin or not activity:
             return []
         piece = Spent(activity, mode, begin, end)
         if end - begin >= _PIECE_NS and activity not in ("paused", "input"):

@@ -196,7 +196,7 @@ def accounted(spent: Mapping[str, int], elapsed_ns: int, first_step_ns: int | No
     """
     left = max(elapsed_ns - sum(spent.values()), 0)
     before = left if first_step_ns is None else min(max(first_step_ns - spent["startup"], 0), left)
-    return {**spent, "startup": spent["startup"] + before, "ending": spent["ending"] + left - before}
+    return {**spent, "startup": spent["startup"] + before, "ending": left - before}
 
 
 def thirds(rows: Sequence[tuple[int, Tally]], steps: int) -> tuple[Tally, Tally]:

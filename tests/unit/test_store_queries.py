@@ -212,10 +212,10 @@ def test_processes_that_begin_within_a_second_share_the_time_that_they_were_ther
     """Three ranks that train from 0.6 s on: all of that is training, and no second has more than a second."""
     begin, end, step = 600_000_000, 3 * SECOND, some_steps(random.Random(1), 1, 2.5)[0]
     trained = [(process, Spent("training", "dp", begin, end)) for process in range(3)]
-    written(tmp_path, [step], [*trained, (0, Spent("ending", "dp", end, end + SECOND // 4))])
+    written(tmp_path, [step], [*trained, (0, Spent("missed", "dp", end, end + SECOND // 4))])
     with asked(tmp_path) as store:
         spent = Window(store).spent
-    assert spent == {**dict.fromkeys(ACTIVITIES, 0), "training": end - begin, "ending": SECOND // 4}
+    assert spent == {**dict.fromkeys(ACTIVITIES, 0), "training": end - begin, "missed": SECOND // 4}
 
 
 def test_what_the_database_adds_up_is_what_the_rows_add_up_to(tmp_path: Path) -> None:

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Dpmon, wait_for
-
-from dpmon.run.reader import RunReader
-from dpmon.run.waiting import reads_input
-
-SCRIPT = Path(__file__).resolve().parent / "scripts" / "clocked.py"
-CLOSE = 0.02
+from clocked import CLOSE, SCRIPT, answer_twice, end, only_where_waits_show, pause, reader_of, switch
+from running import Dpmon
 
 
 def rates(told: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -93,18 +85,9 @@ def test_the_rate_is_that_of_the_scripts_own_clock(dpmon: Dpmon, way: str, apart
 
 def test_a_pause_is_in_no_rate(dpmon: Dpmon) -> None:
     process = dpmon.start("--headless", *dpmon.warm(), SCRIPT, "asked")
-    wait_for((dpmon.cwd / "began").exists, what="the training")
-    reader = RunReader(dpmon.last())
-    reader.refresh()
-    reader.request_pause(True)
-    wait_for(lambda: reader.paused().since_ns, what="the pause")
-    began = time.monotonic()
-    wait_for(lambda: time.monotonic() - began > 1.5)
-    reader.request_pause(False)
-    wait_for(lambda: not reader.paused().pending, what="the end of the pause")
-    (dpmon.cwd / "stop").touch()
-    out, err = process.communicate(timeout=60)
-    reader.close()
+    reader = reader_of(dpmon)
+    pause(reader, 1.5)
+    out, err = end(dpmon, reader, process)
     true = rates(json.loads(out))["single"]
     assert in_summary(err.decode(), "single")[0] == pytest.approx(true, rel=CLOSE)
     said = report(dpmon)
@@ -115,17 +98,9 @@ def test_a_pause_is_in_no_rate(dpmon: Dpmon) -> None:
 
 def test_each_mode_has_its_own_time(dpmon: Dpmon) -> None:
     process = dpmon.start("--headless", "--devices", "cpu,cpu", "--mode", "single", *dpmon.warm(), SCRIPT, "asked")
-    wait_for((dpmon.cwd / "began").exists, what="the training")
-    reader = RunReader(dpmon.last())
-    reader.refresh()
-    for mode in ("dp", "single", "dp"):
-        reader.request_mode(mode)
-        wait_for(lambda: not reader.pending(), what="the answer")
-        began = time.monotonic()
-        wait_for(lambda began=began: time.monotonic() - began > 0.8)
-    (dpmon.cwd / "stop").touch()
-    out, err = process.communicate(timeout=60)
-    reader.close()
+    reader = reader_of(dpmon)
+    switch(reader, "dp", "single", "dp", seconds=0.8)
+    out, err = end(dpmon, reader, process)
     told = json.loads(out)
     true = rates(told)
     assert set(true) == {"dp", "single"}
@@ -139,20 +114,10 @@ def test_each_mode_has_its_own_time(dpmon: Dpmon) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    reads_input(os.getpid()) is None, reason="this kernel does not say in which system call a process is"
-)
+@only_where_waits_show
 def test_a_wait_for_input_is_in_no_rate(dpmon: Dpmon) -> None:
     process = dpmon.start("--headless", SCRIPT, "reads", stdin=-1)
-    assert process.stdin is not None
-    for _ in range(2):
-        wait_for((dpmon.cwd / "asked").exists, what="the question")
-        (dpmon.cwd / "asked").unlink()
-        began = time.monotonic()
-        wait_for(lambda began=began: time.monotonic() - began > 2)
-        process.stdin.write(b"yes\n")
-        process.stdin.flush()
-    out, err = process.communicate(timeout=60)
+    out, err = answer_twice(dpmon, process)
     told = json.loads(out)
     true = rates(told)["single"]
     # The begin of each of the two waits is known to a tenth of a second, the end to a fortieth.

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
-from running import Dpmon, wait_for
+from clocked import CLOSE, SCRIPT, answer_twice, end, only_where_waits_show, pause, reader_of, switch
+from running import Dpmon
 
-from dpmon.run.reader import RunReader
-from dpmon.run.waiting import reads_input
 from dpmon.store.opened import open_store
 from dpmon.store.window import Window, accounted
 
-SCRIPT = Path(__file__).resolve().parent / "scripts" / "clocked.py"
 ROWS = 16
-CLOSE = 0.02
 Told = Mapping[str, Mapping[str, float]]
 
 
@@ -73,46 +67,21 @@ def test_evaluations_between_epochs(dpmon: Dpmon) -> None:
 
 def test_two_toggles_and_a_pause(dpmon: Dpmon) -> None:
     process = dpmon.start("--headless", "--devices", "cpu,cpu", "--mode", "single", *dpmon.warm(), SCRIPT, "asked")
-    wait_for((dpmon.cwd / "began").exists, what="the training")
-    reader = RunReader(dpmon.last())
-    reader.refresh()
-    for mode in ("dp", "single"):
-        reader.request_mode(mode)
-        wait_for(lambda: not reader.pending(), what="the answer")
-        pass_time(1.0)
-    reader.request_pause(True)
-    wait_for(lambda: reader.paused().since_ns, what="the pause")
-    pass_time(1.5)
-    reader.request_pause(False)
-    wait_for(lambda: not reader.paused().pending, what="the end of the pause")
-    (dpmon.cwd / "stop").touch()
-    out, _ = process.communicate(timeout=60)
-    reader.close()
+    reader = reader_of(dpmon)
+    switch(reader, "dp", "single", seconds=1.0)
+    pause(reader, 1.5)
+    out, _ = end(dpmon, reader, process)
     told = json.loads(out)
     assert set(told["samples"]) == {"dp", "single"}
     found = check(dpmon, told, slack=2 * CLOSE)
     assert found["paused"] == pytest.approx(1.5, abs=0.3)
 
 
-def pass_time(seconds: float) -> None:
-    until = time.monotonic() + seconds
-    wait_for(lambda: time.monotonic() > until)
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(
-    reads_input(os.getpid()) is None, reason="this kernel does not say in which system call a process is"
-)
+@only_where_waits_show
 def test_waits_for_input(dpmon: Dpmon) -> None:
     process = dpmon.start("--headless", SCRIPT, "reads", stdin=-1)
-    assert process.stdin is not None
-    for _ in range(2):
-        wait_for((dpmon.cwd / "asked").exists, what="the question")
-        (dpmon.cwd / "asked").unlink()
-        pass_time(2)
-        process.stdin.write(b"yes\n")
-        process.stdin.flush()
-    out, _ = process.communicate(timeout=60)
+    out, _ = answer_twice(dpmon, process)
     told = json.loads(out)
     # The begin of each of the two waits is known to a tenth of a second, the end to a fortieth.
     found = check(dpmon, told, slack=CLOSE + 2 * 0.125 / told["seconds"]["single"])

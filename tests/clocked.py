@@ -1,0 +1,83 @@
+"""Drives the script that counts and times itself: process/scripts/clocked.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from running import Dpmon, wait_for
+
+from dpmon.run.reader import RunReader
+from dpmon.run.waiting import reads_input
+
+__all__ = [
+    "CLOSE",
+    "SCRIPT",
+    "answer_twice",
+    "end",
+    "only_where_waits_show",
+    "pause",
+    "reader_of",
+    "switch",
+]
+
+SCRIPT = Path(__file__).resolve().parent / "process" / "scripts" / "clocked.py"
+CLOSE = 0.02
+"""How far a rate may lie from the script's own."""
+only_where_waits_show = pytest.mark.skipif(
+    reads_input(os.getpid()) is None, reason="this kernel does not say in which system call a process is"
+)
+
+
+def pass_time(seconds: float) -> None:
+    """Wait for as long as this."""
+    until = time.monotonic() + seconds
+    wait_for(lambda: time.monotonic() > until)
+
+
+def reader_of(dpmon: Dpmon) -> RunReader:
+    """What can ask the script's run, once the script trains."""
+    wait_for((dpmon.cwd / "began").exists, what="the training")
+    reader = RunReader(dpmon.last())
+    reader.refresh()
+    return reader
+
+
+def switch(reader: RunReader, *modes: str, seconds: float) -> None:
+    """Let the script train in one mode after another, for so long in each."""
+    for mode in modes:
+        reader.request_mode(mode)
+        wait_for(lambda: not reader.pending(), what="the answer")
+        pass_time(seconds)
+
+
+def pause(reader: RunReader, seconds: float) -> None:
+    """Pause the script."""
+    reader.request_pause(True)
+    wait_for(lambda: reader.paused().since_ns, what="the pause")
+    pass_time(seconds)
+    reader.request_pause(False)
+    wait_for(lambda: not reader.paused().pending, what="the end of the pause")
+
+
+def end(dpmon: Dpmon, reader: RunReader, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """Ask the script to end: what it and dpmon wrote."""
+    (dpmon.cwd / "stop").touch()
+    written = process.communicate(timeout=60)
+    reader.close()
+    return written
+
+
+def answer_twice(dpmon: Dpmon, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """Answer the two questions of the script, two seconds after each: what it and dpmon wrote."""
+    assert process.stdin is not None
+    for _ in range(2):
+        wait_for((dpmon.cwd / "asked").exists, what="the question")
+        (dpmon.cwd / "asked").unlink()
+        pass_time(2)
+        process.stdin.write(b"yes\n")
+        process.stdin.flush()
+    return process.communicate(timeout=60)

@@ -20,7 +20,7 @@ from dpmon.store.tables import (
 )
 from dpmon.store.tally import ALL, WIDTHS, Key, Tally, known_keys
 
-__all__ = ["END", "TALLY", "Parameters", "Sums", "key_of", "whole"]
+__all__ = ["END", "TALLY", "Parameters", "Sums", "whole"]
 
 END = 1 << 40
 """A second after every run."""
@@ -164,12 +164,10 @@ class Sums:
         `series`: read these only.
         """
         for width, row in self._stretches("tallies", TALLY, begin_s, end_s, process, finest, widest):
-            named = dict(zip(TALLY, row, strict=True))
-            key = key_of(named)
-            if key is not None:
-                with suppress(ValueError):
-                    tally = Tally.of_row(named, self._names, sketches=sketches, series=series)
-                    yield named["start_s"], width, key, tally
+            with suppress(ValueError):
+                named, key = _named(row)
+                tally = Tally.of_row(named, self._names, sketches=sketches, series=series)
+                yield named["start_s"], width, key, tally
 
     def _stretches(
         self,
@@ -212,13 +210,11 @@ class Sums:
         """By key, all of the time between two seconds. Parameters as in `tally_rows`."""
         found: dict[Key, Tally] = {}
         for _, row in self._stretches("tallies", TALLY, begin_s, end_s, process):
-            named = dict(zip(TALLY, row, strict=True))
-            key = key_of(named)
-            if key is not None:
-                with suppress(ValueError):
-                    fresh = Tally() if key not in found else found[key]
-                    fresh.add_row(named, self._names, sketches=sketches, series=series)
-                    found[key] = fresh
+            with suppress(ValueError):
+                named, key = _named(row)
+                tally = found.get(key) or Tally()
+                tally.add_row(named, self._names, sketches=sketches, series=series)
+                found[key] = tally
         return found
 
     def of_all(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
@@ -307,13 +303,15 @@ def _second(value: object) -> int:
     return min(max(whole(value), 0), _LATEST_S)
 
 
-def key_of(row: Mapping[str, Any]) -> Key | None:
-    """The key of a row of tallies; None if it is damaged."""
-    whole = row["start_s"], row["process"], row["kind"], row["batch"]
-    if any(type(value) is not int for value in whole) or row["mode"] not in MODES:
-        return None
-    return Key(row["process"], row["mode"], row["kind"], row["batch"])
+def _named(row: Sequence[Any]) -> tuple[dict[str, Any], Key]:
+    """A row of tallies by the names of its columns, and its key; ValueError if that is damaged."""
+    named = dict(zip(TALLY, row, strict=True))
+    whole_numbers = named["start_s"], named["process"], named["kind"], named["batch"]
+    if any(type(value) is not int for value in whole_numbers) or named["mode"] not in MODES:
+        raise ValueError("a damaged tally")
+    return named, Key(named["process"], named["mode"], named["kind"], named["batch"])
 
 
 def whole(value: object, otherwise: int = 0) -> int:
+    """The value if it is a whole number, else the other one: a damaged row may hold anything."""
     return value if isinstance(value, int) else otherwise

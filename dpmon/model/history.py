@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from dpmon.model.process import Column, Process
+from dpmon.model.source import Tallies
 from dpmon.record.schema import PHASES, REST, STEP
-from dpmon.store.tally import Key, Tally
+from dpmon.store.tally import WIDTHS, Tally
 
-__all__ = ["COLUMNS", "Columns", "Picture", "Rows", "pictured", "width_of_columns"]
+__all__ = ["COLUMNS", "Columns", "Picture", "pictured", "width_of_columns"]
 
 COLUMNS = 640
 """Columns that are read at most."""
@@ -18,26 +19,9 @@ _SECOND = 1_000_000_000
 _NICE = (1, 2, 5, 10, 15, 30, 60)
 _WIDTHS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 28800, 86400)
 """Durations of a column of the whole run, in seconds."""
-_STORED = (1, 10, 60, 3600)
 _OPEN_S = 5
 """Seconds before the newest step in which records of other rings may still come."""
 _SERIES = tuple(REST if phase.name == "forward" else phase.name for phase in PHASES)
-
-
-class Rows(Protocol):
-    """What this needs of dpmon.store.queries.Store."""
-
-    def tally_rows(
-        self,
-        begin_s: int = 0,
-        end_s: int = ...,
-        *,
-        process: int | None = None,
-        sketches: bool = True,
-        finest: int = 1,
-        widest: int = ...,
-    ) -> Iterator[tuple[int, int, Key, Tally]]:
-        """Start, width, key and tally of each row in order of time."""
 
 
 def width_of_columns(span_s: int, length_s: int) -> int:
@@ -60,7 +44,7 @@ class Columns:
     _until: int = 0
     """All columns before this second are closed."""
 
-    def read(self, rows: Rows, process: int, begin_s: int, end_s: int, width: int) -> tuple[Column, ...]:
+    def read(self, tallies: Tallies, process: int, begin_s: int, end_s: int, width: int) -> tuple[Column, ...]:
         """The columns from one second to another, oldest first; `begin_s` and `end_s` as of the newest step."""
         begin_s -= begin_s % width
         kept_process, kept_width, kept_begin = self._of
@@ -68,17 +52,17 @@ class Columns:
             self._of, self._closed, self._until = (process, width, begin_s), [], begin_s
         self._of = process, width, begin_s
         self._closed = [column for column in self._closed if column.second >= begin_s]
-        fresh = _added(rows, process, max(self._until, begin_s), end_s, width)
+        fresh = _added(tallies, process, max(self._until, begin_s), end_s, width)
         until = max((end_s - _OPEN_S) // width * width, self._until)
         self._closed += [column for column in fresh if column.second < until]
         self._until = until
         return (*self._closed, *(column for column in fresh if column.second >= until))
 
 
-def _added(rows: Rows, process: int, begin_s: int, end_s: int, width: int) -> list[Column]:
-    widest = max(stored for stored in _STORED if width % stored == 0)
+def _added(tallies: Tallies, process: int, begin_s: int, end_s: int, width: int) -> list[Column]:
+    widest = max(stored for stored in WIDTHS if width % stored == 0)
     found: dict[tuple[int, str], Column] = {}
-    for start, _, key, tally in rows.tally_rows(begin_s, end_s, process=process, sketches=False, widest=widest):
+    for start, _, key, tally in tallies.tally_rows(begin_s, end_s, process=process, sketches=False, widest=widest):
         if start >= begin_s and tally.steps:
             place = start // width * width, key.mode
             column = _column(place[0], key.mode, tally)

@@ -47,7 +47,7 @@ def reader_of(dpmon: Dpmon) -> RunReader:
 
 
 def switch(reader: RunReader, *modes: str, seconds: float) -> None:
-    """Let the script train in one mode after another, for so long in each."""
+    """Let the script train in one mode after another, `seconds` in each."""
     for mode in modes:
         reader.request_mode(mode)
         wait_for(lambda: not reader.pending(), what="the answer")

@@ -28,7 +28,7 @@ LATER = {
 
 
 def as_earlier(path: Path, version: int = 5, *, rows_from: int = 0) -> None:
-    """Make the history at `path` into one of `version`, whose rows with lower ids were deleted."""
+    """Make the history at `path` into one of `version`, without the rows below an id."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("BEGIN")
         for table in ("tallies", "times", "gaps", "shapes", "series", "keys"):

@@ -62,7 +62,7 @@ def gpu_scene(count: int, *, width_of_names: bool = False, **more: Any) -> Scene
 
 
 def focused(scene: Scene) -> Process:
-    """The process whose numbers stand for the run."""
+    """The process that stands for the run."""
     process = scene.process
     assert process is not None
     return process

@@ -28,7 +28,7 @@ PARTS_KEPT = 8
 """Calls of one root in a step that are told apart."""
 ROOTS_KEPT = 32
 _TIMED = 64
-"""Newest calls whose times are read where no tally has them."""
+"""Newest calls to read times from where no tally has them."""
 _MOST_PARTS = 256
 
 

@@ -33,7 +33,7 @@ from dpmon.store.window import Window
 __all__ = ["Snapshots"]
 
 RANKS_FIGURED = 64
-"""Of many processes, the first ones are read, and of those that are shown as many twice: there are scrolled ones."""
+"""Of many processes the first ones are read, and twice as many from the first one that is shown."""
 RANK_CALLS_READ = 8
 _MINUTE_S = 60
 _SILENT_S = 40
@@ -153,7 +153,7 @@ class Snapshots:
         wanted: Wanted,
         waits: Sequence[tuple[int, int]],
     ) -> Comparison:
-        """The modes side by side: in a long run of some seconds ago."""
+        """The modes side by side; in a long run they are some seconds old."""
         number = process.process
         dp = process.modes.get("dp")
         devices, virtual = (dp.devices, dp.virtual) if dp is not None else ((), False)

@@ -58,7 +58,7 @@ class Replica(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one device did in a call of a model whose parts lie on several: its parts ran one after the other.
+    """What one device did in a call of a model that lies on several devices: its parts ran one after the other.
 
     What a stage but the first received has crossed from the device of the one before. host_ns None: it did not end.
     """
@@ -102,7 +102,7 @@ class Call:
     outputs: tuple[Size, ...] | None
     absent: Mapping[str, str] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
-    """Of a model whose parts lie on several devices, which has no replicas."""
+    """Of a model that lies on several devices; it has no replicas."""
 
     @property
     def evaluates(self) -> bool:

@@ -26,7 +26,7 @@ class TimeTogether(NamedTuple):
     start_s: int
     width_s: int
     longest_ns: int
-    """Of the process that accounts for the most of it."""
+    """Time of the process that accounts for the most."""
     spent: Mapping[str, int]
 
 

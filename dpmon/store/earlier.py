@@ -82,7 +82,7 @@ class _Earlier:
         found = next(self._each("SELECT value FROM meta WHERE key = 'pruned'"), {}).get("value")
         self.deleted = found if type(found) is int else 0
         self._lack_steps = {ring.process for ring in self._rings.values() if ring.steps} if self.deleted else set()
-        """Processes whose first steps were deleted, as far as is known before their first row is read."""
+        """Processes that may lack their first steps: none of their steps has been read yet."""
         self._intakes = {}
         for ring in self._rings.values():  # its rows are counted anew
             fresh = replace(ring, calls=0, steps=0, first_id=None, last_id=None, held_id=None)

@@ -48,7 +48,7 @@ __all__ = ["Accounts", "Intake"]
 BATCH_SIZES = 16
 """Batch sizes of a process that have tallies of their own; the others share OTHER_SIZES."""
 SHAPES = 2000
-"""Distinct shapes of a process whose sizes are kept; calls of other shapes are counted without sizes."""
+"""Distinct shapes of a process that keep their sizes; calls of other shapes are counted without sizes."""
 HELD_CALLS = 4096
 """Calls of a process that are held for their step, at most."""
 _MAX_INT = (1 << 63) - 1
@@ -227,7 +227,7 @@ class Intake:
         named = number, self.row.process, call, step, held.mode, began, wall, self._rows.get(inputs), payload
         phases = [took if took >= 0 else None for took in held.phases]
         batch.calls.append((*named, *phases))
-        if len(self._calls) > HELD_CALLS:  # a process whose calls are in no step
+        if len(self._calls) > HELD_CALLS:  # a process with calls in no step
             self._count(batch, [self._calls.pop(0)], None)
         self._place(number)
         self._note_held()

@@ -54,7 +54,7 @@ _kept: dict[object, Store] = {}
 def open_store(directory: Path, *, as_written: bool = False) -> Iterator[Store]:
     """The store of a run as of now. RunError if the directory is no run, HistoryError if nothing can be read.
 
-    `as_written`: what the history has, without a copy to which the rings are added: for whoever writes it.
+    `as_written`: ask the history alone and make no copy of it: for the supervisor that writes it.
     """
     info = load_info(directory)
     with ExitStack() as stack:

@@ -194,7 +194,7 @@ class Store(Sums):
             yield from found
 
     def _ids(self, least: int) -> tuple[int, int]:
-        """The lowest and the highest id from `least` on; of none, 0 is the highest."""
+        """The lowest and the highest id from `least` on; without any, the last possible one and 0."""
         queries = (f"SELECT min(id), max(id) FROM {table} WHERE id >= ?" for table in _COLUMNS)
         found = [row for query in queries for row in self._rows(query, (least,))]
         known = [row for row in found if type(row[0]) is type(row[1]) is int]

@@ -300,7 +300,7 @@ def rings_in(db: sqlite3.Connection) -> dict[str, RingRow]:
 
 _DAMAGED = object()
 _MOST_COUNTED = 1 << 62
-"""No ring has so many bytes or records; what is added to a larger number may have no room in its column."""
+"""No ring has more bytes or records; adding to a larger number could overflow its column."""
 
 
 def _member(value: object, declared: str) -> Any:

@@ -231,10 +231,10 @@ class History:
             )
 
     def _add_devices_up(self, before: int) -> None:
-        """Of what devices did in the minutes before this second leave one sum a device and name."""
+        """Replace the sums of the minutes before a second by one sum a device and name."""
         query = "SELECT t_ns FROM events WHERE kind IN ('host', 'device') AND t_ns IS NOT NULL ORDER BY id LIMIT 1"
         sample = self._db.execute(query).fetchone()
-        # What is there in full is told by itself.
+        # Samples that still have rows need no sum.
         before = before if sample is None else min(before, sample[0] // 60_000_000_000 * 60)
         minutes = "FROM device_rollups WHERE start_s > ? AND start_s < ?"
         sums = f"SELECT ?, device, name, sum(count), total(total), min(low), max(high) {minutes} GROUP BY device, name"

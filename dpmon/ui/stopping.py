@@ -23,7 +23,7 @@ class Stopping(Drawing):
     """The part of the monitor that speaks, freezes the picture, leaves and stops."""
 
     said_s = 15.0
-    """So long something that was said stays, whether the picture's own clock goes on or stands still."""
+    """Seconds that a message stays, while the picture is frozen, too."""
     _stop_done = False
     _told_of_end = False
     _said = 0

@@ -148,7 +148,7 @@ def writing(seconds: int) -> None:
 
 
 def minute(chance: random.Random) -> list[StepFacts]:
-    """A minute's steps, each of which took about a tenth of a second."""
+    """A minute's steps of about a tenth of a second."""
     found = []
     for _ in range(60 * PER_SECOND):
         parts = {"data": 0.02, "forward": 0.45, "backward": 0.4, "optimizer": 0.1, "other": 0.03}

@@ -20,7 +20,7 @@ from dpmon.ui.rows import plain
 from dpmon.ui.scene import View
 
 TURNS = ((500, "single"), (5000, "dp"), (3000, "single"), (4500, ""))
-"""After so many steps, to that mode."""
+"""Steps after which the mode changes, and to which mode."""
 
 
 @pytest.fixture(scope="module")

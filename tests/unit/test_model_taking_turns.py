@@ -29,7 +29,7 @@ def numbered(one: Training, steps: int) -> list[Record]:
 
 
 def recorded(*runs: Sequence[Record]) -> Recording:
-    """A run of these processes, whose numbers are those of their records."""
+    """A run of these processes, under the numbers in their records."""
     recording = Recording()
     for run in runs:
         step = next(record for record in run if isinstance(record, Step))

@@ -31,7 +31,7 @@ class Stretch(NamedTuple):
 
 
 class Loop:
-    """A random loop of one process, and an account that is told of it."""
+    """A random loop of one process, and its account."""
 
     def __init__(self, seed: int, *, least_ns: int = 25 * MS, losses: bool = True) -> None:
         self.chance = random.Random(seed)
@@ -82,7 +82,7 @@ class Loop:
                 self.wait(activity, mode)
             else:
                 self.stretch(activity, mode, self.some())
-        if self.chance.random() < 0.1:  # a pause whose end is not recorded, up to the step
+        if self.chance.random() < 0.1:  # a pause up to the step; its end is not recorded
             self.account.pause(True, self.now, None)
             self.stretch("paused", mode, self.some())
         start = self.now

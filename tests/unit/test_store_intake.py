@@ -361,7 +361,7 @@ def records(ring: Ring) -> Iterator[bytes]:
 
 
 def written(directory: Path, payloads: list[bytes], cuts: list[int]) -> list[Any]:
-    """What a history has after several supervisors, each of which begins at a cut."""
+    """What a history has after several supervisors; each one begins at a cut."""
     directory.mkdir()
     for begin, end in zip([0, *cuts], [*cuts, len(payloads)], strict=True):
         history = History.open(directory, {})

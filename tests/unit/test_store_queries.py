@@ -28,7 +28,7 @@ DAY = 86_400
 
 
 def a_store(db: sqlite3.Connection, directory: Path, newest: int, slack: int, pruned: dict[int, int]) -> Store:
-    """A store without tallies, whose wide ones were made up to `slack` seconds before the newest."""
+    """A store without tallies; its wide ones end `slack` seconds before the newest second."""
     History.open(directory, {}).close()
     meta = {f"whole_{width}": max(newest - slack, 0) // width * width for width in WIDTHS[1:]}
     meta |= {f"pruned_{width}": second for width, second in pruned.items()}

@@ -43,7 +43,7 @@ def deleted(directory: Path) -> dict[int, int]:
 
 
 def batches(ranks: int, seconds: int, every_s: int, seed: int) -> Iterator[Batch]:
-    """Steps of some ranks, one each every so many seconds, a minute at a time; rows and events with them."""
+    """Steps of some ranks, one each every `every_s`, a minute at a time; with rows and events."""
     chance = random.Random(seed)
     pool = [some_facts(chance, 1, int(chance.lognormvariate(19, 0.3)), 8) for _ in range(50)]
     number, at, batch = 0, 0, Batch()

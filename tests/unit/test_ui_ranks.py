@@ -28,7 +28,7 @@ FACTS = Facts("20261120-141502-ddp-7f3a", "examples/ddp.py", SECOND, "auto", "/u
 
 
 def scene_of(ranks: int, *, world: int | None = None, steps: int = 200, via: str = "DistributedDataParallel") -> Scene:
-    """A run of so many ranks, the last of which has smaller batches and slower steps."""
+    """A run of ranks; the last one has smaller batches and slower steps."""
     return recorded(ranks, world=world, steps=steps, via=via)[1]
 
 
@@ -51,7 +51,7 @@ def recorded(
 
 
 def in_world(payload: bytes, world: int) -> bytes:
-    """The same record of a process, of so many ranks."""
+    """The same record, of a process that is one of `world` ranks."""
     if kind_of(payload) != "event":
         return payload
     kind, data = load_event(payload[1:].decode())

@@ -167,7 +167,7 @@ class Ring:
         fd = os.open(path, flags, 0o600)
         try:
             try:
-                _write_in_place(fd)
+                write_in_place(fd)
                 with NoSizeSignal():
                     os.posix_fallocate(fd, 0, HEADER_BYTES + capacity)
             except BaseException:  # an interrupt must not leave an incomplete ring either
@@ -412,7 +412,7 @@ class Ring:
     """Indices in `words` of the last request for a pause (odd) or its end (even), and of the last one acted upon."""
 
 
-def _write_in_place(fd: int) -> None:
+def write_in_place(fd: int) -> None:
     """Switch copy-on-write off for an empty file (chattr +C), if the file system supports it.
 
     On btrfs each write of a page needs new space, so on a full disk SIGBUS would kill the process.

@@ -1,0 +1,101 @@
+"""A memory-mapped ring of spans: any thread of one process writes and never waits, any number of readers only read.
+
+Layout of a ring file (native byte order; a run never leaves its machine)::
+
+    0      magic, version, sizes, pid, process, rank, world size, start           written once
+    128    lost, thread that trains, whether the process has ended,
+           acknowledged serial, mode in force, pause acted upon                   written by the process
+    192    serial, mode and pause that are asked for, one step in how many is
+           timed on its devices                                                   written by readers
+    512    for each thread, what it is in                                         written by the process
+    4096   slots of 40 bytes (dpmon.record.spans)
+
+A slot's number comes from one counter, so that threads need no lock; it is written last, and the lap stands in the
+first word. So a reader knows a slot that is not there yet by its number, and one that is being overwritten by its lap.
+What is long or rare is in files of JSON lines beside the ring: definitions, to which spans refer by number, and events.
+Nothing of them is ever overwritten.
+
+The writer maps the ring, so that a span costs no system call and survives the death of its process. Readers use pread:
+a file that is truncated under them is a short read, not a SIGBUS. The numbering of slots is for builds with the GIL.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from itertools import count
+
+from dpmon.record.spans import LAP_AT
+from dpmon.ring import NoSizeSignal, write_in_place
+
+__all__ = ["Word", "SpanRing"]
+
+MAGIC = b"DPMSPANS"
+VERSION = 1
+HEADER_BYTES = 4096
+SLOT = struct.Struct("=5Q")
+SLOTS = 48 << 10
+"""Just under 2 MiB: about 10,000 usual steps. Touched pages count as the training's memory, so not more."""
+HEAD_STRUCT = struct.Struct("=8sIIQIiiiq")  # magic version header slots pid process rank world start_ns
+THREADS = 448
+
+
+class Word:
+    """Indices of the 64-bit words of the header that change while the ring is in use."""
+
+    LOST, TRAINS, ENDED, ANSWERED, MODE, PAUSED = range(16, 22)
+    """Spans that could not be written; thread that trains; 1 at the process's end; last request acted upon; mode in
+    force; last request for a pause acted upon."""
+    REQUEST, WANTED, PAUSE, ONE_IN = range(24, 28)
+    """Serial of the last request for a mode; that mode; request for a pause (odd) or its end (even); steps of which one
+    is timed on its devices (0: the process decides)."""
+    UNDER_WAY = 64
+    """Of thread 0; the others follow. When it began (monotonic ns) shifted left by 8, and the kind of the span; kind 0:
+    nothing that is traced, since then."""
+
+
+class SpanRing:
+    """The writing end, made in the process that is traced."""
+
+    __slots__ = ("map", "next", "size", "slots", "words")
+
+    def __init__(
+        self, path: str, *, process: int, rank: int = -1, world: int = -1, start_ns: int = 0, slots: int = SLOTS
+    ) -> None:
+        """Create `path`, which must not exist, with room for `slots` spans.
+
+        Raises FileExistsError if the name is taken and OSError if the disk has no room: the whole file is allocated
+        here, since a page that cannot be had later would kill the process with SIGBUS.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(path, flags, 0o600)
+        try:
+            try:
+                write_in_place(fd)
+                with NoSizeSignal():
+                    os.posix_fallocate(fd, 0, HEADER_BYTES + slots * SLOT.size)
+            except BaseException:  # an interrupt must not leave an incomplete ring either
+                os.unlink(path)
+                raise
+            self.map = mmap.mmap(fd, HEADER_BYTES + slots * SLOT.size)
+        finally:
+            os.close(fd)
+        self.slots = slots
+        self.size = slots * SLOT.size
+        self.words = memoryview(self.map)[:HEADER_BYTES].cast("Q")
+        counter = count()
+        self.next = counter.__next__
+        """Gives the number of the next slot."""
+        # The magic comes last: a reader that sees it sees a complete header.
+        HEAD_STRUCT.pack_into(
+            self.map, 0, bytes(8), VERSION, HEADER_BYTES, slots, os.getpid(), process, rank, world, start_ns
+        )
+        self.map[0:8] = MAGIC
+
+    def put(self, head: int, start: int, took: int, sizes: int = 0) -> int:
+        """Write a span, whose words are as in dpmon.record.spans but for the lap; its number."""
+        number = self.next()
+        lap, at = divmod(number, self.slots)
+        SLOT.pack_into(self.map, HEADER_BYTES + at * 40, head | (lap & 0xFF) << LAP_AT, start, took, sizes, number + 1)
+        return number

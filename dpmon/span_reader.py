@@ -15,7 +15,7 @@ from dpmon.span_ring import HEAD_STRUCT, HEADER_BYTES, MAGIC, SLOT, THREADS, VER
 __all__ = ["SpanReader", "lines_path"]
 
 HOLE_NS = 100_000_000
-"""A slot that was handed out is waited for this long if later ones are there: an interrupt came before it was written."""
+"""A slot that was handed out is waited for this long if later ones are there: an interrupt may never let it be written."""
 MAX_LINES = 1 << 22
 """Bytes of lines that are read at once."""
 _WORDS = struct.Struct("=512Q")

@@ -29,7 +29,7 @@ from itertools import count
 from dpmon.record.spans import LAP_AT
 from dpmon.ring import NoSizeSignal, write_in_place
 
-__all__ = ["Word", "SpanRing"]
+__all__ = ["SpanRing", "Word"]
 
 MAGIC = b"DPMSPANS"
 VERSION = 1

@@ -52,6 +52,7 @@ __all__ = [
     "pack_event",
     "pack_step",
     "pack_timed",
+    "packed_json",
     "shortened",
     "with_extras",
 ]
@@ -125,7 +126,7 @@ def shortened(text: str, most: int = MAX_NAME) -> str:
     return text if len(text) <= most else text[: most - 1] + MORE
 
 
-def _json(value: Any) -> bytes:
+def packed_json(value: Any) -> bytes:
     """The value as JSON; long texts are cut if the record would not fit into the ring."""
     packed = json.dumps(value, separators=(",", ":"))
     for most in _LENGTHS:
@@ -148,12 +149,12 @@ def pack_definition(number: int, value: Any) -> bytes:
 
     A size is (path, shape, dtype, bytes).
     """
-    return DEFINE_HEAD.pack(DEFINE_TAG, number) + _json(value)
+    return DEFINE_HEAD.pack(DEFINE_TAG, number) + packed_json(value)
 
 
 def pack_event(kind: str, data: Mapping[str, Any]) -> bytes:
     """A rare record, as JSON; `data` without its kind."""
-    return bytes((EVENT_TAG,)) + _json({"kind": kind, **data})
+    return bytes((EVENT_TAG,)) + packed_json({"kind": kind, **data})
 
 
 def call_flags(virtual: bool, training: bool, grad: bool, failed: bool) -> int:

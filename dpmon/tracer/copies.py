@@ -20,16 +20,18 @@ from typing import Any
 
 import torch
 
-from dpmon.ring import Activity
+from dpmon.record.spans import INSIDE_AT, Kind
 from dpmon.tracer.frames import drop_frames
+from dpmon.tracer.recorder import Recorder, Thread
 from dpmon.tracer.session import Session, raise_from_signal
-from dpmon.tracer.steps import Steps
 
 __all__ = ["Copies", "where_cuda", "where_to"]
 
 _Original = Callable[..., Any]
 _Where = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _GPU = "cuda"
+_WITHIN = frozenset((Kind.COPY, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER))
+"""Spans that bring tensors to devices themselves."""
 _PYTHON: Any = torch._C.DispatchKey.Python
 _COLUMNS, _ROWS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _PARTS = {
@@ -43,9 +45,9 @@ _PARTS = {
 class Copies:
     """The copies of one process; nothing here raises."""
 
-    def __init__(self, session: Session, steps: Steps) -> None:
+    def __init__(self, session: Session, recorder: Recorder) -> None:
         self._session = session
-        self._steps = steps
+        self._recorder = recorder
 
     def install(self, kind: Any = torch.Tensor) -> None:
         """Put the traced methods into torch's class of tensors, if there can be a GPU to copy to."""
@@ -56,45 +58,55 @@ class Copies:
 
     def traced(self, original: _Original, where: _Where) -> _Original:
         """The traced form of a method that copies; `where` finds in its arguments the device it was given."""
-        session, steps = self._session, self._steps
+        session, recorder = self._session, self._recorder
         name = original.__name__
 
         def method(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                if session.timing is None or steps.copying or not steps.open or steps.thread != get_ident():
+                me = recorder.threads.get(get_ident())
+                if recorder.timing is None or me is None or me is not recorder.trains or me.inside in _WITHIN:
                     return original(tensor, *args, **kwargs)
                 gpu = -1 if session.off else self._gpu(tensor, where, args, kwargs)
                 if gpu < 0:
                     return original(tensor, *args, **kwargs)
-                return copied(gpu, tensor, args, kwargs)
+                return copied(me, gpu, tensor, args, kwargs)
             except BaseException as error:
                 drop_frames(error)
                 tensor, args, kwargs = None, (), {}
                 raise
 
-        def copied(gpu: int, tensor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            activity = began = outer = brought = 0
+        def copied(me: Thread, gpu: int, tensor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            inside, timing = me.inside, recorder.timing
+            head = Kind.COPY | me.head | inside << INSIDE_AT
+            mark = None if timing is None else timing.copy_begins(me, gpu)
+            began = monotonic_ns()
+            recorder.words[me.word] = began << 8 | Kind.COPY
+            me.inside = Kind.COPY
             try:
-                steps.copying = True
-                outer, steps.inner = steps.inner, 0
-                began = monotonic_ns()
-                try:
-                    activity, steps.map[Activity.BYTE] = steps.map[Activity.BYTE], Activity.COPY
-                    if session.timing is not None:
-                        session.timing.copy_begins(gpu)
-                    began = monotonic_ns()
-                except Exception as error:  # noqa: BLE001 - it is copied all the same
-                    session.fault("copy", error, fatal=False)
                 result = original(tensor, *args, **kwargs)
-                brought = self._bytes(result)
-                return result
-            finally:
-                steps.copying = False
-                if began:
-                    steps.copy_ends(began, outer, activity, brought)
+            except BaseException as error:
+                me.inside = inside
+                if mark is not None:
+                    mark.abandon()
+                recorder.failed(me, head, began, 0, error)
+                raise
+            me.inside = inside
+            took = 0
+            try:
+                took = monotonic_ns() - began
+                recorder.words[me.word] = began + took << 8 | inside
+                if mark is not None:
+                    head |= mark.end()
+                number = recorder.write(head, began, took, self._bytes(result))
+                if mark is not None:
+                    mark.written(number)
+            except BaseException as error:
+                if recorder.again(head, began, took or monotonic_ns() - began, 0, error):
+                    raise
+            return result
 
         method.__module__, method.__name__, method.__qualname__ = "torch", name, f"Tensor.{name}"
-        return _Method(original, method, session)
+        return _Method(original, method, recorder)
 
     def _gpu(self, tensor: Any, where: _Where, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The GPU that a tensor of the host is copied to; -1 for none."""
@@ -139,14 +151,14 @@ class _Method:
 
     __objclass__ = torch._C.TensorBase
 
-    def __init__(self, original: Any, function: _Original, session: Session) -> None:
+    def __init__(self, original: Any, function: _Original, recorder: Recorder) -> None:
         self.__module__ = "torch"
         self.__name__ = original.__name__
         self.__qualname__ = f"Tensor.{original.__name__}"
         self.__doc__ = original.__doc__
         self.__wrapped__ = original
         self._function = function
-        self._session = session
+        self._recorder = recorder
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -155,7 +167,7 @@ class _Method:
     def __get__(self, tensor: Any, kind: Any = None) -> Any:
         if tensor is None:
             return self
-        if self._session.timing is None:  # no call has run on a GPU yet: the original, at the cost of this question
+        if self._recorder.timing is None:  # no call has run on a GPU yet: the original, at the cost of this question
             return self.__wrapped__.__get__(tensor, kind)
         return MethodType(self._function, tensor)
 

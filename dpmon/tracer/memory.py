@@ -10,17 +10,18 @@ of torch's allocator are read and never reset: the peak is the one since the sta
 from __future__ import annotations
 
 import weakref
-from _thread import get_ident
 from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any
 
 import torch
 
+from dpmon.record.spans import INSIDE_AT, SITE_AT, Kind
 from dpmon.tracer import gpus, oom
-from dpmon.tracer.calls import Calls
 from dpmon.tracer.frames import drop_frames, named_like
+from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session
+from dpmon.tracer.sites import Functional, Sites
 from dpmon.tracer.storages import GRADIENTS, MAX_TENSORS, MODEL, STATES, Walk
 
 __all__ = ["Memory"]
@@ -42,26 +43,29 @@ MAX_PASSES = 8
 """Number of backward passes in one step after which gradients are measured; the largest result counts."""
 EXTRA_LOOKS = 4
 """Number of measurements that the first step of an optimizer triggers at once."""
-MAX_TURNS = 1 << 20
+NEVER = 1 << 62
 
 _NO_BACKWARD_YET = "no backward pass was seen before this was measured"
 _NO_BACKWARD = "this was measured in a step without a backward pass, and earlier gradients are gone"
 _NO_STATISTICS = "torch keeps no statistics of this device's allocator"
 _PARTS = ("model_bytes", "gradients_bytes", "optimizer_bytes")
-_ALLOCATOR = ("allocated_bytes", "rest_bytes", "reserved_bytes", "peak_bytes", "peak_after_step")
+_ALLOCATOR = ("allocated_bytes", "rest_bytes", "reserved_bytes", "peak_bytes", "peak_after_look")
 
 
 class Memory:
     """The looks at one process's memory."""
 
-    def __init__(self, session: Session, calls: Calls) -> None:
+    def __init__(self, session: Session, recorder: Recorder, sites: Sites) -> None:
         self.session = session
-        self.calls = calls
+        self.recorder = recorder
+        self.sites = sites
         self.on_optimizer: Callable[[], None] = lambda: None
         """Called when an optimizer was made."""
         self._optimizers: list[Any] = []
         self._unstepped: dict[int, Any] = {}
         """Weak references to optimizers that have not stepped yet, by id."""
+        self._made = 0
+        """Optimizers that were made."""
         self._forgotten = 0
         """Optimizers that were alive when there were too many to remember them all."""
         self.reset()
@@ -69,14 +73,15 @@ class Memory:
     def reset(self) -> None:
         """Start afresh, as after a fork."""
         self._due = self._soonest = 0
-        self._since = 0
         self._turns = 0
+        """Steps that have ended, as far as this process can tell."""
         self._faults = 0
         self._said: Any = None
         self._said_ns = 0
         self._peaks: dict[str, tuple[int, int]] = {}
-        """By device: its peak at the last look, and the turn after which it came up to it."""
-        self._looked_at = 0
+        """By device: its peak at the last look, and the look after which it came up to it."""
+        self._looks = self._looked_at = 0
+        """Number of looks, and of the last one that was complete."""
         self._gradients: Walk | None = None
         """The measurement of the gradients, once a backward pass has ended in a watched step."""
         self._passes = 0
@@ -86,8 +91,6 @@ class Memory:
         self._spent = self._slices = 0
         """How long the measurement has taken, and over how many steps."""
         self._extra = EXTRA_LOOKS
-        self._roots_left = 0
-        self._left = 1
 
     # ---------------------------------------------------------------- when
 
@@ -108,6 +111,9 @@ class Memory:
                 if len(self._optimizers) > MAX_OPTIMIZERS:
                     del self._optimizers[0]
                     self._forgotten += 1
+                self._made += 1
+                if self._made == 1:
+                    self.opened()
                 if len(self._unstepped) > MAX_OPTIMIZERS:
                     self._unstepped = {key: ref for key, ref in self._unstepped.items() if ref() is not None}
                 self.on_optimizer()
@@ -116,98 +122,87 @@ class Memory:
 
         return named_like(__init__, original)
 
-    def soon(self) -> None:
-        """Let what `sharing` made be called, and call the other, when the next turn has ended."""
-        self._left = self._roots_left = self.calls.steps.countdown = 1
+    def opened(self) -> None:
+        """The ring was opened, or the first optimizer was made: tell whoever assembles steps that there is one."""
+        if self._made:
+            self.session.say(optimizer=self._made)
 
     def new_model(self) -> None:
         """A model is called that may not have been looked at: look as soon as that costs no more than it may."""
         if self._due > self._soonest:
             self._due = self._soonest
-            self.soon()
+            self.recorder.soon()
 
-    def sharing(self, other: Callable[[], int]) -> Callable[[], int]:
-        """What `Steps.on_close` is to be: calls `other` when it wants to be, and looks when a look is due."""
-
-        def closed() -> int:
-            left = self._left
-            self._roots_left -= left
-            if self._roots_left <= 0:
-                self._roots_left = other()
-            self._left = min(self._roots_left, self._turned(left))
-            return self._left
-
-        return closed
-
-    def _turned(self, turns: int) -> int:
-        """`turns` steps have ended. Return after how many steps to call again. Never raises."""
-        steps = self.calls.steps
+    def look(self, now: int) -> int:
+        """Look if a look is due, between two steps. Return when to call again (monotonic ns). Never raises."""
         if self._faults >= MAX_FAULTS:
-            return MAX_TURNS
+            return NEVER
         try:
-            self._turns += turns
+            self._turns += self._turns < FIRST_TURNS
             if self._turns < FIRST_TURNS - 1:
-                return FIRST_TURNS - 1 - self._turns
-            now = monotonic_ns()
+                return 0
             if self._walk is None and now >= self._due and self.session.ring is not None:
-                if steps.on_backward is None and self._gradients is None:
-                    steps.watch_backward(self._backward_ended)
-                    return 1
+                if self.recorder.on_backward is None and self._gradients is None:
+                    self.recorder.on_backward = self._backward_ended
+                    return 0
                 self._walk = self._next_walk()
                 if self._walk is None:
-                    return 1
+                    return 0
             if self._walk is not None:
-                self._look(self._walk, now)
-                return 1
-            # As many turns as fit into what is left, by what they took since the last look.
-            each = (now - self._since) / max(self._turns - FIRST_TURNS, 1)
-            return min(max(int((self._due - now) / max(each, 1.0)), 1), MAX_TURNS)
+                self._go_on(self._walk, now)
+                return 0
+            return self._due
         except Exception as error:  # noqa: BLE001 - the training goes on without
             self._failed(error)
-            return MAX_TURNS
+            return NEVER
 
     def _failed(self, error: Exception) -> None:
         self._faults += 1
         self._gradients = self._walk = None
-        self.calls.steps.watch_backward(None)
+        self.recorder.on_backward = None
         self.session.fault("memory", error, fatal=False)
 
     # ---------------------------------------------------------------- gradients
 
-    def stepped(self, optimizer: Any) -> int:
-        """Measure at once, because an optimizer may have stepped for the first time. Return the time (ns) it took."""
+    def stepped(self, optimizer: Any) -> None:
+        """Measure at once, because an optimizer may have stepped for the first time."""
         began = monotonic_ns()
         try:
             if self._unstepped.pop(id(optimizer), None) is None or self._due == 0 or self._faults >= MAX_FAULTS:
-                return 0
-            if self.calls.steps.thread != get_ident():  # beside the training, or before its first call
+                return
+            if self.recorder.trains is not self.recorder.thread():  # beside the training, or before its first call
                 self._due = min(self._due, self._soonest)
-                return 0
+                return
             self._due = 0 if self._extra > 0 else min(self._due, self._soonest)
             self._extra -= 1
-            self.soon()
+            self.recorder.soon()
             if self._due == 0 and self._walk is None and self._gradients is None:
                 self._look_at_gradients(began)  # a script with only one step has no other backward pass
         except Exception as error:  # noqa: BLE001 - our fault must not reach the script's step
             self._failed(error)
-        return monotonic_ns() - began
 
-    def _backward_ended(self) -> int:
-        """Measure the gradients after a backward pass of a watched step. Return the time (ns) it took."""
-        began = monotonic_ns()
+    def _backward_ended(self) -> None:
+        """Measure the gradients after a backward pass of a watched step."""
         try:
             if self._passes < MAX_PASSES:
-                self._look_at_gradients(began)
+                self._look_at_gradients(monotonic_ns())
         except Exception as error:  # noqa: BLE001 - our fault must not reach the script's backward pass
             self._failed(error)
-        return monotonic_ns() - began
+
+    def _took(self, began: int) -> int:
+        """Write that this look has taken the time since `began`, and return when it is over."""
+        ended = monotonic_ns()
+        me = self.recorder.thread()
+        head = Kind.LOOK | me.head | me.inside << INSIDE_AT | self._looks << SITE_AT
+        self.recorder.write(head, began, ended - began)
+        return ended
 
     def _look_at_gradients(self, now: int) -> None:
         self._passes += 1
         known = self._gradients
         walk = known if known is not None and not known.over else Walk(self._models(), (), (GRADIENTS,))
         over = walk.go_on(now + SLICE_NS)
-        self._spent += monotonic_ns() - now
+        self._spent += self._took(now) - now
         if known is None or (over and walk.total(GRADIENTS) > known.total(GRADIENTS)):
             self._gradients = walk
 
@@ -221,45 +216,44 @@ class Memory:
                 return None
             found.go_on(monotonic_ns() + SLICE_NS)  # no backward pass follows: measure the gradients that are left
             return None
-        self.calls.steps.watch_backward(None)
+        self.recorder.on_backward = None
         kinds = (MODEL, GRADIENTS, STATES) if found is None else (MODEL, STATES)
         return Walk(self._models(), (one for known in self._optimizers if (one := known()) is not None), kinds)
 
     # ---------------------------------------------------------------- what
 
-    def _look(self, walk: Walk, now: int) -> None:
+    def _go_on(self, walk: Walk, now: int) -> None:
         """Continue the current measurement, and record the result once it is complete."""
         self._walk = None  # an exception ends it
         over = walk.go_on(now + SLICE_NS)
         self._slices += 1
+        self._looks += 1
         if over:
             self._say(walk, now)
         else:
             self._walk = walk
-        ended = monotonic_ns()
-        self.calls.steps.ours += ended - now
+        ended = self._took(now)
         self._spent += ended - now
         if over:
             self._due = ended + max(EVERY_NS, self._spent * MAX_SHARE)
             self._soonest = ended + max(SOON_NS, self._spent * MAX_SHARE)
-            self._since, self._turns = ended, FIRST_TURNS
             self._spent = self._slices = 0
             self._gradients = None
 
     def _say(self, walk: Walk, now: int) -> None:
-        step = self.calls.steps.number - 1
         if self._gradients is not None:
             walk.merge(self._gradients)
-        devices = self._devices(walk, step)
-        self._looked_at = step
+        devices = self._devices(walk)
+        self._looked_at = self._looks
         same = devices == self._said
         if not devices or (same and now - self._said_ns < SAME_NS):
             return
         self._said, self._said_ns = devices, now
         took = (self._spent + monotonic_ns() - now) / 1e6
-        self.session.event("memory", step=step, turns=self._slices, took_ms=took, devices=devices, absent={})
+        facts = {"turns": self._slices, "took_ms": took, "devices": devices, "absent": {}}
+        self.session.event("memory", "last", step=None, look=self._looks, **facts)
 
-    def _devices(self, walk: Walk, step: int) -> list[dict[str, Any]]:
+    def _devices(self, walk: Walk) -> list[dict[str, Any]]:
         held = walk.held
         held.pop("meta", None)
         statistics = _statistics()
@@ -280,7 +274,7 @@ class Memory:
                 does = "does not report its size" if many == 1 else "do not report their size"
                 absent[part] = f"{many:,} of its tensors {does} ({', '.join(names)}); the others hold {known}"
         if self._gradients is None and not walk.total(GRADIENTS):
-            absent.setdefault(_PARTS[GRADIENTS], _NO_BACKWARD if self.calls.steps.learns else _NO_BACKWARD_YET)
+            absent.setdefault(_PARTS[GRADIENTS], _NO_BACKWARD if self.recorder.learns else _NO_BACKWARD_YET)
         unstepped = any(ref() is not None for ref in self._unstepped.values())
         if self._forgotten:
             absent[_PARTS[STATES]] = (
@@ -316,8 +310,9 @@ class Memory:
         return {**one, **{part: None for part in _PARTS if part in absent}, "absent": absent}
 
     def _models(self) -> list[Any]:
-        found = (site.module() for site in list(self.calls.sites.values()))
-        return [module for module in found if module is not None]
+        found = [site.module() for site in list(self.sites.known.values())]
+        models = [one.module if isinstance(one, Functional) else one for one in found]
+        return [module for module in models if module is not None]
 
 
 def _statistics() -> dict[str, tuple[int, int, int]]:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from dpmon.record.wire import MODES
+from dpmon.span_ring import Word
 from dpmon.tracer.names import class_name
+from dpmon.tracer.recorder import Thread
 from dpmon.tracer.session import Session
 from dpmon.tracer.tables import buffers_of, modules_of, parameters_of
 from dpmon.tracer.virtual import Originals, VirtualDevices
@@ -94,20 +96,27 @@ class Modes:
     def poll(self) -> bool:
         """Take up a request, if somebody made one since the last time; called between calls only."""
         ring = self.session.ring
-        if ring is None or ring.request_serial == self.serial:
+        if ring is None or ring.words[Word.REQUEST] == self.serial:
             return False
-        self.serial = ring.request_serial
-        wanted = ring.request_mode
+        self.serial = ring.words[Word.REQUEST]
+        wanted = ring.words[Word.WANTED]
         if self.locked or wanted not in (DP, SINGLE):
             reason = "--mode script leaves the computation as it is written" if self.locked else "unknown mode"
             self.session.event("mode", mode=None, requested_by="user", refused=reason, reason=reason)
-            ring.acknowledge(self.serial, 0)
+            self._acknowledge(0)
             return False
         self.chosen = wanted
         self.by_user = True
         self._refused.clear()
         self._events = 0
         return True
+
+    def _acknowledge(self, mode: int) -> None:
+        """Tell readers which request was acted upon and which mode is in force now."""
+        ring = self.session.ring
+        if ring is not None:
+            ring.words[Word.MODE] = mode
+            ring.words[Word.ANSWERED] = self.serial
 
     def plan(self, module: torch.nn.Module, wrapper: bool) -> Plan:
         """Make the plan for `module`: a DataParallel (`wrapper`) or a bare root."""
@@ -128,7 +137,7 @@ class Modes:
         self.unannounced.append((class_name(module), plan))
         return plan
 
-    def failed(self, module: torch.nn.Module, reason: str, final: bool, call: int) -> Plan | None:
+    def failed(self, me: Thread, module: torch.nn.Module, reason: str, final: bool) -> Plan | None:
         """dp could not be done for one call; the plan to run that call by, None if a new one is to be made for good.
 
         A batch may be at fault (one row for BatchNorm), so the next call tries again; after MAX_FAILURES in a row, or
@@ -140,19 +149,19 @@ class Modes:
         self._refused[id(module)] = (weakref.ref(module), reason, count)
         if count >= MAX_FAILURES:
             return None
-        text = f"dp was not possible for call {call}, which ran on one device: {reason}"
-        self.session.local.tried = text, id(module), known
+        text = f"dp was not possible for call {{call}}, which ran on one device: {reason}"
+        me.tried = text, id(module), known
         return Plan(SINGLE, (str(_device_of(module) or "cpu"),), None, None, reason, True)
 
-    def tried(self, failed: bool) -> None:
+    def tried(self, me: Thread, failed: bool) -> None:
         """The call that ran on one device after dp had failed is over; `failed` says that it raised there too.
 
         Then it was the script's, and nothing against dp.
         """
-        text, key, before = self.session.local.tried
-        self.session.local.tried = None
+        text, key, before = me.tried
+        me.tried = None
         if not failed:
-            self.session.warn(text)
+            self.session.warn(text, "next")
         elif before is None:
             self._refused.pop(key, None)
         else:
@@ -163,21 +172,21 @@ class Modes:
         if self._refused:
             self._refused.pop(id(module), None)
 
-    def decide(self, runs_inside: bool, step: int, call: int) -> None:
+    def decide(self, runs_inside: bool) -> None:
         """The call of a root for which there was doubt is over; `runs_inside`: its own DataParallel ran in it."""
         made, self.doubtful = self.doubtful, []
         if not runs_inside:
             self.unannounced += made
-            self.announce(step, call)
+            self.announce()
 
-    def announce(self, step: int, call: int) -> None:
-        """Acknowledge and record the plans made since the last time; `call` is the first that runs by them."""
+    def announce(self) -> None:
+        """Acknowledge and record the plans made since the last time; the next call to end has them first."""
         made, self.unannounced = self.unannounced, []
         ring = self.session.ring
         if ring is None:
             return
         for root, plan in made:
-            ring.acknowledge(self.serial, plan.mode)
+            self._acknowledge(plan.mode)
             self._events += 1
             if self._events > MAX_EVENTS:
                 continue
@@ -186,8 +195,9 @@ class Modes:
                 self.session.warn(f"dp was asked for, but {root} runs on one device: {plan.reason}")
             self.session.event(
                 "mode",
-                step=step,
-                call=call,
+                "next",
+                step=None,
+                call=None,
                 root=root,
                 mode=MODES[plan.mode],
                 requested_by="user" if self.by_user else "start",

@@ -13,7 +13,7 @@
 | DataLoader.__iter__ | what it costs to start a loader |
 | torch.autograd._engine_run_backward | backward, however the script calls it |
 | torch.distributed.autograd.backward | backward across RPC, which has its own entry point |
-| the global optimizer step hooks | optimizer |
+| Optimizer.profile_hook_step | optimizer |
 | Optimizer.__init__ | whose state is in memory |
 | torch.distributed.init_process_group | the stage before the first call |
 | Tensor.to, Tensor.cuda, of a torch that was built for GPUs | copies to them |
@@ -30,7 +30,10 @@ from typing import Any
 
 import torch
 
+from dpmon.record.spans import Kind
+from dpmon.span_ring import SpanRing
 from dpmon.tracer import oom
+from dpmon.tracer.byhand import ByHand
 from dpmon.tracer.calls import Calls
 from dpmon.tracer.copies import Copies
 from dpmon.tracer.errors import uncaught
@@ -40,11 +43,14 @@ from dpmon.tracer.loaders import Loaders
 from dpmon.tracer.memory import Memory
 from dpmon.tracer.modes import Modes
 from dpmon.tracer.pause import Pause
+from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.roots import Roots
 from dpmon.tracer.session import Config, Session, rank_and_world
+from dpmon.tracer.sites import Sites
+from dpmon.tracer.split import Split
 from dpmon.tracer.startup import Startup
-from dpmon.tracer.steps import Steps
-from dpmon.tracer.timing import coming
+from dpmon.tracer.timing import Timing, coming, usable
+from dpmon.tracer.verbs import Verbs
 from dpmon.tracer.virtual import VERBS, Originals
 
 __all__ = ["install"]
@@ -73,49 +79,57 @@ def install() -> None:
     originals = Originals(data_parallel, scatter_gather)
     session = Session(Config.from_environment())
     _installed = True
-    steps = Steps(session)
+    recorder = Recorder(session)
     modes = Modes(session, originals)
-    calls = Calls(session, steps, modes, originals)
-    roots = Roots(session, calls)
-    memory = Memory(session, calls)
-    steps.on_close = memory.sharing(roots.turns_closed)
-    steps.on_step = memory.stepped
+    sites = Sites(session, modes)
+    calls = Calls(session, recorder, modes, sites, Split(session, recorder, modes, sites, originals))
+    by_hand = ByHand(session, recorder, modes, sites)
+    verbs = Verbs(recorder, originals, by_hand)
+    roots = Roots(session, recorder, calls)
+    memory = Memory(session, recorder, sites)
     loaders = Loaders(session)
     startup = Startup(session)
-    steps.on_first_fetch, steps.on_first_fetched = startup.fetch_begins, startup.fetch_ends
+    recorder.on_first_fetch, recorder.on_first_fetched = startup.fetch_begins, startup.fetch_ends
 
     def idle() -> None:  # batches come, but no call is seen
-        calls.heal()
+        recorder.heal()
         roots.watch(missed=True)
 
     def another() -> None:  # a loop is over, or an optimizer or a module was made
         if roots.expect():
-            memory.soon()
+            recorder.soon()
 
-    steps.on_idle = idle
-    steps.on_end = memory.on_optimizer = roots.on_made = another
-    calls.on_site = memory.new_model
-    steps.on_pause = Pause(session).wait
-    steps.on_unseen = roots.unseen
+    recorder.on_idle, recorder.on_unseen = idle, roots.unseen
+    recorder.on_loop_over = memory.on_optimizer = roots.on_made = another
+    recorder.on_look = lambda now: min(roots.look(now), memory.look(now))
+    recorder.on_step = memory.stepped
+    recorder.on_pause = Pause(session, recorder).wait
+    sites.on_site = memory.new_model
+
+    def on_gpus() -> None:
+        if recorder.timing is None and usable():
+            recorder.timing = Timing(recorder)
+
+    sites.on_gpus = on_gpus
 
     for number, name in enumerate((*VERBS, "scatter")):
-        _everywhere(originals.all[number], name, calls.verb(number))
+        _everywhere(originals.all[number], name, verbs.traced(number))
     for number, name in enumerate(("Scatter", "Broadcast", "Gather"), 5):
-        getattr(originals.functions, name).apply = calls.verb(number)
+        getattr(originals.functions, name).apply = verbs.traced(number)
     _everywhere(originals.data_parallel, "data_parallel", calls.functional(originals.data_parallel))
     torch.nn.DataParallel.__init__ = _constructing(construct, modes, calls)  # type: ignore[method-assign]
-    torch.nn.DataParallel.forward = calls.wrapper_forward(forward)  # type: ignore[method-assign]
-    loader._BaseDataLoaderIter.__next__ = steps.fetching(fetch)
+    torch.nn.DataParallel.forward = calls.forward(forward)  # type: ignore[method-assign]
+    loader._BaseDataLoaderIter.__next__ = recorder.phase(Kind.FETCH, fetch)
     loader.DataLoader.__iter__ = loaders.iterating(iterate)
-    autograd._engine_run_backward = steps.going_back(backward)
+    autograd._engine_run_backward = recorder.phase(Kind.BACKWARD, backward)
     across = sys.modules.get("torch.distributed.autograd")  # a build without RPC has no such function
     if hasattr(across, "backward"):
-        across.backward = steps.going_back(across.backward)  # type: ignore[union-attr]
-    before_step, after_step = steps.optimizer_hooks()
+        across.backward = recorder.phase(Kind.BACKWARD, across.backward)  # type: ignore[union-attr]
+    hook_step = optimizer.Optimizer.profile_hook_step
+    # torch wraps the step of each class once. Ours goes around it: it sees exceptions, which torch's hooks do not.
+    optimizer.Optimizer.profile_hook_step = staticmethod(lambda step: recorder.phase(Kind.OPTIMIZER, hook_step(step)))
     optimizer.Optimizer.__init__ = memory.constructing(optimizer.Optimizer.__init__)
-    optimizer.register_optimizer_step_pre_hook(before_step)
-    optimizer.register_optimizer_step_post_hook(after_step)
-    Copies(session, steps).install()
+    Copies(session, recorder).install()
     roots.listen()
     try:
         startup.install()
@@ -124,8 +138,8 @@ def install() -> None:
     roots.watch()
     queued = getattr(torch.cuda, "_queued_calls", None)  # run when CUDA comes up
     if isinstance(queued, list):
-        queued += [(coming.set, []), (calls.go_long, [])]
-    _at_the_end(session, steps, modes, calls, memory, loaders)
+        queued += [(coming.set, []), (sites.all_may_move, [])]
+    _at_the_end(session, recorder, modes, sites, by_hand, memory, loaders)
     try:
         # A compiled DataParallel must begin with its forward: it is compiled as it is written, not traced.
         hide_from_dynamo(torch.nn.DataParallel.forward.__code__)
@@ -161,11 +175,18 @@ def _constructing(original: Callable[..., Any], modes: Modes, calls: Calls) -> C
     return named_like(__init__, original)
 
 
-def _at_the_end(session: Session, steps: Steps, modes: Modes, calls: Calls, memory: Memory, loaders: Loaders) -> None:
+def _at_the_end(
+    session: Session,
+    recorder: Recorder,
+    modes: Modes,
+    sites: Sites,
+    by_hand: ByHand,
+    memory: Memory,
+    loaders: Loaders,
+) -> None:
     def at_exit() -> None:
-        calls.by_hand.flush()
         loaders.at_exit()
-        steps.at_exit()
+        recorder.at_exit()
         try:
             ending = uncaught(rank_and_world()[0])
             if ending is not None:  # it shows which of many processes ended the run, and why
@@ -177,9 +198,9 @@ def _at_the_end(session: Session, steps: Steps, modes: Modes, calls: Calls, memo
 
     atexit.register(at_exit)
 
-    def opened() -> None:
-        if session.ring is not None:
-            steps.attach(session.ring)
+    def opened(ring: SpanRing) -> None:
+        recorder.opened(ring)
+        memory.opened()
         loaders.opened()
         oom.watch(session)
         # A child of multiprocessing ends by os._exit, after its own finalizers.
@@ -192,9 +213,10 @@ def _at_the_end(session: Session, steps: Steps, modes: Modes, calls: Calls, memo
 
     def forked() -> None:
         session.after_fork()
-        steps.reset()
+        recorder.reset()
         modes.reset()
-        calls.reset()
+        sites.reset()
+        by_hand.reset()
         memory.reset()
         loaders.reset()
 

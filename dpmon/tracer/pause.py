@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from dpmon.ring import Activity, Ring
+from dpmon.record.spans import Kind
+from dpmon.span_ring import SpanRing, Word
+from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session
 
 __all__ = ["Pause"]
@@ -33,13 +35,14 @@ _RANKS = (
 class Pause:
     """The pauses of one process."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, recorder: Recorder) -> None:
         self.session = session
+        self.recorder = recorder
         self._asked = 0
         """The last request that was seen."""
 
-    def wait(self, step: int) -> None:
-        """Take up what was asked for after `step`, and wait while it is a pause.
+    def wait(self) -> None:
+        """Take up what was asked for, and wait while it is a pause.
 
         Raises what a signal handler of the script raises; then this pause is over, whatever is still asked for, so
         that the script can come to its end.
@@ -48,33 +51,33 @@ class Pause:
         if ring is None:
             return
         words = ring.words
-        self._asked = asked = words[Ring.PAUSE]
+        self._asked = asked = words[Word.PAUSE]
         try:
             if asked & 1:
                 refused = _ranks(session) or _nobody(session)
                 if refused is None:
-                    self._wait(ring, step)
+                    self._wait(ring)
                 else:
-                    session.event("pause", paused=False, step=step, paused_s=0.0, reason=None, refused=refused)
+                    session.event("pause", "last", paused=False, step=None, paused_s=0.0, reason=None, refused=refused)
         finally:
-            words[Ring.PAUSE_ANSWERED] = words[Ring.PAUSE] if words[Ring.PAUSE] & 1 == 0 else self._asked
+            words[Word.PAUSED] = words[Word.PAUSE] if words[Word.PAUSE] & 1 == 0 else self._asked
 
-    def _wait(self, ring: Ring, step: int) -> None:
-        session, words = self.session, ring.words
+    def _wait(self, ring: SpanRing) -> None:
+        session, words, me = self.session, ring.words, self.recorder.thread()
         began = looked = monotonic_ns()
         reason: str | None = "interrupted"
         try:
-            session.event("pause", paused=True, step=step, paused_s=None, reason=None, refused=None)
+            session.event("pause", "last", paused=True, step=None, paused_s=None, reason=None, refused=None)
             while True:
-                self._asked = asked = words[Ring.PAUSE]
+                self._asked = asked = words[Word.PAUSE]
                 if not asked & 1:
                     reason = None
                     break
-                words[Ring.PAUSE_ANSWERED] = asked
-                ring.activity(Activity.PAUSED, began)
+                words[Word.PAUSED] = asked
+                words[me.word] = began << 8 | Kind.PAUSE
                 sleep(POLL_S)
-                if session.timing is not None:
-                    session.timing.read()
+                if self.recorder.timing is not None:
+                    self.recorder.timing.read()
                 now = monotonic_ns()
                 if now - looked >= LOOK_NS:
                     looked = now
@@ -84,13 +87,14 @@ class Pause:
                         break
                     reason = "interrupted"
         except BaseException:
-            self._asked = words[Ring.PAUSE]
+            self._asked = words[Word.PAUSE]
             raise
         finally:
             now = monotonic_ns()
-            ring.activity(Activity.OTHER, now)
+            words[me.word] = now << 8
+            self.recorder.write(Kind.PAUSE | me.head, began, now - began)
             paused_s = (now - began) / 1e9
-            session.event("pause", paused=False, step=step, paused_s=paused_s, reason=reason, refused=None)
+            session.event("pause", "last", paused=False, step=None, paused_s=paused_s, reason=reason, refused=None)
 
 
 def _ranks(session: Session) -> str | None:

@@ -6,79 +6,99 @@ so that nothing of ours is ever seen on the script's module, nor pickled or copi
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
 from dpmon.tracer.frames import drop_frames
-from dpmon.tracer.session import Memo, Session
+from dpmon.tracer.recorder import Recorder, Thread
+from dpmon.tracer.session import Memo
+from dpmon.tracer.sites import Site
 from dpmon.tracer.sizes import gathers
 
-if TYPE_CHECKING:
-    from dpmon.tracer.events import Span
-    from dpmon.tracer.timing import CallTimes
-
-__all__ = ["KEY", "Probe", "Watch"]
+__all__ = ["KEY", "ODD", "ROWS", "Probe", "Unsuited", "Watch"]
 
 KEY = -7061
 """torch counts hooks up from 0, so a negative number is nobody else's."""
+ROWS = "return one row per input row, and compute the loss outside the model"
+"""What a script must do so that dp works."""
+ODD = f"{ROWS}: the model returns a scalar, or more than tensors, which DataParallel would change"
+
+
+class Unsuited(Exception):
+    """A bare root whose results would mean something else to the script under dp; the text says why."""
 
 
 class Probe:
-    """What one replica did in one call: definitions of its sizes, 0 unknown; monotonic ns, 0 if it was not seen."""
+    """Sees what one replica does in one call."""
 
-    __slots__ = ("began", "ended", "index", "inputs", "memos", "module", "nested", "outputs", "span", "watch")
+    __slots__ = ("_around", "_began", "_inputs", "_mark", "_memos", "_nested", "_watch", "index", "module")
 
-    def __init__(self, watch: Watch, memos: tuple[Memo, Memo]) -> None:
-        self.watch = watch
-        self.memos = memos
+    def __init__(self, watch: Watch, index: int, memos: tuple[Memo, Memo]) -> None:
+        self._watch = watch
+        self._memos = memos
+        self.index = index
         self.module: Any = None
         """What it runs, where that is no replica of torch's making (`over`)."""
-        self.inputs = self.outputs = 0
-        self.nested = 0
+        self._inputs = self._began = 0
+        self._nested = 0
         """Calls of it that have begun and not returned."""
-        self.began = self.ended = 0
-        self.index = len(watch.probes)
-        self.span: Span | None = None
-        """What it takes on its device, if that is a GPU."""
+        self._around = 0
+        """What its thread was in before."""
+        self._mark: Any = None
+        """Its time on its device, if that is a GPU."""
 
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: runs on the replica's thread, and must change nothing.
 
         A module may call itself: it is the outermost call that says what the replica was given and what it returned.
         """
-        session = self.watch.session
+        recorder = self._watch.recorder
         try:
-            session.local.depth += 2
-            self.nested += 1
-            if self.nested > 1:
+            self._nested += 1
+            if self._nested > 1:
                 return
-            self.outputs = 0
-            self.inputs = session.inputs(args, kwargs, self.memos[0])
-            if self.watch.times is not None:
-                self.span = self.watch.times.begin_replica(self.index)
+            me = recorder.thread()
+            self._around, me.inside = me.inside, Kind.REPLICA  # inside a replica nothing is a root
+            self._inputs = recorder.session.inputs(args, kwargs, self._memos[0])
+            if recorder.timing is not None:
+                self._mark = recorder.timing.replica_begins(self._watch.site, self.index)
         except Exception as error:  # noqa: BLE001 - sizes are not worth a training
-            session.fault("hooks", error)
-        self.began = monotonic_ns()
+            recorder.session.fault("hooks", error)
+        self._began = monotonic_ns()
 
     def leave(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Forward hook."""
+        """Forward hook; torch calls it with None for a replica that raised."""
         now = monotonic_ns()
-        watch = self.watch
-        session = watch.session
+        watch = self._watch
+        recorder = watch.recorder
         try:
-            session.local.depth -= 2
-            self.nested -= 1
-            if self.nested:
+            if not self._nested:
                 return
-            self.ended = now
-            if watch.times is not None:
-                watch.times.end_replica(self.span)
-            self.outputs = session.outputs(result, self.memos[1])
+            self._nested -= 1
+            if self._nested:
+                return
+            recorder.thread().inside = self._around
+            if result is None and sys.exc_info()[1] is not None:
+                self._write(now, 0, Flag.FAILED)
+                return
+            self._write(now, recorder.session.outputs(result, self._memos[1]), 0)
             if watch.odd is False and not gathers(result):
                 watch.odd = True
         except Exception as error:  # noqa: BLE001 - sizes are not worth a training
-            session.fault("hooks", error)
+            recorder.session.fault("hooks", error)
+
+    def _write(self, now: int, outputs: int, flags: int) -> None:
+        watch, mark = self._watch, self._mark
+        head = Kind.REPLICA | watch.head | self.index << SITE_AT | flags << FLAGS_AT
+        if mark is not None:
+            head |= mark.abandon() if flags else mark.end()
+        number = watch.recorder.write(head, self._began, now - self._began, self._inputs | outputs << 32)
+        if mark is not None:
+            mark.written(number)
+        watch.ran += 1
 
     def hook(self, replica: Any) -> None:
         """Put the two hooks on a replica, after those that the script has put on its module."""
@@ -86,70 +106,84 @@ class Probe:
         for name, hook in (("_forward_pre_hooks", self.enter), ("_forward_hooks", self.leave)):
             own[name] = hooks = OrderedDict(own[name])
             hooks[KEY] = hook
-        for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs"):
+        for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
             own[name] = OrderedDict(own[name])
             own[name][KEY] = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run what this probe was put over, as parallel_apply would."""
         self.enter(None, args, kwargs)
-        result: Any = None
-        entered = True
         try:
             result = self.module(*args, **kwargs)
-            self.leave(None, args, kwargs, result)
-            entered = False
-            return result
         except BaseException as error:
+            self.raised()
             drop_frames(error)
             args, kwargs = (), {}
             raise
-        finally:
-            if entered:  # it raised
-                self.ended = monotonic_ns()
-                self.nested = 0
-                self.watch.session.local.depth -= 2
+        self.leave(None, args, kwargs, result)
+        return result
+
+    def raised(self) -> None:
+        """What it runs has raised, on this thread. Never raises."""
+        try:
+            self._nested = 0
+            self._watch.recorder.thread().inside = self._around
+            self._write(monotonic_ns(), 0, Flag.FAILED)
+        except Exception as error:  # noqa: BLE001 - the script's own error goes first
+            self._watch.recorder.session.fault("hooks", error, fatal=False)
 
 
 class Watch:
-    """What the replicas of one call did."""
+    """What the replicas of one call do."""
 
-    __slots__ = ("memos", "odd", "probes", "session", "times")
+    __slots__ = ("_memos", "_probes", "head", "odd", "ran", "recorder", "site")
 
-    def __init__(self, session: Session, memos: list[tuple[Memo, Memo]], strict: bool) -> None:
-        """`memos`: what each place saw last, kept between calls. `strict`: look for what gather does not keep."""
-        self.session = session
+    def __init__(self, recorder: Recorder, me: Thread, site: Site, strict: bool) -> None:
+        """`me`: the thread that makes the call. `strict`: look for what gather does not keep."""
+        self.recorder = recorder
+        self.site = site
+        self.head = me.head | site.kind << INSIDE_AT
         self.odd: bool | None = False if strict else None
         """Whether a replica returned something that torch's gather would turn into something else."""
-        self.memos = memos
-        self.probes: list[Probe] = []
-        self.times: CallTimes | None = None
+        self._memos = site.replicas
+        """What each replica saw last, kept between calls."""
+        self._probes: list[Probe] = []
+        self.ran = 0
+        """Replicas that have run."""
+
+    @property
+    def hooked(self) -> bool:
+        """Whether there are probes."""
+        return bool(self._probes)
+
+    def _probe(self, index: int) -> Probe:
+        while len(self._memos) <= index:
+            self._memos.append((Memo(), Memo()))
+        probe = Probe(self, index, self._memos[index])
+        self._probes.append(probe)
+        return probe
 
     def over(self, modules: Any) -> list[Probe]:
         """Stand-ins for whatever parallel_apply is to call, where replicas could not be hooked; in this order."""
-        while len(self.memos) < len(modules):
-            self.memos.append((Memo(), Memo()))
-        for module, memos in zip(modules, self.memos, strict=False):
-            probe = Probe(self, memos)
-            probe.module = module
-            self.probes.append(probe)
-        return self.probes
+        for index, module in enumerate(modules):
+            self._probe(index).module = module
+        return self._probes
+
+    def around(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of parallel_apply, with a stand-in over each of its modules."""
+        if args and isinstance(args[0], (list, tuple)):
+            return (self.over(args[0]), *args[1:]), kwargs
+        if isinstance(kwargs.get("modules"), (list, tuple)):
+            return args, {**kwargs, "modules": self.over(kwargs["modules"])}
+        return args, kwargs
 
     def expect(self, replicas: list[Any]) -> None:
         """Hook these replicas, numbered in this order."""
-        while len(self.memos) < len(replicas):
-            self.memos.append((Memo(), Memo()))
-        for replica, memos in zip(replicas, self.memos, strict=False):
-            probe = Probe(self, memos)
-            probe.hook(replica)
-            self.probes.append(probe)
-
-    def release(self) -> None:
-        """Drop the references to the modules that parallel_apply ran, once it is over."""
-        for probe in self.probes:
-            probe.module = None
+        for index, replica in enumerate(replicas):
+            self._probe(index).hook(replica)
 
     def close(self) -> None:
         """Break the reference cycle of probes and watch after the call, so that no object waits for a collection."""
-        self.release()
-        self.probes = []
+        for probe in self._probes:
+            probe.module = None
+        self._probes = []

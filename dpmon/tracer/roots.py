@@ -18,25 +18,26 @@ from typing import Any
 
 import torch
 
+from dpmon.record.spans import Kind
 from dpmon.tracer.calls import Calls
-from dpmon.tracer.frames import first_argument, named_like
+from dpmon.tracer.frames import first_argument
 from dpmon.tracer.names import class_name
-from dpmon.tracer.plain import short_way
+from dpmon.tracer.recorder import Recorder, Thread
 from dpmon.tracer.session import Session
+from dpmon.tracer.sites import Site
 from dpmon.tracer.tables import MODULES, modules_of, parameters_of, values_of
 
 __all__ = ["Roots"]
 
 Module = torch.nn.Module
 
-WATCH_TURNS = 16
-"""Turns without a new root after which the watch ends."""
-WATCH_EVERY, WATCH_EVERY_SHORT = 256, 4096
-"""Turns between two short watches, for roots that appear later: more of them if they are short, up to a second's worth.
+WATCH_STEPS = 16
+"""Steps without a new root after which the watch ends."""
+WATCH_EVERY_NS = 2_000_000_000
+"""Between two short watches, of a step each, for roots that appear later.
 
-A watch changes the class of all modules, and Python looks up anew what it knew of them: some turns are slower for it.
+A watch changes the class of all modules, and Python looks up anew what it knew of them: some steps are slower for it.
 """
-
 
 MAX_MADE = 1 << 14
 """Most modules that are remembered (weakly) between two watches; beyond that the oldest are forgotten."""
@@ -72,12 +73,13 @@ class _RootCall:
 class Roots:
     """The watch over one process's modules."""
 
-    def __init__(self, session: Session, calls: Calls) -> None:
+    def __init__(self, session: Session, recorder: Recorder, calls: Calls) -> None:
         self.session = session
+        self.recorder = recorder
         self.calls = calls
         self.original: Callable[..., Any] = torch.nn.Module.__call__
-        self.called = short_way(calls, self.original, self._slow)
-        self.watcher = named_like(short_way(calls, self.original, self._slow), self.original)
+        self.called = calls.wrapper(self.original, self._other, self._site_of, root=True)
+        self.watcher = calls.wrapper(self.original, self._other, self._site_of, root=True)
         self._classes: dict[int, Any] = {}
         """Weak references to the classes of the roots that were found, by id.
 
@@ -86,8 +88,10 @@ class Roots:
         """
         self._verdicts: dict[int, tuple[Any, bool]] = {}
         self._watching = False
-        self._rested = (0, 0)
-        """Turn and time (monotonic, ns) of the last end of a watch."""
+        self._left = WATCH_STEPS
+        """Steps after which the watch ends, if no new root turns up."""
+        self._due = 0
+        """When to watch again (monotonic ns)."""
         self._expected = 0
         """How often another model was expected, and (monotonic, ns) when it was last."""
         self._expected_ns = 0
@@ -105,42 +109,33 @@ class Roots:
         self.on_made: Callable[[], object] = lambda: None
         """Called when a module is made while no watch is active."""
 
-    def _slow(self, module: Any, args: Any, kwargs: Any) -> Any:
-        """A module's call that the short way does not take; the caller takes our frames out of a traceback."""
-        try:
-            root = self._starts_call(module)
-        except Exception as error:  # noqa: BLE001 - ours must not reach the script
-            self.session.fault("roots", error)
-            root = False
-        if root:
-            return self.calls.root_call(self.original, module, args, kwargs)
+    def _other(self, module: Any, me: Thread, args: Any, kwargs: Any) -> Any:
+        """The call of a module that is not recorded; the caller takes our frames out of a traceback."""
         if "_is_replica" not in module.__dict__:
             return self.original(module, *args, **kwargs)
-        local = self.session.local
-        local.depth += 2  # inside a replica nothing is a root
+        around = me.inside
         try:
+            me.inside = Kind.REPLICA  # inside a replica nothing is a root
             return self.original(module, *args, **kwargs)
         finally:
-            local.depth -= 2
+            me.inside = around
 
-    def _starts_call(self, module: Any) -> bool:
-        """Whether this is the outermost call of a module worth recording."""
-        session, steps = self.session, self.calls.steps
-        if session.local.depth or session.off or steps.inside() or torch._C._current_graph_task_id() != -1:
-            return False  # the last: autograd runs it again for a checkpoint, on whichever thread
-        if not self._is_root(module):
-            return False
+    def _site_of(self, module: Any, me: Thread, args: Any) -> Site | None:
+        """What is to be known of a module's calls; None if it is not worth recording."""
+        if not self._is_root(module) or not self.session.ready():
+            return None
         kind = type(module)
         if not self._is_known(kind):
             self._found = True
             if self._missed and self._late < MAX_LATE and id(module) not in self._made:
                 self._late += 1
-                self._warn(
-                    f"{class_name(module)} was called by the script at step {steps.number}, the first call that dpmon "
-                    "saw: earlier calls of it, if any, are not in the record"
+                self.session.warn(
+                    f"{class_name(module)} was called by the script at step {{step}}, the first call that dpmon saw: "
+                    "earlier calls of it, if any, are not in the record",
+                    "next",
                 )
             self._register(kind, called=True)
-        return True
+        return self.calls.sites.ready(self.calls.sites.of_root(module, args))
 
     def _is_root(self, module: Any) -> bool:
         known = self._verdicts.get(id(module))
@@ -277,24 +272,25 @@ class Roots:
         self._expected += 1
         self._expected_ns = now
         self.watch()
+        self._left = 1
         return self._watching
 
-    def turns_closed(self) -> int:
-        """Called after some turns of the loop, to start or end a watch; returns after how many to be called again."""
-        if self._watching and self._found:
-            self._found = False
-            return WATCH_TURNS
+    def look(self, now: int) -> int:
+        """Called when a step may have ended, to start or end a watch; returns when to call again (monotonic ns)."""
         if self._watching:
+            if self._found:
+                self._found = False
+                self._left = WATCH_STEPS
+            self._left -= 1
+            if self._left > 0:
+                return 0
             self.rest()
-            return max(WATCH_EVERY, min(WATCH_EVERY_SHORT, self._turns_a_second()))
-        self.watch(missed=True)
-        return 1
-
-    def _turns_a_second(self) -> int:
-        steps = self.calls.steps
-        turns, since = self._rested
-        self._rested = steps.number, steps.start
-        return (steps.number - turns) * 1_000_000_000 // max(steps.start - since, 1)
+            self._due = now + WATCH_EVERY_NS
+        elif now >= self._due:
+            self.watch(missed=True)
+            self._left = 1
+            return 0
+        return self._due
 
 
 def _is_model(module: Any) -> bool:

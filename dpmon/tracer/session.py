@@ -1,4 +1,4 @@
-"""This process's record: the ring, what has been defined in it, and what becomes of our own faults.
+"""This process's record: its ring of spans, the lines beside it, and what becomes of our own faults.
 
 One `Session` a process. The ring is opened at the first traced call, so that processes that never make one (DataLoader
 workers, compile workers, launchers) leave no trace; a forked child starts afresh.
@@ -13,33 +13,34 @@ import platform
 import signal
 import sys
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from dpmon.record.wire import PLAIN_WORDS, STEP_WORDS, pack_definition, pack_event, shortened
-from dpmon.ring import DEFAULT_CAPACITY, Ring
+from dpmon.record.spans import MAX_SITE
+from dpmon.record.wire import packed_json, shortened
+from dpmon.span_ring import SLOTS, SpanRing
 from dpmon.tracer import sizes
 from dpmon.tracer.errors import in_a_line
-from dpmon.tracer.inject import note
+from dpmon.tracer.inject import append, note
 
-if TYPE_CHECKING:
-    from dpmon.tracer.timing import Timing
-
-__all__ = ["Config", "Local", "Memo", "Session", "raise_from_signal"]
+__all__ = ["Config", "Memo", "Session", "raise_from_signal", "rank_and_world"]
 
 Tensor = torch.Tensor
 
-_IN_ORDER = frozenset(("mode", "pause"))
-"""Events that divide the steps before them from those after."""
 MAX_FAULTS = 3
 MAX_KNOWN = 1 << 14
+MAX_LINES = 1 << 26
+"""Bytes of lines of one process at most: what comes later has no sizes, and no event."""
+RETRY_NS = 1_000_000_000
+"""Between two attempts to write a line, when there was no room for one."""
 MAX_PROCESSES = 512
 MAX_TRIES = 1 << 14
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+SMALL_SLOTS = 4 << 10
 LARGE_RINGS = 8
 """Processes with a ring of full size; a run that forks hundreds of short children must not fill the disk."""
 
@@ -77,33 +78,12 @@ class Config:
 class Memo:
     """The last lone tensor's shape seen at one place, with the number of its definition."""
 
-    __slots__ = ("dtype", "epoch", "number", "rows", "shape")
+    __slots__ = ("dtype", "number", "shape")
 
     def __init__(self) -> None:
         self.shape: Any = None
         self.dtype: Any = None
         self.number = 0
-        self.rows = -1
-        """Along dimension 0."""
-        self.epoch = -1
-
-
-class Local(threading.local):
-    """What a thread is in: how deep in traced calls, and the call whose phases it runs."""
-
-    depth: int = 0
-    call: Any = None
-    root: Any = None
-    verb: bool = False
-    """Whether it is in scatter, replicate or gather: what these call of each other is no phase of its own."""
-    hand: Any = None
-    """What the script has composed by hand so far: see dpmon.tracer.byhand."""
-    tried: Any = None
-    """What to say of the attempt at dp that has failed for the call under way: see dpmon.tracer.modes."""
-
-    def clear(self) -> None:
-        """This thread is in nothing; the wrappers hold this very object, so it is not replaced."""
-        self.depth, self.call, self.root, self.verb, self.hand, self.tried = 0, None, None, False, None, None
 
 
 class Session:
@@ -111,18 +91,11 @@ class Session:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.local = Local()
         self.off = False
-        self.ring: Ring | None = None
-        self.timing: Timing | None = None
-        """Once a call runs on a GPU: what devices take, and the records that wait for it."""
-        self._parents: list[object] = []
         self.process = -1
         self.rank: int | None = None
         self.world: int | None = None
-        self.on_open: Callable[[], None] = lambda: None
-        self.on_change: Callable[[], None] = lambda: None
-        """Called when what is remembered of the definitions is void, and when the tracer gives up."""
+        self.on_open: Callable[[SpanRing], None] = lambda ring: None
         self._forget()
 
     def _forget(self) -> None:
@@ -131,24 +104,19 @@ class Session:
         self._opening = False
         self._tries = 0
         """How often no file descriptor was free to open the ring; the script may free one later."""
-        self._numbers = itertools.count(1)
+        self._layouts, self._sizes = itertools.count(1), itertools.count(MAX_SITE + 1)
+        """Numbers of definitions; those of layouts and stages have to fit into a span's site."""
         self._known: dict[Hashable, int] = {}
-        self._live: dict[Hashable, int] = {}
-        self._rows: dict[tuple[int, int, int], int] = {}
-        self._signatures: dict[int, Hashable] = {}
-        self.renew_at = 0
-        self.epoch = 0
-        """How often the definitions were written afresh; a number remembered from an earlier epoch is to be defined."""
+        self._retry_ns = 0
+        """When a line may be written again (monotonic)."""
+        self._torn = False
+        """Whether the last line may have been written in part."""
         self._faults: dict[str, int] = {}
-        self.ring = None
+        self.ring: SpanRing | None = None
 
     def after_fork(self) -> None:
         """In a forked child: a process of its own, which has recorded nothing yet."""
-        if self.timing is not None:
-            self._parents.append(self.timing)  # its events are not this process's to give back to the driver
-            self.timing = None
         self._forget()
-        self.local.clear()
         self.off = False
 
     # ---------------------------------------------------------------- the ring
@@ -168,7 +136,7 @@ class Session:
             if self.ring is None:
                 self._opening = True
                 try:
-                    self._open()
+                    ring = self._open()
                 except OSError as error:
                     if error.errno in _NO_DESCRIPTOR and self._tries < MAX_TRIES:
                         self._tries += 1
@@ -178,36 +146,31 @@ class Session:
                     return False
                 finally:
                     self._opening = False
-        self.on_open()
+                self.ring = ring
+                self.event("process", **self._describe())
+                self.on_open(ring)
         return True
 
-    def _open(self) -> None:
+    def _open(self) -> SpanRing:
         self.rank, self.world = rank_and_world()
         for number in range(MAX_PROCESSES):
-            path = os.path.join(self.config.directory, f"process-{number}.ring")
             try:
-                ring = Ring(
-                    path,
+                ring = SpanRing(
+                    os.path.join(self.config.directory, f"process-{number}.ring"),
                     process=number,
                     rank=-1 if self.rank is None else self.rank,
                     world=-1 if self.world is None else self.world,
                     start_ns=self.config.start_ns,
-                    capacity=DEFAULT_CAPACITY if number < LARGE_RINGS else 1 << 18,
+                    slots=SLOTS if number < LARGE_RINGS else SMALL_SLOTS,
                 )
             except FileExistsError:
                 continue
             self.process = number
-            self.renew_at = ring.capacity // 4
-            ring.staging(PLAIN_WORDS, STEP_WORDS)
-            ring.write(pack_event("process", self._describe(number)))
-            self.ring = ring
-            return
+            return ring
         raise OSError(f"more than {MAX_PROCESSES} processes in one run")
 
-    def _describe(self, number: int) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         return {
-            "process": number,
-            "rank": self.rank,
             "world": self.world,
             "pid": os.getpid(),
             "argv": [shortened(str(argument)) for argument in sys.argv[:32]],
@@ -215,27 +178,51 @@ class Session:
             "torch": str(torch.__version__),
             # Asking whether CUDA is available may initialise the driver, which forked children do not survive.
             "device_kind": "cuda" if torch.cuda.is_initialized() else "cpu",  # type: ignore[no-untyped-call]
-            "t_s": self.clock_s(),
         }
 
-    def clock_s(self) -> float:
-        """Seconds since the run's start."""
-        return (monotonic_ns() - self.config.start_ns) / 1e9
+    # ---------------------------------------------------------------- lines
 
-    def event(self, kind: str, **data: Any) -> None:
-        """Write a rare record of this process."""
+    def _line(self, value: Mapping[str, Any]) -> bool:
+        """Append a line to the process's file; False if it could not be written, or is too long."""
+        now = monotonic_ns()
+        if now < self._retry_ns:
+            return False
+        data = (b"\n" if self._torn else b"") + packed_json(value) + b"\n"
+        self._torn = True  # until it is known that it is not
+        try:
+            if append(self.config.directory, f"process-{self.process}.jsonl", data, MAX_LINES):
+                self._torn = False
+                return True
+        except Exception as error:  # noqa: BLE001 - a full disk, a deleted directory
+            raise_from_signal(error)
+        self._retry_ns = now + RETRY_NS
+        return False
+
+    def say(self, **data: Any) -> None:
+        """Write a line that is for the assembler only."""
         if self.ring is not None:
-            common = {"process": self.process, "rank": self.rank, "t_s": self.clock_s()}
-            payload = pack_event(kind, {**common, **data})
-            if self.timing is not None and kind in _IN_ORDER:
-                self.timing.in_order(payload)
-            else:
-                self.ring.write(payload)
+            with self._lock:
+                self._line(data)
 
-    def warn(self, text: str) -> None:
+    def event(self, kind: str, fill: str | None = None, **data: Any) -> None:
+        """Write a rare record of this process.
+
+        `fill`: whose numbers of step and call it is to be given: those of the "next" call, or the "last" ones.
+        """
+        if self.ring is not None:
+            now = monotonic_ns()
+            common: dict[str, Any] = {"kind": kind, "process": self.process, "rank": self.rank}
+            common["t_s"] = (now - self.config.start_ns) / 1e9
+            line = {**common, **data, "at": now}
+            if fill is not None:
+                line["fill"] = fill
+            with self._lock:
+                self._line(line)
+
+    def warn(self, text: str, fill: str | None = None) -> None:
         """Tell whoever watches; never the script."""
         if self.ring is not None:
-            self.event("warning", text=text)
+            self.event("warning", fill, text=text)
         else:
             note(text, "warnings.log")
 
@@ -246,15 +233,10 @@ class Session:
         try:
             if torch._C._len_torch_function_stack():
                 with torch._C.DisableTorchFunction():  # a mode of the script's would see us look
-                    return self._sizes("0", sizes.signature_of_call(args, kwargs), None)
-            if len(args) == 1 and not kwargs:
-                value = args[0]
-                if type(value) is Tensor:
-                    shape, dtype = value.shape, value.dtype
-                    if shape == memo.shape and dtype is memo.dtype and memo.epoch == self.epoch:
-                        return memo.number
-                    return self._sizes("0", (shape, dtype), memo)
-            return self._sizes("0", sizes.signature_of_call(args, kwargs), None)
+                    return self.sizes("0", sizes.signature_of_call(args, kwargs))
+            if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
+                return self._lone("0", args[0], memo)
+            return self.sizes("0", sizes.signature_of_call(args, kwargs))
         except Exception as error:  # noqa: BLE001 - anything may be passed to a module
             self.fault("sizes", error, fatal=False)
             return 0
@@ -264,67 +246,43 @@ class Session:
         try:
             if torch._C._len_torch_function_stack():
                 with torch._C.DisableTorchFunction():
-                    return self._sizes("", sizes.signature_of_value(value), None)
+                    return self.sizes("", sizes.signature_of_value(value))
             if type(value) is Tensor:
-                shape, dtype = value.shape, value.dtype
-                if shape == memo.shape and dtype is memo.dtype and memo.epoch == self.epoch:
-                    return memo.number
-                return self._sizes("", (shape, dtype), memo)
-            return self._sizes("", sizes.signature_of_value(value), None)
+                return self._lone("", value, memo)
+            return self.sizes("", sizes.signature_of_value(value))
         except Exception as error:  # noqa: BLE001 - anything may be returned by a module
             self.fault("sizes", error, fatal=False)
             return 0
 
+    def _lone(self, path: str, tensor: Any, memo: Memo) -> int:
+        """As `sizes`, for one tensor, which the memo remembers."""
+        shape, dtype = tensor.shape, tensor.dtype
+        if shape != memo.shape or dtype is not memo.dtype:
+            number = self.sizes(path, (shape, dtype))
+            if not number:
+                return 0
+            memo.shape, memo.dtype, memo.number = shape, dtype, number
+        return memo.number
+
     def sizes(self, lone_path: str, signature: Any) -> int:
         """The number of the definition of a signature (see dpmon.tracer.sizes)."""
-        return self._sizes(lone_path, signature, None)
+        return self.define((lone_path, signature), lambda: sizes.spell_out(signature, lone_path), self._sizes)
 
-    def _sizes(self, lone_path: str, signature: Any, memo: Memo | None) -> int:
-        number = self.define((lone_path, signature), lambda: sizes.spell_out(signature, lone_path))
-        self._signatures[number] = signature
-        if memo is not None:
-            memo.shape, memo.dtype = signature
-            memo.number, memo.epoch = number, self.epoch
-            memo.rows = memo.shape[0] if memo.shape else -1
-        return number
-
-    def rows(self, number: int, dim: int, first: int = 0) -> int:
-        """Rows along `dim` of the first tensor of the arguments defined by `number`; -1 if unknown.
-
-        Arguments before number `first` are skipped.
-        """
-        rows = self._rows.get((number, dim, first))
-        if rows is None:
-            signature = self._signatures.get(number)
-            rows = -1 if signature is None else sizes.first_rows(signature, dim, first)
-            self._rows[number, dim, first] = rows
-        return rows
-
-    def define(self, key: Hashable, spell: Callable[[], Any]) -> int:
-        """The number of what `key` stands for; `spell` makes its definition when it has to be written (again)."""
-        number = self._live.get(key)
+    def define(self, key: Hashable, spell: Callable[[], Any], numbers: Iterator[int] | None = None) -> int:
+        """The number of what `key` stands for, whose definition `spell` makes; 0 if that could not be written."""
+        number = self._known.get(key)
         if number is not None:
             return number
         with self._lock:
             number = self._known.get(key)
-            if number is None:
+            if number is None and self.ring is not None:
                 if len(self._known) >= MAX_KNOWN:
-                    for table in (self._known, self._live, self._rows, self._signatures):
-                        table.clear()
-                number = self._known[key] = next(self._numbers)
-            if key not in self._live and self.ring is not None:
-                self.ring.write(pack_definition(number, spell()))
-                self._live[key] = number
-        return number
-
-    def renew(self) -> None:
-        """Write the definitions in use afresh, so that late readers find them; for every quarter of the ring."""
-        if self.ring is not None:
-            with self._lock:
-                self.renew_at = self.ring.head + self.ring.capacity // 4
-                self._live.clear()
-                self.epoch += 1
-            self.on_change()
+                    self._known.clear()
+                number = next(self._layouts if numbers is None else numbers)
+                if not self._line({"define": number, "value": spell()}):
+                    return 0
+                self._known[key] = number
+        return number or 0
 
     # ---------------------------------------------------------------- faults
 
@@ -343,7 +301,6 @@ class Session:
                 )
             if fatal and count >= MAX_FAULTS and not self.off:
                 self.off = True
-                self.on_change()
                 self.warn(
                     f"dpmon's tracer gave up after it failed {count} times while it {_doing(where)}:"
                     " nothing more is recorded"

@@ -13,20 +13,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
 from dpmon.record.wire import shortened
+from dpmon.tracer.recorder import Recorder, Thread
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.sizes import MAX_PATH, tensors_in
 from dpmon.tracer.tables import buffers_of, modules_of, parameters_of
-from dpmon.tracer.timing import gpu_of
-
-if TYPE_CHECKING:
-    from dpmon.tracer.calls import Site
-    from dpmon.tracer.events import DeviceTimes, Span
-    from dpmon.tracer.late import Slot
+from dpmon.tracer.timing import Mark, Timing, gpu_of
 
 __all__ = ["Stages", "stages_of"]
 
@@ -62,7 +59,7 @@ class Part:
 class Stage:
     """One stage of the call under way; definitions of its sizes (0 unknown), monotonic ns (ended 0: it did not)."""
 
-    __slots__ = ("began", "device", "ended", "inputs", "names", "outputs", "span")
+    __slots__ = ("began", "device", "ended", "inputs", "mark", "names", "outputs")
 
     def __init__(self, device: str, inputs: int) -> None:
         self.device = device
@@ -70,7 +67,7 @@ class Stage:
         self.outputs = 0
         self.names: list[str] = []
         self.began = self.ended = 0
-        self.span: Span | None = None
+        self.mark: Mark | None = None
         """What it takes on its device, if that is a GPU."""
 
 
@@ -91,8 +88,7 @@ class Stages:
         self._elsewhere = False
         """Whether a part has run on another thread, whose times would be mixed with those of this one."""
         self._open = False
-        self._times: DeviceTimes | None = None
-        self._spans: list[Span | None] = []
+        self._timing: Timing | None = None
         for part in parts:
             part.enter, part.leave = self._hooks(part)
 
@@ -123,8 +119,8 @@ class Stages:
                         return
                     last = Stage(device, session.inputs(args, kwargs, got))
                     self._ran.append(last)
-                    if self._times is not None and gpu_of(device) >= 0:
-                        last.span = self._times.begin(gpu_of(device))
+                    if self._timing is not None:
+                        last.mark = self._timing.part_begins(gpu_of(device))
                 if part.name not in last.names and len(last.names) < _MAX_NAMES:
                     last.names.append(part.name)
                 last.ended = 0
@@ -148,19 +144,18 @@ class Stages:
                 stage = self._current
                 if stage is not None:
                     stage.ended = now
-                    if stage.span is not None and self._times is not None:
-                        self._times.lap(stage.span)
+                    if stage.mark is not None:
+                        stage.mark.lap()
                     stage.outputs = session.outputs(result, gave)
             except Exception as error:  # noqa: BLE001 - sizes are not worth a training
                 session.fault("stages", error)
 
         return enter, leave
 
-    def begin(self) -> None:
+    def begin(self, recorder: Recorder) -> None:
         """A call of the root begins on the training thread: hook its parts. Never raises."""
         self._ran = []
-        timing = self.session.timing
-        self._times = None if timing is None else timing.times
+        self._timing = recorder.timing
         self._running.clear()
         self._thread = get_ident()
         self._open = True
@@ -178,32 +173,21 @@ class Stages:
         except Exception as error:  # noqa: BLE001 - the call goes on without
             self.session.fault("stages", error)
 
-    def _end_spans(self) -> None:
-        times = self._times
-        for stage in self._ran:
-            if times is not None and stage.span is not None:
-                if stage.ended:
-                    times.end(stage.span)
-                else:
-                    times.abandon(stage.span)
+    def end(self, recorder: Recorder, me: Thread) -> str | None:
+        """The call of the root is over: write its stages, take the hooks back. Never raises.
 
-    def slots(self) -> list[Slot]:
-        """Of the call that was packed last: no phases, and its stages' own times."""
-        return [(), (), (), (), *(() if span is None else ((span, 1),) for span in self._spans)]
-
-    def end(self, site: Site) -> None:
-        """The call of the root, whose site that is, is over: take the hooks back. Never raises."""
+        Returns why there are none that can be told apart; None if they can.
+        """
         if not self._open:
-            return
+            return None
         self._open = False
         try:
-            self._end_spans()
-        except Exception as error:  # noqa: BLE001 - their times are lost, no more
-            self.session.fault("events", error, fatal=False)
+            for stage in self._ran:
+                self._write(recorder, me, stage)
+        except Exception as error:  # noqa: BLE001 - the stages are lost, no more
+            self.session.fault("stages", error)
+        self._ran = []
         self._running.clear()  # it may hold an exception, which holds its frames
-        if self._elsewhere and "stages" not in site.absent:
-            site.absent = {**site.absent, "stages": _THREADS}
-            site.epoch = -1
         for part in self.parts:
             try:
                 module = part.module()
@@ -213,18 +197,21 @@ class Stages:
             except Exception as error:  # noqa: BLE001 - the others are to be relieved too
                 self.session.fault("stages", error)
 
-    def packed(self, start: int) -> list[int]:
-        """Five numbers a stage, as dpmon.record.wire.pack_call takes them; `start` of the call, monotonic ns."""
-        flat: list[int] = []
-        for stage in self._ran:
-            names = tuple(stage.names)
-            device = stage.device
-            number = self.session.define(("stage", device, names), lambda d=device, n=names: _spell(d, n))  # type: ignore[misc]
-            took = stage.ended - stage.began if stage.ended else -1
-            flat += (number, stage.inputs, stage.outputs if stage.ended else 0, stage.began - start, took)
-        self._spans = [stage.span for stage in self._ran]
-        self._ran = []
-        return flat
+        return _THREADS if self._elsewhere else None
+
+    def _write(self, recorder: Recorder, me: Thread, stage: Stage) -> None:
+        names, device = tuple(stage.names), stage.device
+        number = self.session.define(("stage", device, names), lambda: {"device": device, "parts": list(names)})
+        head = Kind.STAGE | me.head | Kind.CALL << INSIDE_AT | number << SITE_AT
+        if stage.mark is not None:
+            head |= stage.mark.end() if stage.ended else stage.mark.abandon()
+        if not stage.ended:
+            head |= Flag.FAILED << FLAGS_AT
+        took = stage.ended - stage.began if stage.ended else 0
+        outputs = stage.outputs if stage.ended else 0
+        slot = recorder.write(head, stage.began, took, stage.inputs | outputs << 32)
+        if stage.mark is not None:
+            stage.mark.written(slot)
 
 
 _TABLES = (
@@ -234,10 +221,6 @@ _TABLES = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-
-
-def _spell(device: str, names: tuple[str, ...]) -> dict[str, Any]:
-    return {"device": device, "parts": list(names)}
 
 
 def _device_of(value: Any) -> str | None:

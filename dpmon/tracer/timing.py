@@ -1,53 +1,36 @@
-"""Device time of a process that trains on GPUs: around the phases of its steps and calls, on every device of theirs.
+"""What devices take for the phases of a process that trains on GPUs, by events on the streams that do the work.
 
-There is a `Timing` once a call runs on a GPU, and not before: a process without has none of this on its way. From then
-on calls and steps go the long ways of dpmon.tracer (see Steps.settle), which record events here; what they have written
-waits in `Late` for what the events say.
-
-Phases of a step are exclusive, on a device as on the host: what ran inside another one is taken off its time.
+There is a `Timing` once a call runs on a GPU, and not before: a process without has none of this on its way. A phase's
+span is written when the host is through with it, and says that it is timed; what the devices took is known some steps
+later, and is written then, a span for each device that names the first one by its number.
 """
 
 from __future__ import annotations
 
-import struct
+from collections import deque
 from collections.abc import Sequence
 from threading import Event, get_ident
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpmon.record.wire import CALL_PHASES, PLAIN_WORDS, Untimed
+from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
+from dpmon.record.wire import Untimed
 from dpmon.tracer.events import DeviceTimes, Events, Span, TorchEvents
-from dpmon.tracer.late import Late, Slot
 
 if TYPE_CHECKING:
-    from dpmon.ring import Ring
-    from dpmon.tracer.session import Session
-    from dpmon.tracer.steps import Steps
+    from dpmon.tracer.recorder import Recorder, Thread
 
-__all__ = [
-    "BACKWARD",
-    "COPY",
-    "DATA",
-    "FORWARD",
-    "OPTIMIZER",
-    "CallTimes",
-    "Timing",
-    "coming",
-    "gpu_of",
-    "gpus_of",
-    "may_be_used",
-    "usable",
-]
+__all__ = ["Mark", "Timing", "coming", "gpu_of", "gpus_of", "may_be_used", "usable"]
 
-DATA, FORWARD, BACKWARD, OPTIMIZER, COPY = range(5)
+MAX_STEPS = 64
+"""Steps after which a time is not waited for any longer."""
+MAX_WAITING = 4096
+"""Phases whose times are waited for: a step may have any number of calls."""
 MAX_COPIES = 16
 """Of one step: events are for its phases first."""
-MAX_OPEN = 64
-MAX_STRETCHES = 4096
-"""Of one step: a turn may have any number of calls."""
-_NOTHING: tuple[Span, ...] = ()
-_PLAIN = struct.Struct(PLAIN_WORDS)
+_TIMED = Flag.TIMED << FLAGS_AT
+_VERBS = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER))
 
 
 def gpu_of(device: str) -> int:
@@ -62,276 +45,179 @@ def gpus_of(devices: Sequence[str]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(index for index in map(gpu_of, devices) if index >= 0))
 
 
-class _Stretch:
-    """One phase of the step, while it runs or after."""
+class Mark:
+    """The events around one phase, on each of its devices."""
 
-    __slots__ = ("outer", "phase", "spans")
+    __slots__ = ("_timing", "number", "spans", "step")
 
-    def __init__(self, phase: int, outer: int, spans: list[Span]) -> None:
-        self.phase = phase
-        self.outer = outer
-        """The phase it ran inside of, -1 for none."""
+    def __init__(self, timing: Timing, spans: list[Span]) -> None:
+        self._timing = timing
         self.spans = spans
+        self.number = -1
+        """Of the phase's span."""
+        self.step = 0
+        """Steps that had ended when it was written."""
 
+    def end(self) -> int:
+        """The phase ends; what its span says of it. Never raises."""
+        self._timing.end(self.spans)
+        return _TIMED
 
-class CallTimes:
-    """The events of one call that is data parallel: around its phases, and around each replica's forward."""
+    def lap(self) -> None:
+        """It may have ended here: this is taken for its end if no later lap is. Never raises."""
+        self._timing.lap(self.spans)
 
-    __slots__ = ("_last", "_open", "_times", "devices", "gpus", "phases", "whole")
+    def abandon(self) -> int:
+        """The phase raised: there is nothing to be timed. Never raises."""
+        self._timing.abandon(self.spans)
+        return 0
 
-    def __init__(self, times: DeviceTimes, devices: Sequence[str]) -> None:
-        self._times = times
-        self.whole: Sequence[Span] = _NOTHING
-        """All of it."""
-        self.devices = [gpu_of(device) for device in devices]
-        """Of each replica."""
-        self.gpus = gpus_of(devices)
-        self.phases: list[list[tuple[Span, int]]] = [[] for _ in CALL_PHASES]
-        self._open: list[Span] = []
-        self._last: dict[int, Span] = {}
-
-    def begin(self) -> None:
-        """A call within another one begins: the whole of an outermost one is the step's forward."""
-        self.whole = [self._times.begin(gpu) for gpu in self.gpus]
-
-    def end(self) -> None:
-        """It ends."""
-        for span in self.whole:
-            self._times.end(span)
-
-    def begins(self) -> None:
-        """A phase begins: on each device, where the one before it has ended."""
-        last = self._last
-        self._open = [self._times.begin(gpu, last.get(gpu)) for gpu in self.gpus]
-
-    def ends(self, phase: int) -> None:
-        """It ends."""
-        opened, self._open = self._open, []
-        for span in opened:
-            self._times.end(span)
-            self._last[span.device] = span
-            self.phases[phase].append((span, 1))
-
-    def begin_replica(self, index: int) -> Span | None:
-        """A replica begins, on its own thread and stream; None if it is on no GPU."""
-        gpu = self.devices[index] if index < len(self.devices) else -1
-        return self._times.begin(gpu) if gpu >= 0 else None
-
-    def end_replica(self, span: Span | None) -> None:
-        """It ends."""
-        if span is not None:
-            self._times.end(span)
-
-    def raised(self, replicas: Sequence[Span | None]) -> None:
-        """What has not ended raised."""
-        for span in (*self._open, *replicas):
-            if span is not None and span.first is not None and span.last is None:
-                self._times.abandon(span)
-        self._open = []
-
-    def again(self) -> CallTimes:
-        """The same call from anew, but for its whole."""
-        found = CallTimes(self._times, ())
-        found.gpus, found.whole = self.gpus, self.whole
-        return found
-
-    def slots(self, replicas: Sequence[Span | None] | None) -> list[Slot]:
-        """For the call's record; `replicas` None: there is one, which ran after the scatter, to the call's end."""
-        rest: list[Slot]
-        if replicas is None:
-            scattered = [(span, -sign) for span, sign in self.phases[0]]
-            rest = [[*((span, 1) for span in self.whole), *scattered]]
-        else:
-            rest = [() if span is None else ((span, 1),) for span in replicas]
-        return [*self.phases, *rest]
+    def written(self, number: int) -> None:
+        """Its span was written, with this number."""
+        self.number = number
+        self._timing.wait_for(self)
 
 
 class Timing:
-    """The device time of one process. Nothing here raises; the training thread's, but for the calls of replicas."""
+    """The device time of one process. Nothing here raises."""
 
-    def __init__(self, session: Session, steps: Steps, ring: Ring, events: Events | None = None) -> None:
-        self._session = session
-        self._steps = steps
+    def __init__(self, recorder: Recorder, events: Events | None = None) -> None:
+        self._recorder = recorder
         self.times = DeviceTimes(events or TorchEvents(), self._failed)
-        self.late = Late(ring, self.times)
         self.gpus: tuple[int, ...] = ()
         """Where the phases of the step under way may run: where its calls did, before the first those of the last."""
         self._used: tuple[int, ...] = ()
         self._called = False
         """Whether the step under way has a call."""
-        self._of_call: tuple[int, ...] = ()
-        self._open: list[_Stretch] = []
-        self._ended: list[_Stretch] = []
-        self._dropped = False
+        self._waiting: deque[Mark] = deque()
+        self._steps = 0
         self._copies = 0
-        self._mixed: set[int] = set()
-        """Phases with copies inside that are not timed any more: what is theirs alone is not known."""
-        self.call: Sequence[Span] = _NOTHING
-        """The forward that ended last, on its devices."""
+        self._last: dict[int, Span] = {}
+        """Of each device: the phase of a data-parallel call that ended last."""
 
     def _failed(self, error: BaseException) -> None:
-        self._session.fault("events", error, fatal=False)
+        self._recorder.session.fault("events", error, fatal=False)
 
-    # ---------------------------------------------------------------- the step
+    # ---------------------------------------------------------------- phases
 
-    def runs_on(self, gpus: tuple[int, ...]) -> None:
-        """The outermost call that begins now is on these."""
-        self._of_call = gpus
-        if not (self._called or gpus):
-            self.gpus = ()  # the last step's do nothing in this one, as far as is known
-        self._called = True
-        if gpus != self._used:
-            self._used = tuple(dict.fromkeys((*self._used, *gpus)))
-            self.gpus = tuple(dict.fromkeys((*self.gpus, *gpus)))
+    def begin(self, me: Thread, kind: int) -> Mark | None:
+        """A phase of the step begins, on all of the step's GPUs."""
+        return self._begin(me, self.gpus)
 
-    def copy_begins(self, gpu: int) -> None:
+    def call_begins(self, me: Thread, site: Any) -> Mark | None:
+        """A call begins, on its own GPUs."""
+        gpus: tuple[int, ...] = site.gpus
+        if me is self._recorder.trains and me.inside not in (Kind.CALL, Kind.WRAPPED):
+            if not (self._called or gpus):
+                self.gpus = ()  # the last step's do nothing in this one, as far as is known
+            self._called = True
+            if gpus != self._used:
+                self._used = tuple(dict.fromkeys((*self._used, *gpus)))
+                self.gpus = tuple(dict.fromkeys((*self.gpus, *gpus)))
+        self._last.clear()
+        return self._begin(me, gpus)
+
+    def verb_begins(self, me: Thread, site: Any, kind: int) -> Mark | None:
+        """A phase of a call begins: on each device, where the one before it has ended."""
+        return self._begin(me, self.gpus if site is None else site.gpus, self._last if site is not None else {})
+
+    def replica_begins(self, site: Any, index: int) -> Mark | None:
+        """A replica begins, on its own thread and stream."""
+        devices = site.plan.devices
+        return self.part_begins(gpu_of(devices[index]) if index < len(devices) else -1)
+
+    def part_begins(self, gpu: int) -> Mark | None:
+        """A part of a call begins on one GPU (-1: on none), on whichever thread."""
+        if gpu < 0 or len(self._waiting) >= MAX_WAITING:
+            return None
+        try:
+            return Mark(self, [self.times.begin(gpu)])
+        except Exception as error:  # noqa: BLE001 - it is not timed
+            self._failed(error)
+            return None
+
+    def copy_begins(self, me: Thread, gpu: int) -> Mark | None:
         """A copy to one GPU begins."""
         self._copies += 1
-        timed = self._copies <= MAX_COPIES
-        if not timed and self._open:
-            self._mixed.add(self._open[-1].phase)
-        self.begin(COPY, (gpu,) if timed else ())
+        return self._begin(me, (gpu,)) if self._copies <= MAX_COPIES else None
 
-    def begin(self, phase: int, where: tuple[int, ...] | None = None) -> None:
-        """A phase of the step begins: a call on its own GPUs, any other on all of the step's, or only where it runs."""
-        if get_ident() != self._steps.thread:
-            return
+    def _begin(self, me: Thread, gpus: Sequence[int], last: dict[int, Span] | None = None) -> Mark | None:
+        if not gpus or me is not self._recorder.trains or len(self._waiting) >= MAX_WAITING:
+            return None
         try:
-            if len(self._open) >= MAX_OPEN:  # a script that leaves its optimizers by exceptions
-                self._close_open()
-            outer = self._open[-1].phase if self._open else -1
-            if where is None:
-                where = self._of_call if phase == FORWARD else self.gpus
-            self._open.append(_Stretch(phase, outer, [self.times.begin(gpu) for gpu in where]))
+            begin = self.times.begin
+            return Mark(self, [begin(gpu, None if last is None else last.get(gpu)) for gpu in gpus])
         except Exception as error:  # noqa: BLE001 - it is not timed
             self._failed(error)
+            return None
 
-    def end(self, phase: int) -> None:
-        """It ends; phases inside it that never said so have raised."""
-        if get_ident() != self._steps.thread:
-            return
+    def end(self, spans: Sequence[Span]) -> None:
+        """A phase ends on its devices."""
         try:
-            opened = self._open
-            if not opened or opened[-1].phase != phase:
-                if not any(one.phase == phase for one in opened):
-                    return
-                while opened[-1].phase != phase:
-                    self._abandon(opened.pop())
-            one = opened.pop()
-            for span in one.spans:
+            for span in spans:
                 self.times.end(span)
-            if phase == FORWARD:
-                self.call = one.spans
-            self._keep(one)
+                self._last[span.device] = span
         except Exception as error:  # noqa: BLE001 - it is not timed
             self._failed(error)
 
-    def _keep(self, one: _Stretch) -> None:
-        if one.spans:
-            if len(self._ended) < MAX_STRETCHES:
-                self._ended.append(one)
-            else:
-                self._dropped = True
-
-    def _abandon(self, one: _Stretch) -> None:
-        for span in one.spans:
-            self.times.abandon(span)
-        self._keep(one)
-
-    def _close_open(self) -> None:
-        while self._open:
-            self._abandon(self._open.pop())
-
-    # ---------------------------------------------------------------- records
-
-    def step(self, payload: bytes) -> None:
-        """The turn is over: its record."""
+    def lap(self, spans: Sequence[Span]) -> None:
+        """A phase may have ended."""
         try:
-            self._close_open()
-            slots: list[list[tuple[Span, int]]] = [[] for _ in range(5 if self._copies else 4)]
-            for one in self._ended:
-                slots[one.phase] += [(span, 1) for span in one.spans]
-                if one.outer >= 0:
-                    slots[one.outer] += [(span, -1) for span in one.spans]
-            why = Untimed.NONE
-            if self._dropped:
-                slots, why = [[] for _ in slots], Untimed.TOO_MANY
-            elif self._copies > MAX_COPIES:
-                why = Untimed.COPIES
-                for phase in (COPY, *self._mixed):
-                    slots[phase] = []
-            self.late.add(payload, slots if why or any(slots) else None, why, least=DATA)
-        except Exception as error:  # noqa: BLE001 - the training goes on without
+            for span in spans:
+                self.times.lap(span)
+        except Exception as error:  # noqa: BLE001 - it is not timed
             self._failed(error)
-        self._forget()
+
+    def abandon(self, spans: Sequence[Span]) -> None:
+        """A phase has raised."""
+        try:
+            for span in spans:
+                self.times.abandon(span)
+        except Exception as error:  # noqa: BLE001 - it is not timed
+            self._failed(error)
+
+    # ---------------------------------------------------------------- what the devices say
+
+    def wait_for(self, mark: Mark) -> None:
+        """The span of a phase was written."""
+        mark.step = self._steps
+        self._waiting.append(mark)
+
+    def step_ends(self) -> None:
+        """A step may have ended: write what the devices have come to the end of."""
+        self._steps += 1
+        self._copies = 0
         if self._called:
             self.gpus = self._used
         self._used, self._called = (), False
-        self.late.turn += 1
         self.read()
         self.times.turn()
 
-    def ran_before(self, spans: Sequence[Span]) -> None:
-        """These belong to the forward of the step, too: parts of a call that is composed by hand."""
-        self._keep(_Stretch(FORWARD, -1, list(spans)))
-
-    def no_step(self) -> None:
-        """What has run since the last one belongs to none."""
-        self._close_open()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._ended, self._dropped, self._copies = [], False, 0
-        self._mixed.clear()
-
-    def call_begins(self, devices: Sequence[str], outermost: bool) -> CallTimes:
-        """A call that is data parallel, or may be, is about to begin on the training thread."""
-        found = CallTimes(self.times, devices)
-        if not outermost:
-            found.begin()
-        return found
-
-    def call_ends(self, call: CallTimes, outermost: bool, replicas: Sequence[Span | None]) -> None:
-        """It is over; the step's forward has ended before, if it is outermost."""
-        call.raised(replicas)
-        if outermost:
-            call.whole = self.call
-        else:
-            call.end()
-
-    def add(self, payload: bytes, slots: Sequence[Slot] | None = None, why: int = Untimed.NONE) -> None:
-        """A record of the training thread, and of which spans its times are (None: it has nothing of a GPU)."""
-        self.late.add(payload, slots, why)
-        if self.late.full:
-            self.read()
-
-    def plain(self, values: tuple[int, ...], gpus: tuple[int, ...]) -> None:
-        """The record of a call without phases, as PLAIN_WORDS; its one replica took as long as the forward."""
+    def read(self, unread: int = Untimed.NONE) -> None:
+        """Write the times that are known; of all others, if there is an `unread`, that they will not be."""
         try:
-            self.add(_PLAIN.pack(*values), [(), (), (), (), self.whole()] if gpus else None)
+            self.times.collect()
+            for _ in range(len(self._waiting)):
+                mark = self._waiting.popleft()
+                late = Untimed.LATE if self._steps - mark.step > MAX_STEPS else unread
+                if late or all(span.settled for span in mark.spans):
+                    self._write(mark, late)
+                else:
+                    self._waiting.append(mark)
         except Exception as error:  # noqa: BLE001 - the training goes on without
             self._failed(error)
 
-    def whole(self) -> Slot:
-        """The forward that ended last, for a record."""
-        return [(span, 1) for span in self.call]
+    def _write(self, mark: Mark, late: int) -> None:
+        me = self._recorder.threads.get(get_ident()) or self._recorder.thread()
+        for span in mark.spans:
+            why = Untimed.NONE if span.ms is not None else span.why or late
+            site = span.device & 0xFF | min(len(mark.spans), 0xFF) << 8 | why << 16
+            took = 0 if span.ms is None else int(span.ms * 1e6)
+            self._recorder.write(Kind.TIME | me.head | site << SITE_AT, 0, took, mark.number)
 
-    def in_order(self, payload: bytes) -> None:
-        """An event that is not to overtake the steps and calls before it."""
-        self.late.add(payload)
-        if get_ident() == self._steps.thread:
-            self.read()
-
-    def read(self, last: int = Untimed.NONE) -> None:
-        """Write what is complete; everything, if `last` says why no more is to be waited for."""
-        session = self._session
-        try:
-            self.late.write(last)
-            ring = session.ring
-            if ring is not None and ring.head >= session.renew_at:
-                session.renew()
-        except Exception as error:  # noqa: BLE001 - the training goes on without
-            self._failed(error)
+    def at_exit(self) -> None:
+        """The process ends: what the devices have not come to the end of stays unknown."""
+        self.read(Untimed.ENDED)
 
 
 coming = Event()

@@ -1,0 +1,389 @@
+"""Writes what a process does into its ring: a span for each phase that has ended, by whichever thread.
+
+The tracer draws no conclusions: where steps begin and end, and what belongs to them, is found out from the spans by the
+supervisor. What has to be known here is what cannot wait: where the training may be paused or looked at, between two
+steps as far as the process itself can tell: before a fetch, or after the optimizer that ends a turn of its loop.
+
+A signal handler of the script may raise at any call of a function: what is to be put back stands in an `except` or
+`finally`, and a span that may not have been written is written once more. Whoever reads drops the second one.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
+from threading import get_ident
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, MAX_SITE, SITE_AT, THREAD_AT, Flag, Kind
+from dpmon.span_ring import HEADER_BYTES, THREADS, SpanRing, Word
+from dpmon.tracer.frames import OF_CALLS, drop_frames, named_like, outwards
+from dpmon.tracer.session import Session
+
+if TYPE_CHECKING:
+    from dpmon.tracer.timing import Timing
+
+__all__ = ["Recorder", "Thread"]
+
+MAX_EARLY = 256
+"""Spans that are kept before the first call, which opens the ring: those of a loader's first batches."""
+IDLE = 4
+"""Fetches, or steps of an optimizer, without a call after which somebody should look where the calls are."""
+UNSEEN = 3
+"""Steps of an optimizer before the first call after which somebody should say so."""
+STALE = 64
+"""Steps of the optimizer without a fetch, after which a loader no longer counts (a script that keeps one batch)."""
+FEW_CALLS, MANY_CALLS = 64, 4096
+"""Calls without a fetch or a step of an optimizer after which a call may be where a step begins; many, once an
+optimizer has stepped."""
+PAUSE, PAUSED, TRAINS = Word.PAUSE, Word.PAUSED, Word.TRAINS
+
+
+class Thread:
+    """What one thread is in."""
+
+    __slots__ = ("hand", "head", "inside", "noted", "root", "split", "tried", "verb", "word")
+
+    def __init__(self, number: int) -> None:
+        self.head = number << THREAD_AT
+        self.word = Word.UNDER_WAY + number
+        self.inside = 0
+        """The kind of the span that is under way, 0 for none."""
+        self.root: Any = None
+        """The bare root that is being called."""
+        self.split: Any = None
+        """The call whose phases it runs, where it is split over devices."""
+        self.verb = False
+        """Whether it is in scatter, replicate or gather: what these call of each other is no phase of its own."""
+        self.hand: Any = None
+        """The devices that the script has given to the primitives it calls itself: see dpmon.tracer.byhand."""
+        self.tried: Any = None
+        """What to say of the attempt at dp that has failed for the call under way: see dpmon.tracer.modes."""
+        self.noted = False
+        """Whether the fetch under way is noted in stages.log."""
+
+
+class Recorder:
+    """The spans of one process."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.threads: dict[int, Thread] = {}
+        """By ident. The wrappers hold this very object."""
+        self.timing: Timing | None = None
+        """Once a call runs on a GPU: what devices take."""
+        self.on_idle: Callable[[], None] = lambda: None
+        self.on_unseen: Callable[[], None] = lambda: None
+        self.on_loop_over: Callable[[], None] = lambda: None
+        """Called when a loader has come to its end."""
+        self.on_first_fetch: Callable[[Any], bool] = lambda iterator: False
+        """Called with a loader's iterator that fetches before the first call; returns whether to report the end."""
+        self.on_first_fetched: Callable[[BaseException | None], None] = lambda error: None
+        self.on_pause: Callable[[], None] = lambda: None
+        """Called between two steps, when a reader has asked for a pause or its end."""
+        self.on_look: Callable[[int], int] = lambda now: 1 << 62
+        """Called between two steps when `due` has come; returns when to call again (monotonic ns)."""
+        self.on_step: Callable[[Any], None] | None = None
+        """Called with an optimizer that has stepped."""
+        self.on_backward: Callable[[], None] | None = None
+        """Called when a backward pass is over."""
+        self._parents: list[object] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Start afresh, as after a fork."""
+        self.threads.clear()
+        if self.timing is not None:
+            self._parents.append(self.timing)  # its events are not this process's to give back to the driver
+            self.timing = None
+        self._numbers: Iterator[int] = count()
+        self.ring: SpanRing | None = None
+        self.words: Any = memoryview(bytearray(HEADER_BYTES)).cast("Q")
+        """The ring's header, once there is a ring."""
+        self._early: list[tuple[int, int, int, int]] = []
+        self._optimizers: dict[int, tuple[Any, int]] = {}
+        """Weak reference and number, by id."""
+        self._optimizer_numbers = count(1)
+        self.trains: Thread | None = None
+        """The thread that trains, as far as can be told here."""
+        self.learns = False
+        """Whether it has gone backward."""
+        self.due = 0
+        """When somebody wants to look between two steps (monotonic ns)."""
+        self.idle = 0
+        """Fetches and steps of optimizers since the last call."""
+        self.unseen = 0
+        self.loose = STALE
+        """Steps of optimizers since the last fetch."""
+        self.calls = 0
+        """Calls since the last fetch or step of an optimizer."""
+        self.patience = 0
+        self._cycle: list[int] = []
+        """Optimizers that have stepped since one of them stepped a second time: the last one ends the loop's turn."""
+        self._boundary = 0
+
+    def opened(self, ring: SpanRing) -> None:
+        """There is a ring: write what was kept for it."""
+        early, self._early = self._early, []
+        for span in early:
+            ring.put(*span)
+        self.words = ring.words
+        self.ring = ring
+
+    # ---------------------------------------------------------------- threads
+
+    def thread(self) -> Thread:
+        """This thread's, made if need be. Those beyond the ring's room share a number."""
+        found = self.threads.get(get_ident())
+        if found is None:
+            found = self.threads[get_ident()] = Thread(min(next(self._numbers), THREADS - 1))
+        return found
+
+    def called(self, me: Thread) -> None:
+        """A call begins at the top level of this thread."""
+        if self.trains is None:
+            self._found(me)
+        if me is self.trains:
+            self.calls += 1
+            if self.calls > self.patience:
+                if self.patience == 0:
+                    self.patience = FEW_CALLS
+                self.between(me)
+
+    def _found(self, me: Thread) -> None:
+        self.trains = me
+        self.words[TRAINS] = me.word - Word.UNDER_WAY
+
+    def heal(self) -> None:
+        """Forget that this thread is in a call, if an interrupt has left that behind."""
+        me = self.thread()
+        if not any(frame.f_code.co_filename in OF_CALLS for frame in outwards(sys._getframe(1))):
+            me.inside, me.split, me.root, me.verb = 0, None, None, False
+
+    # ---------------------------------------------------------------- writing
+
+    def write(self, head: int, start: int, took: int, sizes: int = 0) -> int:
+        """Write a span, or keep it for the ring; its number, -1 if it has none yet."""
+        ring = self.ring
+        if ring is not None:
+            return ring.put(head, start, took, sizes)
+        if not self.session.off:
+            self._early.append((head, start, took, sizes))
+            del self._early[:-MAX_EARLY]
+        return -1
+
+    def again(self, head: int, start: int, took: int, sizes: int, error: BaseException) -> bool:
+        """Something went wrong, or a signal came, while a span was written: once more. Whether to raise the error."""
+        try:
+            self.write(head, start, took, sizes)
+            self.session.fault("span", error)
+        except BaseException as raised:  # noqa: BLE001 - a handler of the script's has raised it
+            return raised is error
+        return not isinstance(error, Exception)
+
+    def failed(self, me: Thread, head: int, start: int, sizes: int, error: BaseException) -> None:
+        """A phase ended by an exception. Never raises."""
+        flags = Flag.FAILED
+        if isinstance(error, StopIteration):
+            flags |= Flag.OVER
+        try:
+            now = monotonic_ns()
+            self.words[me.word] = now << 8 | me.inside
+            self.write(head | flags << FLAGS_AT, start, now - start, sizes)
+        except Exception as fault:  # noqa: BLE001 - the script's exception goes first
+            self._count_fault(fault)
+
+    def _count_fault(self, fault: Exception) -> None:
+        with suppress(BaseException):  # a second exception of the script's, while the first is on its way
+            self.session.fault("span", fault)
+
+    # ---------------------------------------------------------------- phases
+
+    def phase(self, kind: int, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The traced form of a function that is one phase: of a fetch, a backward pass or an optimizer's step."""
+        session, threads, new = self.session, self.threads, self.thread
+        is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
+        begins = {Kind.FETCH: self._fetch_begins, Kind.BACKWARD: self._backward_begins}.get(kind, self._number_of)
+        ends = {Kind.FETCH: self._fetched, Kind.BACKWARD: self._gone_back}.get(kind, self._stepped)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or session.off:
+                return original(*args, **kwargs)
+            me = threads.get(get_ident()) or new()
+            inside = me.inside
+            if inside == Kind.BACKWARD and kind != Kind.OPTIMIZER:  # what is recomputed is a part of it
+                return original(*args, **kwargs)
+            site = 0
+            try:
+                site = begins(me, args)
+            except Exception as error:  # noqa: BLE001 - ours must not reach the script
+                session.fault("phase", error)
+            head = kind | inside << INSIDE_AT | me.head | site << SITE_AT
+            timing = self.timing
+            mark = None if timing is None else timing.begin(me, kind)
+            began = clock()
+            self.words[me.word] = began << 8 | kind
+            me.inside = kind
+            try:
+                result = original(*args, **kwargs)
+            except BaseException as error:
+                me.inside = inside
+                if mark is not None:
+                    mark.abandon()
+                self.failed(me, head, began, 0, error)
+                self._ended_by(me, kind, error)
+                drop_frames(error)
+                args, kwargs = (), {}
+                raise
+            me.inside = inside
+            took = 0
+            try:
+                took = clock() - began
+                self.words[me.word] = began + took << 8 | inside
+                if mark is not None:
+                    head |= mark.end()
+                number = self.write(head, began, took)
+                if mark is not None:
+                    mark.written(number)
+                ends(me, args)
+            except BaseException as error:
+                if self.again(head, began, took or clock() - began, 0, error):
+                    drop_frames(error)
+                    args, kwargs, result = (), {}, None
+                    raise
+            return result
+
+        return named_like(wrapper, original)
+
+    def _ended_by(self, me: Thread, kind: int, error: BaseException) -> None:
+        """A phase ended by an exception, which is on its way. Never raises."""
+        try:
+            if kind == Kind.FETCH:
+                self._fetch_over(me, error)
+        except Exception as fault:  # noqa: BLE001 - the script's exception goes first
+            self._count_fault(fault)
+
+    # ---------------------------------------------------------------- fetch
+
+    def _fetch_begins(self, me: Thread, args: tuple[Any, ...]) -> int:
+        if me is self.trains or self.trains is None:
+            self.idle += 1
+            if self.idle == IDLE:
+                self.on_idle()
+        if me.inside == 0 and (me is self.trains or self.trains is None):
+            self.loose = self.calls = 0
+            if self.timing is not None:
+                self.timing.step_ends()
+            self.patience = max(self.patience, FEW_CALLS)
+            words = self.words
+            if words[PAUSE] != words[PAUSED] or monotonic_ns() >= self.due:
+                self.between(me)
+        if self.ring is None:
+            me.noted = self.on_first_fetch(args[0])
+        return 0
+
+    def _fetched(self, me: Thread, args: tuple[Any, ...]) -> None:
+        if me.noted:
+            me.noted = False
+            self.on_first_fetched(None)
+
+    def _fetch_over(self, me: Thread, error: BaseException) -> None:
+        if me.noted:
+            me.noted = False
+            self.on_first_fetched(error)
+        if me.inside == 0 and (me is self.trains or self.trains is None):
+            self.on_loop_over()
+
+    # ---------------------------------------------------------------- backward
+
+    def _backward_begins(self, me: Thread, args: tuple[Any, ...]) -> int:
+        if not self.learns and self.trains is not None and torch._C._current_graph_task_id() == -1:
+            self.learns = True
+            if me is not self.trains:  # the thread that was taken for it never went backward
+                self._found(me)
+        return 0
+
+    def _gone_back(self, me: Thread, args: tuple[Any, ...]) -> None:
+        if self.on_backward is not None and me is self.trains:
+            self.on_backward()
+
+    # ---------------------------------------------------------------- optimizer
+
+    def _number_of(self, me: Thread, args: tuple[Any, ...]) -> int:
+        """The number of an optimizer, as long as it lives."""
+        optimizer = args[0]
+        known = self._optimizers.get(id(optimizer))
+        if known is not None and known[0]() is optimizer:
+            return known[1]
+        number, key, known_ones = next(self._optimizer_numbers) & MAX_SITE, id(optimizer), self._optimizers
+
+        def gone(_: Any) -> None:
+            known_ones.pop(key, None)
+            with suppress(Exception):  # at the interpreter's end, say
+                self.write(Kind.GONE | self.thread().head | number << SITE_AT, monotonic_ns(), 0)
+
+        known_ones[key] = weakref.ref(optimizer, gone), number
+        return number
+
+    def _stepped(self, me: Thread, args: tuple[Any, ...]) -> None:
+        if self.on_step is not None:
+            self.on_step(args[0])
+        if self.ring is None:
+            self.unseen += 1
+            if self.unseen == UNSEEN:
+                self.on_unseen()
+        if me.inside or me is not self.trains:
+            return
+        self.calls = 0
+        self.patience = MANY_CALLS
+        self.loose += 1
+        self.idle += 1
+        if self.idle == IDLE:
+            self.on_idle()
+        number = self._number_of(me, args)
+        if number in self._cycle:
+            self._boundary = self._cycle[-1]
+            self._cycle.clear()
+        self._cycle.append(number)
+        if self.loose > STALE and number == self._boundary:
+            if self.timing is not None:
+                self.timing.step_ends()
+            words = self.words
+            if words[PAUSE] != words[PAUSED] or monotonic_ns() >= self.due:
+                self.between(me)
+
+    # ---------------------------------------------------------------- between two steps
+
+    def between(self, me: Thread) -> None:
+        """Do what is asked for between two steps: pause, look. Raises what a signal handler raises in a pause."""
+        if me is not self.trains and self.trains is not None:
+            return
+        words = self.words
+        if words[PAUSE] != words[PAUSED]:
+            self.on_pause()
+        now = monotonic_ns()
+        if now >= self.due:
+            self.due = 1 << 62  # an exception must not bring it back at once
+            self.due = self.on_look(now)
+
+    def soon(self) -> None:
+        """Let `on_look` be called when the next step has ended."""
+        self.due = 0
+
+    def at_exit(self) -> None:
+        """The process ends: say so. Never raises."""
+        try:
+            if self.timing is not None:
+                self.timing.at_exit()
+            ring = self.ring
+            if ring is not None:
+                self.session.say(end=True, uncaught=getattr(sys, "last_type", None) is not None)
+                self.words[Word.ENDED] = 1
+        except Exception as error:  # noqa: BLE001 - the interpreter is ending
+            self.session.fault("exit", error)

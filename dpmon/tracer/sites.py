@@ -1,0 +1,286 @@
+"""What is known of each module that is called: how its calls run, and what they looked like the last time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+
+from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
+from dpmon.record.wire import DDP
+from dpmon.tracer.modes import DP, SINGLE, Modes, Plan, overrides
+from dpmon.tracer.names import class_name
+from dpmon.tracer.session import Memo, Session
+from dpmon.tracer.stages import Stages, stages_of
+from dpmon.tracer.tables import MODULES, Place, modules_of
+from dpmon.tracer.timing import gpus_of, may_be_used
+
+__all__ = ["Functional", "Site", "Sites", "weights_given"]
+
+MAX_SITES = 1024
+MAX_NUMBERS = 1 << 14
+_IN_BACKWARD = "the ranks average their gradients within the backward pass; that time is not told apart"
+
+
+class Functional:
+    """Stands for a module that is called by torch's functional data_parallel with the same devices again and again."""
+
+    __slots__ = ("__weakref__", "_module", "given")
+
+    def __init__(self, module: Any, given: tuple[Any, ...]) -> None:
+        self._module = weakref.ref(module)
+        self.given = given
+        """Devices, output device and dim."""
+
+    @property
+    def module(self) -> Any:
+        """The module, as long as it lives."""
+        return self._module()
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode."""
+        return bool(self.module.training)
+
+
+class Site:
+    """One module that is called."""
+
+    __slots__ = (
+        "absent",
+        "dim",
+        "first",
+        "gpus",
+        "head",
+        "inputs",
+        "kind",
+        "module",
+        "moves",
+        "number",
+        "outputs",
+        "own",
+        "place",
+        "plain",
+        "plan",
+        "proven",
+        "replicas",
+        "root",
+        "share",
+        "stages",
+        "via",
+    )
+
+    def __init__(self, module: Any, plan: Plan, via: str | None, gone: Callable[[Any], object]) -> None:
+        self.module = weakref.ref(module, gone)
+        self.plan = plan
+        self.via = via
+        """The class of the wrapper, or data_parallel; None for a bare root."""
+        self.kind = Kind.WRAPPED if via not in (None, DDP) or plan.mode == DP else Kind.CALL
+        self.gpus = gpus_of(plan.devices)
+        self.plain = False
+        """Whether nothing but the module's own code runs: no phases, no DataParallel inside."""
+        self.root = ""
+        """The class of the model."""
+        self.number = 0
+        """Of the model: a wrapper has that of what it wraps."""
+        self.dim = self.first = 0
+        """Along which dimension a batch is split; number of leading arguments that are weights, not a batch."""
+        self.head = 0
+        """What a call's span says of the module, and how it ran."""
+        self.inputs, self.outputs, self.share = Memo(), Memo(), Memo()
+        self.replicas: list[tuple[Memo, Memo]] = []
+        self.stages: Stages | None = None
+        """What its devices do, if its parts lie on several."""
+        self.proven = False
+        """dp has worked for it."""
+        self.place: Place | None = None
+        """Where the module lay when the plan was made; None where the plan does not depend on it."""
+        self.moves = False
+        """Whether it may have left that place."""
+        self.own: tuple[str, ...] = ()
+        """The methods of DataParallel that the script's subclass has of its own."""
+        self.absent: dict[str, str] = {}
+        """What these bypass, with the reason."""
+
+    def holds(self) -> bool:
+        """Whether the module is still where it was when the plan was made."""
+        return self.place is None or not self.place.left()
+
+
+class Sites:
+    """The modules that one process calls."""
+
+    def __init__(self, session: Session, modes: Modes) -> None:
+        self.session = session
+        self.modes = modes
+        self.known: dict[int, Site] = {}
+        """By id. The wrappers hold this very object."""
+        self._functionals: dict[int, Functional] = {}
+        self.on_site: Callable[[], None] = lambda: None
+        """Called when a module is called for the first time (or planned anew)."""
+        self.on_gpus: Callable[[], None] = lambda: None
+        """Called when a module is to be called whose devices include a GPU."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Start afresh, as after a fork."""
+        self.forget()
+        self._numbers: dict[Any, tuple[Any, int]] = {}
+        self._next = count(1)
+
+    def forget(self) -> None:
+        """Plan anew how calls run."""
+        self.known.clear()
+        self._functionals.clear()
+
+    def all_may_move(self) -> None:
+        """CUDA is up, or about to be: a module may be taken to a GPU from now on."""
+        for site in list(self.known.values()):
+            site.moves = site.place is not None
+
+    # ---------------------------------------------------------------- how each kind is called
+
+    def of_root(self, module: Any, args: tuple[Any, ...]) -> Site:
+        """Of a bare root, which `args` are given to."""
+        weights = weights_given(type(module))
+        if weights and args and isinstance(args[0], (list, tuple)):
+            site = self._keep(module, self.modes.stateless(module, args[0]), None)
+            site.first = weights
+            site.root = class_name(getattr(module, "stateless_model", module))
+            return site
+        plan = self.modes.plan(module, False)
+        ddp = isinstance(module, torch.nn.parallel.DistributedDataParallel)
+        site = self._keep(module, plan, DDP if ddp else None)
+        site.root = class_name(module.module if ddp else module)
+        site.place = Place(module)
+        if plan.mode == SINGLE:
+            site.stages = stages_of(module.module if ddp else module, self.session)
+            if site.stages is not None:
+                site.gpus = gpus_of(site.stages.devices)
+            site.plain = site.stages is None and not _holds_wrapper(module)
+        return site
+
+    def of_wrapper(self, module: Any) -> Site:
+        """Of a DataParallel."""
+        site = self._keep(module, self.modes.plan(module, True), class_name(module))
+        site.root = class_name(module.module)
+        site.dim = self.modes.dim_of(module) or 0
+        site.own = own_methods(type(module))
+        return site
+
+    def functional(self, module: Any, given: tuple[Any, ...]) -> Functional:
+        """What stands for a module that data_parallel is called with; `given`: devices, output device and dim."""
+        found = self._functionals.get(id(module))
+        if found is None or found.given != given or found.module is not module:
+            if len(self._functionals) >= MAX_SITES:
+                self._functionals.clear()
+            found = self._functionals[id(module)] = Functional(module, given)
+        return found
+
+    def of_functional(self, functional: Functional) -> Site:
+        """Of a module that data_parallel is called with."""
+        module = functional.module
+        site = self._keep(functional, self.modes.functional(module, functional.given[0]), "data_parallel")
+        site.root = class_name(module)
+        site.dim = functional.given[2]
+        site.place = Place(module)
+        return site
+
+    def _keep(self, module: Any, plan: Plan, via: str | None) -> Site:
+        if len(self.known) >= MAX_SITES:
+            self.known.clear()
+        key, known = id(module), self.known
+        site = self.known[key] = Site(module, plan, via, lambda _: known.pop(key, None))
+        self.on_site()
+        return site
+
+    def ready(self, site: Site) -> Site | None:
+        """The site, once its layout is defined; None if that cannot be written."""
+        module = site.module()
+        site.number = self.number(module.module if isinstance(module, Functional) else module)
+        device = None if site.place is None else site.place.device
+        site.moves = device is not None and (device.type != "cpu" or may_be_used())
+        site.head = self.head(site, site.plan)
+        if self.modes.unannounced:
+            self.modes.announce()
+        if site.gpus:
+            self.on_gpus()
+        if site.head >> SITE_AT:
+            return site
+        self.known.pop(id(module), None)
+        return None
+
+    def number(self, module: Any) -> int:
+        """The number of a model, as long as it lives: a wrapper has that of what it wraps."""
+        inner = _inside(module)
+        known = self._numbers.get(id(inner))
+        if known is None or known[0]() is not inner:
+            if len(self._numbers) >= MAX_NUMBERS:
+                self._numbers.clear()
+            known = self._numbers[id(inner)] = weakref.ref(inner), next(self._next)
+        return known[1]
+
+    def splits_itself(self, root: Site) -> None:
+        """A bare root's forward runs a part of itself data-parallel: it cannot be split as a whole."""
+        module = root.module()
+        if module is not None and not self.modes.splits_itself(module, True):
+            self.known.pop(id(module), None)  # planned anew for its next call
+
+    # ---------------------------------------------------------------- layouts
+
+    def head(self, site: Site, plan: Plan) -> int:
+        """What the span of a call says that runs by this plan; the site in it is 0 if that cannot be written."""
+        devices = plan.devices if site.stages is None else site.stages.devices
+        key = site.root, site.via, devices, tuple(site.absent.items()), plan.on_cpu, site.number, site.dim, site.first
+        number = self.session.define(key, lambda: _spell(site, plan))
+        flags = Flag.DP if plan.mode == DP else Flag.SINGLE
+        if plan.virtual is not None and plan.mode == DP:
+            flags |= Flag.VIRTUAL
+        return number << SITE_AT | flags << FLAGS_AT
+
+
+def _spell(site: Site, plan: Plan) -> dict[str, Any]:
+    devices, absent = plan.devices, plan.absent
+    if site.stages is not None:
+        devices, absent = site.stages.devices, site.stages.absent
+    if site.via == DDP:
+        absent = {**absent, "all_reduce": _IN_BACKWARD}
+    layout = {"root": site.root, "via": site.via, "devices": list(devices), "absent": {**absent, **site.absent}}
+    return {**layout, "module": site.number, "dim": site.dim, "first": site.first}
+
+
+def own_methods(kind: type) -> tuple[str, ...]:
+    """The methods that a subclass of DataParallel has of its own, by name."""
+    return tuple(
+        name for name in ("forward", "scatter", "replicate", "parallel_apply", "gather") if overrides(kind, name)
+    )
+
+
+def weights_given(kind: type) -> int:
+    """Number of leading arguments that are parameters and buffers, for a module that does not hold them itself."""
+    if not kind.__module__.startswith("torch._functorch"):
+        return 0
+    return {"FunctionalModule": 1, "FunctionalModuleWithBuffers": 2}.get(kind.__name__, 0)
+
+
+def _inside(module: Any) -> Any:
+    """What is in a wrapper, and in the wrapper in it; the module itself if it is none."""
+    wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    for _ in range(8):
+        if isinstance(module, wrappers):
+            inner = module.__dict__[MODULES].get("module")
+        elif type(module).__module__.startswith("torch._dynamo"):
+            inner = module.__dict__.get(MODULES, {}).get("_orig_mod")
+        else:
+            return module
+        if inner is None:
+            return module
+        module = inner
+    return module
+
+
+def _holds_wrapper(module: Any) -> bool:
+    return any(isinstance(inner, torch.nn.DataParallel) for inner in modules_of(module))

@@ -1,0 +1,332 @@
+"""Runs the calls that are more than their module's own code: over several devices, or in stages on several.
+
+A call that is data parallel goes through torch's own functions, which scatter, replicate, apply and gather; where the
+devices are virtual, the lowest layer of these is ours (dpmon.tracer.virtual). If it cannot be done, the call runs as
+the script alone would run it, and what was tried is void.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import Any
+
+import torch
+
+from dpmon.record.spans import INSIDE_AT, Kind
+from dpmon.record.wire import CALL_PHASES
+from dpmon.tracer import sizes
+from dpmon.tracer.errors import in_a_line
+from dpmon.tracer.modes import DP, SINGLE, Modes, Plan
+from dpmon.tracer.recorder import Recorder, Thread
+from dpmon.tracer.replicas import ROWS, Unsuited, Watch
+from dpmon.tracer.session import Session
+from dpmon.tracer.sites import Functional, Site, Sites
+from dpmon.tracer.tables import buffers_of
+from dpmon.tracer.virtual import Originals
+
+__all__ = ["Run", "Split"]
+
+_OVERLAID = frozenset(("device_ids", "src_device_obj", "output_device", "dim"))
+
+
+class Before:
+    """The random state and the buffers of a module, to be put back when an attempt at dp has failed."""
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._random = torch.get_rng_state()
+        self._device = device
+        self._there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers_of(module)]
+
+    def restore(self) -> None:
+        """As if nothing had been tried (what the forward did outside torch stays done)."""
+        torch.set_rng_state(self._random)
+        if self._there is not None:
+            torch.cuda.set_rng_state(self._there, self._device)
+        with torch.no_grad():
+            for buffer, was in self._buffers:
+                buffer.copy_(was)
+
+
+class Run:
+    """One call while it runs over several devices."""
+
+    __slots__ = ("around", "before", "head", "plan", "runs", "share", "site", "verbs", "watch", "wrapped")
+
+    def __init__(self, site: Site, around: Any) -> None:
+        self.site = site
+        self.plan = site.plan
+        self.head = site.head
+        """How it runs: see Sites.head."""
+        self.around = around
+        """The run on this thread that it is within, None for none."""
+        self.watch: Watch | None = None
+        """Hooks on what is run in parallel."""
+        self.verbs = 0
+        """Phases that have run, one bit each."""
+        self.share: Any = None
+        """What scatter gave to replica 0, where torch runs the module itself: (args, kwargs), and when it was over."""
+        self.before: Before | None = None
+        self.runs: Any = None
+        """The DataParallel, or the view of it, whose forward is being run."""
+        self.wrapped = False
+        """Whether a call within it is data parallel."""
+
+
+class Split:
+    """The calls of one process that are more than their module's own code."""
+
+    def __init__(self, session: Session, recorder: Recorder, modes: Modes, sites: Sites, originals: Originals) -> None:
+        self.session = session
+        self.recorder = recorder
+        self.modes = modes
+        self.sites = sites
+        self.originals = originals
+        self._functionals: dict[Any, Callable[..., Any]] = {}
+
+    def run(self, me: Thread, site: Site, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call in place of `original(module, *args, **kwargs)`; `settle` has to be called afterwards."""
+        run = me.split = Run(site, me.split)
+        if site.plan.mode == DP:
+            run.watch = Watch(self.recorder, me, site, strict=site.via is None)
+        if isinstance(module, Functional):
+            return self._functional(run, original, module, args, kwargs)
+        if site.kind == Kind.WRAPPED and site.via is not None:
+            return self._wrapper(run, me, original, module, args, kwargs)
+        if site.plan.mode == DP:
+            return self._root(run, me, original, module, args, kwargs)
+        stages = site.stages if me is self.recorder.trains else None  # the training thread's calls only
+        if stages is None:
+            return original(module, *args, **kwargs)
+        stages.begin(self.recorder)
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            unclear = stages.end(self.recorder, me)
+            if unclear is not None and "stages" not in site.absent:
+                site.absent = {**site.absent, "stages": unclear}
+                site.head = run.head = self.sites.head(site, site.plan)
+
+    def settle(self, me: Thread, site: Site, failed: bool) -> int:
+        """A call that `run` has run is over: let go of what it held. How it ran: see Sites.head. Never raises."""
+        run: Run | None = me.split
+        if run is None or run.site is not site:  # an interrupt came before there was one
+            return site.head
+        me.split = run.around
+        try:
+            if me.tried is not None:
+                self.modes.tried(me, failed)
+            if self.modes.doubtful and me.inside == 0:
+                self.modes.decide(run.wrapped)
+            if run.share is not None and not failed:
+                self._lone_replica(me, run)
+            if run.site.own and not failed:
+                self._bypassed(run)
+        except Exception as error:  # noqa: BLE001 - the result is the script's, whatever we make of it
+            self.session.fault("end", error)
+        finally:
+            self._let_go(run.watch)
+        return run.head
+
+    def _lone_replica(self, me: Thread, run: Run) -> None:
+        """Write the span of a replica that is the module itself, which ran after the scatter."""
+        args, kwargs, began = run.share
+        inputs = self.session.inputs(args, kwargs, run.site.share)
+        head = Kind.REPLICA | me.head | run.site.kind << INSIDE_AT
+        self.recorder.write(head, began, monotonic_ns() - began, inputs)
+
+    def _let_go(self, watch: Watch | None) -> None:
+        """Drop all references to the replicas of a call that is over. Never raises."""
+        try:
+            if watch is not None:
+                watch.close()
+        except Exception as error:  # noqa: BLE001 - then the garbage collector frees them
+            self.session.fault("let go", error, fatal=False)
+
+    def _bypassed(self, run: Run) -> None:
+        """Say what is missing because the script's subclass does it itself."""
+        site, absent = run.site, {}
+        if run.plan.mode == DP:
+            own = ", ".join(site.own)
+            for index, name in enumerate(CALL_PHASES):
+                if not run.verbs & 1 << index:
+                    absent[name] = f"{site.via} has its own {own} and does not use torch's {name}"
+            if run.watch is None or not run.watch.ran:
+                absent["replicas"] = f"{site.via} has its own {own}: no replica was made or run by torch's functions"
+        if absent != site.absent:
+            site.absent = absent
+            site.head = self.sites.head(site, site.plan)
+            run.head = self.sites.head(site, run.plan)
+
+    # ---------------------------------------------------------------- the functional form
+
+    def _functional(self, run: Run, original: Callable[..., Any], call: Functional, args: Any, kwargs: Any) -> Any:
+        plan = run.plan
+        module, (_, output, dim) = call.module, call.given
+        if plan.device_ids is None:
+            return original(call, *args, **kwargs)
+        chosen = list(plan.device_ids)
+        if plan.virtual is not None:
+            try:
+                function = self.functional_for(plan)
+            except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+                self.session.fault("functional", error)
+                return original(call, *args, **kwargs)
+            return function(module, args, chosen, None, dim, kwargs)
+        if plan.mode == DP:
+            return self.originals.data_parallel(module, args, chosen, output, dim, kwargs)
+        result = self.originals.data_parallel(module, args, chosen, None, dim, kwargs)
+        if output is not None and output != chosen[0]:
+            result = self.originals.gather([result], output, dim)
+        return result
+
+    def functional_for(self, plan: Plan) -> Callable[..., Any]:
+        """torch's function data_parallel, over the devices of a plan."""
+        if plan.virtual is None:
+            function: Callable[..., Any] = self.originals.data_parallel
+            return function
+        functional = self._functionals.get(plan.virtual)
+        if functional is None:
+            functional = self._functionals[plan.virtual] = plan.virtual.functional(self.originals.data_parallel)
+        return functional
+
+    # ---------------------------------------------------------------- DataParallel
+
+    def _wrapper(self, run: Run, me: Thread, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+        plan = run.plan
+        run.runs = module
+        if plan.device_ids is None:
+            return original(module, *args, **kwargs)
+        try:
+            view = run.runs = _view(module, plan, run.site.dim)
+            self._remember(run, module)
+        except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+            self.session.fault("view", error)
+            return original(module, *args, **kwargs)
+        if plan.virtual is None:
+            result = original(view, *args, **kwargs)
+            if plan.mode == SINGLE and module.output_device != plan.device_ids[0]:
+                result = self.originals.gather([result], module.output_device, module.dim)
+            self._take_back(module, view)
+            return result
+        try:
+            result = original(view, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - without us this call would not have been data parallel
+            self._fall_back(run, me, module, error, False)
+        else:
+            self._take_back(module, view)
+            if "forward" in run.site.own and not run.verbs:
+                # It ran, but in one piece: what is in the script's forward is nobody's data parallelism.
+                run.before = None
+                reason = f"{run.site.via} has its own forward, which uses none of DataParallel's functions"
+                self._fall_back(run, me, module, reason, True)
+            else:
+                self._worked(run, module)
+            return result
+        return original(module, *args, **kwargs)
+
+    def _remember(self, run: Run, module: Any) -> None:
+        """Remember what a first attempt at dp may change, should it fail. Never raises."""
+        if run.site.proven or run.plan.virtual is None:
+            return
+        try:
+            run.before = Before(module, run.plan.virtual.base)
+        except Exception as error:  # noqa: BLE001 - then the attempt leaves its traces
+            self.session.fault("before", error)
+
+    def _worked(self, run: Run, module: Any) -> None:
+        """dp went well: earlier failures no longer count. Never raises."""
+        try:
+            run.site.proven = True
+            self.modes.succeeded(module)
+        except Exception as error:  # noqa: BLE001 - the result is there, whatever we make of it
+            self.session.fault("success", error)
+
+    def _take_back(self, module: Any, view: Any) -> None:
+        """What a subclass set on itself during the call belongs to the script's object. Never raises."""
+        if type(module) is torch.nn.DataParallel:
+            return
+        try:
+            own = module.__dict__
+            for name, value in view.__dict__.items():
+                if name not in _OVERLAID and own.get(name, own) is not value:
+                    own[name] = value
+        except Exception as error:  # noqa: BLE001 - the result is there, whatever we make of it
+            self.session.fault("view", error)
+
+    # ---------------------------------------------------------------- bare roots
+
+    def _root(self, run: Run, me: Thread, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+        plan = run.plan
+        self._remember(run, module)
+        try:
+            result = self.functional_for(plan)(module, args, plan.device_ids, None, 0, kwargs)
+            reason = changed_meaning(result, args, kwargs, 0 if run.watch is None else run.watch.ran)
+        except Exception as error:  # noqa: BLE001 - without us this call would not have been data parallel
+            self._fall_back(run, me, module, error, isinstance(error, Unsuited))
+        else:
+            if reason is None:
+                self._worked(run, module)
+                return result
+            self._fall_back(run, me, module, reason, True)
+        return original(module, *args, **kwargs)
+
+    # ---------------------------------------------------------------- what failed
+
+    def _fall_back(self, run: Run, me: Thread, module: Any, why: Exception | str, final: bool) -> None:
+        """dp did not work for this call: note why, and let it run as the script alone would. Never raises."""
+        watch, run.watch, run.share, run.verbs = run.watch, None, None, 0
+        me.inside, me.verb = run.site.kind, False  # a lone replica runs on this thread, and did not say that it ended
+        try:
+            self.recorder.write(Kind.AGAIN | me.head | run.site.kind << INSIDE_AT, monotonic_ns(), 0)
+            if run.before is not None:
+                run.before.restore()
+            reason = str(why) if isinstance(why, (str, Unsuited)) else f"the model raised {in_a_line(why)}"
+            plan = self.modes.failed(me, module, reason, final)
+            if plan is None:
+                plan = self._planned_anew(run.site, module).plan
+                self.modes.announce()
+            run.plan = plan
+            run.head = self.sites.head(run.site, plan)
+        except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+            self.session.fault("fall back", error)
+        finally:
+            self._let_go(watch)
+            if isinstance(why, Exception):
+                # torch raises a replica's error from a local variable of a frame in the error's own traceback. This
+                # cycle would keep the call's arguments alive until the next garbage collection.
+                why.__traceback__ = None
+
+    def _planned_anew(self, site: Site, module: Any) -> Site:
+        fresh = self.sites.of_root(module, ()) if site.via is None else self.sites.of_wrapper(module)
+        self.sites.ready(fresh)
+        return fresh
+
+
+def changed_meaning(result: Any, args: Any, kwargs: Any, replicas: int) -> str | None:
+    """Why dp would give the script something else than it is written for; None if it would not.
+
+    A script that wraps in DataParallel expects a vector of losses; one that never heard of it does not.
+    """
+    rows = sizes.first_rows(sizes.signature_of_call(args, kwargs))
+    for tensor in sizes.tensors_in(result):
+        count = tensor.shape[0] if tensor.dim() else 0
+        if count != rows:
+            kind = "a scalar" if tensor.dim() == 1 and count == replicas else "tensors of other lengths"
+            return f"{ROWS}: the model returns {kind} for the {rows} rows of the batch"
+    return None
+
+
+def _view(module: Any, plan: Plan, dim: int) -> Any:
+    """The same DataParallel with other devices: shares everything with `module`, which is not touched."""
+    ids = list(plan.device_ids or ())
+    view: Any = object.__new__(type(module))
+    state = view.__dict__
+    state.update(module.__dict__)
+    state["device_ids"] = ids
+    if plan.virtual is not None:
+        state["src_device_obj"] = plan.virtual.base
+        state["output_device"] = ids[0]
+        state["dim"] = dim
+    return view

@@ -1,0 +1,101 @@
+"""The traced forms of scatter, replicate, parallel_apply and gather: phases of a call, or calls composed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from time import monotonic_ns
+from typing import Any
+
+import torch
+
+from dpmon.record.spans import INSIDE_AT, Kind
+from dpmon.tracer.byhand import ByHand
+from dpmon.tracer.frames import drop_frames, named_like
+from dpmon.tracer.recorder import Recorder
+from dpmon.tracer.replicas import ODD, Unsuited
+from dpmon.tracer.virtual import GATHER, PARALLEL_APPLY, REPLICATE, SCATTER, Originals
+
+__all__ = ["Verbs"]
+
+VERB_OF = (SCATTER, REPLICATE, PARALLEL_APPLY, GATHER, SCATTER, SCATTER, REPLICATE, GATHER)
+"""Which phase each of `Originals.all` is."""
+KIND_OF = (Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER)
+_OURS = frozenset((Kind.CALL, Kind.WRAPPED))
+
+
+class Verbs:
+    """Traces them on every thread of one process."""
+
+    def __init__(self, recorder: Recorder, originals: Originals, by_hand: ByHand) -> None:
+        self.recorder = recorder
+        self.originals = originals
+        self.by_hand = by_hand
+
+    def traced(self, number: int) -> Callable[..., Any]:
+        """The traced form of one of `Originals.all`."""
+        recorder, by_hand = self.recorder, self.by_hand
+        original, verb = self.originals.all[number], VERB_OF[number]
+        kind = KIND_OF[verb]
+        fault = recorder.session.fault
+        is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
+
+        def phase(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return original(*args, **kwargs)
+            me = recorder.threads.get(get_ident()) or recorder.thread()
+            run, inside = me.split, me.inside
+            if me.verb:
+                return original(*args, **kwargs)
+            if run is None or inside not in _OURS:
+                return by_hand.verb(me, number, verb, original, args, kwargs)
+            head = kind | me.head | inside << INSIDE_AT
+            began = 0
+            mark: Any = None
+            try:
+                if verb == GATHER and run.watch is not None and run.watch.odd:
+                    raise Unsuited(ODD)
+                if verb == PARALLEL_APPLY and run.watch is not None and not run.watch.hooked:
+                    try:
+                        args, kwargs = run.watch.around(args, kwargs)
+                    except Exception as error:  # noqa: BLE001 - sizes are not worth a training
+                        fault("replicas", error)
+                virtual = run.plan.virtual
+                if recorder.timing is not None:
+                    mark = recorder.timing.verb_begins(me, run.site, kind)
+                began = clock()
+                recorder.words[me.word] = began << 8 | kind
+                me.verb = verb != PARALLEL_APPLY
+                result = (original if virtual is None else virtual.verbs[number])(*args, **kwargs)
+            except BaseException as error:
+                me.verb, me.inside = False, inside
+                if mark is not None:
+                    mark.abandon()
+                if began:
+                    recorder.failed(me, head, began, 0, error)
+                drop_frames(error)
+                args, kwargs, run, virtual = (), {}, None, None
+                raise
+            me.verb = False
+            me.inside = inside  # a lone replica runs on this thread
+            try:
+                ended = clock()
+                if mark is not None:
+                    head |= mark.end()
+                slot = recorder.write(head, began, ended - began)
+                if mark is not None:
+                    mark.written(slot)
+                run.verbs |= 1 << verb
+                if number == REPLICATE and run.watch is not None:
+                    run.watch.expect(result)
+                elif number == SCATTER and len(result[0]) == 1:
+                    run.share = result[0][0], result[1][0], ended
+                    me.inside = Kind.REPLICA  # torch runs the module itself now, until the call is over
+            except BaseException as error:
+                if recorder.again(head, began, clock() - began, 0, error):
+                    drop_frames(error)
+                    args, kwargs, result = (), {}, None
+                    raise
+            return result
+
+        return named_like(phase, original)

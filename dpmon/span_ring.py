@@ -7,7 +7,8 @@ Layout of a ring file (native byte order; a run never leaves its machine)::
            acknowledged serial, mode in force, pause acted upon                   written by the process
     192    serial, mode and pause that are asked for, one step in how many is
            timed on its devices                                                   written by readers
-    512    for each thread, what it is in                                         written by the process
+    512    for each thread, when it began what it is in; from 3584 on, what
+           that is                                                                written by the process
     4096   slots of 40 bytes (dpmon.record.spans)
 
 A slot's number comes from one counter, so that threads need no lock; it is written last, and the lap stands in the
@@ -24,6 +25,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Callable
 from itertools import count
 
 from dpmon.record.spans import LAP_AT
@@ -35,10 +37,12 @@ MAGIC = b"DPMSPANS"
 VERSION = 1
 HEADER_BYTES = 4096
 SLOT = struct.Struct("=5Q")
-SLOTS = 48 << 10
+SLOTS = 16 << 10
 """Just under 2 MiB: about 10,000 usual steps. Touched pages count as the training's memory, so not more."""
 HEAD_STRUCT = struct.Struct("=8sIIQIiiiq")  # magic version header slots pid process rank world start_ns
-THREADS = 448
+THREADS = 384
+KINDS_AT = 3584
+"""Offset of the byte of thread 0 that holds the kind of the span that it is in, 0 for none; the others follow."""
 
 
 class Word:
@@ -51,23 +55,24 @@ class Word:
     """Serial of the last request for a mode; that mode; request for a pause (odd) or its end (even); steps of which one
     is timed on its devices (0: the process decides)."""
     UNDER_WAY = 64
-    """Of thread 0; the others follow. When it began (monotonic ns) shifted left by 8, and the kind of the span; kind 0:
-    nothing that is traced, since then."""
+    """Of thread 0; the others follow. When the span began that it is in, or was in last (monotonic ns)."""
 
 
 class SpanRing:
     """The writing end, made in the process that is traced."""
 
-    __slots__ = ("map", "next", "size", "slots", "words")
+    __slots__ = ("kinds", "map", "put", "words")
 
     def __init__(
         self, path: str, *, process: int, rank: int = -1, world: int = -1, start_ns: int = 0, slots: int = SLOTS
     ) -> None:
-        """Create `path`, which must not exist, with room for `slots` spans.
+        """Create `path`, which must not exist, with room for `slots` spans, a power of two.
 
         Raises FileExistsError if the name is taken and OSError if the disk has no room: the whole file is allocated
         here, since a page that cannot be had later would kill the process with SIGBUS.
         """
+        if slots & (slots - 1):
+            raise ValueError(f"the number of slots must be a power of two: {slots}")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(path, flags, 0o600)
         try:
@@ -81,21 +86,26 @@ class SpanRing:
             self.map = mmap.mmap(fd, HEADER_BYTES + slots * SLOT.size)
         finally:
             os.close(fd)
-        self.slots = slots
-        self.size = slots * SLOT.size
         self.words = memoryview(self.map)[:HEADER_BYTES].cast("Q")
-        counter = count()
-        self.next = counter.__next__
-        """Gives the number of the next slot."""
+        self.kinds = memoryview(self.map)[KINDS_AT : KINDS_AT + THREADS]
+        self.put = _putter(self.map, slots)
+        """Writes a span of which the words w0 (without the lap) to w3 are given, and returns its number."""
         # The magic comes last: a reader that sees it sees a complete header.
         HEAD_STRUCT.pack_into(
             self.map, 0, bytes(8), VERSION, HEADER_BYTES, slots, os.getpid(), process, rank, world, start_ns
         )
         self.map[0:8] = MAGIC
 
-    def put(self, head: int, start: int, took: int, sizes: int = 0) -> int:
-        """Write a span, whose words are as in dpmon.record.spans but for the lap; its number."""
-        number = self.next()
-        lap, at = divmod(number, self.slots)
-        SLOT.pack_into(self.map, HEADER_BYTES + at * 40, head | (lap & 0xFF) << LAP_AT, start, took, sizes, number + 1)
+
+def _putter(ring: mmap.mmap, slots: int) -> Callable[[int, int, int, int], int]:
+    """What writes into a ring. A closure, because this is the hot path of the training."""
+    pack, take, size = SLOT.pack_into, count().__next__, SLOT.size
+    mask, bits = slots - 1, slots.bit_length() - 1
+
+    def put(head: int, start: int, took: int, sizes: int) -> int:
+        number = take()
+        lap = (number >> bits & 0xFF) << LAP_AT
+        pack(ring, HEADER_BYTES + (number & mask) * size, head | lap, start, took, sizes, number + 1)
         return number
+
+    return put

@@ -82,7 +82,8 @@ class ByHand:
         except Exception as error:  # noqa: BLE001 - the script's function is run all the same
             session.fault("by hand", error)
         began = monotonic_ns()
-        recorder.words[me.word] = began << 8 | _KINDS[verb]
+        recorder.words[me.word] = began
+        recorder.kinds[me.number] = _KINDS[verb]
         try:
             if verb == PARALLEL_APPLY:
                 me.inside = Kind.PARALLEL_APPLY
@@ -110,7 +111,7 @@ class ByHand:
         session = self.session
         try:
             took = monotonic_ns() - began
-            self.recorder.words[me.word] = began + took << 8 | me.inside
+            self.recorder.kinds[me.number] = me.inside
             sizes = 0
             if verb == GATHER:
                 sizes = session.outputs(result, Memo()) << 32

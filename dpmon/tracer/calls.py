@@ -80,7 +80,9 @@ class Calls:
             try:
                 site = sites.get(id(module))
                 if not inside:
-                    recorder.called(me)
+                    recorder.calls = number = recorder.calls + 1
+                    if number > recorder.patience:
+                        recorder.called(me)
                     if recorder.words[REQUEST] != modes.serial and modes.poll():
                         self.sites.forget()
                         site = None
@@ -90,13 +92,13 @@ class Calls:
                     recorder.idle = 0
                     if not root and inside and me.split is not None:
                         me.split.wrapped = True
-                    memo = site.inputs
+                    memo, seen = site.inputs, function_modes()
                     if (
                         len(args) == 1
                         and type(value := args[0]) is tensor
                         and value.shape == memo.shape
                         and value.dtype is memo.dtype
-                        and not (kwargs or function_modes())
+                        and not (kwargs or seen)
                     ):
                         inputs = memo.number
                     else:
@@ -113,7 +115,8 @@ class Calls:
             if root:
                 me.root = site
             began = clock()
-            recorder.words[me.word] = began << 8 | kind
+            recorder.words[me.word] = began
+            recorder.kinds[me.number] = kind
             me.inside = kind
             try:
                 result = original(module, *args, **kwargs) if plain else run(me, site, original, module, args, kwargs)
@@ -131,16 +134,11 @@ class Calls:
             took = outputs = 0
             try:
                 took = clock() - began
-                recorder.words[me.word] = began + took << 8 | inside
+                recorder.kinds[me.number] = inside
                 if mark is not None:
                     head |= mark.end()
                 memo = site.outputs
-                if (
-                    type(result) is tensor
-                    and result.shape == memo.shape
-                    and result.dtype is memo.dtype
-                    and not function_modes()
-                ):
+                if type(result) is tensor and result.shape == memo.shape and result.dtype is memo.dtype and not seen:
                     outputs = memo.number
                 else:
                     outputs = session.outputs(result, memo)
@@ -150,7 +148,7 @@ class Calls:
                     head |= _LEARNS
                 else:
                     head |= self.flags(module)
-                number = recorder.write(head, began, took, inputs | outputs << 32)
+                number = recorder.put(head, began, took, inputs | outputs << 32)
                 if mark is not None:
                     mark.written(number)
             except BaseException as error:

@@ -80,7 +80,8 @@ class Copies:
             head = Kind.COPY | me.head | inside << INSIDE_AT
             mark = None if timing is None else timing.copy_begins(me, gpu)
             began = monotonic_ns()
-            recorder.words[me.word] = began << 8 | Kind.COPY
+            recorder.words[me.word] = began
+            recorder.kinds[me.number] = Kind.COPY
             me.inside = Kind.COPY
             try:
                 result = original(tensor, *args, **kwargs)
@@ -94,7 +95,7 @@ class Copies:
             took = 0
             try:
                 took = monotonic_ns() - began
-                recorder.words[me.word] = began + took << 8 | inside
+                recorder.kinds[me.number] = inside
                 if mark is not None:
                     head |= mark.end()
                 number = recorder.write(head, began, took, self._bytes(result))

@@ -99,6 +99,7 @@ def install() -> None:
         if roots.expect():
             recorder.soon()
 
+    session.on_off = recorder.given_up
     recorder.on_idle, recorder.on_unseen = idle, roots.unseen
     recorder.on_loop_over = memory.on_optimizer = roots.on_made = another
     recorder.on_look = lambda now: min(roots.look(now), memory.look(now))

@@ -74,7 +74,8 @@ class Pause:
                     reason = None
                     break
                 words[Word.PAUSED] = asked
-                words[me.word] = began << 8 | Kind.PAUSE
+                words[me.word] = began
+                self.recorder.kinds[me.number] = Kind.PAUSE
                 sleep(POLL_S)
                 if self.recorder.timing is not None:
                     self.recorder.timing.read()
@@ -91,7 +92,8 @@ class Pause:
             raise
         finally:
             now = monotonic_ns()
-            words[me.word] = now << 8
+            words[me.word] = now
+            self.recorder.kinds[me.number] = 0
             self.recorder.write(Kind.PAUSE | me.head, began, now - began)
             paused_s = (now - began) / 1e9
             session.event("pause", "last", paused=False, step=None, paused_s=paused_s, reason=reason, refused=None)

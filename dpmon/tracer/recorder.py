@@ -48,10 +48,11 @@ PAUSE, PAUSED, TRAINS = Word.PAUSE, Word.PAUSED, Word.TRAINS
 class Thread:
     """What one thread is in."""
 
-    __slots__ = ("hand", "head", "inside", "noted", "root", "split", "tried", "verb", "word")
+    __slots__ = ("hand", "head", "inside", "noted", "number", "root", "split", "tried", "verb", "word")
 
     def __init__(self, number: int) -> None:
         self.head = number << THREAD_AT
+        self.number = number
         self.word = Word.UNDER_WAY + number
         self.inside = 0
         """The kind of the span that is under way, 0 for none."""
@@ -89,8 +90,8 @@ class Recorder:
         """Called between two steps, when a reader has asked for a pause or its end."""
         self.on_look: Callable[[int], int] = lambda now: 1 << 62
         """Called between two steps when `due` has come; returns when to call again (monotonic ns)."""
-        self.on_step: Callable[[Any], None] | None = None
-        """Called with an optimizer that has stepped."""
+        self.on_step: Callable[[Any], None] = lambda optimizer: None
+        """Called with an optimizer when it steps for the first time, and often afterwards."""
         self.on_backward: Callable[[], None] | None = None
         """Called when a backward pass is over."""
         self._parents: list[object] = []
@@ -106,6 +107,7 @@ class Recorder:
         self.ring: SpanRing | None = None
         self.words: Any = memoryview(bytearray(HEADER_BYTES)).cast("Q")
         """The ring's header, once there is a ring."""
+        self.kinds: Any = memoryview(bytearray(THREADS))
         self._early: list[tuple[int, int, int, int]] = []
         self._optimizers: dict[int, tuple[Any, int]] = {}
         """Weak reference and number, by id."""
@@ -127,14 +129,24 @@ class Recorder:
         self._cycle: list[int] = []
         """Optimizers that have stepped since one of them stepped a second time: the last one ends the loop's turn."""
         self._boundary = 0
+        self._only = 0
+        """The optimizer that ends every turn of the loop, if no other one steps."""
+        self.paused = 0
+        """The last request for a pause that was acted upon."""
+        self.put: Callable[[int, int, int, int], int] = self._keep
+        """Writes a span: into the ring, once there is one."""
 
     def opened(self, ring: SpanRing) -> None:
         """There is a ring: write what was kept for it."""
         early, self._early = self._early, []
         for span in early:
             ring.put(*span)
-        self.words = ring.words
+        self.words, self.kinds, self.put = ring.words, ring.kinds, ring.put
         self.ring = ring
+
+    def given_up(self) -> None:
+        """Write no more."""
+        self.put = lambda head, start, took, sizes: -1
 
     # ---------------------------------------------------------------- threads
 
@@ -146,19 +158,16 @@ class Recorder:
         return found
 
     def called(self, me: Thread) -> None:
-        """A call begins at the top level of this thread."""
+        """A call begins at the top level of this thread, the first or one after many without a step's end."""
         if self.trains is None:
             self._found(me)
-        if me is self.trains:
-            self.calls += 1
-            if self.calls > self.patience:
-                if self.patience == 0:
-                    self.patience = FEW_CALLS
-                self.between(me)
+            self.patience = self.patience or FEW_CALLS
+        elif me is self.trains:
+            self.between(me)
 
     def _found(self, me: Thread) -> None:
         self.trains = me
-        self.words[TRAINS] = me.word - Word.UNDER_WAY
+        self.words[TRAINS] = me.number
 
     def heal(self) -> None:
         """Forget that this thread is in a call, if an interrupt has left that behind."""
@@ -170,9 +179,10 @@ class Recorder:
 
     def write(self, head: int, start: int, took: int, sizes: int = 0) -> int:
         """Write a span, or keep it for the ring; its number, -1 if it has none yet."""
-        ring = self.ring
-        if ring is not None:
-            return ring.put(head, start, took, sizes)
+        return self.put(head, start, took, sizes)
+
+    def _keep(self, head: int, start: int, took: int, sizes: int) -> int:
+        """Keep a span for the ring."""
         if not self.session.off:
             self._early.append((head, start, took, sizes))
             del self._early[:-MAX_EARLY]
@@ -194,7 +204,7 @@ class Recorder:
             flags |= Flag.OVER
         try:
             now = monotonic_ns()
-            self.words[me.word] = now << 8 | me.inside
+            self.kinds[me.number] = me.inside
             self.write(head | flags << FLAGS_AT, start, now - start, sizes)
         except Exception as fault:  # noqa: BLE001 - the script's exception goes first
             self._count_fault(fault)
@@ -209,26 +219,43 @@ class Recorder:
         """The traced form of a function that is one phase: of a fetch, a backward pass or an optimizer's step."""
         session, threads, new = self.session, self.threads, self.thread
         is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
-        begins = {Kind.FETCH: self._fetch_begins, Kind.BACKWARD: self._backward_begins}.get(kind, self._number_of)
-        ends = {Kind.FETCH: self._fetched, Kind.BACKWARD: self._gone_back}.get(kind, self._stepped)
+        fetch, backward = kind == Kind.FETCH, kind == Kind.BACKWARD
+        optimizer = not (fetch or backward)
+        optimizers = self._optimizers
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or session.off:
+            if is_compiling():
                 return original(*args, **kwargs)
             me = threads.get(get_ident()) or new()
             inside = me.inside
-            if inside == Kind.BACKWARD and kind != Kind.OPTIMIZER:  # what is recomputed is a part of it
+            if inside == Kind.BACKWARD and not optimizer:  # what is recomputed is a part of it
                 return original(*args, **kwargs)
-            site = 0
+            head = kind | inside << INSIDE_AT | me.head
+            known = None
             try:
-                site = begins(me, args)
+                if fetch:
+                    self.loose = self.calls = 0
+                    self.idle = idle = self.idle + 1
+                    if idle == IDLE or self.ring is None or self.timing is not None or self.words[PAUSE] != self.paused:
+                        self._fetch_begins(me, args[0])
+                elif optimizer:
+                    known = optimizers.get(id(args[0]))
+                    if known is None or known[0]() is not args[0]:
+                        known = self._numbered(args[0])
+                    head |= known[1] << SITE_AT
+                elif not self.learns:
+                    self._goes_backward(me)
+                timing = self.timing
+                mark = None if timing is None else timing.begin(me, kind)
             except Exception as error:  # noqa: BLE001 - ours must not reach the script
                 session.fault("phase", error)
-            head = kind | inside << INSIDE_AT | me.head | site << SITE_AT
-            timing = self.timing
-            mark = None if timing is None else timing.begin(me, kind)
+                mark = None
             began = clock()
-            self.words[me.word] = began << 8 | kind
+            if fetch and began >= self.due:
+                self.between(me)
+                began = clock()
+            self.words[me.word] = began
+            self.kinds[me.number] = kind
             me.inside = kind
             try:
                 result = original(*args, **kwargs)
@@ -245,13 +272,22 @@ class Recorder:
             took = 0
             try:
                 took = clock() - began
-                self.words[me.word] = began + took << 8 | inside
+                self.kinds[me.number] = inside
                 if mark is not None:
                     head |= mark.end()
-                number = self.write(head, began, took)
+                number = self.put(head, began, took, 0)
                 if mark is not None:
                     mark.written(number)
-                ends(me, args)
+                if optimizer:
+                    self.calls = 0
+                    self.loose += 1
+                    if self.loose > STALE or known is None or known[1] != self._only:
+                        self._stepped(me, args[0])
+                elif fetch:
+                    if me.noted:
+                        self._first_fetched(me, None)
+                elif self.on_backward is not None and me is self.trains:
+                    self.on_backward()
             except BaseException as error:
                 if self.again(head, began, took or clock() - began, 0, error):
                     drop_frames(error)
@@ -261,112 +297,95 @@ class Recorder:
 
         return named_like(wrapper, original)
 
+    # ---------------------------------------------------------------- fetch
+
+    def _fetch_begins(self, me: Thread, iterator: Any) -> None:
+        if me is self.trains or self.trains is None:
+            if self.idle == IDLE:
+                self.on_idle()
+            if self.timing is not None and me.inside == 0:
+                self.timing.step_ends()
+            self.between(me)
+        if self.ring is None:
+            me.noted = self.on_first_fetch(iterator)
+
+    def _first_fetched(self, me: Thread, error: BaseException | None) -> None:
+        me.noted = False
+        self.on_first_fetched(error)
+
     def _ended_by(self, me: Thread, kind: int, error: BaseException) -> None:
         """A phase ended by an exception, which is on its way. Never raises."""
         try:
-            if kind == Kind.FETCH:
-                self._fetch_over(me, error)
+            if me.noted:
+                self._first_fetched(me, error)
+            if kind == Kind.FETCH and me.inside == 0 and (me is self.trains or self.trains is None):
+                self.on_loop_over()
         except Exception as fault:  # noqa: BLE001 - the script's exception goes first
             self._count_fault(fault)
 
-    # ---------------------------------------------------------------- fetch
-
-    def _fetch_begins(self, me: Thread, args: tuple[Any, ...]) -> int:
-        if me is self.trains or self.trains is None:
-            self.idle += 1
-            if self.idle == IDLE:
-                self.on_idle()
-        if me.inside == 0 and (me is self.trains or self.trains is None):
-            self.loose = self.calls = 0
-            if self.timing is not None:
-                self.timing.step_ends()
-            self.patience = max(self.patience, FEW_CALLS)
-            words = self.words
-            if words[PAUSE] != words[PAUSED] or monotonic_ns() >= self.due:
-                self.between(me)
-        if self.ring is None:
-            me.noted = self.on_first_fetch(args[0])
-        return 0
-
-    def _fetched(self, me: Thread, args: tuple[Any, ...]) -> None:
-        if me.noted:
-            me.noted = False
-            self.on_first_fetched(None)
-
-    def _fetch_over(self, me: Thread, error: BaseException) -> None:
-        if me.noted:
-            me.noted = False
-            self.on_first_fetched(error)
-        if me.inside == 0 and (me is self.trains or self.trains is None):
-            self.on_loop_over()
-
     # ---------------------------------------------------------------- backward
 
-    def _backward_begins(self, me: Thread, args: tuple[Any, ...]) -> int:
-        if not self.learns and self.trains is not None and torch._C._current_graph_task_id() == -1:
+    def _goes_backward(self, me: Thread) -> None:
+        """A backward pass begins, and the thread that trains is not known to have gone backward."""
+        if self.trains is not None and torch._C._current_graph_task_id() == -1:
             self.learns = True
             if me is not self.trains:  # the thread that was taken for it never went backward
                 self._found(me)
-        return 0
-
-    def _gone_back(self, me: Thread, args: tuple[Any, ...]) -> None:
-        if self.on_backward is not None and me is self.trains:
-            self.on_backward()
 
     # ---------------------------------------------------------------- optimizer
 
-    def _number_of(self, me: Thread, args: tuple[Any, ...]) -> int:
-        """The number of an optimizer, as long as it lives."""
-        optimizer = args[0]
-        known = self._optimizers.get(id(optimizer))
-        if known is not None and known[0]() is optimizer:
-            return known[1]
-        number, key, known_ones = next(self._optimizer_numbers) & MAX_SITE, id(optimizer), self._optimizers
+    def _numbered(self, optimizer: Any) -> tuple[Any, int]:
+        """A weak reference to an optimizer, and its number as long as it lives."""
+        number, key, known = next(self._optimizer_numbers) & MAX_SITE, id(optimizer), self._optimizers
 
         def gone(_: Any) -> None:
-            known_ones.pop(key, None)
+            known.pop(key, None)
+            if number == self._only:
+                self._only = 0
             with suppress(Exception):  # at the interpreter's end, say
                 self.write(Kind.GONE | self.thread().head | number << SITE_AT, monotonic_ns(), 0)
 
-        known_ones[key] = weakref.ref(optimizer, gone), number
-        return number
+        known[key] = weakref.ref(optimizer, gone), number
+        return known[key]
 
-    def _stepped(self, me: Thread, args: tuple[Any, ...]) -> None:
-        if self.on_step is not None:
-            self.on_step(args[0])
+    def _stepped(self, me: Thread, optimizer: Any) -> None:
+        """An optimizer has stepped that may end a step, or is not the only one."""
+        number = self._optimizers[id(optimizer)][1]
+        self.on_step(optimizer)
         if self.ring is None:
             self.unseen += 1
             if self.unseen == UNSEEN:
                 self.on_unseen()
         if me.inside or me is not self.trains:
             return
-        self.calls = 0
         self.patience = MANY_CALLS
-        self.loose += 1
         self.idle += 1
         if self.idle == IDLE:
             self.on_idle()
-        number = self._number_of(me, args)
         if number in self._cycle:
             self._boundary = self._cycle[-1]
+            self._only = number if len(self._cycle) == 1 else 0
             self._cycle.clear()
         self._cycle.append(number)
         if self.loose > STALE and number == self._boundary:
             if self.timing is not None:
                 self.timing.step_ends()
             words = self.words
-            if words[PAUSE] != words[PAUSED] or monotonic_ns() >= self.due:
+            if words[PAUSE] != self.paused or monotonic_ns() >= self.due:
                 self.between(me)
 
     # ---------------------------------------------------------------- between two steps
 
     def between(self, me: Thread) -> None:
         """Do what is asked for between two steps: pause, look. Raises what a signal handler raises in a pause."""
-        if me is not self.trains and self.trains is not None:
+        if me.inside or (me is not self.trains and self.trains is not None):
             return
         words = self.words
-        if words[PAUSE] != words[PAUSED]:
-            self.on_pause()
+        if words[PAUSE] != self.paused:
+            try:
+                self.on_pause()
+            finally:
+                self.paused = words[PAUSED]
         now = monotonic_ns()
         if now >= self.due:
             self.due = 1 << 62  # an exception must not bring it back at once

@@ -96,6 +96,8 @@ class Session:
         self.rank: int | None = None
         self.world: int | None = None
         self.on_open: Callable[[SpanRing], None] = lambda ring: None
+        self.on_off: Callable[[], None] = lambda: None
+        """Called when the tracer gives up."""
         self._forget()
 
     def _forget(self) -> None:
@@ -301,6 +303,7 @@ class Session:
                 )
             if fatal and count >= MAX_FAULTS and not self.off:
                 self.off = True
+                self.on_off()
                 self.warn(
                     f"dpmon's tracer gave up after it failed {count} times while it {_doing(where)}:"
                     " nothing more is recorded"

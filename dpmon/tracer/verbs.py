@@ -64,7 +64,8 @@ class Verbs:
                 if recorder.timing is not None:
                     mark = recorder.timing.verb_begins(me, run.site, kind)
                 began = clock()
-                recorder.words[me.word] = began << 8 | kind
+                recorder.words[me.word] = began
+                recorder.kinds[me.number] = kind
                 me.verb = verb != PARALLEL_APPLY
                 result = (original if virtual is None else virtual.verbs[number])(*args, **kwargs)
             except BaseException as error:
@@ -80,14 +81,15 @@ class Verbs:
             me.inside = inside  # a lone replica runs on this thread
             try:
                 ended = clock()
+                recorder.kinds[me.number] = inside
                 if mark is not None:
                     head |= mark.end()
-                slot = recorder.write(head, began, ended - began)
+                slot = recorder.put(head, began, ended - began, 0)
                 if mark is not None:
                     mark.written(slot)
                 run.verbs |= 1 << verb
-                if number == REPLICATE and run.watch is not None:
-                    run.watch.expect(result)
+                if number == REPLICATE and run.watch is not None and "parallel_apply" in run.site.own:
+                    run.watch.expect(result)  # what runs them is not torch's
                 elif number == SCATTER and len(result[0]) == 1:
                     run.share = result[0][0], result[1][0], ended
                     me.inside = Kind.REPLICA  # torch runs the module itself now, until the call is over

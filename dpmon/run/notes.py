@@ -1,4 +1,4 @@
-"""The notes of a run: lines of process id, monotonic time in ns, and text, as `dpmon.tracer.inject.note` writes them.
+"""The notes of a run: lines of process id, monotonic time in ns, and text, as `dpmon.tracer.append.note` writes them.
 
 stages.log, endings.log and warnings.log consist of them. Any of these may be damaged, so the numbers are bounded: one
 of thousands of digits is an error in Python, and one of hundreds cannot be divided.

@@ -22,8 +22,9 @@ import torch
 
 from dpmon.record.spans import INSIDE_AT, Kind
 from dpmon.tracer.frames import drop_frames
-from dpmon.tracer.recorder import Recorder, Thread
+from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session, raise_from_signal
+from dpmon.tracer.threads import Thread
 
 __all__ = ["Copies", "where_cuda", "where_to"]
 

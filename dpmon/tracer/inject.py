@@ -9,10 +9,10 @@ no imports here but what every Python has loaded anyway.
 from __future__ import annotations
 
 import os
-import stat
 import sys
 from _thread import get_ident
-from time import monotonic_ns
+
+from dpmon.tracer.append import note
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,43 +20,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-__all__ = ["append", "arm", "note"]
-
-
-def note(text: str, file: str = "stages.log") -> None:
-    """Append a line to a file of the run's directory: for what happens before the ring exists, not on the hot path."""
-    directory = os.environ.get("DPMON_RUN")
-    if directory:
-        line = f"{os.getpid()} {monotonic_ns()} {text[:4096]}\n"  # the script's names may have any length
-        try:  # noqa: SIM105 - contextlib is not loaded yet
-            append(directory, file, line.encode("utf-8", "replace"))
-        except Exception:  # noqa: BLE001 - a full disk or a deleted directory must not disturb the script
-            pass
-
-
-def append(directory: str, file: str, data: bytes, most: int = 1 << 62) -> bool:
-    """Append to a file of the run's directory, which is not to grow beyond `most` bytes; whether all was written.
-
-    Raises OSError if it cannot be opened.
-    """
-    from dpmon.ring import NoSizeSignal  # imported here, because a process without torch does not need it
-
-    # As in dpmon.run.files: never wait for the reader of a FIFO, never follow a link.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-    place = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fd = os.open(file, flags, 0o600, dir_fd=place)
-    finally:
-        os.close(place)
-    try:
-        info = os.fstat(fd)
-        ours = stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid() and info.st_nlink < 2
-        if not ours or info.st_size + len(data) > most:
-            return False
-        with NoSizeSignal():
-            return os.write(fd, data) == len(data)
-    finally:
-        os.close(fd)
+__all__ = ["arm"]
 
 
 class _Loader:

@@ -14,9 +14,9 @@ import torch
 from dpmon.record.wire import MODES
 from dpmon.span_ring import Word
 from dpmon.tracer.names import class_name
-from dpmon.tracer.recorder import Thread
 from dpmon.tracer.session import Session
 from dpmon.tracer.tables import buffers_of, modules_of, parameters_of
+from dpmon.tracer.threads import Thread
 from dpmon.tracer.virtual import Originals, VirtualDevices
 
 __all__ = ["DP", "SINGLE", "Modes", "Plan", "overrides"]

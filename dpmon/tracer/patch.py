@@ -33,12 +33,12 @@ import torch
 from dpmon.record.spans import Kind
 from dpmon.span_ring import SpanRing
 from dpmon.tracer import oom
+from dpmon.tracer.append import note
 from dpmon.tracer.byhand import ByHand
 from dpmon.tracer.calls import Calls
 from dpmon.tracer.copies import Copies
 from dpmon.tracer.errors import uncaught
 from dpmon.tracer.frames import drop_frames, hide_from_dynamo, named_like
-from dpmon.tracer.inject import note
 from dpmon.tracer.loaders import Loaders
 from dpmon.tracer.memory import Memory
 from dpmon.tracer.modes import Modes
@@ -49,7 +49,7 @@ from dpmon.tracer.session import Config, Session, rank_and_world
 from dpmon.tracer.sites import Sites
 from dpmon.tracer.split import Split
 from dpmon.tracer.startup import Startup
-from dpmon.tracer.timing import Timing, coming, usable
+from dpmon.tracer.timing import coming
 from dpmon.tracer.verbs import Verbs
 from dpmon.tracer.virtual import VERBS, Originals
 
@@ -106,12 +106,7 @@ def install() -> None:
     recorder.on_step = memory.stepped
     recorder.on_pause = Pause(session, recorder).wait
     sites.on_site = memory.new_model
-
-    def on_gpus() -> None:
-        if recorder.timing is None and usable():
-            recorder.timing = Timing(recorder)
-
-    sites.on_gpus = on_gpus
+    sites.on_gpus = recorder.times_devices
 
     for number, name in enumerate((*VERBS, "scatter")):
         _everywhere(originals.all[number], name, verbs.traced(number))

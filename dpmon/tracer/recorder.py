@@ -17,19 +17,18 @@ from contextlib import suppress
 from itertools import count
 from threading import get_ident
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from dpmon.record.spans import FLAGS_AT, INSIDE_AT, MAX_SITE, SITE_AT, THREAD_AT, Flag, Kind
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, MAX_SITE, SITE_AT, Flag, Kind
 from dpmon.span_ring import HEADER_BYTES, THREADS, SpanRing, Word
 from dpmon.tracer.frames import OF_CALLS, drop_frames, named_like, outwards
 from dpmon.tracer.session import Session
+from dpmon.tracer.threads import Thread
+from dpmon.tracer.timing import Timing, usable
 
-if TYPE_CHECKING:
-    from dpmon.tracer.timing import Timing
-
-__all__ = ["Recorder", "Thread"]
+__all__ = ["Recorder"]
 
 MAX_EARLY = 256
 """Spans that are kept before the first call, which opens the ring: those of a loader's first batches."""
@@ -43,31 +42,6 @@ FEW_CALLS, MANY_CALLS = 64, 4096
 """Calls without a fetch or a step of an optimizer after which a call may be where a step begins; many, once an
 optimizer has stepped."""
 PAUSE, PAUSED, TRAINS = Word.PAUSE, Word.PAUSED, Word.TRAINS
-
-
-class Thread:
-    """What one thread is in."""
-
-    __slots__ = ("hand", "head", "inside", "noted", "number", "root", "split", "tried", "verb", "word")
-
-    def __init__(self, number: int) -> None:
-        self.head = number << THREAD_AT
-        self.number = number
-        self.word = Word.UNDER_WAY + number
-        self.inside = 0
-        """The kind of the span that is under way, 0 for none."""
-        self.root: Any = None
-        """The bare root that is being called."""
-        self.split: Any = None
-        """The call whose phases it runs, where it is split over devices."""
-        self.verb = False
-        """Whether it is in scatter, replicate or gather: what these call of each other is no phase of its own."""
-        self.hand: Any = None
-        """The devices that the script has given to the primitives it calls itself: see dpmon.tracer.byhand."""
-        self.tried: Any = None
-        """What to say of the attempt at dp that has failed for the call under way: see dpmon.tracer.modes."""
-        self.noted = False
-        """Whether the fetch under way is noted in stages.log."""
 
 
 class Recorder:
@@ -148,6 +122,12 @@ class Recorder:
         """Write no more."""
         self.put = lambda head, start, took, sizes: -1
 
+    def times_devices(self) -> None:
+        """A call is about to run on a GPU: time what devices do from now on."""
+        if self.timing is None and usable():
+            self.timing = Timing(self.write, self.session.fault)
+            self.timing.trains = self.trains
+
     # ---------------------------------------------------------------- threads
 
     def thread(self) -> Thread:
@@ -167,6 +147,8 @@ class Recorder:
 
     def _found(self, me: Thread) -> None:
         self.trains = me
+        if self.timing is not None:
+            self.timing.trains = me
         self.words[TRAINS] = me.number
 
     def heal(self) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind
 from dpmon.tracer.frames import drop_frames
-from dpmon.tracer.recorder import Recorder, Thread
+from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Memo
 from dpmon.tracer.sites import Site
 from dpmon.tracer.sizes import gathers
+from dpmon.tracer.threads import Thread
 
 __all__ = ["KEY", "ODD", "ROWS", "Probe", "Unsuited", "Watch"]
 

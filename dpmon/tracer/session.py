@@ -24,8 +24,8 @@ from dpmon.record.spans import MAX_SITE
 from dpmon.record.wire import packed_json, shortened
 from dpmon.span_ring import SLOTS, SpanRing
 from dpmon.tracer import sizes
+from dpmon.tracer.append import append, note
 from dpmon.tracer.errors import in_a_line
-from dpmon.tracer.inject import append, note
 
 __all__ = ["Config", "Memo", "Session", "raise_from_signal", "rank_and_world"]
 

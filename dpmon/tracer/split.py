@@ -18,11 +18,12 @@ from dpmon.record.wire import CALL_PHASES
 from dpmon.tracer import sizes
 from dpmon.tracer.errors import in_a_line
 from dpmon.tracer.modes import DP, SINGLE, Modes, Plan
-from dpmon.tracer.recorder import Recorder, Thread
+from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.replicas import ROWS, Unsuited, Watch
 from dpmon.tracer.session import Session
 from dpmon.tracer.sites import Functional, Site, Sites
 from dpmon.tracer.tables import buffers_of
+from dpmon.tracer.threads import Thread
 from dpmon.tracer.virtual import Originals
 
 __all__ = ["Run", "Split"]

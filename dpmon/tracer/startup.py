@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from dpmon.tracer.append import note
 from dpmon.tracer.frames import drop_frames, named_like
-from dpmon.tracer.inject import note
 from dpmon.tracer.names import class_name
 from dpmon.tracer.session import Session
 

@@ -8,18 +8,16 @@ later, and is written then, a span for each device that names the first one by i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from threading import Event, get_ident
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from threading import Event
+from typing import Any
 
 import torch
 
 from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.record.wire import Untimed
 from dpmon.tracer.events import DeviceTimes, Events, Span, TorchEvents
-
-if TYPE_CHECKING:
-    from dpmon.tracer.recorder import Recorder, Thread
+from dpmon.tracer.threads import Thread
 
 __all__ = ["Mark", "Timing", "coming", "gpu_of", "gpus_of", "may_be_used", "usable"]
 
@@ -81,8 +79,17 @@ class Mark:
 class Timing:
     """The device time of one process. Nothing here raises."""
 
-    def __init__(self, recorder: Recorder, events: Events | None = None) -> None:
-        self._recorder = recorder
+    def __init__(
+        self,
+        write: Callable[[int, int, int, int], int],
+        fault: Callable[..., None],
+        events: Events | None = None,
+    ) -> None:
+        """`write` takes a span (SpanRing.put), `fault` what goes wrong (Session.fault)."""
+        self._write_span = write
+        self._fault = fault
+        self.trains: Thread | None = None
+        """The thread that trains."""
         self.times = DeviceTimes(events or TorchEvents(), self._failed)
         self.gpus: tuple[int, ...] = ()
         """Where the phases of the step under way may run: where its calls did, before the first those of the last."""
@@ -96,7 +103,7 @@ class Timing:
         """Of each device: the phase of a data-parallel call that ended last."""
 
     def _failed(self, error: BaseException) -> None:
-        self._recorder.session.fault("events", error, fatal=False)
+        self._fault("events", error, fatal=False)
 
     # ---------------------------------------------------------------- phases
 
@@ -107,7 +114,7 @@ class Timing:
     def call_begins(self, me: Thread, site: Any) -> Mark | None:
         """A call begins, on its own GPUs."""
         gpus: tuple[int, ...] = site.gpus
-        if me is self._recorder.trains and me.inside not in (Kind.CALL, Kind.WRAPPED):
+        if me is self.trains and me.inside not in (Kind.CALL, Kind.WRAPPED):
             if not (self._called or gpus):
                 self.gpus = ()  # the last step's do nothing in this one, as far as is known
             self._called = True
@@ -142,7 +149,7 @@ class Timing:
         return self._begin(me, (gpu,)) if self._copies <= MAX_COPIES else None
 
     def _begin(self, me: Thread, gpus: Sequence[int], last: dict[int, Span] | None = None) -> Mark | None:
-        if not gpus or me is not self._recorder.trains or len(self._waiting) >= MAX_WAITING:
+        if not gpus or me is not self.trains or len(self._waiting) >= MAX_WAITING:
             return None
         try:
             begin = self.times.begin
@@ -208,12 +215,11 @@ class Timing:
             self._failed(error)
 
     def _write(self, mark: Mark, late: int) -> None:
-        me = self._recorder.threads.get(get_ident()) or self._recorder.thread()
         for span in mark.spans:
             why = Untimed.NONE if span.ms is not None else span.why or late
             site = span.device & 0xFF | min(len(mark.spans), 0xFF) << 8 | why << 16
             took = 0 if span.ms is None else int(span.ms * 1e6)
-            self._recorder.write(Kind.TIME | me.head | site << SITE_AT, 0, took, mark.number)
+            self._write_span(Kind.TIME | site << SITE_AT, 0, took, mark.number)
 
     def at_exit(self) -> None:
         """The process ends: what the devices have not come to the end of stays unknown."""

@@ -1,0 +1,35 @@
+"""What the tracer knows of each thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dpmon.record.spans import THREAD_AT
+from dpmon.span_ring import Word
+
+__all__ = ["Thread"]
+
+
+class Thread:
+    """What one thread is in."""
+
+    __slots__ = ("hand", "head", "inside", "noted", "number", "root", "split", "tried", "verb", "word")
+
+    def __init__(self, number: int) -> None:
+        self.head = number << THREAD_AT
+        self.number = number
+        self.word = Word.UNDER_WAY + number
+        self.inside = 0
+        """The kind of the span that is under way, 0 for none."""
+        self.root: Any = None
+        """The bare root that is being called."""
+        self.split: Any = None
+        """The call whose phases it runs, where it is split over devices."""
+        self.verb = False
+        """Whether it is in scatter, replicate or gather: what these call of each other is no phase of its own."""
+        self.hand: Any = None
+        """The devices that the script has given to the primitives it calls itself: see dpmon.tracer.byhand."""
+        self.tried: Any = None
+        """What to say of the attempt at dp that has failed for the call under way: see dpmon.tracer.modes."""
+        self.noted = False
+        """Whether the fetch under way is noted in stages.log."""

@@ -145,7 +145,6 @@ class ByHand:
             self.sites.splits_itself(me.root)
         devices, me.hand = me.hand, None
         site = self._site(modules, devices, virtual)
-        recorder.idle = 0
         if modes.unannounced:
             modes.announce()
         grad = torch.is_grad_enabled()  # a function has no mode of its own: it trains if gradients are wanted

@@ -90,7 +90,6 @@ class Calls:
                 if site is None or (site.moves and not site.holds()):
                     site = None if session.off else site_of(module, me, args)
                 if site is not None:
-                    recorder.idle = 0
                     if not root and inside and me.split is not None:
                         me.split.wrapped = True
                     memo, seen = site.inputs, function_modes()
@@ -107,7 +106,7 @@ class Calls:
                     value = None
             except Exception as error:  # noqa: BLE001 - ours must not reach the script
                 session.fault("begin", error)
-            if site is None or session.off:
+            if site is None:
                 return other(module, me, args, kwargs)
             kind, plain, how = site.kind, site.plain, site.head
             head = how | me.head | inside << INSIDE_AT | kind

@@ -216,8 +216,8 @@ class Recorder:
             known = None
             try:
                 if fetch:
+                    self.idle = idle = 0 if self.calls else self.idle + 1
                     self.loose = self.calls = 0
-                    self.idle = idle = self.idle + 1
                     if idle == IDLE or self.ring is None or self.timing is not None or self.words[PAUSE] != self.paused:
                         self._fetch_begins(me, args[0])
                 elif optimizer:
@@ -261,7 +261,6 @@ class Recorder:
                 if mark is not None:
                     mark.written(number)
                 if optimizer:
-                    self.calls = 0
                     self.loose += 1
                     if self.loose > STALE or known is None or known[1] != self._only:
                         self._stepped(me, args[0])
@@ -341,7 +340,8 @@ class Recorder:
         if me.inside or me is not self.trains:
             return
         self.patience = MANY_CALLS
-        self.idle += 1
+        self.idle = 0 if self.calls else self.idle + 1
+        self.calls = 0
         if self.idle == IDLE:
             self.on_idle()
         if number in self._cycle:

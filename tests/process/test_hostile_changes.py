@@ -18,7 +18,7 @@ import os, time, warnings
 open("began", "w").close()
 while not os.path.exists("go"):
     time.sleep(0.02)
-import dpmon.tracer.inject as inject  # the tracer calls it when a ring cannot be made
+import dpmon.tracer.append as inject  # the tracer calls it when a ring cannot be made
 inject.note("a lost note", "warnings.log")
 inject.note("a lost note", "stages.log")
 print("done", flush=True)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ from sizes import LONG
 from warm import Piped
 
 import dpmon
+from dpmon.assemble.assembler import Assembler
 from dpmon.record.codec import Decoder
 from dpmon.record.kinds import Call, Event, Record, RecordError, Step
+from dpmon.record.spans import Span
 from dpmon.ring import RingError
-from dpmon.ring_reader import RingReader
+from dpmon.span_reader import SpanReader
 
 __all__ = ["SITE", "Script", "Traced", "alone", "read_run", "text_of", "traced"]
 
@@ -54,8 +56,6 @@ class Traced:
     """Lines of warnings.log, without process and time."""
     stages: tuple[str, ...]
     directory: Path
-    held: Mapping[int, int] = field(default_factory=dict)
-    """By process, the records that were held back and not written any more."""
 
     @property
     def said(self) -> Any:
@@ -178,12 +178,12 @@ class Script:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
-    def ring(self, process: int = 0) -> RingReader:
+    def ring(self, process: int = 0) -> SpanReader:
         """The ring of a process, which is waited for."""
         until = time.monotonic() + LIMIT_S
         while True:
             try:
-                return RingReader(str(self.directory / f"process-{process}.ring"))
+                return SpanReader(str(self.directory / f"process-{process}.ring"))
             except (OSError, RingError):  # not there yet, or being made
                 if time.monotonic() > until:
                     raise
@@ -208,7 +208,6 @@ class Script:
             warnings=_lines(self.directory / "warnings.log"),
             stages=_lines(self.directory / "stages.log"),
             directory=self.directory,
-            held=_held(self.directory),
         )
 
 
@@ -223,30 +222,25 @@ def _lines(path: Path) -> tuple[str, ...]:
     return tuple(line.split(" ", 2)[2] for line in path.read_text().splitlines())
 
 
-def _held(directory: Path) -> dict[int, int]:
-    found = {}
-    for path in directory.glob("process-*.ring"):
-        with contextlib.suppress(RingError):  # cut off by a test
-            reader = RingReader(str(path))
-            found[reader.process] = reader.held()
-            reader.close()
-    return found
+def assembled(path: Path) -> tuple[SpanReader, Assembler, list[bytes]]:
+    """The reader of a ring, which has been read to its end, what assembled its spans, and what came of them."""
+    reader = SpanReader(str(path))
+    spans: list[Span] = []
+    while part := reader.read(0):
+        spans += part
+    assembler = Assembler()
+    payloads = assembler.feed(spans, reader.lines())
+    return reader, assembler, payloads + assembler.end()
 
 
 def read_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, list[str]]:
-    """All records of a run's rings, how many were missed or lost, and why some could not be read."""
+    """All records of a run's rings, how many spans were missed or lost, and why some records could not be read."""
     found: list[Record] = []
     missed = 0
     unreadable: list[str] = []
     for path in sorted(directory.glob("process-*.ring"), key=lambda path: (len(path.name), path.name)):
-        reader = RingReader(str(path))
+        reader, assembler, payloads = assembled(path)
         decoder = Decoder(reader.process, reader.rank, origin_ns)
-        payloads: list[bytes] = []
-        before = -1
-        while reader.position != before:
-            before = reader.position
-            payloads += reader.read()
-        payloads += reader.last_words()
         for payload in payloads:
             try:
                 record = decoder.decode(payload)
@@ -254,6 +248,8 @@ def read_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, li
                 unreadable.append(str(error))
             else:
                 found += [] if record is None else [record]
+        if assembler.dropped:
+            unreadable.append(f"{assembler.dropped} spans of process {reader.process} were dropped")
         missed += reader.missed + reader.lost()
         reader.close()
     return found, missed, unreadable

@@ -35,6 +35,7 @@ MAGIC = b"DPMSPANS"
 VERSION = 1
 HEADER_BYTES = 4096
 SLOT = struct.Struct("=5Q")
+SLOT_BYTES = SLOT.size
 SLOTS = 48 << 10
 """Just under 2 MiB: about 10,000 usual steps. Touched pages count as the training's memory, so not more."""
 HEAD_STRUCT = struct.Struct("=8sIIQIiiiq")  # magic version header slots pid process rank world start_ns
@@ -58,7 +59,7 @@ class Word:
 class SpanRing:
     """The writing end, made in the process that is traced."""
 
-    __slots__ = ("map", "next", "size", "slots", "words")
+    __slots__ = ("map", "next", "slots", "words")
 
     def __init__(
         self, path: str, *, process: int, rank: int = -1, world: int = -1, start_ns: int = 0, slots: int = SLOTS
@@ -75,27 +76,28 @@ class SpanRing:
                 write_in_place(fd)
                 with NoSizeSignal():
                     os.posix_fallocate(fd, 0, HEADER_BYTES + slots * SLOT.size)
-            except BaseException:  # an interrupt must not leave an incomplete ring either
-                os.unlink(path)
-                raise
-            self.map = mmap.mmap(fd, HEADER_BYTES + slots * SLOT.size)
-        finally:
-            os.close(fd)
-        self.slots = slots
-        self.size = slots * SLOT.size
-        self.words = memoryview(self.map)[:HEADER_BYTES].cast("Q")
-        counter = count()
-        self.next = counter.__next__
-        """Gives the number of the next slot."""
-        # The magic comes last: a reader that sees it sees a complete header.
-        HEAD_STRUCT.pack_into(
-            self.map, 0, bytes(8), VERSION, HEADER_BYTES, slots, os.getpid(), process, rank, world, start_ns
-        )
-        self.map[0:8] = MAGIC
+                self.map = mmap.mmap(fd, HEADER_BYTES + slots * SLOT.size)
+            finally:
+                os.close(fd)
+            self.slots = slots
+            self.words = memoryview(self.map)[:HEADER_BYTES].cast("Q")
+            counter = count()
+            self.next = counter.__next__
+            """Gives the number of the next slot."""
+            # The magic comes last: a reader that sees it sees a complete header.
+            HEAD_STRUCT.pack_into(
+                self.map, 0, bytes(8), VERSION, HEADER_BYTES, slots, os.getpid(), process, rank, world, start_ns
+            )
+            self.map[0:8] = MAGIC
+        except BaseException:  # an interrupt must not leave an incomplete ring either
+            os.unlink(path)
+            raise
 
     def put(self, head: int, start: int, took: int, sizes: int = 0) -> int:
         """Write a span, whose words are as in dpmon.record.spans but for the lap; its number."""
         number = self.next()
         lap, at = divmod(number, self.slots)
-        SLOT.pack_into(self.map, HEADER_BYTES + at * 40, head | (lap & 0xFF) << LAP_AT, start, took, sizes, number + 1)
+        SLOT.pack_into(
+            self.map, HEADER_BYTES + at * SLOT_BYTES, head | (lap & 0xFF) << LAP_AT, start, took, sizes, number + 1
+        )
         return number

@@ -1,0 +1,110 @@
+"""Writes spans and their lines as a training process does, for tests that need no training.
+
+    python spans.py RING THREADS RATE [SPANS]
+
+As a command: THREADS threads write spans that show whether they are whole, RATE a second together (0: as fast as they
+can), SPANS each (0: until it is killed), and print how many there were in all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, THREAD_AT, Kind, Span
+from dpmon.span_reader import SpanReader, lines_path
+from dpmon.span_ring import SpanRing
+
+__all__ = ["Lines", "everything", "head", "numbered", "opened", "own_number"]
+
+_PRIME = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def head(kind: int, *, flags: int = 0, inside: int = 0, thread: int = 0, site: int = 0) -> int:
+    """The first word of a span."""
+    return kind | flags << FLAGS_AT | inside << INSIDE_AT | thread << THREAD_AT | site << SITE_AT
+
+
+def numbered(number: int, thread: int = 0) -> tuple[int, int, int, int]:
+    """The words of a span that says which one of its thread it is, and shows if one of them is wrong."""
+    return head(Kind.CALL, thread=thread), number, number * _PRIME & _MASK, (number + 1) * _PRIME & _MASK
+
+
+def own_number(span: Span) -> int:
+    """The number of a span made by `numbered`, which must be whole."""
+    words = (head(span.kind, thread=span.thread), span.start, span.took, span.inputs | span.outputs << 32)
+    assert words == numbered(span.start, span.thread)
+    return span.start
+
+
+@contextmanager
+def opened(path: Path | str, **options: Any) -> Iterator[SpanReader]:
+    reader = SpanReader(str(path), **options)
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def everything(reader: SpanReader, **options: Any) -> list[Span]:
+    """All spans that can be read now."""
+    found: list[Span] = []
+    while not reader.at_end:
+        part = reader.read(0, **options)
+        found += part
+        if not part:
+            break
+    return found
+
+
+class Lines:
+    """The lines beside a ring."""
+
+    def __init__(self, ring: Path | str) -> None:
+        self._fd = os.open(lines_path(str(ring)), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def put(self, **line: Any) -> None:
+        """Append a line."""
+        os.write(self._fd, json.dumps(line).encode() + b"\n")
+
+    def define(self, number: int, value: Any) -> None:
+        """Append a definition."""
+        self.put(define=number, v=value)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def main(path: str, threads: int, rate: float, spans: int) -> None:
+    ring = SpanRing(path, process=0)
+    print("ready", flush=True)
+    began = time.monotonic()
+
+    def write(thread: int) -> None:
+        number = 0
+        while not spans or number < spans:
+            ring.put(*numbered(number, thread))
+            number += 1
+            if rate and number % 100 == 0:
+                time.sleep(max(0.0, began + number * threads / rate - time.monotonic()))
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(threads)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    print(threads * spans, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else 0)

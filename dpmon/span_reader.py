@@ -47,11 +47,10 @@ def holds_spans(path: str) -> bool:
 class SpanReader:
     """The reading end: never blocks the writer, never trusts the file."""
 
-    def __init__(self, path: str, *, position: int = 0, seen: int = 0, lines_position: int = 0) -> None:
-        """Open `path` and go on at span number `position` and at byte `lines_position` of the lines.
+    def __init__(self, path: str) -> None:
+        """Raises RingError if the file is not a ring of this user, OSError if it cannot be opened.
 
-        `seen`: spans below this number were read before, so that an empty slot among them is in no count any more.
-        Raises RingError if the file is not a ring of this user, OSError if it cannot be opened.
+        Whoever goes on after another reader sets `position`, `seen` and `lines_position`.
         """
         self.path = path
         try:
@@ -82,17 +81,18 @@ class SpanReader:
         self.rank: int | None = rank if rank >= 0 else None
         self.world: int | None = world if world >= 0 else None
         self.start_ns: int = start_ns
-        self.position = position
+        self.position = 0
         """Number of the span that is due."""
+        self.seen = 0
+        """Spans below this number were read before: an empty slot among them was counted then."""
         self.missed = 0
         """Spans that were overwritten before they were read, or never written."""
         self.at_end = False
         """Whether the last `read` came to the end of what the process had written when it began."""
-        self.lines_position = lines_position
+        self.lines_position = 0
         """Bytes of lines that were read."""
         self.damaged_lines = 0
         """Lines that are no JSON object, or too long."""
-        self._seen = seen
         self._lines_fd = -1
         self._in_long_line = False
         self._hole = (-1, 0)
@@ -278,7 +278,7 @@ class SpanReader:
 
     def _pass_over(self, number: int) -> None:
         """Go on at span `number`: those before it are not there."""
-        self.missed += max(0, number - max(self.position, self._seen))
+        self.missed += max(0, number - max(self.position, self.seen))
         self.position = number
 
     # ------------------------------------------------------------------------------------------ lines

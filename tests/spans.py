@@ -2,8 +2,12 @@
 
     python spans.py RING THREADS RATE [SPANS]
 
-As a command: THREADS threads write spans that show whether they are whole, RATE a second together (0: as fast as they
-can), SPANS each (0: until it is killed), and print how many there were in all.
+THREADS threads write spans that show whether they are whole, RATE a second together (0: as fast as they can), SPANS
+each (0: until it is killed), and print how many there were in all.
+
+    python spans.py RING
+
+One thread writes what a usual training does, with an event every few steps, until it is killed.
 """
 
 from __future__ import annotations
@@ -20,11 +24,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, THREAD_AT, Kind, Span
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, THREAD_AT, Flag, Kind, Span
 from dpmon.span_reader import SpanReader, lines_path
-from dpmon.span_ring import SpanRing
+from dpmon.span_ring import SLOTS, SpanRing, Word
 
-__all__ = ["Lines", "everything", "head", "numbered", "opened", "own_number"]
+__all__ = ["Lines", "Training", "everything", "head", "numbered", "opened", "own_number"]
 
 _PRIME = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -48,8 +52,11 @@ def own_number(span: Span) -> int:
 
 
 @contextmanager
-def opened(path: Path | str, **options: Any) -> Iterator[SpanReader]:
-    reader = SpanReader(str(path), **options)
+def opened(path: Path | str, **place: int) -> Iterator[SpanReader]:
+    """A reader that goes on at a place."""
+    reader = SpanReader(str(path))
+    for name, value in place.items():
+        setattr(reader, name, value)
     try:
         yield reader
     finally:
@@ -106,5 +113,59 @@ def main(path: str, threads: int, rate: float, spans: int) -> None:
     print(threads * spans, flush=True)
 
 
-if __name__ == "__main__":
+class Training:
+    """A usual loop: fetch, call, backward, optimizer."""
+
+    def __init__(self, path: str, process: int = 0, slots: int = SLOTS) -> None:
+        self.ring = SpanRing(path, process=process, slots=slots)
+        self.lines = Lines(path)
+        event = {"process": process, "rank": None, "pid": os.getpid(), "t_s": 0.0}
+        self.lines.put(kind="process", at=time.monotonic_ns(), **event)
+        layout = {"root": "Model", "via": None, "devices": ["cpu:0"], "absent": {}, "module": 1, "dim": 0, "first": 0}
+        self.lines.define(1, layout)
+        self.lines.define(2, [["0", [4, 5], "float32", 80]])
+        self.lines.define(3, [["", [4, 2], "float32", 32]])
+        self.lines.put(optimizer=0)
+        self.steps = 0
+
+    def phase(self, kind: int, sizes: int = 0, **parts: int) -> None:
+        """Go through a phase, as the tracer writes it."""
+        began = time.monotonic_ns()
+        self.ring.words[Word.UNDER_WAY] = began << 8 | kind
+        now = time.monotonic_ns()
+        self.ring.put(head(kind, **parts), began, now - began, sizes)
+        self.ring.words[Word.UNDER_WAY] = now << 8
+
+    def step(self) -> None:
+        self.phase(Kind.FETCH)
+        self.phase(Kind.CALL, 2 | 3 << 32, site=1, flags=Flag.TRAINING | Flag.GRAD | Flag.SINGLE)
+        self.phase(Kind.BACKWARD)
+        self.phase(Kind.OPTIMIZER)
+        self.steps += 1
+
+    def warn(self) -> None:
+        """Write an event that names the last step, and the number of the event."""
+        now = time.monotonic_ns()
+        data = {"process": 0, "t_s": now / 1e9, "text": f"warning {self.steps}", "step": None}
+        self.lines.put(kind="warning", at=now, fill="last", **data)
+
+    def end(self) -> None:
+        """The process ends in order."""
+        self.lines.put(end=True, uncaught=False)
+        self.ring.words[Word.ENDED] = 1
+
+
+def train(path: str) -> None:
+    training = Training(path, int(Path(path).stem.partition("-")[2]))
+    print("ready", flush=True)
+    while True:
+        training.step()
+        if training.steps % 20 == 0:
+            training.warn()
+        time.sleep(0.0003)
+
+
+if __name__ == "__main__" and len(sys.argv) == 2:
+    train(sys.argv[1])
+elif __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else 0)

@@ -5,22 +5,29 @@ from __future__ import annotations
 import os
 import stat
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 from dpmon.record.plainjson import load_json
 from dpmon.record.spans import LAP_AT, Span, unpacked
 from dpmon.ring import RingError
-from dpmon.span_ring import HEAD_STRUCT, HEADER_BYTES, MAGIC, SLOT, THREADS, VERSION, Word
+from dpmon.span_ring import HEAD_STRUCT, HEADER_BYTES, KINDS_AT, MAGIC, SLOT, SLOT_BYTES, THREADS, VERSION, Word
 
-__all__ = ["SpanReader", "lines_path"]
+__all__ = ["SpanReader", "holds_spans", "lines_path"]
 
 HOLE_NS = 100_000_000
-"""A slot that was handed out is waited for this long if later ones are there: an interrupt may never let it be written."""
-MAX_LINES = 1 << 22
-"""Bytes of lines that are read at once."""
-_WORDS = struct.Struct("=512Q")
+"""An empty slot is waited for this long if later ones are there: an interrupt may leave one empty for good."""
+MAX_LINES = 1 << 20
+"""Bytes of lines that are read at once, and the length of the longest line."""
+_MOST_LINES = 256 << 20
+"""Bytes of lines that are read in one go at most, however large the file is."""
+_HEADER = struct.Struct("=512Q")
+_WORD = struct.Struct("=Q")
 _FIRST = 64
+"""Slots that are read first. Their number doubles from there, up to _MOST."""
 _MOST = 4096
+_LAST_NUMBER = 1 << 56
+"""No process writes as many spans: a higher number is damage, and would overflow the sum of the missed ones."""
 
 
 def lines_path(ring: str) -> str:
@@ -28,27 +35,42 @@ def lines_path(ring: str) -> str:
     return f"{ring.removesuffix('.ring')}.jsonl"
 
 
+def holds_spans(path: str) -> bool:
+    """Whether the file begins as a ring of spans does. Raises OSError if it cannot be opened."""
+    fd = _opened(path, os.O_RDONLY)
+    try:
+        return stat.S_ISREG(os.fstat(fd).st_mode) and os.pread(fd, len(MAGIC), 0) == MAGIC
+    finally:
+        os.close(fd)
+
+
 class SpanReader:
     """The reading end: never blocks the writer, never trusts the file."""
 
-    def __init__(self, path: str, *, position: int = 0) -> None:
-        """Open `path` and go on at span number `position`.
+    def __init__(self, path: str) -> None:
+        """Raises RingError if the file is not a ring of this user, OSError if it cannot be opened.
 
-        Raises RingError if the file is not a ring of this user, OSError if it cannot be opened.
+        Whoever goes on after another reader sets `position`, `seen` and `lines_position`.
         """
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            self._fd = _opened(path, os.O_RDWR)
         except PermissionError:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            self._fd = _opened(path, os.O_RDONLY)
         try:
-            self._check_owner(self._fd)
+            info = os.fstat(self._fd)
+            if not stat.S_ISREG(info.st_mode):
+                raise RingError(f"{path}: not a regular file")
+            if info.st_uid != os.getuid():
+                raise RingError(f"{path}: belongs to another user")
             raw = os.pread(self._fd, HEAD_STRUCT.size, 0)
             if len(raw) < HEAD_STRUCT.size or raw[:8] != MAGIC:
                 raise RingError(f"{path}: not a ring of spans")
             _, version, header, slots, pid, process, rank, world, start_ns = HEAD_STRUCT.unpack(raw)
-            if version != VERSION or header != HEADER_BYTES or not 0 < slots < 1 << 32 or process < 0:
-                raise RingError(f"{path}: of another version, or damaged")
+            if version != VERSION or header != HEADER_BYTES:
+                raise RingError(f"{path}: ring of another version ({version})")
+            if slots == 0 or header + slots * SLOT_BYTES != info.st_size or process < 0:
+                raise RingError(f"{path}: size does not match its header")
         except BaseException:
             os.close(self._fd)
             self._fd = -1
@@ -59,22 +81,22 @@ class SpanReader:
         self.rank: int | None = rank if rank >= 0 else None
         self.world: int | None = world if world >= 0 else None
         self.start_ns: int = start_ns
-        self.position = position
+        self.position = 0
         """Number of the span that is due."""
+        self.seen = 0
+        """Spans below this number were read before: an empty slot among them was counted then."""
         self.missed = 0
         """Spans that were overwritten before they were read, or never written."""
+        self.at_end = False
+        """Whether the last `read` came to the end of what the process had written when it began."""
         self.lines_position = 0
         """Bytes of lines that were read."""
+        self.damaged_lines = 0
+        """Lines that are no JSON object, or too long."""
         self._lines_fd = -1
+        self._in_long_line = False
         self._hole = (-1, 0)
-        """A slot that was not there although later ones were, and when it was first missing (monotonic ns)."""
-
-    def _check_owner(self, fd: int) -> None:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise RingError(f"{self.path}: not a regular file")
-        if info.st_uid != os.getuid():
-            raise RingError(f"{self.path}: belongs to another user")
+        """A slot that was empty although later ones were not, and when that was seen first (monotonic ns)."""
 
     def close(self) -> None:
         """Close the files; the reader is of no further use."""
@@ -85,25 +107,26 @@ class SpanReader:
 
     # ------------------------------------------------------------------------------------------ control block
 
-    def words(self) -> tuple[int, ...]:
-        """The header's words. Raises RingError if the file was truncated."""
-        raw = os.pread(self._fd, _WORDS.size, 0)
-        if len(raw) < _WORDS.size:
+    def words(self) -> memoryview:
+        """The header's words as they are now (see Word). Raises RingError if the file was truncated."""
+        raw = os.pread(self._fd, _HEADER.size, 0)
+        if len(raw) < _HEADER.size:
             raise RingError(f"{self.path}: truncated")
-        return _WORDS.unpack(raw)
+        return memoryview(raw).cast("Q")
 
     def _word(self, index: int) -> int:
         raw = os.pread(self._fd, 8, 8 * index)
         if len(raw) < 8:
             raise RingError(f"{self.path}: truncated")
-        return int.from_bytes(raw, "little")
+        value: int = _WORD.unpack(raw)[0]
+        return value
 
     def _set(self, index: int, value: int) -> None:
-        os.pwrite(self._fd, struct.pack("=Q", value & 0xFFFFFFFFFFFFFFFF), 8 * index)
+        os.pwrite(self._fd, _WORD.pack(value & 0xFFFFFFFFFFFFFFFF), 8 * index)
 
     def lost(self) -> int:
         """Spans that the writer itself could not write."""
-        return self._word(Word.LOST)
+        return min(self._word(Word.LOST), _LAST_NUMBER)
 
     def ended(self) -> bool:
         """Whether the process has said that it ends."""
@@ -114,10 +137,7 @@ class SpanReader:
 
         The time is 0 for a thread that has begun nothing.
         """
-        if thread is None:
-            thread = self._word(Word.TRAINS)
-        word = self._word(Word.UNDER_WAY + min(thread, THREADS - 1))
-        return word & 0xFF, word >> 8
+        return under_way_in(self.words(), thread)
 
     def request(self, mode: int) -> int:
         """Ask the training process for `mode`; returns the request's serial, to compare with `acknowledged`."""
@@ -128,7 +148,8 @@ class SpanReader:
 
     def acknowledged(self) -> tuple[int, int]:
         """The serial of the last request acted upon and the mode in force (0: none yet)."""
-        return self._word(Word.ANSWERED), self._word(Word.MODE)
+        words = self.words()
+        return words[Word.ANSWERED], words[Word.MODE]
 
     def request_pause(self, paused: bool) -> int:
         """Ask the training process to pause between two steps, or to go on; returns the request.
@@ -141,112 +162,212 @@ class SpanReader:
 
     def pause_requests(self) -> tuple[int, int]:
         """The last request that `request_pause` made, and the last one acted upon; 0 for none."""
-        return self._word(Word.PAUSE), self._word(Word.PAUSED)
+        words = self.words()
+        return words[Word.PAUSE], words[Word.PAUSED]
 
     # ------------------------------------------------------------------------------------------ spans
 
     def has_more(self) -> bool:
-        """Whether a span is there that was not read."""
-        return bool(self._slots(self.position, 1))
+        """Whether a span is there that was not read, or was overwritten before it could be."""
+        marks = self._marks(self.position, min(_FIRST, self.slots))
+        return self._is_lapped(self.position, marks[0]) or any(
+            mark == number for number, mark in enumerate(marks, self.position + 1)
+        )
 
-    def read(self, now_ns: int, limit: int = 1 << 14) -> list[Span]:
+    def read(self, now_ns: int, limit: int = 1 << 14, *, over: bool = False) -> list[Span]:
         """The next spans, at most `limit`, in the order of their numbers; `now_ns`: monotonic.
 
-        What was overwritten before it could be read, and what was never written, is added to `missed`. Raises RingError
-        if the file was truncated.
+        `over`: the process is gone, so that an empty slot stays empty. What was overwritten before it could be read,
+        and what was never written, is added to `missed`. Raises RingError if the file was truncated.
         """
         found: list[Span] = []
-        count = _FIRST
+        count = _MOST if over else _FIRST
+        self.at_end = False
         while len(found) < limit:
-            wanted = min(count, limit - len(found), self.slots - self.position % self.slots)
-            count = min(2 * count, _MOST)
-            part = self._slots(self.position, wanted)
+            count = min(count, self.slots)
+            marks = self._marks(self.position, count)
+            there = _in_a_row(marks, self.position)
+            part = self._copy(min(there, limit - len(found)))
+            if self._overtaken(marks[0], over):
+                continue  # what was copied may be torn
+            if part is None:
+                self._pass_over(self.position + 1)
+                continue
             found += part
             self.position += len(part)
-            if len(part) < wanted and not (self._lapped() or self._over_a_hole(now_ns)):
+            if there < count and len(part) == there and not self._over_a_hole(marks[there:], now_ns, over):
                 break
+            count = min(2 * count, _MOST)
         return found
 
-    def _slots(self, number: int, count: int) -> list[Span]:
-        """The spans from `number` on that are there, at most `count`, which lie in a row."""
-        at = HEADER_BYTES + number % self.slots * SLOT.size
-        # A slot that bears its number in the first copy is whole in the second.
-        there = _whole(os.pread(self._fd, count * SLOT.size, at), number)
-        if not there:
-            return []
-        found = []
-        for place, words in enumerate(SLOT.iter_unpack(os.pread(self._fd, there * SLOT.size, at)), number):
-            head, start, took, sizes, mark = words
-            if mark != place + 1 or head >> LAP_AT & 0xFF != place // self.slots & 0xFF:
-                break  # it is being overwritten
-            found.append(unpacked(place, head, start, took, sizes))
-        return found
+    def _marks(self, number: int, count: int) -> list[int]:
+        """The last words of `count` slots from that of span `number` on."""
+        marks: list[int] = memoryview(self._raw(number, count)).cast("Q")[4::5].tolist()
+        return marks
 
-    def _mark(self, number: int) -> int:
-        """The number that is written in the slot of span `number`, -1 for an empty one."""
-        raw = os.pread(self._fd, SLOT.size, HEADER_BYTES + number % self.slots * SLOT.size)
-        if len(raw) < SLOT.size:
+    def _raw(self, number: int, count: int) -> bytes:
+        at = number % self.slots
+        first = min(count, self.slots - at)
+        data = os.pread(self._fd, first * SLOT_BYTES, HEADER_BYTES + at * SLOT_BYTES)
+        if count > first:
+            data += os.pread(self._fd, (count - first) * SLOT_BYTES, HEADER_BYTES)
+        if len(data) < count * SLOT_BYTES:
             raise RingError(f"{self.path}: truncated")
-        return int.from_bytes(raw[-8:], "little") - 1
+        return data
 
-    def _lapped(self) -> bool:
-        """Go on further ahead if the writer has overtaken this reader."""
-        mark = self._mark(self.position)
-        if mark <= self.position:
+    def _copy(self, count: int) -> list[Span] | None:
+        """The next spans, of which `count` bore their number a moment ago; None if the first of them is damaged.
+
+        A slot that bore its number is whole from then on, until the writer comes round to it: see `_overtaken`.
+        """
+        found: list[Span] = []
+        data = self._raw(self.position, count) if count else b""
+        for number, (head, start, took, sizes, mark) in enumerate(SLOT.iter_unpack(data), self.position):
+            if mark != number + 1 or head & 0xFF == 0 or head >> LAP_AT & 0xFF != number // self.slots & 0xFF:
+                return found or None
+            found.append(unpacked(number, head, start, took, sizes))
+        return found
+
+    def _is_lapped(self, number: int, mark: int) -> bool:
+        """Whether this mark, in the slot of span `number`, is of a later lap."""
+        return number + self.slots < mark <= _LAST_NUMBER and (mark - 1 - number) % self.slots == 0
+
+    def _overtaken(self, mark: int, over: bool) -> bool:
+        """Go on further ahead if the writer has come round to the span that is due, or is just behind it.
+
+        `mark`: in that span's slot. A writer that is a sixteenth of the ring behind cannot have touched what was read
+        before this is asked.
+        """
+        lapped = self._is_lapped(self.position, mark)
+        if not lapped and not over:
+            behind = self.position - self.slots // 16
+            lapped = self._is_lapped(behind, self._marks(behind, 1)[0])
+        if not lapped:
             return False
-        ahead = max(mark - self.slots // 2, self.position + 1)
+        # All that is there if nobody writes any more, else without the eighth that will be overwritten first.
+        oldest = self._newest() + 1 - self.slots + (0 if over else self.slots // 8)
+        ahead = max(oldest, self.position + 1)
         self.missed += ahead - self.position
         self.position = ahead
         return True
 
-    def _over_a_hole(self, now_ns: int) -> bool:
-        """Pass over a slot that was handed out and is not written, if the next one has been there for some time."""
-        if self._mark(self.position + 1) != self.position + 1:
+    def _newest(self) -> int:
+        """The highest number of a span in the ring."""
+        marks = self._marks(0, self.slots)
+        numbers = (mark - 1 for mark in marks)
+        plausible = (n for at, n in enumerate(numbers) if n % self.slots == at and n < _LAST_NUMBER)
+        return max(plausible, default=-1)
+
+    def _over_a_hole(self, marks: list[int], now_ns: int, over: bool) -> bool:
+        """Pass over slots that were handed out and not written, if later ones have been there for some time.
+
+        `marks`: of the slots from the one that is due on.
+        """
+        later = next((number for number, mark in enumerate(marks, self.position) if mark == number + 1), None)
+        self.at_end = later is None
+        if later is None:
             return False
         number, since = self._hole
         if number != self.position:
             self._hole = self.position, now_ns
-            return False
-        if now_ns - since < HOLE_NS:
-            return False
-        self.position += 1
-        self.missed += 1
-        return True
+        elif now_ns - since >= HOLE_NS:
+            over = True
+        if over:
+            self._pass_over(later)
+        return over
+
+    def _pass_over(self, number: int) -> None:
+        """Go on at span `number`: those before it are not there."""
+        self.missed += max(0, number - max(self.position, self.seen))
+        self.position = number
 
     # ------------------------------------------------------------------------------------------ lines
 
-    def lines(self) -> list[dict[str, Any]]:
-        """The lines that were written since the last time; damaged ones are passed over. Call `read` before.
+    def has_lines(self) -> bool:
+        """Whether a whole line is there that was not read."""
+        fd = self._open_lines()
+        return fd >= 0 and b"\n" in os.pread(fd, MAX_LINES, self.lines_position)
 
-        A span refers only to what was written before it: so all that `read` has given can be looked up then.
+    def lines(self, until: int = _LAST_NUMBER) -> Iterator[list[dict[str, Any]]]:
+        """The lines that were written since the last time, some at a time, up to byte `until` of their file.
+
+        Call `read` before: a span refers only to what was written before it, so all that `read` has given can be
+        looked up then. Damaged lines are passed over and counted.
         """
-        if self._lines_fd < 0:
-            try:
-                self._lines_fd = os.open(
-                    lines_path(self.path), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                )
-                self._check_owner(self._lines_fd)
-            except OSError:
-                return []
+        fd = self._open_lines()
+        if fd < 0:
+            return
+        end = min(until, self.lines_position + _MOST_LINES)
+        while self.lines_position < end:
+            data = os.pread(fd, min(MAX_LINES, end - self.lines_position), self.lines_position)
+            if not data:
+                size = os.fstat(fd).st_size
+                if size < self.lines_position:  # it was cut, maybe within a line
+                    self._in_long_line = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+                    self.lines_position = size
+                return
+            whole = data.rfind(b"\n") + 1
+            if not whole:
+                if len(data) < MAX_LINES:
+                    return
+                whole = len(data)
+                if not self._in_long_line:
+                    self.damaged_lines += 1
+                self._in_long_line = True
+                self.lines_position += whole
+                continue
+            found = self._parsed(data[:whole])
+            self.lines_position += whole
+            if found:
+                yield found
+
+    def _parsed(self, data: bytes) -> list[dict[str, Any]]:
+        """The lines in `data`, which ends with one; what is left of one that was too long comes first."""
+        lines = data[:-1].split(b"\n")
+        if self._in_long_line:
+            del lines[0]
+            self._in_long_line = False
         found = []
-        data = os.pread(self._lines_fd, MAX_LINES, self.lines_position)
-        whole = data.rfind(b"\n") + 1
-        self.lines_position += whole
-        for line in data[:whole].splitlines():
+        for line in lines:
             try:
                 value = load_json(line)
             except (ValueError, RecursionError):
-                continue
+                value = None
             if isinstance(value, dict):
                 found.append(value)
+            else:
+                self.damaged_lines += 1
         return found
 
+    def _open_lines(self) -> int:
+        """The descriptor of the lines; -1 if there is no such file of this user's."""
+        if self._lines_fd < 0:
+            try:
+                fd = _opened(lines_path(self.path), os.O_RDONLY)
+            except OSError:
+                return -1
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid():
+                os.close(fd)
+                return -1
+            self._lines_fd = fd
+        return self._lines_fd
 
-def _whole(data: bytes, number: int) -> int:
-    """How many of the slots in `data`, of which the first is that of span `number`, bear their number."""
-    found = 0
-    for *_, mark in SLOT.iter_unpack(data[: len(data) // SLOT.size * SLOT.size]):
-        if mark != number + found + 1:
-            break
-        found += 1
-    return found
+
+def under_way_in(words: memoryview, thread: int | None = None) -> tuple[int, int]:
+    """As SpanReader.under_way, in words of a header that were read before."""
+    if thread is None:
+        thread = words[Word.TRAINS]
+    thread = min(thread, THREADS - 1)
+    return words.cast("B")[KINDS_AT + thread], words[Word.UNDER_WAY + thread]
+
+
+def _opened(path: str, access: int) -> int:
+    return os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _in_a_row(marks: list[int], number: int) -> int:
+    """How many slots bear their number, from that of span `number` on."""
+    if marks[-1] == number + len(marks) and marks == list(range(number + 1, number + 1 + len(marks))):
+        return len(marks)
+    return next(place for place, mark in enumerate(marks) if mark != number + 1 + place)

@@ -37,6 +37,7 @@ MAGIC = b"DPMSPANS"
 VERSION = 1
 HEADER_BYTES = 4096
 SLOT = struct.Struct("=5Q")
+SLOT_BYTES = SLOT.size
 SLOTS = 16 << 10
 """Just under 2 MiB: about 10,000 usual steps. Touched pages count as the training's memory, so not more."""
 HEAD_STRUCT = struct.Struct("=8sIIQIiiiq")  # magic version header slots pid process rank world start_ns
@@ -79,27 +80,27 @@ class SpanRing:
             try:
                 write_in_place(fd)
                 with NoSizeSignal():
-                    os.posix_fallocate(fd, 0, HEADER_BYTES + slots * SLOT.size)
-            except BaseException:  # an interrupt must not leave an incomplete ring either
-                os.unlink(path)
-                raise
-            self.map = mmap.mmap(fd, HEADER_BYTES + slots * SLOT.size)
-        finally:
-            os.close(fd)
-        self.words = memoryview(self.map)[:HEADER_BYTES].cast("Q")
-        self.kinds = memoryview(self.map)[KINDS_AT : KINDS_AT + THREADS]
-        self.put = _putter(self.map, slots)
-        """Writes a span of which the words w0 (without the lap) to w3 are given, and returns its number."""
-        # The magic comes last: a reader that sees it sees a complete header.
-        HEAD_STRUCT.pack_into(
-            self.map, 0, bytes(8), VERSION, HEADER_BYTES, slots, os.getpid(), process, rank, world, start_ns
-        )
-        self.map[0:8] = MAGIC
+                    os.posix_fallocate(fd, 0, HEADER_BYTES + slots * SLOT_BYTES)
+                self.map = mmap.mmap(fd, HEADER_BYTES + slots * SLOT_BYTES)
+            finally:
+                os.close(fd)
+            self.words = memoryview(self.map)[:HEADER_BYTES].cast("Q")
+            self.kinds = memoryview(self.map)[KINDS_AT : KINDS_AT + THREADS]
+            self.put = _putter(self.map, slots)
+            """Writes a span of which the words w0 (without the lap) to w3 are given, and returns its number."""
+            # The magic comes last: a reader that sees it sees a complete header.
+            HEAD_STRUCT.pack_into(
+                self.map, 0, bytes(8), VERSION, HEADER_BYTES, slots, os.getpid(), process, rank, world, start_ns
+            )
+            self.map[0:8] = MAGIC
+        except BaseException:  # an interrupt must not leave an incomplete ring either
+            os.unlink(path)
+            raise
 
 
 def _putter(ring: mmap.mmap, slots: int) -> Callable[[int, int, int, int], int]:
     """What writes into a ring. A closure, because this is the hot path of the training."""
-    pack, take, size = SLOT.pack_into, count().__next__, SLOT.size
+    pack, take, size = SLOT.pack_into, count().__next__, SLOT_BYTES
     mask, bits = slots - 1, slots.bit_length() - 1
 
     def put(head: int, start: int, took: int, sizes: int) -> int:

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 from dpmon.record.plainjson import load_event
 from dpmon.record.wire import mode_number, pack_event
-from dpmon.ring import Activity, RingError
+from dpmon.ring import RingError
 from dpmon.ring_reader import RingReader
 from dpmon.run import proc
 from dpmon.run.lock import supervised
+from dpmon.run.rings import ProcessRing, open_ring
 from dpmon.run.rundir import (
     INFO_FILE,
     MAX_SECONDS,
@@ -56,7 +57,7 @@ class Pause(NamedTuple):
 class _Process:
     """The ring of a training process: what it is doing, and what is asked of it."""
 
-    def __init__(self, ring: RingReader) -> None:
+    def __init__(self, ring: ProcessRing) -> None:
         self.ring = ring
         self.asked = 0
         self._seen_alive = 0.0
@@ -72,10 +73,9 @@ class _Process:
 
     def activity(self) -> tuple[str, int]:
         try:
-            what, since = self.ring.activity()
+            return self.ring.activity()
         except (RingError, OSError):
             return "ended", 0
-        return Activity.NAMES[what], since
 
     def doing(self) -> tuple[str, int]:
         """Its activity, of a living process."""
@@ -136,7 +136,9 @@ class RunReader:
 
     def close(self) -> None:
         """Give the descriptors back; the reader is of no further use."""
-        for ring in (*(process.ring for process in self._processes.values()), *self._endings.values()):
+        for process in self._processes.values():
+            process.ring.close()
+        for ring in self._endings.values():
             ring.close()
         self._processes.clear()
         self._endings.clear()
@@ -256,7 +258,7 @@ class RunReader:
         for number, path in ring_paths(self.directory):
             if number >= 0 and path.name not in self._processes:
                 with contextlib.suppress(RingError, OSError):  # its header is complete a moment later
-                    self._processes[path.name] = _Process(RingReader(str(path)))
+                    self._processes[path.name] = _Process(open_ring(str(path)))
 
     @property
     def output_paths(self) -> tuple[Path, ...]:

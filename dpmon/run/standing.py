@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.ring import Activity, RingError
-from dpmon.ring_reader import RingReader
+from dpmon.ring import RingError
 from dpmon.run import proc
 from dpmon.run.notes import read_notes
+from dpmon.run.rings import ProcessRing, open_ring
 from dpmon.run.rundir import ExitInfo, RunInfo, ring_paths
 from dpmon.run.uncaught import every_uncaught
 from dpmon.run.waiting import waits_since
@@ -74,25 +74,24 @@ def newest_stage(found: Mapping[int, Stage], alive: Callable[[int], bool] = lamb
     return max(busy, key=lambda stage: stage[1], default=None)
 
 
-def activities(directory: Path) -> Iterator[tuple[int, RingReader, int, int]]:
-    """Number and ring of each training process, one of Activity, and its time (monotonic ns).
+def activities(directory: Path) -> Iterator[tuple[int, ProcessRing, str, int]]:
+    """Number and ring of each training process, what it is doing, and since when (monotonic ns).
 
     The ring is open until the next one is asked for.
     """
     for process, path in ring_paths(directory):
         if process < 0:
             continue
-        with contextlib.suppress(RingError, OSError), contextlib.closing(RingReader(str(path))) as ring:
+        with contextlib.suppress(RingError, OSError), contextlib.closing(open_ring(str(path))) as ring:
             yield process, ring, *ring.activity()
 
 
 def standings(directory: Path, *, over: bool) -> list[Standing]:
     """All processes that train, then those that have not called a model yet; `over`: the run has ended."""
     found = []
-    for process, ring, what, since in activities(directory):
-        name = Activity.NAMES[what]
+    for process, ring, name, since in activities(directory):
         doing = _WORDS.get(name, f"in {name}")
-        if not over and what != Activity.ENDED and not proc.alive(ring.pid, None):
+        if not over and name != "ended" and not proc.alive(ring.pid, None):
             doing = "gone"
         found.append(Standing(process, ring.rank, ring.pid, doing, since))
     known = {one.pid for one in found}

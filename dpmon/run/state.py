@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from dpmon.ring import Activity
 from dpmon.run import proc
 from dpmon.run.ending import outcome
 from dpmon.run.lock import goes_on_elsewhere, supervised
@@ -54,6 +53,6 @@ def run_state(directory: Path, info: RunInfo) -> tuple[str, ExitInfo | None]:
 
 def is_paused(directory: Path) -> bool:
     """Whether every process that trains has paused, as the rings of a run of this machine say."""
-    found = [(ring.pid, what) for _, ring, what, _ in activities(directory) if what != Activity.ENDED]
+    found = [(ring.pid, what) for _, ring, what, _ in activities(directory) if what != "ended"]
     doing = [what for pid, what in found if proc.alive(pid, None)]
-    return bool(doing) and all(what == Activity.PAUSED for what in doing)
+    return bool(doing) and all(what == "paused" for what in doing)

@@ -11,17 +11,17 @@ from pathlib import Path
 from dpmon.record.kinds import RecordError
 from dpmon.record.wire import pack_event
 from dpmon.ring import RingError
-from dpmon.ring_reader import RingReader
 from dpmon.run.files import remove_file
 from dpmon.run.proc import alive
 from dpmon.run.rundir import RunInfo, ring_paths
 from dpmon.store.batch import Batch
 from dpmon.store.intake import Accounts, Intake
 from dpmon.store.resume import resume_accounts, resume_intake
+from dpmon.store.sources import FrameSource, open_source
 from dpmon.store.tables import HistoryError, RingRow
 from dpmon.store.writer import LIMIT_BYTES, History
 
-__all__ = ["Drain", "continued"]
+__all__ = ["Drain"]
 
 COMMIT_S = 0.2
 """Between two commits while something happens."""
@@ -31,6 +31,8 @@ _AFTER_S = 0.1
 """Such a commit comes this long after the end of a second: the records of that second are there by then."""
 FIND_S = 0.2
 """Between two looks for new rings."""
+GONE_S = 1.0
+"""Between two looks whether a process is still there."""
 COMMIT_BYTES = 1 << 19
 """Written at the latest when this much has gathered: an eighth of a ring, so a kill in between loses nothing."""
 HOLD_BYTES = 32 << 20
@@ -50,22 +52,12 @@ _AWAITED = tuple(pack_event(kind, {})[:-1] for kind in ("mode", "pause", "warnin
 """How records begin that somebody waits to see."""
 
 
-def continued(path: Path, row: RingRow | None) -> RingReader:
-    """The reader of a ring from where `row` left off; raises RingError or OSError.
-
-    A row of another process is of an earlier ring that was deleted: the ring is read from its start.
-    """
-    ring = RingReader(str(path))
-    if row is not None and row.pid == ring.pid:
-        ring.position, ring.sequence = row.position, row.sequence
-    return ring
-
-
-class _Source:
-    """One ring, how far it is read, and what takes its payloads in."""
+class _Taken:
+    """A ring, and what takes its payloads in."""
 
     def __init__(self, path: Path, row: RingRow | None, start_ns: int, accounts: Accounts) -> None:
-        self.ring = continued(path, row)
+        """Go on where `row` left off. Raises RingError or OSError."""
+        self.ring = open_source(path, row)
         self.resumes = row is not None and row.pid == self.ring.pid
         """Whether the history has its first records."""
         if row is None or not self.resumes:
@@ -75,17 +67,23 @@ class _Source:
         self.intake = Intake(self.row, start_ns, accounts)
         self._missed_before = self.row.missed
         self.unreadable = 0
-        self.over = False
-        """Its process is gone."""
+        self.gone = False
+        """Its process was not there any more when that was last looked at."""
+        self.look_at = 0.0
+        self.counted = self.ring.over
+        """All its calls are counted, those in no step, too."""
         self.put_off = 0
         """How often the run's end was found here before all that others had done."""
 
     def note(self) -> None:
         """Bring the row up to what has been read."""
-        self.row.position, self.row.sequence = self.ring.position, self.ring.sequence
-        self.row.missed = self._missed_before + self.ring.missed + self.unreadable
-        with suppress(RingError, OSError):  # truncated under us: what was known stays
-            self.row.lost = self.ring.lost() + (self.ring.held() if self.over else 0)
+        self.row.missed = self._missed_before + self.ring.note(self.row) + self.unreadable
+
+    def look(self, now: float) -> None:
+        """See whether its process is gone, now and then."""
+        if now >= self.look_at and self.row.process >= 0 and not self.ring.over:
+            self.look_at = now + GONE_S
+            self.gone = not alive(self.ring.pid, None)
 
 
 class Drain:
@@ -107,9 +105,9 @@ class Drain:
         self._history: History | None = None
         self._kept: dict[str, RingRow] = {}
         """The rings' rows as they stand in the history."""
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[str, _Taken] = {}
         self._refused: set[str] = set()
-        self._taken: list[tuple[_Source, list[bytes]]] = []
+        self._taken: list[tuple[_Taken, list[bytes]]] = []
         """What was read from rings and is not in the batch yet."""
         self._batch = Batch()
         self._accounts = Accounts()
@@ -139,7 +137,7 @@ class Drain:
                 self._find_at = now + FIND_S
                 self._find_rings()
             for source in self._sources.values():
-                more = self._take(source) or more
+                more = self._take(source, now) or more
         if now >= self._commit_at or self._bytes >= COMMIT_BYTES:
             self._write(now)
         return more and self._has_room()
@@ -150,23 +148,23 @@ class Drain:
     def flush(self, over: bool = False) -> None:
         """Take and write everything that is there now (at most a ring's worth from each).
 
-        With `over`, the processes are gone: also what they had staged and could not write any more.
+        With `over`, the command has ended: also the last of the processes that ended with it.
         """
         now = time.monotonic()
         self._find_at = self._retry_at = 0.0
+        for source in self._sources.values():
+            source.look_at = 0.0
         for _ in range(64):
             if not self.drain(now):
                 break
+        if self._history is None:
+            return
         for source in self._sources.values() if over else ():
-            if source.row.process >= 0 and alive(source.ring.pid, None):
-                continue  # a process that outlives the command still has what it holds
-            source.over = True
-            with suppress(RingError, OSError):
-                self._add(source, source.ring.last_words())
-            self._take_apart()
-            source.intake.flush(self._batch)
-        if self._history is not None:
-            self._write(now)
+            source.look_at = 0.0  # it may have ended a moment ago; one that outlives the command holds on to its last
+            for _ in range(64):
+                if not self._has_room() or not self._take(source, now):
+                    break
+        self._write(now)
 
     def drop_samples(self, current: str) -> None:
         """Delete the rings of samples of killed supervisors, once all of it is in the history; `current` stays."""
@@ -176,7 +174,8 @@ class Drain:
                 source.row.process < 0
                 and name != current
                 and kept is not None
-                and (kept.pid, kept.position) == (source.ring.pid, source.ring.position)
+                and isinstance(source.ring, FrameSource)
+                and source.ring.is_in(kept)
             ):
                 with suppress(OSError):
                     remove_file(self._directory / name)
@@ -203,7 +202,7 @@ class Drain:
         for _, path in ring_paths(self._directory, self._sources.keys() | self._refused):
             kept = self._kept.get(path.name)
             try:
-                source = _Source(path, kept and replace(kept), self._info.start_ns, self._accounts)
+                source = _Taken(path, kept and replace(kept), self._info.start_ns, self._accounts)
             except (RingError, OSError) as error:
                 # It may be half made: its header is complete a moment later.
                 if time.time() - _modified(path) > RETRY_S:
@@ -215,22 +214,22 @@ class Drain:
                 with suppress(HistoryError):  # damaged; what comes now can be recorded all the same
                     resume_intake(self._history, source.intake)
 
-    def _take(self, source: _Source) -> bool:
+    def _take(self, source: _Taken, now: float) -> bool:
         """Move what one ring has into the batch; True if it filled faster than it was read."""
+        source.look(now)
         ring = source.ring
-        before = ring.position, ring.sequence, ring.missed
         try:
-            payloads = ring.read()
-            if source.row.process < 0 and any(payload.startswith(_EXIT) for payload in payloads):
-                # What others did before the run's end belongs before it.
-                source.put_off += 1
-                if source.put_off < _MOST_PUT_OFF and self._others_have_more():
-                    ring.position, ring.sequence, ring.missed = before
-                    return True
+            payloads, more = ring.take(int(now * 1e9), source.gone)
         except (RingError, OSError):
             return False
+        if source.row.process < 0 and any(payload.startswith(_EXIT) for payload in payloads):
+            # What others did before the run's end belongs before it.
+            source.put_off += 1
+            if source.put_off < _MOST_PUT_OFF and isinstance(ring, FrameSource) and self._others_have_more():
+                ring.put_back()
+                return True
         self._add(source, payloads)
-        return bool(ring.position - before[0] >= ring.capacity // 8)
+        return more
 
     def _others_have_more(self) -> bool:
         for source in self._sources.values():
@@ -239,7 +238,7 @@ class Drain:
                     return True
         return False
 
-    def _add(self, source: _Source, payloads: list[bytes]) -> None:
+    def _add(self, source: _Taken, payloads: list[bytes]) -> None:
         """Note payloads of a ring. They are taken apart when they are written, all at once: that costs less."""
         self._taken.append((source, payloads))
         self._records += len(payloads)
@@ -262,6 +261,10 @@ class Drain:
                 except RecordError:
                     source.unreadable += 1
         self._taken.clear()
+        for source in self._sources.values():
+            if source.ring.over and not source.counted:
+                source.counted = True
+                source.intake.flush(batch)
         self._bytes += _SECOND_BYTES * (len(batch.tallied) - before)
 
     # ------------------------------------------------------------------------------------------ history

@@ -232,6 +232,7 @@ class Intake:
         self._place(number)
         self._note_held()
         self.row.calls += 1
+        self.row.last_call = call
 
     def _note_held(self) -> None:
         self.row.held_id = self._calls[0].number if self._calls else None

@@ -18,11 +18,11 @@ from pathlib import Path
 from dpmon.ring import RingError
 from dpmon.run.files import check_database
 from dpmon.run.lock import supervised
-from dpmon.run.proc import alive
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info, ring_paths
-from dpmon.store.drain import Drain, continued
+from dpmon.store.drain import Drain
 from dpmon.store.earlier import take_in
 from dpmon.store.queries import Store
+from dpmon.store.sources import holds_more
 from dpmon.store.tables import (
     HISTORY_FILE,
     LARGEST,
@@ -152,10 +152,9 @@ def _is_written(info: RunInfo, path: Path) -> bool:
 
 def _have_more(directory: Path, rings: Mapping[str, RingRow]) -> bool:
     """Whether the rings of a run hold more than its history."""
-    for process, path in ring_paths(directory):
-        with suppress(RingError, OSError), closing(continued(path, rings.get(path.name))) as ring:
-            ended = process < 0 or not alive(ring.pid, None)
-            if ring.has_more() or (ended and ring.has_last_words()):
+    for _, path in ring_paths(directory):
+        with suppress(RingError, OSError):
+            if holds_more(path, rings.get(path.name)):
                 return True
     return False
 

@@ -1,8 +1,9 @@
 """What a run keeps for good: history.sqlite. One writer (the supervisor), any number of readers.
 
     meta         key, value: schema, run, start_ns, limit_bytes, pruned (rows deleted to stay below it)
-    rings        one row per ring: how far it was read (position, sequence), the counts of missed and other records,
-                 the first and the last id of its calls and steps, the id of the first call that waits for its step
+    rings        one row per ring: how far it was read (position, sequence, lines), the counts of missed and other
+                 records, the first and the last id of its calls and steps, the id of the first call that waits for its
+                 step, the numbers of its last step and call, and the state of what assembles its spans
     definitions  process, number, value (JSON): layouts and sizes that calls refer to
     calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.record.codec)
     steps        id, process, step, mode, start_ns, wall_ns, kind (dpmon.record.schema.KINDS), calls, each quantity,
@@ -59,6 +60,7 @@ __all__ = [
     "LARGEST",
     "LASTING",
     "LASTING_KINDS",
+    "LATER_RING_COLUMNS",
     "SCHEMA",
     "SCHEMA_VERSION",
     "STEP_COLUMNS",
@@ -102,6 +104,8 @@ CALL_COLUMNS: Mapping[str, str] = {
     **dict.fromkeys((f"{phase.name}_ns" for phase in PHASES if phase.of_call), "INTEGER"),
 }
 """The columns of calls and their types."""
+LATER_RING_COLUMNS: Mapping[str, str] = {"last_call": "INTEGER", "lines": "INTEGER", "state": "TEXT"}
+"""Columns of rings that a history of this schema may lack: they are added where it is written."""
 TALLY_COLUMNS = (*PLAIN, *(f"{quantity.name}_{part}" for quantity in QUANTITIES for part in ("sum", "n")))
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
 
@@ -115,7 +119,7 @@ CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rings (
     name TEXT PRIMARY KEY, process INTEGER, rank INTEGER, pid INTEGER, position INTEGER, sequence INTEGER,
     missed INTEGER, lost INTEGER, calls INTEGER, steps INTEGER, last_step INTEGER,
-    first_id INTEGER, last_id INTEGER, held_id INTEGER) WITHOUT ROWID;
+    first_id INTEGER, last_id INTEGER, held_id INTEGER, {later_ring_columns}) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS definitions (
     process INTEGER, number INTEGER, value TEXT, PRIMARY KEY (process, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS calls ({call_columns});
@@ -145,6 +149,7 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
 """.format(
     lasting=LASTING,
     step_columns=", ".join(f"{name} {kind}" for name, kind in STEP_COLUMNS.items()),
+    later_ring_columns=", ".join(f"{name} {kind}" for name, kind in LATER_RING_COLUMNS.items()),
     call_columns=", ".join(f"{name} {kind}" for name, kind in CALL_COLUMNS.items()),
     tally_columns=_whole_numbers(TALLY_COLUMNS) + ", sketches BLOB",
     activities=_whole_numbers(ACTIVITY_COLUMNS),
@@ -176,7 +181,9 @@ class RingRow:
     rank: int | None
     pid: int
     position: int = 0
+    """Where to go on: a byte of a ring of frames, the number of a span."""
     sequence: int = 0
+    """Records of a ring of frames that were read; spans, which goes beyond those of the step under way."""
     missed: int = 0
     """Records that were overwritten before they were read, were damaged or could not be kept."""
     lost: int = 0
@@ -189,6 +196,11 @@ class RingRow:
     last_id: int | None = None
     held_id: int | None = None
     """Of the first call that waits for its step; None: none does."""
+    last_call: int | None = None
+    lines: int | None = None
+    """Bytes of the lines beside a ring of spans."""
+    state: str | None = None
+    """Of what assembles a ring of spans; empty once its process has ended and all of it is in the history."""
 
 
 class Bounds:
@@ -305,6 +317,6 @@ _MOST_COUNTED = 1 << 62
 
 def _member(value: object, declared: str) -> Any:
     """A column as what its member is declared to be, since SQLite takes values of any type."""
-    if isinstance(value, str) if declared == "str" else type(value) is int and abs(value) < _MOST_COUNTED:
+    if isinstance(value, str) if declared.startswith("str") else type(value) is int and abs(value) < _MOST_COUNTED:
         return value
     return None if declared.endswith("None") else _DAMAGED

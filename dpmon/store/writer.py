@@ -18,6 +18,7 @@ from dpmon.store.tables import (
     CALL_COLUMNS,
     HISTORY_FILE,
     LASTING,
+    LATER_RING_COLUMNS,
     SCHEMA,
     SCHEMA_VERSION,
     STEP_COLUMNS,
@@ -112,6 +113,9 @@ class History:
         run("PRAGMA journal_size_limit=4194304")
         run("PRAGMA cache_size=-2000")
         self._db.executescript(SCHEMA)
+        there = {row[1] for row in run("PRAGMA table_info(rings)")}
+        for name in LATER_RING_COLUMNS.keys() - there:
+            run(f"ALTER TABLE rings ADD COLUMN {name} {LATER_RING_COLUMNS[name]}")
         rows = {"schema": SCHEMA_VERSION, "limit_bytes": self._limit, "pruned": 0, **meta}
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", rows.items())
         self._tallies = TallyWriter(self._db)

@@ -97,7 +97,13 @@ def test_a_process_that_never_imports_torch_pays_for_next_to_nothing(tmp_path: P
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
         loaded.append(set(done.stdout.split()))
-    assert loaded[1] - loaded[0] <= {"dpmon", "dpmon.tracer", "dpmon.tracer.append", "dpmon.tracer.inject", "sitecustomize"}
+    assert loaded[1] - loaded[0] <= {
+        "dpmon",
+        "dpmon.tracer",
+        "dpmon.tracer.append",
+        "dpmon.tracer.inject",
+        "sitecustomize",
+    }
     assert "dpmon.tracer.inject" in loaded[1]
 
 

@@ -15,11 +15,15 @@ import pytest
 from running import wait_for
 
 from dpmon.cli.main import main
-from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
+from dpmon.record.spans import KINDS
+from dpmon.record.wire import pack_event
 from dpmon.ring import Activity, Ring
 from dpmon.run import proc
 from dpmon.run.reader import Pause, RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
+from dpmon.run.standing import Standing, standings
+from dpmon.span_ring import SpanRing, Word
+from dpmon.supervise.adopt import last_sign
 
 START = 1_000_000_000
 
@@ -43,79 +47,112 @@ def reader(run: tuple[Path, RunInfo]) -> Iterator[RunReader]:
     found.close()
 
 
-class Writer:
-    """A traced process: calls and steps in turn."""
+class Frames:
+    """A traced process that writes into a ring of frames."""
 
-    def __init__(self, directory: Path, process: int = 0, capacity: int = 1 << 18) -> None:
+    def __init__(self, directory: Path, process: int = 0, rank: int = -1, world: int = -1) -> None:
         path = str(directory / f"process-{process}.ring")
-        self.ring = Ring(path, process=process, start_ns=START, capacity=capacity)
-        self.step = 0
-        self.ring.write(pack_event("process", {"process": process, "t_s": 0.0}))
-        self.define()
+        self.ring = Ring(path, process=process, rank=rank, world=world, start_ns=START, capacity=1 << 18)
 
-    def define(self) -> None:
-        """What the calls refer to."""
-        layout = {"root": "Model", "via": None, "virtual": False, "devices": ["cpu:0"], "absent": {}}
-        self.ring.write(pack_definition(1, layout))
-        self.ring.write(pack_definition(2, [["0", [4, 5], "float32", 80]]))
+    def does(self, what: str, since_ns: int) -> None:
+        """Say that the training thread has begun this."""
+        self.ring.activity(Activity.NAMES.index(what), since_ns)
 
-    def steps(self, count: int) -> None:
-        """Write so many calls and steps."""
-        for _ in range(count):
-            self.step += 1
-            now = START + self.step * 1000
-            self.ring.write(pack_call(1, 0, 1, self.step, self.step, now, 5, 2, 2, (-1, 0) * 4, (2, 2, 0, 5)))
-            self.ring.write(pack_step(2, self.step, now, 900, 4, (1, 2, 3, -1)))
+    def asked(self) -> tuple[int, int]:
+        """The mode that is asked for, and the last request for a pause."""
+        return self.ring.request_mode, self.ring.words[Ring.PAUSE]
+
+    def answer(self, mode: int) -> None:
+        """Act on what is asked for."""
+        self.ring.acknowledge(self.ring.request_serial, mode)
+        self.ring.words[Ring.PAUSE_ANSWERED] = self.ring.words[Ring.PAUSE]
 
 
-def test_a_request_is_pending_until_every_process_has_acted(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+class Spans:
+    """The same of one that writes into a ring of spans."""
+
+    def __init__(self, directory: Path, process: int = 0, rank: int = -1, world: int = -1) -> None:
+        path = str(directory / f"process-{process}.ring")
+        ring = SpanRing(path, process=process, rank=rank, world=world, start_ns=START, slots=64)
+        self.words, self.kinds = ring.words, ring.kinds
+        self.words[Word.TRAINS] = 3
+
+    def does(self, what: str, since_ns: int) -> None:
+        self.words[Word.ENDED] = what == "ended"
+        kind = 0 if what in ("other", "ended") else KINDS.index(what)
+        self.words[Word.UNDER_WAY + 3] = since_ns
+        self.kinds[3] = kind
+
+    def asked(self) -> tuple[int, int]:
+        return self.words[Word.WANTED], self.words[Word.PAUSE]
+
+    def answer(self, mode: int) -> None:
+        self.words[Word.MODE], self.words[Word.ANSWERED] = mode, self.words[Word.REQUEST]
+        self.words[Word.PAUSED] = self.words[Word.PAUSE]
+
+
+Process = type[Frames] | type[Spans]
+
+
+@pytest.fixture(params=[Frames, Spans])
+def process(request: pytest.FixtureRequest) -> Process:
+    """A traced process of either kind."""
+    found: Process = request.param
+    return found
+
+
+def test_a_request_is_pending_until_every_process_has_acted(
+    run: tuple[Path, RunInfo], reader: RunReader, process: Process
+) -> None:
     assert reader.request_mode("single") == 0
     assert not reader.pending()
-    one, two = Writer(run[0], 0), Writer(run[0], 1)
+    one, two = process(run[0], 0), process(run[0], 1)
     assert reader.request_mode("single") == 2
     assert reader.pending()
     for writer in (one, two):
-        assert writer.ring.request_mode == 2
+        assert writer.asked() == (2, 0)
         assert reader.pending()
-        writer.ring.acknowledge(writer.ring.request_serial, 2)
+        writer.answer(2)
     assert not reader.pending()
     with pytest.raises(ValueError, match="not in tuple"):
         reader.request_mode("fast")
 
 
-def test_an_ended_process_is_not_waited_for(run: tuple[Path, RunInfo], reader: RunReader) -> None:
-    one, two = Writer(run[0], 0), Writer(run[0], 1)
+def test_an_ended_process_is_not_waited_for(run: tuple[Path, RunInfo], reader: RunReader, process: Process) -> None:
+    one, two = process(run[0], 0), process(run[0], 1)
     reader.request_mode("dp")
-    one.ring.acknowledge(1, 1)
+    one.answer(1)
     assert reader.pending()
-    two.ring.activity(Activity.ENDED, time.monotonic_ns())
+    two.does("ended", time.monotonic_ns())
     assert not reader.pending()
     assert reader.request_mode("single") == 1
 
 
-def test_a_pause_holds_once_all_that_train_have_paused(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+def test_a_pause_holds_once_all_that_train_have_paused(
+    run: tuple[Path, RunInfo], reader: RunReader, process: Process
+) -> None:
     assert reader.request_pause(True) == 0
     assert reader.pause_refusal() == "no training process is there to pause"
     assert reader.paused() == Pause(False, False, None)
-    one, two = Writer(run[0], 0), Writer(run[0], 1)
+    one, two = process(run[0], 0), process(run[0], 1)
     assert reader.request_pause(True) == 2
     assert reader.paused() == Pause(True, True, None)
     for number, writer in enumerate((one, two), 1):
-        writer.ring.activity(Activity.PAUSED, number * 1000)
-        writer.ring.words[Ring.PAUSE_ANSWERED] = writer.ring.words[Ring.PAUSE]
+        writer.does("paused", number * 1000)
+        writer.answer(0)
     assert reader.paused() == Pause(True, False, 2000)
     assert reader.request_pause(False) == 2
     assert reader.paused() == Pause(False, True, 2000)
     for writer in (one, two):
-        writer.ring.activity(Activity.ENDED, 3000)
+        writer.does("ended", 3000)
     assert reader.paused() == Pause(False, False, None)
 
 
-def test_ranks_are_not_asked_to_pause(run: tuple[Path, RunInfo], reader: RunReader) -> None:
-    ring = Ring(str(run[0] / "process-0.ring"), process=0, rank=1, world=2, start_ns=START)
+def test_ranks_are_not_asked_to_pause(run: tuple[Path, RunInfo], reader: RunReader, process: Process) -> None:
+    rank = process(run[0], 0, rank=1, world=2)
     assert reader.request_pause(True) == 0
     assert "ranks" in (reader.pause_refusal() or "")
-    assert ring.words[Ring.PAUSE] == 0
+    assert rank.asked() == (0, 0)
 
 
 def test_activities_and_stages(run: tuple[Path, RunInfo], reader: RunReader) -> None:
@@ -128,23 +165,30 @@ def test_activities_and_stages(run: tuple[Path, RunInfo], reader: RunReader) -> 
     assert reader.stage() == ("torch imported", 2000)
     path.write_bytes(b"\xff\n" * 10_000 + b"no line of ours\n")
     assert reader.stage() is None
-    writer = Writer(run[0])
-    writer.ring.activity(Activity.DATA, 77_000)
-    name, since = reader.activities()[0]
-    assert name == "data"
-    assert since == pytest.approx(77_000, abs=64)
+
+
+@pytest.mark.parametrize("what", Activity.NAMES)
+def test_what_a_process_does(run: tuple[Path, RunInfo], reader: RunReader, process: Process, what: str) -> None:
+    assert reader.activities() == {}
+    writer = process(run[0], rank=1)
+    assert reader.activities() == {0: ("other", 0)}
+    writer.does(what, 77_000)
+    assert reader.activities() == {0: (what, 0 if what == "ended" else 77_000)}
+    said = {"other": "in the script", "data": "waiting for data", "paused": "paused", "ended": "at its end"}
+    expected = Standing(0, 1, os.getpid(), said.get(what, f"in {what}"), 77_000)
+    assert standings(run[0], over=False) == standings(run[0], over=True) == [expected]
+    assert last_sign(run[0], run[1]) == (START, what == "ended", None)
 
 
 def test_a_process_that_was_killed_has_ended_though_it_could_not_say_so(
-    run: tuple[Path, RunInfo], reader: RunReader
+    run: tuple[Path, RunInfo], reader: RunReader, process: Process
 ) -> None:
-    writer = Writer(run[0])
-    writer.ring.activity(Activity.BACKWARD, 77_000)
+    process(run[0]).does("backward", 77_000)
     assert reader.activities()[0][0] == "backward"
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    (process,) = reader._processes.values()
-    process.ring.pid = gone.pid
+    (found,) = reader._processes.values()
+    found.ring.pid = gone.pid
     assert wait_for(lambda: (now := reader.activities()[0])[0] == "ended" and now) == ("ended", 0)
 
 
@@ -185,23 +229,27 @@ def test_run_json_is_read_again_when_it_was_replaced(run: tuple[Path, RunInfo], 
     assert reader.refresh().command_pid == 4
 
 
-@pytest.mark.parametrize("content", [b"", b"DPMONRNG", bytes(8192), b"x" * 300_000])
+@pytest.mark.parametrize("content", [b"", b"DPMONRNG", b"DPMSPANS", b"DPMSPANS" * 999, bytes(8192), b"x" * 300_000])
 def test_what_is_no_ring_is_skipped(run: tuple[Path, RunInfo], reader: RunReader, content: bytes) -> None:
     (run[0] / "process-3.ring").write_bytes(content)
     (run[0] / "process-x.ring").write_bytes(content)
-    Writer(run[0], 0).steps(1)
-    assert set(reader.activities()) == {0}
+    Frames(run[0], 0)
+    Spans(run[0], 1)
+    assert set(reader.activities()) == {0, 1}
 
 
-def test_a_ring_that_is_truncated_under_the_reader(run: tuple[Path, RunInfo], reader: RunReader) -> None:
-    Writer(run[0], 0).steps(3)
+def test_a_ring_that_is_truncated_under_the_reader(
+    run: tuple[Path, RunInfo], reader: RunReader, process: Process
+) -> None:
+    process(run[0], 0)
     assert set(reader.activities()) == {0}
     os.truncate(run[0] / "process-0.ring", 100)
     assert reader.activities() == {0: ("ended", 0)}
 
 
 def test_descriptors_are_given_back(run: tuple[Path, RunInfo]) -> None:
-    Writer(run[0], 0).steps(3)
+    Frames(run[0], 0)
+    Spans(run[0], 1)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         reader = RunReader(run[0])
@@ -212,7 +260,7 @@ def test_descriptors_are_given_back(run: tuple[Path, RunInfo]) -> None:
 
 
 def test_ls_says_paused_while_every_process_that_trains_is(
-    run: tuple[Path, RunInfo], capsys: pytest.CaptureFixture[str]
+    run: tuple[Path, RunInfo], capsys: pytest.CaptureFixture[str], process: Process
 ) -> None:
     directory, info = run
     pid = os.getpid()
@@ -223,13 +271,13 @@ def test_ls_says_paused_while_every_process_that_trains_is(
         return str(json.loads(capsys.readouterr().out)["state"])
 
     assert state() == "running"
-    one, two = Writer(directory, 0), Writer(directory, 12)
-    one.ring.activity(Activity.PAUSED, 5)
-    two.ring.activity(Activity.FORWARD, 5)
+    one, two = process(directory, 0), process(directory, 12)
+    one.does("paused", 5)
+    two.does("forward", 5)
     assert state() == "running"
-    two.ring.activity(Activity.PAUSED, 5)
+    two.does("paused", 5)
     assert state() == "paused"
-    one.ring.activity(Activity.ENDED, 5)
+    one.does("ended", 5)
     assert state() == "paused", "one that has ended does not train"
-    two.ring.activity(Activity.OTHER, 5)
+    two.does("other", 5)
     assert state() == "running"

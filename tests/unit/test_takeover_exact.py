@@ -124,8 +124,10 @@ class Run:
         self._drain = self._new()
 
     def write_all(self) -> None:
-        """As at the end of the run."""
-        self._drain.flush(over=True)
+        """As at the end of the run: its processes are gone."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dpmon.store.drain.alive", lambda *_: False)
+            self._drain.flush(over=True)
 
     def end(self) -> None:
         self.write_all()
@@ -136,8 +138,7 @@ class Run:
 
 @pytest.mark.parametrize("seed", range(size(4, 40)))
 @pytest.mark.parametrize("when", ["after a commit", "at any time"])
-def test_takeovers_leave_no_trace(state: Path, monkeypatch: pytest.MonkeyPatch, seed: int, when: str) -> None:
-    monkeypatch.setattr("dpmon.store.drain.alive", lambda *_: False)
+def test_takeovers_leave_no_trace(state: Path, seed: int, when: str) -> None:
     chance = random.Random(seed)
     undisturbed, killed = Run(), Run()
     for records in rounds(seed):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from dpmon.tracer.steps import Steps
 from rings import everything, opened
 from test_tracer_events import Device
 
@@ -20,7 +21,6 @@ from dpmon.record.kinds import Step
 from dpmon.record.wire import Untimed
 from dpmon.ring import Activity, Ring
 from dpmon.tracer.copies import Copies, where_cuda, where_to
-from dpmon.tracer.steps import Steps
 from dpmon.tracer.timing import BACKWARD, FORWARD, MAX_COPIES, Timing
 
 SCRIPT = str(Path(__file__).parents[1] / "process" / "scripts" / "knows_methods.py")

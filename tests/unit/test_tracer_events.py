@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from dpmon.tracer.late import Late
+from dpmon.tracer.steps import Steps
 from rings import everything, opened
 
 from dpmon.record.codec import is_timed, known_times, step_times
@@ -17,8 +19,6 @@ from dpmon.record.wire import STEP_TAG, STEP_WORDS, Untimed, pack_step
 from dpmon.ring import Ring
 from dpmon.tracer.captures import Captures
 from dpmon.tracer.events import MAX_FAULTS, DeviceTimes, Span, TorchEvents
-from dpmon.tracer.late import Late
-from dpmon.tracer.steps import Steps
 from dpmon.tracer.timing import BACKWARD, DATA, FORWARD, OPTIMIZER, Timing
 
 

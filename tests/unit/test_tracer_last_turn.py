@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from dpmon.tracer.steps import Steps
 from rings import everything, opened
 
 from dpmon.record.codec import kind_of
 from dpmon.ring import Ring
-from dpmon.tracer.steps import Steps
 
 
 @pytest.mark.parametrize(

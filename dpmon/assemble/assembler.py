@@ -1,0 +1,301 @@
+"""Puts the assembler together: spans and lines of one process in, payloads out."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from dpmon.assemble.definitions import Definitions
+from dpmon.assemble.device_waits import DeviceWaits, Pending, Said
+from dpmon.assemble.event_queue import Event, EventQueue
+from dpmon.assemble.nesting import VERBS, Block, block_of
+from dpmon.assemble.recorder import Item, Recorder
+from dpmon.assemble.step_rules import Mark, StepRules
+from dpmon.record.spans import Flag, Kind, Span
+from dpmon.record.wire import Untimed
+
+__all__ = ["Assembler"]
+
+MOST_NESTED = 1 << 14
+"""Spans that wait for the ones around them."""
+MOST_EARLY = 256
+"""Blocks before the first call."""
+CAUGHT_UP = 4096
+"""A reader that gives fewer spans than this at once has given all that there were."""
+_LATEST = 1 << 58
+"""No machine is up for so long (ns)."""
+_NEVER_ENDED = (1 << 64) - 1
+_INNER = (Kind.REPLICA, Kind.STAGE, Kind.AGAIN)
+_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, struct.error)
+
+
+class Assembler:
+    """Turns the spans of one process into steps and calls. Damaged input is dropped and counted, and raises nothing."""
+
+    def __init__(self) -> None:
+        self._dropped = 0
+        self._known = Definitions()
+        self._events = EventQueue()
+        self._recorder = Recorder(self._known, self._events)
+        self._rules = StepRules(self._known, self._events, self._recorder, self._closed)
+        self._waits = DeviceWaits()
+        self._out: list[bytes] = []
+        self._next = 0
+        """Number of the span that comes next."""
+        self._floors: dict[int, int] = {}
+        """By thread: of the spans below `_caught_up`, a predecessor has not used those from this number on."""
+        self._caught_up = 0
+        self._heard = 0
+        """Events that were among the lines of an earlier portion."""
+        self._seen: dict[int, Span] = {}
+        """By thread: the last span."""
+        self._nested: dict[int, list[Span]] = {}
+        self._waiting = 0
+        """How many spans are in `_nested`."""
+        self._early: deque[Block] = deque(maxlen=MOST_EARLY)
+        self._uncaught = False
+
+    @property
+    def thread(self) -> int:
+        """Number of the thread that trains, -1 while it is not known."""
+        return self._recorder.thread
+
+    @property
+    def dropped(self) -> int:
+        """Spans and lines that were damaged, or that belong to nothing."""
+        return self._dropped + self._recorder.dropped
+
+    # ------------------------------------------------------------------------------------------ input
+
+    def feed(self, spans: Sequence[Span], lines: Sequence[Mapping[str, Any]]) -> list[bytes]:
+        """Take in spans, in the order of their numbers, and the lines as read after them; returns payloads in order."""
+        self._hear(lines)
+        for span in spans:
+            try:
+                self._span(span)
+            except _DAMAGE:
+                self._dropped += 1
+        if self._next >= self._caught_up:
+            if len(spans) < CAUGHT_UP:  # all that came before these events has been taken
+                self._place(self._events.older(self._heard))
+            self._heard = self._events.heard
+        return self._payloads()
+
+    def under_way(self, kind: int, since_ns: int) -> list[bytes]:
+        """What the training thread is in now; the word was read before the spans that were fed."""
+        if kind == Kind.FETCH and self._next >= self._caught_up:
+            self._place(self._events.taken(since_ns - 1))
+            self._rules.fetches(since_ns)
+        return self._payloads()
+
+    def end(self) -> list[bytes]:
+        """The process is gone: no more spans come."""
+        self._place(self._events.older(self._events.heard))
+        self._rules.end(self._uncaught)
+        self._recorder.end()
+        self._closed(self._rules.mark(), [])
+        return self._payloads(Untimed.ENDED)
+
+    def _hear(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        for line in lines:
+            try:
+                if "end" in line:
+                    self._uncaught = line.get("uncaught") is True
+                elif not (self._known.hear(line) or self._events.hear(line)):
+                    self._dropped += 1
+            except _DAMAGE:
+                self._dropped += 1
+
+    def _span(self, span: Span) -> None:
+        number, kind, flags, inside, thread, _, start, took, _, _ = span
+        if number < self._next:
+            self._dropped += 1
+            return
+        self._next = number + 1
+        if number < self._caught_up and kind != Kind.TIME and number < self._floors.get(thread, self._caught_up):
+            return  # a predecessor has used it
+        if start + took > _LATEST:
+            if kind != Kind.STAGE or took != _NEVER_ENDED or start > _LATEST:
+                self._dropped += 1
+                return
+            span = span._replace(took=0, flags=flags | Flag.FAILED)
+        if not 0 < kind <= Kind.AGAIN or inside > Kind.AGAIN:
+            self._dropped += 1
+            return
+        if kind == Kind.TIME:
+            self._waits.time(span)
+            return
+        before = self._seen.get(thread)
+        if before is not None and before[6] == start and before[1:6] == span[1:6]:
+            return  # written once more after an interrupt
+        self._seen[thread] = span
+        if inside or kind in _INNER:
+            self._nest(span)
+        elif kind in VERBS and not flags & Flag.HAND:
+            self._dropped += 1
+        else:
+            self._block(block_of(span, self._inner(thread, start) if self._waiting else ()))
+
+    def _nest(self, span: Span) -> None:
+        if self._waiting >= MOST_NESTED:
+            self._dropped += self._waiting
+            self._nested.clear()
+            self._waiting = 0
+        self._nested.setdefault(span.thread, []).append(span)
+        self._waiting += 1
+
+    def _inner(self, thread: int, start: int) -> list[Span]:
+        """The spans within one that began at `start`; what is older has lost the span around it."""
+        waiting = self._nested.pop(thread, None)
+        if waiting is None:
+            return []
+        self._waiting -= len(waiting)
+        found = [one for one in waiting if one.start >= start]
+        self._dropped += len(waiting) - len(found)
+        return found
+
+    def _block(self, block: Block) -> None:
+        span, calls = block[0], block[1]
+        thread, kind = span[4], span[1]
+        if thread == self._recorder.thread or (kind == Kind.GONE and self._recorder.thread >= 0):
+            if span[6] + span[7] > self._events.due:
+                self._place_before(span)
+            self._rules.take(block)
+        elif self._recorder.thread < 0:
+            self._early.append(block)
+            if calls:
+                self._found_thread(thread)
+        elif kind == Kind.BACKWARD and not self._rules.trains:
+            self._rules.moves(thread)
+            self._rules.take(block)
+        elif calls or kind in VERBS:
+            self._rules.other(block)
+
+    def _found_thread(self, thread: int) -> None:
+        """The first call: its thread is the one that trains."""
+        self._recorder.thread = thread
+        early, self._early = list(self._early), deque(maxlen=MOST_EARLY)
+        for block in early:
+            if block[0].thread == thread or block[0].kind == Kind.GONE:
+                self._block(block)
+
+    def _place_before(self, span: Span) -> None:
+        """Place the events that happened before the end of a block; a fetch ends a step before it ends itself."""
+        if span.kind == Kind.FETCH:
+            self._place(self._events.taken(span.start - 1))
+            self._rules.fetches(span.start)
+        self._place(self._events.taken(span.end - 1))
+
+    def _place(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if self._events.is_new(event.number):
+                self._recorder.unsaid.add(event.number)
+            try:
+                self._rules.place(event)
+            except _DAMAGE:
+                self._dropped += 1
+
+    # ------------------------------------------------------------------------------------------ output
+
+    def _closed(self, mark: Mark, items: list[Item]) -> None:
+        """Payloads have been recorded: those of the items of a step, or others."""
+        recorder = self._recorder
+        out, recorder.out = recorder.out, []
+        if self._waits.idle and not any(isinstance(one, Pending) for one in out):
+            self._say(out)  # type: ignore[arg-type]  # nothing is pending
+        elif out:
+            self._waits.add(out, (mark, _firsts(items)), bool(items))
+
+    def _say(self, payloads: Iterable[bytes | Said]) -> None:
+        unsaid = self._recorder.unsaid
+        if not unsaid:
+            self._out += payloads  # type: ignore[arg-type]  # no event is among them
+            return
+        for one in payloads:
+            if isinstance(one, Said):
+                unsaid.discard(one.event)
+                self._out.append(one.payload)
+            else:
+                self._out.append(one)
+
+    def _payloads(self, unread: int = Untimed.NONE) -> list[bytes]:
+        if not self._waits.idle:
+            self._say(self._waits.ready(unread))
+        out, self._out = self._out, []
+        return out
+
+    # ------------------------------------------------------------------------------------------ going on
+
+    @property
+    def position(self) -> int:
+        """Number of the first span that a successor has to be fed again."""
+        return min(self._live().values(), default=self._next)
+
+    def _live(self) -> dict[int, int]:
+        """By thread, the first span that is still needed."""
+        found: dict[int, int] = {}
+        parts = [firsts for _, firsts in self._waits.marks()]
+        parts += _firsts(self._rules.held), _firsts(self._early)
+        parts.append({thread: spans[0].number for thread, spans in self._nested.items()})
+        for part in parts:
+            for thread, number in part.items():
+                found.setdefault(thread, number)
+        return found
+
+    def state(self) -> str:
+        """What a successor must know beside the lines and the spans from `position` on, as JSON."""
+        marks = self._waits.marks()
+        live = self._live()
+        recorder = self._recorder
+        return json.dumps(
+            {
+                "mark": marks[0][0] if marks else self._rules.mark(),
+                "next": self._next,
+                "floors": {str(thread): number for thread, number in live.items()},
+                "seen": [span for thread, span in self._seen.items() if thread not in live],
+                "said": self._events.placed,
+                "unsaid": sorted(recorder.unsaid),
+                "looks": {str(look): step for look, step in recorder.looks.items()},
+                "heard": self._events.heard,
+            }
+        )
+
+    @classmethod
+    def resumed(cls, state: str, lines: Sequence[Mapping[str, Any]]) -> Assembler:
+        """The successor of the assembler whose state that is; `lines`: all that it was given.
+
+        Raises ValueError for a state that is damaged.
+        """
+        found = cls()
+        try:
+            found._go_on(json.loads(state), lines)
+        except _DAMAGE as error:
+            raise ValueError(f"not a state of an assembler: {error!r}") from None
+        return found
+
+    def _go_on(self, state: Any, lines: Iterable[Mapping[str, Any]]) -> None:
+        mark = Mark(*state["mark"])
+        self._floors = {int(thread): number for thread, number in state["floors"].items()}
+        self._caught_up = state["next"]
+        self._next = min(self._floors.values(), default=self._caught_up)
+        self._hear(lines)
+        for span in state["seen"]:
+            self._seen[span[4]] = Span(*span)
+        recorder = self._recorder
+        recorder.looks = {int(look): step for look, step in state["looks"].items()}
+        self._rules.go_on(mark)
+        recorder.nexts = self._events.go_on(mark.placed, mark.nexts, state["said"], state["unsaid"])
+        recorder.unsaid.update(event.number for event in recorder.nexts if self._events.is_new(event.number))
+
+
+def _firsts(items: Iterable[Item]) -> dict[int, int]:
+    """By thread, the lowest number of the spans of these blocks."""
+    found: dict[int, int] = {}
+    for item in items:
+        if not isinstance(item, Event):
+            span, _, _, inner = item
+            found.setdefault(span[4], span[0] if inner is None else inner.first)
+    return found

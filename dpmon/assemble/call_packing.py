@@ -1,0 +1,154 @@
+"""The payload of a call, from its span and the spans of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dpmon.assemble.definitions import Definitions
+from dpmon.assemble.device_waits import Slots
+from dpmon.assemble.nesting import VERBS
+from dpmon.record.spans import Flag, Kind, Span
+from dpmon.record.wire import CALL_PHASES, FAILED, GRAD, TRAINING, VIRTUAL, Untimed, pack_call
+
+__all__ = ["WIRE_FLAGS", "Made", "add_phase", "mode_of", "pack_made", "parts_of", "replicas_of"]
+
+WIRE_FLAGS = tuple(
+    TRAINING * bool(flags & Flag.TRAINING)
+    | GRAD * bool(flags & Flag.GRAD)
+    | FAILED * bool(flags & Flag.FAILED)
+    | VIRTUAL * bool(flags & Flag.VIRTUAL)
+    for flags in range(16)
+)
+"""The flag byte of a call by the lowest four flags of its span."""
+_MOST_STAGES = 255
+_NO_PHASES = (-1, 0) * len(CALL_PHASES)
+
+
+class Made(NamedTuple):
+    """A call, ready to be packed but for its numbers."""
+
+    mode: int
+    flags: int
+    layout: int
+    start: int
+    wall: int
+    inputs: int
+    outputs: int
+    phases: Sequence[int]
+    replicas: Sequence[int]
+    stages: Sequence[int]
+    slots: Slots
+    """Spans that have each of its device times."""
+    why: int
+    """Why times without a span are missing."""
+
+    def definitions(self) -> list[int]:
+        """Numbers of all definitions that it refers to."""
+        inner = [*self.replicas[::4], *self.replicas[1::4]]
+        for at in range(3):
+            inner += self.stages[at::5]
+        return [self.layout, self.inputs, self.outputs, *inner]
+
+
+def mode_of(flags: int) -> int:
+    """How a call ran, as a number of dpmon.record.wire.MODES."""
+    return 1 if flags & Flag.DP else 2
+
+
+def pack_made(call: Made, step: int, number: int) -> bytes:
+    """Its payload."""
+    head = call.mode, call.flags, call.layout, step, number, call.start, call.wall, call.inputs, call.outputs
+    return pack_call(*head, call.phases, call.replicas, call.stages)
+
+
+def parts_of(known: Definitions, span: Span, layout: int, parts: Sequence[Span]) -> Made:
+    """A call that torch's own code or the module's ran; its layout is known."""
+    phases, slots = list(_NO_PHASES), [[] for _ in CALL_PHASES]  # type: list[int], Slots
+    shares: dict[int, Span] = {}
+    stages: list[int] = []
+    of_stages: Slots = []
+    for one in parts:
+        if one.kind == Kind.REPLICA:
+            shares.setdefault(one.site, one)
+        elif one.kind == Kind.STAGE:
+            if len(of_stages) < _MOST_STAGES and known.is_stage(one.site):
+                stages += _stage(known, one, span.start)
+                of_stages.append(timed(one))
+        elif one.kind in VERBS:
+            add_phase(phases, slots, one, span.start)
+    inputs, outputs = known.known_sizes(span.inputs), known.known_sizes(span.outputs)
+    failed = span.flags & Flag.FAILED
+    replicas, of_replicas = replicas_of(known, shares, layout, span.start)
+    if not (of_replicas or of_stages or phases[2 * VERBS[Kind.PARALLEL_APPLY]] >= 0):
+        replicas, of_replicas = _whole(known, span, layout, phases, slots, parts)
+    why = Untimed.ON_CPU if of_stages else Untimed.NONE
+    return Made(
+        mode_of(span.flags),
+        WIRE_FLAGS[span.flags & 15],
+        layout,
+        span.start,
+        span.took,
+        inputs,
+        0 if failed else outputs,
+        phases,
+        () if of_stages else replicas,
+        stages,
+        [*slots, *(of_stages or of_replicas)],
+        why,
+    )
+
+
+def timed(span: Span) -> list[tuple[int, int]]:
+    """The slot of a time that is one span's; empty if it is not timed on devices."""
+    return [(span.number, 1)] if span.flags & Flag.TIMED else []
+
+
+def add_phase(phases: list[int], slots: Slots, span: Span, start: int) -> None:
+    """Add a phase of a call that began at `start`: a subclass may run one twice."""
+    at = VERBS[span.kind]
+    if phases[2 * at] < 0:
+        phases[2 * at] = max(span.start - start, 0)
+    phases[2 * at + 1] += span.took
+    slots[at] += timed(span)
+
+
+def replicas_of(known: Definitions, shares: dict[int, Span], layout: int, start: int) -> tuple[list[int], Slots]:
+    """Four numbers a replica, by their indices, and the slots of their times; one that is missing has zeros."""
+    flat: list[int] = []
+    slots: Slots = []
+    for index in range(max((i for i in shares if i < known.layouts[layout].devices), default=-1) + 1):
+        one = shares.get(index)
+        if one is None:
+            flat += (0, 0, 0, 0)
+            slots.append([])
+            continue
+        outputs = 0 if one.flags & Flag.FAILED else known.known_sizes(one.outputs)
+        flat += (known.known_sizes(one.inputs), outputs, max(one.start - start, 0), one.took)
+        slots.append(timed(one))
+    return flat, slots
+
+
+def _whole(
+    known: Definitions, span: Span, layout: int, phases: Sequence[int], slots: Slots, parts: Sequence[Span]
+) -> tuple[list[int], Slots]:
+    """The one replica of a call that was not divided: all of the call but the scatter before it."""
+    about = known.layouts[layout]
+    if not about.devices or "replicas" in about.value["absent"]:
+        return [], []
+    inputs = span.inputs
+    for one in parts:
+        if one.kind == Kind.SCATTER and known.known_sizes(one.outputs):
+            inputs = one.outputs
+    began = phases[0] + phases[1] if phases[0] >= 0 else 0
+    outputs = 0 if span.flags & Flag.FAILED else known.known_sizes(span.outputs)
+    slot = timed(span)
+    if slot:
+        slot += [(number, -sign) for number, sign in slots[0]]
+    return [known.known_sizes(inputs), outputs, began, max(span.took - began, 0)], [slot]
+
+
+def _stage(known: Definitions, one: Span, start: int) -> tuple[int, ...]:
+    failed = one.flags & Flag.FAILED
+    outputs = 0 if failed else known.known_sizes(one.outputs)
+    return one.site, known.known_sizes(one.inputs), outputs, max(one.start - start, 0), -1 if failed else one.took

@@ -1,0 +1,146 @@
+"""Calls that a script composes itself of scatter, replicate, parallel_apply and gather.
+
+Such a call is one parallel_apply, with the scatters and replicates before it in the same step and the gather that comes
+next in it. It begins with the first of them and ends with the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dpmon.assemble.call_packing import WIRE_FLAGS, Made, add_phase, mode_of, replicas_of
+from dpmon.assemble.definitions import Definitions
+from dpmon.assemble.device_waits import Slots
+from dpmon.record.spans import Flag, Kind, Span
+from dpmon.record.wire import CALL_PHASES, Untimed
+
+__all__ = ["Composer"]
+
+_NOT_SCATTERED = "the script did not scatter in this turn of its loop"
+_NO_INPUTS = "nothing was scattered: only what the replicas were given is known"
+_NOT_REPLICATED = "the script did not replicate in this turn of its loop"
+_NOT_GATHERED = "the script did not gather what the replicas returned"
+_MOST_LEAVES = 512
+"""Sizes of one call."""
+
+
+class _Hand:
+    """What has been composed so far on one thread."""
+
+    __slots__ = ("apply", "replicas", "verbs")
+
+    def __init__(self) -> None:
+        self.verbs: list[Span] = []
+        self.apply: Span | None = None
+        self.replicas: Sequence[Span] = ()
+
+
+class Composer:
+    """Puts the calls of one process together; `finish` is given each call, with its thread, when it is complete."""
+
+    def __init__(self, known: Definitions, finish: Callable[[Made, int], None]) -> None:
+        self._known = known
+        self._finish = finish
+        self._hands: dict[int, _Hand] = {}
+
+    def verb(self, span: Span, replicas: Sequence[Span]) -> int:
+        """A primitive has run; `replicas`: those that parallel_apply ran. The definition of the inputs, once known."""
+        kind, thread = span.kind, span.thread
+        hand = self._hands.get(thread)
+        if hand is not None and hand.apply is not None and kind != Kind.GATHER:
+            self.flush(thread)
+            hand = None
+        if hand is not None and hand.verbs and hand.verbs[0].inside != span.inside:
+            del self._hands[thread]
+            hand = None
+        failed = span.flags & Flag.FAILED
+        if kind == Kind.GATHER:
+            if hand is not None and hand.apply is not None and not failed:
+                hand.verbs.append(span)
+                self.flush(thread)
+            return 0
+        if kind == Kind.PARALLEL_APPLY or not failed:
+            if hand is None:
+                hand = self._hands[thread] = _Hand()
+            hand.verbs.append(span)
+        if kind != Kind.PARALLEL_APPLY or hand is None:
+            return 0
+        hand.apply, hand.replicas = span, replicas
+        inputs = self._inputs(hand)
+        if failed:
+            self.flush(thread)
+        return inputs
+
+    def flush(self, thread: int) -> None:
+        """No gather comes for what a thread has composed."""
+        hand = self._hands.pop(thread, None)
+        if hand is not None and hand.apply is not None and hand.apply.site in self._known.layouts:
+            self._finish(self._made(hand, hand.apply), thread)
+
+    def flush_all(self) -> None:
+        """The step is over."""
+        for thread in list(self._hands):
+            self.flush(thread)
+
+    def _inputs(self, hand: _Hand) -> int:
+        """The sizes of all that was scattered: the paths go on from one scatter to the next."""
+        numbers = [self._known.known_sizes(one.inputs) for one in hand.verbs if one.kind == Kind.SCATTER]
+        numbers = [number for number in numbers if number]
+        if len(numbers) <= 1:
+            return numbers[0] if numbers else 0
+        leaves: list[tuple[str, list[int], str, int]] = []
+        given = 0
+        for number in numbers:
+            last = -1
+            for path, *rest in self._known.sizes(number):
+                argument, dot, below = path.partition(".")
+                if argument.isdecimal() and len(argument) < 9:
+                    last = max(last, int(argument))
+                    path = f"{given + int(argument)}{dot}{below}"
+                leaves.append((path, *rest))
+            given += last + 1
+        return self._known.add_sizes(leaves[:_MOST_LEAVES])
+
+    def _made(self, hand: _Hand, apply: Span) -> Made:
+        phases: list[int] = [-1, 0] * len(CALL_PHASES)
+        slots: Slots = [[] for _ in CALL_PHASES]
+        start = hand.verbs[0].start
+        for one in hand.verbs:
+            add_phase(phases, slots, one, start)
+        failed = bool(apply.flags & Flag.FAILED)
+        last = hand.verbs[-1]
+        outputs = self._known.known_sizes(last.outputs) if last.kind == Kind.GATHER else 0
+        layout = self._known.with_absent(apply.site, _absent(hand, bool(outputs), failed))
+        shares: dict[int, Span] = {}
+        for one in hand.replicas:
+            if one.kind == Kind.REPLICA:
+                shares.setdefault(one.site, one)
+        replicas, of_replicas = replicas_of(self._known, shares, layout, start)
+        return Made(
+            mode_of(apply.flags),
+            WIRE_FLAGS[apply.flags & 15],
+            layout,
+            start,
+            max(last.end - start, 0),
+            self._inputs(hand),
+            outputs,
+            phases,
+            replicas,
+            (),
+            [*slots, *of_replicas],
+            Untimed.NONE,
+        )
+
+
+def _absent(hand: _Hand, gathered: bool, failed: bool) -> dict[str, str]:
+    """Reasons for what is missing."""
+    kinds = {one.kind for one in hand.verbs}
+    absent = {}
+    if Kind.SCATTER not in kinds:
+        absent["scatter"] = _NOT_SCATTERED
+        absent["inputs"] = _NO_INPUTS
+    if Kind.REPLICATE not in kinds:
+        absent["replicate"] = _NOT_REPLICATED
+    if not gathered and not failed:
+        absent["gather"] = absent["outputs"] = _NOT_GATHERED
+    return absent

@@ -1,0 +1,163 @@
+"""What the lines beside a ring define: sizes, stages, layouts, and which optimizers there are.
+
+Numbers from OWN on are the assembler's: for what it puts together itself. They are derived from the value, so that a
+successor gives the same value the same number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+from dpmon.record.wire import pack_definition
+
+__all__ = ["OWN", "Definitions", "Layout"]
+
+OWN = 1 << 31
+MOST = 1 << 15
+"""Definitions of each sort that are remembered: half of what a decoder remembers, so that it knows each of these."""
+_LARGEST = 1 << 53
+_KEYS = ("root", "via", "devices", "absent")
+
+
+class Layout:
+    """How calls of one module run."""
+
+    __slots__ = ("devices", "dim", "first", "module", "value")
+
+    def __init__(self, number: int, value: Mapping[str, Any]) -> None:
+        """Raises LookupError, TypeError or AttributeError for what is no layout."""
+        root, via, devices, absent = (value[key] for key in _KEYS)
+        self.value: dict[str, Any] = {
+            "root": str(root),
+            "via": None if via is None else str(via),
+            "devices": [str(device) for device in devices],
+            "absent": {str(key): str(reason) for key, reason in absent.items()},
+        }
+        module = value.get("module")
+        self.module: int = module if type(module) is int else -1 - number
+        """The same for a bare model and the wrapper around it."""
+        self.dim, self.first = (_whole(value.get(key, 0)) for key in ("dim", "first"))
+        self.devices = len(self.value["devices"])
+
+
+class Definitions:
+    """Those of one process."""
+
+    def __init__(self) -> None:
+        self.optimizers = 0
+        """How many were made."""
+        self.layouts: dict[int, Layout] = {}
+        self._values: dict[int, list[Any]] = {}
+        self._stages: dict[int, dict[str, Any]] = {}
+        self._said: set[int] = set()
+        """Numbers of those that were put among the payloads."""
+
+    def hear(self, line: Mapping[str, Any]) -> bool:
+        """Take in a line; False if it is none of these, or damaged."""
+        if type(line.get("optimizer")) is int:
+            self.optimizers += 1
+            return True
+        number, value = line.get("define"), line.get("value", line.get("v"))
+        if type(number) is not int or not 0 < number < OWN:
+            return False
+        try:
+            self._define(number, value)
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+            return False
+        return True
+
+    def _define(self, number: int, value: Any) -> None:
+        table: dict[int, Any]
+        one: Any
+        if isinstance(value, list):
+            table, one = self._values, [_size(size) for size in value]
+        elif "parts" in value:
+            table = self._stages
+            one = {"device": str(value["device"]), "parts": [str(name) for name in value["parts"]]}
+        else:
+            table, one = self.layouts, Layout(number, value)
+        tables: tuple[dict[int, Any], ...] = (self._values, self._stages, self.layouts)
+        if any(number in each for each in tables):
+            raise ValueError("defined twice")
+        _keep(table, number, one)
+
+    def sizes(self, number: int) -> list[Any]:
+        """The sizes with this number, as dpmon.record.wire.pack_definition takes them; empty if unknown."""
+        return self._values.get(number, [])
+
+    def known_sizes(self, number: int) -> int:
+        """The number itself, 0 if no sizes have it."""
+        return number if number in self._values else 0
+
+    def is_stage(self, number: int) -> bool:
+        """Whether a stage has this number."""
+        return number in self._stages
+
+    def rows(self, number: int, dim: int, first: int) -> int:
+        """Rows along `dim` of the first tensor that has it, from argument number `first` on; -1 if there is none."""
+        for path, shape, *_ in self.sizes(number):
+            argument = path.partition(".")[0]
+            if argument.isdecimal() and int(argument) < first:
+                continue
+            if -len(shape) <= dim < len(shape):
+                return int(shape[dim])
+        return -1
+
+    def add_sizes(self, value: Sequence[Any]) -> int:
+        """The number of sizes that were put together here."""
+        number = _own_number(value)
+        if number not in self._values:
+            _keep(self._values, number, list(value))
+        return number
+
+    def with_absent(self, number: int, absent: Mapping[str, str]) -> int:
+        """The number of the layout that lacks more than the one with this number; that one must be known."""
+        layout = self.layouts[number]
+        if not absent:
+            return number
+        value = {**layout.value, "absent": {**layout.value["absent"], **absent}}
+        own = _own_number(value)
+        if own not in self.layouts:
+            extra = {"module": layout.module, "dim": layout.dim, "first": layout.first}
+            _keep(self.layouts, own, Layout(own, {**value, **extra}))
+        return own
+
+    def payloads(self, *numbers: int) -> list[bytes]:
+        """Definitions of these numbers that no payload has given yet; 0 needs none."""
+        found = []
+        for number in numbers:
+            if number and number not in self._said:
+                self._said.add(number)
+                found.append(pack_definition(number, self._value(number)))
+        return found
+
+    def _value(self, number: int) -> Any:
+        layout = self.layouts.get(number)
+        if layout is not None:
+            return layout.value
+        return self._stages.get(number) or self._values.get(number, [])
+
+
+def _keep(table: dict[int, Any], number: int, value: Any) -> None:
+    table.pop(number, None)
+    table[number] = value
+    if len(table) > MOST:
+        del table[next(iter(table))]
+
+
+def _size(value: Any) -> tuple[str, list[int], str, int]:
+    path, shape, dtype, count = value
+    return str(path), [_whole(extent) for extent in shape], str(dtype), _whole(count)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or abs(value) > _LARGEST:
+        raise TypeError("not a number that a run writes")
+    return value
+
+
+def _own_number(value: Any) -> int:
+    return OWN | crc32(json.dumps(value, separators=(",", ":")).encode()) & (OWN - 1)

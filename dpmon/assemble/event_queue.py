@@ -1,0 +1,126 @@
+"""Events among the lines: they are put between the spans by their times, and their numbers are filled in."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dpmon.record.wire import pack_event
+
+__all__ = ["NEVER", "Event", "EventQueue"]
+
+NEVER = 1 << 64
+"""Later than any span ends."""
+_TEXTS = ("text", "reason")
+
+
+class Event:
+    """One event."""
+
+    __slots__ = ("at", "data", "fill", "number")
+
+    def __init__(self, number: int, at: int, data: dict[str, Any]) -> None:
+        self.number = number
+        self.at = at
+        """Monotonic ns."""
+        self.fill = data.pop("fill", None)
+        self.data = data
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the training pauses from here on."""
+        return self.data["kind"] == "pause" and self.data.get("paused") is True
+
+    def packed(self, step: int, call: int, looks: Mapping[int, int]) -> bytes:
+        """Its payload; `looks`: by look, the number of the step that had begun last."""
+        data = dict(self.data)
+        kind = data.pop("kind")
+        if self.fill in ("next", "last"):
+            data.update((key, value) for key, value in (("step", step), ("call", call)) if key in data)
+            for key in _TEXTS:
+                if isinstance(data.get(key), str):
+                    data[key] = data[key].replace("{step}", str(step)).replace("{call}", str(call))
+        data.pop("look", None)
+        if isinstance(data.get("devices"), list):
+            data["devices"] = [_with_step(device, looks) for device in data["devices"]]
+        return pack_event(kind, data)
+
+    def peaks(self) -> list[int]:
+        """The looks that it refers to."""
+        devices = self.data.get("devices")
+        listed = devices if isinstance(devices, list) else []
+        named = [one.get("peak_after_look") for one in listed if isinstance(one, dict)]
+        return [look for look in (*named, self.data.get("look")) if type(look) is int]
+
+
+def _with_step(device: Any, looks: Mapping[int, int]) -> Any:
+    if not isinstance(device, dict) or "peak_after_look" not in device:
+        return device
+    look = device["peak_after_look"]
+    step = looks.get(look, 0) if type(look) is int else 0
+    return {("peak_after_step" if key == "peak_after_look" else key): value for key, value in device.items()} | {
+        "peak_after_step": step
+    }
+
+
+class EventQueue:
+    """The events of one process, in the order of their lines."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Event] = deque()
+        self._at = 0
+        self.heard = 0
+        """How many there were: events are numbered from 0."""
+        self.due = NEVER
+        """When the next one happened."""
+        self._said_before = 0
+        self._unsaid_before: frozenset[int] = frozenset()
+
+    def hear(self, line: Mapping[str, Any]) -> bool:
+        """Take in a line; False if it is no event."""
+        if not isinstance(line.get("kind"), str):
+            return False
+        data = dict(line)
+        at = data.pop("at", None)
+        if type(at) is int and self._at < at < NEVER:
+            self._at = at
+        self._queue.append(Event(self.heard, self._at, data))
+        self.heard += 1
+        self.due = self._queue[0].at
+        return True
+
+    def taken(self, until: int) -> list[Event]:
+        """Take out those that happened by then."""
+        found = []
+        while self._queue and self._queue[0].at <= until:
+            found.append(self._queue.popleft())
+        self.due = self._queue[0].at if self._queue else NEVER
+        return found
+
+    @property
+    def placed(self) -> int:
+        """How many have been taken out."""
+        return self.heard - len(self._queue)
+
+    def older(self, than: int) -> list[Event]:
+        """Take out those with a number below this."""
+        found = []
+        while self._queue and self._queue[0].number < than:
+            found.append(self._queue.popleft())
+        self.due = self._queue[0].at if self._queue else NEVER
+        return found
+
+    def go_on(self, placed: int, nexts: Iterable[int], said: int, unsaid: Iterable[int]) -> list[Event]:
+        """After a predecessor: drop those that it had placed by its state; returns those that wait for the next call.
+
+        `said`, `unsaid`: those below that number have come out already, but for these.
+        """
+        waiting = set(nexts)
+        found = [event for event in self.older(placed) if event.number in waiting]
+        self._said_before, self._unsaid_before = said, frozenset(unsaid)
+        return found
+
+    def is_new(self, number: int) -> bool:
+        """Whether an event has not come out of a predecessor."""
+        return number >= self._said_before or number in self._unsaid_before

@@ -1,0 +1,193 @@
+"""A span at the top level of its thread together with the spans within it: a block.
+
+A block that has spans within it is read once, here: the exclusive time of each phase, the calls with their parts, the
+optimizers that stepped. Reading is a single pass in the order in which the spans ended, so deep nesting costs no stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from dpmon.record.spans import Flag, Kind, Span
+
+__all__ = [
+    "BACKWARD",
+    "CALLS",
+    "COPY",
+    "DATA",
+    "FORWARD",
+    "OPTIMIZER",
+    "PHASE_OF",
+    "VERBS",
+    "Block",
+    "Inner",
+    "block_of",
+]
+
+DATA, FORWARD, BACKWARD, OPTIMIZER, COPY = range(5)
+"""Phases of a step, in the order of dpmon.record.wire.TIMED_PHASES."""
+PHASE_OF: tuple[int, ...] = tuple(
+    {
+        Kind.FETCH: DATA,
+        Kind.CALL: FORWARD,
+        Kind.WRAPPED: FORWARD,
+        Kind.SCATTER: FORWARD,
+        Kind.REPLICATE: FORWARD,
+        Kind.PARALLEL_APPLY: FORWARD,
+        Kind.GATHER: FORWARD,
+        Kind.BACKWARD: BACKWARD,
+        Kind.OPTIMIZER: OPTIMIZER,
+        Kind.COPY: COPY,
+    }.get(kind, -1)
+    for kind in range(Kind.AGAIN + 1)
+)
+"""The phase of a step that a kind of span counts as, -1 for none."""
+VERBS = {Kind.SCATTER: 0, Kind.REPLICATE: 1, Kind.PARALLEL_APPLY: 2, Kind.GATHER: 3}
+"""Kinds of span by their index in dpmon.record.wire.CALL_PHASES."""
+CALLS = (Kind.CALL, Kind.WRAPPED)
+_PARTS = (Kind.REPLICA, Kind.STAGE, Kind.AGAIN)
+
+
+class Inner:
+    """What lies within a block."""
+
+    __slots__ = ("backward", "copied", "first", "hand", "looks", "parts", "timed", "times", "untimed_copies")
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        """The lowest number of its spans."""
+        self.times = [-1] * 5
+        """Exclusive ns of each phase, -1 for one that did not run."""
+        self.copied = 0
+        """Bytes."""
+        self.backward = False
+        self.parts: dict[int, list[Span]] = {}
+        """By the number of a call: its phases, replicas and stages."""
+        self.hand: list[Span] = []
+        """Primitives that the script called itself, in order."""
+        self.looks: list[int] = []
+        self.timed: list[tuple[int, int, int]] = []
+        """Spans with device times: number, phase, and the phase of the timed span around it (-1: none)."""
+        self.untimed_copies: list[int] = []
+        """For each copy without: the phase around it."""
+
+
+Block: TypeAlias = tuple[Span, Sequence[Span], Sequence[int], "Inner | None"]
+"""The outermost span, the spans of the calls in it, the optimizers that stepped, and what lies within it (or None)."""
+
+
+def block_of(span: Span, inner: Sequence[Span]) -> Block:
+    """The block of a span at the top level and of the spans within it, which come in the order of their numbers."""
+    kind = span[1]
+    if inner:
+        return _Reading(inner[0][0]).read(span, inner)
+    if kind in CALLS or (kind == Kind.PARALLEL_APPLY and span[2] & Flag.HAND):
+        return span, (span,), (), None
+    if kind == Kind.OPTIMIZER and not span[2] & Flag.FAILED:
+        return span, (), (span[5],), None
+    return span, (), (), None
+
+
+class _Reading:
+    """The pass over the spans of one block."""
+
+    def __init__(self, first: int) -> None:
+        self.found = Inner(first)
+        self._within: list[tuple[int, int, int, int]] = []
+        """Spans that the next one may enclose: start, duration, phase, number if it is timed on devices else -1."""
+        self._parts: list[Span] = []
+        """Parts of a call that has not ended yet."""
+        self._calls: list[Span] = []
+        self._stepped: list[tuple[int, int]] = []
+        """Start and number of the optimizers that stepped."""
+
+    def read(self, span: Span, inner: Sequence[Span]) -> Block:
+        for one in inner:
+            self._add(one)
+        self._add(span)
+        found = self.found
+        found.timed += [(number, phase, -1) for _, _, phase, number in self._within if number >= 0]
+        return span, self._calls, [site for _, site in self._stepped], found
+
+    def _add(self, span: Span) -> None:
+        kind, flags = span.kind, span.flags
+        if kind in _PARTS:
+            self._parts.append(span)
+            return
+        if kind in VERBS:
+            if not flags & Flag.HAND:
+                self._parts.append(span)
+                return
+            self._primitive(span)
+            if span.inside in CALLS:  # its time is that call's
+                return
+        elif kind in CALLS:
+            self._call(span)
+        elif kind == Kind.OPTIMIZER:
+            # An optimizer inside an optimizer is a part of it.
+            _cut_from(self._stepped, span.start)
+            if not flags & Flag.FAILED:
+                self._stepped.append((span.start, span.site))
+        elif kind == Kind.BACKWARD:
+            self.found.backward = True
+        elif kind == Kind.COPY:
+            self.found.copied += span.inputs | span.outputs << 32
+        elif kind == Kind.LOOK:
+            self.found.looks.append(span.site)
+        self._time(span)
+
+    def _primitive(self, span: Span) -> None:
+        self.found.hand.append(span)
+        if span.kind == Kind.PARALLEL_APPLY:
+            self._calls.append(span)
+            self.found.parts[span.number] = self._parts_since(span.start)
+
+    def _call(self, span: Span) -> None:
+        parts = self._parts_since(span.start)
+        at = len(self._calls)
+        while at and self._calls[at - 1].start >= span.start:
+            at -= 1
+        within = self._calls[at:]
+        del self._calls[at:]
+        if span.kind == Kind.CALL:
+            recorded = [one for one in within if one.kind != Kind.CALL or one.flags & Flag.DP]
+            if recorded:  # it is recorded by what is data parallel in it
+                self._calls += recorded
+                return
+        hand = self.found.hand
+        while hand and hand[-1].start >= span.start:
+            del hand[-1]
+        again = max((place for place, one in enumerate(parts, 1) if one.kind == Kind.AGAIN), default=0)
+        self.found.parts[span.number] = parts[again:]
+        self._calls.append(span)
+
+    def _parts_since(self, start: int) -> list[Span]:
+        parts = self._parts
+        at = len(parts)
+        while at and parts[at - 1].start >= start:
+            at -= 1
+        found = parts[at:]
+        del parts[at:]
+        return found
+
+    def _time(self, span: Span) -> None:
+        """Add what the span took without what it encloses."""
+        start, own, phase = span.start, span.took, PHASE_OF[span.kind]
+        within, found = self._within, self.found
+        timed = bool(span.flags & Flag.TIMED)
+        while within and within[-1][0] >= start:
+            _, took, inner_phase, number = within.pop()
+            own -= took
+            if number >= 0:
+                found.timed.append((number, inner_phase, phase if timed else -1))
+            elif inner_phase == COPY:
+                found.untimed_copies.append(phase)
+        within.append((start, span.took, phase, span.number if timed and phase >= 0 else -1))
+        if phase >= 0:
+            found.times[phase] = max(found.times[phase], 0) + max(own, 0)
+
+
+def _cut_from(found: list[tuple[int, int]], start: int) -> None:
+    while found and found[-1][0] >= start:
+        del found[-1]

@@ -1,0 +1,247 @@
+"""Turns the blocks of a step into payloads: its calls, the events among them, and the step itself."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+from dpmon.assemble.call_packing import WIRE_FLAGS, Made, mode_of, pack_made, parts_of
+from dpmon.assemble.composed import Composer
+from dpmon.assemble.definitions import Definitions
+from dpmon.assemble.device_waits import Payload, Pending, Said
+from dpmon.assemble.event_queue import Event, EventQueue
+from dpmon.assemble.nesting import COPY, PHASE_OF, VERBS, Block, Inner
+from dpmon.assemble.step_totals import StepTotals
+from dpmon.record.spans import Flag, Kind, Span
+from dpmon.record.wire import PLAIN_TAG, PLAIN_WORDS
+
+__all__ = ["Item", "Recorder"]
+
+Item: TypeAlias = "Block | Event"
+LEARNS = Flag.TRAINING | Flag.GRAD
+_PLAIN = struct.Struct(PLAIN_WORDS)
+_MOST_KNOWN = 1 << 15
+_MOST_LOOKS = 64
+_NOTHING: Sequence[Any] = ()
+
+
+class Recorder:
+    """The payloads of one process, numbered."""
+
+    def __init__(self, known: Definitions, events: EventQueue) -> None:
+        self.known = known
+        self.events = events
+        self.number = 0
+        """Steps that have ended."""
+        self.calls = 0
+        self.ahead = 0
+        """Batches that were fetched directly after another one; each may have its own call in the same step."""
+        self.thread = -1
+        """The one that trains."""
+        self.looks: dict[int, int] = {}
+        """By look at memory: the number of the step that had begun last."""
+        self.nexts: list[Event] = []
+        """Events that wait for the next call."""
+        self.unsaid: set[int] = set()
+        """Events that were placed and have not come out."""
+        self.dropped = 0
+        self.out: list[Payload] = []
+        self._peaks: set[int] = set()
+        self._totals = StepTotals()
+        self._step = 1
+        self._composer = Composer(known, self._composed)
+        self._known: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
+        """By layout, inputs and outputs of a plain call: words of its payload, module, rows."""
+
+    # ------------------------------------------------------------------------------------------ steps
+
+    def step(self, totals: StepTotals, items: Iterable[Item], start: int, end: int) -> None:
+        """A step is over, with these of its items still to be recorded."""
+        self.part(totals, items)
+        self.number += 1
+        self.out.append(totals.packed(self.number, start, max(end - start, 0)))
+
+    def part(self, totals: StepTotals, items: Iterable[Item]) -> None:
+        """Record items of the step under way."""
+        self._totals, self._step = totals, self.number + 1
+        times, thread = totals.times, self.thread
+        for item in items:
+            if isinstance(item, Event):
+                self.event(item, self.number + 1)
+                continue
+            span, calls, _, inner = item
+            kind = span[1]
+            if span[4] == thread or kind == Kind.GONE:
+                if inner is not None:
+                    self._add_inner(totals, inner)
+                elif (phase := PHASE_OF[kind]) >= 0:
+                    took = times[phase]
+                    times[phase] = span[7] if took < 0 else took + span[7]
+                    if phase == COPY:
+                        totals.copied += span[8] | span[9] << 32
+                    if span[2] & Flag.TIMED:
+                        totals.timed.append((span[0], phase, -1))
+                    elif phase == COPY:
+                        totals.untimed_copy(-1)
+                elif kind == Kind.LOOK:
+                    self.look(span[5], self.number + 1)
+            if calls or kind in VERBS:
+                self._calls(span, calls, (), inner)
+            if kind == Kind.BACKWARD or (inner is not None and inner.backward):
+                totals.backwards += 1
+        self._composer.flush_all()
+
+    def _add_inner(self, totals: StepTotals, inner: Inner) -> None:
+        times = totals.times
+        for phase, took in enumerate(inner.times):
+            if took >= 0:
+                times[phase] = max(times[phase], 0) + took
+        totals.copied += inner.copied
+        totals.timed += inner.timed
+        for around in inner.untimed_copies:
+            totals.untimed_copy(around)
+        for look in inner.looks:
+            self.look(look, self.number + 1)
+
+    # ------------------------------------------------------------------------------------------ calls
+
+    def of_others(self, block: Block) -> None:
+        """The calls of a thread that does not train, while no step is under way."""
+        self._step = max(self.number, 1)
+        self._calls(*block)
+        self._composer.flush_all()
+
+    def _calls(self, span: Span, calls: Sequence[Span], _: Sequence[int], inner: Inner | None) -> None:
+        if inner is None:
+            if span.kind in VERBS:
+                self._primitive(span, None)
+            else:
+                self._composer.flush(span.thread)
+                self._call(span, None)
+            return
+        hand = inner.hand
+        at = 0
+        for call in calls:
+            while at < len(hand) and hand[at].number <= call.number:
+                self._primitive(hand[at], inner)
+                at += 1
+            if call.kind != Kind.PARALLEL_APPLY:
+                self._composer.flush(span.thread)
+                self._call(call, inner)
+        for one in hand[at:]:
+            self._primitive(one, inner)
+
+    def _call(self, call: Span, inner: Inner | None) -> None:
+        flags, thread, site, start, took, inputs, outputs = call[2], *call[4:]
+        known = self._known.get((site, inputs, outputs)) or self._learn(call)
+        if known is None:
+            self.dropped += 1
+            if thread == self.thread:
+                self._count(flags, -1 - site, -1)
+            return
+        layout, sizes, module, rows = known
+        if thread == self.thread:
+            self._count(flags, module, rows)
+        parts = inner.parts.get(call[0]) if inner is not None else None
+        if parts or flags & Flag.TIMED or flags & Flag.FAILED or layout < 0:
+            self._made(parts_of(self.known, call, site, parts or ()))
+            return
+        self.calls = number = self.calls + 1
+        if self.nexts:
+            self._fill_nexts()
+        tag = PLAIN_TAG | (1 if flags & Flag.DP else 2) << 8 | WIRE_FLAGS[flags & 15] << 16 | layout
+        self.out.append(_PLAIN.pack(tag, self._step, number, start, took, sizes))
+
+    def _learn(self, call: Span) -> tuple[int, int, int, int] | None:
+        """What a call of this layout and these sizes always has in its payload; None if the layout is not known.
+
+        The first is negative where a call without parts has not just the one replica.
+        """
+        site, inputs, outputs = call.site, self.known.known_sizes(call.inputs), self.known.known_sizes(call.outputs)
+        layout = self.known.layouts.get(site)
+        if layout is None:
+            return None
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self.out += self.known.payloads(site, inputs, outputs)
+        rows = self.known.rows(inputs, layout.dim, layout.first)
+        plain = layout.devices and "replicas" not in layout.value["absent"]
+        known = (site << 32 if plain else -1, inputs | outputs << 32, layout.module, rows)
+        self._known[call.site, call.inputs, call.outputs] = known
+        return known
+
+    def _made(self, call: Made) -> None:
+        self.calls += 1
+        self.out += self.known.payloads(*call.definitions())
+        if self.nexts:
+            self._fill_nexts()
+        payload = pack_made(call, self._step, self.calls)
+        timed = any(call.slots)
+        self.out.append(Pending(payload, call.slots, call.why, -1) if timed else payload)
+
+    def _primitive(self, span: Span, inner: Inner | None) -> None:
+        """The script called a primitive itself."""
+        parts = inner.parts.get(span.number, _NOTHING) if inner is not None else _NOTHING
+        inputs = self._composer.verb(span, parts)
+        layout = self.known.layouts.get(span.site)
+        if span.kind != Kind.PARALLEL_APPLY:
+            return
+        if layout is None:
+            self.dropped += 1
+        elif span.thread == self.thread:
+            self._count(span.flags, layout.module, self.known.rows(inputs, layout.dim, layout.first))
+
+    def _composed(self, call: Made, _: int) -> None:
+        self._made(call)
+
+    def _count(self, flags: int, module: int, rows: int) -> None:
+        """Count the rows of a call of the thread that trains."""
+        totals = self._totals
+        if not totals.mode:
+            totals.mode = mode_of(flags)
+        totals.failed = bool(flags & Flag.FAILED)
+        if not flags & LEARNS:
+            totals.looked = max(totals.looked, rows)
+            return
+        if self.ahead and totals.is_micro_batch(module):
+            self.ahead -= 1
+            totals.learned += rows
+        elif rows > totals.learned:
+            totals.learned = rows
+        totals.learns = True
+        totals.module, totals.passes = module, totals.backwards
+
+    # ------------------------------------------------------------------------------------------ events
+
+    def event(self, event: Event, step: int) -> None:
+        """An event's place is here; `step`: the last one that has begun."""
+        if event.fill == "next":
+            self.nexts.append(event)
+        else:
+            self._say(event, step, self.calls)
+
+    def _fill_nexts(self) -> None:
+        for event in self.nexts:
+            self._say(event, self._step, self.calls)
+        self.nexts = []
+
+    def end(self) -> None:
+        """There are no more calls."""
+        self._step, self.calls = self.number + 1, self.calls + 1
+        self._fill_nexts()
+
+    def _say(self, event: Event, step: int, call: int) -> None:
+        if self.events.is_new(event.number):
+            self.unsaid.add(event.number)
+            self.out.append(Said(event.packed(step, call, self.looks), event.number))
+        peaks = event.peaks()
+        if peaks:
+            self._peaks = set(peaks)
+
+    def look(self, look: int, step: int) -> None:
+        """A look at memory was taken after this step had begun."""
+        self.looks[look] = step
+        if len(self.looks) > 2 * _MOST_LOOKS:
+            newest = list(self.looks)[-_MOST_LOOKS:]
+            self.looks = {one: step for one, step in self.looks.items() if one in self._peaks or one in newest}

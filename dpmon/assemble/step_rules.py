@@ -1,0 +1,488 @@
+"""Where a step of the training loop begins and ends.
+
+With a loader a step runs from fetch to fetch. Without one it runs from optimizer step to optimizer step; where no
+optimizer steps, it begins with the first call after a backward pass; where nothing goes backward, with a call of the
+module that began the step before. Which of these holds is not known at first: the blocks of the open step are held,
+and taken anew when the rule turns out to be another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from dpmon.assemble.definitions import Definitions
+from dpmon.assemble.event_queue import Event, EventQueue
+from dpmon.assemble.nesting import PHASE_OF, VERBS, Block
+from dpmon.assemble.optimizer_cycle import OptimizerCycle
+from dpmon.assemble.recorder import LEARNS, Item, Recorder
+from dpmon.assemble.step_totals import StepTotals
+from dpmon.record.spans import Flag, Kind, Span
+
+__all__ = ["Mark", "StepRules"]
+
+STALE_STEPS = 64
+"""Optimizer steps without a fetch after which a loader no longer counts."""
+PATIENCE = 64, 5_000_000_000
+PATIENCE_OPTIMIZER = 4096, 60_000_000_000
+"""Calls, and ns since the first, after which an open step waits no longer: without an optimizer, and with one."""
+MOST_HELD = 1 << 14
+"""Blocks of a step that are held; a longer one is recorded in parts, and cannot be taken anew."""
+MAX_PACE = 3_600_000_000_000
+
+BY_OPTIMIZER, BY_BACKWARD, BY_CALL = range(3)
+_EDGE = (Kind.PAUSE, Kind.LOOK)
+_OPENS = (Kind.SCATTER, Kind.REPLICATE)
+
+
+class Mark(NamedTuple):
+    """All that a successor must know to go on with the first block of a step."""
+
+    number: int
+    calls: int
+    ahead: int
+    placed: int
+    nexts: Sequence[int]
+    thread: int
+    trains: bool
+    opened: bool
+    fetched: bool
+    over: bool
+    start: int
+    last: int
+    rule: int
+    since_fetch: int
+    pace: int
+    learned: Sequence[int]
+    ends: int
+    since: Sequence[int]
+    part: Sequence[Any] | None
+    """Of a step that is recorded in parts: the sums, and what the rules know of it."""
+
+
+class StepRules:
+    """The steps of one process."""
+
+    def __init__(
+        self, known: Definitions, events: EventQueue, recorder: Recorder, closed: Callable[[Mark, list[Item]], None]
+    ) -> None:
+        """`closed` is called with what was recorded of a step, and the mark before it."""
+        self._known = known
+        self._events = events
+        self._recorder = recorder
+        self._closed = closed
+        self.held: list[Item] = []
+        self._mark: Mark | None = None
+        self._cycle = OptimizerCycle()
+        self.trains = False
+        """Whether the thread has gone backward or an optimizer has stepped on it."""
+        self._open = False
+        self._fetched = False
+        """Whether the open step began with a fetch."""
+        self._over = False
+        """Whether the loader has ended and nothing was fetched since."""
+        self._start = self._last = 0
+        """When the open step began, and when its last phase ended."""
+        self._rule = BY_OPTIMIZER
+        self._since_fetch = 0
+        self._pace = 0
+        """ns of the last step that an optimizer ended."""
+        self._learned: tuple[int, ...] = ()
+        """Modules whose calls train or record gradients."""
+        self._learns = frozenset[int]()
+        self._anew = False
+        self._part: StepTotals | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """The next step has no calls yet."""
+        self._calls = 0
+        self._only_looks = True
+        """Whether it has nothing but calls that neither train nor record gradients."""
+        self._backward = False
+        self._module = self._look = 0
+        """Modules of its first call and of the last one that neither trains nor records gradients."""
+        self._first_call = 0
+        self._looked: set[int] = set()
+        self._part = None
+
+    # ------------------------------------------------------------------------------------------ marks
+
+    def mark(self) -> Mark:
+        """Where a successor has to begin, as far as this is concerned."""
+        return self._mark if self.held and self._mark is not None else self._snapshot()
+
+    def _snapshot(self) -> Mark:
+        recorder, cycle = self._recorder, self._cycle
+        return Mark(
+            recorder.number,
+            recorder.calls,
+            recorder.ahead,
+            self._events.placed,
+            [event.number for event in recorder.nexts] if recorder.nexts else (),
+            recorder.thread,
+            self.trains,
+            self._open,
+            self._fetched,
+            self._over,
+            self._start,
+            self._last,
+            self._rule,
+            self._since_fetch,
+            self._pace,
+            self._learned,
+            cycle.ends,
+            tuple(cycle.since) if cycle.since else (),
+            None if self._part is None else self._saved_part(self._part),
+        )
+
+    def _saved_part(self, part: StepTotals) -> list[Any]:
+        state = self._calls, self._only_looks, self._backward, self._module, self._look, self._first_call
+        return [part.saved(), *state, sorted(self._looked)]
+
+    def go_on(self, mark: Mark) -> None:
+        """Go on from a predecessor's mark."""
+        recorder = self._recorder
+        recorder.number, recorder.calls, recorder.ahead, recorder.thread = (
+            mark.number,
+            mark.calls,
+            mark.ahead,
+            mark.thread,
+        )
+        self.trains, self._open, self._fetched, self._over = mark.trains, mark.opened, mark.fetched, mark.over
+        self._start, self._last, self._rule = mark.start, mark.last, mark.rule
+        self._since_fetch, self._pace = mark.since_fetch, mark.pace
+        self._learned, self._learns = tuple(mark.learned), frozenset(mark.learned)
+        self._cycle = OptimizerCycle(mark.ends, mark.since)
+        self._forget()
+        self._go_on_in(mark.part)
+
+    def _go_on_in(self, part: Sequence[Any] | None) -> None:
+        if part is not None:
+            saved, self._calls, self._only_looks, self._backward, self._module, self._look, self._first_call, looked = (
+                part
+            )
+            self._looked = set(looked)
+            self._part = StepTotals.restored(saved)
+
+    def _hold(self, item: Item) -> None:
+        if not self.held:
+            self._mark = self._snapshot()
+        self.held.append(item)
+
+    # ------------------------------------------------------------------------------------------ what comes
+
+    def take(self, block: Block) -> None:
+        """A block of the thread that trains, or the end of an optimizer."""
+        kind = block[0][1]
+        if kind == Kind.FETCH:
+            self._fetch(block)
+        elif self._open or block[1] or kind in _OPENS:
+            self._take(block)
+        else:
+            self._outside(block)
+
+    def other(self, block: Block) -> None:
+        """Calls of another thread: they are recorded with the step under way."""
+        if self._open:
+            self._hold(block)
+            self._bound()
+        else:
+            mark = self._snapshot()
+            self._recorder.of_others(block)
+            self._closed(mark, [block])
+
+    def place(self, event: Event) -> None:
+        """An event happened after all that was taken so far."""
+        if event.pauses and self._calls:
+            self._settle()
+            if self._calls:
+                self._close(event.at)
+                self._open = self._fetched = False
+        if self.held and event.fill in ("next", "last"):
+            self._hold(event)
+            return
+        self._recorder.event(event, self._recorder.number + bool(self.held))
+        self._closed(self.mark(), [])
+
+    def fetches(self, since: int) -> None:
+        """A fetch is under way at the top level: it ends the open step, whenever it ends itself."""
+        if self._open and self._calls and since >= self._last:
+            self._close_at_fetch(since)
+
+    def moves(self, thread: int) -> None:
+        """Another thread turns out to be the one that trains."""
+        self._settle()
+        if self._calls:
+            self._close(self._last)
+        self._drop_open()
+        self._recorder.thread = thread
+
+    def end(self, uncaught: bool) -> None:
+        """There is no more: the open step is one up to the end of its last phase, unless it was cut off."""
+        self._settle()
+        if not self._calls:
+            self._drop_open()
+            return
+        items, self.held = self.held, []
+        totals = self._part or StepTotals()
+        self._recorder.part(totals, items)
+        if not totals.failed and not (uncaught and totals.unfinished):
+            self._recorder.step(totals, (), self._start, self._last)
+        self._closed(self._snapshot(), [])
+        self._forget()
+        self._open = False
+
+    # ------------------------------------------------------------------------------------------ with a loader
+
+    def _fetch(self, block: Block) -> None:
+        span = block[0]
+        failed = span.flags & (Flag.FAILED | Flag.OVER)
+        if self._open and self._calls:
+            self._close_at_fetch(span.start)
+        if self._open and self._fetched and not failed:
+            self._hold(block)
+            self._recorder.ahead += 1
+        else:
+            self._drop_open()
+            if failed:
+                self._over, self._fetched = True, False
+                return
+            self._hold(block)
+            if self._over:
+                self._recorder.ahead = min(self._recorder.ahead, 1)
+            self._open = self._fetched = True
+            self._over = False
+            self._since_fetch = 0
+            self._start = span.start
+        self._last = span.start + span.took
+        self._called(block[1])
+        self._bound()
+
+    def _close_at_fetch(self, start: int) -> None:
+        """A fetch begins at `start`."""
+        if self._fetched:
+            self._close(self._edge(start))
+        else:
+            self._settle()
+            if self._calls:
+                self._close(self._last)
+        self._drop_open()
+
+    def _edge(self, end: int) -> int:
+        """The end of a step that `end` follows: what is ours before it is in no step."""
+        for item in reversed(self.held):
+            if item.__class__ is Event:
+                continue
+            span: Span = item[0]  # type: ignore[index]  # a block
+            if span.kind not in _EDGE:
+                break
+            end = span.start
+        return end
+
+    def _drop_open(self) -> None:
+        """What is held is in no step."""
+        self._open = self._fetched = False
+        if not self.held:
+            return
+        mark, items, self.held = self.mark(), self.held, []
+        recorder = self._recorder
+        for item in items:
+            if isinstance(item, Event):
+                recorder.event(item, recorder.number)
+            elif item[0].thread != recorder.thread:
+                recorder.of_others(item)
+            elif item[0].kind == Kind.LOOK:
+                recorder.look(item[0].site, recorder.number)
+        self._forget()
+        self._closed(mark, items)
+
+    # ------------------------------------------------------------------------------------------ without a loader
+
+    def _outside(self, block: Block) -> None:
+        """A block that is in no step."""
+        span, _, stepped, inner = block
+        if span.kind == Kind.LOOK:
+            self._recorder.look(span.site, self._recorder.number)
+        elif span.kind == Kind.GONE:
+            self._cycle.gone(span.site)
+        if span.kind == Kind.BACKWARD or stepped or (inner is not None and inner.backward):
+            self.trains = True
+        for site in stepped:
+            self._cycle.stepped(site)
+            self._cycle.once.clear()
+            self._rule = BY_OPTIMIZER
+
+    def _take(self, block: Block) -> None:
+        span, calls, stepped, inner = block
+        kind, start = span[1], span[6]
+        if self._calls and calls and not self._fetched:
+            self._before_call(block)
+        if not self.held and kind in _EDGE and not self._calls:
+            self._start = max(self._start, start + span[7])
+            self._outside(block)
+            return
+        self._hold(block)
+        if not self._open:
+            self._open, self._start, self._last = True, start, start
+        if PHASE_OF[kind] >= 0 and start + span[7] > self._last:
+            self._last = start + span[7]
+        if calls and self._called(calls):
+            return
+        if kind == Kind.BACKWARD or (inner is not None and inner.backward):
+            self._backward = self.trains = True
+            self._only_looks = False
+            if self._rule == BY_CALL:
+                self._rule = BY_BACKWARD
+        elif kind == Kind.GONE:
+            self._cycle.gone(span.site)
+        if stepped:
+            self._stepped(stepped, start + span[7])
+        elif calls and not self._fetched and not self._anew:
+            self._be_patient()
+        self._bound()
+
+    def _called(self, calls: Sequence[Span]) -> bool:
+        """These calls belong to the open step; True if it was taken anew."""
+        layouts = self._known.layouts
+        for call in calls:
+            site = call[5]
+            layout = layouts.get(site)
+            module = layout.module if layout is not None else -1 - site
+            if not self._calls:
+                self._module, self._first_call = module, call[6]
+            self._calls += 1
+            if not call[2] & LEARNS:
+                self._look = module
+                self._looked.add(module)
+                continue
+            self._only_looks = False
+            if module not in self._learns:
+                self._learned = (*self._learned, module)
+                self._learns = frozenset(self._learned)
+                if module in self._looked and not self._fetched and not self._anew:
+                    self._take_anew()
+                    return True
+        return False
+
+    def _before_call(self, block: Block) -> None:
+        """End the open step, which has calls, if this one begins another."""
+        call = block[1][0]
+        learns = any(one.flags & LEARNS for one in block[1])
+        at, start = len(self.held), block[0].start
+        if block[0].kind in VERBS:  # it began with what comes before it
+            while at and isinstance(item := self.held[at - 1], tuple) and item[0].kind in _OPENS:
+                at -= 1
+                start = item[0].start
+        if not (self._only_looks and self._look in self._learns):
+            if self._rule == BY_OPTIMIZER or (self._rule == BY_BACKWARD and not self._backward):
+                return
+            layout = self._known.layouts.get(call.site)
+            if self._rule == BY_CALL and (layout.module if layout is not None else -1 - call.site) != self._module:
+                return
+        self._cut(at, self._last if self._only_looks and learns else start, start)
+
+    def _cut(self, at: int, end: int, start: int) -> None:
+        """The open step ends at `end` with the first `at` items; the others begin the next one, at `start`."""
+        rest = self.held[at:]
+        del self.held[at:]
+        self._close(end)
+        self._open, self._start, self._last = True, start, start
+        self._take_again(rest)
+
+    def _stepped(self, sites: Sequence[int], end: int) -> None:
+        """Optimizers have stepped in a block that ended at `end`."""
+        self._only_looks = False
+        self.trains = True
+        outcomes = [self._cycle.stepped(site) for site in sites]
+        anew = None in outcomes
+        ended = anew or True in outcomes
+        if self._fetched:
+            self._cycle.once.clear()
+            self._since_fetch += ended
+            if self._since_fetch > STALE_STEPS:
+                self._fetched = False
+                self._take_anew()
+            return
+        self._rule = BY_OPTIMIZER
+        if not ended or not self._calls:
+            return
+        if anew and not self._anew:
+            self._take_anew()
+            return
+        self._pace = min(end - self._start, MAX_PACE)
+        self._close(end)
+        self._open, self._start, self._last = True, end, end
+
+    # ------------------------------------------------------------------------------------------ hindsight
+
+    def _take_anew(self) -> None:
+        """Take all that is held again, since more is known now."""
+        mark = self._mark
+        if mark is None or not self.held:
+            return
+        items, self.held = self.held, []
+        self._open, self._start, self._last = mark.opened, mark.start, mark.last
+        if self._cycle.ends == mark.ends:
+            self._cycle.since = dict.fromkeys(mark.since)
+        self._forget()
+        self._go_on_in(mark.part)
+        self._anew = True
+        self._take_again(items)
+        self._anew = False
+        self._cycle.once.clear()
+
+    def _take_again(self, items: Sequence[Item]) -> None:
+        for item in items:
+            if isinstance(item, Event):
+                self.place(item)
+            elif item[0].thread != self._recorder.thread and item[0].kind != Kind.GONE:
+                self.other(item)
+            else:
+                self._take(item)
+
+    def _be_patient(self) -> None:
+        """Wait for an optimizer's step, but not for ever."""
+        made = self._known.optimizers or self._cycle.ends >= 0
+        calls, took = PATIENCE_OPTIMIZER if made else PATIENCE
+        if self._calls <= calls and self._last - self._first_call <= max(took, 4 * self._pace):
+            return
+        if not self._look_for_another_rule() and self._calls > calls:
+            self._close(self._last)
+            self._open, self._start = True, self._last
+
+    def _settle(self) -> None:
+        """Nothing that is still to come can say by which rule the open step is to be divided."""
+        if self._calls and not self._fetched and self._rule == BY_OPTIMIZER and self._cycle.ends < 0:
+            self._look_for_another_rule()
+
+    def _look_for_another_rule(self) -> bool:
+        """Take the open step anew by the rule that its blocks suggest; False if there is no other."""
+        if self._rule == BY_OPTIMIZER:
+            if not self._cycle.decide():
+                self._rule = BY_BACKWARD if self._backward else BY_CALL
+        elif self._rule == BY_BACKWARD and not self._backward:
+            self._rule = BY_CALL
+        else:
+            return False
+        self._take_anew()
+        return True
+
+    # ------------------------------------------------------------------------------------------ the end of a step
+
+    def _close(self, end: int) -> None:
+        items, self.held = self.held, []
+        mark = self._mark if items and self._mark is not None else self._snapshot()
+        self._recorder.step(self._part or StepTotals(), items, self._start, end)
+        self._closed(mark, items)
+        self._forget()
+
+    def _bound(self) -> None:
+        """Record a part of a step that is too long to be held."""
+        if len(self.held) <= MOST_HELD:
+            return
+        items, self.held = self.held, []
+        self._part = self._part or StepTotals()
+        self._recorder.part(self._part, items)
+        if self._mark is not None:
+            self._closed(self._mark, items)

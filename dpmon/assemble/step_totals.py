@@ -1,0 +1,105 @@
+"""What a step adds up to."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from dpmon.assemble.device_waits import Payload, Pending, Slots
+from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER
+from dpmon.record.wire import STEP_TAG, STEP_WORDS, Untimed, with_extras
+
+__all__ = ["StepTotals"]
+
+_STEP = struct.Struct(STEP_WORDS)
+_LARGEST = (1 << 62) - 1
+_MOST_TIMED = 4096
+"""Spans of one step with device times."""
+_SAVED = ("times", "copied", "learned", "looked", "mode", "learns", "failed", "backwards", "passes", "module")
+
+
+class StepTotals:
+    """The sums of one step."""
+
+    __slots__ = (*_SAVED, "_mixed", "timed")
+
+    def __init__(self) -> None:
+        self.times = [-1, -1, -1, -1, -1]
+        """ns of dpmon.record.wire.TIMED_PHASES, -1 for one that did not run."""
+        self.copied = 0
+        """Bytes."""
+        self.learned = self.looked = -1
+        """Rows of the calls that train or record gradients, and of those that do neither."""
+        self.mode = 0
+        self.learns = False
+        """Whether a call trains or records gradients."""
+        self.failed = False
+        """Whether its last call raised."""
+        self.backwards = 0
+        """Backward passes so far."""
+        self.passes = 0
+        """As many had been at the last call that learns."""
+        self.module = 0
+        """That of this call."""
+        self.timed: list[tuple[int, int, int]] = []
+        """As in dpmon.assemble.nesting.Inner."""
+        self._mixed: set[int] | None = None
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether it was to learn, and has neither a backward pass nor a step of an optimizer."""
+        return self.learns and self.times[BACKWARD] < 0 and self.times[OPTIMIZER] < 0
+
+    def is_micro_batch(self, module: int) -> bool:
+        """Whether a call of `module` goes on after a backward pass, with no step of an optimizer between."""
+        return self.learns and self.module == module and self.passes != self.backwards and self.times[OPTIMIZER] < 0
+
+    def untimed_copy(self, around: int) -> None:
+        """A copy is not timed on its device; `around`: the phase around it, -1 for none."""
+        if self._mixed is None:
+            self._mixed = {COPY}
+        self._mixed.add(around)
+
+    def packed(self, step: int, start: int, wall: int) -> Payload:
+        """The step's payload."""
+        data, forward, backward, optimizer, copy = self.times
+        samples = self.learned if self.learned >= 0 else self.looked
+        values = step, start, min(wall, _LARGEST), min(samples, _LARGEST), data, forward, backward, optimizer
+        try:
+            payload = _STEP.pack(STEP_TAG | self.mode << 8, *values)
+        except struct.error:
+            payload = _STEP.pack(STEP_TAG | self.mode << 8, *(min(value, _LARGEST) for value in values))
+        if copy >= 0:
+            payload = with_extras(payload, {"copy": min(copy, _LARGEST), "copied_bytes": min(self.copied, _LARGEST)})
+        return Pending(payload, *self._slots(), DATA) if self.timed else payload
+
+    def _slots(self) -> tuple[Slots, int]:
+        """For each phase the spans that have its device time, and why one is missing."""
+        slots: Slots = [[] for _ in range(5 if self.times[COPY] >= 0 else 4)]
+        if len(self.timed) > _MOST_TIMED:
+            return slots, Untimed.TOO_MANY
+        for number, phase, around in self.timed:
+            if phase < len(slots):
+                slots[phase].append((number, 1))
+            if around >= 0:
+                slots[around].append((number, -1))
+        if self._mixed is None:
+            return slots, Untimed.NONE
+        for phase in self._mixed:
+            if phase >= 0:
+                slots[phase] = []
+        return slots, Untimed.COPIES
+
+    def saved(self) -> list[Any]:
+        """What `restored` takes; device times are not in it."""
+        return [getattr(self, name) for name in _SAVED]
+
+    @classmethod
+    def restored(cls, saved: Sequence[Any]) -> StepTotals:
+        """Totals that go on where others were saved."""
+        found = cls()
+        for name, value in zip(_SAVED, saved, strict=True):
+            setattr(found, name, value)
+        found.times = list(found.times)
+        return found

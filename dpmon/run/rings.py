@@ -1,0 +1,47 @@
+"""The rings of training processes, of frames or of spans: what each process is doing, and what is asked of it."""
+
+from __future__ import annotations
+
+from dpmon.record.spans import KINDS
+from dpmon.ring import Activity
+from dpmon.ring_reader import RingReader
+from dpmon.span_reader import SpanReader, holds_spans, under_way_in
+from dpmon.span_ring import Word
+
+__all__ = ["ProcessRing", "open_ring"]
+
+
+class ProcessRing:
+    """The ring of one training process, without what it has recorded (dpmon.store.sources)."""
+
+    def __init__(self, ring: RingReader | SpanReader) -> None:
+        self._ring = ring
+        self.pid: int = ring.pid
+        self.process: int = ring.process
+        self.rank = ring.rank
+        self.world = ring.world
+        self.request = ring.request
+        self.acknowledged = ring.acknowledged
+        self.request_pause = ring.request_pause
+        self.pause_requests = ring.pause_requests
+        self.close = ring.close
+
+    def activity(self) -> tuple[str, int]:
+        """What the training thread is in, and since when (monotonic ns, 0: it has begun nothing).
+
+        One of data, copy, forward, backward, optimizer, paused; "other": in the script; "ended". Raises RingError if
+        the file was truncated.
+        """
+        if isinstance(self._ring, RingReader):
+            what, since = self._ring.activity()
+            return Activity.NAMES[what], since
+        words = self._ring.words()
+        kind, since = under_way_in(words)
+        if words[Word.ENDED]:
+            return "ended", since
+        return (KINDS[kind] if kind < len(KINDS) else "") or "other", since
+
+
+def open_ring(path: str) -> ProcessRing:
+    """Open the ring of a training process. Raises RingError if it is none, OSError if it cannot be opened."""
+    return ProcessRing(SpanReader(path) if holds_spans(path) else RingReader(path))

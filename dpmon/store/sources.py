@@ -1,0 +1,258 @@
+"""What the rings of a run hold, as payloads: a ring of frames has them as they are, those of spans are assembled."""
+
+from __future__ import annotations
+
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Protocol
+
+from dpmon.assemble.assembler import CAUGHT_UP, Assembler
+from dpmon.record.codec import call_head, kind_of, step_fields
+from dpmon.record.spans import Span
+from dpmon.ring import RingError
+from dpmon.ring_reader import RingReader
+from dpmon.run.proc import alive
+from dpmon.span_reader import SpanReader, holds_spans, under_way_in
+from dpmon.span_ring import Word
+from dpmon.store.tables import RingRow
+
+__all__ = ["FrameSource", "Source", "SpanSource", "holds_more", "open_source"]
+
+_MUCH = 8
+"""When this part of a ring was read at once, its process may be filling it faster than it is read."""
+_ENDED = ""
+"""The state in a row once its process has ended and all of it was taken."""
+_CALL_AT = 5
+"""Place of a call's number in its head."""
+
+
+class Source(Protocol):
+    """One ring, and how far it is read."""
+
+    pid: int
+    process: int
+    rank: int | None
+    over: bool
+    """Its process has ended, and everything was taken."""
+
+    def take(self, now_ns: int, gone: bool) -> tuple[list[bytes], bool]:
+        """The payloads that are new; True if the ring filled faster than it was read. Raises RingError or OSError.
+
+        `now_ns`: monotonic. `gone`: its process was not there any more before this was called.
+        """
+
+    def has_more(self) -> bool:
+        """Whether the ring holds what was not read. As `take` raises."""
+
+    def note(self, row: RingRow) -> int:
+        """Write down in `row` how far the ring is taken, and what its writer lost; return how much was missed."""
+
+    def close(self) -> None:
+        """Close the ring."""
+
+
+class FrameSource:
+    """A ring of frames."""
+
+    def __init__(self, path: Path, row: RingRow | None) -> None:
+        """Go on where `row` left off. Raises RingError or OSError."""
+        self._ring = RingReader(str(path))
+        self.pid: int = self._ring.pid
+        self.process: int = self._ring.process
+        self.rank = self._ring.rank
+        self.over = False
+        if row is not None and row.pid == self.pid:
+            self._ring.position, self._ring.sequence = row.position, row.sequence
+        self._before = (self._ring.position, self._ring.sequence, 0)
+
+    def take(self, now_ns: int, gone: bool) -> tuple[list[bytes], bool]:
+        """As Source says."""
+        ring = self._ring
+        self._before = ring.position, ring.sequence, ring.missed
+        payloads = ring.read()
+        if gone and not self.over and not ring.has_more():
+            self.over = True
+            payloads += ring.last_words()
+        return payloads, ring.position - self._before[0] >= ring.capacity // _MUCH
+
+    def put_back(self) -> None:
+        """Undo the last `take`."""
+        self._ring.position, self._ring.sequence, self._ring.missed = self._before
+
+    def has_more(self) -> bool:
+        """As Source says."""
+        return self._ring.has_more()
+
+    def has_last_words(self) -> bool:
+        """Whether its process had staged a record that was not read."""
+        return self._ring.has_last_words()
+
+    def note(self, row: RingRow) -> int:
+        """As Source says."""
+        ring = self._ring
+        row.position, row.sequence = ring.position, ring.sequence
+        with suppress(RingError, OSError):  # truncated under us: what was known stays
+            row.lost = ring.lost() + (ring.held() if self.over else 0)
+        return ring.missed
+
+    def is_in(self, row: RingRow) -> bool:
+        """Whether all that was taken is in the history, which has `row`."""
+        return (row.pid, row.position) == (self.pid, self._ring.position)
+
+    def close(self) -> None:
+        """As Source says."""
+        self._ring.close()
+
+
+class SpanSource:
+    """A ring of spans, and the lines beside it.
+
+    The assembler numbers steps and calls. One that goes on from the first span of the step that its predecessor had
+    under way gives that one's last calls again: those are left out here.
+    """
+
+    def __init__(self, path: Path, row: RingRow | None) -> None:
+        """As FrameSource."""
+        self._ring = SpanReader(str(path))
+        self.pid: int = self._ring.pid
+        self.process: int = self._ring.process
+        self.rank = self._ring.rank
+        self.over = False
+        self._assembler = Assembler()
+        self._state: str | None = None
+        """The assembler's; None: it was fed since."""
+        self._last_call = self._last_step = 0
+        """The highest numbers in the history, until the assembler has given higher ones."""
+        self._spans: list[Span] = []
+        """Read, and not given to the assembler."""
+        self._again = True
+        """Whether the assembler was given something last time: it places the events among that when it is fed again."""
+        self._under_way = (0, 0)
+        """What the assembler was told, since it was given the last spans, that the training thread is in."""
+        if row is not None and row.pid == self.pid:
+            self._go_on(row)
+        self._dropped_before = self._assembler.dropped
+
+    def _go_on(self, row: RingRow) -> None:
+        """Go on where a predecessor left off."""
+        ring = self._ring
+        self.over = row.state == _ENDED
+        self._last_call, self._last_step = row.last_call or 0, row.last_step or 0
+        if not self.over:
+            lines = [line for part in ring.lines(row.lines or 0) for line in part]
+            ring.damaged_lines = 0  # the predecessor has counted them
+            try:
+                self._assembler = Assembler.resumed(row.state or "", lines)
+            except ValueError:  # damaged: what the ring still has is assembled from its start
+                ring.lines_position = 0
+                return
+        ring.position, ring.seen, ring.lines_position = row.position, row.sequence, row.lines or 0
+
+    def take(self, now_ns: int, gone: bool) -> tuple[list[bytes], bool]:
+        """As Source says."""
+        if self.over:
+            return [], False
+        ring = self._ring
+        before = ring.position
+        try:
+            # Read before the spans: those that ended before a thread began what it is in now are all there then.
+            words = ring.words()
+            self._spans += ring.read(now_ns, over=gone)
+        except RingError:
+            if not gone:
+                raise
+            return self._new(self._fed()) + self._ended(), False
+        if not ring.at_end and len(self._spans) < CAUGHT_UP:
+            return [], False  # an empty slot is waited for: to the assembler, a short portion is the last one for now
+        payloads = self._fed()
+        if ring.at_end and self._assembler.thread >= 0:
+            payloads += self._told(*under_way_in(words, self._assembler.thread))
+        payloads = self._new(payloads)
+        if ring.at_end and (gone or words[Word.ENDED]):
+            payloads += self._ended()
+        return payloads, ring.position - before >= ring.slots // _MUCH
+
+    def _fed(self) -> list[bytes]:
+        """Give the assembler what was read, and the lines that are there by now."""
+        lines = [line for part in self._ring.lines() for line in part]
+        spans, self._spans = self._spans, []
+        if not (spans or lines or self._again):
+            return []
+        self._again = bool(spans or lines)
+        if spans:
+            self._under_way = (0, 0)
+        self._state = None
+        return self._assembler.feed(spans, lines)
+
+    def _told(self, kind: int, since_ns: int) -> list[bytes]:
+        """Tell the assembler what the training thread is in."""
+        if since_ns == 0 or (kind, since_ns) == self._under_way:
+            return []
+        self._under_way, self._state = (kind, since_ns), None
+        return self._assembler.under_way(kind, since_ns)
+
+    def _new(self, payloads: list[bytes]) -> list[bytes]:
+        """Those that are not in the history."""
+        if not (self._last_call or self._last_step):
+            return payloads
+        found = []
+        for payload in payloads:
+            kind = kind_of(payload)
+            if kind == "call" and self._last_call:
+                if call_head(payload)[_CALL_AT] <= self._last_call:
+                    continue
+                self._last_call = 0
+            elif kind == "step" and self._last_step:
+                if step_fields(payload).step <= self._last_step:
+                    continue
+                self._last_step = 0
+            found.append(payload)
+        return found
+
+    def _ended(self) -> list[bytes]:
+        """The last payloads: of the step that was under way."""
+        self.over = True
+        return self._new(self._assembler.end())
+
+    def has_more(self) -> bool:
+        """As Source says."""
+        return not self.over and self._ring.has_more()
+
+    def note(self, row: RingRow) -> int:
+        """As Source says."""
+        ring, assembler = self._ring, self._assembler
+        row.sequence, row.lines = ring.position, ring.lines_position
+        if self.over:
+            row.position, row.state = ring.position, _ENDED
+        else:
+            if self._state is None:
+                self._state = assembler.state()
+            row.position, row.state = assembler.position, self._state
+        with suppress(RingError, OSError):  # truncated under us: what was known stays
+            row.lost = ring.lost()
+        return ring.missed + ring.damaged_lines + assembler.dropped - self._dropped_before
+
+    def close(self) -> None:
+        """As Source says."""
+        self._ring.close()
+
+
+def open_source(path: Path, row: RingRow | None) -> Source:
+    """The ring at `path`, from where `row` left off; raises RingError or OSError.
+
+    A row of another process is of an earlier ring that was deleted: the ring is read from its start.
+    """
+    return SpanSource(path, row) if holds_spans(str(path)) else FrameSource(path, row)
+
+
+def holds_more(path: Path, row: RingRow | None) -> bool:
+    """Whether a ring holds more than the history, which has `row` of it. Raises RingError or OSError."""
+    if not holds_spans(str(path)):
+        with closing(FrameSource(path, row)) as frames:
+            ended = frames.process < 0 or not alive(frames.pid, None)
+            return frames.has_more() or (ended and frames.has_last_words())
+    with closing(SpanReader(str(path))) as ring:
+        if row is None or row.pid != ring.pid:
+            return True
+        ring.position, ring.lines_position = row.sequence, row.lines or 0
+        return row.state != _ENDED and (ring.has_more() or ring.has_lines() or not alive(ring.pid, None))

@@ -1,0 +1,285 @@
+"""A pretend script: writes what a training does as spans and lines, as the tracer would, and what became of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from dpmon.assemble import Assembler
+from dpmon.record.codec import Decoder, kind_of
+from dpmon.record.kinds import Call, Event, Step
+from dpmon.record.spans import Flag, Kind, Span
+
+__all__ = ["KINDS", "MS", "Result", "Script", "assembled", "decoded", "in_portions", "numbered", "resumed_at"]
+
+MS = 1_000_000
+START = 5_000_000_000
+KINDS = {
+    "fetch": Kind.FETCH,
+    "call": Kind.CALL,
+    "wrapped": Kind.WRAPPED,
+    "scatter": Kind.SCATTER,
+    "replicate": Kind.REPLICATE,
+    "parallel_apply": Kind.PARALLEL_APPLY,
+    "gather": Kind.GATHER,
+    "backward": Kind.BACKWARD,
+    "optimizer": Kind.OPTIMIZER,
+    "copy": Kind.COPY,
+    "pause": Kind.PAUSE,
+    "look": Kind.LOOK,
+}
+
+
+class Script:
+    """Runs in pretended time: each phase takes 1 ms unless it is told otherwise, and 0.1 ms of its own code follow."""
+
+    def __init__(self) -> None:
+        self.now = START
+        self.spans: list[Span] = []
+        self.lines: list[tuple[int, dict[str, Any]]] = []
+        """With the number of spans that were written before."""
+        self._thread = 0
+        self._around: dict[int, list[int]] = {}
+        self._defined: dict[Any, int] = {}
+        self._modules = 0
+
+    # -------------------------------------------------------------------------------------------- lines
+
+    def line(self, **line: Any) -> None:
+        self.lines.append((len(self.spans), line))
+
+    def event(self, kind: str, fill: str | None = None, **data: Any) -> None:
+        self.line(kind=kind, at=self.now, **data, **({} if fill is None else {"fill": fill}))
+        self.wait(0.01)
+
+    def define(self, value: Any) -> int:
+        key = repr(value)
+        number = self._defined.get(key)
+        if number is None:
+            number = self._defined[key] = len(self._defined) + 1
+            self.line(define=number, v=value)
+        return number
+
+    def sizes(self, *rows: int, path: str = "0") -> int:
+        parts = [[path if len(rows) == 1 else str(at), [n, 4], "float32", 16 * n] for at, n in enumerate(rows)]
+        return self.define(parts)
+
+    def model(self, root: str = "Net", via: str | None = None, devices: Sequence[str] = ("cpu",), **more: Any) -> int:
+        """The layout of a new module; `module=` for another layout of the same one."""
+        self._modules += 1
+        more.setdefault("module", self._modules)
+        more.setdefault("absent", {})
+        return self.define({"root": root, "via": via, "devices": list(devices), **more})
+
+    def makes_optimizer(self, number: int = 1) -> None:
+        self.line(optimizer=number)
+
+    # -------------------------------------------------------------------------------------------- spans
+
+    def wait(self, ms: float) -> None:
+        self.now += round(ms * MS)
+
+    def write(self, kind: int, start: int, took: int, flags: int = 0, site: int = 0, **more: int) -> Span:
+        inside = more.pop("inside", None)
+        if inside is None:
+            around = self._around.get(self._thread, [])
+            inside = around[-1] if around else 0
+        sizes = more.pop("inputs", 0), more.pop("outputs", 0)
+        span = Span(len(self.spans), kind, flags, inside, more.pop("thread", self._thread), site, start, took, *sizes)
+        assert not more
+        self.spans.append(span)
+        return span
+
+    @contextmanager
+    def phase(self, name: str, ms: float = 1.0, flags: int = 0, site: int = 0, **more: int) -> Iterator[None]:
+        """A phase that takes `ms` of its own; what runs in the block lies within it."""
+        kind = KINDS[name]
+        around = self._around.setdefault(self._thread, [])
+        start = self.now
+        self.wait(ms / 2)
+        around.append(kind)
+        yield
+        around.pop()
+        self.wait(ms / 2)
+        self.write(kind, start, self.now - start, flags, site, **more)
+        self.wait(0.1)
+
+    def fetch(self, ms: float = 1.0, over: bool = False, failed: bool = False) -> None:
+        flags = Flag.FAILED | Flag.OVER if over else Flag.FAILED * failed
+        with self.phase("fetch", ms, flags):
+            pass
+
+    def call(
+        self,
+        model: int,
+        train: bool = True,
+        rows: int = 8,
+        ms: float = 1.0,
+        grad: bool | None = None,
+        failed: bool = False,
+        timed: bool = False,
+    ) -> None:
+        with self.phase("call", ms, *self.called(model, train, rows, grad, failed, timed)):
+            pass
+        self._sized(rows, failed)
+
+    def _sized(self, rows: int, failed: bool) -> None:
+        inputs, outputs = self.sizes(rows), 0 if failed else self.sizes(rows, path="")
+        self.spans[-1] = self.spans[-1]._replace(inputs=inputs, outputs=outputs)
+
+    def called(
+        self, model: int, train: bool, rows: int, grad: bool | None = None, failed: bool = False, timed: bool = False
+    ) -> tuple[int, int]:
+        """Flags and site of a call."""
+        self.sizes(rows), self.sizes(rows, path="")
+        learns = Flag.TRAINING * train | Flag.GRAD * (train if grad is None else grad)
+        return learns | Flag.SINGLE | Flag.FAILED * failed | Flag.TIMED * timed, model
+
+    def parallel(self, model: int, rows: int = 8, train: bool = True, replicas: int = 2, kind: str = "wrapped") -> None:
+        """A call that is data parallel."""
+        learns = (Flag.TRAINING | Flag.GRAD) * train
+        share, back = self.sizes(rows // replicas), self.sizes(rows // replicas, path="")
+        whole, out = self.sizes(rows), self.sizes(rows, path="")
+        with self.phase(kind, 1.0, learns | Flag.DP, model, inputs=whole, outputs=out):
+            for verb in ("scatter", "replicate"):
+                with self.phase(verb):
+                    pass
+            with self.phase("parallel_apply", 2.0):
+                for index in reversed(range(replicas)):
+                    self.write(
+                        Kind.REPLICA, self.now, MS // 2, 0, index, inside=KINDS[kind], inputs=share, outputs=back
+                    )
+            with self.phase("gather"):
+                pass
+
+    def backward(self, ms: float = 1.0) -> None:
+        with self.phase("backward", ms):
+            pass
+
+    def optimizer(self, number: int = 1, ms: float = 1.0, failed: bool = False) -> None:
+        with self.phase("optimizer", ms, Flag.FAILED * failed, number):
+            pass
+
+    def copy(self, size: int = 1024) -> None:
+        with self.phase("copy", inputs=size & 0xFFFFFFFF, outputs=size >> 32):
+            pass
+
+    def gone(self, number: int) -> None:
+        self.write(Kind.GONE, self.now, 0, 0, number)
+
+    def times(self, span: Span, device: int, ms: float, of: int = 1, why: int = 0) -> None:
+        """A device tells what a span took on it."""
+        site = device | of << 8 | why << 16
+        number = span.number
+        self.write(
+            Kind.TIME, self.now, round(ms * MS), 0, site, inside=0, inputs=number & 0xFFFFFFFF, outputs=number >> 32
+        )
+
+    def learn(self, model: int, optimizer: int = 1, rows: int = 8) -> None:
+        """What most loops do with a batch."""
+        self.call(model, rows=rows)
+        self.backward()
+        self.optimizer(optimizer)
+
+    def look(self, model: int, rows: int = 8) -> None:
+        """A call of an evaluation."""
+        self.call(model, train=False, rows=rows)
+
+    @contextmanager
+    def on_thread(self, thread: int) -> Iterator[None]:
+        was, self._thread = self._thread, thread
+        yield
+        self._thread = was
+
+    # -------------------------------------------------------------------------------------------- reading
+
+    def needed(self, spans: int) -> int:
+        """How many lines a reader has seen for certain that has seen so many spans."""
+        return sum(1 for before, _ in self.lines if before < spans)
+
+    def told(self, first: int, last: int) -> list[dict[str, Any]]:
+        return [line for _, line in self.lines[first:last]]
+
+
+class Result(NamedTuple):
+    """What payloads say."""
+
+    calls: list[Call]
+    steps: list[Step]
+    events: list[Event]
+
+    def shape(self) -> list[tuple[int | None, str, int]]:
+        """For each step: samples, the first letters of its phases, the number of its calls."""
+        counted = {step.step: 0 for step in self.steps}
+        for call in self.calls:
+            counted[call.step] = counted.get(call.step, 0) + 1
+        return [(step.samples, letters(step), counted[step.step]) for step in self.steps]
+
+
+def letters(step: Step) -> str:
+    """The phases that ran, but for other: d(ata) c(opy) f(orward) b(ackward) o(ptimizer)."""
+    return "".join(name[0] for name in ("data", "copy", "forward", "backward", "optimizer") if name in step.phases)
+
+
+def decoded(payloads: Sequence[bytes]) -> Result:
+    decoder = Decoder(0)
+    found = Result([], [], [])
+    for payload in payloads:
+        record = decoder.decode(payload)
+        if isinstance(record, Call):
+            found.calls.append(record)
+        elif isinstance(record, Step):
+            found.steps.append(record)
+        elif record is not None:
+            found.events.append(record)
+    return found
+
+
+def in_portions(script: Script, cuts: Sequence[int], lines: Sequence[int] | None = None) -> list[bytes]:
+    """The payloads if a reader has read up to each of these spans; `lines`: as many lines by then."""
+    assembler = Assembler()
+    out: list[bytes] = []
+    before = heard = 0
+    for at, cut in enumerate([*cuts, len(script.spans)]):
+        until = script.needed(cut) if lines is None else max(lines[at], script.needed(cut))
+        until = len(script.lines) if cut == len(script.spans) else max(until, heard)
+        out += assembler.feed(script.spans[before:cut], script.told(heard, until))
+        before, heard = cut, until
+    out += assembler.end()
+    assert assembler.dropped == 0
+    return out
+
+
+def assembled(script: Script) -> Result:
+    """What becomes of a script whose spans are read at once, which is what becomes of it in any portions."""
+    whole = in_portions(script, [])
+    assert in_portions(script, range(1, len(script.spans))) == whole
+    draw = random.Random(len(script.spans))
+    for _ in range(5):
+        cuts = sorted(draw.sample(range(len(script.spans)), min(4, len(script.spans))))
+        assert in_portions(script, cuts) == whole
+    return decoded(whole)
+
+
+def numbered(payloads: Sequence[bytes]) -> list[bytes]:
+    """Without definitions, which a successor gives again."""
+    return [payload for payload in payloads if kind_of(payload) != "definition"]
+
+
+def resumed_at(script: Script, cut: int) -> tuple[list[bytes], list[bytes]]:
+    """The payloads of an assembler that has read so many spans, and those of its successor."""
+    first = Assembler()
+    lines = script.needed(cut)
+    out = first.feed(script.spans[:cut], script.told(0, lines))
+    second = Assembler.resumed(first.state(), script.told(0, lines))
+    more = []
+    at = first.position
+    while at < len(script.spans):
+        until = min(at + 3, len(script.spans))
+        known, lines = lines, max(lines, script.needed(until))
+        more += second.feed(script.spans[at:until], script.told(known, lines))
+        at = until
+    more += second.feed([], script.told(lines, len(script.lines)))
+    return out, more + second.end()

@@ -1,0 +1,172 @@
+"""Writes spans and their lines as a training process does, for tests that need no training.
+
+    python spans.py RING THREADS RATE [SPANS]
+
+THREADS threads write spans that show whether they are whole, RATE a second together (0: as fast as they can), SPANS
+each (0: until it is killed), and print how many there were in all.
+
+    python spans.py RING
+
+One thread writes what a usual training does, with an event every few steps, until it is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, THREAD_AT, Flag, Kind, Span
+from dpmon.span_reader import SpanReader, lines_path
+from dpmon.span_ring import SLOTS, SpanRing, Word
+
+__all__ = ["Lines", "Training", "everything", "head", "numbered", "opened", "own_number"]
+
+_PRIME = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def head(kind: int, *, flags: int = 0, inside: int = 0, thread: int = 0, site: int = 0) -> int:
+    """The first word of a span."""
+    return kind | flags << FLAGS_AT | inside << INSIDE_AT | thread << THREAD_AT | site << SITE_AT
+
+
+def numbered(number: int, thread: int = 0) -> tuple[int, int, int, int]:
+    """The words of a span that says which one of its thread it is, and shows if one of them is wrong."""
+    return head(Kind.CALL, thread=thread), number, number * _PRIME & _MASK, (number + 1) * _PRIME & _MASK
+
+
+def own_number(span: Span) -> int:
+    """The number of a span made by `numbered`, which must be whole."""
+    words = (head(span.kind, thread=span.thread), span.start, span.took, span.inputs | span.outputs << 32)
+    assert words == numbered(span.start, span.thread)
+    return span.start
+
+
+@contextmanager
+def opened(path: Path | str, **place: int) -> Iterator[SpanReader]:
+    """A reader that goes on at a place."""
+    reader = SpanReader(str(path))
+    for name, value in place.items():
+        setattr(reader, name, value)
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def everything(reader: SpanReader, **options: Any) -> list[Span]:
+    """All spans that can be read now."""
+    found: list[Span] = []
+    while not reader.at_end:
+        part = reader.read(0, **options)
+        found += part
+        if not part:
+            break
+    return found
+
+
+class Lines:
+    """The lines beside a ring."""
+
+    def __init__(self, ring: Path | str) -> None:
+        self._fd = os.open(lines_path(str(ring)), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def put(self, **line: Any) -> None:
+        """Append a line."""
+        os.write(self._fd, json.dumps(line).encode() + b"\n")
+
+    def define(self, number: int, value: Any) -> None:
+        """Append a definition."""
+        self.put(define=number, v=value)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def main(path: str, threads: int, rate: float, spans: int) -> None:
+    ring = SpanRing(path, process=0)
+    print("ready", flush=True)
+    began = time.monotonic()
+
+    def write(thread: int) -> None:
+        number = 0
+        while not spans or number < spans:
+            ring.put(*numbered(number, thread))
+            number += 1
+            if rate and number % 100 == 0:
+                time.sleep(max(0.0, began + number * threads / rate - time.monotonic()))
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(threads)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    print(threads * spans, flush=True)
+
+
+class Training:
+    """A usual loop: fetch, call, backward, optimizer."""
+
+    def __init__(self, path: str, process: int = 0, slots: int = SLOTS) -> None:
+        self.ring = SpanRing(path, process=process, slots=slots)
+        self.lines = Lines(path)
+        event = {"process": process, "rank": None, "pid": os.getpid(), "t_s": 0.0}
+        self.lines.put(kind="process", at=time.monotonic_ns(), **event)
+        layout = {"root": "Model", "via": None, "devices": ["cpu:0"], "absent": {}, "module": 1, "dim": 0, "first": 0}
+        self.lines.define(1, layout)
+        self.lines.define(2, [["0", [4, 5], "float32", 80]])
+        self.lines.define(3, [["", [4, 2], "float32", 32]])
+        self.lines.put(optimizer=0)
+        self.steps = 0
+
+    def phase(self, kind: int, sizes: int = 0, **parts: int) -> None:
+        """Go through a phase, as the tracer writes it."""
+        began = time.monotonic_ns()
+        self.ring.words[Word.UNDER_WAY] = began
+        self.ring.kinds[0] = kind
+        now = time.monotonic_ns()
+        self.ring.put(head(kind, **parts), began, now - began, sizes)
+        self.ring.kinds[0] = 0
+
+    def step(self) -> None:
+        self.phase(Kind.FETCH)
+        self.phase(Kind.CALL, 2 | 3 << 32, site=1, flags=Flag.TRAINING | Flag.GRAD | Flag.SINGLE)
+        self.phase(Kind.BACKWARD)
+        self.phase(Kind.OPTIMIZER)
+        self.steps += 1
+
+    def warn(self) -> None:
+        """Write an event that names the last step, and the number of the event."""
+        now = time.monotonic_ns()
+        data = {"process": 0, "t_s": now / 1e9, "text": f"warning {self.steps}", "step": None}
+        self.lines.put(kind="warning", at=now, fill="last", **data)
+
+    def end(self) -> None:
+        """The process ends in order."""
+        self.lines.put(end=True, uncaught=False)
+        self.ring.words[Word.ENDED] = 1
+
+
+def train(path: str) -> None:
+    training = Training(path, int(Path(path).stem.partition("-")[2]))
+    print("ready", flush=True)
+    while True:
+        training.step()
+        if training.steps % 20 == 0:
+            training.warn()
+        time.sleep(0.0003)
+
+
+if __name__ == "__main__" and len(sys.argv) == 2:
+    train(sys.argv[1])
+elif __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else 0)

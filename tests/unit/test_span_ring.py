@@ -1,0 +1,563 @@
+"""A ring of spans and its lines: what a reader makes of them, whatever happens to the writer or to the files."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sizes import reached, size
+from spans import Lines, everything, head, numbered, opened, own_number
+
+import dpmon.span_reader
+import dpmon.span_ring
+from dpmon.record.spans import LAP_AT, Kind, Span
+from dpmon.ring import Ring, RingError
+from dpmon.span_reader import HOLE_NS, SpanReader, holds_spans, lines_path
+from dpmon.span_ring import HEADER_BYTES, SLOT, SLOT_BYTES, SLOTS, SpanRing, Word
+
+WRITER = Path(__file__).resolve().parent.parent / "spans.py"
+FEW = 256
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "process-0.ring")
+
+
+@pytest.fixture
+def ring(path: str) -> SpanRing:
+    return SpanRing(path, process=0, rank=1, world=4, start_ns=77, slots=FEW)
+
+
+@pytest.fixture
+def reader(ring: SpanRing, path: str) -> Iterator[SpanReader]:
+    with opened(path) as found:
+        yield found
+
+
+def write(ring: SpanRing, count: int, first: int = 0) -> None:
+    for number in range(first, first + count):
+        ring.put(*numbered(number))
+
+
+def numbers(spans: list[Span]) -> list[int]:
+    return [own_number(span) for span in spans]
+
+
+def slot(path: str, at: int, *words: int) -> None:
+    """Write a slot as no writer does."""
+    with open(path, "r+b") as file:
+        file.seek(HEADER_BYTES + at * SLOT_BYTES)
+        file.write(SLOT.pack(*words))
+
+
+# ------------------------------------------------------------------------------------------------ what is written
+
+
+def test_who_wrote_it(ring: SpanRing, reader: SpanReader, path: str) -> None:
+    assert (reader.pid, reader.process, reader.rank, reader.world) == (os.getpid(), 0, 1, 4)
+    assert (reader.start_ns, reader.slots) == (77, FEW)
+    with pytest.raises(FileExistsError):
+        SpanRing(path, process=0)
+    assert holds_spans(path)
+
+
+def test_a_span_and_its_parts(ring: SpanRing, reader: SpanReader) -> None:
+    word = head(Kind.REPLICA, flags=0x3FF, inside=Kind.CALL, thread=511, site=(1 << 24) - 1)
+    assert ring.put(word, 10, 20, 7 | 9 << 32) == 0
+    assert reader.read(0) == [Span(0, Kind.REPLICA, 0x3FF, Kind.CALL, 511, (1 << 24) - 1, 10, 20, 7, 9)]
+    assert reader.read(0) == []
+    assert reader.at_end
+
+
+@pytest.mark.parametrize("portion", [1, 7, 100, FEW - 40])
+def test_a_reader_that_keeps_up_sees_all(ring: SpanRing, reader: SpanReader, portion: int) -> None:
+    found: list[Span] = []
+    for first in range(0, 5 * FEW, portion):
+        write(ring, portion, first)
+        assert reader.has_more()
+        found += reader.read(0)
+        assert reader.at_end
+        assert not reader.has_more()
+    assert numbers(found) == [span.number for span in found] == list(range(len(found)))
+    assert reader.missed == 0
+
+
+def test_no_more_than_asked_for(ring: SpanRing, reader: SpanReader) -> None:
+    write(ring, 100)
+    assert len(reader.read(0, 70)) == 70
+    assert not reader.at_end
+    assert numbers(reader.read(0, 70)) == list(range(70, 100))
+    assert reader.at_end
+
+
+def test_laps_beyond_what_a_span_can_say_of_them(path: str) -> None:
+    ring = SpanRing(path, process=0, slots=16)
+    with opened(path) as reader:
+        for first in range(0, 16 * 300, 8):
+            write(ring, 8, first)
+            assert numbers(reader.read(0)) == list(range(first, first + 8))
+        assert reader.missed == 0
+
+
+def test_a_lost_span_is_counted_by_the_writer(ring: SpanRing, reader: SpanReader) -> None:
+    ring.words[Word.LOST] += 3
+    assert reader.lost() == 3
+    ring.words[Word.LOST] = (1 << 64) - 1  # damage
+    assert reader.lost() < 1 << 60
+
+
+# ------------------------------------------------------------------------------------------------ laps
+
+
+@pytest.mark.parametrize("behind", [1, FEW, FEW + 1, 2 * FEW - 1, 5 * FEW + 17])
+@pytest.mark.parametrize("over", [False, True])
+def test_a_reader_that_comes_late_knows_what_it_missed(ring: SpanRing, path: str, behind: int, over: bool) -> None:
+    write(ring, FEW + behind)
+    with opened(path) as reader:
+        assert reader.has_more()
+        found = everything(reader, over=over)
+    assert numbers(found) == list(range(reader.missed, FEW + behind))
+    if over:
+        assert reader.missed == behind, "all that is there, since nobody overwrites it any more"
+    else:
+        assert behind <= reader.missed <= behind + FEW // 8
+
+
+def test_what_is_about_to_be_overwritten_is_left_alone(ring: SpanRing, reader: SpanReader) -> None:
+    """A slot is not whole for ever: a writer that is just behind may have touched it while it was copied."""
+    write(ring, FEW)
+    assert reader.read(0)[0].number == FEW // 8
+    assert reader.missed == FEW // 8
+
+
+def test_a_reader_that_is_lapped_again_and_again(ring: SpanRing, reader: SpanReader) -> None:
+    chance = random.Random(5)
+    found: list[int] = []
+    written = 0
+    for _ in range(200):
+        count = chance.choice([1, 10, 100, 1000])
+        write(ring, count, written)
+        written += count
+        found += numbers(reader.read(0))
+    assert found == sorted(set(found))
+    assert len(found) + reader.missed == written
+
+
+def test_the_writer_comes_round_while_a_slot_is_copied(
+    ring: SpanRing, reader: SpanReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between any two reads of the file the writer may go on: no span is ever torn, and each is seen or counted."""
+    chance = random.Random(7)
+    pread, written = os.pread, 0
+
+    def slow(fd: int, count: int, at: int) -> bytes:
+        nonlocal written
+        if at >= HEADER_BYTES and written < 40 * FEW and chance.random() < 0.5:
+            further = chance.choice([1, 20, FEW, 3 * FEW])
+            write(ring, further, written)
+            written += further
+        return pread(fd, count, at)
+
+    monkeypatch.setattr(os, "pread", slow)
+    found: list[int] = []
+    while written < 40 * FEW or not reader.at_end:
+        found += numbers(reader.read(0))
+    assert found == sorted(set(found))
+    assert len(found) + reader.missed == written
+
+
+def test_a_slot_that_is_being_overwritten_is_not_read(ring: SpanRing, reader: SpanReader, path: str) -> None:
+    """The number of its slot still stands, its first words are of the next lap, or not yet anything."""
+    write(ring, 5)
+    for word, at in ((0, 1), (numbered(3)[0] | 1 << LAP_AT, 3)):
+        slot(path, at, word, *numbered(at)[1:], at + 1)
+    assert numbers(reader.read(0)) == [0, 2, 4]
+    assert reader.missed == 2
+
+
+# ------------------------------------------------------------------------------------------------ holes
+
+
+@pytest.mark.parametrize("holes", [1, 3, 20])
+def test_a_hole_is_waited_for_and_then_passed_over(ring: SpanRing, reader: SpanReader, holes: int) -> None:
+    write(ring, 5)
+    handed_out = [ring.next() for _ in range(holes)]
+    write(ring, 5, 5 + holes)
+    assert numbers(reader.read(1)) == list(range(5))
+    assert not reader.at_end, "what comes later cannot be concluded from yet"
+    assert reader.has_more()
+    assert reader.read(HOLE_NS) == []
+    assert reader.missed == 0
+    found = reader.read(1 + HOLE_NS)
+    assert numbers(found) == list(range(5 + holes, 10 + holes))
+    assert reader.at_end
+    assert reader.missed == len(handed_out)
+
+
+def test_a_slot_that_is_written_late_is_seen(ring: SpanRing, reader: SpanReader) -> None:
+    late = ring.next()
+    write(ring, 2, 1)
+    assert reader.read(1) == []
+    SLOT.pack_into(ring.map, HEADER_BYTES + late * SLOT_BYTES, *numbered(0), late + 1)
+    assert numbers(reader.read(2)) == [0, 1, 2]
+    assert reader.missed == 0
+
+
+@pytest.mark.parametrize("at", [FEW - 1, FEW, FEW + 1])
+def test_a_hole_where_the_ring_begins_anew(ring: SpanRing, reader: SpanReader, at: int) -> None:
+    for first in (0, FEW // 2):
+        write(ring, at // 2, first * (at // 2) * 2 // FEW)
+        reader.read(0)
+    write(ring, at - reader.position, reader.position)
+    reader.read(0)
+    ring.next()
+    write(ring, 3, at + 1)
+    assert reader.read(1) == []
+    assert not reader.at_end
+    assert numbers(reader.read(1 + HOLE_NS)) == [at + 1, at + 2, at + 3]
+
+
+def test_the_holes_of_a_process_that_is_gone_are_not_waited_for(ring: SpanRing, reader: SpanReader) -> None:
+    ring.next()
+    write(ring, 1, 1)
+    ring.next()
+    assert numbers(reader.read(0, over=True)) == [1]
+    assert reader.at_end
+    assert reader.missed == 1, "whether the last one would have come to anything is not known"
+
+
+def test_a_hole_is_counted_once_by_two_readers_one_after_the_other(ring: SpanRing, path: str) -> None:
+    write(ring, 3)
+    ring.next()
+    write(ring, 3, 4)
+    with opened(path) as first:
+        first.read(1)
+        first.read(1 + HOLE_NS)
+        assert (first.position, first.missed) == (7, 1)
+    ring.next()
+    write(ring, 1, 8)
+    with opened(path, position=2, seen=7) as second:
+        assert numbers(second.read(0, over=True)) == [2, 4, 5, 6, 8]
+        assert second.missed == 1
+
+
+# ------------------------------------------------------------------------------------------------ control block
+
+
+def test_a_request_and_its_answer(ring: SpanRing, reader: SpanReader) -> None:
+    assert reader.acknowledged() == (0, 0)
+    assert reader.request(2) == 1
+    assert (ring.words[Word.REQUEST], ring.words[Word.WANTED]) == (1, 2)
+    ring.words[Word.MODE], ring.words[Word.ANSWERED] = 2, 1
+    assert reader.acknowledged() == (1, 2)
+
+
+def test_a_request_for_a_pause_and_its_answer(ring: SpanRing, reader: SpanReader) -> None:
+    assert reader.request_pause(True) == 3
+    assert reader.request_pause(False) == 4
+    ring.words[Word.PAUSED] = 3
+    assert reader.pause_requests() == (4, 3)
+
+
+def test_what_each_thread_is_in(ring: SpanRing, reader: SpanReader) -> None:
+    assert reader.under_way() == (0, 0)
+    ring.words[Word.UNDER_WAY + 5] = 99
+    ring.kinds[5] = Kind.BACKWARD
+    ring.words[Word.UNDER_WAY] = 55
+    assert reader.under_way(5) == (Kind.BACKWARD, 99)
+    assert reader.under_way() == (0, 55)
+    ring.words[Word.TRAINS] = 5
+    assert reader.under_way() == (Kind.BACKWARD, 99)
+    ring.words[Word.TRAINS] = (1 << 64) - 1  # damage
+    assert reader.under_way() == (0, 0)
+    assert not reader.ended()
+    ring.words[Word.ENDED] = 1
+    assert reader.ended()
+
+
+# ------------------------------------------------------------------------------------------------ foreign files
+
+
+@pytest.mark.parametrize("length", [0, 1, 8, 47, 100, HEADER_BYTES, HEADER_BYTES + FEW * SLOT_BYTES - 1])
+def test_a_file_that_is_too_short(ring: SpanRing, path: str, length: int) -> None:
+    os.truncate(path, length)
+    with pytest.raises(RingError):
+        SpanReader(path)
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (0, b"XPMSPANS"),
+        (8, struct.pack("=I", 99)),
+        (12, struct.pack("=I", 8192)),
+        (16, struct.pack("=Q", 0)),
+        (16, struct.pack("=Q", FEW + 1)),
+        (16, struct.pack("=Q", 1 << 60)),
+    ],
+)
+def test_a_header_of_another_kind(ring: SpanRing, path: str, at: int, value: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(value)
+    with pytest.raises(RingError):
+        SpanReader(path)
+
+
+def test_things_that_are_no_rings(tmp_path: Path, ring: SpanRing, path: str) -> None:
+    (tmp_path / "link.ring").symlink_to(path)
+    (tmp_path / "directory.ring").mkdir()
+    os.mkfifo(tmp_path / "pipe.ring")
+    Ring(str(tmp_path / "frames.ring"), process=0)
+    (tmp_path / "new.ring").write_bytes(bytes(HEADER_BYTES + FEW * SLOT_BYTES))
+    before = len(os.listdir("/proc/self/fd"))
+    for name in ("link", "directory", "pipe", "absent", "frames", "new"):
+        other = str(tmp_path / f"{name}.ring")
+        with pytest.raises((RingError, OSError)):
+            SpanReader(other)
+        with suppress(OSError):
+            assert not holds_spans(other)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+def test_files_of_another_user(ring: SpanRing, path: str) -> None:
+    write(ring, 1)
+    Lines(path).define(1, "theirs")
+    os.chown(lines_path(path), 12345, 12345)
+    with opened(path) as reader:
+        assert numbers(reader.read(0)) == [0]
+        for _ in range(2):
+            assert list(reader.lines()) == []
+    os.chown(path, 12345, 12345)
+    with pytest.raises(RingError, match="another user"):
+        SpanReader(path)
+
+
+def test_a_ring_that_is_truncated_under_its_reader(ring: SpanRing, reader: SpanReader, path: str) -> None:
+    write(ring, 100)
+    os.truncate(path, HEADER_BYTES + 10 * SLOT_BYTES)
+    for action in (lambda: reader.read(0), reader.has_more):
+        with pytest.raises(RingError, match="truncated"):
+            action()
+    os.truncate(path, 100)
+    for action in (reader.words, reader.lost, reader.under_way, lambda: reader.request(1), reader.ended):
+        with pytest.raises(RingError, match="truncated"):
+            action()
+    assert os.stat(path).st_size == 100, "a request does not make the file grow again"
+
+
+@pytest.mark.parametrize("interrupted", ["posix_fallocate", "getpid"])
+def test_a_ring_that_is_not_made_leaves_no_file(path: str, monkeypatch: pytest.MonkeyPatch, interrupted: str) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, interrupted, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        SpanRing(path, process=0)
+    assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("seed", range(size(20, 2000)))
+def test_a_damaged_ring_ends_and_counts(path: str, seed: int) -> None:
+    """Bytes that changed cost what they touched: no error but RingError, no endless read, no count beyond reason."""
+    chance = random.Random(seed)
+    write(SpanRing(path, process=0, slots=64), chance.randrange(200))
+    data = bytearray(Path(path).read_bytes())
+    for _ in range(chance.choice([1, 5, 100])):
+        at = chance.randrange(chance.choice([64, HEADER_BYTES]), len(data))
+        data[at] = chance.randrange(256)
+    Path(path).write_bytes(data)
+    with opened(path) as reader:
+        found: list[Span] = []
+        for _ in range(10):
+            found += reader.read(0, over=chance.random() < 0.5)
+            reader.under_way(), reader.lost(), reader.has_more(), reader.acknowledged()
+        found += reader.read(0, over=True)
+        assert len(found) <= 48
+        assert reader.at_end
+        assert reader.missed < 1 << 60
+        assert [span.number for span in found] == sorted({span.number for span in found})
+
+
+# ------------------------------------------------------------------------------------------------ real writers
+
+
+def start(path: str, *words: object) -> subprocess.Popen[str]:
+    writer = subprocess.Popen([sys.executable, str(WRITER), path, *map(str, words)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "ready\n"
+    return writer
+
+
+def test_a_writer_that_is_killed_at_any_instant(tmp_path: Path) -> None:
+    """Many threads write; each of them may have taken a slot that it never writes, and nothing else is missing."""
+    chance = random.Random(3)
+    holes = 0
+    times = size(5, 200)
+    for number in range(times):
+        path = str(tmp_path / f"process-{number}.ring")
+        writer = start(path, 16, 0)
+        with opened(path) as reader:
+            found: list[Span] = []
+            until = time.monotonic() + chance.random() * 0.2
+            while time.monotonic() < until:
+                found += reader.read(time.monotonic_ns())
+            writer.send_signal(signal.SIGKILL)
+            writer.communicate()
+            found += everything(reader, over=True)
+            assert reader.at_end
+            assert len(found) + reader.missed == reader.position
+            lapped = reader.missed >= SLOTS // 8
+            next_of: Counter[int] = Counter()
+            for span in found:
+                assert own_number(span) >= next_of[span.thread] if lapped else own_number(span) == next_of[span.thread]
+                next_of[span.thread] = own_number(span) + 1
+            if not lapped:
+                assert reader.missed <= 16
+                holes += reader.missed
+        os.unlink(path)
+    reached("a writer that is killed", f"{times} times, {holes} spans were begun and not written")
+
+
+def test_100_000_spans_a_second_are_seen_or_counted(path: str) -> None:
+    seconds = size(2, 30)
+    writer = start(path, 4, 100_000, 25_000 * seconds)
+    found = 0
+    next_of: Counter[int] = Counter()
+    with opened(path) as reader:
+        began, cpu = time.monotonic(), time.process_time()
+        while True:
+            over = writer.poll() is not None
+            for span in reader.read(time.monotonic_ns()):
+                assert own_number(span) >= next_of[span.thread]
+                next_of[span.thread] = span.start + 1
+                found += 1
+            if over and reader.at_end:
+                break
+            time.sleep(0.02)
+        took, cpu = time.monotonic() - began, time.process_time() - cpu
+        assert found + reader.missed == int(writer.communicate()[0])
+        rate = found / took
+        reached("spans a second", f"{rate:,.0f} seen, {reader.missed} missed, {cpu / took:.0%} of a core")
+
+
+# ------------------------------------------------------------------------------------------------ lines
+
+
+def heard(reader: SpanReader, **options: Any) -> list[dict[str, Any]]:
+    return [line for part in reader.lines(**options) for line in part]
+
+
+def test_lines_as_they_come(reader: SpanReader, path: str) -> None:
+    assert heard(reader) == []
+    assert not reader.has_lines()
+    with open(lines_path(path), "ab", buffering=0) as file:
+        file.write(b'{"define":1,"v":[')
+        assert heard(reader) == []
+        assert not reader.has_lines()
+        file.write(b']}\n{"optimizer":1}\n{"e')
+        assert reader.has_lines()
+        assert heard(reader) == [{"define": 1, "v": []}, {"optimizer": 1}]
+        assert not reader.has_lines()
+        assert heard(reader) == []
+        file.write(b'nd":true}\n')
+        assert heard(reader) == [{"end": True}]
+    assert reader.damaged_lines == 0
+    assert reader.lines_position == os.stat(lines_path(path)).st_size
+
+
+def test_lines_that_are_damaged_cost_only_themselves(reader: SpanReader, path: str) -> None:
+    bad = [b"", b"{", b"[1]", b"7", b"\xff\xfe", b'{"a":1}{"b":2}', b"[" * 5000, b'{"a":\0}']
+    lines = [part for each in bad for part in (each, b'{"good":1}')]
+    Path(lines_path(path)).write_bytes(b"\n".join(lines) + b"\n")
+    assert heard(reader) == [{"good": 1}] * len(bad)
+    assert reader.damaged_lines == len(bad)
+
+
+@pytest.mark.parametrize("length", [10, 63, 64, 65, 127, 1000])
+@pytest.mark.parametrize("ends", [True, False])
+def test_lines_longer_than_any_are_passed_over(
+    reader: SpanReader, path: str, monkeypatch: pytest.MonkeyPatch, length: int, ends: bool
+) -> None:
+    monkeypatch.setattr(dpmon.span_reader, "MAX_LINES", 64)
+    file = Path(lines_path(path))
+    first = b'{"a":1}\n'
+    file.write_bytes(first + b'"' + b"x" * length + (b'"\n{"a":2}\n' if ends else b""))
+    assert heard(reader) == ([{"a": 1}, {"a": 2}] if ends else [{"a": 1}])
+    if not ends:
+        with file.open("ab") as more:
+            more.write(b'"\n{"a":2}\n')
+        assert heard(reader) == [{"a": 2}]
+    assert reader.damaged_lines == 1
+    assert reader.lines_position == file.stat().st_size
+
+
+def test_more_lines_than_are_read_at_once(reader: SpanReader, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dpmon.span_reader, "MAX_LINES", 1000)
+    file = Path(lines_path(path))
+    file.write_bytes(b"".join(json.dumps({"n": n}).encode() + b"\n" for n in range(5000)))
+    assert heard(reader) == [{"n": n} for n in range(5000)]
+    with opened(path) as other:
+        parts = list(other.lines())
+        assert len(parts) > 50
+        assert max(map(len, parts)) < 130
+
+
+def test_lines_up_to_where_another_reader_came(reader: SpanReader, path: str) -> None:
+    lines = Lines(path)
+    lines.define(1, "a")
+    heard(reader)
+    lines.define(2, "b")
+    with opened(path) as successor:
+        assert heard(successor, until=reader.lines_position) == [{"define": 1, "v": "a"}]
+        assert heard(successor) == [{"define": 2, "v": "b"}]
+    with opened(path, lines_position=reader.lines_position) as successor:
+        assert heard(successor) == [{"define": 2, "v": "b"}]
+
+
+@pytest.mark.parametrize("left", [0, 13, 22, 30])
+def test_lines_that_are_cut_and_grow_again(reader: SpanReader, path: str, left: int) -> None:
+    lines = Lines(path)
+    for number in range(3):
+        lines.put(line=number, text="abcdef")
+    length = os.stat(lines_path(path)).st_size // 3
+    heard(reader)
+    at = left * length // 22
+    os.truncate(lines_path(path), at)
+    assert heard(reader) == []
+    for number in (10, 11):
+        lines.put(line=number)
+    whole = at % length == 0
+    assert heard(reader) == [{"line": number} for number in ((10, 11) if whole else (11,))]
+
+
+def test_no_lines_but_other_things(path: str, reader: SpanReader) -> None:
+    for make in (os.mkdir, os.mkfifo):
+        make(lines_path(path))
+        assert heard(reader) == []
+        assert not reader.has_lines()
+        (os.rmdir if make is os.mkdir else os.unlink)(lines_path(path))
+    os.symlink("/etc/passwd", lines_path(path))
+    assert heard(reader) == []
+
+
+def test_a_sparse_file_of_lines_does_not_hold_a_reader_up(path: str, reader: SpanReader) -> None:
+    Path(lines_path(path)).touch()
+    os.truncate(lines_path(path), 1 << 40)
+    began = time.monotonic()
+    assert heard(reader) == []
+    assert time.monotonic() - began < 20

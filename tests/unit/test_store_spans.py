@@ -1,0 +1,446 @@
+"""From rings of spans into the history: everything once, whoever is killed in between, and whenever."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sizes import reached, size
+from spans import Training, everything, opened
+
+from dpmon.assemble.assembler import Assembler
+from dpmon.export.records import history
+from dpmon.record.codec import kind_of, step_fields
+from dpmon.record.kinds import Event
+from dpmon.record.plainjson import load_event
+from dpmon.record.spans import Kind
+from dpmon.run.rundir import RunInfo, create_run
+from dpmon.span_reader import HOLE_NS
+from dpmon.span_ring import Word
+from dpmon.store import drain as drain_module
+from dpmon.store.drain import COMMIT_S, GONE_S, Drain
+from dpmon.store.opened import open_store
+from dpmon.store.tables import LATER_RING_COLUMNS
+from dpmon.store.writer import History
+
+WRITER = Path(__file__).resolve().parent.parent / "spans.py"
+DRAIN = """
+import sys, time
+from pathlib import Path
+from dpmon.run.rundir import load_info
+from dpmon.store.drain import Drain
+directory = Path(sys.argv[1])
+drain = Drain(directory, load_info(directory), print)
+print("ready", flush=True)
+while True:
+    drain.drain(time.monotonic())
+    time.sleep(0.001)
+"""
+
+
+class Killed(BaseException):
+    """What stands for SIGKILL within this process."""
+
+
+class Run:
+    """A run, and a supervisor of it that can be killed."""
+
+    def __init__(self) -> None:
+        info = RunInfo(
+            id="", name="x", command=("x.py",), script="x.py", cwd="/", python=None, started_unix=1e9, start_ns=0,
+            boot_id="", headless=True,
+        )  # fmt: skip
+        self.directory, self.info = create_run(info)
+        self.warnings: list[str] = []
+        self.now = time.monotonic()
+        self._killed: list[Drain] = []
+        self.drain = self._new()
+
+    def ring(self, process: int = 0) -> str:
+        return str(self.directory / f"process-{process}.ring")
+
+    def _new(self) -> Drain:
+        return Drain(self.directory, self.info, self.warnings.append)
+
+    def look(self, seconds: float = COMMIT_S) -> None:
+        """Let time pass, then drain until there is nothing more at once."""
+        self.now += seconds
+        while self.drain.drain(self.now):
+            pass
+
+    def kill(self) -> None:
+        """What it has taken and not written is lost with it."""
+        self._killed.append(self.drain)
+        self.drain = self._new()
+
+    def end(self) -> None:
+        """As at the end of the run."""
+        self.drain.flush(over=True)
+        self.close()
+
+    def close(self) -> None:
+        for drain in (self.drain, *self._killed):
+            drain.close()
+        self._killed.clear()
+
+    def rows(self, query: str) -> list[Any]:
+        """What the history holds."""
+        with closing(sqlite3.connect(self.directory / "history.sqlite")) as db:
+            return db.execute(query).fetchall()
+
+    def steps(self) -> list[int]:
+        return [step for (step,) in self.rows("SELECT step FROM steps ORDER BY id")]
+
+
+@pytest.fixture
+def run(state: Path) -> Iterator[Run]:
+    found = Run()
+    yield found
+    found.close()
+
+
+def payloads_of(path: str) -> tuple[list[bytes], int]:
+    """All payloads of a ring whose process is gone, from one assembler that was fed once; and how many calls it has."""
+    with opened(path) as reader:
+        spans = everything(reader, over=True)
+        lines = [line for part in reader.lines() for line in part]
+        assert reader.missed == 0
+    assembler = Assembler()
+    payloads = [*assembler.feed(spans, lines), *assembler.end()]
+    return payloads, sum(span.kind == Kind.CALL for span in spans)
+
+
+def check(run: Run, process: int = 0) -> int:
+    """Assert that the history has all of a ring exactly once; return how many steps there are."""
+    payloads, calls = payloads_of(run.ring(process))
+    of = {kind: [one for one in payloads if kind_of(one) == kind] for kind in ("call", "step", "event")}
+    only = f"WHERE process = {process}"
+    assert len(of["call"]) == len(of["step"]) == calls
+    rows = run.rows(f"SELECT call, step FROM calls {only} ORDER BY id")
+    assert rows == [(number, number) for number in range(1, calls + 1)]
+    assert [row[0] for row in run.rows(f"SELECT payload FROM calls {only} ORDER BY id")] == of["call"]
+    steps = [step_fields(one) for one in of["step"]]
+    assert run.rows(f"SELECT step, start_ns, wall_ns, calls FROM steps {only} ORDER BY id") == [
+        (one.step, one.start_ns, one.wall_ns, 1) for one in steps
+    ]
+    events = [load_event(one[1:].decode()) for one in of["event"]]
+    found = run.rows(f"SELECT kind, json FROM events {only} ORDER BY id")
+    assert [(kind, load_event(text)[1]) for kind, text in found] == events
+    assert run.rows(f"SELECT calls, steps, last_step, last_call, missed, lost, state FROM rings {only}") == [
+        (calls, calls, calls or None, calls or None, 0, 0, "")
+    ]
+    return calls
+
+
+def start(*words: object) -> subprocess.Popen[str]:
+    child = subprocess.Popen([sys.executable, *map(str, words)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    return child
+
+
+def kill(child: subprocess.Popen[str]) -> None:
+    if child.returncode is None:
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+
+
+# ------------------------------------------------------------------------------------------------ killed at any instant
+
+
+def test_training_and_supervisors_are_killed_at_any_instant(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor between any two of its looks, before a commit and directly after it."""
+    chance = random.Random(11)
+    write = History.write
+
+    def dies(history: History, *batch: Any) -> None:
+        what = chance.random()
+        if what < 0.1:
+            raise Killed
+        write(history, *batch)
+        if what > 0.9:
+            raise Killed
+
+    monkeypatch.setattr(History, "write", dies)
+    instants, steps, kills = size(8, 200), 0, 0
+    for _ in range(instants):
+        run = Run()
+        writer = start(WRITER, run.ring())
+        until = time.monotonic() + chance.random() * 0.5
+        while writer.returncode is None or chance.random() < 0.7:
+            if time.monotonic() > until:
+                kill(writer)
+            try:
+                run.look(chance.random() * COMMIT_S)
+                if chance.random() < 0.1:
+                    raise Killed
+            except Killed:
+                run.kill()
+                kills += 1
+            time.sleep(chance.random() * 0.01)
+        with monkeypatch.context() as patch:
+            patch.setattr(History, "write", write)
+            run.end()
+            steps += check(run)
+        assert run.warnings == []
+    reached("killed at any instant", f"{instants} trainings of {steps} steps, {kills} supervisors")
+
+
+def test_real_supervisors_are_killed_at_any_instant(state: Path) -> None:
+    chance = random.Random(13)
+    instants, steps = size(2, 30), 0
+    for _ in range(instants):
+        run = Run()
+        writer = start(WRITER, run.ring())
+        for _ in range(3):
+            supervisor = start("-c", DRAIN, run.directory)
+            time.sleep(chance.random() * 0.5)
+            if chance.random() < 0.3:
+                kill(writer)
+            kill(supervisor)
+        kill(writer)
+        run.end()
+        steps += check(run)
+    reached("supervisors killed", f"{3 * instants} of {instants} trainings of {steps} steps")
+
+
+# ------------------------------------------------------------------------------------------------ one thing at a time
+
+
+def test_a_step_is_there_as_soon_as_the_next_one_fetches(run: Run) -> None:
+    training = Training(run.ring())
+    for _ in range(3):
+        training.step()
+    run.look()
+    assert run.steps() == [1, 2], "the third may go on"
+    training.ring.words[Word.UNDER_WAY] = time.monotonic_ns() << 8 | Kind.FETCH
+    run.look()
+    assert run.steps() == [1, 2, 3]
+    changes = run.drain._history._db.total_changes
+    for _ in range(5):
+        run.look()
+    assert run.drain._history._db.total_changes == changes, "nothing is written while nothing happens"
+
+
+def test_a_successor_goes_on_within_a_step(run: Run) -> None:
+    training = Training(run.ring())
+    training.step()
+    training.phase(Kind.FETCH)
+    training.phase(Kind.CALL, 2 | 3 << 32, site=1)
+    training.warn()
+    run.look()
+    training.phase(Kind.CALL, 2 | 3 << 32, site=1)
+    for _ in range(3):
+        run.kill()
+        run.look()
+    training.phase(Kind.BACKWARD)
+    training.phase(Kind.OPTIMIZER)
+    training.step()
+    training.end()
+    run.look()
+    assert run.rows("SELECT step, calls FROM steps") == [(1, 1), (2, 2), (3, 1)]
+    assert run.rows("SELECT call, step FROM calls") == [(1, 1), (2, 2), (3, 2), (4, 3)]
+    assert run.rows("SELECT kind FROM events") == [("process",), ("warning",)]
+
+
+def test_a_process_that_says_that_it_ends_is_ended(run: Run) -> None:
+    training = Training(run.ring())
+    training.step()
+    training.end()
+    run.look()
+    assert run.steps() == [1]
+    run.kill()
+    run.look()
+    run.end()
+    assert run.steps() == [1]
+    assert run.rows("SELECT state FROM rings") == [("",)]
+
+
+def test_a_rank_that_died_is_ended_while_the_run_goes_on(run: Run) -> None:
+    alive, dies = Training(run.ring(0)), start(WRITER, run.ring(1))
+    alive.step()
+    time.sleep(0.1)
+    run.look()
+    kill(dies)
+    run.look(GONE_S)
+    assert check(run, 1) > 0
+    assert run.rows("SELECT steps FROM rings WHERE process = 0") == [(0,)]
+    alive.step()
+    run.look()
+    assert run.rows("SELECT steps FROM rings WHERE process = 0") == [(1,)]
+
+
+def test_what_was_never_written_is_counted_once(run: Run) -> None:
+    training = Training(run.ring())
+    training.step()
+    training.ring.next()
+    training.step()
+    run.look()
+    run.look(COMMIT_S + HOLE_NS / 1e9)
+    assert run.steps() == [1]
+    for _ in range(3):
+        run.kill()
+        run.look()
+    training.step()
+    training.end()
+    run.end()
+    assert run.steps() == [1, 2, 3]
+    assert run.rows("SELECT missed FROM rings") == [(1,)]
+
+
+def test_what_was_overwritten_is_counted(run: Run) -> None:
+    training = Training(run.ring(), slots=64)
+    for _ in range(1000):
+        training.step()
+    training.end()
+    run.end()
+    ((missed, calls),) = run.rows("SELECT missed, calls FROM rings")
+    assert run.steps() == list(range(1, calls + 1))
+    assert 10 <= calls <= 16
+    assert 4000 - 64 <= missed <= 4000 - 40
+
+
+def test_damaged_lines_are_counted(run: Run) -> None:
+    training = Training(run.ring())
+    os.write(training.lines._fd, b"nonsense\n")
+    training.step()
+    training.end()
+    run.look()
+    run.kill()
+    run.look()
+    assert run.steps() == [1]
+    assert run.rows("SELECT missed FROM rings") == [(1,)]
+
+
+def test_a_ring_that_is_truncated_gives_what_was_read(run: Run) -> None:
+    writer = start(WRITER, run.ring())
+    time.sleep(0.1)
+    run.look()
+    kill(writer)
+    before = run.steps()
+    os.truncate(run.ring(), 5000)
+    run.end()
+    assert run.steps()[: len(before)] == before
+    assert 0 <= len(run.steps()) - len(before) <= 1
+    assert run.rows("SELECT state FROM rings") == [("",)]
+
+
+@pytest.mark.parametrize("state_text", ["{", "[]", '{"mark": 7}', None])
+def test_a_damaged_state_costs_nothing_that_is_still_in_the_ring(run: Run, state_text: str | None) -> None:
+    training = Training(run.ring())
+    for _ in range(5):
+        training.step()
+    run.look()
+    run.drain.close()
+    with closing(sqlite3.connect(run.directory / "history.sqlite")) as db:
+        db.execute("UPDATE rings SET state = ?", (state_text,))
+        db.commit()
+    run.kill()
+    training.step()
+    training.end()
+    run.end()
+    assert run.steps() == [1, 2, 3, 4, 5, 6]
+    assert [call for (call,) in run.rows("SELECT call FROM calls ORDER BY id")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_disk_that_is_full_loses_nothing(run: Run) -> None:
+    training = Training(run.ring())
+    run.look()
+    db = run.drain._history._db
+    db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
+    for _ in range(20):
+        for _ in range(100):
+            training.step()
+        run.look()
+    assert len(run.warnings) == 1
+    db.execute("PRAGMA max_page_count = 100000")
+    run.look(drain_module.RETRY_S + 1)
+    training.end()
+    run.end()
+    assert run.steps() == list(range(1, 2001))
+
+
+def test_the_rest_of_a_ring_waits_while_the_history_cannot_take_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it is in the ring, it is not lost: not even when its process has ended."""
+    monkeypatch.setattr(drain_module, "HOLD_BYTES", 10_000)
+    training = Training(run.ring())
+    run.look()
+    db = run.drain._history._db
+    db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
+    for _ in range(200):
+        training.step()
+    run.look()
+    for _ in range(200):
+        training.step()
+    training.end()
+    run.drain.flush(over=True)
+    db.execute("PRAGMA max_page_count = 100000")
+    run.look(drain_module.RETRY_S + 1)
+    run.look()
+    assert run.steps() == list(range(1, 401))
+
+
+# ------------------------------------------------------------------------------------------------ other readers
+
+
+def test_a_reader_sees_what_the_ring_has_beyond_the_history(run: Run) -> None:
+    training = Training(run.ring())
+    for _ in range(3):
+        training.step()
+
+    def steps() -> int:
+        with open_store(run.directory) as store:
+            return sum(1 for _ in store.steps(1 << 20, process=0))
+
+    assert steps() == 2, "without any history"
+    run.look()
+    assert steps() == 2
+    training.step()
+    assert steps() == 3
+    training.warn()
+    training.end()
+    assert steps() == 4
+    assert run.steps() == [1, 2]
+    run.end()
+    assert steps() == 4
+
+
+def test_export_before_any_supervisor_is_the_same_as_after(run: Run) -> None:
+    training = Training(run.ring())
+    for _ in range(30):
+        training.step()
+        training.warn()
+    training.end()
+    before = list(history(run.directory))
+    run.end()
+    assert list(history(run.directory)) == before
+    assert sum(isinstance(one, Event) for one in before) >= 31
+
+
+def test_a_history_without_the_columns_of_spans_is_gone_on_with(run: Run) -> None:
+    training = Training(run.ring(1))
+    run.look()
+    run.drain.close()
+    with closing(sqlite3.connect(run.directory / "history.sqlite")) as db:
+        for name in LATER_RING_COLUMNS:
+            db.execute(f"ALTER TABLE rings DROP COLUMN {name}")
+        db.execute("DELETE FROM rings")
+        db.execute("DELETE FROM events")
+        db.commit()
+    with open_store(run.directory) as store:
+        assert store.damaged is None
+    run.kill()
+    training.step()
+    training.end()
+    run.end()
+    assert run.steps() == [1]

@@ -16,7 +16,7 @@ import torch
 
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, Flag, Kind
 from dpmon.span_ring import Word
-from dpmon.tracer.frames import drop_frames, named_like
+from dpmon.tracer.frames import drop_frames, named_like, with_own_code
 from dpmon.tracer.modes import Modes
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session
@@ -72,91 +72,99 @@ class Calls:
         def traced(module: Any, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(module, *args, **kwargs)
-            me = threads.get(get_ident()) or new()
-            inside = me.inside
-            if inside in hiding or tracing() is not None or graph_task() != -1:
-                return original(module, *args, **kwargs)
-            site = None
-            inputs = 0
             try:
-                site = sites.get(id(module))
-                if not inside:
-                    recorder.calls = number = recorder.calls + 1
-                    if number > recorder.patience:
-                        recorder.called(me)
-                    if recorder.words[REQUEST] != modes.serial and modes.poll():
+                me = threads.get(get_ident()) or new()
+                inside = me.inside
+                if inside in hiding or tracing() is not None or graph_task() != -1:
+                    return original(module, *args, **kwargs)
+                site = None
+                inputs = 0
+                try:
+                    site = sites.get(id(module))
+                    if inside == 0:
+                        recorder.calls = number = recorder.calls + 1
+                        if number > recorder.patience:
+                            recorder.called(me)
+                    if inside != Kind.CALL and recorder.words[REQUEST] != modes.serial and modes.poll():
                         self.sites.forget()
                         site = None
-                if site is None or (site.moves and not site.holds()):
-                    site = None if session.off else site_of(module, me, args)
-                if site is not None:
-                    if not root and inside and me.split is not None:
-                        me.split.wrapped = True
-                    memo, seen = site.inputs, function_modes()
-                    if (
-                        len(args) == 1
-                        and type(value := args[0]) is tensor
-                        and value.shape == memo.shape
-                        and value.dtype is memo.dtype
-                        and not (kwargs or seen)
-                    ):
-                        inputs = memo.number
-                    else:
-                        inputs = session.inputs(args, kwargs, memo)
-                    value = None
-            except Exception as error:  # noqa: BLE001 - ours must not reach the script
-                session.fault("begin", error)
-            if site is None:
-                return other(module, me, args, kwargs)
-            kind, plain, how = site.kind, site.plain, site.head
-            head = how | me.head | inside << INSIDE_AT | kind
-            timing = recorder.timing
-            mark = None if timing is None else timing.call_begins(me, site)
-            if root:
-                me.root = site
-            began = clock()
-            recorder.words[me.word] = began
-            recorder.kinds[me.number] = kind
-            me.inside = kind
-            try:
-                result = original(module, *args, **kwargs) if plain else run(me, site, original, module, args, kwargs)
-            except BaseException as error:
-                me.inside = inside
-                if mark is not None:
-                    mark.abandon()
-                if not plain:
-                    head = head ^ how | settle(me, site, True)
-                recorder.failed(me, head | self.flags(module), began, inputs, error)
-                drop_frames(error)
-                module, args, kwargs, value = None, (), {}, None
-                raise
-            me.inside = inside
-            took = outputs = 0
-            try:
-                took = clock() - began
-                recorder.kinds[me.number] = inside
-                if mark is not None:
-                    head |= mark.end()
-                memo = site.outputs
-                if type(result) is tensor and result.shape == memo.shape and result.dtype is memo.dtype and not seen:
-                    outputs = memo.number
-                else:
-                    outputs = session.outputs(result, memo)
-                if not plain:
-                    head = head ^ how | settle(me, site, False)
-                if root and is_grad_enabled() and module.training:
-                    head |= _LEARNS
-                else:
-                    head |= self.flags(module)
-                number = recorder.put(head, began, took, inputs | outputs << 32)
-                if mark is not None:
-                    mark.written(number)
-            except BaseException as error:
-                if recorder.again(head, began, took or clock() - began, inputs | outputs << 32, error):
-                    drop_frames(error)
-                    module, args, kwargs, result = None, (), {}, None
+                    if site is None or (site.moves and not site.holds()):
+                        site = None if session.off else site_of(module, me, args)
+                    if site is not None:
+                        if not root and inside and me.split is not None:
+                            me.split.wrapped = True
+                        memo, seen = site.inputs, function_modes()
+                        if (
+                            len(args) == 1
+                            and type(value := args[0]) is tensor
+                            and value.shape == memo.shape
+                            and value.dtype is memo.dtype
+                            and not (kwargs or seen)
+                        ):
+                            inputs = memo.number
+                        else:
+                            inputs = session.inputs(args, kwargs, memo)
+                        value = None
+                except Exception as error:  # noqa: BLE001 - ours must not reach the script
+                    session.fault("begin", error)
+                if site is None:
+                    return other(module, me, args, kwargs)
+                kind, plain, how = site.kind, site.plain, site.head
+                head = how | me.head | inside << INSIDE_AT | kind
+                timing = recorder.timing
+                mark = None if timing is None else timing.call_begins(me, site)
+                if root:
+                    me.root = site
+                began = clock()
+                recorder.words[me.word] = began
+                recorder.kinds[me.number] = kind
+                me.inside = kind
+                try:
+                    result = (
+                        original(module, *args, **kwargs) if plain else run(me, site, original, module, args, kwargs)
+                    )
+                except BaseException as error:
+                    me.inside = inside
+                    if mark is not None:
+                        mark.abandon()
+                    if not plain:
+                        head = head ^ how | settle(me, site, True)
+                    recorder.failed(me, head | self.flags(module), began, inputs, error)
                     raise
-            return result
+                me.inside = inside
+                took = outputs = 0
+                try:
+                    took = clock() - began
+                    recorder.kinds[me.number] = inside
+                    if mark is not None:
+                        head |= mark.end()
+                    memo = site.outputs
+                    if (
+                        type(result) is tensor
+                        and result.shape == memo.shape
+                        and result.dtype is memo.dtype
+                        and not seen
+                    ):
+                        outputs = memo.number
+                    else:
+                        outputs = session.outputs(result, memo)
+                    if not plain:
+                        head = head ^ how | settle(me, site, False)
+                    if site.via is None and is_grad_enabled() and module.training:
+                        head |= _LEARNS
+                    else:
+                        head |= self.flags(module)
+                    number = recorder.put(head, began, took, inputs | outputs << 32)
+                    if mark is not None:
+                        mark.written(number)
+                except BaseException as error:
+                    if recorder.again(head, began, took or clock() - began, inputs | outputs << 32, error):
+                        raise
+                return result
+            except BaseException as error:
+                drop_frames(error)
+                module, args, kwargs, value, result = None, (), {}, None, None
+                raise
 
         return named_like(traced, original)
 
@@ -172,7 +180,7 @@ class Calls:
         def other(module: Any, me: Thread, args: Any, kwargs: Any) -> Any:
             return original(module, *args, **kwargs)
 
-        return self.wrapper(original, other, self._wrapper_site, root=False)
+        return with_own_code(self.wrapper(original, other, self._wrapper_site, root=False))
 
     def _wrapper_site(self, module: Any, me: Thread, args: Any) -> Site | None:
         if not self.session.ready():

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["OF_CALLS", "drop_frames", "first_argument", "hide_from_dynamo", "named_like", "outwards"]
+__all__ = ["OF_CALLS", "drop_frames", "first_argument", "hide_from_dynamo", "named_like", "outwards", "with_own_code"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 OF_CALLS = frozenset(f"{_HERE}{name}.py" for name in ("calls", "split", "byhand", "roots"))
@@ -68,8 +68,14 @@ def named_like(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Cal
     return wrapper
 
 
-def hide_from_dynamo(but: CodeType) -> None:
-    """Let torch.compile pass over our frames (`but` one), as it does over torch's own around a module's forward.
+def with_own_code(wrapper: Any) -> Any:
+    """A wrapper that torch.compile begins with: what it stands for is compiled as it is written, not traced."""
+    wrapper.__code__ = wrapper.__code__.replace()
+    return wrapper
+
+
+def hide_from_dynamo() -> None:
+    """Let torch.compile pass over our frames, as it does over torch's own around a module's forward.
 
     Only where one is the outermost of what would be compiled; within a graph under way it is looked through as before.
     Otherwise a graph that breaks would be tried once more from our frame, and what runs beside it be compiled too.
@@ -80,8 +86,6 @@ def hide_from_dynamo(but: CodeType) -> None:
     if skip is None:  # in later torches; through torch._C, since torch._dynamo takes a second to import
         strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
     for code in _codes():
-        if code is but:
-            continue
         if skip is None:
             frames.set_code_exec_strategy(code, strategy)
         else:

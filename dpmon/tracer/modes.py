@@ -161,7 +161,7 @@ class Modes:
         text, key, before = me.tried
         me.tried = None
         if not failed:
-            self.session.warn(text, "next")
+            self.session.warn(text, "last")
         elif before is None:
             self._refused.pop(key, None)
         else:
@@ -177,10 +177,10 @@ class Modes:
         made, self.doubtful = self.doubtful, []
         if not runs_inside:
             self.unannounced += made
-            self.announce()
+            self.announce("last")
 
-    def announce(self) -> None:
-        """Acknowledge and record the plans made since the last time; the next call to end has them first."""
+    def announce(self, first: str = "next") -> None:
+        """Acknowledge and record the plans made since the last time; the "next" or the "last" call was the first."""
         made, self.unannounced = self.unannounced, []
         ring = self.session.ring
         if ring is None:
@@ -195,7 +195,7 @@ class Modes:
                 self.session.warn(f"dp was asked for, but {root} runs on one device: {plan.reason}")
             self.session.event(
                 "mode",
-                "next",
+                first,
                 step=None,
                 call=None,
                 root=root,

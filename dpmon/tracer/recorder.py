@@ -208,73 +208,79 @@ class Recorder:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(*args, **kwargs)
-            me = threads.get(get_ident()) or new()
-            inside = me.inside
-            if inside == Kind.BACKWARD and not optimizer:  # what is recomputed is a part of it
-                return original(*args, **kwargs)
-            head = kind | inside << INSIDE_AT | me.head
-            known = None
             try:
-                if fetch:
-                    self.idle = idle = 0 if self.calls else self.idle + 1
-                    self.loose = self.calls = 0
-                    if idle == IDLE or self.ring is None or self.timing is not None or self.words[PAUSE] != self.paused:
-                        self._fetch_begins(me, args[0])
-                elif optimizer:
-                    known = optimizers.get(id(args[0]))
-                    if known is None or known[0]() is not args[0]:
-                        known = self._numbered(args[0])
-                    head |= known[1] << SITE_AT
-                elif not self.learns:
-                    self._goes_backward(me)
-                timing = self.timing
-                mark = None if timing is None else timing.begin(me, kind)
-            except Exception as error:  # noqa: BLE001 - ours must not reach the script
-                session.fault("phase", error)
-                mark = None
-            began = clock()
-            if fetch and began >= self.due:
-                self.between(me)
+                me = threads.get(get_ident()) or new()
+                inside = me.inside
+                if inside == Kind.BACKWARD and not optimizer:  # what is recomputed is a part of it
+                    return original(*args, **kwargs)
+                head = kind | inside << INSIDE_AT | me.head
+                known = None
+                try:
+                    if fetch:
+                        self.idle = idle = 0 if self.calls else self.idle + 1
+                        self.loose = self.calls = 0
+                        if (
+                            idle == IDLE
+                            or self.ring is None
+                            or self.timing is not None
+                            or self.words[PAUSE] != self.paused
+                        ):
+                            self._fetch_begins(me, args[0])
+                    elif optimizer:
+                        known = optimizers.get(id(args[0]))
+                        if known is None or known[0]() is not args[0]:
+                            known = self._numbered(args[0])
+                        head |= known[1] << SITE_AT
+                    elif not self.learns:
+                        self._goes_backward(me)
+                    timing = self.timing
+                    mark = None if timing is None else timing.begin(me, kind)
+                except Exception as error:  # noqa: BLE001 - ours must not reach the script
+                    session.fault("phase", error)
+                    mark = None
                 began = clock()
-            self.words[me.word] = began
-            self.kinds[me.number] = kind
-            me.inside = kind
-            try:
-                result = original(*args, **kwargs)
-            except BaseException as error:
-                me.inside = inside
-                if mark is not None:
-                    mark.abandon()
-                self.failed(me, head, began, 0, error)
-                self._ended_by(me, kind, error)
-                drop_frames(error)
-                args, kwargs = (), {}
-                raise
-            me.inside = inside
-            took = 0
-            try:
-                took = clock() - began
-                self.kinds[me.number] = inside
-                if mark is not None:
-                    head |= mark.end()
-                number = self.put(head, began, took, 0)
-                if mark is not None:
-                    mark.written(number)
-                if optimizer:
-                    self.loose += 1
-                    if self.loose > STALE or known is None or known[1] != self._only:
-                        self._stepped(me, args[0])
-                elif fetch:
-                    if me.noted:
-                        self._first_fetched(me, None)
-                elif self.on_backward is not None and me is self.trains:
-                    self.on_backward()
-            except BaseException as error:
-                if self.again(head, began, took or clock() - began, 0, error):
-                    drop_frames(error)
-                    args, kwargs, result = (), {}, None
+                if fetch and began >= self.due:
+                    self.between(me)
+                    began = clock()
+                self.words[me.word] = began
+                self.kinds[me.number] = kind
+                me.inside = kind
+                try:
+                    result = original(*args, **kwargs)
+                except BaseException as error:
+                    me.inside = inside
+                    if mark is not None:
+                        mark.abandon()
+                    self.failed(me, head, began, 0, error)
+                    self._ended_by(me, kind, error)
                     raise
-            return result
+                me.inside = inside
+                took = 0
+                try:
+                    took = clock() - began
+                    self.kinds[me.number] = inside
+                    if mark is not None:
+                        head |= mark.end()
+                    number = self.put(head, began, took, 0)
+                    if mark is not None:
+                        mark.written(number)
+                    if optimizer:
+                        self.loose += 1
+                        if self.loose > STALE or known is None or known[1] != self._only:
+                            self._stepped(me, args[0])
+                    elif fetch:
+                        if me.noted:
+                            self._first_fetched(me, None)
+                    elif self.on_backward is not None and me is self.trains:
+                        self.on_backward()
+                except BaseException as error:
+                    if self.again(head, began, took or clock() - began, 0, error):
+                        raise
+                return result
+            except BaseException as error:
+                drop_frames(error)
+                args, kwargs, result = (), {}, None
+                raise
 
         return named_like(wrapper, original)
 

@@ -34,8 +34,9 @@ Module = torch.nn.Module
 
 WATCH_STEPS = 16
 """Steps without a new root after which the watch ends."""
-WATCH_EVERY_NS = 2_000_000_000
-"""Between two short watches, of a step each, for roots that appear later.
+WATCH_SOON_NS, WATCH_EVERY_NS = 20_000_000, 2_000_000_000
+"""Between two short watches, of a step each, for roots that appear later: at first, and at last. Each wait is twice as
+long as the one before.
 
 A watch changes the class of all modules, and Python looks up anew what it knew of them: some steps are slower for it.
 """
@@ -93,6 +94,7 @@ class Roots:
         """Steps after which the watch ends, if no new root turns up."""
         self._due = 0
         """When to watch again (monotonic ns)."""
+        self._wait_ns = WATCH_SOON_NS
         self._expected = 0
         """How often another model was expected, and (monotonic, ns) when it was last."""
         self._expected_ns = 0
@@ -286,7 +288,8 @@ class Roots:
             if self._left > 0:
                 return 0
             self.rest()
-            self._due = now + WATCH_EVERY_NS
+            self._wait_ns = min(2 * self._wait_ns, WATCH_EVERY_NS)
+            self._due = now + self._wait_ns
         elif now >= self._due:
             self.watch(missed=True)
             self._left = 1

@@ -90,7 +90,7 @@ class Verbs:
                 run.verbs |= 1 << verb
                 if number == REPLICATE and run.watch is not None and "parallel_apply" in run.site.own:
                     run.watch.expect(result)  # what runs them is not torch's
-                elif number == SCATTER and len(result[0]) == 1:
+                elif number == SCATTER and len(run.plan.devices) == 1:
                     run.share = result[0][0], result[1][0], ended
                     me.inside = Kind.REPLICA  # torch runs the module itself now, until the call is over
             except BaseException as error:

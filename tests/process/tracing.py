@@ -226,10 +226,10 @@ def assembled(path: Path) -> tuple[SpanReader, Assembler, list[bytes]]:
     """The reader of a ring, which has been read to its end, what assembled its spans, and what came of them."""
     reader = SpanReader(str(path))
     spans: list[Span] = []
-    while part := reader.read(0):
+    while part := reader.read(0, over=True):
         spans += part
     assembler = Assembler()
-    payloads = assembler.feed(spans, reader.lines())
+    payloads = assembler.feed(spans, [line for part in reader.lines() for line in part])
     return reader, assembler, payloads + assembler.end()
 
 

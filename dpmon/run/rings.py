@@ -24,7 +24,10 @@ class ProcessRing:
         self.acknowledged = ring.acknowledged
         self.request_pause = ring.request_pause
         self.pause_requests = ring.pause_requests
-        self.close = ring.close
+
+    def close(self) -> None:
+        """Close the file; the ring is of no further use."""
+        self._ring.close()
 
     def activity(self) -> tuple[str, int]:
         """What the training thread is in, and since when (monotonic ns, 0: it has begun nothing).

@@ -13,13 +13,13 @@ from dpmon.record.spans import LAP_AT, Span, unpacked
 from dpmon.ring import RingError
 from dpmon.span_ring import HEAD_STRUCT, HEADER_BYTES, MAGIC, SLOT, SLOT_BYTES, THREADS, VERSION, Word
 
-__all__ = ["SpanReader", "holds_spans", "lines_path"]
+__all__ = ["SpanReader", "holds_spans", "lines_path", "under_way_in"]
 
 HOLE_NS = 100_000_000
 """An empty slot is waited for this long if later ones are there: an interrupt may leave one empty for good."""
 MAX_LINES = 1 << 20
 """Bytes of lines that are read at once, and the length of the longest line."""
-_MOST_LINES = 256 << 20
+_MOST_LINES = 64 << 20
 """Bytes of lines that are read in one go at most, however large the file is."""
 _HEADER = struct.Struct("=512Q")
 _WORD = struct.Struct("=Q")

@@ -403,7 +403,7 @@ def start(path: str, *words: object) -> subprocess.Popen[str]:
 
 
 def test_a_writer_that_is_killed_at_any_instant(tmp_path: Path) -> None:
-    """Many threads write; each of them may have taken a slot that it never writes, and nothing else is missing."""
+    """Many threads write; each of them may have taken a slot that it never writes, and nothing else is not counted."""
     chance = random.Random(3)
     holes = 0
     times = size(5, 200)
@@ -420,14 +420,16 @@ def test_a_writer_that_is_killed_at_any_instant(tmp_path: Path) -> None:
             found += everything(reader, over=True)
             assert reader.at_end
             assert len(found) + reader.missed == reader.position
-            lapped = reader.missed >= SLOTS // 8
             next_of: Counter[int] = Counter()
+            gaps = 0
             for span in found:
-                assert own_number(span) >= next_of[span.thread] if lapped else own_number(span) == next_of[span.thread]
+                assert own_number(span) >= next_of[span.thread]
+                gaps += own_number(span) - next_of[span.thread]
                 next_of[span.thread] = own_number(span) + 1
-            if not lapped:
-                assert reader.missed <= 16
-                holes += reader.missed
+            assert gaps <= reader.missed
+            if reader.missed < SLOTS // 100:  # more only if the reader was overtaken
+                assert reader.missed - gaps <= 16
+                holes += reader.missed - gaps
         os.unlink(path)
     reached("a writer that is killed", f"{times} times, {holes} spans were begun and not written")
 

@@ -40,7 +40,7 @@ class Assembler:
         self._known = Definitions()
         self._events = EventQueue()
         self._recorder = Recorder(self._known, self._events)
-        self._rules = StepRules(self._known, self._events, self._recorder, self._closed)
+        self._rules = StepRules(self._known, self._recorder, self._closed)
         self._waits = DeviceWaits()
         self._out: list[bytes] = []
         self._next = 0
@@ -160,9 +160,9 @@ class Assembler:
     def _block(self, block: Block) -> None:
         span, calls = block[0], block[1]
         thread, kind = span[4], span[1]
+        if span[6] + span[7] > self._events.due:
+            self._place_before(span)
         if thread == self._recorder.thread or (kind == Kind.GONE and self._recorder.thread >= 0):
-            if span[6] + span[7] > self._events.due:
-                self._place_before(span)
             self._rules.take(block)
         elif self._recorder.thread < 0:
             self._early.append(block)
@@ -184,7 +184,7 @@ class Assembler:
 
     def _place_before(self, span: Span) -> None:
         """Place the events that happened before the end of a block; a fetch ends a step before it ends itself."""
-        if span.kind == Kind.FETCH:
+        if span.kind == Kind.FETCH and span.thread == self._recorder.thread:
             self._place(self._events.taken(span.start - 1))
             self._rules.fetches(span.start)
         self._place(self._events.taken(span.end - 1))
@@ -208,6 +208,7 @@ class Assembler:
             self._say(out)  # type: ignore[arg-type]  # nothing is pending
         elif out:
             self._waits.add(out, (mark, _firsts(items)), bool(items))
+            self._say(self._waits.ready())
 
     def _say(self, payloads: Iterable[bytes | Said]) -> None:
         unsaid = self._recorder.unsaid

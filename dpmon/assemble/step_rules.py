@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from dpmon.assemble.definitions import Definitions
-from dpmon.assemble.event_queue import Event, EventQueue
+from dpmon.assemble.event_queue import Event
 from dpmon.assemble.nesting import PHASE_OF, VERBS, Block
 from dpmon.assemble.optimizer_cycle import OptimizerCycle
 from dpmon.assemble.recorder import LEARNS, Item, Recorder
@@ -53,6 +53,7 @@ class Mark(NamedTuple):
     rule: int
     since_fetch: int
     pace: int
+    paced: int
     learned: Sequence[int]
     ends: int
     since: Sequence[int]
@@ -63,16 +64,15 @@ class Mark(NamedTuple):
 class StepRules:
     """The steps of one process."""
 
-    def __init__(
-        self, known: Definitions, events: EventQueue, recorder: Recorder, closed: Callable[[Mark, list[Item]], None]
-    ) -> None:
+    def __init__(self, known: Definitions, recorder: Recorder, closed: Callable[[Mark, list[Item]], None]) -> None:
         """`closed` is called with what was recorded of a step, and the mark before it."""
         self._known = known
-        self._events = events
         self._recorder = recorder
         self._closed = closed
         self.held: list[Item] = []
         self._mark: Mark | None = None
+        self._placed = 0
+        """Events that were placed."""
         self._cycle = OptimizerCycle()
         self.trains = False
         """Whether the thread has gone backward or an optimizer has stepped on it."""
@@ -85,8 +85,8 @@ class StepRules:
         """When the open step began, and when its last phase ended."""
         self._rule = BY_OPTIMIZER
         self._since_fetch = 0
-        self._pace = 0
-        """ns of the last step that an optimizer ended."""
+        self._pace = self._paced = 0
+        """ns between the last two steps of an optimizer that ended a step, and when the last one was over."""
         self._learned: tuple[int, ...] = ()
         """Modules whose calls train or record gradients."""
         self._learns = frozenset[int]()
@@ -118,7 +118,7 @@ class StepRules:
             recorder.number,
             recorder.calls,
             recorder.ahead,
-            self._events.placed,
+            self._placed,
             [event.number for event in recorder.nexts] if recorder.nexts else (),
             recorder.thread,
             self.trains,
@@ -130,6 +130,7 @@ class StepRules:
             self._rule,
             self._since_fetch,
             self._pace,
+            self._paced,
             self._learned,
             cycle.ends,
             tuple(cycle.since) if cycle.since else (),
@@ -149,9 +150,10 @@ class StepRules:
             mark.ahead,
             mark.thread,
         )
+        self._placed = mark.placed
         self.trains, self._open, self._fetched, self._over = mark.trains, mark.opened, mark.fetched, mark.over
         self._start, self._last, self._rule = mark.start, mark.last, mark.rule
-        self._since_fetch, self._pace = mark.since_fetch, mark.pace
+        self._since_fetch, self._pace, self._paced = mark.since_fetch, mark.pace, mark.paced
         self._learned, self._learns = tuple(mark.learned), frozenset(mark.learned)
         self._cycle = OptimizerCycle(mark.ends, mark.since)
         self._forget()
@@ -194,6 +196,7 @@ class StepRules:
 
     def place(self, event: Event) -> None:
         """An event happened after all that was taken so far."""
+        self._placed = event.number + 1
         if event.pauses and self._calls:
             self._settle()
             if self._calls:
@@ -410,7 +413,8 @@ class StepRules:
         if anew and not self._anew:
             self._take_anew()
             return
-        self._pace = min(end - self._start, MAX_PACE)
+        self._pace = min(max(end - (self._paced or self._start), 0), MAX_PACE)
+        self._paced = end
         self._close(end)
         self._open, self._start, self._last = True, end, end
 
@@ -427,9 +431,11 @@ class StepRules:
             self._cycle.since = dict.fromkeys(mark.since)
         self._forget()
         self._go_on_in(mark.part)
+        placed, self._placed = self._placed, mark.placed
         self._anew = True
         self._take_again(items)
         self._anew = False
+        self._placed = placed
         self._cycle.once.clear()
 
     def _take_again(self, items: Sequence[Item]) -> None:

@@ -1,0 +1,354 @@
+"""The assembler in portions, after a predecessor, and with damaged spans and lines."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from pretend import KINDS, Script, decoded, in_portions, numbered, resumed_at
+
+from dpmon.assemble import Assembler
+from dpmon.record.codec import Decoder
+from dpmon.record.kinds import RecordError
+from dpmon.record.spans import Flag, Kind, Span
+
+Draw = random.Random
+
+
+class Chance:
+    """Runs a loop that chance composes."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = Draw(seed)
+        self.script = script = Script()
+        self.models = [script.model("Net", module=1), script.model("Net", "DataParallel", ["cpu:0", "cpu:1"], module=1)]
+        self.models += [script.model("Other"), script.model("Hand", "data_parallel", ["cpu:0", "cpu:1"])]
+        self.timed: list[Span] = []
+        self.looks = 0
+        if self.draw.random() < 0.5:
+            script.makes_optimizer()
+
+    def run(self, phases: int) -> Script:
+        for _ in range(phases):
+            self.draw.choice(
+                [self.epoch, self.epoch, self.steps, self.steps, self.looking, self.beside, self.odd, self.by_hand]
+            )()
+        return self.script
+
+    def call(self) -> None:
+        draw, script = self.draw, self.script
+        model = draw.choice(self.models[:3])
+        if model == self.models[1] and draw.random() < 0.7:
+            script.parallel(model, rows=draw.choice([4, 8]), train=draw.random() < 0.8)
+            return
+        timed = draw.random() < 0.2
+        script.call(model, draw.random() < 0.8, rows=draw.choice([4, 8]), failed=draw.random() < 0.03, timed=timed)
+        if timed:
+            self.timed.append(script.spans[-1])
+
+    def step(self) -> None:
+        draw, script = self.draw, self.script
+        for _ in range(draw.choice([1, 1, 1, 2, 3])):
+            self.call()
+            if draw.random() < 0.9:
+                script.backward()
+        if draw.random() < 0.2:
+            with script.phase("optimizer", site=1):
+                self.call()
+                script.backward()
+        if draw.random() < 0.8:
+            script.optimizer(draw.choice([1, 1, 1, 2]))
+        self.others()
+
+    def others(self) -> None:
+        draw, script = self.draw, self.script
+        if self.timed and draw.random() < 0.5:
+            script.times(self.timed.pop(draw.randrange(len(self.timed))), 0, 1.5)
+        if draw.random() < 0.15:
+            self.looks += 1
+            with script.phase("look", site=self.looks):
+                pass
+            one = {"device": "cpu", "peak_after_look": max(1, self.looks - draw.randrange(3))}
+            script.event("memory", "last", step=0, devices=[one], look=self.looks)
+        if draw.random() < 0.1:
+            script.event("mode", draw.choice(["next", "last"]), step=None, call=None, text="from call {call} on")
+        if draw.random() < 0.1:
+            script.event("warning", text="something")
+        if draw.random() < 0.07:
+            script.event("pause", "last", paused=True, step=0)
+            with script.phase("pause", 20.0):
+                pass
+            script.event("pause", "last", paused=False, step=0)
+
+    def epoch(self) -> None:
+        for _ in range(self.draw.randrange(5)):
+            self.script.fetch()
+            self.step()
+        self.script.fetch(over=True)
+
+    def steps(self) -> None:
+        for _ in range(self.draw.randrange(6)):
+            self.step()
+
+    def looking(self) -> None:
+        for _ in range(self.draw.randrange(6)):
+            self.script.look(self.draw.choice(self.models[:1] + self.models[2:3]))
+            self.others()
+
+    def beside(self) -> None:
+        """Another thread, in the midst of a call of this one."""
+        script = self.script
+        with script.phase("call", 1.0, *script.called(self.models[0], True, 8)), script.on_thread(2):
+            script.fetch()
+            self.call()
+            if self.draw.random() < 0.3:
+                script.backward()
+        with script.on_thread(2), script.phase("call", 1.0, *script.called(self.models[2], True, 8)):
+            script.backward()
+            with script.on_thread(0):
+                script.call(self.models[0])
+                script.backward()
+
+    def odd(self) -> None:
+        what = self.draw.randrange(4)
+        if what == 0:
+            self.script.gone(self.draw.choice([1, 2]))
+        elif what == 1:
+            self.script.fetch(failed=True)
+        elif what == 2 and self.script.spans:
+            self.script.spans.append(self.script.spans[-1]._replace(number=len(self.script.spans)))
+        else:
+            self.script.wait(6000)
+
+    def by_hand(self) -> None:
+        script = self.script
+        kinds = ["scatter", "scatter", "replicate", "parallel_apply", "gather"]
+        for name in kinds:
+            if self.draw.random() < 0.2:
+                continue
+            learns = Flag.TRAINING | Flag.GRAD if name == "parallel_apply" else 0
+            size = script.sizes(4)
+            site = self.models[3] if name == "parallel_apply" else 0
+            with script.phase(name, 1.0, Flag.HAND | Flag.DP | learns, site, inputs=size, outputs=size):
+                if name == "parallel_apply":
+                    for index in (1, 0):
+                        script.write(Kind.REPLICA, script.now, 1000, 0, index, inputs=size, outputs=size)
+        script.backward()
+
+
+SEEDS = range(40)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_portions_give_the_same_payloads(seed: int) -> None:
+    script = Chance(seed).run(12)
+    draw = Draw(seed)
+    whole = in_portions(script, [])
+    assert in_portions(script, range(1, len(script.spans))) == whole
+    for _ in range(5):
+        cuts = sorted(draw.sample(range(len(script.spans)), min(6, len(script.spans))))
+        assert in_portions(script, cuts) == whole
+    result = decoded(whole)
+    assert [step.step for step in result.steps] == list(range(1, len(result.steps) + 1))
+    assert [call.call for call in result.calls] == list(range(1, len(result.calls) + 1))
+    written = sum("kind" in line for _, line in script.lines)
+    assert len(result.events) == written
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_successor_goes_on_at_every_span(seed: int) -> None:
+    """It gives again what belongs to the open step, with the same numbers, and each event once."""
+    script = Chance(seed).run(8)
+    whole = in_portions(script, [])
+    expected = decoded(whole)
+    for cut in range(len(script.spans) + 1):
+        before, after = resumed_at(script, cut)
+        first, second = decoded(before), decoded(after)
+        calls = {call.call: call for call in first.calls}
+        for call in second.calls:
+            assert calls.setdefault(call.call, call) == call
+        steps = {step.step: step for step in first.steps}
+        for step in second.steps:
+            assert steps.setdefault(step.step, step) == step
+        assert list(calls.values()) == expected.calls, cut
+        assert list(steps.values()) == expected.steps, cut
+        assert [*first.events, *second.events] == expected.events, cut
+
+
+def test_a_successor_of_one_that_began_nothing() -> None:
+    script = Chance(1).run(6)
+    first = Assembler()
+    second = Assembler.resumed(first.state(), [])
+    assert (first.position, second.position) == (0, 0)
+    out = second.feed(script.spans, script.told(0, len(script.lines)))
+    assert out + second.end() == in_portions(script, [])
+
+
+def test_a_state_is_small() -> None:
+    script = Script()
+    net = script.model()
+    script.makes_optimizer()
+    for _ in range(4000):
+        script.look(net)
+    assembler = Assembler()
+    assembler.feed(script.spans, script.told(0, len(script.lines)))
+    assert assembler.position == 0
+    assert len(assembler.state()) < 1000
+
+
+def test_the_position_follows_the_steps() -> None:
+    script = Script()
+    net = script.model()
+    for _ in range(10):
+        script.fetch()
+        script.learn(net)
+    assembler = Assembler()
+    assembler.feed(script.spans, script.told(0, len(script.lines)))
+    assert assembler.position == 36
+    assert assembler.thread == 0
+
+
+@pytest.mark.parametrize("state", ["", "null", "{}", "[1, 2]", '{"mark": 3}', '{"mark": [1], "floors": {}, "next": 0}'])
+def test_a_damaged_state_is_refused(state: str) -> None:
+    with pytest.raises(ValueError, match="state"):
+        Assembler.resumed(state, [])
+
+
+# ------------------------------------------------------------------------------------------ damage
+
+
+def test_a_span_that_was_written_twice_counts_once() -> None:
+    script, twice = Script(), Script()
+    for one in (script, twice):
+        net = one.model()
+        for _ in range(3):
+            one.fetch()
+            one.learn(net)
+    twice.spans = [span._replace(number=2 * span.number + copy) for span in twice.spans for copy in range(2)]
+    assert numbered(in_portions(twice, [])) == numbered(in_portions(script, []))
+
+
+def test_what_is_lost_costs_no_other_step() -> None:
+    """A span that was never written, and parts of a call without the call around them."""
+    script = Script()
+    net = script.model(via="DataParallel", devices=["cpu:0", "cpu:1"])
+    for _ in range(4):
+        script.fetch()
+        script.parallel(net)
+        script.backward()
+        script.optimizer()
+    wrapped = [span for span in script.spans if span.kind == Kind.WRAPPED]
+    script.spans.remove(wrapped[1])
+    assembler = Assembler()
+    out = assembler.feed(script.spans, script.told(0, len(script.lines))) + assembler.end()
+    result = decoded(out)
+    # Without a call its turn is no step of its own.
+    assert [call.step for call in result.calls] == [1, 2, 3]
+    assert all(len(call.phases) == 4 and len(call.replicas) == 2 for call in result.calls)
+    assert assembler.dropped == 6
+
+
+def noise(draw: Draw) -> Span:
+    """A span of any bytes, or one that is nearly right."""
+    words = [draw.getrandbits(64) >> draw.choice([0, 0, 30, 50]) for _ in range(3)]
+    kind = draw.choice([draw.randrange(256), *KINDS.values(), *range(18)])
+    inside = draw.choice([0, 0, 0, draw.randrange(32)])
+    thread, site = draw.choice([0, 0, draw.randrange(512)]), draw.choice([draw.randrange(5), draw.getrandbits(24)])
+    flags = draw.getrandbits(10)
+    start, took = (draw.choice([value, 10**9 + value % 10**9]) for value in words[:2])
+    sizes = draw.choice([draw.randrange(6), words[2] & 0xFFFFFFFF])
+    return Span(0, kind, flags, inside, thread, site, start, took, sizes, draw.choice([sizes, 0]))
+
+
+JUNK: list[object] = [None, 3, -1, "text", [], {}, [[1]], [["0", [8], "float32"]], {"root": 3}, {"parts": 1}, 1 << 70]
+
+
+def junk_line(draw: Draw) -> dict[str, object]:
+    keys = ["define", "v", "optimizer", "end", "kind", "at", "fill", "devices", "step", "look", "uncaught", "text"]
+    return {draw.choice(keys): draw.choice([*JUNK, draw.randrange(5)]) for _ in range(draw.randrange(5))}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_damaged_spans_raise_nothing(seed: int) -> None:
+    """What comes out can be read, or is refused as a record."""
+    draw = Draw(seed)
+    script = Chance(seed).run(6)
+    spans, lines = [], [line for _, line in script.lines]
+    for span in script.spans:
+        while draw.random() < 0.4:
+            spans.append(noise(draw))
+        if draw.random() > 0.05:
+            spans.append(span)
+    for _ in range(30):
+        lines.insert(draw.randrange(len(lines) + 1), junk_line(draw))
+    spans = [span._replace(number=at) for at, span in enumerate(spans)]
+    assembler = Assembler()
+    payloads = []
+    for at in range(0, len(spans), 50):
+        payloads += assembler.feed(spans[at : at + 50], lines if at == 0 else [])
+        assert 0 <= assembler.position <= len(spans)
+        payloads += assembler.under_way(draw.randrange(20), draw.getrandbits(64))
+        assembler = Assembler.resumed(assembler.state(), lines) if draw.random() < 0.1 else assembler
+    payloads += assembler.end()
+    decoder = Decoder(0)
+    for payload in payloads:
+        try:
+            decoder.decode(payload)
+        except RecordError as error:
+            raise AssertionError(payload) from error
+    assert payloads
+
+
+def test_deep_nesting_is_read_in_a_moment() -> None:
+    spans = [Span(at, Kind.OPTIMIZER, 0, Kind.OPTIMIZER, 0, 1, 10**6 - at, 2 * at, 0, 0) for at in range(15_000)]
+    spans.append(Span(len(spans), Kind.CALL, 0, 0, 0, 1, 0, 10**7, 0, 0))
+    assembler = Assembler()
+    assembler.feed(spans, [{"define": 1, "v": {"root": "A", "via": None, "devices": ["cpu"], "absent": {}}}])
+    result = decoded(assembler.end())
+    assert (len(result.calls), len(result.steps)) == (1, 1)
+
+
+def test_spans_that_wait_for_others_are_bounded() -> None:
+    spans = [Span(at, Kind.GATHER, 0, Kind.CALL, at % 400, 0, at, 1, 0, 0) for at in range(20_000)]
+    assembler = Assembler()
+    assembler.feed(spans, [])
+    assert assembler.dropped == 1 << 14
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {},
+        {"define": 0, "v": []},
+        {"define": 1 << 31, "v": []},
+        {"define": 1, "v": 7},
+        {"define": 1, "v": [["0", ["x"], "float32", 1]]},
+        {"define": 1, "v": {"root": "A", "via": None, "devices": 3, "absent": {}}},
+        {"kind": 3},
+    ],
+)
+def test_a_damaged_line_is_counted(line: dict[str, object]) -> None:
+    assembler = Assembler()
+    assert assembler.feed([], [line]) == []
+    assert assembler.dropped == 1
+
+
+def test_calls_of_an_unknown_layout_are_counted_and_their_time_is_kept() -> None:
+    script = Script()
+    net = script.model()
+    script.fetch()
+    script.call(net)
+    script.call(999)
+    script.backward()
+    assembler = Assembler()
+    assembler.feed(script.spans, script.told(0, len(script.lines)))
+    result = decoded(assembler.end())
+    assert assembler.dropped == 1
+    assert [call.root for call in result.calls] == ["Net"]
+    assert result.steps[0].phases["forward"] == 2_000_000
+
+
+def test_events_of_a_run_that_is_damaged_come_out() -> None:
+    assembler = Assembler()
+    assembler.feed([], [{"kind": "warning", "at": "never", "text": "x"}])
+    assert [event.data for event in decoded(assembler.end()).events] == [{"text": "x"}]

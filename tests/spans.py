@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -116,11 +116,16 @@ def main(path: str, threads: int, rate: float, spans: int) -> None:
 class Training:
     """A usual loop: fetch, call, backward, optimizer."""
 
-    def __init__(self, path: str, process: int = 0, slots: int = SLOTS) -> None:
+    def __init__(
+        self, path: str, process: int = 0, slots: int = SLOTS, clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         self.ring = SpanRing(path, process=process, slots=slots)
         self.lines = Lines(path)
-        event = {"process": process, "rank": None, "pid": os.getpid(), "t_s": 0.0}
-        self.lines.put(kind="process", at=time.monotonic_ns(), **event)
+        self._process = process
+        self._clock = clock
+        now = clock()
+        event = {"process": process, "rank": None, "pid": os.getpid() + process, "t_s": now / 1e9}
+        self.lines.put(kind="process", at=now, **event)
         layout = {"root": "Model", "via": None, "devices": ["cpu:0"], "absent": {}, "module": 1, "dim": 0, "first": 0}
         self.lines.define(1, layout)
         self.lines.define(2, [["0", [4, 5], "float32", 80]])
@@ -130,24 +135,28 @@ class Training:
 
     def phase(self, kind: int, sizes: int = 0, **parts: int) -> None:
         """Go through a phase, as the tracer writes it."""
-        began = time.monotonic_ns()
+        began = self._clock()
         self.ring.words[Word.UNDER_WAY] = began << 8 | kind
-        now = time.monotonic_ns()
+        now = self._clock()
         self.ring.put(head(kind, **parts), began, now - began, sizes)
         self.ring.words[Word.UNDER_WAY] = now << 8
 
-    def step(self) -> None:
+    def call(self, flags: int = Flag.TRAINING | Flag.GRAD | Flag.SINGLE) -> None:
+        self.phase(Kind.CALL, 2 | 3 << 32, site=1, flags=flags)
+
+    def step(self, calls: int = 1) -> None:
         self.phase(Kind.FETCH)
-        self.phase(Kind.CALL, 2 | 3 << 32, site=1, flags=Flag.TRAINING | Flag.GRAD | Flag.SINGLE)
-        self.phase(Kind.BACKWARD)
-        self.phase(Kind.OPTIMIZER)
+        for _ in range(calls):
+            self.call()
+            self.phase(Kind.BACKWARD)
+        self.phase(Kind.OPTIMIZER, site=0)
         self.steps += 1
 
-    def warn(self) -> None:
-        """Write an event that names the last step, and the number of the event."""
-        now = time.monotonic_ns()
-        data = {"process": 0, "t_s": now / 1e9, "text": f"warning {self.steps}", "step": None}
-        self.lines.put(kind="warning", at=now, fill="last", **data)
+    def warn(self, fill: str = "last") -> None:
+        """Write an event that names a step."""
+        now = self._clock()
+        data = {"process": self._process, "t_s": now / 1e9, "text": f"warning {self.steps} in {{step}}", "step": None}
+        self.lines.put(kind="warning", at=now, fill=fill, **data)
 
     def end(self) -> None:
         """The process ends in order."""

@@ -11,10 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from everything import alike
+from everything import everything as everything_in
 from sizes import reached, size
 from spans import Training, everything, opened
 
@@ -23,7 +27,7 @@ from dpmon.export.records import history
 from dpmon.record.codec import kind_of, step_fields
 from dpmon.record.kinds import Event
 from dpmon.record.plainjson import load_event
-from dpmon.record.spans import Kind
+from dpmon.record.spans import Flag, Kind
 from dpmon.run.rundir import RunInfo, create_run
 from dpmon.span_reader import HOLE_NS
 from dpmon.span_ring import Word
@@ -214,6 +218,72 @@ def test_real_supervisors_are_killed_at_any_instant(state: Path) -> None:
     reached("supervisors killed", f"{3 * instants} of {instants} trainings of {steps} steps")
 
 
+def varied(training: Training, chance: random.Random) -> Iterator[None]:
+    """A training with all kinds of loops, a few spans at a time."""
+    for _ in range(40):
+        what = chance.random()
+        if what < 0.1:
+            training.warn(chance.choice(["last", "next"]))
+        if what < 0.2:  # evaluation
+            for _ in range(chance.randrange(1, 4)):
+                training.phase(Kind.FETCH)
+                training.call(Flag.SINGLE)
+                yield
+            training.phase(Kind.FETCH, flags=Flag.OVER | Flag.FAILED)
+        elif what < 0.3:  # without a loader
+            for _ in range(chance.randrange(1, 3)):
+                training.call()
+                yield
+                training.phase(Kind.BACKWARD)
+            training.phase(Kind.OPTIMIZER, site=0)
+        else:
+            training.phase(Kind.FETCH)
+            for _ in range(chance.choice([1, 1, 1, 5])):
+                yield
+                training.call()
+                training.phase(Kind.BACKWARD)
+            yield
+            training.phase(Kind.OPTIMIZER, site=0)
+        yield
+    training.end()
+
+
+@pytest.mark.parametrize("seed", range(size(4, 40)))
+def test_takeovers_leave_no_trace(state: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    runs = Run(), Run()
+
+    def writers(run: Run) -> list[Iterator[None]]:
+        found = []
+        for process in (0, 1):
+            ticks = random.Random(seed + process)
+            clock = accumulate((ticks.randrange(1, 30_000_000) for _ in count()), initial=1_000_000_000)
+            training = Training(run.ring(process), process, clock=partial(next, clock))
+            found.append(varied(training, random.Random(100 * seed + process)))
+        return found
+
+    killed = runs[1]
+    both = [writers(run) for run in runs]
+    under_way = [0, 1]
+    while under_way:
+        process, portions, seconds = chance.choice(under_way), chance.randrange(4), chance.random() * COMMIT_S
+        for run, each in zip(runs, both, strict=True):
+            done = [next(each[process], each) for _ in range(portions)]
+            run.look(seconds)
+        if both[1] in done:
+            under_way.remove(process)
+        if chance.random() < 0.3:
+            killed.kill()
+    stores = []
+    for run in runs:
+        run.end()
+        with open_store(run.directory) as store:
+            stores.append(everything_in(store))
+    wanted, found = stores
+    assert wanted["shapes"]
+    alike(found, wanted)
+
+
 # ------------------------------------------------------------------------------------------------ one thing at a time
 
 
@@ -236,10 +306,10 @@ def test_a_successor_goes_on_within_a_step(run: Run) -> None:
     training = Training(run.ring())
     training.step()
     training.phase(Kind.FETCH)
-    training.phase(Kind.CALL, 2 | 3 << 32, site=1)
+    training.call()
     training.warn()
     run.look()
-    training.phase(Kind.CALL, 2 | 3 << 32, site=1)
+    training.call()
     for _ in range(3):
         run.kill()
         run.look()

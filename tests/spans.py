@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -28,7 +29,7 @@ from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, THREAD_AT, Flag, Ki
 from dpmon.span_reader import SpanReader, lines_path
 from dpmon.span_ring import SLOTS, SpanRing, Word
 
-__all__ = ["Lines", "Training", "everything", "head", "numbered", "opened", "own_number"]
+__all__ = ["Children", "Lines", "Training", "everything", "head", "numbered", "opened", "own_number"]
 
 _PRIME = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -90,6 +91,31 @@ class Lines:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+class Children:
+    """Processes that a test starts, none of which outlives it."""
+
+    def __init__(self) -> None:
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, *words: object) -> subprocess.Popen[str]:
+        """A Python that runs this, once it has said that it is ready."""
+        child = subprocess.Popen([sys.executable, *map(str, words)], stdout=subprocess.PIPE, text=True)
+        self._started.append(child)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        return child
+
+    def kill(self, child: subprocess.Popen[str]) -> None:
+        """With SIGKILL, if it runs."""
+        if child.returncode is None:
+            child.kill()
+            child.communicate()
+
+    def end(self) -> None:
+        for child in self._started:
+            self.kill(child)
 
 
 def main(path: str, threads: int, rate: float, spans: int) -> None:

@@ -13,19 +13,21 @@ from dpmon.record.spans import LAP_AT, Span, unpacked
 from dpmon.ring import RingError
 from dpmon.span_ring import HEAD_STRUCT, HEADER_BYTES, KINDS_AT, MAGIC, SLOT, SLOT_BYTES, THREADS, VERSION, Word
 
-__all__ = ["SpanReader", "holds_spans", "lines_path"]
+__all__ = ["SpanReader", "holds_spans", "lines_path", "under_way_in"]
 
 HOLE_NS = 100_000_000
 """An empty slot is waited for this long if later ones are there: an interrupt may leave one empty for good."""
 MAX_LINES = 1 << 20
 """Bytes of lines that are read at once, and the length of the longest line."""
-_MOST_LINES = 256 << 20
+_MOST_LINES = 64 << 20
 """Bytes of lines that are read in one go at most, however large the file is."""
 _HEADER = struct.Struct("=512Q")
 _WORD = struct.Struct("=Q")
 _FIRST = 64
 """Slots that are read first. Their number doubles from there, up to _MOST."""
 _MOST = 4096
+_MOST_JUMPS = 8
+"""How often a reader goes on further ahead in one go: a writer may be faster than it is."""
 _LAST_NUMBER = 1 << 56
 """No process writes as many spans: a higher number is damage, and would overflow the sum of the missed ones."""
 
@@ -183,12 +185,14 @@ class SpanReader:
         found: list[Span] = []
         count = _MOST if over else _FIRST
         self.at_end = False
-        while len(found) < limit:
+        overtaken = 0
+        while len(found) < limit and overtaken < _MOST_JUMPS:
             count = min(count, self.slots)
             marks = self._marks(self.position, count)
             there = _in_a_row(marks, self.position)
             part = self._copy(min(there, limit - len(found)))
-            if self._overtaken(marks[0], over):
+            if self._overtaken(marks[0], there > 0, over):
+                overtaken += 1
                 continue  # what was copied may be torn
             if part is None:
                 self._pass_over(self.position + 1)
@@ -232,14 +236,14 @@ class SpanReader:
         """Whether this mark, in the slot of span `number`, is of a later lap."""
         return number + self.slots < mark <= _LAST_NUMBER and (mark - 1 - number) % self.slots == 0
 
-    def _overtaken(self, mark: int, over: bool) -> bool:
+    def _overtaken(self, mark: int, copied: bool, over: bool) -> bool:
         """Go on further ahead if the writer has come round to the span that is due, or is just behind it.
 
-        `mark`: in that span's slot. A writer that is a sixteenth of the ring behind cannot have touched what was read
-        before this is asked.
+        `mark`: in that span's slot. `copied`: whether spans from that one on were copied; a writer that is more than a
+        sixteenth of the ring behind afterwards cannot have touched them before.
         """
         lapped = self._is_lapped(self.position, mark)
-        if not lapped and not over:
+        if copied and not lapped and not over:
             behind = self.position - self.slots // 16
             lapped = self._is_lapped(behind, self._marks(behind, 1)[0])
         if not lapped:
@@ -263,7 +267,9 @@ class SpanReader:
 
         `marks`: of the slots from the one that is due on.
         """
-        later = next((number for number, mark in enumerate(marks, self.position) if mark == number + 1), None)
+        later = None
+        if max(marks) > self.position + 1:
+            later = next((number for number, mark in enumerate(marks, self.position) if mark == number + 1), None)
         self.at_end = later is None
         if later is None:
             return False

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, THREAD_AT, Flag, Ki
 from dpmon.span_reader import SpanReader, lines_path
 from dpmon.span_ring import SLOTS, SpanRing, Word
 
-__all__ = ["Lines", "Training", "everything", "head", "numbered", "opened", "own_number"]
+__all__ = ["Children", "Lines", "Training", "everything", "head", "numbered", "opened", "own_number"]
 
 _PRIME = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -92,6 +93,31 @@ class Lines:
         os.close(self._fd)
 
 
+class Children:
+    """Processes that a test starts, none of which outlives it."""
+
+    def __init__(self) -> None:
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, *words: object) -> subprocess.Popen[str]:
+        """A Python that runs this, once it has said that it is ready."""
+        child = subprocess.Popen([sys.executable, *map(str, words)], stdout=subprocess.PIPE, text=True)
+        self._started.append(child)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        return child
+
+    def kill(self, child: subprocess.Popen[str]) -> None:
+        """With SIGKILL, if it runs."""
+        if child.returncode is None:
+            child.kill()
+            child.communicate()
+
+    def end(self) -> None:
+        for child in self._started:
+            self.kill(child)
+
+
 def main(path: str, threads: int, rate: float, spans: int) -> None:
     ring = SpanRing(path, process=0)
     print("ready", flush=True)
@@ -116,11 +142,16 @@ def main(path: str, threads: int, rate: float, spans: int) -> None:
 class Training:
     """A usual loop: fetch, call, backward, optimizer."""
 
-    def __init__(self, path: str, process: int = 0, slots: int = SLOTS) -> None:
+    def __init__(
+        self, path: str, process: int = 0, slots: int = SLOTS, clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         self.ring = SpanRing(path, process=process, slots=slots)
         self.lines = Lines(path)
-        event = {"process": process, "rank": None, "pid": os.getpid(), "t_s": 0.0}
-        self.lines.put(kind="process", at=time.monotonic_ns(), **event)
+        self._process = process
+        self._clock = clock
+        now = clock()
+        event = {"process": process, "rank": None, "pid": os.getpid() + process, "t_s": now / 1e9}
+        self.lines.put(kind="process", at=now, **event)
         layout = {"root": "Model", "via": None, "devices": ["cpu:0"], "absent": {}, "module": 1, "dim": 0, "first": 0}
         self.lines.define(1, layout)
         self.lines.define(2, [["0", [4, 5], "float32", 80]])
@@ -130,25 +161,29 @@ class Training:
 
     def phase(self, kind: int, sizes: int = 0, **parts: int) -> None:
         """Go through a phase, as the tracer writes it."""
-        began = time.monotonic_ns()
+        began = self._clock()
         self.ring.words[Word.UNDER_WAY] = began
         self.ring.kinds[0] = kind
-        now = time.monotonic_ns()
+        now = self._clock()
         self.ring.put(head(kind, **parts), began, now - began, sizes)
         self.ring.kinds[0] = 0
 
-    def step(self) -> None:
+    def call(self, flags: int = Flag.TRAINING | Flag.GRAD | Flag.SINGLE) -> None:
+        self.phase(Kind.CALL, 2 | 3 << 32, site=1, flags=flags)
+
+    def step(self, calls: int = 1) -> None:
         self.phase(Kind.FETCH)
-        self.phase(Kind.CALL, 2 | 3 << 32, site=1, flags=Flag.TRAINING | Flag.GRAD | Flag.SINGLE)
-        self.phase(Kind.BACKWARD)
-        self.phase(Kind.OPTIMIZER)
+        for _ in range(calls):
+            self.call()
+            self.phase(Kind.BACKWARD)
+        self.phase(Kind.OPTIMIZER, site=0)
         self.steps += 1
 
-    def warn(self) -> None:
-        """Write an event that names the last step, and the number of the event."""
-        now = time.monotonic_ns()
-        data = {"process": 0, "t_s": now / 1e9, "text": f"warning {self.steps}", "step": None}
-        self.lines.put(kind="warning", at=now, fill="last", **data)
+    def warn(self, fill: str = "last") -> None:
+        """Write an event that names a step."""
+        now = self._clock()
+        data = {"process": self._process, "t_s": now / 1e9, "text": f"warning {self.steps} in {{step}}", "step": None}
+        self.lines.put(kind="warning", at=now, fill=fill, **data)
 
     def end(self) -> None:
         """The process ends in order."""

@@ -16,6 +16,7 @@ __all__ = [
     "CALLS",
     "COPY",
     "DATA",
+    "EDGE",
     "FORWARD",
     "OPTIMIZER",
     "PHASE_OF",
@@ -46,6 +47,8 @@ PHASE_OF: tuple[int, ...] = tuple(
 VERBS = {Kind.SCATTER: 0, Kind.REPLICATE: 1, Kind.PARALLEL_APPLY: 2, Kind.GATHER: 3}
 """Kinds of span by their index in dpmon.record.wire.CALL_PHASES."""
 CALLS = (Kind.CALL, Kind.WRAPPED)
+EDGE = (Kind.PAUSE, Kind.LOOK)
+"""Time that is ours: at the edge of a step it is in no step."""
 _PARTS = (Kind.REPLICA, Kind.STAGE, Kind.AGAIN)
 
 

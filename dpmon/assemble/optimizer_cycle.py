@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 __all__ = ["OptimizerCycle"]
 
@@ -14,31 +14,31 @@ class OptimizerCycle:
 
     __slots__ = ("ends", "once", "since")
 
-    def __init__(self, ends: int = -1, since: Iterable[int] = ()) -> None:
+    def __init__(self, ends: int = -1, since: Iterable[int] = (), once: Mapping[int, int] | None = None) -> None:
         self.ends = ends
         """Number of the optimizer with which a step ends, -1 while it is not known."""
         self.since: dict[int, None] = dict.fromkeys(since)
         """Those that have stepped since, in order."""
-        self.once: set[int] = set()
-        """Those that stepped before the cycle began: each ends a step of its own, once."""
+        self.once: dict[int, int] = dict(once or {})
+        """Those that stepped before the cycle began: each ends a step of its own once, in a span up to this number."""
 
-    def stepped(self, site: int) -> bool | None:
-        """An optimizer has stepped: whether a step ends with it, None if the cycle turned out to be another one.
+    def stepped(self, site: int, number: int) -> bool | None:
+        """An optimizer has stepped in the span with this number: whether a step ends with it.
 
-        Then what has been assembled with the former cycle is to be assembled anew.
+        None if the cycle turned out to be another one: then what was assembled with the former cycle is to be assembled
+        anew.
         """
         if site == self.ends:
             self.since.clear()
             return True
-        if site in self.once:
-            self.once.remove(site)
+        if self.once.pop(site, -1) >= number:
             return True
         if site not in self.since:
             if len(self.since) < _MOST:
                 self.since[site] = None
             return False
         order = list(self.since)
-        self.once = set(order[: order.index(site)])
+        self.once = dict.fromkeys(order[: order.index(site)], number)
         self.ends = order[-1]
         self.since.clear()
         return None

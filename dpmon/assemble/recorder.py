@@ -11,12 +11,12 @@ from dpmon.assemble.composed import Composer
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import Payload, Pending, Said
 from dpmon.assemble.event_queue import Event, EventQueue
-from dpmon.assemble.nesting import COPY, PHASE_OF, VERBS, Block, Inner
+from dpmon.assemble.nesting import COPY, EDGE, PHASE_OF, VERBS, Block, Inner
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
 from dpmon.record.wire import PLAIN_TAG, PLAIN_WORDS
 
-__all__ = ["Item", "Recorder"]
+__all__ = ["LEARNS", "Item", "Recorder", "before_edge"]
 
 Item: TypeAlias = "Block | Event"
 LEARNS = Flag.TRAINING | Flag.GRAD
@@ -245,3 +245,15 @@ class Recorder:
         if len(self.looks) > 2 * _MOST_LOOKS:
             newest = list(self.looks)[-_MOST_LOOKS:]
             self.looks = {one: step for one, step in self.looks.items() if one in self._peaks or one in newest}
+
+
+def before_edge(items: Sequence[Item], end: int) -> int:
+    """The end of a step of these items that `end` follows: what is ours just before it is in no step."""
+    for item in reversed(items):
+        if isinstance(item, Event):
+            continue
+        span = item[0]
+        if span.kind not in EDGE:
+            break
+        end = span.start
+    return end

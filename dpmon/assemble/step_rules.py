@@ -8,18 +8,19 @@ and taken anew when the rule turns out to be another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.event_queue import Event
-from dpmon.assemble.nesting import PHASE_OF, VERBS, Block
+from dpmon.assemble.nesting import EDGE, PHASE_OF, VERBS, Block
 from dpmon.assemble.optimizer_cycle import OptimizerCycle
-from dpmon.assemble.recorder import LEARNS, Item, Recorder
+from dpmon.assemble.recorder import LEARNS, Item, Recorder, before_edge
+from dpmon.assemble.step_mark import Mark
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
 
-__all__ = ["Mark", "StepRules"]
+__all__ = ["StepRules"]
 
 STALE_STEPS = 64
 """Optimizer steps without a fetch after which a loader no longer counts."""
@@ -31,34 +32,8 @@ MOST_HELD = 1 << 14
 MAX_PACE = 3_600_000_000_000
 
 BY_OPTIMIZER, BY_BACKWARD, BY_CALL = range(3)
-_EDGE = (Kind.PAUSE, Kind.LOOK)
+_NONE: Mapping[int, int] = {}
 _OPENS = (Kind.SCATTER, Kind.REPLICATE)
-
-
-class Mark(NamedTuple):
-    """All that a successor must know to go on with the first block of a step."""
-
-    number: int
-    calls: int
-    ahead: int
-    placed: int
-    nexts: Sequence[int]
-    thread: int
-    trains: bool
-    opened: bool
-    fetched: bool
-    over: bool
-    start: int
-    last: int
-    rule: int
-    since_fetch: int
-    pace: int
-    paced: int
-    learned: Sequence[int]
-    ends: int
-    since: Sequence[int]
-    part: Sequence[Any] | None
-    """Of a step that is recorded in parts: the sums, and what the rules know of it."""
 
 
 class StepRules:
@@ -90,7 +65,10 @@ class StepRules:
         self._learned: tuple[int, ...] = ()
         """Modules whose calls train or record gradients."""
         self._learns = frozenset[int]()
-        self._anew = False
+        self._anew = 0
+        """1 while what was held is taken anew, 2 while it is for the second time."""
+        self._another = False
+        """Whether the cycle of optimizers turned out to be another one meanwhile."""
         self._part: StepTotals | None = None
         self._forget()
 
@@ -134,6 +112,7 @@ class StepRules:
             self._learned,
             cycle.ends,
             tuple(cycle.since) if cycle.since else (),
+            dict(cycle.once) if cycle.once else _NONE,
             None if self._part is None else self._saved_part(self._part),
         )
 
@@ -155,7 +134,7 @@ class StepRules:
         self._start, self._last, self._rule = mark.start, mark.last, mark.rule
         self._since_fetch, self._pace, self._paced = mark.since_fetch, mark.pace, mark.paced
         self._learned, self._learns = tuple(mark.learned), frozenset(mark.learned)
-        self._cycle = OptimizerCycle(mark.ends, mark.since)
+        self._cycle = OptimizerCycle(mark.ends, mark.since, {int(site): last for site, last in mark.once.items()})
         self._forget()
         self._go_on_in(mark.part)
 
@@ -265,23 +244,12 @@ class StepRules:
     def _close_at_fetch(self, start: int) -> None:
         """A fetch begins at `start`."""
         if self._fetched:
-            self._close(self._edge(start))
+            self._close(before_edge(self.held, start))
         else:
             self._settle()
             if self._calls:
                 self._close(self._last)
         self._drop_open()
-
-    def _edge(self, end: int) -> int:
-        """The end of a step that `end` follows: what is ours before it is in no step."""
-        for item in reversed(self.held):
-            if item.__class__ is Event:
-                continue
-            span: Span = item[0]  # type: ignore[index]  # a block
-            if span.kind not in _EDGE:
-                break
-            end = span.start
-        return end
 
     def _drop_open(self) -> None:
         """What is held is in no step."""
@@ -312,7 +280,7 @@ class StepRules:
         if span.kind == Kind.BACKWARD or stepped or (inner is not None and inner.backward):
             self.trains = True
         for site in stepped:
-            self._cycle.stepped(site)
+            self._cycle.stepped(site, span.number)
             self._cycle.once.clear()
             self._rule = BY_OPTIMIZER
 
@@ -321,7 +289,7 @@ class StepRules:
         kind, start = span[1], span[6]
         if self._calls and calls and not self._fetched:
             self._before_call(block)
-        if not self.held and kind in _EDGE and not self._calls:
+        if not self.held and kind in EDGE and not self._calls:
             self._start = max(self._start, start + span[7])
             self._outside(block)
             return
@@ -340,7 +308,7 @@ class StepRules:
         elif kind == Kind.GONE:
             self._cycle.gone(span.site)
         if stepped:
-            self._stepped(stepped, start + span[7])
+            self._stepped(stepped, span[0], start + span[7])
         elif calls and not self._fetched and not self._anew:
             self._be_patient()
         self._bound()
@@ -348,6 +316,7 @@ class StepRules:
     def _called(self, calls: Sequence[Span]) -> bool:
         """These calls belong to the open step; True if it was taken anew."""
         layouts = self._known.layouts
+        fresh = False
         for call in calls:
             site = call[5]
             layout = layouts.get(site)
@@ -363,10 +332,11 @@ class StepRules:
             if module not in self._learns:
                 self._learned = (*self._learned, module)
                 self._learns = frozenset(self._learned)
-                if module in self._looked and not self._fetched and not self._anew:
-                    self._take_anew()
-                    return True
-        return False
+                fresh = fresh or module in self._looked
+        if not fresh or self._fetched or self._anew:
+            return False
+        self._take_anew()
+        return True
 
     def _before_call(self, block: Block) -> None:
         """End the open step, which has calls, if this one begins another."""
@@ -393,11 +363,11 @@ class StepRules:
         self._open, self._start, self._last = True, start, start
         self._take_again(rest)
 
-    def _stepped(self, sites: Sequence[int], end: int) -> None:
-        """Optimizers have stepped in a block that ended at `end`."""
+    def _stepped(self, sites: Sequence[int], number: int, end: int) -> None:
+        """Optimizers have stepped in a block, the span with this number, that ended at `end`."""
         self._only_looks = False
         self.trains = True
-        outcomes = [self._cycle.stepped(site) for site in sites]
+        outcomes = [self._cycle.stepped(site, number) for site in sites]
         anew = None in outcomes
         ended = anew or True in outcomes
         if self._fetched:
@@ -410,8 +380,10 @@ class StepRules:
         self._rule = BY_OPTIMIZER
         if not ended or not self._calls:
             return
-        if anew and not self._anew:
-            self._take_anew()
+        if anew and self._anew < 2:
+            self._another = True
+            if not self._anew:
+                self._take_anew()
             return
         self._pace = min(max(end - (self._paced or self._start), 0), MAX_PACE)
         self._paced = end
@@ -432,11 +404,13 @@ class StepRules:
         self._forget()
         self._go_on_in(mark.part)
         placed, self._placed = self._placed, mark.placed
-        self._anew = True
+        self._another = False
+        self._anew += 1
         self._take_again(items)
-        self._anew = False
+        if self._another:
+            self._take_anew()
+        self._anew -= 1
         self._placed = placed
-        self._cycle.once.clear()
 
     def _take_again(self, items: Sequence[Item]) -> None:
         for item in items:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dpmon.record.spans import KINDS
 from dpmon.ring import Activity
 from dpmon.ring_reader import RingReader
-from dpmon.span_reader import SpanReader, holds_spans, under_way_in
-from dpmon.span_ring import Word
+from dpmon.span_reader import SpanReader, holds_spans
 
 __all__ = ["ProcessRing", "open_ring"]
 
@@ -24,7 +23,10 @@ class ProcessRing:
         self.acknowledged = ring.acknowledged
         self.request_pause = ring.request_pause
         self.pause_requests = ring.pause_requests
-        self.close = ring.close
+
+    def close(self) -> None:
+        """Close the file; the ring is of no further use."""
+        self._ring.close()
 
     def activity(self) -> tuple[str, int]:
         """What the training thread is in, and since when (monotonic ns, 0: it has begun nothing).
@@ -35,11 +37,9 @@ class ProcessRing:
         if isinstance(self._ring, RingReader):
             what, since = self._ring.activity()
             return Activity.NAMES[what], since
-        words = self._ring.words()
-        kind, since = under_way_in(words)
-        if words[Word.ENDED]:
-            return "ended", since
-        return (KINDS[kind] if kind < len(KINDS) else "") or "other", since
+        kind, since = self._ring.under_way()
+        name = (KINDS[kind] if kind < len(KINDS) else "") or "other"
+        return "ended" if self._ring.ended() else name, since
 
 
 def open_ring(path: str) -> ProcessRing:

@@ -16,10 +16,9 @@ from stored import state_in, state_of
 from tracing import Script, Traced, text_of
 
 from dpmon.record.kinds import Step
-from dpmon.ring import Activity
-from dpmon.ring_reader import RingReader
 from dpmon.run import proc
 from dpmon.run.reader import RunReader
+from dpmon.run.rings import ProcessRing, open_ring
 from dpmon.tracer.pause import Pause
 from dpmon.tracer.session import Config, Session
 
@@ -45,23 +44,23 @@ def supervised(script: Script, pid: int | None = None) -> None:
     (script.directory / "run.json").write_text(text)
 
 
-def is_paused(ring: RingReader) -> bool:
-    return Activity.NAMES[ring.activity()[0]] == "paused"
+def is_paused(ring: ProcessRing) -> bool:
+    return ring.activity()[0] == "paused"
 
 
-def answered(ring: RingReader) -> bool:
+def answered(ring: ProcessRing) -> bool:
     asked, answer = ring.pause_requests()
     return asked == answer
 
 
-def pause(ring: RingReader) -> int:
+def pause(ring: ProcessRing) -> int:
     """Ask for a pause and wait until it has begun; the request."""
     asked = ring.request_pause(True)
     wait_for(lambda: answered(ring) and is_paused(ring), what="a pause")
     return asked
 
 
-def go_on(ring: RingReader) -> None:
+def go_on(ring: ProcessRing) -> None:
     """Ask for its end and wait until it has come."""
     ring.request_pause(False)
     wait_for(lambda: answered(ring) and not is_paused(ring), what="the end of a pause")
@@ -281,7 +280,7 @@ def test_an_interrupt_ends_a_pause_that_was_asked_for_anew_meanwhile(
     (tmp_path / "run.json").write_text(json.dumps(about))
     session = Session(Config(str(tmp_path), 0, "script", None, ()))
     assert session.ready()
-    reader = RingReader(str(tmp_path / "process-0.ring"))
+    reader = open_ring(str(tmp_path / "process-0.ring"))
     slept = []
 
     def sleep(_: float) -> None:

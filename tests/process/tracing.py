@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,14 @@ from sizes import LONG
 from warm import Piped
 
 import dpmon
-from dpmon.assemble.assembler import Assembler
 from dpmon.record.codec import Decoder
 from dpmon.record.kinds import Call, Event, Record, RecordError, Step
-from dpmon.record.spans import Span
 from dpmon.ring import RingError
-from dpmon.span_reader import SpanReader
+from dpmon.ring_reader import RingReader
+from dpmon.run.rings import ProcessRing
+from dpmon.span_reader import SpanReader, holds_spans
+from dpmon.store.sources import open_source
+from dpmon.store.tables import RingRow
 
 __all__ = ["SITE", "Script", "Traced", "alone", "read_run", "text_of", "traced"]
 
@@ -56,6 +58,8 @@ class Traced:
     """Lines of warnings.log, without process and time."""
     stages: tuple[str, ...]
     directory: Path
+    held: Mapping[int, int] = field(default_factory=dict)
+    """By process, the records that were held back and not written any more."""
 
     @property
     def said(self) -> Any:
@@ -178,12 +182,12 @@ class Script:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
-    def ring(self, process: int = 0) -> SpanReader:
+    def ring(self, process: int = 0) -> ScriptRing:
         """The ring of a process, which is waited for."""
         until = time.monotonic() + LIMIT_S
         while True:
             try:
-                return SpanReader(str(self.directory / f"process-{process}.ring"))
+                return ScriptRing(self.directory / f"process-{process}.ring")
             except (OSError, RingError):  # not there yet, or being made
                 if time.monotonic() > until:
                     raise
@@ -208,6 +212,7 @@ class Script:
             warnings=_lines(self.directory / "warnings.log"),
             stages=_lines(self.directory / "stages.log"),
             directory=self.directory,
+            held=_held(self.directory),
         )
 
 
@@ -222,35 +227,75 @@ def _lines(path: Path) -> tuple[str, ...]:
     return tuple(line.split(" ", 2)[2] for line in path.read_text().splitlines())
 
 
-def assembled(path: Path) -> tuple[SpanReader, Assembler, list[bytes]]:
-    """The reader of a ring, which has been read to its end, what assembled its spans, and what came of them."""
-    reader = SpanReader(str(path))
-    spans: list[Span] = []
-    while part := reader.read(0, over=True):
-        spans += part
-    assembler = Assembler()
-    payloads = assembler.feed(spans, [line for part in reader.lines() for line in part])
-    return reader, assembler, payloads + assembler.end()
+class ScriptRing(ProcessRing):
+    """The ring of a script, from which its payloads are taken, too."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(SpanReader(str(path)) if holds_spans(str(path)) else RingReader(str(path)))
+        self._source = open_source(path, None)
+        self._row = RingRow(path.name, self.process, self.rank, self.pid)
+
+    def read(self, *, gone: bool = False) -> list[bytes]:
+        """The payloads that are new; `gone`: its process is not there any more."""
+        found: list[bytes] = []
+        more = True
+        while more:
+            payloads, more = self._source.take(time.monotonic_ns(), gone)
+            found += payloads
+        return found
+
+    def rest(self) -> list[bytes]:
+        """All that is left of a process that is gone."""
+        found: list[bytes] = []
+        while not self._source.over:
+            found += self.read(gone=True)
+        return found
+
+    def held(self) -> int:
+        """Records that are held back; a ring of spans has none."""
+        return self._ring.held() if isinstance(self._ring, RingReader) else 0
+
+    def missed(self) -> int:
+        """Records or spans that were not read or could not be written, without those that are held back."""
+        return self._source.note(self._row) + self._ring.lost()
+
+    def laps(self) -> float:
+        """How often the ring went round until what was read last."""
+        self._source.note(self._row)
+        size = self._ring.capacity if isinstance(self._ring, RingReader) else self._ring.slots
+        return self._row.position / size
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+
+def _held(directory: Path) -> dict[int, int]:
+    found = {}
+    for path in directory.glob("process-*.ring"):
+        with contextlib.suppress(RingError):  # cut off by a test
+            reader = ScriptRing(path)
+            found[reader.process] = reader.held()
+            reader.close()
+    return found
 
 
 def read_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, list[str]]:
-    """All records of a run's rings, how many spans were missed or lost, and why some records could not be read."""
+    """All records of a run's rings, how many were missed or lost, and why some could not be read."""
     found: list[Record] = []
     missed = 0
     unreadable: list[str] = []
     for path in sorted(directory.glob("process-*.ring"), key=lambda path: (len(path.name), path.name)):
-        reader, assembler, payloads = assembled(path)
+        reader = ScriptRing(path)
         decoder = Decoder(reader.process, reader.rank, origin_ns)
-        for payload in payloads:
+        for payload in reader.rest():
             try:
                 record = decoder.decode(payload)
             except RecordError as error:
                 unreadable.append(str(error))
             else:
                 found += [] if record is None else [record]
-        if assembler.dropped:
-            unreadable.append(f"{assembler.dropped} spans of process {reader.process} were dropped")
-        missed += reader.missed + reader.lost()
+        missed += reader.missed()
         reader.close()
     return found, missed, unreadable
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import struct
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +15,7 @@ from typing import Any
 
 import pytest
 from sizes import reached, size
-from spans import Lines, everything, head, numbered, opened, own_number
+from spans import Children, Lines, everything, head, numbered, opened, own_number
 
 import dpmon.span_reader
 import dpmon.span_ring
@@ -45,6 +42,13 @@ def ring(path: str) -> SpanRing:
 def reader(ring: SpanRing, path: str) -> Iterator[SpanReader]:
     with opened(path) as found:
         yield found
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    found = Children()
+    yield found
+    found.end()
 
 
 def write(ring: SpanRing, count: int, first: int = 0) -> None:
@@ -177,6 +181,24 @@ def test_the_writer_comes_round_while_a_slot_is_copied(
         found += numbers(reader.read(0))
     assert found == sorted(set(found))
     assert len(found) + reader.missed == written
+
+
+def test_a_writer_that_is_faster_does_not_hold_its_reader_up(
+    ring: SpanRing, reader: SpanReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pread, written = os.pread, 0
+
+    def slow(fd: int, count: int, at: int) -> bytes:
+        nonlocal written
+        write(ring, 2 * FEW, written)
+        written += 2 * FEW
+        return pread(fd, count, at)
+
+    monkeypatch.setattr(os, "pread", slow)
+    assert reader.read(0) == []
+    assert not reader.at_end
+    monkeypatch.setattr(os, "pread", pread)
+    assert len(reader.read(0)) + reader.missed == written
 
 
 def test_a_slot_that_is_being_overwritten_is_not_read(ring: SpanRing, reader: SpanReader, path: str) -> None:
@@ -396,46 +418,41 @@ def test_a_damaged_ring_ends_and_counts(path: str, seed: int) -> None:
 # ------------------------------------------------------------------------------------------------ real writers
 
 
-def start(path: str, *words: object) -> subprocess.Popen[str]:
-    writer = subprocess.Popen([sys.executable, str(WRITER), path, *map(str, words)], stdout=subprocess.PIPE, text=True)
-    assert writer.stdout is not None
-    assert writer.stdout.readline() == "ready\n"
-    return writer
-
-
-def test_a_writer_that_is_killed_at_any_instant(tmp_path: Path) -> None:
-    """Many threads write; each of them may have taken a slot that it never writes, and nothing else is missing."""
+@pytest.mark.timeout(size(300, 3000))
+def test_a_writer_that_is_killed_at_any_instant(tmp_path: Path, children: Children) -> None:
+    """Many threads write; each of them may have taken a slot that it never writes, and nothing else is not counted."""
     chance = random.Random(3)
     holes = 0
     times = size(5, 200)
     for number in range(times):
         path = str(tmp_path / f"process-{number}.ring")
-        writer = start(path, 16, 0)
+        writer = children.start(WRITER, path, 16, 0)
         with opened(path) as reader:
             found: list[Span] = []
             until = time.monotonic() + chance.random() * 0.2
             while time.monotonic() < until:
                 found += reader.read(time.monotonic_ns())
-            writer.send_signal(signal.SIGKILL)
-            writer.communicate()
+            children.kill(writer)
             found += everything(reader, over=True)
             assert reader.at_end
             assert len(found) + reader.missed == reader.position
-            lapped = reader.missed >= SLOTS // 8
             next_of: Counter[int] = Counter()
+            gaps = 0
             for span in found:
-                assert own_number(span) >= next_of[span.thread] if lapped else own_number(span) == next_of[span.thread]
+                assert own_number(span) >= next_of[span.thread]
+                gaps += own_number(span) - next_of[span.thread]
                 next_of[span.thread] = own_number(span) + 1
-            if not lapped:
-                assert reader.missed <= 16
-                holes += reader.missed
+            assert gaps <= reader.missed
+            if reader.missed < SLOTS // 100:  # more only if the reader was overtaken
+                assert reader.missed - gaps <= 16
+                holes += reader.missed - gaps
         os.unlink(path)
     reached("a writer that is killed", f"{times} times, {holes} spans were begun and not written")
 
 
-def test_100_000_spans_a_second_are_seen_or_counted(path: str) -> None:
+def test_100_000_spans_a_second_are_seen_or_counted(path: str, children: Children) -> None:
     seconds = size(2, 30)
-    writer = start(path, 4, 100_000, 25_000 * seconds)
+    writer = children.start(WRITER, path, 4, 100_000, 25_000 * seconds)
     found = 0
     next_of: Counter[int] = Counter()
     with opened(path) as reader:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from everything import alike
+from everything import everything as everything_in
 from sizes import reached, size
-from spans import Training, everything, opened
+from spans import Children, Training, everything, opened
 
 from dpmon.assemble.assembler import Assembler
 from dpmon.export.records import history
 from dpmon.record.codec import kind_of, step_fields
 from dpmon.record.kinds import Event
 from dpmon.record.plainjson import load_event
-from dpmon.record.spans import Kind
+from dpmon.record.spans import Flag, Kind
 from dpmon.run.rundir import RunInfo, create_run
 from dpmon.span_reader import HOLE_NS
 from dpmon.span_ring import Word
@@ -109,6 +110,13 @@ def run(state: Path) -> Iterator[Run]:
     found.close()
 
 
+@pytest.fixture
+def children() -> Iterator[Children]:
+    found = Children()
+    yield found
+    found.end()
+
+
 def payloads_of(path: str) -> tuple[list[bytes], int]:
     """All payloads of a ring whose process is gone, from one assembler that was fed once; and how many calls it has."""
     with opened(path) as reader:
@@ -142,23 +150,13 @@ def check(run: Run, process: int = 0) -> int:
     return calls
 
 
-def start(*words: object) -> subprocess.Popen[str]:
-    child = subprocess.Popen([sys.executable, *map(str, words)], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    assert child.stdout.readline() == "ready\n"
-    return child
-
-
-def kill(child: subprocess.Popen[str]) -> None:
-    if child.returncode is None:
-        child.send_signal(signal.SIGKILL)
-        child.communicate()
-
-
 # ------------------------------------------------------------------------------------------------ killed at any instant
 
 
-def test_training_and_supervisors_are_killed_at_any_instant(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.timeout(size(300, 3000))
+def test_training_and_supervisors_are_killed_at_any_instant(
+    state: Path, monkeypatch: pytest.MonkeyPatch, children: Children
+) -> None:
     """The supervisor between any two of its looks, before a commit and directly after it."""
     chance = random.Random(11)
     write = History.write
@@ -175,11 +173,11 @@ def test_training_and_supervisors_are_killed_at_any_instant(state: Path, monkeyp
     instants, steps, kills = size(8, 200), 0, 0
     for _ in range(instants):
         run = Run()
-        writer = start(WRITER, run.ring())
+        writer = children.start(WRITER, run.ring())
         until = time.monotonic() + chance.random() * 0.5
         while writer.returncode is None or chance.random() < 0.7:
             if time.monotonic() > until:
-                kill(writer)
+                children.kill(writer)
             try:
                 run.look(chance.random() * COMMIT_S)
                 if chance.random() < 0.1:
@@ -196,22 +194,89 @@ def test_training_and_supervisors_are_killed_at_any_instant(state: Path, monkeyp
     reached("killed at any instant", f"{instants} trainings of {steps} steps, {kills} supervisors")
 
 
-def test_real_supervisors_are_killed_at_any_instant(state: Path) -> None:
+@pytest.mark.timeout(size(300, 3000))
+def test_real_supervisors_are_killed_at_any_instant(state: Path, children: Children) -> None:
     chance = random.Random(13)
     instants, steps = size(2, 30), 0
     for _ in range(instants):
         run = Run()
-        writer = start(WRITER, run.ring())
+        writer = children.start(WRITER, run.ring())
         for _ in range(3):
-            supervisor = start("-c", DRAIN, run.directory)
+            supervisor = children.start("-c", DRAIN, run.directory)
             time.sleep(chance.random() * 0.5)
             if chance.random() < 0.3:
-                kill(writer)
-            kill(supervisor)
-        kill(writer)
+                children.kill(writer)
+            children.kill(supervisor)
+        children.kill(writer)
         run.end()
         steps += check(run)
     reached("supervisors killed", f"{3 * instants} of {instants} trainings of {steps} steps")
+
+
+def varied(training: Training, chance: random.Random) -> Iterator[None]:
+    """A training with all kinds of loops, a few spans at a time."""
+    for _ in range(40):
+        what = chance.random()
+        if what < 0.1:
+            training.warn(chance.choice(["last", "next"]))
+        if what < 0.2:  # evaluation
+            for _ in range(chance.randrange(1, 4)):
+                training.phase(Kind.FETCH)
+                training.call(Flag.SINGLE)
+                yield
+            training.phase(Kind.FETCH, flags=Flag.OVER | Flag.FAILED)
+        elif what < 0.3:  # without a loader
+            for _ in range(chance.randrange(1, 3)):
+                training.call()
+                yield
+                training.phase(Kind.BACKWARD)
+            training.phase(Kind.OPTIMIZER, site=0)
+        else:
+            training.phase(Kind.FETCH)
+            for _ in range(chance.choice([1, 1, 1, 5])):
+                yield
+                training.call()
+                training.phase(Kind.BACKWARD)
+            yield
+            training.phase(Kind.OPTIMIZER, site=0)
+        yield
+    training.end()
+
+
+@pytest.mark.parametrize("seed", range(size(4, 40)))
+def test_takeovers_leave_no_trace(state: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    runs = Run(), Run()
+
+    def writers(run: Run) -> list[Iterator[None]]:
+        found = []
+        for process in (0, 1):
+            ticks = random.Random(seed + process)
+            clock = accumulate((ticks.randrange(1, 30_000_000) for _ in count()), initial=1_000_000_000)
+            training = Training(run.ring(process), process, clock=partial(next, clock))
+            found.append(varied(training, random.Random(100 * seed + process)))
+        return found
+
+    killed = runs[1]
+    both = [writers(run) for run in runs]
+    under_way = [0, 1]
+    while under_way:
+        process, portions, seconds = chance.choice(under_way), chance.randrange(4), chance.random() * COMMIT_S
+        for run, each in zip(runs, both, strict=True):
+            done = [next(each[process], each) for _ in range(portions)]
+            run.look(seconds)
+        if both[1] in done:
+            under_way.remove(process)
+        if chance.random() < 0.3:
+            killed.kill()
+    stores = []
+    for run in runs:
+        run.end()
+        with open_store(run.directory) as store:
+            stores.append(everything_in(store))
+    wanted, found = stores
+    assert wanted["shapes"]
+    alike(found, wanted)
 
 
 # ------------------------------------------------------------------------------------------------ one thing at a time
@@ -236,10 +301,10 @@ def test_a_successor_goes_on_within_a_step(run: Run) -> None:
     training = Training(run.ring())
     training.step()
     training.phase(Kind.FETCH)
-    training.phase(Kind.CALL, 2 | 3 << 32, site=1)
+    training.call()
     training.warn()
     run.look()
-    training.phase(Kind.CALL, 2 | 3 << 32, site=1)
+    training.call()
     for _ in range(3):
         run.kill()
         run.look()
@@ -266,12 +331,12 @@ def test_a_process_that_says_that_it_ends_is_ended(run: Run) -> None:
     assert run.rows("SELECT state FROM rings") == [("",)]
 
 
-def test_a_rank_that_died_is_ended_while_the_run_goes_on(run: Run) -> None:
-    alive, dies = Training(run.ring(0)), start(WRITER, run.ring(1))
+def test_a_rank_that_died_is_ended_while_the_run_goes_on(run: Run, children: Children) -> None:
+    alive, dies = Training(run.ring(0)), children.start(WRITER, run.ring(1))
     alive.step()
     time.sleep(0.1)
     run.look()
-    kill(dies)
+    children.kill(dies)
     run.look(GONE_S)
     assert check(run, 1) > 0
     assert run.rows("SELECT steps FROM rings WHERE process = 0") == [(0,)]
@@ -322,11 +387,11 @@ def test_damaged_lines_are_counted(run: Run) -> None:
     assert run.rows("SELECT missed FROM rings") == [(1,)]
 
 
-def test_a_ring_that_is_truncated_gives_what_was_read(run: Run) -> None:
-    writer = start(WRITER, run.ring())
+def test_a_ring_that_is_truncated_gives_what_was_read(run: Run, children: Children) -> None:
+    writer = children.start(WRITER, run.ring())
     time.sleep(0.1)
     run.look()
-    kill(writer)
+    children.kill(writer)
     before = run.steps()
     os.truncate(run.ring(), 5000)
     run.end()

@@ -1,0 +1,35 @@
+"""What a successor must know to go on with the first block of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["Mark"]
+
+
+class Mark(NamedTuple):
+    """The state of the recorder and of the rules before that block."""
+
+    number: int
+    calls: int
+    ahead: int
+    placed: int
+    nexts: Sequence[int]
+    thread: int
+    trains: bool
+    opened: bool
+    fetched: bool
+    over: bool
+    start: int
+    last: int
+    rule: int
+    since_fetch: int
+    pace: int
+    paced: int
+    learned: Sequence[int]
+    ends: int
+    since: Sequence[int]
+    once: Mapping[int, int]
+    part: Sequence[Any] | None
+    """Of a step that is recorded in parts: the sums, and what the rules know of it."""

@@ -97,7 +97,7 @@ class Assembler:
         self._place(self._events.older(self._events.heard))
         self._rules.end(self._uncaught)
         self._recorder.end()
-        self._closed(self._rules.mark(), [])
+        self._closed(self._rules.mark(), [], False)
         return self._payloads(Untimed.ENDED)
 
     def _hear(self, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -201,14 +201,14 @@ class Assembler:
 
     # ------------------------------------------------------------------------------------------ output
 
-    def _closed(self, mark: Mark, items: list[Item]) -> None:
-        """Payloads have been recorded: those of the items of a step, or others."""
+    def _closed(self, mark: Mark, items: list[Item], step: bool) -> None:
+        """Payloads of these items have been recorded; `step`: a step ended with them."""
         recorder = self._recorder
         out, recorder.out = recorder.out, []
         if self._waits.idle and not any(isinstance(one, Pending) for one in out):
             self._say(out)  # type: ignore[arg-type]  # nothing is pending
         elif out:
-            self._waits.add(out, (mark, _firsts(items)), bool(items))
+            self._waits.add(out, (mark, _firsts(items)), step)
             self._say(self._waits.ready())
 
     def _say(self, payloads: Iterable[bytes | Said]) -> None:
@@ -250,11 +250,12 @@ class Assembler:
     def state(self) -> str:
         """What a successor must know beside the lines and the spans from `position` on, as JSON."""
         marks = self._waits.marks()
+        mark = marks[0][0] if marks else self._rules.mark()
         live = self._live()
         recorder = self._recorder
         return json.dumps(
             {
-                "mark": marks[0][0] if marks else self._rules.mark(),
+                "mark": mark._replace(learned=sorted(mark.learned)),
                 "next": self._next,
                 "floors": {str(thread): number for thread, number in live.items()},
                 "seen": [span for thread, span in self._seen.items() if thread not in live],

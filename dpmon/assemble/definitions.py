@@ -84,6 +84,11 @@ class Definitions:
             raise ValueError("defined twice")
         _keep(table, number, one)
 
+    def module(self, number: int) -> int:
+        """The module of the layout with this number; for an unknown layout a number that no module has."""
+        layout = self.layouts.get(number)
+        return layout.module if layout is not None else -1 - number
+
     def sizes(self, number: int) -> list[Any]:
         """The sizes with this number, as dpmon.record.wire.pack_definition takes them; empty if unknown."""
         return self._values.get(number, [])

@@ -47,11 +47,13 @@ Payload: TypeAlias = "bytes | Pending | Said"
 class _Group:
     """The payloads of one step, or of what came after one."""
 
-    __slots__ = ("mark", "payloads", "turn")
+    __slots__ = ("mark", "payloads", "step", "turn")
 
-    def __init__(self, payloads: Sequence[Payload], turn: int, mark: Any) -> None:
+    def __init__(self, payloads: Sequence[Payload], turn: int, mark: Any, step: bool) -> None:
         self.payloads = payloads
         self.turn = turn
+        self.step = step
+        """Whether a step ends with it: else its spans may be a later group's, too."""
         self.mark = mark
 
 
@@ -66,8 +68,8 @@ class DeviceWaits:
         self._turn = 0
 
     def marks(self) -> list[Any]:
-        """The marks of the groups that wait, the oldest first; those without one are left out."""
-        return [group.mark for group in self._queue if group.mark is not None]
+        """The marks of the groups that wait, the oldest first."""
+        return [group.mark for group in self._queue]
 
     def time(self, span: Span) -> None:
         """A device has told what an earlier span took on it."""
@@ -81,10 +83,10 @@ class DeviceWaits:
             oldest = next(iter(self._times))
             del self._times[oldest], self._expected[oldest]
 
-    def add(self, payloads: Sequence[Payload], mark: Any = None, step: bool = False) -> None:
+    def add(self, payloads: Sequence[Payload], mark: Any, step: bool) -> None:
         """Put payloads into the queue; `mark` stands for where a successor has to begin if these have not come out."""
         self._turn += step
-        self._queue.append(_Group(payloads, self._turn, mark))
+        self._queue.append(_Group(payloads, self._turn, mark, step))
 
     @property
     def idle(self) -> bool:
@@ -104,7 +106,7 @@ class DeviceWaits:
             self._queue.popleft()
             for one in group.payloads:
                 found.append(self._packed(one, why) if isinstance(one, Pending) else one)
-            for number in _numbers(group):
+            for number in _numbers(group) if group.step else ():
                 self._times.pop(number, None)
                 self._expected.pop(number, None)
         return found

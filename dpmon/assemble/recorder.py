@@ -12,6 +12,7 @@ from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import Payload, Pending, Said
 from dpmon.assemble.event_queue import Event, EventQueue
 from dpmon.assemble.nesting import COPY, EDGE, PHASE_OF, VERBS, Block, Inner
+from dpmon.assemble.step_mark import Mark
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
 from dpmon.record.wire import PLAIN_TAG, PLAIN_WORDS
@@ -53,6 +54,10 @@ class Recorder:
         self._composer = Composer(known, self._composed)
         self._known: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
         """By layout, inputs and outputs of a plain call: words of its payload, module, rows."""
+
+    def go_on(self, mark: Mark) -> None:
+        """Go on from a predecessor's mark."""
+        self.number, self.calls, self.ahead, self.thread = mark.number, mark.calls, mark.ahead, mark.thread
 
     # ------------------------------------------------------------------------------------------ steps
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 __all__ = ["Mark"]
@@ -27,7 +27,7 @@ class Mark(NamedTuple):
     since_fetch: int
     pace: int
     paced: int
-    learned: Sequence[int]
+    learned: Collection[int]
     ends: int
     since: Sequence[int]
     once: Mapping[int, int]

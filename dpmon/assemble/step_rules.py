@@ -8,13 +8,14 @@ and taken anew when the rule turns out to be another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.event_queue import Event
 from dpmon.assemble.nesting import EDGE, PHASE_OF, VERBS, Block
 from dpmon.assemble.optimizer_cycle import OptimizerCycle
+from dpmon.assemble.patience import Patience
 from dpmon.assemble.recorder import LEARNS, Item, Recorder, before_edge
 from dpmon.assemble.step_mark import Mark
 from dpmon.assemble.step_totals import StepTotals
@@ -24,23 +25,21 @@ __all__ = ["StepRules"]
 
 STALE_STEPS = 64
 """Optimizer steps without a fetch after which a loader no longer counts."""
-PATIENCE = 64, 5_000_000_000
-PATIENCE_OPTIMIZER = 4096, 60_000_000_000
-"""Calls, and ns since the first, after which an open step waits no longer: without an optimizer, and with one."""
 MOST_HELD = 1 << 14
 """Blocks of a step that are held; a longer one is recorded in parts, and cannot be taken anew."""
-MAX_PACE = 3_600_000_000_000
 
 BY_OPTIMIZER, BY_BACKWARD, BY_CALL = range(3)
-_NONE: Mapping[int, int] = {}
+Closed: TypeAlias = Callable[[Mark, list[Item], bool], None]
 _OPENS = (Kind.SCATTER, Kind.REPLICATE)
 
 
 class StepRules:
     """The steps of one process."""
 
-    def __init__(self, known: Definitions, recorder: Recorder, closed: Callable[[Mark, list[Item]], None]) -> None:
-        """`closed` is called with what was recorded of a step, and the mark before it."""
+    def __init__(
+        self, known: Definitions, recorder: Recorder, closed: Callable[[Mark, list[Item], bool], None]
+    ) -> None:
+        """`closed` is told what was recorded: the mark before it, its items, and whether a step ended with them."""
         self._known = known
         self._recorder = recorder
         self._closed = closed
@@ -60,11 +59,9 @@ class StepRules:
         """When the open step began, and when its last phase ended."""
         self._rule = BY_OPTIMIZER
         self._since_fetch = 0
-        self._pace = self._paced = 0
-        """ns between the last two steps of an optimizer that ended a step, and when the last one was over."""
-        self._learned: tuple[int, ...] = ()
+        self._patience = Patience()
+        self._learned = frozenset[int]()
         """Modules whose calls train or record gradients."""
-        self._learns = frozenset[int]()
         self._anew = 0
         """1 while what was held is taken anew, 2 while it is for the second time."""
         self._another = False
@@ -107,12 +104,12 @@ class StepRules:
             self._last,
             self._rule,
             self._since_fetch,
-            self._pace,
-            self._paced,
+            self._patience.pace,
+            self._patience.ended,
             self._learned,
             cycle.ends,
             tuple(cycle.since) if cycle.since else (),
-            dict(cycle.once) if cycle.once else _NONE,
+            dict(cycle.once) if cycle.once else {},
             None if self._part is None else self._saved_part(self._part),
         )
 
@@ -122,29 +119,21 @@ class StepRules:
 
     def go_on(self, mark: Mark) -> None:
         """Go on from a predecessor's mark."""
-        recorder = self._recorder
-        recorder.number, recorder.calls, recorder.ahead, recorder.thread = (
-            mark.number,
-            mark.calls,
-            mark.ahead,
-            mark.thread,
-        )
+        self._recorder.go_on(mark)
         self._placed = mark.placed
         self.trains, self._open, self._fetched, self._over = mark.trains, mark.opened, mark.fetched, mark.over
         self._start, self._last, self._rule = mark.start, mark.last, mark.rule
-        self._since_fetch, self._pace, self._paced = mark.since_fetch, mark.pace, mark.paced
-        self._learned, self._learns = tuple(mark.learned), frozenset(mark.learned)
+        self._since_fetch, self._patience = mark.since_fetch, Patience(mark.pace, mark.paced)
+        self._learned = frozenset(mark.learned)
         self._cycle = OptimizerCycle(mark.ends, mark.since, {int(site): last for site, last in mark.once.items()})
         self._forget()
         self._go_on_in(mark.part)
 
     def _go_on_in(self, part: Sequence[Any] | None) -> None:
         if part is not None:
-            saved, self._calls, self._only_looks, self._backward, self._module, self._look, self._first_call, looked = (
-                part
-            )
-            self._looked = set(looked)
-            self._part = StepTotals.restored(saved)
+            saved, self._calls, self._only_looks, self._backward, *modules, self._first_call, looked = part
+            self._module, self._look = modules
+            self._looked, self._part = set(looked), StepTotals.restored(saved)
 
     def _hold(self, item: Item) -> None:
         if not self.held:
@@ -171,7 +160,7 @@ class StepRules:
         else:
             mark = self._snapshot()
             self._recorder.of_others(block)
-            self._closed(mark, [block])
+            self._closed(mark, [block], False)
 
     def place(self, event: Event) -> None:
         """An event happened after all that was taken so far."""
@@ -185,7 +174,7 @@ class StepRules:
             self._hold(event)
             return
         self._recorder.event(event, self._recorder.number + bool(self.held))
-        self._closed(self.mark(), [])
+        self._closed(self.mark(), [], False)
 
     def fetches(self, since: int) -> None:
         """A fetch is under way at the top level: it ends the open step, whenever it ends itself."""
@@ -211,7 +200,7 @@ class StepRules:
         self._recorder.part(totals, items)
         if not totals.failed and not (uncaught and totals.unfinished):
             self._recorder.step(totals, (), self._start, self._last)
-        self._closed(self._snapshot(), [])
+        self._closed(self._snapshot(), [], True)
         self._forget()
         self._open = False
 
@@ -266,7 +255,7 @@ class StepRules:
             elif item[0].kind == Kind.LOOK:
                 recorder.look(item[0].site, recorder.number)
         self._forget()
-        self._closed(mark, items)
+        self._closed(mark, items, False)
 
     # ------------------------------------------------------------------------------------------ without a loader
 
@@ -315,12 +304,9 @@ class StepRules:
 
     def _called(self, calls: Sequence[Span]) -> bool:
         """These calls belong to the open step; True if it was taken anew."""
-        layouts = self._known.layouts
         fresh = False
         for call in calls:
-            site = call[5]
-            layout = layouts.get(site)
-            module = layout.module if layout is not None else -1 - site
+            module = self._known.module(call[5])
             if not self._calls:
                 self._module, self._first_call = module, call[6]
             self._calls += 1
@@ -329,9 +315,8 @@ class StepRules:
                 self._looked.add(module)
                 continue
             self._only_looks = False
-            if module not in self._learns:
-                self._learned = (*self._learned, module)
-                self._learns = frozenset(self._learned)
+            if module not in self._learned:
+                self._learned |= {module}
                 fresh = fresh or module in self._looked
         if not fresh or self._fetched or self._anew:
             return False
@@ -340,18 +325,16 @@ class StepRules:
 
     def _before_call(self, block: Block) -> None:
         """End the open step, which has calls, if this one begins another."""
-        call = block[1][0]
         learns = any(one.flags & LEARNS for one in block[1])
         at, start = len(self.held), block[0].start
         if block[0].kind in VERBS:  # it began with what comes before it
             while at and isinstance(item := self.held[at - 1], tuple) and item[0].kind in _OPENS:
                 at -= 1
                 start = item[0].start
-        if not (self._only_looks and self._look in self._learns):
+        if not (self._only_looks and self._look in self._learned):
             if self._rule == BY_OPTIMIZER or (self._rule == BY_BACKWARD and not self._backward):
                 return
-            layout = self._known.layouts.get(call.site)
-            if self._rule == BY_CALL and (layout.module if layout is not None else -1 - call.site) != self._module:
+            if self._rule == BY_CALL and self._known.module(block[1][0].site) != self._module:
                 return
         self._cut(at, self._last if self._only_looks and learns else start, start)
 
@@ -385,8 +368,7 @@ class StepRules:
             if not self._anew:
                 self._take_anew()
             return
-        self._pace = min(max(end - (self._paced or self._start), 0), MAX_PACE)
-        self._paced = end
+        self._patience.stepped(self._start, end)
         self._close(end)
         self._open, self._start, self._last = True, end, end
 
@@ -423,11 +405,10 @@ class StepRules:
 
     def _be_patient(self) -> None:
         """Wait for an optimizer's step, but not for ever."""
-        made = self._known.optimizers or self._cycle.ends >= 0
-        calls, took = PATIENCE_OPTIMIZER if made else PATIENCE
-        if self._calls <= calls and self._last - self._first_call <= max(took, 4 * self._pace):
+        made = bool(self._known.optimizers) or self._cycle.ends >= 0
+        if not self._patience.is_over(made, self._calls, self._last - self._first_call):
             return
-        if not self._look_for_another_rule() and self._calls > calls:
+        if not self._look_for_another_rule() and self._patience.too_many(made, self._calls):
             self._close(self._last)
             self._open, self._start = True, self._last
 
@@ -454,7 +435,7 @@ class StepRules:
         items, self.held = self.held, []
         mark = self._mark if items and self._mark is not None else self._snapshot()
         self._recorder.step(self._part or StepTotals(), items, self._start, end)
-        self._closed(mark, items)
+        self._closed(mark, items, True)
         self._forget()
 
     def _bound(self) -> None:
@@ -464,5 +445,6 @@ class StepRules:
         items, self.held = self.held, []
         self._part = self._part or StepTotals()
         self._recorder.part(self._part, items)
+        self._part.keep_no_times()
         if self._mark is not None:
-            self._closed(self._mark, items)
+            self._closed(self._mark, items, False)

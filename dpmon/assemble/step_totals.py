@@ -16,13 +16,16 @@ _STEP = struct.Struct(STEP_WORDS)
 _LARGEST = (1 << 62) - 1
 _MOST_TIMED = 4096
 """Spans of one step with device times."""
-_SAVED = ("times", "copied", "learned", "looked", "mode", "learns", "failed", "backwards", "passes", "module")
+_SAVED = (
+    *("times", "copied", "learned", "looked", "mode", "learns"),
+    *("failed", "backwards", "passes", "module", "crowded"),
+)
 
 
 class StepTotals:
     """The sums of one step."""
 
-    __slots__ = (*_SAVED, "_mixed", "timed")
+    __slots__ = (*_SAVED, "mixed", "timed")
 
     def __init__(self) -> None:
         self.times = [-1, -1, -1, -1, -1]
@@ -44,7 +47,10 @@ class StepTotals:
         """That of this call."""
         self.timed: list[tuple[int, int, int]] = []
         """As in dpmon.assemble.nesting.Inner."""
-        self._mixed: set[int] | None = None
+        self.crowded = False
+        """Whether there were so many spans with device times that these are not kept."""
+        self.mixed: set[int] = set()
+        """Phases that have copies without device times in them, and the copies, if there are such."""
 
     @property
     def unfinished(self) -> bool:
@@ -57,9 +63,13 @@ class StepTotals:
 
     def untimed_copy(self, around: int) -> None:
         """A copy is not timed on its device; `around`: the phase around it, -1 for none."""
-        if self._mixed is None:
-            self._mixed = {COPY}
-        self._mixed.add(around)
+        self.mixed |= {COPY, around}
+
+    def keep_no_times(self) -> None:
+        """The step goes on, but is too long for the device times of its spans to be kept."""
+        self.crowded = self.crowded or bool(self.timed)
+        self.timed.clear()
+        self.mixed.clear()
 
     def packed(self, step: int, start: int, wall: int) -> Payload:
         """The step's payload."""
@@ -72,28 +82,29 @@ class StepTotals:
             payload = _STEP.pack(STEP_TAG | self.mode << 8, *(min(value, _LARGEST) for value in values))
         if copy >= 0:
             payload = with_extras(payload, {"copy": min(copy, _LARGEST), "copied_bytes": min(self.copied, _LARGEST)})
-        return Pending(payload, *self._slots(), DATA) if self.timed else payload
+        return Pending(payload, *self._slots(), DATA) if self.timed or self.crowded else payload
 
     def _slots(self) -> tuple[Slots, int]:
         """For each phase the spans that have its device time, and why one is missing."""
         slots: Slots = [[] for _ in range(5 if self.times[COPY] >= 0 else 4)]
-        if len(self.timed) > _MOST_TIMED:
+        if self.crowded or len(self.timed) > _MOST_TIMED:
             return slots, Untimed.TOO_MANY
         for number, phase, around in self.timed:
             if phase < len(slots):
                 slots[phase].append((number, 1))
             if around >= 0:
                 slots[around].append((number, -1))
-        if self._mixed is None:
+        if not self.mixed:
             return slots, Untimed.NONE
-        for phase in self._mixed:
+        for phase in self.mixed:
             if phase >= 0:
                 slots[phase] = []
         return slots, Untimed.COPIES
 
     def saved(self) -> list[Any]:
-        """What `restored` takes; device times are not in it."""
-        return [getattr(self, name) for name in _SAVED]
+        """What `restored` takes."""
+        values = [getattr(self, name) for name in _SAVED]
+        return [list(value) if isinstance(value, list) else value for value in values]
 
     @classmethod
     def restored(cls, saved: Sequence[Any]) -> StepTotals:

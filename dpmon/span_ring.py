@@ -62,7 +62,7 @@ class Word:
 class SpanRing:
     """The writing end, made in the process that is traced."""
 
-    __slots__ = ("kinds", "map", "put", "words")
+    __slots__ = ("kinds", "map", "next", "put", "words")
 
     def __init__(
         self, path: str, *, process: int, rank: int = -1, world: int = -1, start_ns: int = 0, slots: int = SLOTS
@@ -86,7 +86,9 @@ class SpanRing:
                 os.close(fd)
             self.words = memoryview(self.map)[:HEADER_BYTES].cast("Q")
             self.kinds = memoryview(self.map)[KINDS_AT : KINDS_AT + THREADS]
-            self.put = _putter(self.map, slots)
+            self.next = count().__next__
+            """Gives the number of the next slot."""
+            self.put = _putter(self.map, slots, self.next)
             """Writes a span of which the words w0 (without the lap) to w3 are given, and returns its number."""
             # The magic comes last: a reader that sees it sees a complete header.
             HEAD_STRUCT.pack_into(
@@ -98,9 +100,9 @@ class SpanRing:
             raise
 
 
-def _putter(ring: mmap.mmap, slots: int) -> Callable[[int, int, int, int], int]:
+def _putter(ring: mmap.mmap, slots: int, take: Callable[[], int]) -> Callable[[int, int, int, int], int]:
     """What writes into a ring. A closure, because this is the hot path of the training."""
-    pack, take, size = SLOT.pack_into, count().__next__, SLOT_BYTES
+    pack, size = SLOT.pack_into, SLOT_BYTES
     mask, bits = slots - 1, slots.bit_length() - 1
 
     def put(head: int, start: int, took: int, sizes: int) -> int:

@@ -59,7 +59,7 @@ class Script:
         number = self._defined.get(key)
         if number is None:
             number = self._defined[key] = len(self._defined) + 1
-            self.line(define=number, v=value)
+            self.line(define=number, value=value)
         return number
 
     def sizes(self, *rows: int, path: str = "0") -> int:

@@ -87,7 +87,7 @@ class Lines:
 
     def define(self, number: int, value: Any) -> None:
         """Append a definition."""
-        self.put(define=number, v=value)
+        self.put(define=number, value=value)
 
     def close(self) -> None:
         os.close(self._fd)

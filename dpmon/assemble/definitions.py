@@ -60,7 +60,7 @@ class Definitions:
         if type(line.get("optimizer")) is int:
             self.optimizers += 1
             return True
-        number, value = line.get("define"), line.get("value", line.get("v"))
+        number, value = line.get("define"), line.get("value")
         if type(number) is not int or not 0 < number < OWN:
             return False
         try:

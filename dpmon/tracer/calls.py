@@ -180,7 +180,8 @@ class Calls:
         def other(module: Any, me: Thread, args: Any, kwargs: Any) -> Any:
             return original(module, *args, **kwargs)
 
-        return with_own_code(self.wrapper(original, other, self._wrapper_site, root=False))
+        traced: Callable[..., Any] = with_own_code(self.wrapper(original, other, self._wrapper_site, root=False))
+        return traced
 
     def _wrapper_site(self, module: Any, me: Thread, args: Any) -> Site | None:
         if not self.session.ready():

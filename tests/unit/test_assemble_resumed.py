@@ -312,7 +312,7 @@ def test_deep_nesting_is_read_in_a_moment() -> None:
     spans = [Span(at, Kind.OPTIMIZER, 0, Kind.OPTIMIZER, 0, 1, 10**6 - at, 2 * at, 0, 0) for at in range(15_000)]
     spans.append(Span(len(spans), Kind.CALL, 0, 0, 0, 1, 0, 10**7, 0, 0))
     assembler = Assembler()
-    assembler.feed(spans, [{"define": 1, "v": {"root": "A", "via": None, "devices": ["cpu"], "absent": {}}}])
+    assembler.feed(spans, [{"define": 1, "value": {"root": "A", "via": None, "devices": ["cpu"], "absent": {}}}])
     result = decoded(assembler.end())
     assert (len(result.calls), len(result.steps)) == (1, 1)
 
@@ -328,11 +328,11 @@ def test_spans_that_wait_for_others_are_bounded() -> None:
     "line",
     [
         {},
-        {"define": 0, "v": []},
-        {"define": 1 << 31, "v": []},
-        {"define": 1, "v": 7},
-        {"define": 1, "v": [["0", ["x"], "float32", 1]]},
-        {"define": 1, "v": {"root": "A", "via": None, "devices": 3, "absent": {}}},
+        {"define": 0, "value": []},
+        {"define": 1 << 31, "value": []},
+        {"define": 1, "value": 7},
+        {"define": 1, "value": [["0", ["x"], "float32", 1]]},
+        {"define": 1, "value": {"root": "A", "via": None, "devices": 3, "absent": {}}},
         {"kind": 3},
     ],
 )

@@ -483,12 +483,12 @@ def test_lines_as_they_come(reader: SpanReader, path: str) -> None:
     assert heard(reader) == []
     assert not reader.has_lines()
     with open(lines_path(path), "ab", buffering=0) as file:
-        file.write(b'{"define":1,"v":[')
+        file.write(b'{"define":1,"value":[')
         assert heard(reader) == []
         assert not reader.has_lines()
         file.write(b']}\n{"optimizer":1}\n{"e')
         assert reader.has_lines()
-        assert heard(reader) == [{"define": 1, "v": []}, {"optimizer": 1}]
+        assert heard(reader) == [{"define": 1, "value": []}, {"optimizer": 1}]
         assert not reader.has_lines()
         assert heard(reader) == []
         file.write(b'nd":true}\n')
@@ -540,10 +540,10 @@ def test_lines_up_to_where_another_reader_came(reader: SpanReader, path: str) ->
     heard(reader)
     lines.define(2, "b")
     with opened(path) as successor:
-        assert heard(successor, until=reader.lines_position) == [{"define": 1, "v": "a"}]
-        assert heard(successor) == [{"define": 2, "v": "b"}]
+        assert heard(successor, until=reader.lines_position) == [{"define": 1, "value": "a"}]
+        assert heard(successor) == [{"define": 2, "value": "b"}]
     with opened(path, lines_position=reader.lines_position) as successor:
-        assert heard(successor) == [{"define": 2, "v": "b"}]
+        assert heard(successor) == [{"define": 2, "value": "b"}]
 
 
 @pytest.mark.parametrize("left", [0, 13, 22, 30])

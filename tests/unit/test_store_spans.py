@@ -288,7 +288,8 @@ def test_a_step_is_there_as_soon_as_the_next_one_fetches(run: Run) -> None:
         training.step()
     run.look()
     assert run.steps() == [1, 2], "the third may go on"
-    training.ring.words[Word.UNDER_WAY] = time.monotonic_ns() << 8 | Kind.FETCH
+    training.ring.words[Word.UNDER_WAY] = time.monotonic_ns()
+    training.ring.kinds[0] = Kind.FETCH
     run.look()
     assert run.steps() == [1, 2, 3]
     changes = run.drain._history._db.total_changes

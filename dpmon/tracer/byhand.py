@@ -91,7 +91,6 @@ class ByHand:
             me.verb = verb != PARALLEL_APPLY
             result = function(*args, **kwargs)
         except BaseException as error:
-            me.verb, me.inside = False, inside
             if mark is not None:
                 mark.abandon()
             if records:

@@ -62,7 +62,7 @@ class Verbs:
                         fault("replicas", error)
                 virtual = run.plan.virtual
                 if recorder.timing is not None:
-                    mark = recorder.timing.verb_begins(me, run.site, kind)
+                    mark = recorder.timing.verb_begins(me, run.site.gpus, kind)
                 began = clock()
                 recorder.words[me.word] = began
                 recorder.kinds[me.number] = kind
@@ -70,10 +70,8 @@ class Verbs:
                 result = (original if virtual is None else virtual.verbs[number])(*args, **kwargs)
             except BaseException as error:
                 me.verb, me.inside = False, inside
-                if mark is not None:
-                    mark.abandon()
                 if began:
-                    recorder.failed(me, head, began, 0, error)
+                    recorder.failed(me, head, began, 0, error, mark)
                 drop_frames(error)
                 args, kwargs, run, virtual = (), {}, None, None
                 raise

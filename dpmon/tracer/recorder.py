@@ -69,6 +69,8 @@ class Recorder:
         self.on_backward: Callable[[], None] | None = None
         """Called when a backward pass is over."""
         self._parents: list[object] = []
+        self._optimizers: dict[int, tuple[Any, int]] = {}
+        """Weak reference and number, by id. The wrappers hold this very object."""
         self.reset()
 
     def reset(self) -> None:
@@ -83,8 +85,7 @@ class Recorder:
         """The ring's header, once there is a ring."""
         self.kinds: Any = memoryview(bytearray(THREADS))
         self._early: list[tuple[int, int, int, int]] = []
-        self._optimizers: dict[int, tuple[Any, int]] = {}
-        """Weak reference and number, by id."""
+        self._optimizers.clear()
         self._optimizer_numbers = count(1)
         self.trains: Thread | None = None
         """The thread that trains, as far as can be told here."""

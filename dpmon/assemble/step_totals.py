@@ -8,7 +8,7 @@ from typing import Any
 
 from dpmon.assemble.device_waits import Payload, Pending, Slots
 from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER
-from dpmon.record.wire import STEP_TAG, STEP_WORDS, Untimed, with_extras
+from dpmon.record.wire import STEP_TAG, STEP_WORDS, Untimed, pack_timed, with_extras
 
 __all__ = ["StepTotals"]
 
@@ -18,7 +18,7 @@ _MOST_TIMED = 4096
 """Spans of one step with device times."""
 _SAVED = (
     *("times", "copied", "learned", "looked", "mode", "learns"),
-    *("failed", "backwards", "passes", "module", "crowded"),
+    *("failed", "backwards", "passes", "module", "crowded", "skipped"),
 )
 
 
@@ -49,6 +49,8 @@ class StepTotals:
         """As in dpmon.assemble.nesting.Inner."""
         self.crowded = False
         """Whether there were so many spans with device times that these are not kept."""
+        self.skipped = False
+        """Whether it is not timed on devices, or not in all its parts, because one in several steps is."""
         self.mixed: set[int] = set()
         """Phases that have copies without device times in them, and the copies, if there are such."""
 
@@ -82,6 +84,8 @@ class StepTotals:
             payload = _STEP.pack(STEP_TAG | self.mode << 8, *(min(value, _LARGEST) for value in values))
         if copy >= 0:
             payload = with_extras(payload, {"copy": min(copy, _LARGEST), "copied_bytes": min(self.copied, _LARGEST)})
+        if self.skipped:
+            return pack_timed(payload, [None] * (5 if copy >= 0 else 4), Untimed.SAMPLED)
         return Pending(payload, *self._slots(), DATA) if self.timed or self.crowded else payload
 
     def _slots(self) -> tuple[Slots, int]:

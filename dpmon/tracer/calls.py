@@ -114,7 +114,7 @@ class Calls:
                 kind, plain, how = site.kind, site.plain, site.head
                 head = how | me.head | inside << INSIDE_AT | kind
                 timing = recorder.timing
-                mark = None if timing is None else timing.call_begins(me, site)
+                mark = None if timing is None else timing.call_begins(me, site.gpus)
                 if root:
                     me.root = site
                 began = clock()
@@ -127,11 +127,9 @@ class Calls:
                     )
                 except BaseException as error:
                     me.inside = inside
-                    if mark is not None:
-                        mark.abandon()
                     if not plain:
                         head = head ^ how | settle(me, site, 0, True)
-                    recorder.failed(me, head | self.flags(module), began, inputs, error)
+                    recorder.failed(me, head | self.flags(module), began, inputs, error, mark)
                     raise
                 me.inside = inside
                 took = outputs = 0

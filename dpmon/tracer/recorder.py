@@ -26,7 +26,7 @@ from dpmon.span_ring import HEADER_BYTES, THREADS, SpanRing, Word
 from dpmon.tracer.frames import OF_CALLS, drop_frames, named_like, outwards
 from dpmon.tracer.session import Session
 from dpmon.tracer.threads import Thread
-from dpmon.tracer.timing import Timing, usable
+from dpmon.tracer.timing import Mark, Timing, usable
 
 __all__ = ["Recorder"]
 
@@ -69,6 +69,8 @@ class Recorder:
         self.on_backward: Callable[[], None] | None = None
         """Called when a backward pass is over."""
         self._parents: list[object] = []
+        self._optimizers: dict[int, tuple[Any, int]] = {}
+        """Weak reference and number, by id. The wrappers hold this very object."""
         self.reset()
 
     def reset(self) -> None:
@@ -83,8 +85,7 @@ class Recorder:
         """The ring's header, once there is a ring."""
         self.kinds: Any = memoryview(bytearray(THREADS))
         self._early: list[tuple[int, int, int, int]] = []
-        self._optimizers: dict[int, tuple[Any, int]] = {}
-        """Weak reference and number, by id."""
+        self._optimizers.clear()
         self._optimizer_numbers = count(1)
         self.trains: Thread | None = None
         """The thread that trains, as far as can be told here."""
@@ -125,7 +126,7 @@ class Recorder:
     def times_devices(self) -> None:
         """A call is about to run on a GPU: time what devices do from now on."""
         if self.timing is None and usable():
-            self.timing = Timing(self.write, self.session.fault)
+            self.timing = Timing(self.write, self.session.fault, lambda: self.words[Word.ONE_IN])
             self.timing.trains = self.trains
 
     # ---------------------------------------------------------------- threads
@@ -143,6 +144,8 @@ class Recorder:
             self._found(me)
             self.patience = self.patience or FEW_CALLS
         elif me is self.trains:
+            if self.timing is not None:
+                self.timing.step_ends()
             self.between(me)
 
     def _found(self, me: Thread) -> None:
@@ -180,15 +183,22 @@ class Recorder:
             return True
         return not isinstance(error, Exception)
 
-    def failed(self, me: Thread, head: int, start: int, sizes: int, error: BaseException) -> None:
-        """A phase ended by an exception. Never raises."""
+    def failed(
+        self, me: Thread, head: int, start: int, sizes: int, error: BaseException, mark: Mark | None = None
+    ) -> None:
+        """A phase ended by an exception; `mark`: its times on devices. Never raises."""
         flags = Flag.FAILED
         if isinstance(error, StopIteration):
             flags |= Flag.OVER
         try:
             now = monotonic_ns()
             self.kinds[me.number] = me.inside
-            self.write(head | flags << FLAGS_AT, start, now - start, sizes)
+            head |= flags << FLAGS_AT
+            if mark is not None:
+                head |= mark.raised()
+            number = self.write(head, start, now - start, sizes)
+            if mark is not None:
+                mark.written(number)
         except Exception as fault:  # noqa: BLE001 - the script's exception goes first
             self._count_fault(fault)
 
@@ -235,14 +245,15 @@ class Recorder:
                         head |= known[1] << SITE_AT
                     elif not self.learns:
                         self._goes_backward(me)
-                    timing = self.timing
-                    mark = None if timing is None else timing.begin(me, kind)
                 except Exception as error:  # noqa: BLE001 - ours must not reach the script
                     session.fault("phase", error)
-                    mark = None
+                mark = None
                 began = clock()
                 if fetch and began >= self.due:
                     self.between(me)
+                    began = clock()
+                if self.timing is not None:
+                    mark = self.timing.begin(me, kind)
                     began = clock()
                 self.words[me.word] = began
                 self.kinds[me.number] = kind
@@ -251,9 +262,7 @@ class Recorder:
                     result = original(*args, **kwargs)
                 except BaseException as error:
                     me.inside = inside
-                    if mark is not None:
-                        mark.abandon()
-                    self.failed(me, head, began, 0, error)
+                    self.failed(me, head, began, 0, error, mark)
                     self._ended_by(me, kind, error)
                     raise
                 me.inside = inside

@@ -82,7 +82,9 @@ def parts_of(known: Definitions, span: Span, layout: int, parts: Sequence[Span])
     replicas, of_replicas = replicas_of(known, shares, layout, span.start)
     if not (of_replicas or of_stages or phases[2 * VERBS[Kind.PARALLEL_APPLY]] >= 0):
         replicas, of_replicas = _whole(known, span, layout, phases, slots, parts)
-    why = Untimed.ON_CPU if of_stages else Untimed.NONE
+    elif of_replicas == [[]] and phases[2 * VERBS[Kind.PARALLEL_APPLY]] < 0:
+        of_replicas = [_after_scatter(span, slots)]  # the module itself ran as the one replica
+    why = Untimed.SAMPLED if span.flags & Flag.SKIPPED else Untimed.ON_CPU if of_stages else Untimed.NONE
     return Made(
         mode_of(span.flags),
         WIRE_FLAGS[span.flags & 15],
@@ -142,10 +144,13 @@ def _whole(
             inputs = one.outputs
     began = phases[0] + phases[1] if phases[0] >= 0 else 0
     outputs = 0 if span.flags & Flag.FAILED else known.known_sizes(span.outputs)
+    return [known.known_sizes(inputs), outputs, began, max(span.took - began, 0)], [_after_scatter(span, slots)]
+
+
+def _after_scatter(span: Span, slots: Slots) -> list[tuple[int, int]]:
+    """The slot of the time of a call without its scatter."""
     slot = timed(span)
-    if slot:
-        slot += [(number, -sign) for number, sign in slots[0]]
-    return [known.known_sizes(inputs), outputs, began, max(span.took - began, 0)], [slot]
+    return slot and slot + [(number, -sign) for number, sign in slots[0]]
 
 
 def _stage(known: Definitions, one: Span, start: int) -> tuple[int, ...]:

@@ -128,7 +128,7 @@ class Composer:
             replicas,
             (),
             [*slots, *of_replicas],
-            Untimed.NONE,
+            Untimed.SAMPLED if apply.flags & Flag.SKIPPED else Untimed.NONE,
         )
 
 

@@ -54,7 +54,7 @@ EDGE = (Kind.PAUSE, Kind.LOOK)
 class Inner:
     """What lies within a block."""
 
-    __slots__ = ("backward", "counts", "first", "hand", "looks", "parts", "timed", "times", "untimed_copies")
+    __slots__ = ("backward", "counts", "first", "hand", "looks", "parts", "skipped", "timed", "times", "untimed_copies")
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -71,6 +71,8 @@ class Inner:
         self.looks: list[int] = []
         self.timed: list[tuple[int, int, int]] = []
         """Spans with device times: number, phase, and the phase of the timed span around it (-1: none)."""
+        self.skipped = False
+        """Whether a span is of a step that is not timed on devices."""
         self.untimed_copies: list[int] = []
         """For each copy without: the phase around it."""
 
@@ -179,6 +181,8 @@ class _Reading:
         start, own, phase = span.start, span.took, PHASE_OF[span.kind]
         within, found = self._within, self.found
         timed = bool(span.flags & Flag.TIMED)
+        if span.flags & Flag.SKIPPED:
+            found.skipped = True
         while within and within[-1][0] >= start:
             _, took, inner_phase, number = within.pop()
             own -= took

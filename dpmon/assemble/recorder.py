@@ -15,12 +15,13 @@ from dpmon.assemble.nesting import COPY, EDGE, PHASE_OF, QUANTITY_OF, VERBS, Blo
 from dpmon.assemble.step_mark import Mark
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
-from dpmon.record.wire import PLAIN_TAG, PLAIN_WORDS
+from dpmon.record.wire import PLAIN_TAG, PLAIN_WORDS, Untimed, pack_timed
 
 __all__ = ["LEARNS", "Item", "Recorder", "before_edge"]
 
 Item: TypeAlias = "Block | Event"
 LEARNS = Flag.TRAINING | Flag.GRAD
+_SLOW = Flag.TIMED | Flag.SKIPPED | Flag.FAILED
 _PLAIN = struct.Struct(PLAIN_WORDS)
 _MOST_KNOWN = 1 << 15
 _MOST_LOOKS = 64
@@ -87,6 +88,8 @@ class Recorder:
                         totals.count(QUANTITY_OF[kind], span[8] | span[9] << 32)
                     if span[2] & Flag.TIMED:
                         totals.timed.append((span[0], phase, -1))
+                    elif span[2] & Flag.SKIPPED:
+                        totals.skipped = True
                     elif phase == COPY:
                         totals.untimed_copy(-1)
                 elif kind == Kind.LOOK:
@@ -106,6 +109,7 @@ class Recorder:
             if value >= 0:
                 totals.count(quantity, value)
         totals.timed += inner.timed
+        totals.skipped = totals.skipped or inner.skipped
         for around in inner.untimed_copies:
             totals.untimed_copy(around)
         for look in inner.looks:
@@ -151,7 +155,7 @@ class Recorder:
         if thread == self.thread:
             self._count(flags, module, rows)
         parts = inner.parts.get(call[0]) if inner is not None else None
-        if parts or flags & Flag.TIMED or flags & Flag.FAILED or layout < 0:
+        if parts or flags & _SLOW or layout < 0:
             self._made(parts_of(self.known, call, site, parts or ()))
             return
         self.calls = number = self.calls + 1
@@ -184,8 +188,10 @@ class Recorder:
         if self.nexts:
             self._fill_nexts()
         payload = pack_made(call, self._step, self.calls)
-        timed = any(call.slots)
-        self.out.append(Pending(payload, call.slots, call.why, -1) if timed else payload)
+        if call.why == Untimed.SAMPLED:
+            self.out.append(pack_timed(payload, [None] * len(call.slots), call.why))
+        else:
+            self.out.append(Pending(payload, call.slots, call.why, -1) if any(call.slots) else payload)
 
     def _primitive(self, span: Span, inner: Inner | None) -> None:
         """The script called a primitive itself."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from dpmon.assemble.device_waits import Payload, Pending, Slots
 from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, PHASES, QUANTITIES
-from dpmon.record.wire import BODY_PHASES, STEP_TAG, STEP_WORDS, Untimed, with_extras
+from dpmon.record.wire import BODY_PHASES, STEP_TAG, STEP_WORDS, Untimed, pack_timed, with_extras
 
 __all__ = ["StepTotals"]
 
@@ -19,7 +19,7 @@ _MOST_TIMED = 4096
 """Spans of one step with device times."""
 _SAVED = (
     *("times", "counts", "learned", "looked", "mode", "learns"),
-    *("failed", "backwards", "passes", "module", "crowded"),
+    *("failed", "backwards", "passes", "module", "crowded", "skipped"),
 )
 
 
@@ -50,6 +50,8 @@ class StepTotals:
         """As in dpmon.assemble.nesting.Inner."""
         self.crowded = False
         """Whether there were so many spans with device times that these are not kept."""
+        self.skipped = False
+        """Whether it is not timed on devices, or not in all its parts, because one in several steps is."""
         self.mixed: set[int] = set()
         """Phases that have copies without device times in them, and the copies, if there are such."""
 
@@ -89,6 +91,8 @@ class StepTotals:
         extras = {name: min(value, _LARGEST) for name, value in found if value >= 0}
         if extras:
             payload = with_extras(payload, extras)
+        if self.skipped:
+            return pack_timed(payload, [None] * (5 if self.times[COPY] >= 0 else 4), Untimed.SAMPLED)
         return Pending(payload, *self._slots(), DATA) if self.timed or self.crowded else payload
 
     def _slots(self) -> tuple[Slots, int]:

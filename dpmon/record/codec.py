@@ -75,6 +75,7 @@ UNTIMED = (
     "it began on one stream and ended on another, which was ahead",
     "the step has more phases than are timed: 4096",
     "the step copies more tensors to devices than are timed: 16",
+    "steps are so short that only some of them are timed on devices, drawn at random",
 )
 """The reasons by their numbers."""
 BACKWARD_AT, OPTIMIZER_AT = STEP_PHASES.index("backward"), STEP_PHASES.index("optimizer")

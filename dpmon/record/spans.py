@@ -80,7 +80,7 @@ COUNTED = {Kind.COPY: "copied_bytes"}
 class Flag:
     """What else is known of a span."""
 
-    TRAINING, GRAD, FAILED, VIRTUAL, DP, SINGLE, OVER, TIMED, HAND = (1 << bit for bit in range(9))
+    TRAINING, GRAD, FAILED, VIRTUAL, DP, SINGLE, OVER, TIMED, HAND, SKIPPED = (1 << bit for bit in range(10))
 
 
 LAP_AT, FLAGS_AT, INSIDE_AT, THREAD_AT, SITE_AT = 8, 16, 26, 31, 40

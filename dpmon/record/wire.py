@@ -76,7 +76,7 @@ DDP = "DistributedDataParallel"
 class Untimed:
     """Why a device's own time is not known, as numbers in records: dpmon.record.codec.UNTIMED has the words."""
 
-    (NONE, LATE, CAPTURED, NO_EVENT, FAULT, ENDED, RAISED, ON_CPU, CROSSED, TOO_MANY, COPIES) = range(11)
+    NONE, LATE, CAPTURED, NO_EVENT, FAULT, ENDED, RAISED, ON_CPU, CROSSED, TOO_MANY, COPIES, SAMPLED = range(12)
 
 
 TIMED_HEAD = struct.Struct("<BBHI")

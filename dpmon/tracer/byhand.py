@@ -78,8 +78,9 @@ class ByHand:
                     watch, more = found
                     head |= more
                     args, kwargs = watch.around(args, kwargs)
-            if records and recorder.timing is not None:
-                mark = recorder.timing.verb_begins(me, None if watch is None else watch.site, _KINDS[verb])
+            timing = recorder.timing
+            if records and timing is not None:
+                mark = timing.begin(me, _KINDS[verb]) if watch is None else timing.call_begins(me, watch.site.gpus)
         except Exception as error:  # noqa: BLE001 - the script's function is run all the same
             session.fault("by hand", error)
         began = monotonic_ns()
@@ -91,10 +92,8 @@ class ByHand:
             me.verb = verb != PARALLEL_APPLY
             result = function(*args, **kwargs)
         except BaseException as error:
-            if mark is not None:
-                mark.abandon()
             if records:
-                recorder.failed(me, head, began, 0, error)
+                recorder.failed(me, head, began, 0, error, mark)
             raise
         finally:
             if watch is not None:
@@ -112,6 +111,8 @@ class ByHand:
         try:
             took = monotonic_ns() - began
             self.recorder.kinds[me.number] = me.inside
+            if mark is not None:
+                head |= mark.end()
             sizes = 0
             if verb == GATHER:
                 sizes = session.outputs(result, Memo()) << 32
@@ -122,8 +123,6 @@ class ByHand:
             elif verb != PARALLEL_APPLY and me.hand is None:
                 position = 0 if number == 6 else 1  # Broadcast.apply(devices, *tensors); replicate(module, devices)
                 me.hand = _several(args[position] if len(args) > position else kwargs.get("devices"))
-            if mark is not None:
-                head |= mark.end()
             slot = self.recorder.write(head, began, took, sizes)
             if mark is not None:
                 mark.written(slot)
@@ -137,7 +136,9 @@ class ByHand:
         if not isinstance(modules, (list, tuple)) or not modules:
             return None
         if me.inside == 0:
-            recorder.called(me)
+            recorder.calls += 1
+            if recorder.calls > recorder.patience:
+                recorder.called(me)
             if recorder.words[Word.REQUEST] != modes.serial and modes.poll():
                 self.sites.forget()
         elif me.inside == Kind.CALL and me.root is not None:

@@ -88,9 +88,7 @@ class Copies:
                 result = original(tensor, *args, **kwargs)
             except BaseException as error:
                 me.inside = inside
-                if mark is not None:
-                    mark.abandon()
-                recorder.failed(me, head, began, 0, error)
+                recorder.failed(me, head, began, 0, error, mark)
                 raise
             me.inside = inside
             took = 0

@@ -64,8 +64,8 @@ class Probe:
             me = recorder.thread()
             self._around, me.inside = me.inside, Kind.REPLICA  # inside a replica nothing is a root
             self._inputs = recorder.session.inputs(args, kwargs, self._memos[0])
-            if recorder.timing is not None:
-                self._mark = recorder.timing.replica_begins(self._watch.site, self.index)
+            if self._watch.timing is not None:
+                self._mark = self._watch.timing.replica_begins(self._watch.site.plan.devices, self.index)
         except Exception as error:  # noqa: BLE001 - sizes are not worth a training
             recorder.session.fault("hooks", error)
         self._began = monotonic_ns()
@@ -83,19 +83,22 @@ class Probe:
                 return
             recorder.thread().inside = self._around
             if result is None and sys.exc_info()[1] is not None:
-                self._write(now, 0, Flag.FAILED)
+                self._failed(now)
                 return
-            self._write(now, recorder.session.outputs(result, self._memos[1]), 0)
+            head = 0 if self._mark is None else self._mark.end()
+            self._write(now, recorder.session.outputs(result, self._memos[1]), head)
             if watch.odd is False and not gathers(result):
                 watch.odd = True
         except Exception as error:  # noqa: BLE001 - sizes are not worth a training
             recorder.session.fault("hooks", error)
 
-    def _write(self, now: int, outputs: int, flags: int) -> None:
+    def _failed(self, now: int) -> None:
+        head = 0 if self._mark is None else self._mark.raised()
+        self._write(now, 0, head | Flag.FAILED << FLAGS_AT)
+
+    def _write(self, now: int, outputs: int, more: int) -> None:
         watch, mark = self._watch, self._mark
-        head = Kind.REPLICA | watch.head | self.index << SITE_AT | flags << FLAGS_AT
-        if mark is not None:
-            head |= mark.abandon() if flags else mark.end()
+        head = Kind.REPLICA | watch.head | self.index << SITE_AT | more
         number = watch.recorder.write(head, self._began, now - self._began, self._inputs | outputs << 32)
         if mark is not None:
             mark.written(number)
@@ -129,7 +132,7 @@ class Probe:
         try:
             self._nested = 0
             self._watch.recorder.thread().inside = self._around
-            self._write(monotonic_ns(), 0, Flag.FAILED)
+            self._failed(monotonic_ns())
         except Exception as error:  # noqa: BLE001 - the script's own error goes first
             self._watch.recorder.session.fault("hooks", error, fatal=False)
 
@@ -137,12 +140,13 @@ class Probe:
 class Watch:
     """What the replicas of one call do."""
 
-    __slots__ = ("_memos", "_probes", "head", "odd", "ran", "recorder", "site")
+    __slots__ = ("_memos", "_probes", "head", "odd", "ran", "recorder", "site", "timing")
 
     def __init__(self, recorder: Recorder, me: Thread, site: Site, strict: bool) -> None:
         """`me`: the thread that makes the call. `strict`: look for what gather does not keep."""
         self.recorder = recorder
         self.site = site
+        self.timing = recorder.timing if me is recorder.trains else None
         self.head = me.head | site.kind << INSIDE_AT
         self.odd: bool | None = False if strict else None
         """Whether a replica returned something that torch's gather would turn into something else."""

@@ -121,7 +121,7 @@ class Stages:
                     last = Stage(device, session.inputs(args, kwargs, got))
                     self._ran.append(last)
                     if self._timing is not None:
-                        last.mark = self._timing.part_begins(gpu_of(device))
+                        last.mark = self._timing.part_begins(Kind.STAGE, gpu_of(device))
                 if part.name not in last.names and len(last.names) < _MAX_NAMES:
                     last.names.append(part.name)
                 last.ended = 0
@@ -205,7 +205,7 @@ class Stages:
         number = self.session.define(("stage", device, names), lambda: {"device": device, "parts": list(names)})
         head = Kind.STAGE | me.head | Kind.CALL << INSIDE_AT | number << SITE_AT
         if stage.mark is not None:
-            head |= stage.mark.end() if stage.ended else stage.mark.abandon()
+            head |= stage.mark.end() if stage.ended else stage.mark.raised()
         if not stage.ended:
             head |= Flag.FAILED << FLAGS_AT
         took = stage.ended - stage.began if stage.ended else 0

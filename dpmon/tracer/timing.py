@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from random import Random
 from threading import Event
-from typing import Any
 
 import torch
 
@@ -23,11 +23,12 @@ __all__ = ["Mark", "Timing", "coming", "gpu_of", "gpus_of", "may_be_used", "usab
 
 MAX_STEPS = 64
 """Steps after which a time is not waited for any longer."""
-MAX_WAITING = 4096
-"""Phases whose times are waited for: a step may have any number of calls."""
 MAX_COPIES = 16
 """Of one step: events are for its phases first."""
-_TIMED = Flag.TIMED << FLAGS_AT
+MAX_ONE_IN = 1024
+_TIMED, _SKIPPED = Flag.TIMED << FLAGS_AT, Flag.SKIPPED << FLAGS_AT
+_COUNT_ANYWAY = frozenset((Kind.FETCH, Kind.CALL, Kind.WRAPPED, Kind.BACKWARD, Kind.COPY))
+"""Phases whose time counts also if they raise."""
 _VERBS = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER))
 
 
@@ -44,12 +45,15 @@ def gpus_of(devices: Sequence[str]) -> tuple[int, ...]:
 
 
 class Mark:
-    """The events around one phase, on each of its devices."""
+    """The events around one phase, on each of its devices. Nothing here raises."""
 
-    __slots__ = ("_timing", "number", "spans", "step")
+    __slots__ = ("_kind", "_shares", "_timing", "number", "spans", "step")
 
-    def __init__(self, timing: Timing, spans: list[Span]) -> None:
+    def __init__(self, timing: Timing, kind: int, spans: list[Span], shares: bool = False) -> None:
+        """`shares`: the next phase of the call may begin at the event that ends this one."""
         self._timing = timing
+        self._kind = kind
+        self._shares = shares
         self.spans = spans
         self.number = -1
         """Of the phase's span."""
@@ -57,23 +61,47 @@ class Mark:
         """Steps that had ended when it was written."""
 
     def end(self) -> int:
-        """The phase ends; what its span says of it. Never raises."""
-        self._timing.end(self.spans)
+        """The phase ends; returns what to add to the head of its span."""
+        self._timing.end(self.spans, self._shares)
         return _TIMED
 
     def lap(self) -> None:
-        """It may have ended here: this is taken for its end if no later lap is. Never raises."""
+        """It may have ended here: this is taken for its end if no later lap is."""
         self._timing.lap(self.spans)
 
-    def abandon(self) -> int:
-        """The phase raised: there is nothing to be timed. Never raises."""
+    def raised(self) -> int:
+        """The phase raised; returns what to add to the head of its span."""
+        if self._kind in _COUNT_ANYWAY:
+            return self.end()
         self._timing.abandon(self.spans)
-        return 0
+        return 0 if self._kind in _VERBS else _TIMED
 
     def written(self, number: int) -> None:
-        """Its span was written, with this number."""
-        self.number = number
-        self._timing.wait_for(self)
+        """Its span was written, with this number (-1: it was not)."""
+        if number >= 0:
+            self.number = number
+            self._timing.wait_for(self)
+
+
+class _Skipped(Mark):
+    """Stands for the events of a phase that is left out, with all of its step."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None: ...
+
+    def end(self) -> int:
+        return _SKIPPED
+
+    def lap(self) -> None: ...
+
+    def raised(self) -> int:
+        return _SKIPPED
+
+    def written(self, number: int) -> None: ...
+
+
+_LEFT_OUT = _Skipped()
 
 
 class Timing:
@@ -83,11 +111,16 @@ class Timing:
         self,
         write: Callable[[int, int, int, int], int],
         fault: Callable[..., None],
+        one_in: Callable[[], int] = lambda: 0,
         events: Events | None = None,
     ) -> None:
-        """`write` takes a span (SpanRing.put), `fault` what goes wrong (Session.fault)."""
+        """`write` takes a span (SpanRing.put), `fault` what goes wrong (Session.fault).
+
+        `one_in` returns the number of steps of which one is timed; all are if it is 0 or 1.
+        """
         self._write_span = write
         self._fault = fault
+        self._one_in = one_in
         self.trains: Thread | None = None
         """The thread that trains."""
         self.times = DeviceTimes(events or TorchEvents(), self._failed)
@@ -96,11 +129,16 @@ class Timing:
         self._used: tuple[int, ...] = ()
         self._called = False
         """Whether the step under way has a call."""
+        self._skips = False
+        """Whether the step under way is not timed."""
+        self._random = Random()  # the script's random numbers stay its own
+        self._block = self._left = self._chosen = 0
+        """Length of the block of steps of which one is timed, how many of it are left, and which of these it is."""
         self._waiting: deque[Mark] = deque()
         self._steps = 0
         self._copies = 0
         self._last: dict[int, Span] = {}
-        """Of each device: the phase of a data-parallel call that ended last."""
+        """Of each device: the phase of the call under way that ended last."""
 
     def _failed(self, error: BaseException) -> None:
         self._fault("events", error, fatal=False)
@@ -109,12 +147,13 @@ class Timing:
 
     def begin(self, me: Thread, kind: int) -> Mark | None:
         """A phase of the step begins, on all of the step's GPUs."""
-        return self._begin(me, self.gpus)
+        return self._begin(me, kind, self.gpus)
 
-    def call_begins(self, me: Thread, site: Any) -> Mark | None:
+    def call_begins(self, me: Thread, gpus: tuple[int, ...]) -> Mark | None:
         """A call begins, on its own GPUs."""
-        gpus: tuple[int, ...] = site.gpus
-        if me is self.trains and me.inside not in (Kind.CALL, Kind.WRAPPED):
+        if me is not self.trains:
+            return None
+        if me.inside not in (Kind.CALL, Kind.WRAPPED):
             if not (self._called or gpus):
                 self.gpus = ()  # the last step's do nothing in this one, as far as is known
             self._called = True
@@ -122,95 +161,97 @@ class Timing:
                 self._used = tuple(dict.fromkeys((*self._used, *gpus)))
                 self.gpus = tuple(dict.fromkeys((*self.gpus, *gpus)))
         self._last.clear()
-        return self._begin(me, gpus)
+        return self._begin(me, Kind.CALL, gpus)
 
-    def verb_begins(self, me: Thread, site: Any, kind: int) -> Mark | None:
+    def verb_begins(self, me: Thread, gpus: tuple[int, ...], kind: int) -> Mark | None:
         """A phase of a call begins: on each device, where the one before it has ended."""
-        return self._begin(me, self.gpus if site is None else site.gpus, self._last if site is not None else {})
+        return self._begin(me, kind, gpus, shares=True)
 
-    def replica_begins(self, site: Any, index: int) -> Mark | None:
+    def replica_begins(self, devices: Sequence[str], index: int) -> Mark | None:
         """A replica begins, on its own thread and stream."""
-        devices = site.plan.devices
-        return self.part_begins(gpu_of(devices[index]) if index < len(devices) else -1)
+        return self.part_begins(Kind.REPLICA, gpu_of(devices[index]) if index < len(devices) else -1)
 
-    def part_begins(self, gpu: int) -> Mark | None:
-        """A part of a call begins on one GPU (-1: on none), on whichever thread."""
-        if gpu < 0 or len(self._waiting) >= MAX_WAITING:
+    def part_begins(self, kind: int, gpu: int) -> Mark | None:
+        """A part of a call of the thread that trains begins on one GPU (-1: on none), on whichever thread."""
+        if gpu < 0:
             return None
-        try:
-            return Mark(self, [self.times.begin(gpu)])
-        except Exception as error:  # noqa: BLE001 - it is not timed
-            self._failed(error)
-            return None
+        if self._skips:
+            return _LEFT_OUT
+        return Mark(self, kind, [self.times.begin(gpu)])
 
     def copy_begins(self, me: Thread, gpu: int) -> Mark | None:
         """A copy to one GPU begins."""
         self._copies += 1
-        return self._begin(me, (gpu,)) if self._copies <= MAX_COPIES else None
+        return self._begin(me, Kind.COPY, (gpu,)) if self._copies <= MAX_COPIES or self._skips else None
 
-    def _begin(self, me: Thread, gpus: Sequence[int], last: dict[int, Span] | None = None) -> Mark | None:
-        if not gpus or me is not self.trains or len(self._waiting) >= MAX_WAITING:
+    def _begin(self, me: Thread, kind: int, gpus: Sequence[int], shares: bool = False) -> Mark | None:
+        if not gpus or me is not self.trains:
             return None
-        try:
-            begin = self.times.begin
-            return Mark(self, [begin(gpu, None if last is None else last.get(gpu)) for gpu in gpus])
-        except Exception as error:  # noqa: BLE001 - it is not timed
-            self._failed(error)
-            return None
+        if self._skips:
+            return _LEFT_OUT
+        begin = self.times.begin
+        last = self._last if shares else {}
+        return Mark(self, kind, [begin(gpu, last.get(gpu)) for gpu in gpus], shares)
 
-    def end(self, spans: Sequence[Span]) -> None:
+    def end(self, spans: Sequence[Span], shares: bool) -> None:
         """A phase ends on its devices."""
-        try:
-            for span in spans:
-                self.times.end(span)
+        for span in spans:
+            self.times.end(span)
+            if shares:
                 self._last[span.device] = span
-        except Exception as error:  # noqa: BLE001 - it is not timed
-            self._failed(error)
 
     def lap(self, spans: Sequence[Span]) -> None:
         """A phase may have ended."""
-        try:
-            for span in spans:
-                self.times.lap(span)
-        except Exception as error:  # noqa: BLE001 - it is not timed
-            self._failed(error)
+        for span in spans:
+            self.times.lap(span)
 
     def abandon(self, spans: Sequence[Span]) -> None:
         """A phase has raised."""
-        try:
-            for span in spans:
-                self.times.abandon(span)
-        except Exception as error:  # noqa: BLE001 - it is not timed
-            self._failed(error)
+        for span in spans:
+            self.times.abandon(span)
 
     # ---------------------------------------------------------------- what the devices say
 
     def wait_for(self, mark: Mark) -> None:
         """The span of a phase was written."""
+        if all(span.settled for span in mark.spans):  # it is not timed
+            self._write(mark, Untimed.NONE)
+            return
         mark.step = self._steps
         self._waiting.append(mark)
 
     def step_ends(self) -> None:
         """A step may have ended: write what the devices have come to the end of."""
-        self._steps += 1
         self._copies = 0
         if self._called:
+            self._steps += 1
             self.gpus = self._used
-        self._used, self._called = (), False
+            self._used, self._called = (), False
+            self._draw()
         self.read()
         self.times.turn()
 
+    def _draw(self) -> None:
+        """Find out whether the step that begins is timed: one of each block is."""
+        block = min(self._one_in(), MAX_ONE_IN)
+        if block != self._block or self._left == 0:
+            self._block = self._left = block
+            self._chosen = self._random.randint(1, block) if block > 1 else 0
+        self._skips = block > 1 and self._left != self._chosen
+        self._left -= self._left > 0
+
     def read(self, unread: int = Untimed.NONE) -> None:
         """Write the times that are known; of all others, if there is an `unread`, that they will not be."""
+        waiting = self._waiting
         try:
             self.times.collect()
-            for _ in range(len(self._waiting)):
-                mark = self._waiting.popleft()
+            while waiting:
+                mark = waiting[0]
                 late = Untimed.LATE if self._steps - mark.step > MAX_STEPS else unread
-                if late or all(span.settled for span in mark.spans):
-                    self._write(mark, late)
-                else:
-                    self._waiting.append(mark)
+                if not (late or all(span.settled for span in mark.spans)):
+                    break
+                self._write(mark, late)  # once more if an interrupt comes before the next line: the reader knows
+                del waiting[0]
         except Exception as error:  # noqa: BLE001 - the training goes on without
             self._failed(error)
 

@@ -64,17 +64,15 @@ class Verbs:
                             fault("replicas", error)
                     virtual = run.plan.virtual
                     if recorder.timing is not None:
-                        mark = recorder.timing.verb_begins(me, run.site, kind)
+                        mark = recorder.timing.verb_begins(me, run.site.gpus, kind)
                     began = clock()
                     recorder.words[me.word] = began
                     recorder.kinds[me.number] = kind
                     me.verb = verb != PARALLEL_APPLY
                     result = (original if virtual is None else virtual.verbs[number])(*args, **kwargs)
                 except BaseException as error:
-                    if mark is not None:
-                        mark.abandon()
                     if began:
-                        recorder.failed(me, head, began, 0, error)
+                        recorder.failed(me, head, began, 0, error, mark)
                     raise
                 me.verb = False
                 me.inside = inside  # a lone replica runs on this thread

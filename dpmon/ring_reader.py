@@ -1,16 +1,11 @@
-"""Reads a ring of records, and asks its process for a mode or a pause (dpmon.ring has its layout)."""
+"""Reads a ring of records (dpmon.ring has its layout)."""
 
 from __future__ import annotations
 
 import os
 import stat
-import struct
 
 from dpmon.ring import (
-    ACK_MODE,
-    ACK_PAUSE,
-    ACK_SERIAL,
-    ACTIVITY,
     BLOCK_BYTES,
     CLAIM,
     FRAME,
@@ -18,16 +13,9 @@ from dpmon.ring import (
     HEAD,
     HEAD_STRUCT,
     HEADER_BYTES,
-    HELD,
     LOST,
     MAGIC,
     PAD_LENGTH,
-    REQUEST_MODE,
-    REQUEST_PAUSE,
-    REQUEST_SERIAL,
-    STAGE_AT,
-    STAGE_MAX,
-    STAGE_SIZE,
     VERSION,
     WORDS,
     RingError,
@@ -45,10 +33,7 @@ class RingReader:
         With `live`, start at what is still in the ring and do not count what was overwritten before as missed.
         Raises RingError if the file is not a ring of this user, OSError if it cannot be opened.
         """
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except PermissionError:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             info = os.fstat(self._fd)
             if not stat.S_ISREG(info.st_mode):
@@ -76,7 +61,6 @@ class RingReader:
         self.missed = 0
         """Records that were overwritten, torn or damaged before this reader came to them."""
         self._first = live
-        self.ended = False
 
     def close(self) -> None:
         """Give the descriptor back; the reader is of no further use."""
@@ -90,56 +74,13 @@ class RingReader:
             raise RingError(f"{self.path}: truncated")
         return WORDS.unpack(raw)
 
-    def held(self) -> int:
-        """Records that the writer holds back; they are lost if its process is gone."""
-        return self._words()[HELD - 16]
-
     def lost(self) -> int:
         """Records that the writer itself could not write."""
         return self._words()[LOST - 16]
 
-    def activity(self) -> tuple[int, int]:
-        """What the training thread last began (one of Activity), and when its turn of the loop began.
-
-        Monotonic ns, 0 when there was none yet. A turn begins by waiting for data, so for DATA this is
-        since when it waits.
-        """
-        word = self._words()[ACTIVITY - 16]
-        return word & 7, word >> 3
-
-    def request(self, mode: int) -> int:
-        """Ask the training process for `mode`; returns the request's serial, to compare with `acknowledged`."""
-        serial = (self._words()[REQUEST_SERIAL - 16] + 1) & 0xFFFFFFFFFFFFFFFF
-        os.pwrite(self._fd, struct.pack("=Q", mode), REQUEST_MODE * 8)
-        os.pwrite(self._fd, struct.pack("=Q", serial), REQUEST_SERIAL * 8)
-        return serial
-
-    def acknowledged(self) -> tuple[int, int]:
-        """The serial of the last request acted upon and the mode in force (0: none yet)."""
-        words = self._words()
-        return words[ACK_SERIAL - 16], words[ACK_MODE - 16]
-
-    def request_pause(self, paused: bool) -> int:
-        """Ask the training process to pause between two steps, or to go on; returns the request.
-
-        Requests are numbered, the lowest bit says what is asked for: 1 to pause, 0 to go on.
-        """
-        asked = (((self._words()[REQUEST_PAUSE - 16] >> 1) + 1) << 1 | paused) & 0xFFFFFFFFFFFFFFFF
-        os.pwrite(self._fd, struct.pack("=Q", asked), REQUEST_PAUSE * 8)
-        return asked
-
-    def pause_requests(self) -> tuple[int, int]:
-        """The last request that `request_pause` made, and the last one acted upon; 0 for none."""
-        words = self._words()
-        return words[REQUEST_PAUSE - 16], words[ACK_PAUSE - 16]
-
     def has_more(self) -> bool:
         """Whether the writer has written beyond what was read."""
         return self.position < self._words()[HEAD - 16]
-
-    def has_last_words(self) -> bool:
-        """Whether a record is staged that was not read."""
-        return self._staged() is not None
 
     def read(self, limit: int = 1 << 20) -> list[bytes]:
         """The next records' payloads, oldest first, from at most `limit` bytes; an empty list when there are none.
@@ -161,25 +102,6 @@ class RingReader:
         words = self._words()
         safe_from = max(words[CLAIM - 16] - self.capacity, 0)
         return self._parse(data, start, safe_from)
-
-    def last_words(self) -> list[bytes]:
-        """The record that a process staged and died before it could write it, once `read` has nothing more."""
-        staged = self._staged()
-        if staged is None:
-            return []
-        self.sequence, payload = staged
-        return [payload]
-
-    def _staged(self) -> tuple[int, bytes] | None:
-        """Number and payload of the staged record, if `read` has not given it."""
-        size = self._words()[STAGE_SIZE - 16]
-        if not 0 < size <= STAGE_MAX:
-            return None
-        raw = os.pread(self._fd, size + 16, STAGE_AT)
-        if len(raw) < size + 16 or raw[:8] != raw[-8:]:  # killed while it staged: the record was not finished
-            return None
-        number = int.from_bytes(raw[:8], "little")
-        return None if number <= self.sequence else (number, raw[8:-8])
 
     def _skip_overwritten(self, claim: int) -> None:
         oldest = claim - self.capacity
@@ -213,11 +135,9 @@ class RingReader:
                 continue
             body = offset + FRAME_BYTES
             payload = data[body : body + length]
-            if length > room - FRAME_BYTES or body + length > size or (sequence ^ length) & 0xFFFFFFFF != check:
+            fits = length <= room - FRAME_BYTES and body + length <= size
+            if not fits or (sequence ^ length) & 0xFFFFFFFF != check or sequence < self.sequence:
                 offset += room  # damaged: the next block starts with a frame again, its number tells what is missing
-                continue
-            if sequence < self.sequence:  # already taken from the stage
-                offset = body + ((length + 7) & ~7)
                 continue
             if not self._first:
                 self.missed += sequence - self.sequence

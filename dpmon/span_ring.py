@@ -28,8 +28,8 @@ import struct
 from collections.abc import Callable
 from itertools import count
 
+from dpmon.allocation import NoSizeSignal, write_in_place
 from dpmon.record.spans import LAP_AT
-from dpmon.ring import NoSizeSignal, write_in_place
 
 __all__ = ["SpanRing", "Word"]
 

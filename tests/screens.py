@@ -21,8 +21,9 @@ from typing import Any
 import pyte
 from synthetic import Training
 
-from dpmon.ring import Activity, Ring
+from dpmon.ring import Ring
 from dpmon.run import proc
+from dpmon.span_ring import SpanRing, Word
 
 __all__ = ["HEIGHT", "SHOW", "WIDTH", "Run", "Start", "Terminal", "terminals"]
 
@@ -62,17 +63,20 @@ class Run:
         self.log = (directory / "output.log").open("ab", buffering=0)
         self.training = Training(devices=("cpu:0", "cpu:1", "cpu:2"), start_ns=time.monotonic_ns())
         self.ring: Ring | None = None
+        self.control: SpanRing | None = None
+        """The ring in which the training process is asked for something; its records come in another one."""
 
     def train(self, steps: int) -> None:
         """Record `steps` steps, as if they had just ended."""
-        if self.ring is None:
-            self.ring = Ring(str(self.directory / "process-0.ring"), process=0, start_ns=self.start_ns)
+        if self.ring is None or self.control is None:
+            self.control = SpanRing(str(self.directory / "process-0.ring"), process=0, start_ns=self.start_ns, slots=64)
+            self.ring = Ring(str(self.directory / "process-1.ring"), process=0, start_ns=self.start_ns)
             for payload in self.training.begin():
                 self.ring.write(payload)
         self.training.now = max(self.training.now, time.monotonic_ns() - steps * self.training.step_ns)
         for payload in self.training.run(steps):
             self.ring.write(payload)
-        self.ring.activity(Activity.OTHER, time.monotonic_ns())
+        self.control.words[Word.UNDER_WAY] = time.monotonic_ns()
 
     def end(self, status: int, signal_name: str | None = None) -> None:
         """Record how it ended."""

@@ -18,7 +18,7 @@ from dpmon.ring import RingError
 from dpmon.ring_reader import RingReader
 from dpmon.run import proc
 from dpmon.run.lock import supervised
-from dpmon.run.rings import ProcessRing, open_ring
+from dpmon.run.rings import ProcessRing
 from dpmon.run.rundir import (
     INFO_FILE,
     MAX_SECONDS,
@@ -258,7 +258,7 @@ class RunReader:
         for number, path in ring_paths(self.directory):
             if number >= 0 and path.name not in self._processes:
                 with contextlib.suppress(RingError, OSError):  # its header is complete a moment later
-                    self._processes[path.name] = _Process(open_ring(str(path)))
+                    self._processes[path.name] = _Process(ProcessRing(str(path)))
 
     @property
     def output_paths(self) -> tuple[Path, ...]:

@@ -1,20 +1,19 @@
-"""The rings of training processes, of frames or of spans: what each process is doing, and what is asked of it."""
+"""The rings of training processes: what each process is doing, and what is asked of it."""
 
 from __future__ import annotations
 
 from dpmon.record.spans import DOING
-from dpmon.ring import Activity
-from dpmon.ring_reader import RingReader
-from dpmon.span_reader import SpanReader, holds_spans
+from dpmon.span_reader import SpanReader
 
-__all__ = ["ProcessRing", "open_ring"]
+__all__ = ["ProcessRing"]
 
 
 class ProcessRing:
     """The ring of one training process, without what it has recorded (dpmon.store.sources)."""
 
-    def __init__(self, ring: RingReader | SpanReader) -> None:
-        self._ring = ring
+    def __init__(self, path: str) -> None:
+        """Raises RingError if it is none, OSError if it cannot be opened."""
+        ring = self._ring = SpanReader(path)
         self.pid: int = ring.pid
         self.process: int = ring.process
         self.rank = ring.rank
@@ -34,13 +33,5 @@ class ProcessRing:
         One of data, copy, forward, backward, optimizer, paused; "other": in the script; "ended". Raises RingError if
         the file was truncated.
         """
-        if isinstance(self._ring, RingReader):
-            what, since = self._ring.activity()
-            return Activity.NAMES[what], since
         kind, since = self._ring.under_way()
         return "ended" if self._ring.ended() else DOING.get(kind, "other"), since
-
-
-def open_ring(path: str) -> ProcessRing:
-    """Open the ring of a training process. Raises RingError if it is none, OSError if it cannot be opened."""
-    return ProcessRing(SpanReader(path) if holds_spans(path) else RingReader(path))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from dpmon.ring import RingError
 from dpmon.run import proc
 from dpmon.run.notes import read_notes
-from dpmon.run.rings import ProcessRing, open_ring
+from dpmon.run.rings import ProcessRing
 from dpmon.run.rundir import ExitInfo, RunInfo, ring_paths
 from dpmon.run.uncaught import every_uncaught
 from dpmon.run.waiting import waits_since
@@ -82,7 +82,7 @@ def activities(directory: Path) -> Iterator[tuple[int, ProcessRing, str, int]]:
     for process, path in ring_paths(directory):
         if process < 0:
             continue
-        with contextlib.suppress(RingError, OSError), contextlib.closing(open_ring(str(path))) as ring:
+        with contextlib.suppress(RingError, OSError), contextlib.closing(ProcessRing(str(path))) as ring:
             yield process, ring, *ring.activity()
 
 

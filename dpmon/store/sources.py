@@ -52,7 +52,7 @@ class Source(Protocol):
 
 
 class FrameSource:
-    """A ring of frames."""
+    """A ring of frames: the samples of a supervisor."""
 
     def __init__(self, path: Path, row: RingRow | None) -> None:
         """Go on where `row` left off. Raises RingError or OSError."""
@@ -70,9 +70,7 @@ class FrameSource:
         ring = self._ring
         self._before = ring.position, ring.sequence, ring.missed
         payloads = ring.read()
-        if gone and not self.over and not ring.has_more():
-            self.over = True
-            payloads += ring.last_words()
+        self.over = self.over or (gone and not ring.has_more())
         return payloads, ring.position - self._before[0] >= ring.capacity // _MUCH
 
     def put_back(self) -> None:
@@ -83,16 +81,12 @@ class FrameSource:
         """As Source says."""
         return self._ring.has_more()
 
-    def has_last_words(self) -> bool:
-        """Whether its process had staged a record that was not read."""
-        return self._ring.has_last_words()
-
     def note(self, row: RingRow) -> int:
         """As Source says."""
         ring = self._ring
         row.position, row.sequence = ring.position, ring.sequence
         with suppress(RingError, OSError):  # truncated under us: what was known stays
-            row.lost = ring.lost() + (ring.held() if self.over else 0)
+            row.lost = ring.lost()
         return ring.missed
 
     def is_in(self, row: RingRow) -> bool:
@@ -252,8 +246,7 @@ def holds_more(path: Path, row: RingRow | None, over: bool) -> bool:
     """
     if not holds_spans(str(path)):
         with closing(FrameSource(path, row)) as frames:
-            ended = frames.process < 0 or not alive(frames.pid, None)
-            return frames.has_more() or (ended and frames.has_last_words())
+            return frames.has_more()
     with closing(SpanReader(str(path))) as ring:
         if row is None or row.pid != ring.pid:
             return True

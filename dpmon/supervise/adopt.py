@@ -15,7 +15,7 @@ from dpmon.ring import RingError
 from dpmon.run import proc
 from dpmon.run.ending import exit_info, unknown_exit
 from dpmon.run.pidfd import open_pidfd, wait_status
-from dpmon.run.rings import open_ring
+from dpmon.run.rings import ProcessRing
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, ring_paths
 from dpmon.run.signalling import is_named
 from dpmon.run.uncaught import uncaught_in
@@ -154,7 +154,7 @@ def last_sign(directory: Path, info: RunInfo) -> Sign:
     for process, path in ring_paths(directory):
         if process < 0:
             continue
-        with contextlib.suppress(RingError, OSError), contextlib.closing(open_ring(str(path))) as ring:
+        with contextlib.suppress(RingError, OSError), contextlib.closing(ProcessRing(str(path))) as ring:
             what, since = ring.activity()
             if ring.pid == info.command_pid:
                 ended = what == "ended"

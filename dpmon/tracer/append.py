@@ -28,7 +28,7 @@ def append(directory: str, file: str, data: bytes, most: int = 1 << 62) -> bool:
 
     Raises OSError if it cannot be opened.
     """
-    from dpmon.ring import NoSizeSignal  # imported here, because a process without torch does not need it
+    from dpmon.allocation import NoSizeSignal  # imported here, because a process without torch does not need it
 
     # As in dpmon.run.files: never wait for the reader of a FIFO, never follow a link.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW

@@ -18,7 +18,7 @@ from tracing import Script, Traced, text_of
 from dpmon.record.kinds import Step
 from dpmon.run import proc
 from dpmon.run.reader import RunReader
-from dpmon.run.rings import ProcessRing, open_ring
+from dpmon.run.rings import ProcessRing
 from dpmon.tracer.pause import Pause
 from dpmon.tracer.session import Config, Session
 
@@ -280,7 +280,7 @@ def test_an_interrupt_ends_a_pause_that_was_asked_for_anew_meanwhile(
     (tmp_path / "run.json").write_text(json.dumps(about))
     session = Session(Config(str(tmp_path), 0, "script", None, ()))
     assert session.ready()
-    reader = open_ring(str(tmp_path / "process-0.ring"))
+    reader = ProcessRing(str(tmp_path / "process-0.ring"))
     slept = []
 
     def sleep(_: float) -> None:

@@ -9,6 +9,7 @@ import signal
 from screens import Run, Start, Terminal
 
 from dpmon.run import proc
+from dpmon.span_ring import Word
 
 PROBE_S, LIMIT_S = 1.5, 30
 """A key that may be part of an incomplete sequence is pressed again after PROBE_S; a sure answer may take LIMIT_S."""
@@ -86,12 +87,12 @@ def test_an_endless_sequence_blocks_the_keys_only_for_a_moment(run: Run, termina
     run.train(50)
     seen = terminal()
     seen.shows("● running")
-    assert run.ring is not None
+    assert run.control is not None
     for name in ("paste", "half an end", "OSC", "CSI", "X10 mouse"):  # the others in tests/unit
         seen.press(ENDLESS[name])
         answers(seen, 3)
         assert "pending" not in seen.text(), name
-        assert run.ring.request_serial == 0, f"{name}: no part of it counted as a key"
+        assert run.control.words[Word.REQUEST] == 0, f"{name}: no part of it counted as a key"
     leaves(seen)
 
 

@@ -18,6 +18,7 @@ from running import Terminal as RealTerminal
 from screens import HEIGHT, SHOW, WIDTH, Run, Start
 
 from dpmon.run import proc
+from dpmon.span_ring import Word
 
 _BREAK = """
 import dpmon.ui.drawing as monitor
@@ -60,15 +61,16 @@ def test_from_the_first_second_to_the_end(run: Run, terminal: Start) -> None:
 def test_a_toggle_travels_through_the_ring_and_back(run: Run, terminal: Start) -> None:
     run.train(50)
     assert run.ring is not None
+    assert run.control is not None
     seen = terminal()
     seen.shows("d → single")
     seen.press("d")
     seen.shows("single pending")
-    assert (run.ring.request_serial, run.ring.request_mode) == (1, 2)
+    assert (run.control.words[Word.REQUEST], run.control.words[Word.WANTED]) == (1, 2)
     for payload in run.training.switch("single"):
         run.ring.write(payload)
     run.train(5)
-    run.ring.acknowledge(1, 2)
+    run.control.words[Word.MODE], run.control.words[Word.ANSWERED] = 2, 1
     seen.shows("single done since step 51")
 
 

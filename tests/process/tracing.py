@@ -25,9 +25,7 @@ import dpmon
 from dpmon.record.codec import Decoder
 from dpmon.record.kinds import Call, Event, Record, RecordError, Step
 from dpmon.ring import RingError
-from dpmon.ring_reader import RingReader
 from dpmon.run.rings import ProcessRing
-from dpmon.span_reader import SpanReader, holds_spans
 from dpmon.store.sources import open_source
 from dpmon.store.tables import RingRow
 
@@ -231,7 +229,7 @@ class ScriptRing(ProcessRing):
     """The ring of a script, from which its payloads are taken, too."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(SpanReader(str(path)) if holds_spans(str(path)) else RingReader(str(path)))
+        super().__init__(str(path))
         self._source = open_source(path, None)
         self._row = RingRow(path.name, self.process, self.rank, self.pid)
 
@@ -253,7 +251,7 @@ class ScriptRing(ProcessRing):
 
     def held(self) -> int:
         """Records that are held back; a ring of spans has none."""
-        return self._ring.held() if isinstance(self._ring, RingReader) else 0
+        return 0
 
     def missed(self) -> int:
         """Records or spans that were not read or could not be written, without those that are held back."""
@@ -262,8 +260,7 @@ class ScriptRing(ProcessRing):
     def laps(self) -> float:
         """How often the ring went round until what was read last."""
         self._source.note(self._row)
-        size = self._ring.capacity if isinstance(self._ring, RingReader) else self._ring.slots
-        return self._row.position / size
+        return self._row.position / self._ring.slots
 
     def close(self) -> None:
         self._source.close()

@@ -65,14 +65,14 @@ def test_a_plain_question_loads_nothing_heavy(
 
 
 def test_the_training_process_loads_only_the_standard_library() -> None:
-    for part in ("dpmon.record.wire", "dpmon.ring", "dpmon.tracer", "dpmon.tracer.inject"):
+    for part in ("dpmon.record.wire", "dpmon.span_ring", "dpmon.tracer", "dpmon.tracer.inject"):
         added = tops(added_by(f"import {part}")) - {"dpmon"}
         assert added <= sys.stdlib_module_names, part
         assert not added & {"sqlite3", "asyncio", "subprocess", "socket", "ssl", "logging"}, part
 
 
-def test_the_tracer_loads_of_dpmon_only_itself_rings_and_records() -> None:
-    ours = ("dpmon.tracer", "dpmon.ring", "dpmon.span_ring", "dpmon.record.spans", "dpmon.record.wire")
+def test_the_tracer_loads_of_dpmon_only_itself_its_ring_and_records() -> None:
+    ours = ("dpmon.tracer", "dpmon.span_ring", "dpmon.allocation", "dpmon.record.spans", "dpmon.record.wire")
     added = loaded_by("import dpmon.tracer.patch", beyond="import torch")
     assert added >= set(ours)
     for name in added:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import random
-import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,8 +15,7 @@ import pytest
 from rings import SMALL, everything, number_of, numbered, opened
 
 import dpmon.ring
-from dpmon.record.wire import mode_number
-from dpmon.ring import BLOCK_BYTES, MAX_PAYLOAD, Activity, Ring, RingError
+from dpmon.ring import BLOCK_BYTES, MAX_PAYLOAD, Ring, RingError
 from dpmon.ring_reader import RingReader
 
 ROOT = Path(dpmon.ring.__file__).resolve().parents[1]
@@ -167,103 +166,43 @@ def test_too_large_a_record_is_lost_and_counted(ring: Ring, reader: RingReader) 
     assert (reader.missed, reader.lost()) == (0, 1)
 
 
-# ------------------------------------------------------------------------------------------------ a staged record
+@pytest.mark.parametrize("busy", [0, 4])
+def test_threads_that_write_at_once(path: str, busy: int) -> None:
+    """With threads that keep the interpreter busy, a writer may be stopped for long in the midst of a record."""
+    threads, each = 4, 1500
+    ring = Ring(path, process=0, capacity=64 * BLOCK_BYTES)
+    over = threading.Event()
 
-LAYOUT = "<BxxxIQ"
-"""Of a staged record; eight-byte fields lie on multiples of eight."""
+    def write(index: int) -> None:
+        for number in range(each):
+            assert ring.write(numbered(index * each + number, number % 90))
 
+    def burn() -> None:
+        while not over.is_set():
+            sum(range(2000))
 
-def staged(number: int) -> bytes:
-    return struct.pack(LAYOUT, 7, number, number * 2)
-
-
-@pytest.fixture
-def stage(ring: Ring) -> Callable[[int], None]:
-    """Stages a record."""
-    ring.staging(LAYOUT)
-    return lambda number: ring.stage((7, number, number * 2))
-
-
-def test_a_staged_record_is_there_for_those_who_ask_for_last_words(
-    ring: Ring, stage: Callable[[int], None], path: str
-) -> None:
-    assert ring.write(b"before")
-    stage(1)
+    burners = [threading.Thread(target=burn) for _ in range(busy)]
+    writers = [threading.Thread(target=write, args=(index,)) for index in range(threads)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5 if not busy else 1e-3)
+    try:
+        for thread in [*burners, *writers]:
+            thread.start()
+        for thread in writers:
+            thread.join()
+    finally:
+        over.set()
+        sys.setswitchinterval(interval)
+    for thread in burners:
+        thread.join()
     with opened(path) as reader:
-        assert everything(reader) == [b"before"]
-        assert reader.last_words() == [staged(1)]
-        assert reader.last_words() == []
-        assert reader.missed == 0
-
-
-def test_a_staged_record_comes_once_and_in_its_place(ring: Ring, stage: Callable[[int], None], path: str) -> None:
-    with opened(path) as early, opened(path) as late:
-        stage(1)
-        assert early.last_words() == [staged(1)]
-        assert ring.write(b"between")
-        stage(2)
-        ring.flush()
-        ring.flush()
-        assert everything(early) == [b"between", staged(2)]
-        assert everything(late) == [staged(1), b"between", staged(2)]
-        for reader in (early, late):
-            assert reader.last_words() == []
-            assert (reader.missed, reader.lost()) == (0, 0)
-
-
-def test_there_are_no_last_words_where_nothing_was_staged(ring: Ring, reader: RingReader) -> None:
-    assert reader.last_words() == []
-    ring.staging(LAYOUT)
-    assert reader.last_words() == []
-
-
-def test_last_words_that_were_cut_off(ring: Ring, stage: Callable[[int], None], path: str) -> None:
-    """Killed while it staged: the number at the end is not the one at the beginning."""
-    stage(1)
-    ring.flush()
-    stage(2)
-    with open(path, "r+b") as file:
-        image = file.read()
-        file.seek(image.index(staged(2)) + len(staged(2)))
-        file.write(bytes(8))
-    with opened(path) as reader:
-        assert everything(reader) == [staged(1)]
-        assert reader.last_words() == []
-
-
-# ------------------------------------------------------------------------------------------------ requests, activity
-
-
-def test_a_request_and_its_acknowledgement(ring: Ring, reader: RingReader, path: str) -> None:
-    dp, single = mode_number("dp"), mode_number("single")
-    assert (ring.request_serial, reader.acknowledged()) == (0, (0, 0))
-    assert reader.request(dp) == 1
-    assert (ring.request_serial, ring.request_mode) == (1, dp)
-    with opened(path) as another:
-        assert another.request(single) == 2
-    assert (ring.request_serial, ring.request_mode) == (2, single)
-    assert reader.acknowledged() == (0, 0)
-    ring.acknowledge(2, single)
-    assert reader.acknowledged() == (2, single)
-    assert everything(reader) == []
-
-
-def test_a_request_for_a_pause_and_its_answer(ring: Ring, reader: RingReader) -> None:
-    """The lowest bit says what is asked for, and no request is like the one before it."""
-    assert reader.pause_requests() == (0, 0)
-    asked = [reader.request_pause(paused) for paused in (True, True, False, True)]
-    assert asked == [3, 5, 6, 9]
-    assert (ring.words[Ring.PAUSE], reader.pause_requests()) == (9, (9, 0))
-    ring.words[Ring.PAUSE_ANSWERED] = 9
-    assert reader.pause_requests() == (9, 9)
-    assert (ring.request_serial, reader.acknowledged()) == (0, (0, 0))
-
-
-def test_what_the_training_is_in(ring: Ring, reader: RingReader) -> None:
-    assert reader.activity() == (Activity.OTHER, 0)
-    for what in range(len(Activity.NAMES)):
-        ring.activity(what, 123_456_789_012_345)
-        assert reader.activity() == (what, 123_456_789_012_345)
+        found = [number_of(payload) for payload in everything(reader)]
+        assert len(set(found)) == len(found)
+        assert len(found) == threads * each
+        assert (reader.missed, reader.lost()) == (0, 0)
+        for index in range(threads):
+            mine = [number for number in found if number // each == index]
+            assert mine == sorted(mine)
 
 
 # ------------------------------------------------------------------------------------------------ making one

@@ -17,7 +17,7 @@ from running import wait_for
 from dpmon.cli.main import main
 from dpmon.record.spans import DOING
 from dpmon.record.wire import pack_event
-from dpmon.ring import Activity, Ring
+from dpmon.ring import Ring
 from dpmon.run import proc
 from dpmon.run.reader import Pause, RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, create_run, save
@@ -47,29 +47,8 @@ def reader(run: tuple[Path, RunInfo]) -> Iterator[RunReader]:
     found.close()
 
 
-class Frames:
-    """A traced process that writes into a ring of frames."""
-
-    def __init__(self, directory: Path, process: int = 0, rank: int = -1, world: int = -1) -> None:
-        path = str(directory / f"process-{process}.ring")
-        self.ring = Ring(path, process=process, rank=rank, world=world, start_ns=START, capacity=1 << 18)
-
-    def does(self, what: str, since_ns: int) -> None:
-        """Say that the training thread has begun this."""
-        self.ring.activity(Activity.NAMES.index(what), since_ns)
-
-    def asked(self) -> tuple[int, int]:
-        """The mode that is asked for, and the last request for a pause."""
-        return self.ring.request_mode, self.ring.words[Ring.PAUSE]
-
-    def answer(self, mode: int) -> None:
-        """Act on what is asked for."""
-        self.ring.acknowledge(self.ring.request_serial, mode)
-        self.ring.words[Ring.PAUSE_ANSWERED] = self.ring.words[Ring.PAUSE]
-
-
-class Spans:
-    """The same of one that writes into a ring of spans."""
+class Process:
+    """A traced process."""
 
     def __init__(self, directory: Path, process: int = 0, rank: int = -1, world: int = -1) -> None:
         path = str(directory / f"process-{process}.ring")
@@ -78,35 +57,26 @@ class Spans:
         self.words[Word.TRAINS] = 3
 
     def does(self, what: str, since_ns: int) -> None:
+        """Say that the training thread has begun this."""
         self.words[Word.ENDED] = what == "ended"
         kind = 0 if what in ("other", "ended") else next(kind for kind, name in DOING.items() if name == what)
         self.words[Word.UNDER_WAY + 3] = since_ns
         self.kinds[3] = kind
 
     def asked(self) -> tuple[int, int]:
+        """The mode that is asked for, and the last request for a pause."""
         return self.words[Word.WANTED], self.words[Word.PAUSE]
 
     def answer(self, mode: int) -> None:
+        """Act on what is asked for."""
         self.words[Word.MODE], self.words[Word.ANSWERED] = mode, self.words[Word.REQUEST]
         self.words[Word.PAUSED] = self.words[Word.PAUSE]
 
 
-Process = type[Frames] | type[Spans]
-
-
-@pytest.fixture(params=[Frames, Spans])
-def process(request: pytest.FixtureRequest) -> Process:
-    """A traced process of either kind."""
-    found: Process = request.param
-    return found
-
-
-def test_a_request_is_pending_until_every_process_has_acted(
-    run: tuple[Path, RunInfo], reader: RunReader, process: Process
-) -> None:
+def test_a_request_is_pending_until_every_process_has_acted(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     assert reader.request_mode("single") == 0
     assert not reader.pending()
-    one, two = process(run[0], 0), process(run[0], 1)
+    one, two = Process(run[0], 0), Process(run[0], 1)
     assert reader.request_mode("single") == 2
     assert reader.pending()
     for writer in (one, two):
@@ -118,8 +88,8 @@ def test_a_request_is_pending_until_every_process_has_acted(
         reader.request_mode("fast")
 
 
-def test_an_ended_process_is_not_waited_for(run: tuple[Path, RunInfo], reader: RunReader, process: Process) -> None:
-    one, two = process(run[0], 0), process(run[0], 1)
+def test_an_ended_process_is_not_waited_for(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    one, two = Process(run[0], 0), Process(run[0], 1)
     reader.request_mode("dp")
     one.answer(1)
     assert reader.pending()
@@ -128,13 +98,11 @@ def test_an_ended_process_is_not_waited_for(run: tuple[Path, RunInfo], reader: R
     assert reader.request_mode("single") == 1
 
 
-def test_a_pause_holds_once_all_that_train_have_paused(
-    run: tuple[Path, RunInfo], reader: RunReader, process: Process
-) -> None:
+def test_a_pause_holds_once_all_that_train_have_paused(run: tuple[Path, RunInfo], reader: RunReader) -> None:
     assert reader.request_pause(True) == 0
     assert reader.pause_refusal() == "no training process is there to pause"
     assert reader.paused() == Pause(False, False, None)
-    one, two = process(run[0], 0), process(run[0], 1)
+    one, two = Process(run[0], 0), Process(run[0], 1)
     assert reader.request_pause(True) == 2
     assert reader.paused() == Pause(True, True, None)
     for number, writer in enumerate((one, two), 1):
@@ -148,8 +116,8 @@ def test_a_pause_holds_once_all_that_train_have_paused(
     assert reader.paused() == Pause(False, False, None)
 
 
-def test_ranks_are_not_asked_to_pause(run: tuple[Path, RunInfo], reader: RunReader, process: Process) -> None:
-    rank = process(run[0], 0, rank=1, world=2)
+def test_ranks_are_not_asked_to_pause(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    rank = Process(run[0], 0, rank=1, world=2)
     assert reader.request_pause(True) == 0
     assert "ranks" in (reader.pause_refusal() or "")
     assert rank.asked() == (0, 0)
@@ -167,10 +135,10 @@ def test_activities_and_stages(run: tuple[Path, RunInfo], reader: RunReader) -> 
     assert reader.stage() is None
 
 
-@pytest.mark.parametrize("what", Activity.NAMES)
-def test_what_a_process_does(run: tuple[Path, RunInfo], reader: RunReader, process: Process, what: str) -> None:
+@pytest.mark.parametrize("what", sorted({*DOING.values(), "ended"}))
+def test_what_a_process_does(run: tuple[Path, RunInfo], reader: RunReader, what: str) -> None:
     assert reader.activities() == {}
-    writer = process(run[0], rank=1)
+    writer = Process(run[0], rank=1)
     assert reader.activities() == {0: ("other", 0)}
     writer.does(what, 77_000)
     assert reader.activities() == {0: (what, 0 if what == "ended" else 77_000)}
@@ -181,9 +149,9 @@ def test_what_a_process_does(run: tuple[Path, RunInfo], reader: RunReader, proce
 
 
 def test_a_process_that_was_killed_has_ended_though_it_could_not_say_so(
-    run: tuple[Path, RunInfo], reader: RunReader, process: Process
+    run: tuple[Path, RunInfo], reader: RunReader
 ) -> None:
-    process(run[0]).does("backward", 77_000)
+    Process(run[0]).does("backward", 77_000)
     assert reader.activities()[0][0] == "backward"
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -233,23 +201,21 @@ def test_run_json_is_read_again_when_it_was_replaced(run: tuple[Path, RunInfo], 
 def test_what_is_no_ring_is_skipped(run: tuple[Path, RunInfo], reader: RunReader, content: bytes) -> None:
     (run[0] / "process-3.ring").write_bytes(content)
     (run[0] / "process-x.ring").write_bytes(content)
-    Frames(run[0], 0)
-    Spans(run[0], 1)
+    for number in range(2):
+        Process(run[0], number)
     assert set(reader.activities()) == {0, 1}
 
 
-def test_a_ring_that_is_truncated_under_the_reader(
-    run: tuple[Path, RunInfo], reader: RunReader, process: Process
-) -> None:
-    process(run[0], 0)
+def test_a_ring_that_is_truncated_under_the_reader(run: tuple[Path, RunInfo], reader: RunReader) -> None:
+    Process(run[0], 0)
     assert set(reader.activities()) == {0}
     os.truncate(run[0] / "process-0.ring", 100)
     assert reader.activities() == {0: ("ended", 0)}
 
 
 def test_descriptors_are_given_back(run: tuple[Path, RunInfo]) -> None:
-    Frames(run[0], 0)
-    Spans(run[0], 1)
+    for number in range(2):
+        Process(run[0], number)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         reader = RunReader(run[0])
@@ -260,7 +226,7 @@ def test_descriptors_are_given_back(run: tuple[Path, RunInfo]) -> None:
 
 
 def test_ls_says_paused_while_every_process_that_trains_is(
-    run: tuple[Path, RunInfo], capsys: pytest.CaptureFixture[str], process: Process
+    run: tuple[Path, RunInfo], capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory, info = run
     pid = os.getpid()
@@ -271,7 +237,7 @@ def test_ls_says_paused_while_every_process_that_trains_is(
         return str(json.loads(capsys.readouterr().out)["state"])
 
     assert state() == "running"
-    one, two = process(directory, 0), process(directory, 12)
+    one, two = Process(directory, 0), Process(directory, 12)
     one.does("paused", 5)
     two.does("forward", 5)
     assert state() == "running"

@@ -139,7 +139,7 @@ class Recorder:
         return found
 
     def called(self, me: Thread) -> None:
-        """A call begins at the top level of this thread, the first or one after many without a step's end."""
+        """A call begins on this thread: the first of all, or one at its top level after many without a step's end."""
         if self.trains is None:
             self._found(me)
             self.patience = self.patience or FEW_CALLS

@@ -155,7 +155,6 @@ class Assembler:
             return []
         self._waiting -= len(waiting)
         found = [one for one in waiting if one.start >= start]
-        self._dropped += len(waiting) - len(found)
         return found
 
     def _block(self, block: Block) -> None:

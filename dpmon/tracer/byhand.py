@@ -92,7 +92,6 @@ class ByHand:
             me.verb = verb != PARALLEL_APPLY
             result = function(*args, **kwargs)
         except BaseException as error:
-            me.verb, me.inside = False, inside
             if records:
                 recorder.failed(me, head, began, 0, error, mark)
             raise

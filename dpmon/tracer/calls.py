@@ -72,9 +72,11 @@ class Calls:
         def traced(module: Any, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(module, *args, **kwargs)
+            me = around = None
+            inside = 0
             try:
                 me = threads.get(get_ident()) or new()
-                inside = me.inside
+                inside, around = me.inside, me.split
                 if inside in hiding or tracing() is not None or graph_task() != -1:
                     return original(module, *args, **kwargs)
                 site = None
@@ -120,15 +122,15 @@ class Calls:
                 began = clock()
                 recorder.words[me.word] = began
                 recorder.kinds[me.number] = kind
-                me.inside = kind
                 try:
+                    me.inside = kind
                     result = (
                         original(module, *args, **kwargs) if plain else run(me, site, original, module, args, kwargs)
                     )
                 except BaseException as error:
                     me.inside = inside
                     if not plain:
-                        head = head ^ how | settle(me, site, True)
+                        head = head ^ how | settle(me, site, 0, True)
                     recorder.failed(me, head | self.flags(module), began, inputs, error, mark)
                     raise
                 me.inside = inside
@@ -149,7 +151,7 @@ class Calls:
                     else:
                         outputs = session.outputs(result, memo)
                     if not plain:
-                        head = head ^ how | settle(me, site, False)
+                        head = head ^ how | settle(me, site, outputs, False)
                     if site.via is None and is_grad_enabled() and module.training:
                         head |= _LEARNS
                     else:
@@ -162,8 +164,10 @@ class Calls:
                         raise
                 return result
             except BaseException as error:
+                if me is not None:  # an interrupt may have come between any two lines
+                    me.inside, me.split = inside, around
                 drop_frames(error)
-                module, args, kwargs, value, result = None, (), {}, None, None
+                module, args, kwargs, value, result, around = None, (), {}, None, None, None
                 raise
 
         return named_like(traced, original)

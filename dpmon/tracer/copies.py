@@ -83,8 +83,8 @@ class Copies:
             began = monotonic_ns()
             recorder.words[me.word] = began
             recorder.kinds[me.number] = Kind.COPY
-            me.inside = Kind.COPY
             try:
+                me.inside = Kind.COPY
                 result = original(tensor, *args, **kwargs)
             except BaseException as error:
                 me.inside = inside

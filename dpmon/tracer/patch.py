@@ -38,7 +38,7 @@ from dpmon.tracer.byhand import ByHand
 from dpmon.tracer.calls import Calls
 from dpmon.tracer.copies import Copies
 from dpmon.tracer.errors import uncaught
-from dpmon.tracer.frames import drop_frames, hide_from_dynamo, named_like, with_own_code
+from dpmon.tracer.frames import drop_frames, hide_from_dynamo, named_like
 from dpmon.tracer.loaders import Loaders
 from dpmon.tracer.memory import Memory
 from dpmon.tracer.modes import Modes
@@ -123,9 +123,7 @@ def install() -> None:
         across.backward = recorder.phase(Kind.BACKWARD, across.backward)  # type: ignore[union-attr]
     hook_step = optimizer.Optimizer.profile_hook_step
     # torch wraps the step of each class once. Ours goes around it: it sees exceptions, which torch's hooks do not.
-    optimizer.Optimizer.profile_hook_step = staticmethod(
-        lambda step: with_own_code(recorder.phase(Kind.OPTIMIZER, hook_step(step)))
-    )
+    optimizer.Optimizer.profile_hook_step = staticmethod(lambda step: recorder.phase(Kind.OPTIMIZER, hook_step(step)))
     optimizer.Optimizer.__init__ = memory.constructing(optimizer.Optimizer.__init__)
     Copies(session, recorder).install()
     roots.listen()

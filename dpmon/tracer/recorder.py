@@ -177,9 +177,10 @@ class Recorder:
         """Something went wrong, or a signal came, while a span was written: once more. Whether to raise the error."""
         try:
             self.write(head, start, took, sizes)
-            self.session.fault("span", error)
-        except BaseException as raised:  # noqa: BLE001 - a handler of the script's has raised it
-            return raised is error
+            if isinstance(error, Exception):
+                self.session.fault("span", error)
+        except BaseException:  # noqa: BLE001 - a handler of the script's has raised it
+            return True
         return not isinstance(error, Exception)
 
     def failed(
@@ -218,6 +219,7 @@ class Recorder:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(*args, **kwargs)
+            me, inside = None, 0
             try:
                 me = threads.get(get_ident()) or new()
                 inside = me.inside
@@ -255,8 +257,8 @@ class Recorder:
                     began = clock()
                 self.words[me.word] = began
                 self.kinds[me.number] = kind
-                me.inside = kind
                 try:
+                    me.inside = kind
                     result = original(*args, **kwargs)
                 except BaseException as error:
                     me.inside = inside
@@ -287,6 +289,8 @@ class Recorder:
                         raise
                 return result
             except BaseException as error:
+                if me is not None:  # an interrupt may have come between any two lines
+                    me.inside = inside
                 drop_frames(error)
                 args, kwargs, result = (), {}, None
                 raise

@@ -109,8 +109,11 @@ class Split:
                 site.absent = {**site.absent, "stages": unclear}
                 site.head = run.head = self.sites.head(site, site.plan)
 
-    def settle(self, me: Thread, site: Site, failed: bool) -> int:
-        """A call that `run` has run is over: let go of what it held. How it ran: see Sites.head. Never raises."""
+    def settle(self, me: Thread, site: Site, outputs: int, failed: bool) -> int:
+        """A call that `run` has run is over: let go of what it held. How it ran: see Sites.head. Never raises.
+
+        `outputs`: the definition of its result's sizes.
+        """
         run: Run | None = me.split
         if run is None or run.site is not site:  # an interrupt came before there was one
             return site.head
@@ -121,7 +124,7 @@ class Split:
             if self.modes.doubtful and me.inside == 0:
                 self.modes.decide(run.wrapped)
             if run.share is not None and not failed:
-                self._lone_replica(me, run)
+                self._lone_replica(me, run, outputs)
             if run.site.own and not failed:
                 self._bypassed(run)
         except Exception as error:  # noqa: BLE001 - the result is the script's, whatever we make of it
@@ -130,12 +133,12 @@ class Split:
             self._let_go(run.watch)
         return run.head
 
-    def _lone_replica(self, me: Thread, run: Run) -> None:
+    def _lone_replica(self, me: Thread, run: Run, outputs: int) -> None:
         """Write the span of a replica that is the module itself, which ran after the scatter."""
         args, kwargs, began = run.share
         inputs = self.session.inputs(args, kwargs, run.site.share)
         head = Kind.REPLICA | me.head | run.site.kind << INSIDE_AT
-        self.recorder.write(head, began, monotonic_ns() - began, inputs)
+        self.recorder.write(head, began, monotonic_ns() - began, inputs | outputs << 32)
 
     def _let_go(self, watch: Watch | None) -> None:
         """Drop all references to the replicas of a call that is over. Never raises."""

@@ -43,59 +43,62 @@ class Verbs:
         def phase(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(*args, **kwargs)
-            me = recorder.threads.get(get_ident()) or recorder.thread()
-            run, inside = me.split, me.inside
-            if me.verb:
-                return original(*args, **kwargs)
-            if run is None or inside not in _OURS:
-                return by_hand.verb(me, number, verb, original, args, kwargs)
-            head = kind | me.head | inside << INSIDE_AT
-            began = 0
-            mark: Any = None
+            me, inside, within = None, 0, False
             try:
-                if verb == GATHER and run.watch is not None and run.watch.odd:
-                    raise Unsuited(ODD)
-                if verb == PARALLEL_APPLY and run.watch is not None and not run.watch.hooked:
-                    try:
-                        args, kwargs = run.watch.around(args, kwargs)
-                    except Exception as error:  # noqa: BLE001 - sizes are not worth a training
-                        fault("replicas", error)
-                virtual = run.plan.virtual
-                if recorder.timing is not None:
-                    mark = recorder.timing.verb_begins(me, run.site.gpus, kind)
-                began = clock()
-                recorder.words[me.word] = began
-                recorder.kinds[me.number] = kind
-                me.verb = verb != PARALLEL_APPLY
-                result = (original if virtual is None else virtual.verbs[number])(*args, **kwargs)
-            except BaseException as error:
-                me.verb, me.inside = False, inside
-                if began:
-                    recorder.failed(me, head, began, 0, error, mark)
-                drop_frames(error)
-                args, kwargs, run, virtual = (), {}, None, None
-                raise
-            me.verb = False
-            me.inside = inside  # a lone replica runs on this thread
-            try:
-                ended = clock()
-                recorder.kinds[me.number] = inside
-                if mark is not None:
-                    head |= mark.end()
-                slot = recorder.put(head, began, ended - began, 0)
-                if mark is not None:
-                    mark.written(slot)
-                run.verbs |= 1 << verb
-                if number == REPLICATE and run.watch is not None and "parallel_apply" in run.site.own:
-                    run.watch.expect(result)  # what runs them is not torch's
-                elif number == SCATTER and len(run.plan.devices) == 1:
-                    run.share = result[0][0], result[1][0], ended
-                    me.inside = Kind.REPLICA  # torch runs the module itself now, until the call is over
-            except BaseException as error:
-                if recorder.again(head, began, clock() - began, 0, error):
-                    drop_frames(error)
-                    args, kwargs, result = (), {}, None
+                me = recorder.threads.get(get_ident()) or recorder.thread()
+                run, inside, within = me.split, me.inside, me.verb
+                if within:
+                    return original(*args, **kwargs)
+                if run is None or inside not in _OURS:
+                    return by_hand.verb(me, number, verb, original, args, kwargs)
+                head = kind | me.head | inside << INSIDE_AT
+                began = 0
+                mark: Any = None
+                try:
+                    if verb == GATHER and run.watch is not None and run.watch.odd:
+                        raise Unsuited(ODD)
+                    if verb == PARALLEL_APPLY and run.watch is not None and not run.watch.hooked:
+                        try:
+                            args, kwargs = run.watch.around(args, kwargs)
+                        except Exception as error:  # noqa: BLE001 - sizes are not worth a training
+                            fault("replicas", error)
+                    virtual = run.plan.virtual
+                    if recorder.timing is not None:
+                        mark = recorder.timing.verb_begins(me, run.site.gpus, kind)
+                    began = clock()
+                    recorder.words[me.word] = began
+                    recorder.kinds[me.number] = kind
+                    me.verb = verb != PARALLEL_APPLY
+                    result = (original if virtual is None else virtual.verbs[number])(*args, **kwargs)
+                except BaseException as error:
+                    if began:
+                        recorder.failed(me, head, began, 0, error, mark)
                     raise
-            return result
+                me.verb = False
+                me.inside = inside  # a lone replica runs on this thread
+                try:
+                    ended = clock()
+                    recorder.kinds[me.number] = inside
+                    if mark is not None:
+                        head |= mark.end()
+                    slot = recorder.put(head, began, ended - began, 0)
+                    if mark is not None:
+                        mark.written(slot)
+                    run.verbs |= 1 << verb
+                    if number == REPLICATE and run.watch is not None and "parallel_apply" in run.site.own:
+                        run.watch.expect(result)  # what runs them is not torch's
+                    elif number == SCATTER and len(run.plan.devices) == 1:
+                        run.share = result[0][0], result[1][0], ended
+                        me.inside = Kind.REPLICA  # torch runs the module itself now, until the call is over
+                except BaseException as error:
+                    if recorder.again(head, began, clock() - began, 0, error):
+                        raise
+                return result
+            except BaseException as error:
+                if me is not None:  # an interrupt may have come between any two lines
+                    me.inside, me.verb = inside, within
+                drop_frames(error)
+                args, kwargs, run, virtual, result = (), {}, None, None, None
+                raise
 
         return named_like(phase, original)

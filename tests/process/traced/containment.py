@@ -28,12 +28,12 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 MODULES = (
-    "tracer.calls", "tracer.cores", "tracer.frames", "tracer.lane", "tracer.loaders", "tracer.modes", "tracer.patch",
-    "tracer.plain", "tracer.replicas", "tracer.roots", "tracer.session", "tracer.sizes", "tracer.steps",
-    "tracer.tables", "tracer.virtual", "tracer.inject", "ring", "record.wire",
+    "tracer.append", "tracer.calls", "tracer.cores", "tracer.frames", "tracer.loaders", "tracer.modes", "tracer.patch",
+    "tracer.recorder", "tracer.replicas", "tracer.roots", "tracer.session", "tracer.sites", "tracer.sizes",
+    "tracer.split", "tracer.tables", "tracer.verbs", "tracer.virtual", "tracer.inject", "span_ring", "record.wire",
 )  # fmt: skip
 BY_HAND = ("tracer.byhand", "tracer.memory", "tracer.pause", "tracer.stages", "tracer.storages")
-DEVICES = ("tracer.timing", "tracer.late", "tracer.events")
+DEVICES = ("tracer.timing", "tracer.events")
 LIMIT_S = 60
 OURS = os.environ["OURS"]
 # Python 3.12 warns of what may go wrong in a child of a process with threads.

@@ -154,8 +154,7 @@ class Assembler:
         if waiting is None:
             return []
         self._waiting -= len(waiting)
-        found = [one for one in waiting if one.start >= start]
-        return found
+        return [one for one in waiting if one.start >= start]
 
     def _block(self, block: Block) -> None:
         span, calls = block[0], block[1]

@@ -119,6 +119,8 @@ class Recorder:
 
     def of_others(self, block: Block) -> None:
         """The calls of a thread that does not train, while no step is under way."""
+        if not (block[1] or block[0][1] in VERBS):
+            return
         self._step = max(self.number, 1)
         self._calls(*block)
         self._composer.flush_all()

@@ -15,7 +15,7 @@ from dpmon.assemble.nesting import VERBS, Block, block_of
 from dpmon.assemble.recorder import Item, Recorder
 from dpmon.assemble.step_mark import Mark
 from dpmon.assemble.step_rules import StepRules
-from dpmon.record.spans import Flag, Kind, Span
+from dpmon.record.spans import DOING, Flag, Kind, Span
 from dpmon.record.wire import Untimed
 
 __all__ = ["Assembler"]
@@ -123,7 +123,7 @@ class Assembler:
                 self._dropped += 1
                 return
             span = span._replace(took=0, flags=flags | Flag.FAILED)
-        if not 0 < kind <= Kind.AGAIN or inside > Kind.AGAIN:
+        if kind not in DOING or (inside and inside not in DOING):
             self._dropped += 1
             return
         if kind == Kind.TIME:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from dpmon.record.spans import Flag, Kind, Span
+from dpmon.record.spans import COUNTED, DOING, Flag, Kind, Span
+from dpmon.record.wire import BODY_PHASES, STEP_EXTRAS
 
 __all__ = [
     "BACKWARD",
@@ -19,51 +20,49 @@ __all__ = [
     "EDGE",
     "FORWARD",
     "OPTIMIZER",
+    "PHASES",
     "PHASE_OF",
+    "QUANTITIES",
+    "QUANTITY_OF",
     "VERBS",
     "Block",
     "Inner",
     "block_of",
 ]
 
+PHASES = (*BODY_PHASES, *(name for name in STEP_EXTRAS if name in DOING.values()))
+"""Phases of a step, in the order in which records have them."""
 DATA, FORWARD, BACKWARD, OPTIMIZER, COPY = range(5)
-"""Phases of a step, in the order of dpmon.record.wire.TIMED_PHASES."""
-PHASE_OF: tuple[int, ...] = tuple(
-    {
-        Kind.FETCH: DATA,
-        Kind.CALL: FORWARD,
-        Kind.WRAPPED: FORWARD,
-        Kind.SCATTER: FORWARD,
-        Kind.REPLICATE: FORWARD,
-        Kind.PARALLEL_APPLY: FORWARD,
-        Kind.GATHER: FORWARD,
-        Kind.BACKWARD: BACKWARD,
-        Kind.OPTIMIZER: OPTIMIZER,
-        Kind.COPY: COPY,
-    }.get(kind, -1)
-    for kind in range(Kind.AGAIN + 1)
+"""Indices in PHASES and in dpmon.record.wire.TIMED_PHASES."""
+QUANTITIES = tuple(name for name in STEP_EXTRAS if name not in PHASES)
+"""Quantities of a step that spans count, in the order in which records have them."""
+_PARTS = (Kind.REPLICA, Kind.STAGE, Kind.AGAIN)
+PHASE_OF = tuple(
+    PHASES.index(DOING[kind]) if DOING.get(kind) in PHASES and kind not in _PARTS else -1
+    for kind in range(max(DOING) + 1)
 )
 """The phase of a step that a kind of span counts as, -1 for none."""
+QUANTITY_OF = {kind: QUANTITIES.index(name) for kind, name in COUNTED.items()}
+"""The quantity of a step that a kind of span counts."""
 VERBS = {Kind.SCATTER: 0, Kind.REPLICATE: 1, Kind.PARALLEL_APPLY: 2, Kind.GATHER: 3}
 """Kinds of span by their index in dpmon.record.wire.CALL_PHASES."""
 CALLS = (Kind.CALL, Kind.WRAPPED)
 EDGE = (Kind.PAUSE, Kind.LOOK)
 """Time that is ours: at the edge of a step it is in no step."""
-_PARTS = (Kind.REPLICA, Kind.STAGE, Kind.AGAIN)
 
 
 class Inner:
     """What lies within a block."""
 
-    __slots__ = ("backward", "copied", "first", "hand", "looks", "parts", "skipped", "timed", "times", "untimed_copies")
+    __slots__ = ("backward", "counts", "first", "hand", "looks", "parts", "skipped", "timed", "times", "untimed_copies")
 
     def __init__(self, first: int) -> None:
         self.first = first
         """The lowest number of its spans."""
-        self.times = [-1] * 5
+        self.times = [-1] * len(PHASES)
         """Exclusive ns of each phase, -1 for one that did not run."""
-        self.copied = 0
-        """Bytes."""
+        self.counts = [-1] * len(QUANTITIES)
+        """Of each quantity, -1 for one that no span counts."""
         self.backward = False
         self.parts: dict[int, list[Span]] = {}
         """By the number of a call: its phases, replicas and stages."""
@@ -136,8 +135,9 @@ class _Reading:
                 self._stepped.append((span.start, span.site))
         elif kind == Kind.BACKWARD:
             self.found.backward = True
-        elif kind == Kind.COPY:
-            self.found.copied += span.inputs | span.outputs << 32
+        elif (quantity := QUANTITY_OF.get(kind)) is not None:
+            counts = self.found.counts
+            counts[quantity] = max(counts[quantity], 0) + (span.inputs | span.outputs << 32)
         elif kind == Kind.LOOK:
             self.found.looks.append(span.site)
         self._time(span)

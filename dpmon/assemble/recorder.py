@@ -11,7 +11,7 @@ from dpmon.assemble.composed import Composer
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import Payload, Pending, Said
 from dpmon.assemble.event_queue import Event, EventQueue
-from dpmon.assemble.nesting import COPY, EDGE, PHASE_OF, VERBS, Block, Inner
+from dpmon.assemble.nesting import COPY, EDGE, PHASE_OF, QUANTITY_OF, VERBS, Block, Inner
 from dpmon.assemble.step_mark import Mark
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
@@ -84,8 +84,8 @@ class Recorder:
                 elif (phase := PHASE_OF[kind]) >= 0:
                     took = times[phase]
                     times[phase] = span[7] if took < 0 else took + span[7]
-                    if phase == COPY:
-                        totals.copied += span[8] | span[9] << 32
+                    if kind in QUANTITY_OF:
+                        totals.count(QUANTITY_OF[kind], span[8] | span[9] << 32)
                     if span[2] & Flag.TIMED:
                         totals.timed.append((span[0], phase, -1))
                     elif span[2] & Flag.SKIPPED:
@@ -105,7 +105,9 @@ class Recorder:
         for phase, took in enumerate(inner.times):
             if took >= 0:
                 times[phase] = max(times[phase], 0) + took
-        totals.copied += inner.copied
+        for quantity, value in enumerate(inner.counts):
+            if value >= 0:
+                totals.count(quantity, value)
         totals.timed += inner.timed
         totals.skipped = totals.skipped or inner.skipped
         for around in inner.untimed_copies:
@@ -117,6 +119,8 @@ class Recorder:
 
     def of_others(self, block: Block) -> None:
         """The calls of a thread that does not train, while no step is under way."""
+        if not (block[1] or block[0][1] in VERBS):
+            return
         self._step = max(self.number, 1)
         self._calls(*block)
         self._composer.flush_all()

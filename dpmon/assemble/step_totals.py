@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpmon.assemble.device_waits import Payload, Pending, Slots
-from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER
-from dpmon.record.wire import STEP_TAG, STEP_WORDS, Untimed, pack_timed, with_extras
+from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, PHASES, QUANTITIES
+from dpmon.record.wire import BODY_PHASES, STEP_TAG, STEP_WORDS, Untimed, pack_timed, with_extras
 
 __all__ = ["StepTotals"]
 
 _STEP = struct.Struct(STEP_WORDS)
+_EXTRAS = (*PHASES[len(BODY_PHASES) :], *QUANTITIES)
 _LARGEST = (1 << 62) - 1
 _MOST_TIMED = 4096
 """Spans of one step with device times."""
 _SAVED = (
-    *("times", "copied", "learned", "looked", "mode", "learns"),
+    *("times", "counts", "learned", "looked", "mode", "learns"),
     *("failed", "backwards", "passes", "module", "crowded", "skipped"),
 )
 
@@ -28,10 +29,10 @@ class StepTotals:
     __slots__ = (*_SAVED, "mixed", "timed")
 
     def __init__(self) -> None:
-        self.times = [-1, -1, -1, -1, -1]
-        """ns of dpmon.record.wire.TIMED_PHASES, -1 for one that did not run."""
-        self.copied = 0
-        """Bytes."""
+        self.times = [-1] * len(PHASES)
+        """ns of each phase, -1 for one that did not run."""
+        self.counts = [-1] * len(QUANTITIES)
+        """Of each quantity, -1 for one that no span counts."""
         self.learned = self.looked = -1
         """Rows of the calls that train or record gradients, and of those that do neither."""
         self.mode = 0
@@ -63,6 +64,10 @@ class StepTotals:
         """Whether a call of `module` goes on after a backward pass, with no step of an optimizer between."""
         return self.learns and self.module == module and self.passes != self.backwards and self.times[OPTIMIZER] < 0
 
+    def count(self, quantity: int, value: int) -> None:
+        """Add to a quantity."""
+        self.counts[quantity] = max(self.counts[quantity], 0) + value
+
     def untimed_copy(self, around: int) -> None:
         """A copy is not timed on its device; `around`: the phase around it, -1 for none."""
         self.mixed |= {COPY, around}
@@ -75,17 +80,19 @@ class StepTotals:
 
     def packed(self, step: int, start: int, wall: int) -> Payload:
         """The step's payload."""
-        data, forward, backward, optimizer, copy = self.times
+        data, forward, backward, optimizer, *others = self.times
         samples = self.learned if self.learned >= 0 else self.looked
         values = step, start, min(wall, _LARGEST), min(samples, _LARGEST), data, forward, backward, optimizer
         try:
             payload = _STEP.pack(STEP_TAG | self.mode << 8, *values)
         except struct.error:
             payload = _STEP.pack(STEP_TAG | self.mode << 8, *(min(value, _LARGEST) for value in values))
-        if copy >= 0:
-            payload = with_extras(payload, {"copy": min(copy, _LARGEST), "copied_bytes": min(self.copied, _LARGEST)})
+        found = zip(_EXTRAS, others + self.counts, strict=True)
+        extras = {name: min(value, _LARGEST) for name, value in found if value >= 0}
+        if extras:
+            payload = with_extras(payload, extras)
         if self.skipped:
-            return pack_timed(payload, [None] * (5 if copy >= 0 else 4), Untimed.SAMPLED)
+            return pack_timed(payload, [None] * (5 if self.times[COPY] >= 0 else 4), Untimed.SAMPLED)
         return Pending(payload, *self._slots(), DATA) if self.timed or self.crowded else payload
 
     def _slots(self) -> tuple[Slots, int]:
@@ -96,12 +103,12 @@ class StepTotals:
         for number, phase, around in self.timed:
             if phase < len(slots):
                 slots[phase].append((number, 1))
-            if around >= 0:
+            if 0 <= around < len(slots):
                 slots[around].append((number, -1))
         if not self.mixed:
             return slots, Untimed.NONE
         for phase in self.mixed:
-            if phase >= 0:
+            if 0 <= phase < len(slots):
                 slots[phase] = []
         return slots, Untimed.COPIES
 
@@ -116,5 +123,5 @@ class StepTotals:
         found = cls()
         for name, value in zip(_SAVED, saved, strict=True):
             setattr(found, name, value)
-        found.times = list(found.times)
+        found.times, found.counts = list(found.times), list(found.counts)
         return found

@@ -16,54 +16,65 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["FLAGS_AT", "INSIDE_AT", "KINDS", "LAP_AT", "SITE_AT", "THREAD_AT", "Flag", "Kind", "Span", "unpacked"]
+__all__ = [
+    "COUNTED",
+    "DOING",
+    "FLAGS_AT",
+    "INSIDE_AT",
+    "LAP_AT",
+    "SITE_AT",
+    "THREAD_AT",
+    "Flag",
+    "Kind",
+    "Span",
+    "unpacked",
+]
 
 
 class Kind:
     """What a span is of, as the lowest byte of w0; 0 is none."""
 
-    (
-        FETCH,
-        CALL,
-        WRAPPED,
-        SCATTER,
-        REPLICATE,
-        PARALLEL_APPLY,
-        GATHER,
-        REPLICA,
-        STAGE,
-        BACKWARD,
-        OPTIMIZER,
-        COPY,
-        TIME,
-        PAUSE,
-        LOOK,
-        GONE,
-        AGAIN,
-    ) = range(1, 18)
+    FETCH = 1
+    CALL = 2
+    WRAPPED = 3
+    SCATTER = 4
+    REPLICATE = 5
+    PARALLEL_APPLY = 6
+    GATHER = 7
+    REPLICA = 8
+    STAGE = 9
+    BACKWARD = 10
+    OPTIMIZER = 11
+    COPY = 12
+    TIME = 13
+    PAUSE = 14
+    LOOK = 15
+    GONE = 16
+    AGAIN = 17
 
 
-KINDS = (
-    "other",
-    "data",
-    "forward",
-    "forward",
-    "forward",
-    "forward",
-    "forward",
-    "forward",
-    "forward",
-    "forward",
-    "backward",
-    "optimizer",
-    "copy",
-    "",
-    "paused",
-    "other",
-    "",
-    "",
-)
-"""What a process does while such a span is under way."""
+DOING = {
+    Kind.FETCH: "data",
+    Kind.CALL: "forward",
+    Kind.WRAPPED: "forward",
+    Kind.SCATTER: "forward",
+    Kind.REPLICATE: "forward",
+    Kind.PARALLEL_APPLY: "forward",
+    Kind.GATHER: "forward",
+    Kind.REPLICA: "forward",
+    Kind.STAGE: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.OPTIMIZER: "optimizer",
+    Kind.COPY: "copy",
+    Kind.TIME: "other",
+    Kind.PAUSE: "paused",
+    Kind.LOOK: "other",
+    Kind.GONE: "other",
+    Kind.AGAIN: "other",
+}
+"""Every kind: what a process does while such a span is under way. A phase of a step has its name in the records."""
+COUNTED = {Kind.COPY: "copied_bytes"}
+"""Kinds with a quantity of the step in the place of their sizes (inputs | outputs << 32)."""
 
 
 class Flag:

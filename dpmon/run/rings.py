@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpmon.record.spans import KINDS
+from dpmon.record.spans import DOING
 from dpmon.ring import Activity
 from dpmon.ring_reader import RingReader
 from dpmon.span_reader import SpanReader, holds_spans
@@ -38,8 +38,7 @@ class ProcessRing:
             what, since = self._ring.activity()
             return Activity.NAMES[what], since
         kind, since = self._ring.under_way()
-        name = (KINDS[kind] if kind < len(KINDS) else "") or "other"
-        return "ended" if self._ring.ended() else name, since
+        return "ended" if self._ring.ended() else DOING.get(kind, "other"), since
 
 
 def open_ring(path: str) -> ProcessRing:

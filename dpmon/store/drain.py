@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -145,10 +146,11 @@ class Drain:
     def _has_room(self) -> bool:
         return self._bytes + _RECORD_BYTES * self._records < HOLD_BYTES
 
-    def flush(self, over: bool = False) -> None:
+    def flush(self, over: bool = False, last: bool = False) -> None:
         """Take and write everything that is there now (at most a ring's worth from each).
 
-        With `over`, the command has ended: also the last of the processes that ended with it.
+        With `over`, the command has ended: also the last of the processes that ended with it. With `last`, nobody goes
+        on with this history: also what processes that outlive the command have under way.
         """
         now = time.monotonic()
         self._find_at = self._retry_at = 0.0
@@ -160,7 +162,9 @@ class Drain:
         if self._history is None:
             return
         for source in self._sources.values() if over else ():
-            source.look_at = 0.0  # it may have ended a moment ago; one that outlives the command holds on to its last
+            source.look_at = 0.0  # it may have ended a moment ago
+            if last:
+                source.gone, source.look_at = True, math.inf
             for _ in range(64):
                 if not self._has_room() or not self._take(source, now):
                     break

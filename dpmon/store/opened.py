@@ -109,7 +109,7 @@ def _with_rings(directory: Path, info: RunInfo, memory: sqlite3.Connection, dama
     """The store of a history in memory, to which all is added that the rings hold."""
     history = _history(memory, info)
     drain = Drain(directory, info, lambda text: None, history=history)
-    drain.flush(over=True)
+    drain.flush(over=True, last=load_exit(directory) is not None)
     drain.close()
     if drain.failure is not None:
         raise drain.failure
@@ -152,9 +152,10 @@ def _is_written(info: RunInfo, path: Path) -> bool:
 
 def _have_more(directory: Path, rings: Mapping[str, RingRow]) -> bool:
     """Whether the rings of a run hold more than its history."""
+    over = load_exit(directory) is not None
     for _, path in ring_paths(directory):
         with suppress(RingError, OSError):
-            if holds_more(path, rings.get(path.name)):
+            if holds_more(path, rings.get(path.name), over):
                 return True
     return False
 

@@ -245,8 +245,11 @@ def open_source(path: Path, row: RingRow | None) -> Source:
     return SpanSource(path, row) if holds_spans(str(path)) else FrameSource(path, row)
 
 
-def holds_more(path: Path, row: RingRow | None) -> bool:
-    """Whether a ring holds more than the history, which has `row` of it. Raises RingError or OSError."""
+def holds_more(path: Path, row: RingRow | None, over: bool) -> bool:
+    """Whether a ring holds more than the history, which has `row` of it. Raises RingError or OSError.
+
+    `over`: the run has ended, so that nobody goes on with its history.
+    """
     if not holds_spans(str(path)):
         with closing(FrameSource(path, row)) as frames:
             ended = frames.process < 0 or not alive(frames.pid, None)
@@ -255,4 +258,4 @@ def holds_more(path: Path, row: RingRow | None) -> bool:
         if row is None or row.pid != ring.pid:
             return True
         ring.position, ring.lines_position = row.sequence, row.lines or 0
-        return row.state != _ENDED and (ring.has_more() or ring.has_lines() or not alive(ring.pid, None))
+        return row.state != _ENDED and (over or ring.has_more() or ring.has_lines() or not alive(ring.pid, None))

@@ -24,6 +24,7 @@ from dpmon.tracer.sites import Functional, Site, Sites
 from dpmon.tracer.split import Run, Split
 from dpmon.tracer.tables import trains
 from dpmon.tracer.threads import Thread
+from dpmon.tracer.timing import Mark
 
 __all__ = ["Calls"]
 
@@ -77,6 +78,8 @@ class Calls:
             try:
                 me = threads.get(get_ident()) or new()
                 inside, around = me.inside, me.split
+                if inside == Kind.OPTIMIZER:
+                    inside = recorder.inside_of(me)
                 if inside in hiding or tracing() is not None or graph_task() != -1:
                     return original(module, *args, **kwargs)
                 site = None
@@ -115,8 +118,9 @@ class Calls:
                     return other(module, me, args, kwargs)
                 kind, plain, how = site.kind, site.plain, site.head
                 head = how | me.head | inside << INSIDE_AT | kind
-                timing = recorder.timing
-                mark = None if timing is None else timing.call_begins(me, site.gpus)
+                mark = None
+                if recorder.timing is not None:
+                    mark = self._timed(me, site)
                 if root:
                     me.root = site
                 began = clock()
@@ -129,9 +133,13 @@ class Calls:
                     )
                 except BaseException as error:
                     me.inside = inside
-                    if not plain:
-                        head = head ^ how | settle(me, site, 0, True)
-                    recorder.failed(me, head | self.flags(module), began, inputs, error, mark)
+                    try:
+                        if not plain:
+                            head = head ^ how | settle(me, site, 0, True)
+                        head |= self.flags(module)
+                    except Exception as fault:  # noqa: BLE001 - the script's exception goes first
+                        session.fault("end", fault)
+                    recorder.failed(me, head, began, inputs, error, mark)
                     raise
                 me.inside = inside
                 took = outputs = 0
@@ -171,6 +179,14 @@ class Calls:
                 raise
 
         return named_like(traced, original)
+
+    def _timed(self, me: Thread, site: Site) -> Mark | None:
+        """The times of a call on its devices, which begin now. Never raises."""
+        try:
+            return None if self.recorder.timing is None else self.recorder.timing.call_begins(me, site.gpus)
+        except Exception as error:  # noqa: BLE001 - ours must not reach the script
+            self.session.fault("events", error, fatal=False)
+            return None
 
     def flags(self, module: Any) -> int:
         """What a call's span says of a module, and of its thread, when it ends."""

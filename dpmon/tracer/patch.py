@@ -13,7 +13,7 @@
 | DataLoader.__iter__ | what it costs to start a loader |
 | torch.autograd._engine_run_backward | backward, however the script calls it |
 | torch.distributed.autograd.backward | backward across RPC, which has its own entry point |
-| Optimizer.profile_hook_step | optimizer |
+| the global optimizer step hooks | optimizer |
 | Optimizer.__init__ | whose state is in memory |
 | torch.distributed.init_process_group | the stage before the first call |
 | Tensor.to, Tensor.cuda, of a torch that was built for GPUs | copies to them |
@@ -121,9 +121,9 @@ def install() -> None:
     across = sys.modules.get("torch.distributed.autograd")  # a build without RPC has no such function
     if hasattr(across, "backward"):
         across.backward = recorder.phase(Kind.BACKWARD, across.backward)  # type: ignore[union-attr]
-    hook_step = optimizer.Optimizer.profile_hook_step
-    # torch wraps the step of each class once. Ours goes around it: it sees exceptions, which torch's hooks do not.
-    optimizer.Optimizer.profile_hook_step = staticmethod(lambda step: recorder.phase(Kind.OPTIMIZER, hook_step(step)))
+    before_step, after_step = recorder.optimizer_hooks()
+    optimizer.register_optimizer_step_pre_hook(before_step)
+    optimizer.register_optimizer_step_post_hook(after_step)
     optimizer.Optimizer.__init__ = memory.constructing(optimizer.Optimizer.__init__)
     Copies(session, recorder).install()
     roots.listen()
@@ -180,8 +180,11 @@ def _at_the_end(
     loaders: Loaders,
 ) -> None:
     def at_exit() -> None:
-        loaders.at_exit()
-        recorder.at_exit()
+        for end in (loaders.at_exit, recorder.at_exit):
+            try:
+                end()
+            except Exception as error:  # noqa: BLE001 - the interpreter is ending
+                session.fault("exit", error)
         try:
             ending = uncaught(rank_and_world()[0])
             if ending is not None:  # it shows which of many processes ended the run, and why

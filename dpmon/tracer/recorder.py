@@ -17,6 +17,7 @@ from contextlib import suppress
 from itertools import count
 from threading import get_ident
 from time import monotonic_ns
+from types import CodeType
 from typing import Any
 
 import torch
@@ -30,12 +31,24 @@ from dpmon.tracer.timing import Mark, Timing, usable
 
 __all__ = ["Recorder"]
 
+
+def _code_within(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _code_within(constant)
+
+
 MAX_EARLY = 256
 """Spans that are kept before the first call, which opens the ring: those of a loader's first batches."""
 IDLE = 4
 """Fetches, or steps of an optimizer, without a call after which somebody should look where the calls are."""
 UNSEEN = 3
 """Steps of an optimizer before the first call after which somebody should say so."""
+_AROUND_STEPS = frozenset(
+    code for code in _code_within(torch.optim.Optimizer.profile_hook_step.__code__) if code.co_name == "wrapper"
+)
+"""torch's function around every step of an optimizer, which calls the hooks."""
 STALE = 64
 """Steps of the optimizer without a fetch, after which a loader no longer counts (a script that keeps one batch)."""
 FEW_CALLS, MANY_CALLS = 64, 4096
@@ -175,13 +188,26 @@ class Recorder:
 
     def again(self, head: int, start: int, took: int, sizes: int, error: BaseException) -> bool:
         """Something went wrong, or a signal came, while a span was written: once more. Whether to raise the error."""
-        try:
-            self.write(head, start, took, sizes)
-            if isinstance(error, Exception):
-                self.session.fault("span", error)
-        except BaseException:  # noqa: BLE001 - a handler of the script's has raised it
-            return True
+        for doing in (lambda: self.write(head, start, took, sizes), lambda: self._blame(error)):
+            try:
+                doing()
+            except Exception as fault:  # noqa: BLE001 - ours, or a handler of the script's has raised it
+                if fault is error or self._is_the_scripts(fault):
+                    return True
+            except BaseException:  # noqa: BLE001 - an interrupt: one is raised for both
+                return True
         return not isinstance(error, Exception)
+
+    def _blame(self, error: BaseException) -> None:
+        if isinstance(error, Exception):
+            self.session.fault("span", error)
+
+    def _is_the_scripts(self, fault: Exception) -> bool:
+        try:
+            self.session.fault("span", fault)
+        except BaseException:  # noqa: BLE001 - that says so
+            return True
+        return False
 
     def failed(
         self, me: Thread, head: int, start: int, sizes: int, error: BaseException, mark: Mark | None = None
@@ -209,12 +235,10 @@ class Recorder:
     # ---------------------------------------------------------------- phases
 
     def phase(self, kind: int, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The traced form of a function that is one phase: of a fetch, a backward pass or an optimizer's step."""
+        """The traced form of a function that is one phase: a fetch, or a backward pass."""
         session, threads, new = self.session, self.threads, self.thread
         is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
-        fetch, backward = kind == Kind.FETCH, kind == Kind.BACKWARD
-        optimizer = not (fetch or backward)
-        optimizers = self._optimizers
+        fetch = kind == Kind.FETCH
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
@@ -223,10 +247,12 @@ class Recorder:
             try:
                 me = threads.get(get_ident()) or new()
                 inside = me.inside
-                if inside == Kind.BACKWARD and not optimizer:  # what is recomputed is a part of it
+                if inside == Kind.OPTIMIZER:
+                    inside = self.inside_of(me)
+                if inside == Kind.BACKWARD:  # what is recomputed is a part of it
                     return original(*args, **kwargs)
                 head = kind | inside << INSIDE_AT | me.head
-                known = None
+                mark = None
                 try:
                     if fetch:
                         self.idle = idle = 0 if self.calls else self.idle + 1
@@ -236,25 +262,16 @@ class Recorder:
                             or self.ring is None
                             or self.timing is not None
                             or self.words[PAUSE] != self.paused
+                            or clock() >= self.due
                         ):
                             self._fetch_begins(me, args[0])
-                    elif optimizer:
-                        known = optimizers.get(id(args[0]))
-                        if known is None or known[0]() is not args[0]:
-                            known = self._numbered(args[0])
-                        head |= known[1] << SITE_AT
                     elif not self.learns:
                         self._goes_backward(me)
+                    if self.timing is not None:
+                        mark = self.timing.begin(me, kind)
                 except Exception as error:  # noqa: BLE001 - ours must not reach the script
                     session.fault("phase", error)
-                mark = None
                 began = clock()
-                if fetch and began >= self.due:
-                    self.between(me)
-                    began = clock()
-                if self.timing is not None:
-                    mark = self.timing.begin(me, kind)
-                    began = clock()
                 self.words[me.word] = began
                 self.kinds[me.number] = kind
                 try:
@@ -275,11 +292,7 @@ class Recorder:
                     number = self.put(head, began, took, 0)
                     if mark is not None:
                         mark.written(number)
-                    if optimizer:
-                        self.loose += 1
-                        if self.loose > STALE or known is None or known[1] != self._only:
-                            self._stepped(me, args[0])
-                    elif fetch:
+                    if fetch:
                         if me.noted:
                             self._first_fetched(me, None)
                     elif self.on_backward is not None and me is self.trains:
@@ -334,6 +347,75 @@ class Recorder:
 
     # ---------------------------------------------------------------- optimizer
 
+    def optimizer_hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        """torch's hooks around every step of an optimizer.
+
+        A step that raises has no end: `inside_of` finds that out. (A wrapper would see it, and be compiled with it.)
+        """
+        threads, new, optimizers = self.threads, self.thread, self._optimizers
+        is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
+        fault = self.session.fault
+
+        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if is_compiling():
+                return
+            try:
+                me = threads.get(get_ident()) or new()
+                if me.steps:
+                    self.inside_of(me, 1)
+                inside = me.inside
+                known = optimizers.get(id(optimizer))
+                if known is None or known[0]() is not optimizer:
+                    known = self._numbered(optimizer)
+                head = Kind.OPTIMIZER | inside << INSIDE_AT | me.head | known[1] << SITE_AT
+                mark = None if self.timing is None else self.timing.begin(me, Kind.OPTIMIZER)
+                began = clock()
+                self.words[me.word] = began
+                self.kinds[me.number] = Kind.OPTIMIZER
+                me.steps.append((inside, head, began, mark, known[1]))
+                me.inside = Kind.OPTIMIZER
+            except Exception as error:  # noqa: BLE001 - ours must not reach the script
+                fault("optimizer", error)
+
+        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if is_compiling():
+                return
+            try:
+                me = threads.get(get_ident())
+                if me is None or not me.steps:
+                    return
+                if len(me.steps) > 1:
+                    self.inside_of(me)
+                took = clock()
+                inside, head, began, mark, number = me.steps.pop()
+                me.inside = inside
+                took -= began
+                self.kinds[me.number] = inside
+                if mark is not None:
+                    head |= mark.end()
+                slot = self.put(head, began, took, 0)
+                if mark is not None:
+                    mark.written(slot)
+                self.loose += 1
+                if self.loose > STALE or number != self._only:
+                    self._stepped(me, optimizer, number)
+            except Exception as error:  # noqa: BLE001 - the step is done, whatever we make of it
+                fault("optimizer", error)
+
+        return before, after
+
+    def inside_of(self, me: Thread, fewer: int = 0) -> int:
+        """What this thread is in, without the optimizers that have begun to step and raised.
+
+        `fewer`: of the steps on the stack so many are not in `me.steps` yet.
+        """
+        around = sum(frame.f_code in _AROUND_STEPS for frame in outwards(sys._getframe(1))) - fewer
+        while len(me.steps) > around:
+            me.inside, _, _, mark, _ = me.steps.pop()
+            if mark is not None:
+                mark.raised()
+        return me.inside
+
     def _numbered(self, optimizer: Any) -> tuple[Any, int]:
         """A weak reference to an optimizer, and its number as long as it lives."""
         number, key, known = next(self._optimizer_numbers) & MAX_SITE, id(optimizer), self._optimizers
@@ -348,9 +430,8 @@ class Recorder:
         known[key] = weakref.ref(optimizer, gone), number
         return known[key]
 
-    def _stepped(self, me: Thread, optimizer: Any) -> None:
+    def _stepped(self, me: Thread, optimizer: Any, number: int) -> None:
         """An optimizer has stepped that may end a step, or is not the only one."""
-        number = self._optimizers[id(optimizer)][1]
         self.on_step(optimizer)
         if self.ring is None:
             self.unseen += 1

@@ -88,9 +88,14 @@ class Split:
 
     def run(self, me: Thread, site: Site, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
         """Run a call in place of `original(module, *args, **kwargs)`; `settle` has to be called afterwards."""
-        run = me.split = Run(site, me.split)
-        if site.plan.mode == DP:
-            run.watch = Watch(self.recorder, me, site, strict=site.via is None)
+        try:
+            run = Run(site, me.split)
+            if site.plan.mode == DP:
+                run.watch = Watch(self.recorder, me, site, strict=site.via is None)
+            me.split = run
+        except Exception as error:  # noqa: BLE001 - the call goes on as it is written
+            self.session.fault("begin", error)
+            return original(module, *args, **kwargs)
         if isinstance(module, Functional):
             return self._functional(run, original, module, args, kwargs)
         if site.kind == Kind.WRAPPED and site.via is not None:

@@ -95,13 +95,17 @@ class Patches:
             functions.Scatter,
             functions.Broadcast,
             functions.Gather,
-            torch.optim.SGD,
         ]
+        self._hooks = [optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks]
         self._without = [dict(vars(owner)) for owner in self._owners]
         self._with: list[tuple[Any, str, Any]] = []
+        self._with_hooks: list[dict[Any, Any]] = []
 
     def taken_out(self) -> int:
         """Take them out; how many there were."""
+        self._with_hooks = [dict(hooks) for hooks in self._hooks]
+        for hooks in self._hooks:
+            hooks.clear()
         self._with = []
         for owner, without in zip(self._owners, self._without, strict=True):
             for name, value in list(vars(owner).items()):
@@ -124,6 +128,8 @@ class Patches:
         """As it was before they were taken out."""
         for owner, name, value in self._with:
             setattr(owner, name, value)
+        for hooks, kept in zip(self._hooks, self._with_hooks, strict=True):
+            hooks.update(kept)
 
 
 class Loop:
@@ -171,15 +177,12 @@ def installed(case: str) -> tuple[Patches, Loop, Any]:
     import torch
     from torch import nn
 
-    step = torch.optim.SGD.step
-    torch.optim.SGD(network(1).parameters())  # so that torch's own wrapper is around the step in both cases
     patches = Patches((nn.Sequential,))
     from dpmon.tracer import patch
 
     replicas, depth, calls, gpus = CASES[case]
     apart = untraced_data_parallel(replicas) if replicas else None
     patch.install()
-    torch.optim.SGD.step = step  # type: ignore[method-assign]
     torch.set_num_threads(1)
     loop = Loop(depth, calls, gpus)
     loop.run(loop.model, WARM_STEPS)

@@ -49,6 +49,7 @@ def test_the_places_in_dpmon_that_can_change_a_files_length() -> None:
         ("run/rundir.py", "O_TRUNC"),  # the temporary file of run.json and exit.json
         ("supervise/room.py", "ftruncate"),  # the script's output, to its present length
         ("ring.py", "posix_fallocate"),  # a new ring, before anybody has it
+        ("span_ring.py", "posix_fallocate"),  # as well
         ("supervise/supervisor.py", "posix_fallocate"),  # the spare file
         ("cli/checks/machine.py", "posix_fallocate"),  # a temporary file
         ("cli/checks/trial.py", "script.write_text"),  # in a temporary directory
@@ -233,7 +234,7 @@ def test_a_ring_that_a_person_truncates_harms_no_reader(dpmon: Dpmon) -> None:
 
 NO_FALLOCATE = """\
 import ctypes, errno, os, signal, struct, sys
-from dpmon.ring import Ring
+from dpmon.span_ring import SLOT_BYTES, SLOTS, SpanRing
 libc = ctypes.CDLL(None, use_errno=True)
 def refuse(number):
     # seccomp: this one call fails with EOPNOTSUPP, all others go on (linux/filter.h, linux/seccomp.h)
@@ -256,13 +257,13 @@ if sys.argv[2] != "usual":
     if libc.fallocate(1, 0, 0, 1) != -1 or ctypes.get_errno() != errno.EOPNOTSUPP:
         sys.exit(77)
 try:
-    ring = Ring(sys.argv[1], process=0)
+    ring = SpanRing(sys.argv[1], process=0)
 except OSError as error:
     print(errno.errorcode[error.errno], os.path.exists(sys.argv[1]))
     sys.exit()
 for _ in range(100000):
-    ring.write(bytes(64))
-print("whole", os.stat(sys.argv[1]).st_blocks * 512 >= ring.capacity)
+    ring.put(1, 2, 3, 4)
+print("whole", os.stat(sys.argv[1]).st_blocks * 512 >= SLOTS * SLOT_BYTES)
 """
 FALLOCATE = {"x86_64": 285, "aarch64": 47}
 
@@ -287,12 +288,12 @@ def test_a_ring_has_all_its_room_or_is_not_made(dpmon: Dpmon, disk: Path, how: s
 
 FILLS = """\
 import os, sys
-from dpmon.ring import Ring
+from dpmon.span_ring import SpanRing
 place = sys.argv[1]
-ring = Ring(place + "/process-0.ring", process=0)
+ring = SpanRing(place + "/process-0.ring", process=0)
 def turn():
     for _ in range(20000):
-        ring.write(bytes(256))
+        ring.put(1, 2, 3, 4)
     ring.map.flush()
 turn()
 hog = os.open(place + "/hog", os.O_WRONLY | os.O_CREAT)

@@ -112,10 +112,10 @@ def test_three_ranks(dpmon: Dpmon) -> None:
     assert found["training"] + found["between"] == pytest.approx(seconds, rel=3 * slack)
 
 
-@pytest.mark.parametrize(("way", "unfinished"), [("raises", 1), ("killed", 0)])
-def test_a_script_that_ends_in_the_middle_of_a_step(dpmon: Dpmon, way: str, unfinished: int) -> None:
+@pytest.mark.parametrize("way", ["raises", "killed"])
+def test_a_script_that_ends_in_the_middle_of_a_step(dpmon: Dpmon, way: str) -> None:
     result = dpmon.run("--headless", *dpmon.warm(), SCRIPT, way)
     assert result.status != 0
     told = json.loads(result.text.splitlines()[0])
-    found = check(dpmon, told, unfinished=unfinished)
+    found = check(dpmon, told, unfinished=1)  # its optimizer has stepped
     assert found["between"] >= 0.4

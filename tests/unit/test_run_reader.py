@@ -15,7 +15,7 @@ import pytest
 from running import wait_for
 
 from dpmon.cli.main import main
-from dpmon.record.spans import KINDS
+from dpmon.record.spans import DOING
 from dpmon.record.wire import pack_event
 from dpmon.ring import Activity, Ring
 from dpmon.run import proc
@@ -79,7 +79,7 @@ class Spans:
 
     def does(self, what: str, since_ns: int) -> None:
         self.words[Word.ENDED] = what == "ended"
-        kind = 0 if what in ("other", "ended") else KINDS.index(what)
+        kind = 0 if what in ("other", "ended") else next(kind for kind, name in DOING.items() if name == what)
         self.words[Word.UNDER_WAY + 3] = since_ns
         self.kinds[3] = kind
 

@@ -8,6 +8,7 @@ from time import monotonic_ns as clock
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from pretend import Result, decoded
 
 from dpmon.assemble import Assembler
@@ -60,6 +61,19 @@ class Device:
         return float(last["at"] - first["at"])
 
 
+class _Optimizer(torch.optim.Optimizer):
+    """One that does what it is given."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__([torch.zeros(1)], {})
+        before, after = recorder.optimizer_hooks()
+        self.register_step_pre_hook(before)
+        self.register_step_post_hook(after)
+
+    def step(self, closure: Any = None) -> None:
+        closure()
+
+
 class Process:
     """A process whose training is played, phase by phase, on this thread; its spans go to an assembler."""
 
@@ -77,6 +91,7 @@ class Process:
         )
         self.timing.trains = self.me
         self.timing.random.seed(1)
+        self._optimizer = _Optimizer(self.recorder)
         self._assembler = Assembler()
         self._layout: Any = {"define": LAYOUT, "value": {"root": "Net", "via": None, "module": 1, "absent": {}}}
         self._heard = False
@@ -99,7 +114,10 @@ class Process:
             if work is not None:
                 work()
 
-        self.recorder.phase(kind, original)(self)
+        if kind == Kind.OPTIMIZER:
+            self._optimizer.step(original)
+        else:
+            self.recorder.phase(kind, original)(self)
 
     @contextmanager
     def call(self, *gpus: int, ms: float = 1.0) -> Iterator[None]:

@@ -60,16 +60,16 @@ def test_the_summary_says_it_and_why_the_rest_is_not_known(dpmon: Dpmon) -> None
 
 def test_a_model_that_is_called_later_is_looked_at_soon_unless_looks_are_dear() -> None:
     """Without a process of its own: how soon depends on what a look takes, which depends on the machine."""
-    steps = SimpleNamespace(countdown=99)
-    memory = Memory(SimpleNamespace(), SimpleNamespace(steps=steps))  # type: ignore[arg-type]
+    asked: list[int] = []
+    recorder = SimpleNamespace(soon=lambda: asked.append(memory._due))
+    memory = Memory(SimpleNamespace(), recorder, SimpleNamespace())  # type: ignore[arg-type]
     memory.new_model()
-    assert steps.countdown == 99, "before the first look, which is due anyway"
+    assert asked == [], "before the first look, which is due anyway"
     memory._due, memory._soonest = 9_000, 4_000
     memory.new_model()
-    assert (memory._due, steps.countdown) == (4_000, 1)
-    steps.countdown = 99
+    assert (memory._due, asked) == (4_000, [4_000])
     memory.new_model()
-    assert (memory._due, steps.countdown) == (4_000, 99), "models that are planned anew again and again change nothing"
+    assert (memory._due, asked) == (4_000, [4_000]), "models that are planned anew again and again change nothing"
 
 
 # ------------------------------------------------------------------------------------------------ one look

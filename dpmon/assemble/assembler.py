@@ -57,7 +57,8 @@ class Assembler:
         self._waiting = 0
         """How many spans are in `_nested`."""
         self._early: deque[Block] = deque(maxlen=MOST_EARLY)
-        self._uncaught = False
+        self._uncaught: bool | None = None
+        """Whether an exception ended the process; None: it has not said that it ends."""
 
     @property
     def thread(self) -> int:
@@ -100,7 +101,8 @@ class Assembler:
     def end(self) -> list[bytes]:
         """The process is gone: no more spans come."""
         self._place(self._events.older(self._events.heard))
-        self._rules.end(self._uncaught)
+        # A process that was killed may have been in the middle of a step, if its steps are known to learn.
+        self._rules.end(self._rules.trains if self._uncaught is None else self._uncaught)
         self._recorder.end()
         self._closed(self._rules.mark(), [], False)
         return self._payloads(Untimed.ENDED)

@@ -189,8 +189,11 @@ class StepRules:
         self._drop_open()
         self._recorder.thread = thread
 
-    def end(self, uncaught: bool) -> None:
-        """There is no more: the open step is one up to the end of its last phase, unless it was cut off."""
+    def end(self, cut_off: bool) -> None:
+        """There is no more: the open step is one up to the end of its last phase.
+
+        `cut_off`: not one that was to learn, and did not come to it.
+        """
         self._settle()
         if not self._calls:
             self._drop_open()
@@ -198,7 +201,7 @@ class StepRules:
         items, self.held = self.held, []
         totals = self._part or StepTotals()
         self._recorder.part(totals, items)
-        if not totals.failed and not (uncaught and totals.unfinished):
+        if not totals.failed and not (cut_off and totals.unfinished):
             self._recorder.step(totals, (), self._start, self._last)
         self._closed(self._snapshot(), [], True)
         self._forget()

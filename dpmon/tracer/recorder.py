@@ -409,11 +409,14 @@ class Recorder:
 
         `fewer`: of the steps on the stack so many are not in `me.steps` yet.
         """
-        around = sum(frame.f_code in _AROUND_STEPS for frame in outwards(sys._getframe(1))) - fewer
-        while len(me.steps) > around:
-            me.inside, _, _, mark, _ = me.steps.pop()
-            if mark is not None:
-                mark.raised()
+        try:
+            around = sum(frame.f_code in _AROUND_STEPS for frame in outwards(sys._getframe(1))) - fewer
+            while len(me.steps) > around:
+                me.inside, _, _, mark, _ = me.steps.pop()
+                if mark is not None:
+                    mark.raised()
+        except Exception as error:  # noqa: BLE001 - ours must not reach the script
+            self.session.fault("optimizer", error)
         return me.inside
 
     def _numbered(self, optimizer: Any) -> tuple[Any, int]:

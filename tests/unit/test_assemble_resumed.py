@@ -254,7 +254,7 @@ def test_what_is_lost_costs_no_other_step() -> None:
     # Without a call its turn is no step of its own.
     assert [call.step for call in result.calls] == [1, 2, 3]
     assert all(len(call.phases) == 4 and len(call.replicas) == 2 for call in result.calls)
-    assert assembler.dropped == 6
+    assert assembler.dropped == 0  # an interrupt leaves such parts, too
 
 
 def noise(draw: Draw) -> Span:

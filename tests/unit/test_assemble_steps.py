@@ -882,9 +882,11 @@ def test_a_call_that_failed_last_is_no_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("uncaught", "backward", "steps"), [(True, False, 2), (True, True, 3), (False, False, 3), (False, True, 3)]
+    ("uncaught", "backward", "steps"),
+    [(True, False, 2), (True, True, 3), (False, False, 3), (False, True, 3), (None, False, 2), (None, True, 3)],
 )
-def test_a_step_that_an_exception_cut_off(uncaught: bool, backward: bool, steps: int) -> None:
+def test_a_step_that_was_cut_off(uncaught: bool | None, backward: bool, steps: int) -> None:
+    """By an exception, or by a kill, which leaves no word of the process's end."""
     script = Script()
     net = script.model()
     for _ in range(2):
@@ -894,8 +896,17 @@ def test_a_step_that_an_exception_cut_off(uncaught: bool, backward: bool, steps:
     script.call(net)
     if backward:
         script.backward()
-    script.line(end=True, uncaught=uncaught)
+    if uncaught is not None:
+        script.line(end=True, uncaught=uncaught)
     assert len(assembled(script).steps) == steps
+
+
+def test_a_process_that_never_learns_and_is_killed() -> None:
+    script = Script()
+    net = script.model()
+    for _ in range(3):
+        script.call(net)
+    assert len(assembled(script).steps) == 3
 
 
 def test_an_evaluation_that_an_exception_ends_is_a_step() -> None:

@@ -12,6 +12,7 @@ from kept import keep
 from places import PLACES, put
 from running import Dpmon
 from sizes import LONG
+from spans import Training as spans_of
 from synthetic import Training, host_event
 
 from dpmon.cli.main import main
@@ -21,7 +22,7 @@ NAMES = (
     *("run.json", "exit.json", "history.sqlite", "history.sqlite-journal", "history.sqlite-wal", "history.sqlite-shm"),
     *("stdout.log", "stderr.log", "output.log", "keep", "endings.log", "warnings.log", "stages.log", "stop-asked"),
     *("spare", "supervisor.log", "supervisor.lock", "process-0.ring", "process-7.ring", "gpu.ring", "input.fifo"),
-    "waits-for-input",
+    *("process-0.jsonl", "process-1.ring", "process-1.jsonl", "process-7.jsonl", "waits-for-input"),
 )
 COMMANDS: tuple[list[str], ...] = (
     ["ls"],
@@ -60,6 +61,9 @@ def runs(request: pytest.FixtureRequest, state: Path, tmp_path: Path, monkeypatc
         training = Training()
         records = {0: [*training.begin(), *training.run(5)], -1: [host_event(1.0)]}
         made.append(keep(records, status=1, name=name, headless=request.param == "headless"))
+        spans = spans_of(str(made[-1] / "process-1.ring"), 1)
+        for _ in range(3):
+            spans.step()
         for log in ("stdout.log", "stderr.log", "output.log", "stages.log", "warnings.log"):
             (made[-1] / log).write_text("1 2 torch imported\n")
     return made

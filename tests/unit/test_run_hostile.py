@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from sizes import size
+from spans import Training
 from stored import state_in
 
 from dpmon.cli.summary import summary_lines
@@ -24,11 +25,12 @@ from dpmon.store.drain import Drain
 from dpmon.store.opened import can_be_opened
 
 START = 1_000_000_000
+RINGS = ("process-0.ring", "process-1.ring", "process-1.jsonl")
 
 
 @pytest.fixture
 def whole(state: Path) -> Path:
-    """A finished run with a history, and more in its ring than that has."""
+    """A finished run with a history, and more in its rings than that has."""
     info = RunInfo(
         id="", name="x", command=("x.py",), script="x.py", cwd="/", python=None, started_unix=1e9, start_ns=START,
         boot_id="", headless=True,
@@ -39,8 +41,11 @@ def whole(state: Path) -> Path:
     layout = {"root": "M", "via": None, "virtual": True, "devices": ["cpu:0", "cpu:1"], "absent": {}}
     ring.write(pack_definition(1, layout))
     ring.write(pack_definition(2, [["0", [4, 5], "float32", 80]]))
+    spans = Training(str(directory / "process-1.ring"), 1, slots=1 << 9)
     drain = Drain(directory, info, print)
     for part in range(2):
+        for _ in range(10):
+            spans.step()
         for number in range(60):
             step = part * 60 + number + 1
             phases, shares = (0, 1, 2, 3, 4, 5, 6, 7), (2, 2, 0, 5) * 2
@@ -90,9 +95,9 @@ def play_back(directory: Path) -> None:
 @pytest.mark.parametrize("seed", range(size(5, 1200)))
 def test_changed_at_random(whole: Path, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
-    names = ("run.json", "exit.json", "history.sqlite", "process-0.ring", "stages.log")
+    names = ("run.json", "exit.json", "history.sqlite", "stages.log", *RINGS)
     untouched = len(list(history(whole)))
-    assert untouched == 1 + 240 + 2
+    assert untouched == 1 + 240 + 1 + 40 + 2
     readable = 0
     for turn in range(40):
         directory = tmp_path / f"turn-{turn}"

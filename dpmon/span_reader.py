@@ -167,6 +167,11 @@ class SpanReader:
         words = self.words()
         return words[Word.PAUSE], words[Word.PAUSED]
 
+    def time_one_in(self, steps: int) -> None:
+        """Ask the training process to time one step in so many on its devices."""
+        if self._word(Word.ONE_IN) != steps:
+            self._set(Word.ONE_IN, steps)
+
     # ------------------------------------------------------------------------------------------ spans
 
     def has_more(self) -> bool:

@@ -19,7 +19,7 @@ from dpmon.record.kinds import Call, Event, Record, RecordError, Step
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES
 from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape
-from dpmon.store.sums import TALLY, Parameters, Sums, whole
+from dpmon.store.sums import TALLY, TALLY_AT, Parameters, Sums, key_in, whole
 from dpmon.store.tables import (
     LASTING,
     LASTING_KINDS,
@@ -27,7 +27,7 @@ from dpmon.store.tables import (
     Bounds,
     definitions_in,
 )
-from dpmon.store.tally import Tally
+from dpmon.store.tally import Key, Tally
 
 __all__ = ["LONG_COLUMNS", "Store", "event_in", "long_row"]
 
@@ -129,9 +129,11 @@ class Store(Sums):
         found = []
         for width, begin, end in self.cover(0, oldest // _SECOND, widest=1):
             for row in self._rows(query, (width, begin, end, *values, most)):
-                named = dict(zip(TALLY, row, strict=True))
-                with suppress(ValueError, TypeError):
-                    found.append(_longest_of(named, width, Tally.of_row(named, self._names, sketches=False)))
+                key = key_in(row)
+                with suppress(ValueError):
+                    if key is not None:
+                        tally = Tally.of_row(row[TALLY_AT:], self._names, sketches=False)
+                        found.append(_longest_of(key, (row[0] + width) * _SECOND, tally))
         return sorted(found, key=lambda step: -step.wall_ns)[:most]
 
     def steps(self, most: int, *, begin_ns: int = 0, end_ns: int = _LAST_NS, process: int | None = None) -> list[Step]:
@@ -359,16 +361,16 @@ def _only(mode: str | None, evaluation: bool | None) -> tuple[str, tuple[Any, ..
     return " AND ".join(parts), tuple(values)
 
 
-def _longest_of(row: Mapping[str, Any], width: int, tally: Tally) -> LongRow:
-    """The longest step of a tally; ValueError if it has none."""
-    process, mode, kind, start, wall = row["process"], row["mode"], row["kind"], row["start_s"], tally.high_ns
-    if mode not in MODES or wall is None or not {type(process), type(kind), type(start)} <= {int}:
+def _longest_of(key: Key, end_ns: int, tally: Tally) -> LongRow:
+    """The longest step of a tally, whose time ends at `end_ns`; ValueError if it has none."""
+    wall = tally.high_ns
+    if wall is None:
         raise ValueError("a damaged tally")
     others = max(tally.stat(STEP).total - wall, 0)
     spent = {name: tally.stat(name).total for name in STEP_PHASES}
     # As if the others had been in that phase all the time.
     least = {name: took - others for name, took in spent.items() if 2 * (took - others) > wall}
-    return LongRow(process, None, mode, kind, max((start + width) * _SECOND - wall, 0), wall, least)
+    return LongRow(key.process, None, key.mode, key.kind, max(end_ns - wall, 0), wall, least)
 
 
 def long_row(row: tuple[Any, ...]) -> LongRow | None:

@@ -49,7 +49,7 @@ from typing import Any
 from dpmon.record.plainjson import load_json
 from dpmon.record.schema import PHASES, QUANTITIES
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.tally import PLAIN
+from dpmon.store.tally import COLUMNS
 
 __all__ = [
     "ACTIVITY_COLUMNS",
@@ -62,7 +62,6 @@ __all__ = [
     "SCHEMA",
     "SCHEMA_VERSION",
     "STEP_COLUMNS",
-    "TALLY_COLUMNS",
     "Bounds",
     "HistoryError",
     "RingRow",
@@ -102,7 +101,6 @@ CALL_COLUMNS: Mapping[str, str] = {
     **dict.fromkeys((f"{phase.name}_ns" for phase in PHASES if phase.of_call), "INTEGER"),
 }
 """The columns of calls and their types."""
-TALLY_COLUMNS = (*PLAIN, *(f"{quantity.name}_{part}" for quantity in QUANTITIES for part in ("sum", "n")))
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
 
 
@@ -146,7 +144,7 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
     lasting=LASTING,
     step_columns=", ".join(f"{name} {kind}" for name, kind in STEP_COLUMNS.items()),
     call_columns=", ".join(f"{name} {kind}" for name, kind in CALL_COLUMNS.items()),
-    tally_columns=_whole_numbers(TALLY_COLUMNS) + ", sketches BLOB",
+    tally_columns=_whole_numbers(COLUMNS[:-1]) + ", sketches BLOB",
     activities=_whole_numbers(ACTIVITY_COLUMNS),
 )
 
@@ -214,7 +212,7 @@ class Bounds:
         for number, row in enumerate(cursor):
             if number > self.rows:
                 raise HistoryError("it has more rows than its size allows")
-            self.begin()
+            self._done = 0
             yield row
 
     def begin(self) -> None:

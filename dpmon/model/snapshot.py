@@ -25,7 +25,7 @@ from dpmon.model.turns import last_resumption, some_are_silent
 from dpmon.model.uneven import uneven_steps
 from dpmon.record.schema import STEP
 from dpmon.record.wire import DDP
-from dpmon.store.answers import TimeRow, TimeTogether
+from dpmon.store.answers import PaceRow, TimeRow, TimeTogether
 from dpmon.store.figures import merged, trains
 from dpmon.store.tally import ALL, Key, Tally
 from dpmon.store.window import Window
@@ -368,20 +368,21 @@ def _lately(
 ) -> dict[int, Trained]:
     """The last ten seconds of processes in one mode."""
     which = processes[0] if len(processes) == 1 else processes
-    rows: dict[int, list[tuple[Key, Tally]]] = {process: [] for process in processes}
-    times: dict[int, list[TimeRow]] = {process: [] for process in processes}
-    for _, _, key, tally in tallies.tally_rows(begin_s, end_s, process=which, sketches=False, widest=1, series=(STEP,)):
-        rows[key.process].append((key, tally))
-    for row in tallies.time_rows(begin_s, end_s, process=which, widest=1):
-        times[row.process].append(row)
-    return {process: recent(rows[process], times[process], mode, trained) for process in processes}
+    rows: dict[int, list[PaceRow]] = {process: [] for process in processes}
+    spent: dict[int, list[tuple[int, int, int]]] = {process: [] for process in processes}
+    for row in tallies.pace_rows(begin_s, end_s, which):
+        rows[row.process].append(row)
+    for number, start, width, ns in tallies.pace_times(begin_s, end_s, which, evaluation=not trained, widest=1):
+        spent[number].append((start, width, ns))
+    return {process: recent(rows[process], spent[process], mode, trained) for process in processes}
 
 
 def _two_steps(rows: Rows, tallies: Tallies, process: Process, end_s: int, mode: str, trained: bool) -> Trained:
     """The two newest steps of a process."""
     newest = rows.steps(process.process, 2)
     begin_s = newest[-1].start_ns // SECOND
-    return recent_of_steps(newest, tallies.time_rows(begin_s, end_s, process=process.process), mode, trained)
+    times = tallies.pace_times(begin_s, end_s, process.process, evaluation=not trained)
+    return recent_of_steps(newest, [stretch[1:] for stretch in times], mode, trained)
 
 
 def _rank_figures(rows: Rows, tallies: Tallies, processes: Iterable[Process]) -> Iterator[Process]:

@@ -9,7 +9,7 @@ from dpmon.model.announced import EventSource
 from dpmon.model.calls_seen import CallSource
 from dpmon.model.devices import SampleSource
 from dpmon.record.kinds import Step
-from dpmon.store.answers import LongRow, TimeRow
+from dpmon.store.answers import LongRow, PaceRow, TimeRow
 from dpmon.store.tally import Key, Tally
 from dpmon.store.window import Source
 
@@ -42,6 +42,14 @@ class Tallies(Source, Protocol):
         series: Collection[str] | None = None,
     ) -> dict[Key, Tally]:
         """By key, all of the time between two seconds."""
+
+    def pace_rows(self, begin_s: int, end_s: int, process: int | Collection[int]) -> Iterator[PaceRow]:
+        """What a rate takes of the tallies of a second each, in order of time."""
+
+    def pace_times(
+        self, begin_s: int, end_s: int, process: int | Collection[int], *, evaluation: bool, widest: int = ...
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Process, start, width and time (ns) of training and between steps, or of evaluation too."""
 
     def time_rows(
         self,

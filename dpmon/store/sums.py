@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from dpmon.record.schema import MODES
+from dpmon.record.schema import MODES, STEP
 from dpmon.store.accounting import ACTIVITIES, LATEST_NS
-from dpmon.store.answers import TimeRow, TimeTogether
+from dpmon.store.answers import PaceRow, TimeRow, TimeTogether
 from dpmon.store.tables import (
     ACTIVITY_COLUMNS,
     Bounds,
@@ -17,7 +17,7 @@ from dpmon.store.tables import (
     RingRow,
     rings_in,
 )
-from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, Tally, known_keys
+from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, Tally, known_keys, total_in
 
 __all__ = ["END", "TALLY", "TALLY_AT", "Parameters", "Sums", "key_in", "whole"]
 
@@ -30,6 +30,7 @@ Parameters = Sequence[Any] | Mapping[str, Any]
 TALLY = ("start_s", "process", "mode", "kind", "batch", *COLUMNS)
 TALLY_AT = len(TALLY) - len(COLUMNS)
 """Where the COLUMNS of a tally begin."""
+_PACE = ("process", "mode", "kind", "steps", "first_ns", "last_ns", "samples_sum", "samples_n", "sketches")
 _TIME = ("start_s", "process", "mode", *ACTIVITY_COLUMNS)
 _BETWEEN = "width = :width AND start_s >= :begin AND start_s < :end"
 _STARTS = (
@@ -200,6 +201,25 @@ class Sums:
             for row in self._each(query, values):
                 yield width, row
 
+    def pace_rows(self, begin_s: int, end_s: int, process: int | Collection[int]) -> Iterator[PaceRow]:
+        """What a rate takes of the tallies of a second each, of one process or several, in order of time."""
+        number = next((number for number, name in self._names.items() if name == STEP), None)
+        for _, row in self._stretches("tallies", _PACE, begin_s, end_s, process, widest=1):
+            who, mode, kind, steps, *optional, data = row
+            with suppress(ValueError):
+                if type(who) is type(kind) is type(steps) is int and mode in MODES and _are_optional(optional):
+                    yield PaceRow._make((*row[:-1], total_in(data, number)))
+
+    def pace_times(
+        self, begin_s: int, end_s: int, process: int | Collection[int], *, evaluation: bool, widest: int = WIDTHS[-1]
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Process, start, width and time (ns) of training and between steps, of `evaluation` too if it is to count."""
+        spent = "training_ns + between_ns" + " + evaluation_ns" * evaluation
+        for width, row in self._stretches("times", ("process", "start_s", spent), begin_s, end_s, process, 1, widest):
+            who, start, ns = row
+            if type(who) is type(start) is type(ns) is int:
+                yield who, start, width, ns
+
     def tallies(
         self,
         begin_s: int = 0,
@@ -312,6 +332,10 @@ def _count(value: object) -> int:
 def _second(value: object) -> int:
     """A second of the run; one that is damaged as the nearest that is possible."""
     return min(max(whole(value), 0), _LATEST_S)
+
+
+def _are_optional(values: Sequence[object]) -> bool:
+    return all(value is None or type(value) is int for value in values)
 
 
 def key_in(row: Sequence[Any]) -> Key | None:

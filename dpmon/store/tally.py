@@ -31,6 +31,7 @@ __all__ = [
     "Sum",
     "Tally",
     "known_keys",
+    "total_in",
 ]
 
 ALL = -1
@@ -361,6 +362,22 @@ def _entries_of(data: object, names: Mapping[int, str], *, sketches: bool) -> li
     except struct.error:
         raise ValueError("a damaged tally") from None
     return found
+
+
+def total_in(data: object, series: int | None) -> int:
+    """The sum of one series, by its number, in the sketches of a row; 0 if it is not there, ValueError for damage."""
+    if not isinstance(data, bytes):
+        raise ValueError("a damaged tally")
+    at = 0
+    while at < len(data):
+        try:
+            number, _, total, size = _ENTRY.unpack_from(data, at)
+        except struct.error:
+            raise ValueError("a damaged tally") from None
+        if number == series:
+            return int(total)
+        at += _ENTRY.size + size
+    return 0
 
 
 PLAIN = ("steps", "calls", "last_step", "low_ns", "high_ns", "first_ns", "last_ns")

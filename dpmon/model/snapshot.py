@@ -32,8 +32,6 @@ from dpmon.store.window import Window
 
 __all__ = ["Snapshots"]
 
-RANKS_FIGURED = 64
-"""Of many processes the first ones are read, and twice as many from the first one that is shown."""
 RANK_CALLS_READ = 8
 _MINUTE_S = 60
 _SILENT_S = 40
@@ -268,7 +266,7 @@ def _resumed(tallies: Tallies, state: State) -> dict[int, Process]:
 def _near(state: State, focus: Process, wanted: Wanted) -> list[Process]:
     """The other processes that train now and have room in a picture, by rank."""
     training = sorted(state.training(), key=lambda process: (process.rank is None, process.rank or 0))
-    shown = [*training[:RANKS_FIGURED], *training[wanted.first_rank : wanted.first_rank + 2 * RANKS_FIGURED]]
+    shown = [*training[: wanted.ranks], *training[wanted.first_rank : wanted.first_rank + 2 * wanted.ranks]]
     return list({process.process: process for process in shown if process.process != focus.process}.values())
 
 

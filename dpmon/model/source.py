@@ -13,7 +13,11 @@ from dpmon.store.answers import LongRow, PaceRow, TimeRow
 from dpmon.store.tally import Key, Tally
 from dpmon.store.window import Source
 
-__all__ = ["Rows", "Tallies", "Wanted"]
+__all__ = ["MOST_RANKS", "Rows", "Tallies", "Wanted"]
+
+
+MOST_RANKS = 64
+"""Ranks that a picture shows at most without being scrolled."""
 
 
 class Tallies(Source, Protocol):
@@ -93,5 +97,7 @@ class Wanted(NamedTuple):
     """Time range of the histories and figures; 0 is the whole run."""
     first_rank: int = 0
     """The first of the ranks that are shown."""
+    ranks: int = MOST_RANKS
+    """Ranks that have room: these are read, and twice as many from the first that is shown."""
     over: bool = False
     """Whether the run is over."""

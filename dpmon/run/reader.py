@@ -253,8 +253,8 @@ class RunReader:
         return [process for process in self._processes.values() if process.alive()]
 
     def _find_processes(self) -> None:
-        for number, path in ring_paths(self.directory):
-            if number >= 0 and path.name not in self._processes:
+        for number, path in ring_paths(self.directory, self._processes):
+            if number >= 0:
                 with contextlib.suppress(RingError, OSError):  # its header is complete a moment later
                     self._processes[path.name] = _Process(RingReader(str(path)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import ModuleType
 
+from dpmon.model.source import MOST_RANKS
 from dpmon.ui import panel_batch, panel_compare, panel_devices, panel_output, panel_ranks, panel_replicas, panel_stages
 from dpmon.ui.find import marked
 from dpmon.ui.footer import footer
@@ -17,7 +18,7 @@ from dpmon.ui.scene import PANELS, Scene
 from dpmon.ui.timeline import timeline
 from dpmon.ui.toast import laid_over, toast
 
-__all__ = ["paint", "places", "scroll_room", "whole"]
+__all__ = ["paint", "places", "rank_room", "scroll_room", "whole"]
 
 _PINNED = {"replicas": 1}
 """Rows of a panel that stay when it is scrolled: the names of its columns."""
@@ -82,6 +83,14 @@ def _one(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -> li
         first=scene.view.scrolled.get(panel, 0),
         pinned=_PINNED.get(panel, 0),
     )
+
+
+def rank_room(scene: Scene, slots: Mapping[str, Slot]) -> int:
+    """For how many ranks a picture has room at most."""
+    if not panel_ranks.applies(scene):
+        return MOST_RANKS
+    heights = (slot.height for panel, slot in slots.items() if panel in ("replicas", "batch"))
+    return min(max(heights, default=1), MOST_RANKS)
 
 
 def scroll_room(panel: str, scene: Scene, slot: Slot, look: Look) -> int:

@@ -8,7 +8,7 @@ from dpmon.model.history import Picture, pictured
 from dpmon.model.numbers import duration, group, percent
 from dpmon.model.process import Process, Summary
 from dpmon.model.ranks import distributed, training
-from dpmon.model.turn import Turn, is_placed, last_turn
+from dpmon.model.turn import is_placed, last_turn
 from dpmon.record.schema import phase_shown
 from dpmon.store.figures import PhaseFigures
 from dpmon.text.cells import cut, right
@@ -95,14 +95,13 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     return [*table, *history, *below, *blank, *said]
 
 
-def _others(scene: Scene) -> list[tuple[str, Turn]]:
-    """The last steps of the other ranks, by rank; of a run of one process none."""
-    found = []
-    for process in training(scene.state)[:_RANKS_DRAWN]:
-        turn = last_turn(process) if process is not scene.process and process.rank is not None else None
-        if turn is not None:
-            found.append((f"rank {process.rank}", turn))
-    return found
+def _others(scene: Scene) -> list[Process]:
+    """The other ranks with a step, in order; of a run of one process none."""
+    return [
+        process
+        for process in training(scene.state)[:_RANKS_DRAWN]
+        if process is not scene.process and process.rank is not None and process.last_step is not None
+    ]
 
 
 def _told(numbers: Summary, width: int, look: Look) -> Row:

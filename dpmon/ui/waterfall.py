@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from dpmon.model.numbers import duration, group
-from dpmon.model.turn import Lane, Piece, Turn
+from dpmon.model.process import Process
+from dpmon.model.turn import Lane, Piece, Turn, last_turn
 from dpmon.record.schema import phase_shown
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.cleaning import clean
@@ -32,11 +33,11 @@ def waterfall(
     height: int,
     look: Look,
     usual_ns: float | None,
-    others: Sequence[tuple[str, Turn]] = (),
+    others: Sequence[Process] = (),
 ) -> list[Row]:
     """At most `height` rows of `width` cells. `usual_ns`: a step that few exceed, so that the scale stands still.
 
-    `others`: the same step of other ranks, with their names; they stand in place of the lanes.
+    `others`: other ranks; their last steps stand in place of the lanes.
     """
     if height <= 0:
         return []
@@ -65,15 +66,16 @@ def waterfall(
 
 
 def _ranks(
-    turn: Turn, others: Sequence[tuple[str, Turn]], width: int, height: int, look: Look, usual_ns: float | None
+    turn: Turn, others: Sequence[Process], width: int, height: int, look: Look, usual_ns: float | None
 ) -> list[Row]:
     """A row a rank, the first one `turn`; what fits, and how many more there are."""
     label = 10
     room = width - label - _TOOK
     if room < 8:
         return []
-    every = [("last step", turn), *others]
-    shown = every if len(every) <= height else every[: max(height - 1, 1)]
+    fit_in = len(others) if len(others) < height else max(height - 2, 0)
+    shown = [("last step", turn)]
+    shown += [(f"rank {one.rank}", found) for one in others[:fit_in] if (found := last_turn(one)) is not None]
     late = {name: _late(turn, other) for name, other in shown}
     top = ceiling(max(usual_ns or 0, *(late[name] + other.wall_ns for name, other in shown)))
     rows: list[Row] = []
@@ -84,8 +86,8 @@ def _ranks(
         rows.append(
             [*fit([(name, "dim")], label, look.glyphs.more), *drawn, (right(duration(other.wall_ns), _TOOK), "bold")]
         )
-    if len(shown) < len(every) and height > 1:
-        times = [other.wall_ns for _, other in every[len(shown) :]]
+    times = [one.last_step.wall_ns for one in others[fit_in:] if one.last_step is not None]
+    if times and height > 1:
         text = f"{group(len(times))} more {look.glyphs.down}  {duration(min(times))} to {duration(max(times))}"
         rows.append([(" " * label, ""), (cut(text, width - label, look.glyphs.more), "dim")])
     return rows

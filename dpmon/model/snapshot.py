@@ -266,7 +266,7 @@ def _resumed(tallies: Tallies, state: State) -> dict[int, Process]:
 def _near(state: State, focus: Process, wanted: Wanted) -> list[Process]:
     """The other processes that train now and have room in a picture, by rank."""
     training = sorted(state.training(), key=lambda process: (process.rank is None, process.rank or 0))
-    shown = [*training[: wanted.ranks], *training[wanted.first_rank : wanted.first_rank + 2 * wanted.ranks]]
+    shown = [*training[: wanted.ranks], *training[wanted.first_rank : wanted.first_rank + wanted.ranks]]
     return list({process.process: process for process in shown if process.process != focus.process}.values())
 
 

@@ -98,6 +98,6 @@ class Wanted(NamedTuple):
     first_rank: int = 0
     """The first of the ranks that are shown."""
     ranks: int = MOST_RANKS
-    """Ranks that have room: these are read, and twice as many from the first that is shown."""
+    """How many of them; the first ranks of the run are read, too."""
     over: bool = False
     """Whether the run is over."""

@@ -63,12 +63,7 @@ class _Process:
 
     def alive(self) -> bool:
         """Whether the process that writes this ring runs, or did a moment ago: one look is for all that ask now."""
-        if self.activity()[0] == "ended":
-            return False
-        now = time.monotonic()
-        if now - self._seen_alive >= _LOOK_S:
-            self._seen_alive = now if proc.alive(self.ring.pid, None) else 0.0
-        return self._seen_alive > 0
+        return self.doing()[0] != "ended"
 
     def activity(self) -> tuple[str, int]:
         try:
@@ -79,7 +74,13 @@ class _Process:
 
     def doing(self) -> tuple[str, int]:
         """Its activity, of a living process."""
-        return self.activity() if self.alive() else ("ended", 0)
+        found = self.activity()
+        if found[0] == "ended":
+            return "ended", 0
+        now = time.monotonic()
+        if now - self._seen_alive >= _LOOK_S:
+            self._seen_alive = now if proc.alive(self.ring.pid, None) else 0.0
+        return found if self._seen_alive > 0 else ("ended", 0)
 
     def request(self, mode: int) -> bool:
         try:

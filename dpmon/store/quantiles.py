@@ -123,8 +123,11 @@ def most_values(size: int) -> int:
     return size // 4 * _MOST
 
 
-def unpack(counts: Counts, flat: Packed) -> None:
-    """Add the counts of a packed sketch, which was checked."""
+def unpack(counts: Counts, sketches: Iterable[Packed]) -> None:
+    """Add the counts of packed sketches, which were checked."""
+    flat: Packed = array("H")
+    for sketch in sketches:
+        flat += sketch
     get = counts.get
     for number, count in zip(flat[::2], flat[1::2], strict=True):
         counts[number] = get(number, 0) + count

@@ -17,7 +17,7 @@ from dpmon.store.tables import (
     RingRow,
     rings_in,
 )
-from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, Tally, known_keys, total_in
+from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, Tally, are_optional, known_keys, total_in
 
 __all__ = ["END", "TALLY", "TALLY_AT", "Parameters", "Sums", "key_in", "whole"]
 
@@ -207,7 +207,7 @@ class Sums:
         for _, row in self._stretches("tallies", _PACE, begin_s, end_s, process, widest=1):
             who, mode, kind, steps, *optional, data = row
             with suppress(ValueError):
-                if type(who) is type(kind) is type(steps) is int and mode in MODES and _are_optional(optional):
+                if type(who) is type(kind) is type(steps) is int and mode in MODES and are_optional(optional):
                     yield PaceRow._make((*row[:-1], total_in(data, number)))
 
     def pace_times(
@@ -332,10 +332,6 @@ def _count(value: object) -> int:
 def _second(value: object) -> int:
     """A second of the run; one that is damaged as the nearest that is possible."""
     return min(max(whole(value), 0), _LATEST_S)
-
-
-def _are_optional(values: Sequence[object]) -> bool:
-    return all(value is None or type(value) is int for value in values)
 
 
 def key_in(row: Sequence[Any]) -> Key | None:

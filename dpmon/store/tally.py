@@ -30,6 +30,7 @@ __all__ = [
     "StepFacts",
     "Sum",
     "Tally",
+    "are_optional",
     "known_keys",
     "total_in",
 ]
@@ -109,8 +110,7 @@ class Stat:
     def counts(self) -> Counts:
         """The sketch."""
         if self._packed:
-            for packed in self._packed:
-                quantiles.unpack(self._counts, packed)
+            quantiles.unpack(self._counts, self._packed)
             self._packed.clear()
         return self._counts
 
@@ -327,7 +327,7 @@ class Tally:
     def add_row(self, row: Sequence[Any], names: Mapping[int, str], *, sketches: bool = True) -> None:
         """Add the tally in a row, as `of_row` reads it. A damaged one changes nothing."""
         steps, calls, last_step, low, high, first, last, *summed, data = row
-        if not (_is_count(steps) and _is_count(calls) and _OPTIONAL.issuperset(map(type, row[2:-1]))):
+        if not (_is_count(steps) and _is_count(calls) and are_optional(row[2:-1])):
             raise ValueError("a damaged tally")
         if not all(map(_is_count, filter(None, summed[1::2]))):
             raise ValueError("a damaged tally")
@@ -387,6 +387,11 @@ COLUMNS = (*PLAIN, *(f"{quantity.name}_{part}" for quantity in QUANTITIES for pa
 _plain_in = attrgetter(*PLAIN)
 _OPTIONAL = {int, type(None)}
 """SQLite holds whatever was written into a column, of any type."""
+
+
+def are_optional(values: Iterable[object]) -> bool:
+    """Whether all are whole numbers or None."""
+    return _OPTIONAL.issuperset(map(type, values))
 
 
 def _is_count(value: object) -> bool:

@@ -37,6 +37,8 @@ _GRACE_NS = 3_000_000_000
 _SLOW_S, _RESTS = 0.1, 10
 """A look that takes longer than this is rare (nobody writes the history of a long run): the next one comes after this
 many times as long, so that keys are answered."""
+_STRIDE = 8
+"""Ranks are read anew when the screen has been scrolled past so many."""
 _IDLE = "no process trains now"
 
 
@@ -404,8 +406,8 @@ class Feed:
 
     def has_room_for(self, ranks: int) -> bool:
         """Note how many ranks the screen has room for; whether they are more than the state has figures of."""
-        self._ranks = ranks
-        return ranks > self._wanted.ranks
+        self._ranks = ranks + _STRIDE
+        return self._ranks > self._wanted.ranks
 
     def still(self, scene: Scene, view: View) -> Scene:
         """A scene of a time at which the screen was frozen, with another view of it."""
@@ -419,5 +421,4 @@ class Feed:
 
 def _wanted(view: View, before: Wanted) -> Wanted:
     """What a view asks of the state."""
-    first = view.scrolled.get("replicas", 0) // before.ranks * before.ranks
-    return before._replace(span_s=view.span_s, first_rank=first)
+    return before._replace(span_s=view.span_s, first_rank=view.scrolled.get("replicas", 0) // _STRIDE * _STRIDE)

@@ -87,10 +87,9 @@ def _one(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -> li
 
 def rank_room(scene: Scene, slots: Mapping[str, Slot]) -> int:
     """For how many ranks a picture has room at most."""
-    if not panel_ranks.applies(scene):
-        return MOST_RANKS
-    heights = (slot.height for panel, slot in slots.items() if panel in ("replicas", "batch"))
-    return min(max(heights, default=1), MOST_RANKS)
+    table = slots["replicas"].height if "replicas" in slots and panel_ranks.applies(scene) else 0
+    last_step = slots["batch"].height - panel_batch.WITHOUT_RANKS if "batch" in slots else 0
+    return min(max(table, last_step), MOST_RANKS)
 
 
 def scroll_room(panel: str, scene: Scene, slot: Slot, look: Look) -> int:

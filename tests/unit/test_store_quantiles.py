@@ -88,18 +88,17 @@ def test_parts_add_up_packed_or_not(seed: int) -> None:
     merge(together, second)
     assert together == sketch(values)
     read: Counts = {}
-    unpack(read, checked(pack(first)))
-    unpack(read, checked(pack(second)))
+    unpack(read, [checked(pack(first)), checked(pack(second))])
     assert read == sketch(values)
     at_once: Counts = {}
-    unpack(at_once, checked(pack(first) + pack(second)))
+    unpack(at_once, [checked(pack(first) + pack(second))])
     assert at_once == read
 
 
 def test_large_counts_are_packed_too() -> None:
     counts = {7: 200_000, 9: 65_535, 12: 65_536, LAST_BUCKET: 1}
     read: Counts = {}
-    unpack(read, checked(pack(counts)))
+    unpack(read, [checked(pack(counts))])
     assert read == counts
     assert pack({}) == b""
 

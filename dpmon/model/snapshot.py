@@ -102,7 +102,8 @@ class Snapshots:
             return _with_devices(replace(process, calls=tracks, newest=newest))
         end_s = _end_s(rows, process)
         begin_s = max(end_s - wanted.span_s, 0) if wanted.span_s else 0
-        ranged = Window(_OfOne(tallies, process.process), begin_s, end_s)
+        own = _OfOne(tallies, process.process)
+        ranged = Window(own, begin_s, end_s)
         mode = process.mode if any(key.mode == process.mode for key in ranged.by_process) else step.mode
         waits = said.waits_of(process.process)
         visits = visits_of(said.changes, process.process) or [Visit(mode, 0, 0)]
@@ -119,14 +120,14 @@ class Snapshots:
             modes=self._modes(rows, found, visits, said),
         )
         if wanted.over:
-            whole = Window(_OfOne(tallies, process.process), 0, end_s)
+            whole = Window(own, 0, end_s)
             found = replace(
                 found,
                 whole=_summary(rows, whole, process.process, mode, waits),
                 mean=(whole if process.rank is None else _of_run(rows, tallies)).mean(),
             )
         if not any(via == DDP for _, via in found.calls):
-            found = replace(found, compared=self._comparison(rows, tallies, found, end_s, wanted, waits))
+            found = replace(found, compared=self._comparison(rows, own, found, end_s, wanted, waits))
         return found
 
     def _modes(self, rows: Rows, process: Process, visits: Sequence[Visit], said: Announced) -> dict[str, ModeTrack]:
@@ -145,7 +146,7 @@ class Snapshots:
     def _comparison(
         self,
         rows: Rows,
-        tallies: Tallies,
+        own: _OfOne,
         process: Process,
         end_s: int,
         wanted: Wanted,
@@ -160,9 +161,12 @@ class Snapshots:
         if self._compared is not None and self._compared[0] == key:
             found = self._compared[1]
         else:
-            window = Window(_OfOne(tallies, number), 0, end_s)
+            window = Window(own, 0, end_s)
+            both = {key.mode for key in window.by_process}.issuperset(MODES_COMPARED)
             longest = [
-                step for mode in MODES_COMPARED for step in rows.longest(number, mode, _LONG_READ, of_all=wanted.over)
+                step
+                for mode in (MODES_COMPARED if both else ())
+                for step in rows.longest(number, mode, _LONG_READ, of_all=wanted.over)
             ]
             found = compare_modes(window, number, devices=devices, virtual=virtual, longest=longest, waits=waits)
             self._compared = (key, found) if every_s > 1 else None

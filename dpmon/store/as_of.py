@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from contextlib import suppress
+from functools import lru_cache
 
 from dpmon.record.codec import Decoder, call_head, call_replicas, call_stages
 from dpmon.record.kinds import Call, Event, RecordError, Step
@@ -178,7 +179,7 @@ class AsOf:
             f"SELECT json FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ? ORDER BY id DESC LIMIT ?"
         )
         rows = self.store.query(query, (kind, self.until_ns, newest))
-        return [event for (text,) in reversed(rows) if (event := event_in(text)) is not None]
+        return [event for (text,) in reversed(rows) if (event := _lasting(text)) is not None]
 
     def count(self, kind: str) -> int:
         """How many events of such a kind there were."""
@@ -251,6 +252,10 @@ class AsOf:
             for start, high in rows
             if type(start) is int and isinstance(high, (int, float)) and abs(high) < 1e18
         ]
+
+
+_lasting = lru_cache(maxsize=1024)(event_in)
+"""A text is always the same event: those that last are asked for in every picture."""
 
 
 def _numbers(payload: bytes) -> set[int]:

@@ -168,9 +168,13 @@ class Sums:
         names = self._named(series)
         for width, row in self._stretches("tallies", TALLY, begin_s, end_s, process, finest, widest):
             key = key_in(row)
-            with suppress(ValueError):
-                if key is not None:
-                    yield row[0], width, key, Tally.of_row(row[TALLY_AT:], names, sketches=sketches)
+            if key is None:
+                continue
+            try:
+                tally = Tally.of_row(row[TALLY_AT:], names, sketches=sketches)
+            except ValueError:
+                continue
+            yield row[0], width, key, tally
 
     def _stretches(
         self,
@@ -205,10 +209,13 @@ class Sums:
         """What a rate takes of the tallies of a second each, of one process or several, in order of time."""
         number = next((number for number, name in self._names.items() if name == STEP), None)
         for _, row in self._stretches("tallies", _PACE, begin_s, end_s, process, widest=1):
-            who, mode, kind, steps, *optional, data = row
-            with suppress(ValueError):
-                if type(who) is type(kind) is type(steps) is int and mode in MODES and are_optional(optional):
-                    yield PaceRow._make((*row[:-1], total_in(data, number)))
+            who, mode, kind, steps, first, last, samples, known, data = row
+            if type(who) is type(kind) is type(steps) is int and mode in MODES and are_optional(row[4:-1]):
+                try:
+                    took = total_in(data, number)
+                except ValueError:
+                    continue
+                yield PaceRow(who, mode, kind, steps, first, last, samples, known, took)
 
     def pace_times(
         self, begin_s: int, end_s: int, process: int | Collection[int], *, evaluation: bool, widest: int = WIDTHS[-1]

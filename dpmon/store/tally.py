@@ -369,14 +369,14 @@ def total_in(data: object, series: int | None) -> int:
     if not isinstance(data, bytes):
         raise ValueError("a damaged tally")
     at = 0
-    while at < len(data):
-        try:
+    try:
+        while at < len(data):
             number, _, total, size = _ENTRY.unpack_from(data, at)
-        except struct.error:
-            raise ValueError("a damaged tally") from None
-        if number == series:
-            return int(total)
-        at += _ENTRY.size + size
+            if number == series:
+                return int(total)
+            at += _ENTRY.size + size
+    except struct.error:
+        raise ValueError("a damaged tally") from None
     return 0
 
 

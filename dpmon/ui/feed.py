@@ -37,7 +37,7 @@ _GRACE_NS = 3_000_000_000
 _SLOW_S, _RESTS = 0.1, 10
 """A look that takes longer than this is rare (nobody writes the history of a long run): the next one comes after this
 many times as long, so that keys are answered."""
-_STRIDE = 8
+_STRIDE = 4
 """Ranks are read anew when the screen has been scrolled past so many."""
 _IDLE = "no process trains now"
 
@@ -379,7 +379,6 @@ class Feed:
         if self._wanted != wanted:
             self._wanted, self._rests_until, self._seen = wanted, 0.0, None
             self._look()
-        self._activities = reader.activities()
         start = self._facts.start_ns
         stage = reader.stage() if self._ended is None else None
         reads = reader.waits_for_input() if self._ended is None else None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dpmon.model.process import Process
+from dpmon.model.source import Tallies
 from dpmon.model.state import State
 from dpmon.rates import Rate
 from dpmon.record.kinds import Step
@@ -14,10 +16,12 @@ from dpmon.store.answers import PaceRow
 from dpmon.store.figures import rate
 from dpmon.store.tally import Stat, Sum, Tally
 
-__all__ = ["WINDOW_S", "Speed", "Trained", "rate_together", "recent", "recent_of_steps", "speed"]
+__all__ = ["WINDOW_S", "Paces", "Speed", "Trained", "rate_together", "recent", "recent_of_steps", "speed"]
 
 WINDOW_S = 10
 _SECOND = 1_000_000_000
+_OPEN_S = 2
+"""Seconds before the newest step to which steps are still being added."""
 Stretch = tuple[int, int, int]
 """Start and width in seconds, and the time (ns) of training and between steps in it."""
 
@@ -54,6 +58,35 @@ class Speed(NamedTuple):
         return None if self.rate is None else self.rate.samples_per_s
 
 
+@dataclass(slots=True)
+class Paces:
+    """Reads the newest seconds of several processes, and keeps those that are over for the next picture.
+
+    They hold as long as the store counts as many steps in them: steps are added to a second, never taken from it.
+    """
+
+    _rows: dict[int, list[PaceRow]] = field(default_factory=dict)
+    _until_s: int = 0
+
+    def read(
+        self, tallies: Tallies, processes: Sequence[int], begin_s: int, end_s: int
+    ) -> Mapping[int, Sequence[PaceRow]]:
+        """The rows of each process between two seconds, in order of time."""
+        until_s = min(self._until_s, end_s)
+        counts = tallies.step_counts(begin_s, until_s) if begin_s < until_s else {}
+        found = {number: _between(self._rows.get(number, ()), begin_s, until_s) for number in processes}
+        if any(sum([row.steps for row in rows]) != counts.get(number, 0) for number, rows in found.items()):
+            found, until_s = {number: [] for number in processes}, begin_s
+        for row in tallies.pace_rows(max(until_s, begin_s), end_s, processes if len(processes) > 1 else processes[0]):
+            found[row.process].append(row)
+        self._rows, self._until_s = found, max(end_s - _OPEN_S, 0)
+        return found
+
+
+def _between(rows: Sequence[PaceRow], begin_s: int, end_s: int) -> list[PaceRow]:
+    return [row for row in rows if begin_s <= row.start_s < end_s]
+
+
 def recent(rows: Iterable[PaceRow], spent: Iterable[Stretch], mode: str, trained: bool) -> Trained:
     """The last ten seconds of a mode, from tallies of a second each in order of time and the time that was spent.
 
@@ -79,7 +112,8 @@ def recent_of_steps(steps: Sequence[Step], spent: Iterable[Stretch], mode: str, 
     for step in alike if steps and not (trained and steps[0].evaluation) else ():
         known = None if step.samples is None else 1
         end = step.start_ns + step.wall_ns
-        rows.append(PaceRow(step.process, mode, 0, 1, step.start_ns, end, step.samples, known, step.wall_ns))
+        started = step.start_ns // _SECOND
+        rows.append(PaceRow(started, step.process, mode, 0, 1, step.start_ns, end, step.samples, known, step.wall_ns))
     return _trained(rows, spent)
 
 

@@ -17,7 +17,7 @@ from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.inputs import INPUT, waited_ns
 from dpmon.model.members import SECOND
 from dpmon.model.memory import HOST
-from dpmon.model.pace import WINDOW_S, Trained, rate_together, recent, recent_of_steps
+from dpmon.model.pace import WINDOW_S, Paces, Trained, rate_together, recent, recent_of_steps
 from dpmon.model.process import ModeTrack, Process, RankFigures, Recent, Summary
 from dpmon.model.source import Rows, Tallies, Wanted
 from dpmon.model.state import State
@@ -25,7 +25,7 @@ from dpmon.model.turns import last_resumption, some_are_silent
 from dpmon.model.uneven import uneven_steps
 from dpmon.record.schema import STEP
 from dpmon.record.wire import DDP
-from dpmon.store.answers import PaceRow, TimeRow, TimeTogether
+from dpmon.store.answers import TimeRow, TimeTogether
 from dpmon.store.figures import merged, trains
 from dpmon.store.tally import ALL, Key, Tally
 from dpmon.store.window import Window
@@ -51,6 +51,8 @@ class Snapshots:
     _samples: Samples = field(default_factory=Samples)
     _columns: Columns = field(default_factory=Columns)
     _host_peaks: HostPeaks = field(default_factory=HostPeaks)
+    _paces: Paces = field(default_factory=Paces)
+    """Of the other ranks."""
     _compared: tuple[tuple[object, ...], Comparison] | None = None
     """What the comparison that was made last depends on, and itself."""
 
@@ -114,7 +116,7 @@ class Snapshots:
         found = replace(
             found,
             ranged=_summary(rows, ranged, process.process, mode, waits),
-            recent=_recent(rows, tallies, process, others, end_s),
+            recent=_recent(rows, tallies, self._paces, process, others, end_s),
             columns=self._columns.read(tallies, process.process, max(end_s - shown_s, 0), end_s, width),
             column_s=width,
             modes=self._modes(rows, found, visits, said),
@@ -329,7 +331,9 @@ def _summary(rows: Rows, window: Window, process: int, mode: str, waits: Sequenc
     return Summary(found, found.parts, uneven)
 
 
-def _recent(rows: Rows, tallies: Tallies, process: Process, others: Sequence[Process], end_s: int) -> Recent:
+def _recent(
+    rows: Rows, tallies: Tallies, paces: Paces, process: Process, others: Sequence[Process], end_s: int
+) -> Recent:
     """The last ten seconds of training; if there were fewer than two steps, the last two steps.
 
     `others`: what trains together with the process.
@@ -338,7 +342,7 @@ def _recent(rows: Rows, tallies: Tallies, process: Process, others: Sequence[Pro
     assert step is not None
     begin_s = max(end_s - WINDOW_S - 2, 0)
     trained = step.mode in trains(tallies.kinds())
-    own = _lately(tallies, (process.process,), begin_s, end_s, step.mode, trained)[process.process]
+    own = _lately(tallies, Paces(), (process.process,), begin_s, end_s, step.mode, trained)[process.process]
     slow = not own.enough
     if slow:
         newest = _two_steps(rows, tallies, process, end_s, step.mode, trained)
@@ -356,7 +360,7 @@ def _recent(rows: Rows, tallies: Tallies, process: Process, others: Sequence[Pro
             together[other.process] = _two_steps(rows, tallies, other, until_s, step.mode, trained)
     elif stepped:
         numbers = tuple(other.process for other in stepped)
-        together |= _lately(tallies, numbers, begin_s, until_s, step.mode, trained)
+        together |= _lately(tallies, paces, numbers, begin_s, until_s, step.mode, trained)
     return Recent(rate_together(together), last_ns, step_ns)
 
 
@@ -366,14 +370,18 @@ def _of_run(rows: Rows, tallies: Tallies) -> Window:
 
 
 def _lately(
-    tallies: Tallies, processes: tuple[int, ...], begin_s: int, end_s: int, mode: str, trained: bool
+    tallies: Tallies,
+    paces: Paces,
+    processes: tuple[int, ...],
+    begin_s: int,
+    end_s: int,
+    mode: str,
+    trained: bool,
 ) -> dict[int, Trained]:
     """The last ten seconds of processes in one mode."""
     which = processes[0] if len(processes) == 1 else processes
-    rows: dict[int, list[PaceRow]] = {process: [] for process in processes}
+    rows = paces.read(tallies, processes, begin_s, end_s)
     spent: dict[int, list[tuple[int, int, int]]] = {process: [] for process in processes}
-    for row in tallies.pace_rows(begin_s, end_s, which):
-        rows[row.process].append(row)
     for number, start, width, ns in tallies.pace_times(begin_s, end_s, which, evaluation=not trained, widest=1):
         spent[number].append((start, width, ns))
     return {process: recent(rows[process], spent[process], mode, trained) for process in processes}

@@ -50,6 +50,9 @@ class Tallies(Source, Protocol):
     def pace_rows(self, begin_s: int, end_s: int, process: int | Collection[int]) -> Iterator[PaceRow]:
         """What a rate takes of the tallies of a second each, in order of time."""
 
+    def step_counts(self, begin_s: int, end_s: int) -> dict[int, int]:
+        """By process, the steps in the tallies of a second each."""
+
     def pace_times(
         self, begin_s: int, end_s: int, process: int | Collection[int], *, evaluation: bool, widest: int = ...
     ) -> Iterator[tuple[int, int, int, int]]:

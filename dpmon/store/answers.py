@@ -33,6 +33,7 @@ class TimeTogether(NamedTuple):
 class PaceRow(NamedTuple):
     """What a rate takes of one tally; None if it is unknown."""
 
+    start_s: int
     process: int
     mode: str
     kind: int

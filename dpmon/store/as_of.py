@@ -58,13 +58,14 @@ class AsOf:
     def first_ns(self, process: int) -> int | None:
         """When the first call or step of a process began that has a row; None if it has none as of this time."""
         ring = self._rings.get(process)
-        found = []
-        for table, count in (("calls", ring.calls), ("steps", ring.steps)) if ring is not None else ():
-            query = (
-                f"SELECT id, start_ns, start_ns + wall_ns FROM {table} WHERE process = ? AND id BETWEEN ? AND ?"
-                " ORDER BY id LIMIT 1"
-            )
-            found += self.store.query(query, (process, *self._bounds(process))) if count else []
+        tables = [] if ring is None else [table for table in ("calls", "steps") if getattr(ring, table)]
+        first = (
+            "SELECT * FROM (SELECT id, start_ns, start_ns + wall_ns FROM {}"
+            " WHERE process = :process AND id BETWEEN :low AND :high ORDER BY id LIMIT 1)"
+        )
+        low, high = self._bounds(process)
+        values = {"process": process, "low": low, "high": high}
+        found = self.store.query(" UNION ALL ".join(map(first.format, tables)), values) if tables else []
         known = sorted(row for row in found if _whole(*row))
         return next((start for _, start, end in known if end <= self.until_ns), None)
 

@@ -30,7 +30,7 @@ Parameters = Sequence[Any] | Mapping[str, Any]
 TALLY = ("start_s", "process", "mode", "kind", "batch", *COLUMNS)
 TALLY_AT = len(TALLY) - len(COLUMNS)
 """Where the COLUMNS of a tally begin."""
-_PACE = ("process", "mode", "kind", "steps", "first_ns", "last_ns", "samples_sum", "samples_n", "sketches")
+_PACE = ("start_s", "process", "mode", "kind", "steps", "first_ns", "last_ns", "samples_sum", "samples_n", "sketches")
 _TIME = ("start_s", "process", "mode", *ACTIVITY_COLUMNS)
 _BETWEEN = "width = :width AND start_s >= :begin AND start_s < :end"
 _STARTS = (
@@ -209,13 +209,26 @@ class Sums:
         """What a rate takes of the tallies of a second each, of one process or several, in order of time."""
         number = next((number for number, name in self._names.items() if name == STEP), None)
         for _, row in self._stretches("tallies", _PACE, begin_s, end_s, process, widest=1):
-            who, mode, kind, steps, first, last, samples, known, data = row
-            if type(who) is type(kind) is type(steps) is int and mode in MODES and are_optional(row[4:-1]):
+            start, who, mode, kind, steps, first, last, samples, known, data = row
+            whole_numbers = type(start) is type(who) is type(kind) is type(steps) is int
+            if whole_numbers and mode in MODES and are_optional(row[5:-1]):
                 try:
                     took = total_in(data, number)
                 except ValueError:
                     continue
-                yield PaceRow(who, mode, kind, steps, first, last, samples, known, took)
+                yield PaceRow(start, who, mode, kind, steps, first, last, samples, known, took)
+
+    def step_counts(self, begin_s: int, end_s: int) -> dict[int, int]:
+        """By process, the steps in the tallies of a second each."""
+        query = (
+            f"SELECT process, {_total('steps')} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ?"
+            " AND process >= 0 GROUP BY process"
+        )
+        found: dict[int, int] = {}
+        for stretch in self.cover(begin_s, end_s, widest=1):
+            for process, steps in self._each(query, stretch):
+                found[process] = found.get(process, 0) + steps
+        return found
 
     def pace_times(
         self, begin_s: int, end_s: int, process: int | Collection[int], *, evaluation: bool, widest: int = WIDTHS[-1]

@@ -46,8 +46,8 @@ def bucket(value: int) -> int:
     """The bucket of a value; negative values count as 0."""
     if value < _EXACT:
         return max(value, 0)
-    size = value.bit_length()
-    return size - _BITS << _BITS | value >> size - _BITS - 1 & _MASK
+    shift = value.bit_length() - _BITS - 1
+    return (shift << _BITS) + (value >> shift)
 
 
 def middle(number: int) -> float:
@@ -73,8 +73,8 @@ def add_values(counts: Counts, values: Iterable[int]) -> None:
     for value in values:
         # As `bucket`, written out here: this runs for every number of every record.
         if value >= _EXACT:
-            size = value.bit_length()
-            number = size - _BITS << _BITS | value >> size - _BITS - 1 & _MASK
+            shift = value.bit_length() - _BITS - 1
+            number = (shift << _BITS) + (value >> shift)
         else:
             number = value if value > 0 else 0
         counts[number] = get(number, 0) + 1
@@ -106,9 +106,10 @@ def checked(data: bytes) -> Packed:
 def pack(counts: Mapping[int, int]) -> bytes:
     """As bytes: pairs of bucket and count, 16 bits each, by bucket; a large count takes several pairs."""
     ordered = sorted(counts.items())
-    if max(counts.values(), default=0) <= _MOST:
+    try:
         return array("H", chain.from_iterable(ordered)).tobytes()
-    flat = array("H")
+    except OverflowError:  # a count has more than 16 bits
+        flat = array("H")
     for number, count in ordered:
         while count > _MOST:
             flat.extend((number, _MOST))

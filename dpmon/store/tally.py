@@ -8,6 +8,7 @@ tally.
 from __future__ import annotations
 
 import struct
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -226,13 +227,12 @@ class Tally:
         for phase, column in zip(PHASES, zip(*phases, strict=True), strict=True):
             self._count(phase.name, [took for took in column if took is not None])
         self._count(REST, [took for took in rests if took is not None])
-        named: dict[str, list[int]] = {}
+        named: dict[str, list[int]] = defaultdict(list)
         for times in devices:
             for name, took in times.items():
-                named.setdefault(device_series(name), []).append(took)
-        for each in parts:
-            for name, took in each:
-                named.setdefault(name, []).append(took)
+                named[device_series(name)].append(took)
+        for name, took in chain.from_iterable(parts):
+            named[name].append(took)
         for name, values in named.items():
             self._count(name, values)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dpmon.model.ranks import toggle_refusal
 from dpmon.model.snapshot import Snapshots
-from dpmon.model.source import Wanted
+from dpmon.model.source import MOST_RANKS, Wanted
 from dpmon.model.state import State
 from dpmon.model.turns import ended_of
 from dpmon.text.cleaning import clean
@@ -26,7 +26,7 @@ from dpmon.ui.tail import Tail
 if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
-__all__ = ["Feed", "OpenStore", "Reader"]
+__all__ = ["FROZEN_RANKS", "Feed", "OpenStore", "Reader"]
 
 OpenStore = Callable[[], "AbstractContextManager[Store]"]
 """Opens what is recorded so far."""
@@ -39,6 +39,8 @@ _SLOW_S, _RESTS = 0.1, 10
 many times as long, so that keys are answered."""
 _STRIDE = 4
 """Ranks are read anew when the screen has been scrolled past so many."""
+FROZEN_RANKS = 2 * MOST_RANKS
+"""Ranks that are read when the picture is frozen: it can be zoomed and scrolled without being taken anew."""
 _IDLE = "no process trains now"
 
 
@@ -410,7 +412,7 @@ class Feed:
 
     def still(self, scene: Scene, view: View) -> Scene:
         """A scene of a time at which the screen was frozen, with another view of it."""
-        before, wanted = _wanted(scene.view, Wanted()), _wanted(view, Wanted())
+        before, wanted = (_wanted(each, Wanted(ranks=FROZEN_RANKS), FROZEN_RANKS // 2) for each in (scene.view, view))
         if before != wanted:
             wanted = wanted._replace(over=scene.over)
             state = self._taken(self._still, wanted, scene.now_ns)
@@ -418,6 +420,6 @@ class Feed:
         return replace(scene, view=view, scrolled_back=self.output.top is not None)
 
 
-def _wanted(view: View, before: Wanted) -> Wanted:
-    """What a view asks of the state."""
-    return before._replace(span_s=view.span_s, first_rank=view.scrolled.get("replicas", 0) // _STRIDE * _STRIDE)
+def _wanted(view: View, before: Wanted, stride: int = _STRIDE) -> Wanted:
+    """What a view asks of the state; `stride`: ranks that can be scrolled past before others are asked for."""
+    return before._replace(span_s=view.span_s, first_rank=view.scrolled.get("replicas", 0) // stride * stride)

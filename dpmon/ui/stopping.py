@@ -8,11 +8,11 @@ from functools import partial
 
 from textual.timer import Timer
 
-from dpmon.model.source import MOST_RANKS
 from dpmon.text.cleaning import clean
 from dpmon.ui import errands
 from dpmon.ui.dialogs import Choice, Dialog
 from dpmon.ui.drawing import Drawing
+from dpmon.ui.feed import FROZEN_RANKS
 from dpmon.ui.scene import View
 
 __all__ = ["Stopping"]
@@ -57,7 +57,7 @@ class Stopping(Drawing):
             self._say("there is nothing to freeze: the run is over")
             return
         if self._still is None:
-            self.feed.has_room_for(MOST_RANKS)  # a frozen picture can be zoomed
+            self.feed.has_room_for(FROZEN_RANKS)
             self._still = self.feed.scene(self.view)
         else:
             self._still = None

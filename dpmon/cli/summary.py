@@ -12,9 +12,9 @@ from dpmon.model.layouts import Layouts
 from dpmon.model.memory import held, reasons
 from dpmon.model.numbers import duration, group
 from dpmon.record.schema import EVALUATION, PHASES, STEP
-from dpmon.report.pause_spans import pauses_in
+from dpmon.report.pauses import pauses_in
 from dpmon.report.said import waited
-from dpmon.report.waits import inputs_in
+from dpmon.report.waits import waits_in
 from dpmon.report.words import ACTIVITY_NAMES, times_paused
 from dpmon.run.files import read_tail
 from dpmon.run.lookup import short_name
@@ -130,8 +130,8 @@ class _Summary:
         lacks: list[str] = []
         if paused.times:
             lacks.append(f"{times_paused(paused, how is not None)}: that time is in no step and no phase")
-        if inputs := inputs_in(self._store).spans():
-            lacks.append(waited([(process, *span) for process, span in inputs]))
+        if inputs := waits_in(self._store.events("process", "input")):
+            lacks.append(waited(inputs))
         if self._store.dropped:
             lacks.append(f"{group(self._store.dropped)} records were dropped: the figures are of the rest")
         return [*lacks, *_warnings(warnings, short_name(self._info))]

@@ -239,7 +239,8 @@ def _changes(story: Story) -> list[dict[str, Any]]:
     for change in story.changes:
         said = change._asdict()
         at = said.pop("t_ns")
-        found.append({**said, "t_s": None if at is None else at / 1e9, "devices": list(change.devices)})
+        named = {name: said[name] or None for name in ("root", "mode", "requested_by")}
+        found.append({**said, **named, "t_s": None if at is None else at / 1e9, "devices": list(change.devices)})
     return found
 
 

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dpmon.model.announced import mode_change
 from dpmon.model.compare import compare_modes, first_with_both
 from dpmon.model.evidence import BatchFacts, Evidence, LoaderStart, LongStep, ModeFacts, ReplicaFacts, Worth
 from dpmon.model.findings import findings
 from dpmon.model.inputs import INPUT, is_wait, waited_ns
 from dpmon.model.layouts import Layouts, ReplicaSizes, StageSizes, most_common
+from dpmon.model.members import ns_in, text_in, whole_in
 from dpmon.model.memory import Held, held
 from dpmon.model.replica_facts import batch_facts, replica_facts
+from dpmon.model.state import ModeChange
 from dpmon.model.verdict import sentence
 from dpmon.record.schema import SETTLING, STEP, device_series
 from dpmon.report.devices import Devices
-from dpmon.report.events import loader_start, mode_change, process_facts
 from dpmon.report.figures import mode_facts
-from dpmon.report.pause_spans import Pauses, Span, pauses_in
-from dpmon.report.pauses import any_of, together, within
-from dpmon.report.story import Bin, Compared, ModeChange, ProcessFacts, RankLine, Story
+from dpmon.report.pauses import Pauses, Span, any_of, pauses_in, together
+from dpmon.report.story import Bin, Compared, ProcessFacts, RankLine, Story
 from dpmon.report.stretches import stretches
-from dpmon.report.waits import Inputs, inputs_in
+from dpmon.report.waits import waits_in
 from dpmon.run.files import read_tail
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, RunInfo, load_info
@@ -181,20 +182,20 @@ class _Record:
             if event.kind == "warning" and isinstance(data.get("text"), str):
                 self.warnings.append(data["text"])
             elif event.kind == "loader":
-                start = loader_start(data)
+                start = _loader_start(data)
                 self.loaders += [start] if start is not None else []
             elif type(process) is not int:
                 continue
             elif event.kind == "process":
-                self.processes[process] = process_facts(data)
+                self.processes[process] = _process_facts(data)
             elif event.kind == "memory":
                 newest[process] = data
             elif event.kind == "mode" and len(self.changes) < CHANGES_KEPT:
-                self.changes.append(mode_change(data))
+                change = mode_change(data)
+                self.changes += [change] if change is not None else []
         self.memory = held(newest.values())
         self.pauses = pauses_in(store)
-        inputs: Inputs = inputs_in(store)
-        self.inputs = tuple((process, *span) for process, span in inputs.spans())
+        self.inputs = tuple(waits_in(store.events("process", "input")))
         for row in store.device_minutes():
             self.devices.rollup(row)
         for event in store.each_event("device", "host"):
@@ -269,10 +270,10 @@ class _Record:
         end = None if how is None or how.by != "supervisor" else int(how.seconds * 1e9)
         # Of a run that goes on, as far as anything of it is known.
         until = max(self._last_ns or 0, self.devices.last_ns) if end is None else end
-        paused = together(self.pauses.stretches, self.spans, until)
-        of_any = any_of(self.pauses.stretches, until)
+        paused = together(self.pauses, self.spans, until)
+        of_any = any_of(self.pauses, until)
         last = max([end or 0, *(stop for _, stop in of_any)])
-        self.paused_alone_ns = within(of_any, 0, last) - within(paused, 0, last)
+        self.paused_alone_ns = waited_ns(of_any, 0, last) - waited_ns(paused, 0, last)
         self.devices.paused = paused
         return Evidence(
             modes=tuple(self.modes),
@@ -290,9 +291,23 @@ class _Record:
             processes=self.process_count,
             last_step_ns=self._last_ns,
             end_ns=end,
-            paused_ns=within(paused, 0, last),
-            paused_after_ns=within(paused, self._last_ns or 0, last),
+            paused_ns=waited_ns(paused, 0, last),
+            paused_after_ns=waited_ns(paused, self._last_ns or 0, last),
         )
+
+
+def _process_facts(data: Mapping[str, Any]) -> ProcessFacts:
+    """What a `process` record says; its number must be one."""
+    rank, world, pid = (whole_in(data, key) for key in ("rank", "world", "pid"))
+    return ProcessFacts(data["process"], rank, world, pid, text_in(data, "python"), text_in(data, "torch"))
+
+
+def _loader_start(data: Mapping[str, Any]) -> LoaderStart | None:
+    """What a `loader` record says; None if it does not say of which process, when and how long."""
+    process, at, took = whole_in(data, "process"), ns_in(data, "t_s"), ns_in(data, "iter_s")
+    if process is None or at is None or took is None:
+        return None
+    return LoaderStart(process, at, took, whole_in(data, "workers"), data.get("persistent") is True)
 
 
 def _definitions(store: Store) -> dict[int, dict[int, Any]]:

@@ -8,13 +8,14 @@ from typing import NamedTuple
 from dpmon.model.evidence import DeviceFacts, Evidence, ModeFacts
 from dpmon.model.findings import Finding
 from dpmon.model.layouts import ReplicaSizes, StageSizes
+from dpmon.model.state import ModeChange
 from dpmon.rates import Rate
 from dpmon.record.schema import STEP_PHASES
 from dpmon.record.wire import CALL_PHASES
-from dpmon.report.pause_spans import Paused, PauseTotals
+from dpmon.report.pauses import Paused, PauseTotals
 from dpmon.run.rundir import ExitInfo, RunInfo
 
-__all__ = ["PARTS", "Bin", "Compared", "DevicePoint", "ModeChange", "ProcessFacts", "RankLine", "Story"]
+__all__ = ["PARTS", "Bin", "Compared", "DevicePoint", "ProcessFacts", "RankLine", "Story"]
 
 PARTS = (*(name for name in STEP_PHASES if name != "forward"), *CALL_PHASES, "forward")
 """What a step's time is stacked from: here `forward` is what is left of it beside the phases of its calls."""
@@ -48,21 +49,6 @@ class DevicePoint:
     index: int
     util_pct: float | None
     mem_bytes: float | None
-
-
-class ModeChange(NamedTuple):
-    """A mode that began, or a request that was refused."""
-
-    process: int
-    root: str | None
-    t_ns: int | None
-    step: int | None
-    mode: str | None
-    requested_by: str | None
-    devices: tuple[str, ...]
-    virtual: bool
-    reason: str | None
-    refused: str | None
 
 
 class ProcessFacts(NamedTuple):

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from dpmon.model.evidence import DeviceFacts, ModeFacts
 from dpmon.model.finding import many, took
 from dpmon.model.numbers import UNKNOWN, duration, percent
+from dpmon.model.state import ModeChange
 from dpmon.rates import Rate
-from dpmon.report.pause_spans import Paused, PauseTotals
-from dpmon.report.story import ModeChange, Story
+from dpmon.report.pauses import Paused, PauseTotals
+from dpmon.report.story import Story
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.text.quantities import clock, memory, memory_of, run_time
 

@@ -52,6 +52,7 @@ from __future__ import annotations
 from typing import Any
 
 from dpmon.model.evidence import DeviceFacts, Evidence, HostFacts, ModeFacts
+from dpmon.model.verdict import sentence
 from dpmon.rates import as_fields
 from dpmon.report.story import PARTS, Bin, Story
 from dpmon.store.figures import counted_as_fields
@@ -228,10 +229,18 @@ def _memory(story: Story) -> list[dict[str, Any]]:
 
 
 def _compared(story: Story) -> dict[str, Any] | None:
-    found = story.compared
+    found = story.evidence.compared
     if found is None:
         return None
-    return {**found._asdict(), "steps": dict(found.steps)}
+    return {
+        "sentence": sentence(found),
+        "missing": found.missing,
+        **dict(zip(("speedup", "low", "high"), found.speedup or (None, None, None), strict=True)),
+        "efficiency": found.efficiency,
+        "outcome": found.outcome,
+        "steps": {mode: side.steps for mode, side in found.sides.items()},
+        "by_mean": found.by_mean,
+    }
 
 
 def _changes(story: Story) -> list[dict[str, Any]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.model.announced import mode_change
-from dpmon.model.compare import compare_modes, first_with_both
-from dpmon.model.evidence import BatchFacts, Evidence, LoaderStart, LongStep, ModeFacts, ReplicaFacts, Worth
+from dpmon.model.compare import Comparison, compare_modes, first_with_both
+from dpmon.model.evidence import BatchFacts, Evidence, LoaderStart, LongStep, ModeFacts, ReplicaFacts
 from dpmon.model.findings import findings
 from dpmon.model.inputs import INPUT, is_wait, waited_ns
 from dpmon.model.layouts import Layouts, ReplicaSizes, StageSizes, most_common
@@ -17,12 +17,11 @@ from dpmon.model.members import ns_in, text_in, whole_in
 from dpmon.model.memory import Held, held
 from dpmon.model.replica_facts import batch_facts, replica_facts
 from dpmon.model.state import ModeChange
-from dpmon.model.verdict import sentence
 from dpmon.record.schema import SETTLING, STEP, device_series
 from dpmon.report.devices import Devices
 from dpmon.report.figures import mode_facts
 from dpmon.report.pauses import Pauses, Span, any_of, pauses_in, together
-from dpmon.report.story import Bin, Compared, ProcessFacts, RankLine, Story
+from dpmon.report.story import Bin, ProcessFacts, RankLine, Story
 from dpmon.report.stretches import stretches
 from dpmon.report.waits import waits_in
 from dpmon.run.files import read_tail
@@ -102,7 +101,6 @@ def collect(directory: Path) -> Story:
         distributed=record.distributed,
         dropped=record.dropped,
         pruned=record.pruned,
-        compared=record.compared,
         standing=how_it_stands(directory, info, state, how),
         nothing=_nothing(directory, info, how, record) if not steps and not record.calls else None,
     )
@@ -122,7 +120,7 @@ class _Record:
     devices: Devices = field(default_factory=Devices)
     memory: list[Held] = field(default_factory=list)
     longest: list[LongStep] = field(default_factory=list)
-    compared: Compared | None = None
+    compared: Comparison | None = None
     processes: dict[int, ProcessFacts] = field(default_factory=dict)
     changes: list[ModeChange] = field(default_factory=list)
     pauses: Pauses = field(default_factory=Pauses)
@@ -250,20 +248,7 @@ class _Record:
         who = first_with_both(window)
         waits = [(begin, end) for process, begin, end in self.inputs if process == who]
         found = compare_modes(window, who, devices=devices, virtual=self.virtual, longest=longest, waits=waits)
-        if len(found.sides) < 2:
-            return
-        speedup = found.speedup
-        self.compared = Compared(
-            sentence=sentence(found),
-            missing=found.missing,
-            speedup=None if speedup is None else speedup.value,
-            low=None if speedup is None else speedup.low,
-            high=None if speedup is None else speedup.high,
-            efficiency=found.efficiency,
-            outcome=found.outcome,
-            steps=tuple((mode, side.steps) for mode, side in found.sides.items()),
-            by_mean=found.by_mean,
-        )
+        self.compared = found if len(found.sides) > 1 else None
 
     def evidence(self, how: ExitInfo | None) -> Evidence:
         """What findings are found from."""
@@ -287,7 +272,7 @@ class _Record:
             spent=accounted(self.spent, until, self._begin_ns) if self.spans else {},
             gaps=self.gaps,
             loaders=tuple(self.loaders),
-            worth=_worth(self.compared),
+            compared=self.compared,
             processes=self.process_count,
             last_step_ns=self._last_ns,
             end_ns=end,
@@ -345,12 +330,6 @@ def _named(row: LongRow, inputs: Sequence[tuple[int | None, int, int]]) -> LongS
         phase = max(row.phases, key=lambda name: row.phases[name], default=None)
         took = 0 if phase is None else row.phases[phase]
     return LongStep(row.process, row.step, row.mode, begin, row.wall_ns, phase, took)
-
-
-def _worth(found: Compared | None) -> Worth | None:
-    if found is None or found.speedup is None or found.low is None or found.high is None or found.sentence is None:
-        return None
-    return Worth(found.speedup, found.low, found.high, found.sentence)
 
 
 def _nothing(directory: Path, info: RunInfo, how: ExitInfo | None, record: _Record) -> str:

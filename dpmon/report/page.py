@@ -148,9 +148,9 @@ def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
         head, *rows = phase_table(mode)
         yield from _table(head, rows)
         yield "".join(f"<p class=soft>{_text(note)}</p>\n" for note in phase_notes(mode))
-    if story.compared is not None:
+    if story.evidence.compared is not None:
         yield "<h2>dp against single</h2>\n"
-        yield "".join(f"<p>{_text(line)}</p>\n" for line in comparison(story.compared))
+        yield "".join(f"<p>{_text(line)}</p>\n" for line in comparison(story.evidence.compared))
     yield from _sized("Replicas", replica_rows(story), ranks=False)
     yield from _plot(by_name.get("replicas"))
     yield from _sized("Ranks", rank_rows(story), ranks=True)

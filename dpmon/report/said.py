@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from dpmon.model.compare import Comparison
 from dpmon.model.evidence import ModeFacts
 from dpmon.model.finding import many, took
 from dpmon.model.findings import MIN_STEPS
 from dpmon.model.host_waits import host_waits
 from dpmon.model.numbers import duration, percent
+from dpmon.model.verdict import sentence
 from dpmon.record.schema import STEP_PHASES
 from dpmon.record.wire import CALL_PHASES
-from dpmon.report.story import Compared, Story
+from dpmon.report.story import Story
 from dpmon.report.waits import KEPT
 from dpmon.report.words import (
     machine,
@@ -127,15 +129,14 @@ def phase_notes(mode: ModeFacts) -> list[str]:
     return said + [quantity_words(*each, mode.steps) for each in mode.counted]
 
 
-def comparison(found: Compared) -> list[str]:
+def comparison(found: Comparison) -> list[str]:
     """dp against single in sentences."""
     if found.speedup is None:
         return [found.missing or "no verdict"]
-    text = f"speed-up {found.speedup:.2f}"
-    if found.low is not None and found.high is not None:
-        text += f" (95 %: {found.low:.2f} to {found.high:.2f})"
+    value, low, high = found.speedup
+    text = f"speed-up {value:.2f} (95 %: {low:.2f} to {high:.2f})"
     if found.efficiency is not None:
         text += f", {percent(found.efficiency)} a device"
-    steps = " and ".join(f"{count:,} in {mode}" for mode, count in found.steps)
+    steps = " and ".join(f"{side.steps:,} in {mode}" for mode, side in found.sides.items())
     without = "without each mode's first after a change and those of another batch size or kind"
-    return [found.sentence or "", f"{text}; of {steps}, {without}"]
+    return [sentence(found) or "", f"{text}; of {steps}, {without}"]

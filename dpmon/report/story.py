@@ -15,7 +15,7 @@ from dpmon.record.wire import CALL_PHASES
 from dpmon.report.pauses import Paused, PauseTotals
 from dpmon.run.rundir import ExitInfo, RunInfo
 
-__all__ = ["PARTS", "Bin", "Compared", "DevicePoint", "ProcessFacts", "RankLine", "Story"]
+__all__ = ["PARTS", "Bin", "DevicePoint", "ProcessFacts", "RankLine", "Story"]
 
 PARTS = (*(name for name in STEP_PHASES if name != "forward"), *CALL_PHASES, "forward")
 """What a step's time is stacked from: here `forward` is what is left of it beside the phases of its calls."""
@@ -60,27 +60,6 @@ class ProcessFacts(NamedTuple):
     pid: int | None
     python: str | None
     torch: str | None
-
-
-class Compared(NamedTuple):
-    """What the other devices are worth."""
-
-    sentence: str | None
-    """The verdict with its ground, None if there is none."""
-    missing: str | None
-    """Why there is no verdict."""
-    speedup: float | None
-    """Of dp over single, from the median steps; the next two are its 95 % interval."""
-    low: float | None
-    high: float | None
-    efficiency: float | None
-    """Speed-up a device; None for virtual replicas."""
-    outcome: str | None
-    """faster, slower or even."""
-    steps: tuple[tuple[str, int], ...]
-    """Steps that were compared, by mode."""
-    by_mean: float | None = None
-    """The ratio of the mean steps, where it is quite another than that of the medians."""
 
 
 class RankLine(NamedTuple):
@@ -150,8 +129,6 @@ class Story:
     """Whether ranks train with DistributedDataParallel."""
     dropped: int = 0
     pruned: int = 0
-    compared: Compared | None = None
-    """dp against single; None where not both were seen."""
     standing: str | None = None
     """For how long nothing has moved, and where each process is; None if something moves."""
     nothing: str | None = None

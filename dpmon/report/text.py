@@ -140,9 +140,8 @@ def _phases(title: str, mode: ModeFacts, width: int) -> list[str]:
 
 
 def _compared(story: Story, width: int) -> list[str]:
-    if story.compared is None:
-        return []
-    return ["DP AGAINST SINGLE", *wrapped(comparison(story.compared), width)]
+    found = story.evidence.compared
+    return [] if found is None else ["DP AGAINST SINGLE", *wrapped(comparison(found), width)]
 
 
 def _replicas(story: Story, width: int) -> list[str]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dpmon.model.numbers import UNKNOWN, duration
+from dpmon.model.numbers import duration
 from dpmon.model.process import CallTrack
 from dpmon.record.kinds import Stage
 from dpmon.text.cells import cut, right, span_width, wrapped
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import memory
 from dpmon.ui.look import Look
-from dpmon.ui.panel_replicas import device_time, shown, size_line, size_text
+from dpmon.ui.panel_replicas import device_time, every_size, shown, size_text
 from dpmon.ui.panel_replicas import title as replicas_title
 from dpmon.ui.rows import Row, fit
 from dpmon.ui.scene import Scene
@@ -94,14 +94,7 @@ def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     rows = [*table(scene, width, height, look), []]
     track = shown(scene)
     for stage in track.last.stages if track is not None else ():
-        rows.append([(f"{right(str(stage.stage), 2)} {clean(stage.device, 40)}  ", "bold"), (_names(stage, width), "")])
-        for word, sizes in (("in ", stage.inputs), ("out", stage.outputs)):
-            if sizes is None:
-                rows.append([(f"   {word}  {UNKNOWN}  not seen", "dim")])
-            for size in sizes or ():
-                rows.append([(f"   {word}  ", "dim"), (cut(size_line(size, look), width - 8, look.glyphs.more), "")])
+        names = clean(", ".join(stage.parts), max(width - 20, 10))
+        rows.append([(f"{right(str(stage.stage), 2)} {clean(stage.device, 40)}  ", "bold"), (names, "")])
+        rows += every_size(stage.inputs, stage.outputs, width, look)
     return rows
-
-
-def _names(stage: Stage, width: int) -> str:
-    return clean(", ".join(stage.parts), max(width - 20, 10))

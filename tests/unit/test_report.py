@@ -494,17 +494,14 @@ def test_a_loader_record_that_makes_no_sense_is_survived(state: Path) -> None:
 
 
 def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None:
-    pytest.importorskip("dpmon.model.compare", reason="the comparison is not there yet")
-    found = collect(both).compared
+    found = collect(both).evidence.compared
     assert found is not None
     assert found.speedup is not None
-    assert found.low is not None
-    assert found.high is not None
-    assert found.low < found.speedup < found.high
-    assert dict(found.steps).keys() == {"dp", "single"}
+    assert found.speedup.low < found.speedup.value < found.speedup.high
+    assert found.sides.keys() == {"dp", "single"}
     lines = section(report_text(both, 80), "DP AGAINST SINGLE")
     assert lines[0].startswith("  DataParallel over 2 virtual replicas")
-    assert f"speed-up {found.speedup:.2f}" in " ".join(lines)
+    assert f"speed-up {found.speedup.value:.2f}" in " ".join(lines)
     assert as_object(collect(both))["compared"]["outcome"] in ("faster", "slower", "even")
 
 

@@ -121,8 +121,8 @@ def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:
     assert found is not None
     assert "(waiting for input)" in (sentence(found) or "")
     story = collect(keep({0: payloads, -1: told(waits)}, seconds=training.now / SECOND))
-    assert story.compared is not None
-    assert "(waiting for input)" in (story.compared.sentence or "")
+    assert story.evidence.compared is not None
+    assert "(waiting for input)" in (sentence(story.evidence.compared) or "")
 
 
 def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:

@@ -121,7 +121,7 @@ def phase_table(mode: ModeFacts) -> list[tuple[str, ...]]:
 
 def phase_notes(mode: ModeFacts) -> list[str]:
     """What is said below the phases: what has to be known of their times, and the quantities of the steps."""
-    said = host_waits(mode.phases, {phase.name: phase.device_ns for phase in mode.phases})
+    said = host_waits(mode.phases)
     timed = [phase for phase in mode.phases if phase.device_count and phase.name in STEP_PHASES]
     fewest = min(timed, key=lambda phase: phase.device_count / phase.ran, default=None)
     if fewest is not None and fewest.device_count < KNOWN * fewest.ran:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dpmon.text.cells import cropped, span_width
+from dpmon.text.cells import cropped as cropped_text
+from dpmon.text.cells import span_width
 from dpmon.ui.look import Glyphs
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Span",
     "box",
     "columns",
+    "cropped",
     "fit",
     "plain",
     "width_of",
@@ -49,12 +51,33 @@ def fit(row: Sequence[Span], width: int, more: str = "…") -> Row:
     for text, style in row:
         size = span_width(text)
         if size > room:
-            fitted.append((cropped(text, room), style))
+            fitted.append((cropped_text(text, room), style))
             break
         fitted.append((text, style))
         room -= size
     fitted.append((more, "dim"))
     return fitted
+
+
+def cropped(row: Iterable[Span], start: int, end: int) -> Row:
+    """The cells of `row` from `start` up to `end`; of a wide character that is cut in two a blank is left."""
+    found: Row = []
+    at = 0
+    for text, style in row:
+        part = ""
+        if text.isascii():
+            part = text[max(start - at, 0) : max(end - at, 0)]
+            at += len(text)
+        for char in text if not text.isascii() else "":
+            size = span_width(char)
+            if start <= at and at + size <= end:
+                part += char
+            elif at < end and at + size > start:
+                part += " " * (min(at + size, end) - max(at, start))
+            at += size
+        if part:
+            found.append((part, style))
+    return found
 
 
 def columns(left: Sequence[Span], right_part: Sequence[Span], width: int, more: str = "…") -> Row:

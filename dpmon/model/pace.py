@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from dpmon.model.members import SECOND
 from dpmon.model.process import Process
 from dpmon.model.state import State
 from dpmon.rates import Rate
@@ -17,7 +18,6 @@ from dpmon.store.tally import Key, Stat, Sum, Tally
 __all__ = ["WINDOW_S", "Speed", "Trained", "rate_together", "recent", "recent_of_steps", "speed"]
 
 WINDOW_S = 10
-_SECOND = 1_000_000_000
 
 
 class Trained(NamedTuple):
@@ -67,7 +67,7 @@ def recent(rows: Iterable[tuple[Key, Tally]], times: Sequence[TimeRow], mode: st
     last = max((tally.last_ns for tally in taken if tally.last_ns is not None), default=0)
     whole = Tally()
     for tally in taken:
-        if tally.last_ns is not None and tally.last_ns >= last - WINDOW_S * _SECOND:
+        if tally.last_ns is not None and tally.last_ns >= last - WINDOW_S * SECOND:
             whole.merge(tally)
     return _trained(whole, times, trained)
 
@@ -111,7 +111,7 @@ def _counted_ns(times: Iterable[TimeRow], begin_ns: int, end_ns: int, trained: b
         spent = row.spent["training"] + row.spent["between"] + (0 if trained else row.spent["evaluation"])
         stretches[place] = stretches.get(place, 0) + spent
     for (start, width), spent in stretches.items():
-        low, high = max(start * _SECOND, begin_ns), min(start * _SECOND + max(width * _SECOND, spent), end_ns)
+        low, high = max(start * SECOND, begin_ns), min(start * SECOND + max(width * SECOND, spent), end_ns)
         found += min(max(spent, 0), max(high - low, 0))
     return found
 
@@ -131,10 +131,10 @@ def speed(process: Process, state: State, now_ns: int) -> Speed:
         return Speed(None, "the training is paused")
     end = last.start_ns + last.wall_ns
     quiet = now_ns - end
-    if quiet > max(3 * _SECOND, 3 * last.wall_ns):
+    if quiet > max(3 * SECOND, 3 * last.wall_ns):
         return Speed(None, f"no step has ended for {quiet / 1e9:.0f} s")
     evaluated = end - (end if found.last_ns is None else found.last_ns)
-    if evaluated > max(3 * _SECOND, 3 * found.step_ns):
+    if evaluated > max(3 * SECOND, 3 * found.step_ns):
         return Speed(None, f"an evaluation: no training step has ended for {evaluated / 1e9:.0f} s")
     if found.rate is None:
         return Speed(None, "one step so far in this mode")

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 
 from dpmon.extras import how_to_plot
 from dpmon.model.memory import reasons
-from dpmon.model.numbers import UNKNOWN, duration
+from dpmon.model.numbers import UNKNOWN
 from dpmon.report.plots import Plot, plots
-from dpmon.report.said import comparison, facts, findings_note, phase_notes, phase_table, step_rows
+from dpmon.report.said import comparison, facts, findings_note, phase_notes, phase_table, step_rows, steps_table
 from dpmon.report.story import Story
 from dpmon.report.text import MAX_ROWS
 from dpmon.report.words import (
@@ -27,20 +27,22 @@ from dpmon.report.words import (
     Row,
     device_cells,
     ended,
+    memory_table,
     pause_rows,
     pauses_lost,
     rank_rows,
     replica_rows,
+    row_table,
     stage_rows,
     time_spent,
-    with_device,
 )
 from dpmon.run.lookup import short_name
 from dpmon.text.cleaning import clean
-from dpmon.text.quantities import clock, memory, samples_rate
+from dpmon.text.quantities import clock
 
 __all__ = ["PageError", "page"]
 
+_TIMES = ("calls", "median", "p95", ON_DEVICE)
 _NEEDED = "the plots of --html need plotly: {command} (the text and --json do without)"
 
 _STYLE = """
@@ -151,10 +153,10 @@ def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
     if story.evidence.compared is not None:
         yield "<h2>dp against single</h2>\n"
         yield "".join(f"<p>{_text(line)}</p>\n" for line in comparison(story.evidence.compared))
-    yield from _sized("Replicas", replica_rows(story), ranks=False)
+    yield from _sized("Replicas", replica_rows(story))
     yield from _plot(by_name.get("replicas"))
-    yield from _sized("Ranks", rank_rows(story), ranks=True)
-    yield from _sized("Stages (parts of the model on several devices)", stage_rows(story), ranks=False)
+    yield from _sized("Ranks", rank_rows(story), ("calls", "steps", "step", "samples/s", FORWARD_ON_DEVICE))
+    yield from _sized("Stages (parts of the model on several devices)", stage_rows(story))
     yield from _devices(story)
     for name in ("use", "memory"):
         yield from _plot(by_name.get(name))
@@ -202,34 +204,26 @@ def _findings(story: Story) -> Iterable[str]:
 
 
 def _steps(story: Story) -> Iterable[str]:
-    kinds = step_rows(story)
-    if not kinds:
-        return
-    yield "<h2>Steps</h2>\n"
-    rows = [
-        (title, f"{mode.steps:,}", duration(mode.median_ns), duration(mode.p95_ns), samples_rate(mode.rate))
-        for title, mode in kinds
-    ]
-    yield from _table(("mode", "steps", "median", "p95", "samples/s"), rows)
+    rows = steps_table(story)
+    if rows:
+        yield "<h2>Steps</h2>\n"
+        yield from _table(rows[0], rows[1:])
 
 
-def _sized(title: str, rows: Sequence[Row], *, ranks: bool) -> Iterable[str]:
+def _sized(
+    title: str, rows: Sequence[Row], names: Sequence[str] = ("calls", "median", "p95", ON_DEVICE)
+) -> Iterable[str]:
     if not rows:
         return
     yield f"<h2>{_text(title)}</h2>\n"
-    head = ["", "device", "calls", "median", "p95", "received → returned"]
-    shown = [
-        [row.label, row.device, f"{row.calls:,}", duration(row.median_ns), duration(row.p95_ns), row.sizes]
-        for row in rows[:MAX_ROWS]
-    ]
-    if ranks:
-        head[3:5] = ["steps", "step", "samples/s"]
-        for cells, row in zip(shown, rows, strict=False):
-            cells[3:5] = [f"{row.steps:,}", duration(row.median_ns), samples_rate(row.rate)]
-    head, *shown = map(list, with_device([head, *shown], rows, FORWARD_ON_DEVICE if ranks else ON_DEVICE))
+    head, *shown = row_table(rows, names, "received → returned", MAX_ROWS)
     yield from _table(head, shown, (1, len(head) - 1))
-    if len(rows) > MAX_ROWS:
-        yield f"<p class=soft>and {len(rows) - MAX_ROWS:,} more; --json has them all</p>\n"
+    yield from _more(len(rows))
+
+
+def _more(count: int) -> Iterable[str]:
+    if count > MAX_ROWS:
+        yield f"<p class=soft>and {count - MAX_ROWS:,} more; --json has them all</p>\n"
 
 
 def _devices(story: Story) -> Iterable[str]:
@@ -245,8 +239,8 @@ def _memory(story: Story) -> Iterable[str]:
     held = story.evidence.memory[:MAX_ROWS]
     if held:
         yield "<h2>Memory as torch holds it</h2>\n"
-        rows = [(one.device, *(memory(part) for part in one[1:6])) for one in held]
-        yield from _table(("", "model", "gradients", "optimizer", "rest", "peak"), rows)
+        head, *rows = memory_table(held)
+        yield from _table(head, rows)
         for one in held:
             for names, reason in reasons(one):
                 yield f"<p class=soft>{names} of {_text(one.device)}: {_text(reason)}</p>\n"
@@ -273,8 +267,7 @@ def _pauses(story: Story) -> Iterable[str]:
     if rows:
         yield "<h2>Pauses</h2>\n"
         yield from _table(("time", "where", "how long"), rows[:MAX_ROWS], (1, 2))
-        if len(rows) > MAX_ROWS:
-            yield f"<p class=soft>and {len(rows) - MAX_ROWS:,} more; --json has them all</p>\n"
+        yield from _more(len(rows))
         lost = pauses_lost(story)
         if lost is not None:
             yield f"<p class=soft>{_text(lost)}</p>\n"

@@ -23,7 +23,7 @@ from dpmon.report.words import (
     what_ran,
 )
 from dpmon.store.figures import PhaseFigures
-from dpmon.text.quantities import quantity_words
+from dpmon.text.quantities import quantity_words, samples_rate
 
 __all__ = [
     "comparison",
@@ -33,6 +33,7 @@ __all__ = [
     "phase_rows",
     "phase_table",
     "step_rows",
+    "steps_table",
     "waited",
 ]
 
@@ -84,6 +85,15 @@ def step_rows(story: Story) -> list[tuple[str, ModeFacts]]:
     """What steps there were, with what they are called: of each mode those that train, and evaluations."""
     rows = [(mode_title(mode), mode) for mode in story.evidence.modes if mode.steps]
     return [*rows, *((f"{mode_title(mode)}, evaluation", mode) for mode in story.evaluations)]
+
+
+def steps_table(story: Story) -> list[tuple[str, ...]]:
+    """A row a kind of steps, the first with the names of the columns; nothing if there were none."""
+    rows: list[tuple[str, ...]] = [("mode", "steps", "median", "p95", "samples/s")]
+    for title, mode in step_rows(story):
+        times = duration(mode.median_ns), duration(mode.p95_ns)
+        rows.append((title, f"{mode.steps:,}", *times, samples_rate(mode.rate)))
+    return rows if len(rows) > 1 else []
 
 
 def findings_note(story: Story) -> str:

@@ -1,7 +1,8 @@
-"""Everything that a report says of a run, in one frozen object. Times in ns since the run's start."""
+"""Everything that a report says of a run, in one object. Times in ns since the run's start."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -84,40 +85,40 @@ class RankLine(NamedTuple):
     """Why that is not known, if the record says."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Story:
-    """One run."""
+    """One run; `dpmon.report.collect` fills it, and from then on it is only read."""
 
     directory: str
     info: RunInfo
-    exit: ExitInfo | None
-    state: str
+    exit: ExitInfo | None = None
+    state: str = ""
     """As `dpmon.run.state.run_state` says."""
-    evidence: Evidence
-    findings: tuple[Finding, ...]
-    evaluations: tuple[ModeFacts, ...] = ()
+    evidence: Evidence = field(default_factory=Evidence)
+    findings: Sequence[Finding] = ()
+    evaluations: list[ModeFacts] = field(default_factory=list)
     """Of modes whose other steps train: steps without a backward pass and an optimizer; not in the evidence."""
     steps: int = 0
     calls: int = 0
     """Those that were deleted too, and calls that are in no step."""
     bin_ns: int = 0
     """The width of a stretch, if a step of it does not take longer."""
-    bins: tuple[Bin, ...] = ()
-    points: tuple[DevicePoint, ...] = ()
-    processes: tuple[ProcessFacts, ...] = ()
-    changes: tuple[ModeChange, ...] = ()
-    pauses: tuple[Paused, ...] = ()
+    bins: Sequence[Bin] = ()
+    points: Sequence[DevicePoint] = ()
+    processes: Sequence[ProcessFacts] = ()
+    changes: list[ModeChange] = field(default_factory=list)
+    pauses: Sequence[Paused] = ()
     pauses_left_out: int = 0
     """So many more there were, which are in `paused`."""
     refusals_left_out: int = 0
     paused: PauseTotals = field(default_factory=PauseTotals)
     paused_alone_ns: int = 0
     """When a process was paused while another was there and was not: the figures of devices have that time."""
-    replicas: tuple[ReplicaSizes, ...] = ()
-    ranks: tuple[RankLine, ...] = ()
-    stages: tuple[StageSizes, ...] = ()
-    warnings: tuple[str, ...] = ()
-    last_output: tuple[str, ...] = ()
+    replicas: Sequence[ReplicaSizes] = ()
+    ranks: Sequence[RankLine] = ()
+    stages: Sequence[StageSizes] = ()
+    warnings: list[str] = field(default_factory=list)
+    last_output: Sequence[str] = ()
     """The last lines of what the script printed (of its stderr in a headless run), if it failed."""
     raised: str | None = None
     """The line of its last traceback that names the exception, if it failed and there is one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from dpmon.model.evidence import ModeFacts
@@ -16,23 +17,27 @@ from dpmon.report.said import (
     phase_notes,
     phase_table,
     step_rows,
+    steps_table,
 )
 from dpmon.report.story import Story
 from dpmon.report.words import (
     FORWARD_ON_DEVICE,
+    ON_DEVICE,
+    Row,
     device_cells,
     ended,
+    memory_table,
     pause_rows,
     pauses_lost,
     rank_rows,
     replica_rows,
+    row_table,
     stage_rows,
     time_spent,
-    with_device,
 )
 from dpmon.run.lookup import short_name
 from dpmon.text.cleaning import clean
-from dpmon.text.quantities import clock, memory, memory_of, samples_rate
+from dpmon.text.quantities import clock, memory_of
 
 __all__ = ["report_text", "text_lines"]
 
@@ -40,6 +45,7 @@ NARROWEST = 40
 MAX_ROWS = 40
 MAX_WARNINGS = 8
 MAX_CHANGES = 12
+_FLOW, _STAGES = "received -> returned", "STAGES (parts of the model on several devices)"
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -61,9 +67,9 @@ def text_lines(story: Story, width: int = 80) -> list[str]:
         _steps(story, width),
         *(_phases(title, mode, width) for title, mode in step_rows(story)),
         _compared(story, width),
-        _replicas(story, width),
-        _ranks(story, width),
-        _stages(story, width),
+        _sized("REPLICAS", replica_rows(story), ("calls", "median", "p95", ON_DEVICE), _FLOW, width),
+        _sized("RANKS", rank_rows(story), ("steps", "calls", "step", "samples/s", FORWARD_ON_DEVICE), _FLOW, width),
+        _sized(_STAGES, stage_rows(story), ("calls", "host time", ON_DEVICE), f"parts: {_FLOW}", width),
         _devices(story, width),
         _memory(story, width),
         _changes(story, width),
@@ -97,15 +103,8 @@ def _findings(story: Story, width: int) -> list[str]:
 
 
 def _steps(story: Story, width: int) -> list[str]:
-    kinds = step_rows(story)
-    if not kinds:
-        return []
-    rows = [("mode", "steps", "median", "p95", "samples/s")]
-    rows += [
-        (title, f"{mode.steps:,}", duration(mode.median_ns), duration(mode.p95_ns), samples_rate(mode.rate))
-        for title, mode in kinds
-    ]
-    return ["STEPS", *table(rows, width), *_over_time(story, width)]
+    rows = steps_table(story)
+    return ["STEPS", *table(rows, width), *_over_time(story, width)] if rows else []
 
 
 def _time(story: Story, width: int) -> list[str]:
@@ -144,51 +143,11 @@ def _compared(story: Story, width: int) -> list[str]:
     return [] if found is None else ["DP AGAINST SINGLE", *wrapped(comparison(found), width)]
 
 
-def _replicas(story: Story, width: int) -> list[str]:
-    rows = replica_rows(story)
+def _sized(title: str, rows: Sequence[Row], names: Sequence[str], sizes: str, width: int) -> list[str]:
+    """A table of replicas, ranks or stages."""
     if not rows:
         return []
-    lines = ["REPLICAS"]
-    head = ("", "device", "calls", "median", "p95", "received -> returned")
-    shown = [
-        (row.label, row.device, f"{row.calls:,}", duration(row.median_ns), duration(row.p95_ns), row.sizes)
-        for row in rows[:MAX_ROWS]
-    ]
-    return [*lines, *sized_table(with_device([head, *shown], rows), width), *more(len(rows), MAX_ROWS)]
-
-
-def _ranks(story: Story, width: int) -> list[str]:
-    rows = rank_rows(story)
-    if not rows:
-        return []
-    head = ("", "device", "steps", "calls", "step", "samples/s", "received -> returned")
-    shown = [
-        (
-            row.label,
-            row.device,
-            f"{row.steps:,}",
-            f"{row.calls:,}",
-            duration(row.median_ns),
-            samples_rate(row.rate),
-            row.sizes,
-        )
-        for row in rows[:MAX_ROWS]
-    ]
-    return [
-        "RANKS",
-        *sized_table(with_device([head, *shown], rows, FORWARD_ON_DEVICE), width),
-        *more(len(rows), MAX_ROWS),
-    ]
-
-
-def _stages(story: Story, width: int) -> list[str]:
-    rows = stage_rows(story)
-    if not rows:
-        return []
-    lines = ["STAGES (parts of the model on several devices)"]
-    head = ("", "device", "calls", "host time", "parts: received -> returned")
-    shown = [(row.label, row.device, f"{row.calls:,}", duration(row.median_ns), row.sizes) for row in rows[:MAX_ROWS]]
-    return [*lines, *sized_table(with_device([head, *shown], rows), width), *more(len(rows), MAX_ROWS)]
+    return [title, *sized_table(row_table(rows, names, sizes, MAX_ROWS), width), *more(len(rows), MAX_ROWS)]
 
 
 def _devices(story: Story, width: int) -> list[str]:
@@ -219,9 +178,7 @@ def _memory(story: Story, width: int) -> list[str]:
     held = story.evidence.memory[:MAX_ROWS]
     if not held:
         return []
-    rows: list[tuple[str, ...]] = [("", "model", "gradients", "optimizer", "rest", "peak")]
-    rows += [(one.device, *(memory(part) for part in one[1:6])) for one in held]
-    lines = ["MEMORY as torch holds it", *table(rows, width)]
+    lines = ["MEMORY as torch holds it", *table(memory_table(held), width)]
     for one in held:
         for names, reason in reasons(one):
             lines += wrap(f"{names} of {one.device}: {reason}", width)

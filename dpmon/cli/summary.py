@@ -15,7 +15,7 @@ from dpmon.record.schema import EVALUATION, PHASES, STEP
 from dpmon.report.pauses import pauses_in
 from dpmon.report.said import waited
 from dpmon.report.waits import waits_in
-from dpmon.report.words import ACTIVITY_NAMES, times_paused
+from dpmon.report.words import ACTIVITY_NAMES, how_it_ended, times_paused
 from dpmon.run.files import read_tail
 from dpmon.run.lookup import short_name
 from dpmon.run.reader import RunReader
@@ -29,7 +29,7 @@ from dpmon.store.window import Window, accounted
 from dpmon.text.cells import cut, span_width
 from dpmon.text.cleaning import clean
 from dpmon.text.last_words import READ_BYTES, last_words
-from dpmon.text.quantities import memory, quantity_words, rate_words, run_time
+from dpmon.text.quantities import memory, quantity_words, rate_words
 
 __all__ = ["Line", "ending_line", "fitted", "summary", "summary_lines"]
 
@@ -355,17 +355,8 @@ def _outcome(info: RunInfo, how: ExitInfo | None) -> str:
     name = f"{info.script} ({short_name(info)})"
     if how is None:
         return f"{name}: how it ended is not known"
-    if how.error is not None:
-        return f"{name}: {how.error}"
-    took = run_time(how.seconds)
-    if how.stopped:
-        return f"{name}: stopped by you after {took}" + (f", exit status {how.status}" if how.status else "")
-    if how.status is None:
-        return f"{name}: ended after {took}, status unknown: {how.unknown or 'nobody recorded it'}"
-    if how.signal is not None:
-        return f"{name}: killed by {how.signal} after {took}" + (f" ({how.cause})" if how.cause else "")
-    why = f": {how.cause}" if how.cause else ""
-    return f"{name}: finished in {took}" if how.status == 0 else f"{name}: exit status {how.status} after {took}{why}"
+    why = "" if not how.cause else f" ({how.cause})" if how.signal is not None else f": {how.cause}"
+    return f"{name}: {how_it_ended(how, why)}" + (f", exit status {how.status}" if how.stopped and how.status else "")
 
 
 def _raised(directory: Path, info: RunInfo, how: ExitInfo | None) -> list[str]:

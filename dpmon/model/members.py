@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["SECOND", "ns_in", "number_in", "text_in", "whole_in"]
+__all__ = ["SECOND", "finite", "ns_in", "number_in", "text_in", "whole_in"]
 
 SECOND = 1_000_000_000
 
@@ -33,3 +33,12 @@ def ns_in(data: Mapping[str, Any], key: str) -> int | None:
     seconds = number_in(data, key)
     # NaN and infinity are JSON to Python.
     return int(seconds * SECOND) if seconds is not None and 0 <= seconds < 1e9 else None
+
+
+def finite(value: Any) -> Any:
+    """The same without what is JSON to Python and to nobody else: NaN and infinity are None."""
+    if isinstance(value, float) and not abs(value) < 1e308:
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): finite(one) for key, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, (list, tuple)) else value

@@ -14,6 +14,7 @@ from dpmon.model.state import ModeChange
 from dpmon.rates import Rate
 from dpmon.report.pauses import Paused, PauseTotals
 from dpmon.report.story import Story
+from dpmon.run.rundir import ExitInfo
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.text.quantities import clock, memory, memory_of, run_time, samples_rate
 
@@ -24,6 +25,7 @@ __all__ = [
     "Row",
     "device_cells",
     "ended",
+    "how_it_ended",
     "machine",
     "memory_table",
     "mode_title",
@@ -81,20 +83,21 @@ def ended(story: Story) -> str:
     how = story.exit
     if how is None:
         return _NOT_OVER.get(story.state, "how it ended is not known")
+    cause = how.cause or (story.raised if how.signal is None else None)
+    return how_it_ended(how, f": {cause}" if cause else "")
+
+
+def how_it_ended(how: ExitInfo, why: str) -> str:
+    """How a run ended, and after what time; `why`: what is said of the cause of a failure."""
     if how.error is not None:
         return how.error
     took = run_time(how.seconds)
-    # What later versions of exit.json know more.
-    cause = getattr(how, "cause", None)
-    why = f": {cause}" if cause else ""
-    if getattr(how, "stopped", False):
+    if how.stopped:
         return f"stopped by you after {took}"
     if how.status is None:
-        return f"ended after {took}, status unknown: {getattr(how, 'unknown', None) or 'nobody recorded it'}"
+        return f"ended after {took}, status unknown: {how.unknown or 'nobody recorded it'}"
     if how.signal is not None:
         return f"killed by {how.signal} after {took}{why}"
-    if story.raised is not None and not why:
-        why = f": {story.raised}"
     return f"finished in {took}" if how.status == 0 else f"exit status {how.status} after {took}{why}"
 
 

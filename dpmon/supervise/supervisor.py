@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,7 +25,7 @@ from dpmon.run.lock import needs_supervisor, take_lock
 from dpmon.run.notes import WarningsLog
 from dpmon.run.oom import OomWatch
 from dpmon.run.pidfd import open_pidfd
-from dpmon.run.rundir import ExitInfo, load_exit, load_info, save
+from dpmon.run.rundir import ExitInfo, load_exit, load_info, output_paths, save
 from dpmon.run.state import YOUNG_S
 from dpmon.run.terminal import INPUT_FIFO, Terminal
 from dpmon.run.uncaught import uncaught
@@ -77,6 +77,11 @@ class _Silent:
 
     def heard(self, payload: bytes, pid: int) -> None:
         pass
+
+
+def _warner(sampler: _Sampler) -> Callable[[str], None]:
+    """What records a warning of ours."""
+    return lambda text: sampler.emit("warning", {"process": None, "text": text})
 
 
 def _log(text: str) -> None:
@@ -232,7 +237,7 @@ class Supervisor:
         drain = Drain(
             self._directory,
             self._info,
-            lambda text: sampler.emit("warning", {"process": None, "text": text}),
+            _warner(sampler),
             LITTLE_HISTORY if "elsewhere" in self._info.options else LIMIT_BYTES,
         )
         metrics = self._metrics(sampler)
@@ -244,7 +249,7 @@ class Supervisor:
             sampler.start()
             elsewhere = self._info.options.get("elsewhere")
             if isinstance(elsewhere, str):
-                sampler.emit("warning", {"process": None, "text": elsewhere})
+                _warner(sampler)(elsewhere)
         poller = self._poller(command.pid)
         reads = InputWatch(self._directory, command.pid, lambda *wait: self._tell_wait(sampler, command.pid, *wait))
         drain.heard = sampler.heard
@@ -255,7 +260,7 @@ class Supervisor:
                 look_at = now + LOOK_S
                 ended = command.over()
                 for text in self._warnings.new():
-                    sampler.emit("warning", {"process": None, "text": text})
+                    _warner(sampler)(text)
             busy = drain.drain(now)
             room.look(now)
             reads.look(now)
@@ -286,18 +291,14 @@ class Supervisor:
 
     def _set_aside(self) -> None:
         """Hold what exit.json will need, so that how the run ended is known on a full disk too."""
-        with contextlib.suppress(OSError):
-            fd = open_file(self._directory / SPARE_FILE, os.O_WRONLY | os.O_CREAT)
-            try:
-                os.posix_fallocate(fd, 0, SPARE_BYTES)
-            finally:
-                os.close(fd)
+        path = self._directory / SPARE_FILE
+        with contextlib.suppress(OSError), open(open_file(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
 
     def _room(self, sampler: _Sampler) -> OutputRoom:
-        names = ("stdout.log", "stderr.log") if self._info.headless else ("output.log",)
         return OutputRoom(
-            [self._directory / name for name in names],
-            lambda text: sampler.emit("warning", {"process": None, "text": text}),
+            output_paths(self._directory, self._info),
+            _warner(sampler),
             # Of a headless run the foreground may have some to pass on yet.
             HEADLESS_OUTPUT if self._info.headless else SCREEN_OUTPUT,
         )
@@ -313,7 +314,7 @@ class Supervisor:
         since = "" if last_ns is None else f" after {last_ns / 1e9:.0f} s"
         now = (time.monotonic_ns() - self._info.start_ns) / 1e9
         text = f"the supervisor was killed{since}; another one goes on from {now:.0f} s: no device samples between"
-        sampler.emit("warning", {"process": None, "text": text})
+        _warner(sampler)(text)
         sampler.start()
 
     def _poller(self, pid: int) -> select.poll:
@@ -336,11 +337,7 @@ class Supervisor:
             # A directory from another machine must not make us replace a file of this one. A metrics file that this
             # run wrote gets its last update.
             return None
-        return Metrics(
-            path,
-            self._directory,
-            lambda text: sampler.emit("warning", {"process": None, "text": text}),
-        )
+        return Metrics(path, self._directory, _warner(sampler))
 
     def _learn(self, command: Command) -> ExitInfo:
         """How the command ended. Report it to the foreground before any work that may fail or take long."""

@@ -26,7 +26,6 @@ __all__ = [
     "other_period",
     "other_range",
     "possible",
-    "range_words",
     "to_panel",
     "zoomed",
 ]
@@ -282,13 +281,6 @@ def other_range(view: View, by: int) -> View:
     """The next longer (or shorter) time range; the last one stays."""
     here = RANGES.index(view.span_s) if view.span_s in RANGES else 0
     return replace(view, span_s=RANGES[min(max(here + by, 0), len(RANGES) - 1)])
-
-
-def range_words(seconds: int) -> str:
-    """A time range as people say it: "2 min", "whole run"."""
-    if seconds <= 0:
-        return "whole run"
-    return f"{seconds} s" if seconds < 60 else f"{seconds // 60} min"
 
 
 def other_period(period: float, by: int) -> float:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from textual.binding import Binding, BindingType
 
 from dpmon.run.reader import Pause
-from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info
+from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info, output_paths
 from dpmon.run.standing import newest_stage, stages
 from dpmon.store.as_of import AsOf
 from dpmon.store.opened import open_store
@@ -151,8 +151,7 @@ class Player:
     @property
     def output_paths(self) -> tuple[Path, ...]:
         """The script's output, all of it: when each line was printed is not in the record."""
-        names = ("stdout.log", "stderr.log") if self.info.headless else ("output.log",)
-        return tuple(self.directory / name for name in names)
+        return output_paths(self.directory, self.info)
 
 
 class _PlaybackFeed(Feed):

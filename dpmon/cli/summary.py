@@ -218,9 +218,7 @@ class _Summary:
             if speed is not None:
                 text += f", {rate_words(speed)}"
             lines.append(text)
-        more = len(order) - len(lines)
-        if more > 0:
-            lines.append(f"  and {more} more; dpmon export has them all")
+        lines += _more(len(order) - len(lines))
         return ["ranks" if any(rank is not None for rank, _ in ranks.values()) else "processes", *lines]
 
     def _stage_lines(self) -> list[str]:
@@ -234,9 +232,7 @@ class _Summary:
             text += f"{stage.outputs or 'not finished'}  {many(stage.calls, 'call')}"
             middle = stage.time.median
             lines.append(text if middle is None else f"{text}, host time median {duration(middle)}")
-        more = len(found) - len(lines)
-        if more > 0:
-            lines.append(f"  and {more} more; dpmon export has them all")
+        lines += _more(len(found) - len(lines))
         return ["stages (parts of the model on several devices)", *lines] if lines else []
 
     def _replica_lines(self) -> list[str]:
@@ -257,9 +253,12 @@ class _Summary:
                 lines.append(f"  {who}  {sizes}  {many(one.calls, 'call')}")
             if others := found[_MAX_SIZES:]:
                 lines.append(f"    and {many(len(others), 'other size')}, {many(sum(o.calls for o in others), 'call')}")
-        if told < len(groups):
-            lines.append(f"  and {len(groups) - told} more; dpmon export has them all")
+        lines += _more(len(groups) - told)
         return ["replicas", *lines] if lines else []
+
+
+def _more(count: int) -> list[str]:
+    return [f"  and {count} more; dpmon export has them all"] if count > 0 else []
 
 
 def _phase_lines(found: Figures) -> list[Line]:

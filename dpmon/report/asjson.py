@@ -74,10 +74,7 @@ def as_object(story: Story) -> dict[str, Any]:
         },
         "end": {
             "state": story.state,
-            "status": None if how is None else how.status,
-            "signal": None if how is None else how.signal,
-            "error": None if how is None else how.error,
-            "seconds": None if how is None else how.seconds,
+            **{name: getattr(how, name, None) for name in ("status", "signal", "error", "seconds")},
         },
         "processes": [one._asdict() for one in story.processes],
         "steps": story.steps,

@@ -17,17 +17,17 @@ from dpmon.model.members import SECOND, ns_in, text_in, whole_in
 from dpmon.model.memory import held
 from dpmon.model.replica_facts import batch_facts, replica_facts
 from dpmon.record.schema import SETTLING, STEP, device_series
-from dpmon.report.devices import Devices
-from dpmon.report.figures import mode_facts
+from dpmon.report.device_totals import Devices
+from dpmon.report.mode_facts import mode_facts
 from dpmon.report.pauses import Pauses, Span, any_of, pauses_in, together
 from dpmon.report.story import ProcessFacts, RankLine, Story
 from dpmon.report.stretches import stretches
 from dpmon.report.waits import waits_in
+from dpmon.run.condition import run_state
 from dpmon.run.files import read_tail
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, load_info
 from dpmon.run.standing import how_it_stands, why_nothing
-from dpmon.run.state import run_state
 from dpmon.run.uncaught import Uncaught, last_lines, uncaught
 from dpmon.store.answers import LongRow
 from dpmon.store.opened import open_store

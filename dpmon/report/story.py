@@ -93,7 +93,7 @@ class Story:
     info: RunInfo
     exit: ExitInfo | None = None
     state: str = ""
-    """As `dpmon.run.state.run_state` says."""
+    """As `dpmon.run.condition.run_state` says."""
     evidence: Evidence = field(default_factory=Evidence)
     findings: Sequence[Finding] = ()
     evaluations: list[ModeFacts] = field(default_factory=list)

@@ -9,7 +9,6 @@ from dpmon.model.evidence import ModeFacts
 from dpmon.model.memory import reasons
 from dpmon.model.numbers import UNKNOWN, duration
 from dpmon.report.collect import collect
-from dpmon.report.layout import cut, more, sized_table, table, wrap, wrapped
 from dpmon.report.said import (
     comparison,
     facts,
@@ -20,6 +19,7 @@ from dpmon.report.said import (
     steps_table,
 )
 from dpmon.report.story import Story
+from dpmon.report.typeset import cut, more, sized_table, table, wrap, wrapped
 from dpmon.report.words import (
     FORWARD_ON_DEVICE,
     ON_DEVICE,

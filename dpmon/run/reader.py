@@ -17,6 +17,7 @@ from dpmon.record.wire import mode_number, pack_event
 from dpmon.ring import Activity, RingError
 from dpmon.ring_reader import RingReader
 from dpmon.run import proc
+from dpmon.run.condition import command_alive
 from dpmon.run.lock import supervised
 from dpmon.run.rundir import (
     INFO_FILE,
@@ -31,7 +32,6 @@ from dpmon.run.rundir import (
     ring_paths,
 )
 from dpmon.run.standing import newest_stage, stages
-from dpmon.run.state import command_alive
 from dpmon.run.waiting import waits_since
 
 __all__ = ["Pause", "RunReader"]

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import dpmon
+from dpmon.run.condition import command_alive
 from dpmon.run.files import open_file
 from dpmon.run.lock import needs_supervisor, take_lock
 from dpmon.run.rundir import load_exit, load_info
-from dpmon.run.state import command_alive
 from dpmon.supervise.outcome import open_pipe
-from dpmon.supervise.sigchld import ignored_again
+from dpmon.supervise.signals import ignored_again
 
 __all__ = ["TAKE_OVER", "Started", "look_after", "start_supervisor", "take_over"]
 

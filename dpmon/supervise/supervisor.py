@@ -16,28 +16,29 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dpmon.run import proc
+from dpmon.run.condition import YOUNG_S
 from dpmon.run.ending import exit_info, unknown_exit
 from dpmon.run.files import open_file, remove_file
 from dpmon.run.lock import needs_supervisor, take_lock
 from dpmon.run.notes import WarningsLog
-from dpmon.run.oom import OomWatch
+from dpmon.run.out_of_memory import OomWatch
 from dpmon.run.pidfd import open_pidfd
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, output_paths, save
-from dpmon.run.state import YOUNG_S
 from dpmon.run.terminal import INPUT_FIFO, Terminal
 from dpmon.run.uncaught import uncaught
 from dpmon.run.waiting import InputWatch
-from dpmon.supervise.adopt import Adopted, Child, Command, find_command, last_sign
+from dpmon.supervise.adopt import Adopted, Child, find_command, last_sign
 from dpmon.supervise.outcome import tell_outcome
 from dpmon.supervise.room import OutputRoom
-from dpmon.supervise.sigchld import keep_statuses
+from dpmon.supervise.signals import keep_statuses
 from dpmon.supervise.spawn import start_command
 from dpmon.supervise.start import TAKE_OVER
 
 if TYPE_CHECKING:
+    from dpmon.gpu.sampler import DeviceSampler
     from dpmon.supervise.metrics import Metrics
 
 __all__ = ["main"]
@@ -56,13 +57,6 @@ LOOK_S = 0.2
 """Between two looks at everything that changes rarely."""
 
 
-class _Sampler(Protocol):
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-    def emit(self, kind: str, data: Mapping[str, Any]) -> None: ...
-    def heard(self, payload: bytes, pid: int) -> None: ...
-
-
 class _Silent:
     """Stands in for the sampler where its ring could not be made: what it would record goes to supervisor.log."""
 
@@ -79,7 +73,7 @@ class _Silent:
         pass
 
 
-def _warner(sampler: _Sampler) -> Callable[[str], None]:
+def _warner(sampler: DeviceSampler | _Silent) -> Callable[[str], None]:
     """What records a warning of ours."""
     return lambda text: sampler.emit("warning", {"process": None, "text": text})
 
@@ -214,7 +208,7 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------ watch
 
-    def _sampler(self, pid: int) -> _Sampler:
+    def _sampler(self, pid: int) -> DeviceSampler | _Silent:
         from dpmon.gpu.sampler import DeviceSampler
 
         for number in range(TAKEOVERS):
@@ -229,7 +223,7 @@ class Supervisor:
                 break
         return _Silent()
 
-    def _watch(self, command: Command, *, late: bool = False) -> None:
+    def _watch(self, command: Child | Adopted, *, late: bool = False) -> None:
         from dpmon.store.drain import Drain  # sqlite is loaded while the command loads torch, not before
         from dpmon.store.writer import LIMIT_BYTES
 
@@ -284,7 +278,7 @@ class Supervisor:
             drain.close()
             sampler.stop()
 
-    def _tell_wait(self, sampler: _Sampler, pid: int, since_ns: int, seen_ns: int) -> None:
+    def _tell_wait(self, sampler: DeviceSampler | _Silent, pid: int, since_ns: int, seen_ns: int) -> None:
         """The command has waited for a line of input: so that no step is called slow for it."""
         seconds = (since_ns - self._info.start_ns) / 1e9
         sampler.emit("input", {"pid": pid, "t_s": seconds, "waited_s": (seen_ns - since_ns) / 1e9})
@@ -295,7 +289,7 @@ class Supervisor:
         with contextlib.suppress(OSError), open(open_file(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
             os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
 
-    def _room(self, sampler: _Sampler) -> OutputRoom:
+    def _room(self, sampler: DeviceSampler | _Silent) -> OutputRoom:
         return OutputRoom(
             output_paths(self._directory, self._info),
             _warner(sampler),
@@ -303,7 +297,7 @@ class Supervisor:
             HEADLESS_OUTPUT if self._info.headless else SCREEN_OUTPUT,
         )
 
-    def _catch_up(self, command: Command, drain: Any, sampler: _Sampler) -> None:
+    def _catch_up(self, command: Child | Adopted, drain: Any, sampler: DeviceSampler | _Silent) -> None:
         """Take what the rings still hold from where the killed supervisor had come to, and say what is missing."""
         drain.flush()
         self._warnings.told.update(drain.warnings_kept())
@@ -325,7 +319,7 @@ class Supervisor:
             poller.register(fd, select.POLLIN)
         return poller
 
-    def _metrics(self, sampler: _Sampler) -> Metrics | None:
+    def _metrics(self, sampler: DeviceSampler | _Silent) -> Metrics | None:
         """What keeps the metrics file, if one was asked for."""
         asked = self._info.options.get("metrics")
         if not isinstance(asked, str) or "\0" in asked:
@@ -339,7 +333,7 @@ class Supervisor:
             return None
         return Metrics(path, self._directory, _warner(sampler))
 
-    def _learn(self, command: Command) -> ExitInfo:
+    def _learn(self, command: Child | Adopted) -> ExitInfo:
         """How the command ended. Report it to the foreground before any work that may fail or take long."""
         how = command.ending(self._info)
         if how.cause is None:
@@ -348,7 +342,7 @@ class Supervisor:
         command.release()
         return how
 
-    def _finish(self, how: ExitInfo, drain: Any, sampler: _Sampler, metrics: Metrics | None) -> None:
+    def _finish(self, how: ExitInfo, drain: Any, sampler: DeviceSampler | _Silent, metrics: Metrics | None) -> None:
         drain.flush(over=True)
         data = {"status": how.status, "signal": how.signal, "t_s": how.seconds}
         data |= {name: text for name in ("unknown", "cause") if (text := getattr(how, name)) is not None}

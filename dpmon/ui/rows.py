@@ -6,6 +6,7 @@ A row is a list of spans (text, style name); the style names are those of `dpmon
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from dpmon.text.cells import cropped as cropped_text
 from dpmon.text.cells import span_width
@@ -18,6 +19,7 @@ __all__ = [
     "columns",
     "cropped",
     "fit",
+    "merged",
     "plain",
     "width_of",
 ]
@@ -37,6 +39,11 @@ def width_of(row: Iterable[Span]) -> int:
 def plain(row: Iterable[Span]) -> str:
     """The row's text alone."""
     return "".join(text for text, _ in row)
+
+
+def merged(cells: Iterable[Span]) -> Row:
+    """The same text in as few spans as its styles allow."""
+    return [("".join(text for text, _ in same), style) for style, same in groupby(cells, key=lambda cell: cell[1])]
 
 
 def fit(row: Sequence[Span], width: int, more: str = "…") -> Row:

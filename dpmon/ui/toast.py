@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dpmon.text.cells import wrapped
-from dpmon.ui.answers import answer
 from dpmon.ui.layout import Slot
 from dpmon.ui.look import Look
 from dpmon.ui.panel_status import cut_answer
+from dpmon.ui.replies import answer
 from dpmon.ui.rows import Row, box, cropped, plain, width_of
 from dpmon.ui.scene import Scene
 

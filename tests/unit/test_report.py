@@ -23,15 +23,15 @@ from dpmon.record.schema import SETTLING_STEPS
 from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
-from dpmon.report.devices import Devices
+from dpmon.report.device_totals import Devices
 from dpmon.report.page import page
 from dpmon.report.plots import plots
 from dpmon.report.story import PARTS
 from dpmon.report.stretches import BINS
 from dpmon.report.text import text_lines
+from dpmon.run.condition import run_state
 from dpmon.run.lookup import short_name
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, save
-from dpmon.run.state import run_state
 from dpmon.store.answers import MinuteRow
 from dpmon.store.opened import can_be_opened
 from dpmon.store.tables import BEFORE_S

@@ -19,7 +19,7 @@ from dpmon.model.state import PauseChange
 from dpmon.record.wire import pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
-from dpmon.report.devices import Devices
+from dpmon.report.device_totals import Devices
 from dpmon.report.page import page
 from dpmon.report.pauses import Pauses, PauseTotals, Span, any_of, pauses_of, together
 from dpmon.report.plots import plots

@@ -98,7 +98,8 @@ class _Reading:
         story.dropped, story.pruned = store.dropped, store.pruned
         self._read_events(store)
         window = Window(store)
-        layouts = Layouts(shapes := store.shapes(), definitions := _definitions(store))
+        shapes = store.shapes()
+        layouts = Layouts(shapes, {ring.process: store.definitions(ring.process) for ring in store.rings.values()})
         self._virtual, story.distributed = layouts.virtual, layouts.distributed
         story.calls = sum(shape.calls for shape in shapes)
         processes = {*store.processes, *layouts.processes}
@@ -120,8 +121,8 @@ class _Reading:
         long = _longest(store, window)
         story.evidence = replace(
             story.evidence,
-            batches=tuple(batch_facts(shapes, definitions)),
-            replicas=tuple(replica_facts(shapes, definitions, window.by_process)),
+            batches=tuple(batch_facts(layouts)),
+            replicas=tuple(replica_facts(layouts, window.by_process)),
             longest=tuple(_named(step, story.evidence.inputs) for step in long[:LONGEST]),
             compared=self._compared(window, long),
         )
@@ -243,10 +244,6 @@ def _loader_start(data: Mapping[str, Any]) -> LoaderStart | None:
     if process is None or at is None or took is None:
         return None
     return LoaderStart(process, at, took, whole_in(data, "workers"), data.get("persistent") is True)
-
-
-def _definitions(store: Store) -> dict[int, dict[int, Any]]:
-    return {ring.process: store.definitions(ring.process) for ring in store.rings.values()}
 
 
 def _rows_in_time(store: Store, begin_ns: int, end_ns: int) -> list[tuple[int, str, bool, Tally]]:

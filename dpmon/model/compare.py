@@ -128,8 +128,6 @@ class Comparison:
     cost: Ground | None = None
     """The copying that takes the largest share of the dp step."""
     missing: str | None = None
-    lacking: Mapping[str, int] = field(default_factory=dict)
-    """By mode, how many steps are missing for a verdict."""
 
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -258,7 +256,7 @@ def compare_modes(
     base = Comparison(sides=sides, devices=tuple(devices), virtual=virtual)
     lacking = {mode: MIN_STEPS - each[kind] for mode, each in kinds.items() if kind and each[kind] < MIN_STEPS}
     if len(there) < 2 or lacking:
-        return replace(base, missing=_lacking(there, lacking), lacking=lacking)
+        return replace(base, missing=_lacking(there, lacking))
     if kind is None:
         return replace(base, missing=_unlike(kinds))
     passes = sum(count for each in kinds.values() for other, count in each.items() if other.trains != kind.trains)

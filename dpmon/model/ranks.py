@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dpmon.model.members import whole_in
 from dpmon.model.process import Process
 from dpmon.model.state import State
 from dpmon.record.wire import DDP
@@ -29,8 +30,8 @@ def training(state: State) -> list[Process]:
 
 def world(process: Process) -> int | None:
     """How many ranks there are, as the process itself was told; None outside torch.distributed."""
-    value = process.info.get("world")
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    value = whole_in(process.info, "world")
+    return value if value is not None and value > 0 else None
 
 
 def distributed(process: Process) -> bool:

@@ -47,8 +47,6 @@ class Deed(NamedTuple):
     """What the footer calls it now; None while it is not possible, "" where it has no place in the footer."""
     says: str
     """What help and palette say."""
-    group: str = ""
-    """Help shows deeds of one group in one line, under this."""
 
 
 def _always(word: str) -> Callable[[Scene], str | None]:

@@ -108,9 +108,6 @@ class _Table:
         row += [(right(values.get(mode, UNKNOWN), self.cell), style) for mode in _MODES]
         return [*row, ("  ", ""), *note] if note and width_of(note) <= self.room else row
 
-    def of(self, show: str) -> dict[str, Side]:
-        return {mode: side for mode, side in self.found.sides.items() if getattr(side, show) is not None}
-
     def head(self) -> Row:
         count = len(self.found.devices)
         dp = f"dp {self.look.glyphs.times}{count}" if count else "dp"

@@ -29,6 +29,11 @@ __all__ = ["devices", "title", "wanted_rows", "zoomed"]
 
 _SHOWN = ("util_pct", "mem_used_bytes", "mem_total_bytes", "temperature_c", "power_w", "sm_clock_mhz", "of_run")
 """What the small panel shows of a GPU, and gives reasons for."""
+_THIRD = (
+    *(("sm_active_pct", "SM"), ("tensor_active_pct", "tensor")),
+    *(("mem_run_bytes", "run"), ("mem_others_bytes", "others"), ("dram_active_pct", "dram")),
+)
+"""What a GPU's third row shows, shares only where they are known."""
 _MEMORY = 15
 _GRID = 52
 """Cells that two GPUs in a row need."""
@@ -223,15 +228,11 @@ class _Table:
         data = track.data
         row: Row = [(" " * self.head, "")]
         parts: list[Row] = []
-        for key, word in (("sm_active_pct", "SM"), ("tensor_active_pct", "tensor")):
-            value = number_in(data, key)
-            if value is not None:
-                parts.append([(f"{word} ", "dim"), (right(f"{value:.0f} %", 5) + " ", "")])
-        for key, word in (("mem_run_bytes", "run"), ("mem_others_bytes", "others")):
-            parts.append([(f"{word} ", "dim"), (right(memory(number_in(data, key)), 8) + " ", "")])
-        dram = number_in(data, "dram_active_pct")
-        if dram is not None:
-            parts.append([("dram ", "dim"), (right(f"{dram:.0f} %", 5) + " ", "")])
+        for key, word in _THIRD:
+            value, share = number_in(data, key), key.endswith("_pct")
+            if value is not None or not share:
+                figure = right(f"{value:.0f} %", 5) if share else right(memory(value), 8)
+                parts.append([(f"{word} ", "dim"), (figure + " ", "")])
         for part in parts:
             if width_of(row) + width_of(part) - 1 <= self.width:
                 row += part

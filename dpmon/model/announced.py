@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from dpmon.model.members import ns_in, text_in, whole_in
 from dpmon.model.process import Refusal
+from dpmon.model.source import Rows
 from dpmon.model.state import ModeChange, PauseChange, WarningText
 from dpmon.record.kinds import Event
 from dpmon.record.wire import MODES
 
-__all__ = ["Announced", "EventSource", "InForce", "mode_change", "pause_change"]
+__all__ = ["Announced", "InForce", "mode_change", "pause_change"]
 
 CHANGES_READ = 500
 """Changes of mode that are looked at; older ones say nothing of what is in force."""
@@ -24,16 +25,6 @@ ROOTS_KEPT = 32
 DEVICES_READ = 4096
 ANSWERING_STEPS = 100
 """Within this many steps every root that is still called has answered a request."""
-
-
-class EventSource(Protocol):
-    """What this needs of dpmon.store.as_of.AsOf."""
-
-    def lasting(self, kind: str, newest: int = -1) -> list[Event]:
-        """Events of a kind, in their order."""
-
-    def count(self, kind: str) -> int:
-        """How many events of a kind there were."""
 
 
 class InForce(NamedTuple):
@@ -58,7 +49,7 @@ class Announced:
     """Pid, begin and end of each wait for a line of input."""
 
     @classmethod
-    def read(cls, source: EventSource) -> Announced:
+    def read(cls, source: Rows) -> Announced:
         """Those that a source has."""
         info = {
             number: event.data

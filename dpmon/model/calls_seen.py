@@ -6,9 +6,9 @@ import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from dpmon.model.process import CallTrack, Spread
+from dpmon.model.source import Rows
 from dpmon.model.stats import median, percentile
 from dpmon.record.codec import call_replicas, call_stages, is_timed, part_times
 from dpmon.record.kinds import Call
@@ -19,7 +19,7 @@ from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.quantiles import Counts
 from dpmon.store.tally import Key, Tally
 
-__all__ = ["CallSource", "Calls", "call_tracks"]
+__all__ = ["Calls", "call_tracks"]
 
 Root = tuple[str, str | None]
 HEADS_READ = 256
@@ -32,24 +32,11 @@ _TIMED = 64
 _MOST_PARTS = 256
 
 
-class CallSource(Protocol):
-    """What this needs of dpmon.store.as_of.AsOf."""
-
-    def heads(self, process: int, most: int) -> list[CallHead]:
-        """The newest calls of a process, the newest first."""
-
-    def last_calls(self, process: int, most: int) -> list[CallHead]:
-        """The newest calls of its newest step, the newest first."""
-
-    def call(self, process: int, head: CallHead) -> Call | None:
-        """The call itself."""
-
-
 @dataclass(slots=True)
 class Calls:
     """Reads calls of one process, each once."""
 
-    source: CallSource
+    source: Rows
     process: int
     _read: dict[int, Call | None] = field(default_factory=dict)
 

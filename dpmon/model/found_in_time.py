@@ -229,7 +229,7 @@ def between(evidence: Evidence) -> Iterator[Finding]:
 def _starts_workers(evidence: Evidence, gap: GapRow) -> int:
     """How long workers were started in a gap (ns), by loaders that do so in every epoch."""
     return sum(
-        max(min(gap.end_ns, one.start_ns + one.took_ns) - max(gap.begin_ns, one.start_ns), 0)
+        waited_ns([(one.start_ns, one.start_ns + one.took_ns)], gap.begin_ns, gap.end_ns)
         for one in evidence.loaders
         if one.process == gap.process and one.workers and not one.persistent
     )

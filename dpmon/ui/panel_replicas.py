@@ -22,6 +22,7 @@ __all__ = [
     "chosen",
     "device_time",
     "every_size",
+    "host_time",
     "kind",
     "shown",
     "size_text",
@@ -197,10 +198,16 @@ class _Table:
             *fit([(size_text(replica.outputs), "")], self.output, look.glyphs.more),
             (right(UNKNOWN if count is None else str(count), 6), ""),
             *([(" ", ""), *bar(share, self.bar, look.glyphs)] if self.bar else []),
-            (right(duration(None if times is None else times.middle), 10), "bold"),
+            (right(host_time(self.track, replica.replica), 10), "bold"),
             (right(device_time(self.track, replica.replica), 10) if self.on_device else "", "bold"),
             (spread, "bar"),
         ]
+
+
+def host_time(track: CallTrack, index: int) -> str:
+    """The median of what a replica or stage took on the host."""
+    times = track.times[index] if index < len(track.times) else None
+    return duration(None if times is None else times.middle)
 
 
 def device_time(track: CallTrack, index: int) -> str:

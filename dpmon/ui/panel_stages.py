@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dpmon.model.numbers import duration
-from dpmon.model.process import CallTrack
-from dpmon.record.kinds import Stage
 from dpmon.text.cells import cut, right, span_width, wrapped
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import memory
 from dpmon.ui.look import Look
-from dpmon.ui.panel_replicas import device_time, every_size, shown, size_text
+from dpmon.ui.panel_replicas import device_time, every_size, host_time, shown, size_text
 from dpmon.ui.panel_replicas import title as replicas_title
 from dpmon.ui.rows import Row, fit
 from dpmon.ui.scene import Scene
@@ -71,7 +68,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
                 *fit([(cut(got, given, more), "")], given + 2, more),
                 *fit([(cut(result, gave, more), "")], gave, more),
                 (right("" if stage.stage == 0 else memory(stage.crossed), 10), ""),
-                (right(duration(_middle(track, stage)), 10), "bold"),
+                (right(host_time(track, stage.stage), 10), "bold"),
                 (right(device_time(track, stage.stage), 10) if track.device_ns else "", "bold"),
             ]
         )
@@ -82,11 +79,6 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     for reason in call.absent.values():
         rows += [[(line, "dim")] for line in wrapped(clean(reason, 300), width)]
     return rows
-
-
-def _middle(track: CallTrack, stage: Stage) -> float | None:
-    times = track.times[stage.stage] if stage.stage < len(track.times) else None
-    return None if times is None else times.middle
 
 
 def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from textual.binding import Binding, BindingType
 
+from dpmon.text.quantities import range_words
 from dpmon.ui.layout import Slot
 from dpmon.ui.panel_replicas import choices
 from dpmon.ui.scene import NAMES, PANELS, RANGES, Scene, View
@@ -26,6 +27,7 @@ __all__ = [
     "other_period",
     "other_range",
     "possible",
+    "range_words",
     "to_panel",
     "zoomed",
 ]

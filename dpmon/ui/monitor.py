@@ -12,7 +12,7 @@ from textual.binding import BindingType
 
 from dpmon.text.cells import wrapped
 from dpmon.text.cleaning import clean
-from dpmon.text.quantities import clock, range_words
+from dpmon.text.quantities import clock
 from dpmon.ui import errands, keys
 from dpmon.ui.dialogs import Choice, Commands, Dialog, Line, Pages, key_name
 from dpmon.ui.footer import at
@@ -140,19 +140,23 @@ class Monitor(Stopping):
 
     def action_toggle_mode(self) -> None:
         """Ask the training for the other mode, or say why that cannot be."""
-        self._ask("the mode cannot be switched", self.feed.toggle_refusal(), self.feed.toggle)
+        refusal = self.feed.toggle_refusal()
+        if refusal is not None:
+            self._say(f"the mode cannot be switched: {refusal}")
+            return
+        self._let_go()
+        self.feed.toggle()
+        self._say(None)  # nothing older stands before the answer
 
     def action_pause(self) -> None:
         """Have the training pause between two steps, or go on; or say why that cannot be."""
-        self._ask("no pause", self.feed.pause_refusal(), self.feed.pause)
-
-    def _ask(self, denied: str, refusal: str | None, ask: Callable[[], None]) -> None:
+        refusal = self.feed.pause_refusal()
         if refusal is not None:
-            self._say(f"{denied}: {refusal}")
+            self._say(f"no pause: {refusal}")
             return
         self._let_go()
-        ask()
-        self._say(None)  # nothing older stands before the answer
+        self.feed.pause()
+        self._say(None)
 
     def action_next(self, by: int) -> None:
         """The next hit of a search in the output; else the next root or call, after the last one the newest again."""
@@ -171,7 +175,7 @@ class Monitor(Stopping):
         """A longer or shorter time range."""
         view = keys.other_range(self.view, by)
         self.view = view
-        self._say(f"time range: {range_words(view.span_s)}")
+        self._say(f"time range: {keys.range_words(view.span_s)}")
 
     def action_refresh(self, by: int) -> None:
         """A picture less or more often."""

@@ -58,6 +58,7 @@ class Facts(NamedTuple):
     start_ns: int = 0
     mode_option: str = "auto"
     python: str = ""
+    log: str = ""
 
 
 class Ended(NamedTuple):

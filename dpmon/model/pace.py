@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dpmon.model.members import SECOND
 from dpmon.model.process import Process
 from dpmon.model.source import Tallies
 from dpmon.model.state import State
@@ -19,7 +20,6 @@ from dpmon.store.tally import Stat, Sum, Tally
 __all__ = ["WINDOW_S", "Paces", "Speed", "Trained", "rate_together", "recent", "recent_of_steps", "speed"]
 
 WINDOW_S = 10
-_SECOND = 1_000_000_000
 _OPEN_S = 2
 """Seconds before the newest step to which steps are still being added."""
 Stretch = tuple[int, int, int]
@@ -101,7 +101,7 @@ def recent(rows: Iterable[PaceRow], spent: Iterable[Stretch], mode: str, trained
             taken.append(row)
     last = max((row.last_ns for row in taken if row.last_ns is not None), default=0)
     return _trained(
-        [row for row in taken if row.last_ns is not None and row.last_ns >= last - WINDOW_S * _SECOND], spent
+        [row for row in taken if row.last_ns is not None and row.last_ns >= last - WINDOW_S * SECOND], spent
     )
 
 
@@ -112,7 +112,7 @@ def recent_of_steps(steps: Sequence[Step], spent: Iterable[Stretch], mode: str, 
     for step in alike if steps and not (trained and steps[0].evaluation) else ():
         known = None if step.samples is None else 1
         end = step.start_ns + step.wall_ns
-        started = step.start_ns // _SECOND
+        started = step.start_ns // SECOND
         rows.append(PaceRow(started, step.process, mode, 0, 1, step.start_ns, end, step.samples, known, step.wall_ns))
     return _trained(rows, spent)
 
@@ -154,7 +154,7 @@ def _counted_ns(spent: Iterable[Stretch], begin_ns: int, end_ns: int) -> int:
     for start, width, ns in spent:
         stretches[start, width] = stretches.get((start, width), 0) + ns
     for (start, width), ns in stretches.items():
-        low, high = max(start * _SECOND, begin_ns), min(start * _SECOND + max(width * _SECOND, ns), end_ns)
+        low, high = max(start * SECOND, begin_ns), min(start * SECOND + max(width * SECOND, ns), end_ns)
         if ns > 0 and high > low:
             found += min(ns, high - low)
     return found
@@ -175,10 +175,10 @@ def speed(process: Process, state: State, now_ns: int) -> Speed:
         return Speed(None, "the training is paused")
     end = last.start_ns + last.wall_ns
     quiet = now_ns - end
-    if quiet > max(3 * _SECOND, 3 * last.wall_ns):
+    if quiet > max(3 * SECOND, 3 * last.wall_ns):
         return Speed(None, f"no step has ended for {quiet / 1e9:.0f} s")
     evaluated = end - (end if found.last_ns is None else found.last_ns)
-    if evaluated > max(3 * _SECOND, 3 * found.step_ns):
+    if evaluated > max(3 * SECOND, 3 * found.step_ns):
         return Speed(None, f"an evaluation: no training step has ended for {evaluated / 1e9:.0f} s")
     if found.rate is None:
         return Speed(None, "one step so far in this mode")

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import NamedTuple, Protocol
 
-from dpmon.model.announced import EventSource
-from dpmon.model.calls_seen import CallSource
-from dpmon.model.devices import SampleSource
-from dpmon.record.kinds import Step
-from dpmon.store.answers import LongRow, PaceRow, TimeRow
+from dpmon.record.kinds import Call, Event, Step
+from dpmon.store.answers import CallHead, LongRow, PaceRow, Sample, TimeRow
 from dpmon.store.tally import Key, Tally
 from dpmon.store.window import Source
 
@@ -70,11 +67,39 @@ class Tallies(Source, Protocol):
         """What each process did."""
 
 
-class Rows(CallSource, SampleSource, EventSource, Protocol):
+class Rows(Protocol):
     """What a snapshot needs of dpmon.store.as_of.AsOf."""
 
+    until_ns: int
     ranks: dict[int, int | None]
     missed: int
+
+    def lasting(self, kind: str, newest: int = -1) -> list[Event]:
+        """Events of a kind, in their order."""
+
+    def count(self, kind: str) -> int:
+        """How many events of a kind there were."""
+
+    def heads(self, process: int, most: int) -> list[CallHead]:
+        """The newest calls of a process, the newest first."""
+
+    def last_calls(self, process: int, most: int) -> list[CallHead]:
+        """The newest calls of its newest step, the newest first."""
+
+    def call(self, process: int, head: CallHead) -> Call | None:
+        """The call itself."""
+
+    def samples(self, span_ns: int, after_id: int = 0) -> list[Sample]:
+        """Samples of devices and host, in their order."""
+
+    def sample(self, number: int) -> Event | None:
+        """The whole sample with this id."""
+
+    def memory(self, process: int, until_ns: int | None = None) -> Event | None:
+        """What the memory of the devices of a process held when it was looked at last."""
+
+    def host_memory(self, begin_ns: int, end_ns: int) -> list[tuple[int, int]]:
+        """The most memory that the run's processes had in each minute."""
 
     @property
     def until_s(self) -> int | None:

@@ -9,7 +9,6 @@ from functools import partial
 from textual.timer import Timer
 
 from dpmon.text.cleaning import clean
-from dpmon.ui import errands
 from dpmon.ui.dialogs import Choice, Dialog
 from dpmon.ui.drawing import Drawing
 from dpmon.ui.feed import FROZEN_RANKS
@@ -114,8 +113,10 @@ class Stopping(Drawing):
 
     def _stop(self) -> None:
         """On a thread of its own: stop the whole run, telling how it goes."""
+        from dpmon.run.stop import stop_run
+
         try:
-            for progress in errands.stop(self.feed.directory, self.feed.info):
+            for progress in stop_run(self.feed.directory, self.feed.info):
                 self.from_thread(self._stopped_so_far, clean(progress, 200))
             self.from_thread(self._stopped)
         except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on

@@ -10,7 +10,7 @@ from stored import Recording
 from synthetic import SECOND, Training
 
 from dpmon.model.pace import speed
-from dpmon.model.ranks import rank_rows, toggle_refusal, training
+from dpmon.model.ranks import toggle_refusal, training, world
 from dpmon.model.snapshot import Snapshots
 from dpmon.model.source import MOST_RANKS
 from dpmon.model.state import State
@@ -89,9 +89,10 @@ def test_a_process_without_a_rank_is_numbered_and_not_counted() -> None:
 def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:
     scene = scene_of(3)
     assert panel_ranks.applies(scene)
-    rows = rank_rows(training(scene.state), None)
-    assert [(row.rank, row.world, row.step) for row in rows] == [(0, 3, 200), (1, 3, 200), (2, 3, 200)]
-    fast, _, slow = (row.step_ns or 0 for row in rows)
+    ranks = training(scene.state)
+    assert [(each.rank, world(each)) for each in ranks] == [(0, 3), (1, 3), (2, 3)]
+    assert {each.last_step.step for each in ranks if each.last_step is not None} == {200}
+    fast, _, slow = (each.figures.step_ns or 0 for each in ranks)
     assert 1.5 < slow / fast < 2.5
     text = [plain(row) for row in panel_ranks.table(scene, 100, 10, LOOK)]
     assert [line.split()[:2] for line in text[1:4]] == [["0", "cuda:0"], ["1", "cuda:1"], ["2", "cuda:2"]]

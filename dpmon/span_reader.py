@@ -167,6 +167,11 @@ class SpanReader:
         words = self.words()
         return words[Word.PAUSE], words[Word.PAUSED]
 
+    def time_one_in(self, steps: int) -> None:
+        """Ask the training process to time one step in so many on its devices."""
+        if self._word(Word.ONE_IN) != steps:
+            self._set(Word.ONE_IN, steps)
+
     # ------------------------------------------------------------------------------------------ spans
 
     def has_more(self) -> bool:
@@ -334,7 +339,7 @@ class SpanReader:
             del lines[0]
             self._in_long_line = False
         found = []
-        for line in lines:
+        for line in filter(None, lines):  # a writer that does not know whether its last line was whole ends it first
             try:
                 value = load_json(line)
             except (ValueError, RecursionError):

@@ -54,7 +54,7 @@ class Word:
     force; last request for a pause acted upon."""
     REQUEST, WANTED, PAUSE, ONE_IN = range(24, 28)
     """Serial of the last request for a mode; that mode; request for a pause (odd) or its end (even); steps of which one
-    is timed on its devices (0: the process decides)."""
+    is timed on its devices (0: all are)."""
     UNDER_WAY = 64
     """Of thread 0; the others follow. When the span began that it is in, or was in last (monotonic ns)."""
 

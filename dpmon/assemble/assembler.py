@@ -66,6 +66,11 @@ class Assembler:
         return self._recorder.thread
 
     @property
+    def one_in(self) -> int:
+        """One step in so many is to be timed on devices, so that timing costs little; 0: it is not known yet."""
+        return self._recorder.sampling.one_in
+
+    @property
     def dropped(self) -> int:
         """Spans and lines that were damaged, or that belong to nothing."""
         return self._dropped + self._recorder.dropped
@@ -130,6 +135,7 @@ class Assembler:
             return
         if kind == Kind.TIME:
             self._waits.time(span)
+            self._recorder.sampling.time()
             return
         before = self._seen.get(thread)
         if before is not None and before[6] == start and before[1:6] == span[1:6]:

@@ -12,6 +12,7 @@ from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import Payload, Pending, Said
 from dpmon.assemble.event_queue import Event, EventQueue
 from dpmon.assemble.nesting import COPY, EDGE, PHASE_OF, QUANTITY_OF, VERBS, Block, Inner
+from dpmon.assemble.sampling import Sampling
 from dpmon.assemble.step_mark import Mark
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
@@ -49,6 +50,7 @@ class Recorder:
         """Events that were placed and have not come out."""
         self.dropped = 0
         self.out: list[Payload] = []
+        self.sampling = Sampling()
         self._peaks: set[int] = set()
         self._totals = StepTotals()
         self._step = 1
@@ -67,6 +69,8 @@ class Recorder:
         self.part(totals, items)
         self.number += 1
         self.out.append(totals.packed(self.number, start, max(end - start, 0)))
+        if totals.on_devices:
+            self.sampling.step(max(end - start, 0), not totals.skipped)
 
     def part(self, totals: StepTotals, items: Iterable[Item]) -> None:
         """Record items of the step under way."""
@@ -119,6 +123,8 @@ class Recorder:
 
     def of_others(self, block: Block) -> None:
         """The calls of a thread that does not train, while no step is under way."""
+        if not (block[1] or block[0][1] in VERBS):
+            return
         self._step = max(self.number, 1)
         self._calls(*block)
         self._composer.flush_all()

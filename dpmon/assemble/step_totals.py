@@ -56,6 +56,11 @@ class StepTotals:
         """Phases that have copies without device times in them, and the copies, if there are such."""
 
     @property
+    def on_devices(self) -> bool:
+        """Whether it is timed on devices, or left out where others are."""
+        return bool(self.timed) or self.crowded or self.skipped
+
+    @property
     def unfinished(self) -> bool:
         """Whether it was to learn, and has neither a backward pass nor a step of an optimizer."""
         return self.learns and self.times[BACKWARD] < 0 and self.times[OPTIMIZER] < 0

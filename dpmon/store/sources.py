@@ -121,6 +121,8 @@ class SpanSource:
         """Read, and not given to the assembler."""
         self._again = True
         """Whether the assembler was given something last time: it places the events among that when it is fed again."""
+        self._one_in = 0
+        """One step in so many is timed on devices, as the process was asked last."""
         self._under_way = (0, 0)
         """What the assembler was told, since it was given the last spans, that the training thread is in."""
         if row is not None and row.pid == self.pid:
@@ -162,6 +164,10 @@ class SpanSource:
         if ring.at_end and self._assembler.thread >= 0:
             payloads += self._told(*under_way_in(words, self._assembler.thread))
         payloads = self._new(payloads)
+        if self._assembler.one_in not in (0, self._one_in):
+            self._one_in = self._assembler.one_in
+            with suppress(RingError, OSError):  # truncated, or not to be written: then the process times what it timed
+                ring.time_one_in(self._one_in)
         if ring.at_end and (gone or words[Word.ENDED]):
             payloads += self._ended()
         return payloads, ring.position - before >= ring.slots // _MUCH

@@ -172,6 +172,8 @@ class ByHand:
         site = Site(owner, modes.by_hand(root, devices, virtual), "data_parallel", lambda _: None)
         site.root, site.kind = root, Kind.PARALLEL_APPLY
         site.number = self.sites.number(owner)
+        if site.gpus:
+            self.sites.on_gpus()
         site.head = self.sites.head(site, site.plan)
         self._sites[root, devices] = modes.serial, owner, site
         return site

@@ -90,6 +90,8 @@ class Calls:
                         recorder.calls = number = recorder.calls + 1
                         if number > recorder.patience:
                             recorder.called(me)
+                    elif recorder.trains is None:  # in the closure of an optimizer, say
+                        recorder.called(me)
                     if inside != Kind.CALL and recorder.words[REQUEST] != modes.serial and modes.poll():
                         self.sites.forget()
                         site = None

@@ -152,10 +152,9 @@ class Recorder:
         return found
 
     def called(self, me: Thread) -> None:
-        """A call begins at the top level of this thread, the first or one after many without a step's end."""
+        """A call begins on this thread: the first of all, or one at its top level after many without a step's end."""
         if self.trains is None:
             self._found(me)
-            self.patience = self.patience or FEW_CALLS
         elif me is self.trains:
             if self.timing is not None:
                 self.timing.step_ends()
@@ -257,6 +256,8 @@ class Recorder:
                     if fetch:
                         self.idle = idle = 0 if self.calls else self.idle + 1
                         self.loose = self.calls = 0
+                        if self.trains is not None:
+                            self.patience = self.patience or FEW_CALLS
                         if (
                             idle == IDLE
                             or self.ring is None
@@ -409,11 +410,14 @@ class Recorder:
 
         `fewer`: of the steps on the stack so many are not in `me.steps` yet.
         """
-        around = sum(frame.f_code in _AROUND_STEPS for frame in outwards(sys._getframe(1))) - fewer
-        while len(me.steps) > around:
-            me.inside, _, _, mark, _ = me.steps.pop()
-            if mark is not None:
-                mark.raised()
+        try:
+            around = sum(frame.f_code in _AROUND_STEPS for frame in outwards(sys._getframe(1))) - fewer
+            while len(me.steps) > around:
+                me.inside, _, _, mark, _ = me.steps.pop()
+                if mark is not None:
+                    mark.raised()
+        except Exception as error:  # noqa: BLE001 - ours must not reach the script
+            self.session.fault("optimizer", error)
         return me.inside
 
     def _numbered(self, optimizer: Any) -> tuple[Any, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ __all__ = ["Functional", "Site", "Sites", "weights_given"]
 
 MAX_SITES = 1024
 MAX_NUMBERS = 1 << 14
+MAX_KIN, MAX_PARTS = 16, 10_000
+"""Models, and modules of each, among which a new one's kin is looked for."""
 _IN_BACKWARD = "the ranks average their gradients within the backward pass; that time is not told apart"
 
 
@@ -214,14 +216,27 @@ class Sites:
         return None
 
     def number(self, module: Any) -> int:
-        """The number of a model, as long as it lives: a wrapper has that of what it wraps."""
+        """The number of a model, as long as it lives: the same for a part of it that is called, and for a wrapper."""
         inner = _inside(module)
         known = self._numbers.get(id(inner))
         if known is None or known[0]() is not inner:
             if len(self._numbers) >= MAX_NUMBERS:
                 self._numbers.clear()
-            known = self._numbers[id(inner)] = weakref.ref(inner), next(self._next)
+            known = self._numbers[id(inner)] = weakref.ref(inner), self._number_of_kin(inner) or next(self._next)
         return known[1]
+
+    def _number_of_kin(self, module: Any) -> int:
+        """The number of a model that a module is a part of, or that is a part of it; 0 if there is none."""
+        if not isinstance(module, torch.nn.Module):
+            return 0
+        known = [(one, number) for ref, number in self._numbers.values() if (one := ref()) is not None][:MAX_KIN]
+        parts = {id(part) for part in islice(modules_of(module), MAX_PARTS)}
+        for one, number in known:
+            if not isinstance(one, torch.nn.Module):
+                continue
+            if id(one) in parts or any(part is module for part in islice(modules_of(one), MAX_PARTS)):
+                return number
+        return 0
 
     def splits_itself(self, root: Site) -> None:
         """A bare root's forward runs a part of itself data-parallel: it cannot be split as a whole."""

@@ -131,7 +131,7 @@ class Timing:
         """Whether the step under way has a call."""
         self._skips = False
         """Whether the step under way is not timed."""
-        self._random = Random()  # the script's random numbers stay its own
+        self.random = Random()  # the script's random numbers stay its own
         self._block = self._left = self._chosen = 0
         """Length of the block of steps of which one is timed, how many of it are left, and which of these it is."""
         self._waiting: deque[Mark] = deque()
@@ -236,7 +236,7 @@ class Timing:
         block = min(self._one_in(), MAX_ONE_IN)
         if block != self._block or self._left == 0:
             self._block = self._left = block
-            self._chosen = self._random.randint(1, block) if block > 1 else 0
+            self._chosen = self.random.randint(1, block) if block > 1 else 0
         self._skips = block > 1 and self._left != self._chosen
         self._left -= self._left > 0
 

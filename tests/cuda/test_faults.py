@@ -75,6 +75,9 @@ def test_replicas_that_find_no_memory(tmp_path: Path, gpus: Simulated) -> None:
     assert {call.mode for call in run.calls()[-6:]} == {"single"}
     assert not any(call.failed for call in run.calls()[-6:])
     said = "\n".join(run.complaints)
-    assert "dp was asked for, but Linear runs on one device: OutOfMemoryError: CUDA out of memory." in said
+    assert (
+        "dp was asked for, but Linear runs on one device: the model raised OutOfMemoryError: CUDA out of memory."
+        in said
+    )
     assert run.events("oom")
     assert run.said < 260  # nothing of the replicas is left

@@ -15,31 +15,28 @@ FEW = 8
 """Warnings that one broken function may cause, those of calls that could not be split included."""
 
 GUARDS = {
-    "tracer.byhand.ByHand._apply",
-    "tracer.byhand.ByHand.flush",
+    "tracer.byhand.ByHand._ran",
     "tracer.byhand.ByHand.verb",
-    "tracer.calls.Calls._before",
-    "tracer.calls.Calls._begin",
-    "tracer.calls.Calls.let_go",
-    "tracer.calls.Calls._run_functional",
-    "tracer.calls.Calls._run_root",
-    "tracer.calls.Calls._run_wrapper",
-    "tracer.calls.Calls._take_back",
-    "tracer.calls.Calls._worked",
-    "tracer.calls.Calls.again",
-    "tracer.calls.Calls.end",
-    "tracer.calls.Calls.fall_back",
-    "tracer.calls.Calls.root_call",
-    "tracer.calls.Calls.taken_over",
+    "tracer.calls.Calls._bound",
     "tracer.frames.drop_frames",
     "tracer.loaders.Loaders.at_exit",
     "tracer.modes.Modes.hand_devices",
-    "tracer.roots.Roots._slow",
+    "tracer.recorder.Recorder._ended_by",
+    "tracer.recorder.Recorder.failed",
+    "tracer.recorder.Recorder.inside_of",
+    "tracer.roots.Roots._other",
     "tracer.roots._RootCall.__get__",
     "tracer.session.Session.inputs",
+    "tracer.split.Split._fall_back",
+    "tracer.split.Split._let_go",
+    "tracer.split.Split._remember",
+    "tracer.split.Split._root",
+    "tracer.split.Split._take_back",
+    "tracer.split.Split._worked",
+    "tracer.split.Split._wrapper",
+    "tracer.split.Split.run",
     "tracer.stages.Stages.begin",
     "tracer.stages.Stages.end",
-    "tracer.steps.Steps.at_exit",
     "tracer.virtual._Broadcast.backward",
     "tracer.virtual._Gather.backward",
 }
@@ -117,7 +114,19 @@ def test_that_it_was_tried(runs: dict[str, Traced]) -> None:
     broken = {function(name) for name in run.said}
     assert run.said["nothing"][1].count("a bad batch") == 3
     assert len(broken) > 80
-    for module in ("calls", "loaders", "modes", "replicas", "roots", "session", "sizes", "steps", "virtual"):
+    for module in (
+        "calls",
+        "loaders",
+        "modes",
+        "recorder",
+        "replicas",
+        "roots",
+        "session",
+        "sites",
+        "sizes",
+        "split",
+        "virtual",
+    ):
         assert sum(name.startswith(f"tracer.{module}.") for name in broken) >= 3
     assert len(run.warnings) + len(run.events("warning")) > 50
     by_hand_broken = {function(name) for name in by_hand.said}
@@ -133,5 +142,5 @@ def test_no_fault_of_what_times_devices_reaches_the_script(on_devices: Traced) -
     found = {name: why for name, why in leaks(on_devices).items() if function(name) not in GUARDS}
     assert not found, "\n".join(f"{name}: {why}" for name, why in found.items())
     broken = {function(name) for name in on_devices.said}
-    for module in ("timing", "late", "events"):
+    for module in ("timing", "events"):
         assert sum(name.startswith(f"tracer.{module}.") for name in broken) >= 4

@@ -90,7 +90,8 @@ LOOPS: dict[str, list[tuple[int, set[str], int]] | None] = {
     "another_directory": [(12, TRAIN, 1)] * 5,
     "another_stdout": [(12, TRAIN, 1)] * 5,
     "everything_swallowed": [(20, TRAIN, 1)] * 3 + [(20, TRAIN, 4), (20, TRAIN, 1)],
-    "two_threads": [(30, TRAIN, 1), *[(30, TRAIN, 2)] * 3],  # the other thread's calls fall into the first one's turns
+    # The other thread's calls fall into the first one's steps, and its last one into the last of them.
+    "two_threads": [(30, TRAIN, 1), (30, TRAIN, 2), (30, TRAIN, 2), (30, TRAIN, 3)],
     "saved_and_copied": [(30, FETCH, 3)] * 8,
     "devices_hidden_late": EVERY,
 }

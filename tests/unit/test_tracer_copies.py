@@ -7,83 +7,66 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from dpmon.tracer.steps import Steps
-from rings import everything, opened
-from test_tracer_events import Device
+from played import Process
 
-from dpmon.record.codec import Decoder
 from dpmon.record.kinds import Step
-from dpmon.record.wire import Untimed
-from dpmon.ring import Activity, Ring
+from dpmon.record.spans import Kind
 from dpmon.tracer.copies import Copies, where_cuda, where_to
-from dpmon.tracer.timing import BACKWARD, FORWARD, MAX_COPIES, Timing
+from dpmon.tracer.timing import MAX_COPIES
 
 SCRIPT = str(Path(__file__).parents[1] / "process" / "scripts" / "knows_methods.py")
 
 
-class Setting:
-    """Steps in a turn, with devices that are timed; `copy` stands for Tensor.to: 3 ms on the device."""
+class Setting(Process):
+    """A step under way, with devices that are timed; `to` stands for Tensor.to: 3 ms on the device."""
 
-    def __init__(self, path: Path) -> None:
-        self.device = Device()
-        self.path = str(path / "ring")
-        self.ring = Ring(self.path, process=0)
-        self.faults: list[Any] = []
-        session: Any = SimpleNamespace(
-            ring=self.ring, renew_at=1 << 60, timing=None, off=False, local=SimpleNamespace(depth=0),
-            fault=lambda *what, **_: self.faults.append(what),
-        )  # fmt: skip
-        self.session = session
-        self.steps = Steps(session)
-        self.steps.attach(self.ring)
-        self.timing = session.timing = Timing(session, self.steps, self.ring, self.device)
-        self.steps.thread = threading.get_ident()
-        self.steps._begin(1)
-        self.seen: list[tuple[Any, ...]] = []
-        self.copies = Copies(session, self.steps)
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase(Kind.FETCH, 0.0)
+        self.seen: list[tuple[int, int]] = []
+        self.copies = Copies(self.session, self.recorder)
         self.to = self.copies.traced(self.original, where_to)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        what = self.ring.words[Activity.WORD] & 7
-        self.seen.append((what, self.steps.copying))
+        self.seen.append((self.recorder.kinds[self.me.number], self.me.inside))
         self.device.now += 3.0
         if kwargs.get("fails"):
             raise RuntimeError("no room")
         return args[0].type(args[2]) if len(args) == 3 else args[0]
 
-    def step(self) -> Step:
-        """The turn is over: its record."""
-        self.steps.close(self.steps.last or 2)
-        self.device.reached = self.device.now
-        self.timing.read(Untimed.ENDED)
-        with opened(self.path) as reader:
-            found = Decoder(0).decode(everything(reader)[-1])
-        assert isinstance(found, Step)
+    def copying(self) -> bool:
+        """Whether the process says that it is in a copy."""
+        return Kind.COPY in (self.recorder.kinds[self.me.number], self.me.inside)
+
+    def over(self) -> Step:
+        """The step is over: its record."""
+        with self.call():  # what has no call is no step
+            pass
+        self.phase(Kind.FETCH, 0.0)
         assert self.faults == []
-        return found
+        return self.said().steps[-1]
 
 
 @pytest.fixture
-def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
+def setting(monkeypatch: pytest.MonkeyPatch) -> Setting:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    return Setting(tmp_path)
+    return Setting()
 
 
 def test_a_copy_is_a_phase_of_the_step(setting: Setting) -> None:
     batch = torch.zeros(4, 5)
     assert setting.to(batch, "cuda:0", non_blocking=True) is batch
     assert setting.to(batch, device=torch.device("cuda", 0)) is batch
-    assert setting.seen == [(Activity.COPY, True)] * 2
-    assert setting.ring.words[Activity.WORD] & 7 == Activity.OTHER
-    step = setting.step()
+    assert setting.seen == [(Kind.COPY, Kind.COPY)] * 2
+    assert not setting.copying()
+    step = setting.over()
     assert step.quantity("copied_bytes") == 2 * 80
-    assert step.device_ms == {"copy": 6.0}
+    assert step.device_ms == {"data": None, "copy": 6.0, "forward": None}
     assert 0 < step.phases["copy"] <= step.wall_ns
 
 
@@ -102,8 +85,13 @@ def test_what_is_copied_to_a_gpu_counts(setting: Setting, args: Any, named: Any)
     if args and isinstance(args[0], torch.Tensor):
         args = (SimpleTensor(),)
     setting.to(torch.zeros(3), *args, **named)
-    step = setting.step()
-    assert (step.quantity("copied_bytes"), step.device_ms) == (12, {"copy": 3.0})
+    step = setting.over()
+    assert (step.quantity("copied_bytes"), copied(step)) == (12, 3.0)
+
+
+def copied(step: Step) -> float | None:
+    """What its copies took on the slowest device."""
+    return (step.device_ms or {})["copy"]
 
 
 class SimpleTensor(torch.Tensor):
@@ -129,8 +117,8 @@ def test_what_stays_on_the_host_or_comes_from_a_gpu_does_not(setting: Setting) -
     setting.to(SimpleTensor(), "cuda:0")
     setting.to(torch.zeros(1, device="meta"), "cuda:0")
     setting.to("no tensor at all", "cuda:0")
-    assert {copying for _, copying in setting.seen} == {False}
-    step = setting.step()
+    assert set(setting.seen) == {(0, 0)}
+    step = setting.over()
     assert (step.quantity("copied_bytes"), step.device_ms, "copy" in step.phases) == (None, None, False)
 
 
@@ -144,13 +132,13 @@ def test_what_stays_on_the_host_or_comes_from_a_gpu_does_not(setting: Setting) -
 )
 def test_bytes_are_those_that_there_are(setting: Setting, tensor: torch.Tensor, size: int) -> None:
     setting.to(tensor, "cuda:0")
-    assert setting.step().quantity("copied_bytes") == size
+    assert setting.over().quantity("copied_bytes") == size
 
 
 def test_the_host_converts_before_it_copies(setting: Setting) -> None:
     """As torch does (aten/src/ATen/native/cuda/Copy.cu)."""
     setting.to(torch.zeros(10), "cuda:0", torch.float16)
-    assert setting.step().quantity("copied_bytes") == 20
+    assert setting.over().quantity("copied_bytes") == 20
 
 
 def test_what_is_traced_with_is_not_copied(setting: Setting) -> None:
@@ -164,7 +152,7 @@ def test_what_is_traced_with_is_not_copied(setting: Setting) -> None:
         setting.to(mode.from_tensor(torch.zeros(7, 4), symbolic_context=context), "cuda:0")
         setting.to(mode.from_tensor(torch.zeros(3)), "cuda:0")
     assert (shapes.guards, setting.device.recorded) == ([], [])
-    assert "copy" not in setting.step().phases
+    assert "copy" not in setting.over().phases
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -180,19 +168,18 @@ def test_a_trace_of_the_script_is_as_without_us(setting: Setting) -> None:
 def test_a_tracer_that_has_given_up_times_nothing(setting: Setting) -> None:
     setting.session.off = True
     setting.to(torch.zeros(1), "cuda:0")
-    assert (len(setting.seen), setting.device.recorded, setting.steps.copies) == (1, [], 0)
+    assert (len(setting.seen), setting.device.recorded, len(setting.spans)) == (1, [], 1)
 
 
 def test_our_own_fault_stops_no_copy(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(gpu: int) -> None:
+    def fails(*_: Any) -> int:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(setting.timing, "copy_begins", fails)
+    monkeypatch.setattr(setting.copies, "_bytes", fails)
     batch = torch.zeros(1)
     assert setting.to(batch, "cuda:0") is batch
-    assert [what[0] for what in setting.faults] == ["copy"]
-    assert not setting.steps.copying
-    assert setting.ring.words[Activity.WORD] & 7 == Activity.OTHER
+    assert [what[0] for what in setting.faults] == ["span"]
+    assert not setting.copying()
 
 
 def test_what_a_signal_handler_raises_goes_on_to_the_script(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,28 +206,22 @@ def test_cuda_goes_to_the_current_gpu_or_to_the_one_it_names(setting: Setting) -
     cuda(torch.zeros(1), 3, non_blocking=True)
     cuda(torch.zeros(1), device="cuda:2")
     assert [device for device, _ in setting.device.recorded] == [1, 1, 3, 3, 2, 2]
-    assert setting.step().device_ms == {"copy": 3.0}, "of the slowest device"
+    assert copied(setting.over()) == 3.0, "of the slowest device"
 
 
 def test_a_copy_within_a_phase_is_taken_off_it(setting: Setting) -> None:
-    setting.timing.runs_on((0,))
-    setting.timing.begin(FORWARD)
-    outer, setting.steps.inner = setting.steps.inner, 0
-    setting.device.now += 2.0
-    setting.to(torch.zeros(1), "cuda:0")
-    setting.device.now += 4.0
-    began = setting.steps.last - setting.steps.inner - 1000
-    setting.steps.call_ends(0, began, setting.steps.last, outer, 1, 0)
-    step = setting.step()
-    assert step.device_ms == {"forward": 6.0, "copy": 3.0}
-    assert step.phases["forward"] == 1000
+    with setting.call(0, ms=2.0):
+        setting.to(torch.zeros(1), "cuda:0")
+        setting.device.now += 4.0
+    step = setting.over()
+    assert step.device_ms == {"data": None, "forward": 6.0, "copy": 3.0}
 
 
 def test_a_method_that_a_copy_goes_through_again_counts_once(setting: Setting) -> None:
     """As a subclass's __torch_function__ does."""
     again = setting.copies.traced(lambda *args: setting.to(*args), where_to)
     again(torch.zeros(2), "cuda:0")
-    assert setting.step().quantity("copied_bytes") == 8
+    assert setting.over().quantity("copied_bytes") == 8
 
 
 def test_a_copy_that_fails_raises_what_it_raised_and_took_its_time(setting: Setting) -> None:
@@ -248,51 +229,41 @@ def test_a_copy_that_fails_raises_what_it_raised_and_took_its_time(setting: Sett
         setting.to(torch.zeros(1), "cuda:0", fails=True)
     files = [str(entry.path) for entry in caught.traceback]
     assert files == [__file__] * 2, "nothing of ours is in the traceback"
-    assert not setting.steps.copying
-    assert setting.step().device_ms == {"copy": 3.0}
+    assert not setting.copying()
+    assert copied(setting.over()) == 3.0
 
 
 def test_more_copies_than_are_timed_have_a_reason(setting: Setting) -> None:
     for _ in range(MAX_COPIES + 1):
         setting.to(torch.zeros(1), "cuda:0")
     assert len(setting.device.recorded) == 2 * MAX_COPIES
-    step = setting.step()
-    assert step.device_ms == {"copy": None}
+    step = setting.over()
+    assert copied(step) is None
     assert step.untimed == "the step copies more tensors to devices than are timed: 16"
     assert step.quantity("copied_bytes") == 4 * (MAX_COPIES + 1)
 
 
 def test_a_phase_with_copies_that_are_not_timed_has_no_time_of_its_own(setting: Setting) -> None:
-    setting.timing.runs_on((0,))
     for copies in (MAX_COPIES + 1, 1):
-        setting.steps.open = True
-        setting.timing.begin(FORWARD)
-        for _ in range(copies):
-            setting.to(torch.zeros(1), "cuda:0")
-        setting.timing.end(FORWARD)
-        setting.timing.begin(BACKWARD)
-        setting.device.now += 2.0
-        setting.timing.end(BACKWARD)
-        setting.steps.forward = setting.steps.backward = 1000
-        step = setting.step()
-        if copies > 1:
-            assert step.device_ms == {"forward": None, "backward": 2.0, "copy": None}
-            setting.steps._begin(setting.steps.last)
-    assert step.device_ms == {"forward": 0.0, "backward": 2.0, "copy": 3.0}
+        with setting.call(0, ms=0.0):
+            for _ in range(copies):
+                setting.to(torch.zeros(1), "cuda:0")
+        setting.phase(Kind.BACKWARD, 2.0)
+        setting.phase(Kind.FETCH, 0.5)
+    many, one = setting.said().steps
+    assert many.device_ms == {"data": None, "forward": None, "backward": 2.0, "copy": None}
+    assert one.device_ms == {"data": 0.5, "forward": 0.0, "backward": 2.0, "copy": 3.0}
+    assert setting.faults == []
 
 
-def test_other_threads_and_times_without_a_turn_are_left_alone(setting: Setting) -> None:
+def test_other_threads_and_times_without_devices_are_left_alone(setting: Setting) -> None:
     other = threading.Thread(target=setting.to, args=(torch.zeros(1), "cuda:0"))
     other.start()
     other.join()
-    setting.steps.open = False
+    timing, setting.recorder.timing = setting.recorder.timing, None
     setting.to(torch.zeros(1), "cuda:0")
-    setting.steps.open = True
-    timing, setting.session.timing = setting.session.timing, None
-    setting.to(torch.zeros(1), "cuda:0")
-    setting.session.timing = timing
-    assert len(setting.seen) == 3
-    assert {copying for _, copying in setting.seen} == {False}
+    setting.recorder.timing = timing
+    assert setting.seen == [(0, 0)] * 2
     assert setting.device.recorded == []
 
 
@@ -315,7 +286,7 @@ def test_nobodys_subclass_or_mode_sees_that_somebody_looks(setting: Setting) -> 
     with Mode():
         setting.to(tensor, "cuda:0")
     assert seen == []
-    assert setting.step().quantity("copied_bytes") == 8
+    assert setting.over().quantity("copied_bytes") == 8
 
 
 @pytest.mark.slow

@@ -2,61 +2,15 @@
 
 from __future__ import annotations
 
-import struct
-import threading
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from dpmon.tracer.late import Late
-from dpmon.tracer.steps import Steps
-from rings import everything, opened
+from played import Device
 
-from dpmon.record.codec import is_timed, known_times, step_times
-from dpmon.record.wire import STEP_TAG, STEP_WORDS, Untimed, pack_step
-from dpmon.ring import Ring
+from dpmon.record.wire import Untimed
 from dpmon.tracer.captures import Captures
 from dpmon.tracer.events import MAX_FAULTS, DeviceTimes, Span, TorchEvents
-from dpmon.tracer.timing import BACKWARD, DATA, FORWARD, OPTIMIZER, Timing
-
-
-class Device:
-    """Events get the time at which they were queued; the device has come as far as `reached`."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.reached = -1.0
-        self.graph = False
-        self.made = 0
-        self.recorded: list[tuple[int, float]] = []
-        self.asked = 0
-        self.failure: Exception | None = None
-
-    def capturing(self) -> bool:
-        return self.graph
-
-    def make(self) -> dict[str, Any]:
-        self.made += 1
-        return {}
-
-    def record(self, event: dict[str, Any], device: int) -> None:
-        if self.failure is not None:
-            raise self.failure
-        assert not self.graph, "it would become a part of the graph"
-        assert event.setdefault("device", device) == device, "an event belongs to one device"
-        event["at"] = self.now
-        self.recorded.append((device, self.now))
-
-    def done(self, event: dict[str, Any]) -> bool:
-        self.asked += 1
-        return float(event["at"]) <= self.reached
-
-    def between_ms(self, first: dict[str, Any], last: dict[str, Any]) -> float:
-        assert self.done(first)
-        assert self.done(last)
-        return float(last["at"] - first["at"])
 
 
 class Bench:
@@ -310,60 +264,6 @@ def test_captures_are_known_of_from_their_beginning_to_their_end() -> None:
     assert (Kind.capture_begin.__name__, Kind.capture_end.__name__) == ("capture_begin", "capture_end")
 
 
-def test_what_runs_on_the_host_after_a_gpu_is_not_the_gpus(tmp_path: Path) -> None:
-    """The calls of some steps are on a GPU, those that follow on none: the events between stop, too."""
-    device = Device()
-    ring = Ring(str(tmp_path / "ring"), process=0)
-    session: Any = SimpleNamespace(ring=ring, renew_at=1 << 60, fault=lambda *_, **__: None)
-    steps: Any = SimpleNamespace(thread=threading.get_ident())
-    timing = Timing(session, steps, ring, device)
-
-    def step(number: int, gpus: tuple[int, ...]) -> None:
-        for phase in (DATA, FORWARD, BACKWARD, OPTIMIZER):
-            if phase == FORWARD:
-                timing.runs_on(gpus)
-            timing.begin(phase)
-            device.now += 5.0
-            timing.end(phase)
-        timing.step(struct.pack(STEP_WORDS, STEP_TAG, number, 0, 1, 4, 1, 1, 1, 1))
-
-    for number in range(1, 7):
-        step(number, (0,) if number < 4 else ())
-    device.reached = device.now
-    timing.read(Untimed.ENDED)
-    with opened(str(tmp_path / "ring")) as reader:
-        kept = [step_times(payload) if is_timed(payload) else None for payload in everything(reader)]
-    found = [known_times(times) if times is not None else {} for times in kept]
-    assert [set(times) for times in found[1:]] == [
-        *[{"data", "forward", "backward", "optimizer"}] * 2,
-        {"data"},  # which began before it was known that the GPU is not used any more
-        *[set()] * 2,
-    ]
-
-
-def test_reading_the_devices_times_is_no_wait_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100]
-
-    def taking(ns: int) -> Any:
-        def work(*_: Any) -> None:
-            now[0] += ns
-
-        return work
-
-    monkeypatch.setattr("dpmon.tracer.steps.monotonic_ns", lambda: now[0])
-    timing = SimpleNamespace(step=taking(1000), begin=taking(0), end=taking(0))
-    session: Any = SimpleNamespace(
-        ring=object(), timing=timing, off=False, fault=pytest.fail, local=SimpleNamespace(depth=0)
-    )
-    steps = Steps(session)
-    steps.thread = threading.get_ident()
-    fetch = steps.fetching(taking(7))
-    fetch(iter(()))
-    steps.calls = 1
-    fetch(iter(()))
-    assert (steps.number, steps.start, steps.data) == (2, 107, 7), "the reading is in the step, but not in its data"
-
-
 def test_a_device_that_is_far_behind_has_whole_turns_timed_or_none() -> None:
     """Else the first phases of a turn would take all the events there are, and its last never have one."""
     bench = Bench(pool_events=8)
@@ -398,22 +298,3 @@ def test_a_turn_that_took_many_events_is_forgotten_in_some_turns() -> None:
         bench.times.collect()
         bench.times.turn()
     assert known > 10
-
-
-def test_of_the_wait_for_data_the_device_counts_that_waits_least(tmp_path: Path) -> None:
-    ring = Ring(str(tmp_path / "ring"), process=0)
-    times = DeviceTimes(Device(), pytest.fail)
-    late = Late(ring, times)
-    spans = []
-    for device, ms in ((0, 0.5), (1, 7.0)):
-        span = Span(device)
-        span.ms = ms
-        spans.append((span, 1))
-    payload = pack_step(1, 1, 0, 10, 4, (1, 2, 3, 4))
-    late.add(payload, [spans, spans, spans, spans], least=DATA)
-    late.write()
-    with opened(str(tmp_path / "ring")) as reader:
-        (found,) = everything(reader)
-    kept = step_times(found)
-    assert kept is not None
-    assert known_times(kept) == {"data": 0.5, "forward": 7.0, "backward": 7.0, "optimizer": 7.0}

@@ -1,0 +1,165 @@
+"""Plays devices for unit tests: events that get the time of a pretended device, and a process that is timed by them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic_ns as clock
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from pretend import Result, decoded
+
+from dpmon.assemble import Assembler
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind, unpacked
+from dpmon.record.wire import Untimed
+from dpmon.span_ring import Word
+from dpmon.tracer.recorder import Recorder
+from dpmon.tracer.timing import Timing
+
+__all__ = ["Device", "Process"]
+
+LAYOUT = 1
+_CALL = Kind.CALL | LAYOUT << SITE_AT | (Flag.TRAINING | Flag.GRAD | Flag.SINGLE) << FLAGS_AT
+
+
+class Device:
+    """Events get the time at which they were queued; the device has come as far as `reached`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.reached = -1.0
+        self.graph = False
+        self.made = 0
+        self.recorded: list[tuple[int, float]] = []
+        self.asked = 0
+        self.failure: Exception | None = None
+
+    def capturing(self) -> bool:
+        return self.graph
+
+    def make(self) -> dict[str, Any]:
+        self.made += 1
+        return {}
+
+    def record(self, event: dict[str, Any], device: int) -> None:
+        if self.failure is not None:
+            raise self.failure
+        assert not self.graph, "it would become a part of the graph"
+        assert event.setdefault("device", device) == device, "an event belongs to one device"
+        event["at"] = self.now
+        self.recorded.append((device, self.now))
+
+    def done(self, event: dict[str, Any]) -> bool:
+        self.asked += 1
+        return float(event["at"]) <= self.reached
+
+    def between_ms(self, first: dict[str, Any], last: dict[str, Any]) -> float:
+        assert self.done(first)
+        assert self.done(last)
+        return float(last["at"] - first["at"])
+
+
+class _Optimizer(torch.optim.Optimizer):
+    """One that does what it is given."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__([torch.zeros(1)], {})
+        before, after = recorder.optimizer_hooks()
+        self.register_step_pre_hook(before)
+        self.register_step_post_hook(after)
+
+    def step(self, closure: Any = None) -> None:
+        closure()
+
+
+class Process:
+    """A process whose training is played, phase by phase, on this thread; its spans go to an assembler."""
+
+    def __init__(self) -> None:
+        self.device = Device()
+        self.faults: list[Any] = []
+        self.session: Any = SimpleNamespace(off=False, fault=lambda *what, **_: self.faults.append(what))
+        self.recorder = Recorder(self.session)
+        self.spans: list[tuple[int, int, int, int]] = []
+        self.recorder.put = self.put
+        self.me = self.recorder.thread()
+        self.recorder.trains = self.me
+        self.timing = self.recorder.timing = Timing(
+            self.put, self.session.fault, lambda: int(self.recorder.words[Word.ONE_IN]), self.device
+        )
+        self.timing.trains = self.me
+        self.timing.random.seed(1)
+        self._optimizer = _Optimizer(self.recorder)
+        self._assembler = Assembler()
+        self._layout: Any = {"define": LAYOUT, "value": {"root": "Net", "via": None, "module": 1, "absent": {}}}
+        self._heard = False
+        self._fed = 0
+
+    def put(self, head: int, start: int, took: int, sizes: int) -> int:
+        """As SpanRing.put."""
+        self.spans.append((head, start, took, sizes))
+        return len(self.spans) - 1
+
+    def one_in(self, count: int) -> None:
+        """Ask for device times of one step in `count`."""
+        self.recorder.words[Word.ONE_IN] = count
+
+    def phase(self, kind: int, ms: float = 1.0, work: Any = None) -> None:
+        """A fetch, a backward pass, or a step of the one optimizer: `ms` on the device, then `work`."""
+
+        def original(*_: Any) -> None:
+            self.device.now += ms
+            if work is not None:
+                work()
+
+        if kind == Kind.OPTIMIZER:
+            self._optimizer.step(original)
+        else:
+            self.recorder.phase(kind, original)(self)
+
+    @contextmanager
+    def call(self, *gpus: int, ms: float = 1.0) -> Iterator[None]:
+        """A call of the one model; what runs in the block lies within it, and what it raises goes no further."""
+        me, recorder = self.me, self.recorder
+        mark = self.timing.call_begins(me, gpus)
+        head = _CALL | me.head | me.inside << INSIDE_AT
+        inside, me.inside = me.inside, Kind.CALL
+        began = clock()
+        self.device.now += ms
+        try:
+            yield
+        except ZeroDivisionError as error:
+            me.inside = inside
+            recorder.failed(me, head, began, 0, error, mark)
+            return
+        me.inside = inside
+        if mark is not None:
+            head |= mark.end()
+        number = self.put(head, began, clock() - began, 0)
+        if mark is not None:
+            mark.written(number)
+
+    def step(self, *gpus: int) -> None:
+        """What most loops do with a batch."""
+        self.phase(Kind.FETCH, 0.5)
+        with self.call(*gpus, ms=2.0):
+            pass
+        self.phase(Kind.BACKWARD, 3.0)
+        self.phase(Kind.OPTIMIZER, 1.0)
+
+    def said(self, *, devices: tuple[str, ...] = ("cuda:0",), end: bool = True) -> Result:
+        """What the supervisor makes of what is new; `end`: the devices have done all, and the process is over."""
+        if end:
+            self.device.reached = self.device.now
+            self.timing.read(Untimed.ENDED)
+        lines = [] if self._heard else [{**self._layout, "value": {**self._layout["value"], "devices": list(devices)}}]
+        self._heard = True
+        new = [unpacked(self._fed + at, *words) for at, words in enumerate(self.spans[self._fed :])]
+        self._fed = len(self.spans)
+        payloads = self._assembler.feed(new, lines)
+        if end:
+            payloads += self._assembler.end()
+        assert self._assembler.dropped == 0
+        return decoded(payloads)

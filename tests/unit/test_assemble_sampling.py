@@ -1,0 +1,130 @@
+"""One step in how many is timed on devices, and that the training process is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pretend import Script, decoded
+
+from dpmon.assemble import Assembler
+from dpmon.assemble.sampling import MOST, STEPS, Sampling
+from dpmon.record.codec import UNTIMED
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Span
+from dpmon.record.wire import Untimed, packed_json
+from dpmon.span_reader import lines_path
+from dpmon.span_ring import SpanRing, Word
+from dpmon.store.sources import SpanSource
+
+MS = 1_000_000
+
+
+def decided(wall_ns: int, times: int, steps: int = STEPS, sampling: Sampling | None = None) -> int:
+    """The number after as many steps of this kind, of which one in that number is timed."""
+    sampling = sampling or Sampling()
+    for number in range(steps):
+        timed = number % max(sampling.one_in, 1) == 0
+        for _ in range(times * timed):
+            sampling.time()
+        sampling.step(wall_ns, timed)
+    return sampling.one_in
+
+
+@pytest.mark.parametrize(
+    ("wall_ns", "times", "one_in"),
+    [
+        (100 * MS, 4, 1),
+        (5 * MS, 4, 1),
+        (4 * MS, 4, 2),
+        (1 * MS, 5, 6),
+        (1 * MS, 40, 48),
+        (1_000, 40, MOST),
+        (0, 4, MOST),
+    ],
+)
+def test_timing_costs_at_most_one_per_cent(wall_ns: int, times: int, one_in: int) -> None:
+    assert decided(wall_ns, times) == one_in
+    assert decided(wall_ns, times, 20 * STEPS) == one_in, "it stays so when only some steps are timed"
+
+
+def test_nothing_is_asked_for_before_it_is_known() -> None:
+    assert decided(1 * MS, 5, STEPS - 1) == 0
+    sampling = Sampling()
+    for _ in range(10 * STEPS):
+        sampling.step(1 * MS, False)
+    assert sampling.one_in == 0
+
+
+def test_a_small_change_is_none() -> None:
+    sampling = Sampling()
+    assert decided(1 * MS, 40, sampling=sampling) == 48
+    assert decided(1_100_000, 40, 2 * STEPS, sampling) == 48
+    assert decided(5 * MS, 40, 20 * STEPS, sampling) == 10
+    assert decided(1_000 * MS, 40, 20 * STEPS, sampling) == 1
+
+
+def test_one_long_step_changes_nothing() -> None:
+    sampling = Sampling()
+    for number in range(3 * STEPS):
+        for _ in range(5):
+            sampling.time()
+        sampling.step(3_600_000 * MS if number == 70 else 1 * MS, True)
+    assert sampling.one_in == 6
+
+
+def script_on_a_gpu(steps: int, wall_ms: float) -> Script:
+    script = Script()
+    net = script.model(devices=["cuda:0"])
+    for _ in range(steps):
+        script.fetch(wall_ms / 2)
+        script.call(net, timed=True, ms=wall_ms / 2)
+        script.times(script.spans[-1], 0, 0.5)
+    script.fetch()
+    return script
+
+
+def test_steps_without_devices_ask_for_nothing() -> None:
+    script = Script()
+    net = script.model()
+    for _ in range(3 * STEPS):
+        script.fetch()
+        script.learn(net)
+    assembler = Assembler()
+    assembler.feed(script.spans, script.told(0, len(script.lines)))
+    assert assembler.one_in == 0
+
+
+def put(ring: SpanRing, span: Span) -> None:
+    head = span.kind | span.flags << FLAGS_AT | span.inside << INSIDE_AT | span.site << SITE_AT
+    ring.put(head, span.start, span.took, span.inputs | span.outputs << 32)
+
+
+@pytest.mark.parametrize(("wall_ms", "one_in"), [(0.1, 4), (50.0, 1)])
+def test_the_process_is_asked_through_its_ring(tmp_path: Path, wall_ms: float, one_in: int) -> None:
+    script = script_on_a_gpu(2 * STEPS, wall_ms)
+    path = tmp_path / "process-0.ring"
+    ring = SpanRing(str(path), process=0)
+    Path(lines_path(str(path))).write_bytes(b"".join(packed_json(line) + b"\n" for _, line in script.lines))
+    for span in script.spans:
+        put(ring, span)
+    source = SpanSource(path, None)
+    try:
+        assert ring.words[Word.ONE_IN] == 0
+        source.take(0, False)
+        assert ring.words[Word.ONE_IN] == one_in
+    finally:
+        source.close()
+
+
+def test_a_step_that_is_left_out_is_not_waited_for() -> None:
+    script = Script()
+    net = script.model(via="DataParallel", devices=["cuda:0", "cuda:1"])
+    script.fetch()
+    script.parallel(net)
+    with script.phase("backward"):
+        script.copy()
+    script.spans = [span._replace(flags=span.flags | Flag.SKIPPED) for span in script.spans]
+    script.fetch()
+    (call,), (step,), _ = decoded(Assembler().feed(script.spans, script.told(0, len(script.lines))))
+    assert call.absent["device_ms"] == step.untimed == UNTIMED[Untimed.SAMPLED]
+    assert step.device_ms == dict.fromkeys(("data", "copy", "forward", "backward"))

@@ -1,0 +1,353 @@
+"""Which phases of a process are timed on devices, and what becomes of their times, over devices that are played."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from played import Process
+
+from dpmon.record.codec import UNTIMED
+from dpmon.record.spans import FLAGS_AT, Flag, Kind, unpacked
+from dpmon.record.wire import Untimed
+from dpmon.tracer.threads import Thread
+
+WHOLE = {"data": 0.5, "forward": 2.0, "backward": 3.0, "optimizer": 1.0}
+SAMPLED = UNTIMED[Untimed.SAMPLED]
+
+
+def times(process: Process) -> list[int]:
+    """Numbers of the spans whose times have been written."""
+    spans = [unpacked(number, *words) for number, words in enumerate(process.spans)]
+    return [span.inputs | span.outputs << 32 for span in spans if span.kind == Kind.TIME]
+
+
+def flags(process: Process) -> list[int]:
+    return [head >> FLAGS_AT & 0x3FF for head, *_ in process.spans if head & 0xFF != Kind.TIME]
+
+
+def test_every_phase_of_a_step_is_timed_from_the_first_call_on() -> None:
+    process = Process()
+    for _ in range(3):
+        process.step(0)
+    first, *rest = process.said().steps
+    assert first.device_ms == {**WHOLE, "data": None}
+    assert [step.device_ms for step in rest] == [WHOLE] * 2
+    assert [step.untimed for step in rest] == [None] * 2
+    assert process.faults == []
+
+
+def test_a_time_is_written_in_a_later_step_and_never_waited_for() -> None:
+    process = Process()
+    process.step(0)
+    process.step(0)
+    assert times(process) == []
+    process.device.reached = 0.5 + 2.0  # of the first step, the forward
+    process.step(0)
+    assert times(process) == [1]
+    process.device.reached = process.device.now
+    process.phase(Kind.FETCH)
+    spans = [number for number, (head, *_) in enumerate(process.spans) if head & 0xFF != Kind.TIME]
+    assert times(process) == [number for number in spans[1:] if number < len(process.spans) - 1]
+
+
+def test_the_times_of_one_device_keep_their_order() -> None:
+    process = Process()
+    for _ in range(5):
+        process.step(0)
+        process.device.reached = process.device.now - 4.0
+    process.device.reached = process.device.now
+    process.timing.read()
+    assert times(process) == sorted(set(times(process)))
+
+
+def test_what_runs_on_the_host_after_a_gpu_is_not_the_gpus() -> None:
+    """The calls of some steps are on a GPU, those that follow on none: the events between stop, too."""
+    process = Process()
+    for number in range(1, 7):
+        process.step(*((0,) if number < 4 else ()))
+    found = [
+        {name for name, ms in (step.device_ms or {}).items() if ms is not None} for step in process.said().steps[1:]
+    ]
+    assert found == [
+        *[set(WHOLE)] * 2,
+        {"data"},  # which began before it was known that the GPU is not used any more
+        *[set()] * 2,
+    ]
+
+
+def test_phases_are_timed_on_all_devices_of_the_step() -> None:
+    process = Process()
+    process.step(0, 1)
+    process.step(0, 1)
+    process.device.recorded.clear()
+    process.step(0, 1)
+    assert {device for device, _ in process.device.recorded} == {0, 1}
+    assert len(process.device.recorded) == 2 * 2 * 4
+    assert process.said(devices=("cuda:0", "cuda:1")).steps[-1].device_ms == WHOLE
+
+
+def raises() -> None:
+    raise ZeroDivisionError
+
+
+def test_a_backward_pass_that_raises_has_taken_its_time() -> None:
+    process = Process()
+    process.step(0)
+    process.phase(Kind.FETCH, 0.5)
+    with process.call(0, ms=2.0):
+        pass
+    with pytest.raises(ZeroDivisionError):
+        process.phase(Kind.BACKWARD, 4.0, raises)
+    process.phase(Kind.FETCH, 0.5)
+    assert process.said().steps[1].device_ms == {"data": 0.5, "forward": 2.0, "backward": 4.0}
+
+
+def test_a_call_that_raises_has_taken_its_time() -> None:
+    process = Process()
+    process.step(0)
+    process.phase(Kind.FETCH, 0.5)
+    with process.call(0, ms=2.0):
+        raises()
+    process.phase(Kind.FETCH, 0.5)
+    result = process.said()
+    assert result.steps[1].device_ms == {"data": 0.5, "forward": 2.0}
+    assert (result.calls[1].failed, result.calls[1].replicas[0].device_ms) == (True, 2.0)
+
+
+def test_an_optimizer_that_raises_has_none() -> None:
+    process = Process()
+    process.step(0)
+    process.phase(Kind.FETCH, 0.5)
+    with process.call(0, ms=2.0):
+        pass
+    with pytest.raises(ZeroDivisionError):
+        process.phase(Kind.OPTIMIZER, 1.0, raises)
+    process.phase(Kind.FETCH, 0.5)
+    step = process.said().steps[1]
+    assert step.device_ms == {"data": 0.5, "forward": 2.0}
+    assert process.timing.times.waiting() == 0
+
+
+def test_what_runs_inside_a_phase_is_taken_off_it() -> None:
+    process = Process()
+    process.step(0)
+
+    def closure() -> None:
+        with process.call(0, ms=2.0):
+            pass
+        process.phase(Kind.BACKWARD, 3.0)
+
+    process.phase(Kind.FETCH, 0.5)
+    process.phase(Kind.OPTIMIZER, 1.0, closure)
+    process.phase(Kind.FETCH, 0.5)
+    assert process.said().steps[1].device_ms == WHOLE
+
+
+def test_a_part_is_timed_on_its_own_device_and_told_when_it_raised() -> None:
+    process = Process()
+    assert process.timing.replica_begins(("cpu", "cuda:1"), 0) is None
+    assert process.timing.replica_begins(("cpu",), 1) is None
+    mark = process.timing.replica_begins(("cpu", "cuda:1/3"), 1)
+    assert mark is not None
+    assert mark.raised() == Flag.TIMED << FLAGS_AT
+    mark.written(5)
+    (word,) = process.spans
+    span = unpacked(0, *word)
+    assert (span.kind, span.inputs, span.site & 0xFF, span.site >> 8 & 0xFF) == (Kind.TIME, 5, 1, 1)
+    assert span.site >> 16 == Untimed.RAISED
+
+
+def test_phases_of_a_call_that_touch_share_an_event() -> None:
+    process = Process()
+    timing, device = process.timing, process.device
+    for _ in range(2):
+        device.recorded.clear()
+        with process.call(0):
+            for number, kind in enumerate((Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER)):
+                copy = timing.copy_begins(process.me, 0)
+                assert copy is not None
+                copy.end()
+                mark = timing.verb_begins(process.me, (0,), kind)
+                assert mark is not None
+                device.now += 1.0
+                mark.end()
+                copy.written(number)
+        assert len(device.recorded) == 2 + 8 + 5, "the first begins by itself, a call's and a copy's are their own"
+
+
+def test_calls_of_another_thread_are_not_timed() -> None:
+    process = Process()
+    other = Thread(1)
+    assert process.timing.call_begins(other, (0,)) is None
+    assert process.timing.begin(other, Kind.BACKWARD) is None
+    process.step(0)
+    gpus = process.timing.gpus
+    assert process.timing.call_begins(other, (3,)) is None
+    assert process.timing.gpus == gpus
+
+
+def test_a_span_that_was_not_written_is_not_waited_for() -> None:
+    process = Process()
+    mark = process.timing.call_begins(process.me, (0,))
+    assert mark is not None
+    mark.end()
+    mark.written(-1)
+    process.timing.at_exit()
+    assert process.spans == []
+
+
+def test_after_64_steps_a_time_is_late() -> None:
+    process = Process()
+    for _ in range(68):
+        process.step(0)
+    told = [unpacked(0, *words) for words in process.spans if words[0] & 0xFF == Kind.TIME]
+    late = [one.inputs for one in told if one.site >> 16 == Untimed.LATE]
+    heads = [head & 0xFF for head, *_ in process.spans]
+    assert [heads[number] for number in late[:7]] == [
+        *(Kind.CALL, Kind.BACKWARD, Kind.OPTIMIZER),
+        *(Kind.FETCH, Kind.CALL, Kind.BACKWARD, Kind.OPTIMIZER),
+    ]
+    steps = process.said(end=False).steps
+    assert steps[0].untimed == steps[1].untimed == UNTIMED[Untimed.LATE]
+
+
+def test_a_process_that_ends_says_what_it_waited_for() -> None:
+    process = Process()
+    process.step(0)
+    process.step(0)
+    process.timing.at_exit()
+    assert {step.untimed for step in process.said().steps} == {UNTIMED[Untimed.ENDED]}
+
+
+def test_captures_have_a_reason() -> None:
+    process = Process()
+    process.step(0)
+    process.device.graph = True
+    process.step(0)
+    process.device.graph = False
+    process.step(0)
+    result = process.said()
+    assert [step.untimed for step in result.steps[1:]] == [UNTIMED[Untimed.CAPTURED], None]
+    assert result.calls[1].absent["device_ms"] == UNTIMED[Untimed.CAPTURED]
+
+
+def test_a_device_that_is_lost_is_told_and_nothing_waits_for_it() -> None:
+    process = Process()
+    process.step(0)
+    process.device.failure = RuntimeError("lost")
+    for _ in range(4):
+        process.step(0)
+    assert {what[0] for what in process.faults} == {"events"}
+    assert len(process.faults) == 3
+    steps = process.said().steps
+    assert [step.untimed for step in steps[1:]] == [UNTIMED[Untimed.FAULT]] * 4
+
+
+# ------------------------------------------------------------------------------------------ one step in several
+
+
+def timed_steps(process: Process, count: int) -> list[bool]:
+    """Of steps that are played now, whether each is timed, which it is as a whole or not at all."""
+    found = []
+    for _ in range(count):
+        before = len(process.spans)
+        process.step(0)
+        process.device.reached = process.device.now
+        of_step = [
+            head >> FLAGS_AT & (Flag.TIMED | Flag.SKIPPED)
+            for head, *_ in process.spans[before:]
+            if head & 0xFF != Kind.TIME
+        ]
+        assert set(of_step) in ({Flag.TIMED}, {Flag.SKIPPED})
+        found.append(of_step[0] == Flag.TIMED)
+    return found
+
+
+def test_one_step_in_each_block_is_timed_and_which_is_drawn() -> None:
+    process = Process()
+    process.step(0)
+    assert timed_steps(process, 20) == [True] * 20
+    process.one_in(8)
+    timed = timed_steps(process, 40 * 8)
+    places = [timed[at : at + 8].index(True) for at in range(0, len(timed), 8)]
+    assert sum(timed) == 40
+    assert len(set(places)) > 3
+    process.one_in(1)
+    assert timed_steps(process, 20) == [True] * 20
+    assert process.faults == []
+
+
+def test_a_step_that_is_left_out_costs_no_event_and_says_why() -> None:
+    process = Process()
+    process.one_in(4)
+    process.step(0)
+    timed = timed_steps(process, 40)
+    recorded = len(process.device.recorded)
+    assert recorded == 6 + 8 * sum(timed)
+    result = process.said()
+    assert [step.untimed for step in result.steps[1:]] == [None if one else SAMPLED for one in timed]
+    assert [step.device_ms == WHOLE for step in result.steps[1:]] == timed
+    assert [call.replicas[0].device_ms for call in result.calls[1:]] == [2.0 if one else None for one in timed]
+    left_out = [call for call, one in zip(result.calls[1:], timed, strict=True) if not one]
+    assert {call.absent["device_ms"] for call in left_out} == {SAMPLED}
+
+
+def test_a_fetch_without_a_call_is_no_step_of_a_block() -> None:
+    process = Process()
+    process.one_in(4)
+    process.step(0)
+    for _ in range(40):
+        before = len(process.spans)
+        process.phase(Kind.FETCH)
+        process.step(0)
+        left_out = {
+            bool(head >> FLAGS_AT & Flag.SKIPPED) for head, *_ in process.spans[before:] if head & 0xFF != Kind.TIME
+        }
+        assert len(left_out) == 1, "the two batches are of one step"
+
+
+def test_a_step_that_is_timed_in_part_is_not_timed() -> None:
+    """The supervisor may find out later than the process did where a step ends."""
+    process = Process()
+    process.step(0)
+    process.phase(Kind.FETCH, 0.5)
+    with process.call(0, ms=2.0):
+        pass
+    process.one_in(1 << 40)  # as many as there may be
+    process.timing.step_ends()
+    process.phase(Kind.BACKWARD, 3.0)
+    process.phase(Kind.FETCH, 0.5)
+    step = process.said().steps[1]
+    assert step.device_ms == {"data": None, "forward": None, "backward": None}
+    assert step.untimed == SAMPLED
+
+
+def test_copies_parts_and_phases_that_raise_are_left_out_too() -> None:
+    process = Process()
+    process.step(0)
+    process.one_in(1 << 40)
+    process.phase(Kind.FETCH, 0.5)
+    with pytest.raises(ZeroDivisionError):
+        process.phase(Kind.FETCH, 1.0, raises)
+    assert flags(process)[-1] == Flag.SKIPPED | Flag.FAILED
+    marks: list[Any] = [process.timing.copy_begins(process.me, 0) for _ in range(100)]
+    marks.append(process.timing.replica_begins(("cuda:0",), 0))
+    for mark in marks:
+        mark.lap()
+        assert mark.end() == mark.raised() == Flag.SKIPPED << FLAGS_AT
+        mark.written(3)
+    assert len(process.device.recorded) == 6
+    assert times(process) == []
+
+
+def test_the_random_numbers_of_the_script_stay_its_own() -> None:
+    random.seed(5)
+    expected = random.random()
+    random.seed(5)
+    process = Process()
+    process.one_in(3)
+    for _ in range(9):
+        process.step(0)
+    assert random.random() == expected

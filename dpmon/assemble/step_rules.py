@@ -337,7 +337,8 @@ class StepRules:
         if not (self._only_looks and self._look in self._learned):
             if self._rule == BY_OPTIMIZER or (self._rule == BY_BACKWARD and not self._backward):
                 return
-            if self._rule == BY_CALL and self._known.module(block[1][0].site) != self._module:
+            trains_now = self._only_looks and learns
+            if self._rule == BY_CALL and not trains_now and self._known.module(block[1][0].site) != self._module:
                 return
         self._cut(at, self._last if self._only_looks and learns else start, start)
 

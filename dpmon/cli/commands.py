@@ -12,13 +12,13 @@ from typing import Any
 from dpmon.cli.launch import has_screen, json_lines
 from dpmon.cli.speak import closing, speak
 from dpmon.run import retention
+from dpmon.run.condition import goes_on, is_paused, run_state
 from dpmon.run.lock import goes_on_elsewhere
 from dpmon.run.lookup import find_run, list_runs, newest_run, short_name
 from dpmon.run.reader import RunReader
 from dpmon.run.retention import is_kept
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info
 from dpmon.run.standing import how_it_stands
-from dpmon.run.state import goes_on, is_paused, run_state
 from dpmon.supervise.guard import looked_after
 from dpmon.supervise.start import look_after
 from dpmon.text.cleaning import clean
@@ -131,10 +131,7 @@ def _describe(directory: Path, info: RunInfo) -> dict[str, Any]:
         "kept": is_kept(directory),
         "started_unix": info.started_unix,
         "steps": _steps(directory),
-        "status": None if how is None else how.status,
-        "signal": None if how is None else how.signal,
-        "unknown": None if how is None else how.unknown,
-        "cause": None if how is None else how.cause,
+        **{name: getattr(how, name, None) for name in ("status", "signal", "unknown", "cause")},
         "standing": how_it_stands(directory, info, state, how),
         "command": [info.script, *_arguments(info)],
         "directory": str(directory),

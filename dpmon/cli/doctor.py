@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dpmon.cli.checks.check import OK, PROBLEM, STATES, Check
 from dpmon.cli.checks.installed import installed
 from dpmon.cli.checks.machine import limits, logout, state_directory
-from dpmon.cli.checks.terminal import terminal
+from dpmon.cli.checks.screen import terminal
 from dpmon.cli.checks.trial import trial
 from dpmon.text.ascii import in_stream
 from dpmon.text.cleaning import clean

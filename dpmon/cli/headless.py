@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dpmon.cli.speak import error_words
+from dpmon.run.condition import run_state
 from dpmon.run.files import open_file
 from dpmon.run.lookup import short_name
 from dpmon.run.reader import RunReader
 from dpmon.run.rundir import ExitInfo, mark_stop
-from dpmon.run.state import run_state
 from dpmon.run.terminal import send_input
-from dpmon.supervise.foreground import FORWARDED
 from dpmon.supervise.guard import Guard
+from dpmon.supervise.signals import FORWARDED
 from dpmon.supervise.start import Started
 from dpmon.text.ascii import in_stream
 from dpmon.text.cleaning import clean

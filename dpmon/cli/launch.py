@@ -18,9 +18,8 @@ from dpmon.run import proc
 from dpmon.run.destination import check_replaceable
 from dpmon.run.lookup import short_name
 from dpmon.run.rundir import ExitInfo, RunError, RunInfo, create_run, load_exit, load_info
-from dpmon.supervise.foreground import become_reaper, remember_signals
 from dpmon.supervise.program import Command, resolve
-from dpmon.supervise.sigchld import keep_statuses
+from dpmon.supervise.signals import become_reaper, keep_statuses, remember_signals
 from dpmon.supervise.start import Started, start_supervisor
 
 if TYPE_CHECKING:

@@ -25,11 +25,12 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dpmon.model.members import finite
 from dpmon.model.pace import speed
 from dpmon.model.process import Process
 from dpmon.model.ranks import training
@@ -138,7 +139,7 @@ class Lines:
 
     def _put(self, said: dict[str, Any]) -> None:
         said["skipped"] = self._skipped
-        line = json.dumps(_finite(said), separators=(",", ":"), ensure_ascii=True).encode() + b"\n"
+        line = json.dumps(finite(said), separators=(",", ":"), ensure_ascii=True).encode() + b"\n"
         self._skipped = 0 if self._write(line) else self._skipped + 1
 
     # ------------------------------------------------------------------------------------------ what is said
@@ -244,12 +245,3 @@ def _rank(process: Process) -> dict[str, Any]:
         "step": step,
         **_ms(figures.step_ns, figures.step_p95_ns),
     }
-
-
-def _finite(value: Any) -> Any:
-    """The same without what JSON does not know: NaN and infinity are null."""
-    if isinstance(value, float) and not abs(value) < 1e308:
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value

@@ -22,15 +22,24 @@ WIDEST = 120
 
 def report(options: argparse.Namespace) -> int:
     """Print the report, or write it where it was asked for."""
-    directory = find_run(options.run)
+    directory, output = find_run(options.run), options.output
     if options.html:
-        return _page(directory, options.output)
-    text = _json(directory) if options.json else _text(directory, options.output)
-    if options.output in (None, "-"):
+        text = _page(directory)
+        output = output or f"{short_name(load_info(directory))}.html"
+    else:
+        text = _json(directory) if options.json else _text(directory, output)
+    if output in (None, "-"):
         with stdout() as out:
             out.write(text)
         return 0
-    _write(Path(options.output), text)
+    path = Path(output)
+    try:
+        with opened(path) as file:
+            file.write(text)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error.strerror or error}") from None
+    if options.html:
+        print(path)
     return 0
 
 
@@ -53,27 +62,11 @@ def _text(directory: Path, output: str | None) -> str:
     return in_stream(text, sys.stdout) if terminal else text
 
 
-def _page(directory: Path, output: str | None) -> int:
+def _page(directory: Path) -> str:
     from dpmon.report.collect import collect
     from dpmon.report.page import PageError, page
 
     try:
-        text = page(collect(directory))
+        return page(collect(directory))
     except PageError as error:
         raise RunError(str(error)) from None
-    if output == "-":
-        with stdout() as out:
-            out.write(text)
-        return 0
-    path = Path(output or f"{short_name(load_info(directory))}.html")
-    _write(path, text)
-    print(path)
-    return 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        with opened(path) as file:
-            file.write(text)
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {error.strerror or error}") from None

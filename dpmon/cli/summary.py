@@ -12,10 +12,10 @@ from dpmon.model.layouts import Layouts
 from dpmon.model.memory import held, reasons
 from dpmon.model.numbers import duration, group
 from dpmon.record.schema import EVALUATION, PHASES, STEP
-from dpmon.report.pause_spans import pauses_in
+from dpmon.report.pauses import pauses_in
 from dpmon.report.said import waited
-from dpmon.report.waits import inputs_in
-from dpmon.report.words import ACTIVITY_NAMES, times_paused
+from dpmon.report.waits import waits_in
+from dpmon.report.words import ACTIVITY_NAMES, how_it_ended, times_paused
 from dpmon.run.files import read_tail
 from dpmon.run.lookup import short_name
 from dpmon.run.reader import RunReader
@@ -29,7 +29,7 @@ from dpmon.store.window import Window, accounted
 from dpmon.text.cells import cut, span_width
 from dpmon.text.cleaning import clean
 from dpmon.text.last_words import READ_BYTES, last_words
-from dpmon.text.quantities import memory, quantity_words, rate_words, run_time
+from dpmon.text.quantities import memory, quantity_words, rate_words
 
 __all__ = ["Line", "ending_line", "fitted", "summary", "summary_lines"]
 
@@ -130,8 +130,8 @@ class _Summary:
         lacks: list[str] = []
         if paused.times:
             lacks.append(f"{times_paused(paused, how is not None)}: that time is in no step and no phase")
-        if inputs := inputs_in(self._store).spans():
-            lacks.append(waited([(process, *span) for process, span in inputs]))
+        if inputs := waits_in(self._store.events("process", "input")):
+            lacks.append(waited(inputs))
         if self._store.dropped:
             lacks.append(f"{group(self._store.dropped)} records were dropped: the figures are of the rest")
         return [*lacks, *_warnings(warnings, short_name(self._info))]
@@ -218,9 +218,7 @@ class _Summary:
             if speed is not None:
                 text += f", {rate_words(speed)}"
             lines.append(text)
-        more = len(order) - len(lines)
-        if more > 0:
-            lines.append(f"  and {more} more; dpmon export has them all")
+        lines += _more(len(order) - len(lines))
         return ["ranks" if any(rank is not None for rank, _ in ranks.values()) else "processes", *lines]
 
     def _stage_lines(self) -> list[str]:
@@ -234,9 +232,7 @@ class _Summary:
             text += f"{stage.outputs or 'not finished'}  {many(stage.calls, 'call')}"
             middle = stage.time.median
             lines.append(text if middle is None else f"{text}, host time median {duration(middle)}")
-        more = len(found) - len(lines)
-        if more > 0:
-            lines.append(f"  and {more} more; dpmon export has them all")
+        lines += _more(len(found) - len(lines))
         return ["stages (parts of the model on several devices)", *lines] if lines else []
 
     def _replica_lines(self) -> list[str]:
@@ -257,9 +253,12 @@ class _Summary:
                 lines.append(f"  {who}  {sizes}  {many(one.calls, 'call')}")
             if others := found[_MAX_SIZES:]:
                 lines.append(f"    and {many(len(others), 'other size')}, {many(sum(o.calls for o in others), 'call')}")
-        if told < len(groups):
-            lines.append(f"  and {len(groups) - told} more; dpmon export has them all")
+        lines += _more(len(groups) - told)
         return ["replicas", *lines] if lines else []
+
+
+def _more(count: int) -> list[str]:
+    return [f"  and {count} more; dpmon export has them all"] if count > 0 else []
 
 
 def _phase_lines(found: Figures) -> list[Line]:
@@ -355,17 +354,8 @@ def _outcome(info: RunInfo, how: ExitInfo | None) -> str:
     name = f"{info.script} ({short_name(info)})"
     if how is None:
         return f"{name}: how it ended is not known"
-    if how.error is not None:
-        return f"{name}: {how.error}"
-    took = run_time(how.seconds)
-    if how.stopped:
-        return f"{name}: stopped by you after {took}" + (f", exit status {how.status}" if how.status else "")
-    if how.status is None:
-        return f"{name}: ended after {took}, status unknown: {how.unknown or 'nobody recorded it'}"
-    if how.signal is not None:
-        return f"{name}: killed by {how.signal} after {took}" + (f" ({how.cause})" if how.cause else "")
-    why = f": {how.cause}" if how.cause else ""
-    return f"{name}: finished in {took}" if how.status == 0 else f"{name}: exit status {how.status} after {took}{why}"
+    why = "" if not how.cause else f" ({how.cause})" if how.signal is not None else f": {how.cause}"
+    return f"{name}: {how_it_ended(how, why)}" + (f", exit status {how.status}" if how.stopped and how.status else "")
 
 
 def _raised(directory: Path, info: RunInfo, how: ExitInfo | None) -> list[str]:

@@ -15,9 +15,7 @@ from dpmon.record.fields import RECORDS
 from dpmon.run.destination import check_replaceable, replaced
 from dpmon.run.rundir import load_info
 
-__all__ = ["FORMATS", "ExportError", "export"]
-
-FORMATS = ("jsonl", "csv", "perfetto")
+__all__ = ["ExportError", "export"]
 
 
 class ExportError(Exception):
@@ -27,9 +25,9 @@ class ExportError(Exception):
 def export(directory: Path, form: str = "jsonl", output: str | None = None, only: str | None = None) -> None:
     """Write the records of the run in `directory` that are there now; it may go on meanwhile.
 
-    `form`: one of FORMATS. `output`: a file, "-" or None for standard output; for csv a directory, into which comes a
-    file a kind, unless `only` (one of RECORDS) leaves one kind. A file is replaced in one step, at the end. Raises
-    ExportError, or RunError if the directory is no run.
+    `form`: jsonl, csv or perfetto. `output`: a file, "-" or None for standard output; for csv a directory, into which
+    comes a file a kind, unless `only` (one of RECORDS) leaves one kind. A file is replaced in one step, at the end.
+    Raises ExportError, or RunError if the directory is no run.
     """
     piped = output in (None, "-")
     if form == "csv" and only is None and piped:

@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
+from dpmon.model.members import finite
 from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, Event, Record, Step
 from dpmon.run.lookup import short_name
@@ -224,7 +225,7 @@ class _Trace:
         if event.kind == "memory":
             self._memory(process, data, at)
             return
-        self._instant(process, _title(event), at, scope, _finite(dict(data)))
+        self._instant(process, _title(event), at, scope, finite(dict(data)))
 
     def _sample(self, event: Event) -> None:
         data = event.data
@@ -271,11 +272,3 @@ def _title(event: Event) -> str:
 def _is_number(value: Any) -> bool:
     # NaN and infinity are JSON to Python, and to nobody else.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not _is_number(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, list) else value

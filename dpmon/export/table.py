@@ -87,28 +87,26 @@ def _text(value: Any) -> str:
 
 def _step(step: Step) -> dict[str, Any]:
     on_device = {f"{name}_device_ms": took for name, took in (step.device_ms or {}).items()}
-    absent = as_json(step)["absent"] or None
     return {
-        "mode": step.mode or None,
         **{f"{name}_ms": took / 1e6 for name, took in step.phases.items()},
         **on_device,
-        "absent": absent,
+        "absent": as_json(step)["absent"] or None,
     }
 
 
 def _call(call: Call) -> dict[str, Any]:
+    said = as_json(call)
     found: dict[str, Any] = {
-        **{name: getattr(call, name) for name in ("process", "rank", "step", "call", "root", "via")},
-        **{name: getattr(call, name) for name in ("virtual", "training", "grad")},
-        "mode": call.mode or None,
+        **{
+            name: said[name]
+            for name in ("process", "rank", "step", "call", "root", "via", "virtual", "training", "grad")
+        },
+        **{name: said[name] for name in ("start_s", "wall_ms", "devices")},
+        **{name: said[name] or None for name in ("mode", "absent")},
         "failed": call.failed,
-        "start_s": call.start_ns / 1e9,
-        "wall_ms": call.wall_ns / 1e6,
         "rows": call.rows,
-        "devices": call.devices,
         "inputs": _sizes(call.inputs),
         "outputs": _sizes(call.outputs),
-        "absent": as_json(call)["absent"] or None,
     }
     for name, phase in call.phases.items():
         found[f"{name}_host_ms"], found[f"{name}_device_ms"] = phase.host_ns / 1e6, phase.device_ms

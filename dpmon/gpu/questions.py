@@ -63,6 +63,7 @@ _IDLE = 0x001
 
 def throttle_words(bits: int) -> list[str]:
     """Why clocks are held down, from NVML's bits; one that has no name yet is told by its number."""
+    bits = int(bits)
     named = [word for bit, word in _THROTTLE.items() if bits & bit]
     unnamed = bits & ~(_IDLE | sum(_THROTTLE))
     return [*named, f"reason {unnamed:#x}"] if unnamed else named
@@ -70,6 +71,32 @@ def throttle_words(bits: int) -> list[str]:
 
 def _percent(value: Any) -> Any:
     return int(value) if 0 <= value <= 100 else NOT_SENSIBLE
+
+
+def _thousandth(value: Any) -> float:
+    return float(value / 1000)
+
+
+def _got(take: Callable[[Any], Any], *names: str) -> tuple[Way, ...]:
+    """Ways to ask functions nvmlDeviceGet... that want the handle alone; `take` makes a value of what they return."""
+
+    def way(name: str) -> Way:
+        return lambda nvml, handle, memo: (take(getattr(nvml, f"nvmlDeviceGet{name}")(handle)),)
+
+    return tuple(map(way, names))
+
+
+def _clock(which: str) -> tuple[Way, ...]:
+    return (lambda n, h, memo: (int(n.nvmlDeviceGetClockInfo(h, getattr(n, which))),),)
+
+
+def _ecc(which: str) -> tuple[Way, ...]:
+    return (lambda n, h, memo: (int(n.nvmlDeviceGetTotalEccErrors(h, getattr(n, which), n.NVML_VOLATILE_ECC)),),)
+
+
+def _pcie(which: str) -> tuple[Way, ...]:
+    """The driver watches the bus for 20 ms to answer this, in units of 1000 bytes a second."""
+    return (lambda n, h, memo: (n.nvmlDeviceGetPcieThroughput(h, getattr(n, which)) * 1000,),)
 
 
 def _memory_v2(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
@@ -101,18 +128,18 @@ def _slowdown_by_margin(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[A
     return (int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)) + margin,)
 
 
-def _held(processes: Any) -> tuple[Any, ...]:
+def _held(processes: Any) -> dict[int, int | None]:
     """Bytes by process id; None: the driver does not tell."""
     held: dict[int, int | None] = {}
     for process in processes:
         used = process.usedGpuMemory
         before = held.get(int(process.pid))
         held[int(process.pid)] = before if used is None else int(used) + (before or 0)
-    return (held,)
+    return held
 
 
-def _retired(cause: str) -> Way:
-    return lambda n, h, memo: (len(n.nvmlDeviceGetRetiredPages(h, getattr(n, cause))),)
+def _retired(cause: str) -> tuple[Way, ...]:
+    return (lambda n, h, memo: (len(n.nvmlDeviceGetRetiredPages(h, getattr(n, cause))),),)
 
 
 def _xid(nvml: Any, handle: Any, memo: dict[str, Any]) -> tuple[Any, ...]:
@@ -161,108 +188,42 @@ def _look_at_instance(nvml: Any, handle: Any, memo: dict[str, Any], index: int, 
 
 
 CHEAP = (
-    Question(("util_pct",), 1, 1, (lambda n, h, memo: (_percent(n.nvmlDeviceGetUtilizationRates(h).gpu),),)),
+    Question(("util_pct",), 1, 1, _got(lambda rates: _percent(rates.gpu), "UtilizationRates")),
     Question(("mem_used_bytes", "mem_total_bytes", "mem_reserved_bytes"), 1, 1, (_memory_v2, _memory_v1)),
-    Question(("power_w",), 1, 1, (lambda n, h, memo: (n.nvmlDeviceGetPowerUsage(h) / 1000,),)),
-    Question(("sm_clock_mhz",), 2, 1, (lambda n, h, memo: (int(n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM)),),)),
-    Question(
-        ("throttle",),
-        2,
-        1,
-        (
-            lambda n, h, memo: (throttle_words(int(n.nvmlDeviceGetCurrentClocksEventReasons(h))),),
-            lambda n, h, memo: (throttle_words(int(n.nvmlDeviceGetCurrentClocksThrottleReasons(h))),),
-        ),
-    ),
+    Question(("power_w",), 1, 1, _got(_thousandth, "PowerUsage")),
+    Question(("sm_clock_mhz",), 2, 1, _clock("NVML_CLOCK_SM")),
+    Question(("throttle",), 2, 1, _got(throttle_words, "CurrentClocksEventReasons", "CurrentClocksThrottleReasons")),
     Question(("temperature_c",), 2, 1, (_temperature, _temperature_v)),
-    Question(
-        ("power_limit_w",),
-        30,
-        1,
-        (
-            lambda n, h, memo: (n.nvmlDeviceGetEnforcedPowerLimit(h) / 1000,),
-            lambda n, h, memo: (n.nvmlDeviceGetPowerManagementLimit(h) / 1000,),
-        ),
-    ),
+    Question(("power_limit_w",), 30, 1, _got(_thousandth, "EnforcedPowerLimit", "PowerManagementLimit")),
     Question(("temperature_limit_c",), 60, 2, (_slowdown_at, _slowdown_by_margin)),
-    Question(("mem_clock_mhz",), 5, 1, (lambda n, h, memo: (int(n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_MEM)),),)),
-    Question(("energy_j",), 10, 1, (lambda n, h, memo: (n.nvmlDeviceGetTotalEnergyConsumption(h) / 1000,),)),
+    Question(("mem_clock_mhz",), 5, 1, _clock("NVML_CLOCK_MEM")),
+    Question(("energy_j",), 10, 1, _got(_thousandth, "TotalEnergyConsumption")),
     Question(
         ("fan_pct",),
         10,
         1,
-        (
-            lambda n, h, memo: (_percent(n.nvmlDeviceGetFanSpeed(h)),),
-            lambda n, h, memo: (_percent(n.nvmlDeviceGetFanSpeed_v2(h, 0)),),
-        ),
+        (*_got(_percent, "FanSpeed"), lambda n, h, memo: (_percent(n.nvmlDeviceGetFanSpeed_v2(h, 0)),)),
     ),
 )
 """What takes microseconds."""
 
 _GPM = Question(GPM_FIELDS, 3, 3, (gpm,))
 DEAR = (
-    Question(("mig",), 30, 1, (lambda n, h, memo: (bool(n.nvmlDeviceGetMigMode(h)[0]),),)),
+    Question(("mig",), 30, 1, _got(lambda modes: bool(modes[0]), "MigMode")),
     Question(("mig_devices",), 3, 2, (_instances,), only_if="mig"),
     # Two calls each: how many there are, then who they are.
-    Question(
-        ("compute",),
-        5,
-        2,
-        (
-            lambda n, h, memo: _held(n.nvmlDeviceGetComputeRunningProcesses_v3(h)),
-            lambda n, h, memo: _held(n.nvmlDeviceGetComputeRunningProcesses_v2(h)),
-        ),
-    ),
-    Question(
-        ("graphics",),
-        10,
-        2,
-        (
-            lambda n, h, memo: _held(n.nvmlDeviceGetGraphicsRunningProcesses_v3(h)),
-            lambda n, h, memo: _held(n.nvmlDeviceGetGraphicsRunningProcesses_v2(h)),
-        ),
-    ),
+    Question(("compute",), 5, 2, _got(_held, "ComputeRunningProcesses_v3", "ComputeRunningProcesses_v2")),
+    Question(("graphics",), 10, 2, _got(_held, "GraphicsRunningProcesses_v3", "GraphicsRunningProcesses_v2")),
     _GPM,
-    # The driver watches the bus for 20 ms to answer one of these, in units of 1000 bytes a second.
-    Question(
-        ("pcie_rx_bytes_s",),
-        10,
-        1,
-        (lambda n, h, memo: (n.nvmlDeviceGetPcieThroughput(h, n.NVML_PCIE_UTIL_RX_BYTES) * 1000,),),
-        instead_of=_GPM,
-    ),
-    Question(
-        ("pcie_tx_bytes_s",),
-        10,
-        1,
-        (lambda n, h, memo: (n.nvmlDeviceGetPcieThroughput(h, n.NVML_PCIE_UTIL_TX_BYTES) * 1000,),),
-        instead_of=_GPM,
-    ),
+    Question(("pcie_rx_bytes_s",), 10, 1, _pcie("NVML_PCIE_UTIL_RX_BYTES"), instead_of=_GPM),
+    Question(("pcie_tx_bytes_s",), 10, 1, _pcie("NVML_PCIE_UTIL_TX_BYTES"), instead_of=_GPM),
     Question(("nvlink_rx_bytes_s", "nvlink_tx_bytes_s"), 5, 1, (nvlink,), instead_of=_GPM),
-    Question(
-        ("ecc_corrected",),
-        30,
-        1,
-        (
-            lambda n, h, memo: (
-                int(n.nvmlDeviceGetTotalEccErrors(h, n.NVML_MEMORY_ERROR_TYPE_CORRECTED, n.NVML_VOLATILE_ECC)),
-            ),
-        ),
-    ),
-    Question(
-        ("ecc_uncorrected",),
-        30,
-        1,
-        (
-            lambda n, h, memo: (
-                int(n.nvmlDeviceGetTotalEccErrors(h, n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, n.NVML_VOLATILE_ECC)),
-            ),
-        ),
-    ),
-    Question(("remapped_rows",), 60, 1, (lambda n, h, memo: (sum(n.nvmlDeviceGetRemappedRows(h)[:2]),),)),
-    Question(("retired_single",), 60, 2, (_retired("NVML_PAGE_RETIREMENT_CAUSE_MULTIPLE_SINGLE_BIT_ECC_ERRORS"),)),
-    Question(("retired_double",), 60, 2, (_retired("NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR"),)),
-    Question(("persistence",), 60, 1, (lambda n, h, memo: (bool(n.nvmlDeviceGetPersistenceMode(h)),),)),
+    Question(("ecc_corrected",), 30, 1, _ecc("NVML_MEMORY_ERROR_TYPE_CORRECTED")),
+    Question(("ecc_uncorrected",), 30, 1, _ecc("NVML_MEMORY_ERROR_TYPE_UNCORRECTED")),
+    Question(("remapped_rows",), 60, 1, _got(lambda counts: sum(counts[:2]), "RemappedRows")),
+    Question(("retired_single",), 60, 2, _retired("NVML_PAGE_RETIREMENT_CAUSE_MULTIPLE_SINGLE_BIT_ECC_ERRORS")),
+    Question(("retired_double",), 60, 2, _retired("NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR")),
+    Question(("persistence",), 60, 1, _got(bool, "PersistenceMode")),
     Question(("xid",), 5, 2, (_xid,)),
 )
 """What takes milliseconds, is rarely needed, or has been seen to block."""

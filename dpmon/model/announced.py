@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from dpmon.model.members import SECOND, number_in, text_in, time_of, whole_in
+from dpmon.model.members import ns_in, text_in, whole_in
 from dpmon.model.process import Refusal
+from dpmon.model.source import Rows
 from dpmon.model.state import ModeChange, PauseChange, WarningText
 from dpmon.record.kinds import Event
 from dpmon.record.wire import MODES
 
-__all__ = ["Announced", "EventSource", "InForce"]
+__all__ = ["Announced", "InForce", "mode_change", "pause_change"]
 
 CHANGES_READ = 500
 """Changes of mode that are looked at; older ones say nothing of what is in force."""
@@ -24,16 +25,6 @@ ROOTS_KEPT = 32
 DEVICES_READ = 4096
 ANSWERING_STEPS = 100
 """Within this many steps every root that is still called has answered a request."""
-
-
-class EventSource(Protocol):
-    """What this needs of dpmon.store.as_of.AsOf."""
-
-    def lasting(self, kind: str, newest: int = -1) -> list[Event]:
-        """Events of a kind, in their order."""
-
-    def count(self, kind: str) -> int:
-        """How many events of a kind there were."""
 
 
 class InForce(NamedTuple):
@@ -58,7 +49,7 @@ class Announced:
     """Pid, begin and end of each wait for a line of input."""
 
     @classmethod
-    def read(cls, source: EventSource) -> Announced:
+    def read(cls, source: Rows) -> Announced:
         """Those that a source has."""
         info = {
             number: event.data
@@ -68,8 +59,8 @@ class Announced:
         texts = source.lasting("warning", TEXTS_READ)
         return cls(
             info,
-            _known(_change(event) for event in source.lasting("mode", CHANGES_READ)),
-            _known(_pause(event) for event in source.lasting("pause", TEXTS_READ)),
+            _known(mode_change(event.data) for event in source.lasting("mode", CHANGES_READ)),
+            _known(pause_change(event.data) for event in source.lasting("pause", TEXTS_READ)),
             _known(_warning(event) for event in texts),
             _known(_wait(event) for event in source.lasting("input", TEXTS_READ)),
         )
@@ -136,15 +127,16 @@ def _known(found: Any) -> tuple[Any, ...]:
     return tuple(one for one in found if one is not None)
 
 
-def _change(event: Event) -> ModeChange | None:
-    data = event.data
+def mode_change(data: Mapping[str, Any]) -> ModeChange | None:
+    """What a `mode` record says; None if it does not say of which process and mode."""
     number, mode = whole_in(data, "process"), text_in(data, "mode")
     if number is None or mode not in MODES:
         return None
     listed = data.get("devices")
     return ModeChange(
         number,
-        time_of(data),
+        text_in(data, "root") or "",
+        ns_in(data, "t_s"),
         whole_in(data, "step"),
         mode,
         text_in(data, "requested_by") or "",
@@ -152,27 +144,23 @@ def _change(event: Event) -> ModeChange | None:
         data.get("virtual") is True,
         text_in(data, "reason"),
         text_in(data, "refused"),
-        text_in(data, "root") or "",
     )
 
 
-def _pause(event: Event) -> PauseChange | None:
-    data = event.data
-    number, paused, seconds = whole_in(data, "process"), data.get("paused"), number_in(data, "paused_s")
+def pause_change(data: Mapping[str, Any]) -> PauseChange | None:
+    """What a `pause` record says; None if it does not say of which process, and whether it paused or went on."""
+    number, paused = whole_in(data, "process"), data.get("paused")
     if number is None or not isinstance(paused, bool):
         return None
-    took = int(seconds * SECOND) if seconds is not None and 0 <= seconds < 1e9 else None
-    at, step = time_of(data), whole_in(data, "step")
+    at, step, took = ns_in(data, "t_s"), whole_in(data, "step"), ns_in(data, "paused_s")
     return PauseChange(number, at, step, paused, took, text_in(data, "reason"), text_in(data, "refused"))
 
 
 def _wait(event: Event) -> tuple[int, int, int] | None:
-    at, seconds, pid = time_of(event.data), number_in(event.data, "waited_s"), whole_in(event.data, "pid")
-    if at is None or seconds is None or not 0 <= seconds < 1e9 or pid is None:
-        return None
-    return pid, at, at + int(seconds * SECOND)
+    at, waited, pid = ns_in(event.data, "t_s"), ns_in(event.data, "waited_s"), whole_in(event.data, "pid")
+    return None if at is None or waited is None or pid is None else (pid, at, at + waited)
 
 
 def _warning(event: Event) -> WarningText | None:
     text = text_in(event.data, "text")
-    return None if text is None else WarningText(whole_in(event.data, "process"), time_of(event.data), text)
+    return None if text is None else WarningText(whole_in(event.data, "process"), ns_in(event.data, "t_s"), text)

@@ -6,9 +6,9 @@ import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from dpmon.model.process import CallTrack, Spread
+from dpmon.model.source import Rows
 from dpmon.model.stats import median, percentile
 from dpmon.record.codec import call_replicas, call_stages, is_timed, part_times
 from dpmon.record.kinds import Call
@@ -19,7 +19,7 @@ from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.quantiles import Counts
 from dpmon.store.tally import Key, Tally
 
-__all__ = ["CallSource", "Calls", "call_tracks"]
+__all__ = ["Calls", "call_tracks"]
 
 Root = tuple[str, str | None]
 HEADS_READ = 256
@@ -32,24 +32,11 @@ _TIMED = 64
 _MOST_PARTS = 256
 
 
-class CallSource(Protocol):
-    """What this needs of dpmon.store.as_of.AsOf."""
-
-    def heads(self, process: int, most: int) -> list[CallHead]:
-        """The newest calls of a process, the newest first."""
-
-    def last_calls(self, process: int, most: int) -> list[CallHead]:
-        """The newest calls of its newest step, the newest first."""
-
-    def call(self, process: int, head: CallHead) -> Call | None:
-        """The call itself."""
-
-
 @dataclass(slots=True)
 class Calls:
     """Reads calls of one process, each once."""
 
-    source: CallSource
+    source: Rows
     process: int
     _read: dict[int, Call | None] = field(default_factory=dict)
 
@@ -165,10 +152,11 @@ def _times(payload: bytes) -> list[tuple[int, float | None]]:
 
 
 def _spread_of(values: Sequence[float]) -> Spread | None:
-    low, middle, high = percentile(values, 0.05), median(values), percentile(values, 0.95)
-    if low is None or middle is None or high is None:
-        return None
-    return Spread(low, middle, high, len(values))
+    return _spread(percentile(values, 0.05), median(values), percentile(values, 0.95), len(values))
+
+
+def _spread(low: float | None, middle: float | None, high: float | None, calls: int) -> Spread | None:
+    return None if low is None or middle is None or high is None else Spread(low, middle, high, calls)
 
 
 # ------------------------------------------------------------------------------------------------ from tallies
@@ -178,21 +166,20 @@ def _of_tallies(
     head: CallHead, call: Call, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str
 ) -> tuple[tuple[Spread | None, ...], dict[int, float]]:
     """The times of a call's replicas or stages in the time range, in steps that train as its own does."""
+    alike = _alike(head, tallies, trained, mode)
+    series: list[Collection[str]] = []
     if call.replicas:
-        names = [replica_series(head.layout, index) for index in range(min(len(call.replicas), _MOST_PARTS))]
-        found = [_merged(_alike(head, tallies, trained, mode), (name,)) for name in names]
-        devices = [_merged(_alike(head, tallies, trained, mode), (f"{name}@device",)) for name in names]
+        names = (replica_series(head.layout, index) for index in range(min(len(call.replicas), _MOST_PARTS)))
+        series = [(name, f"{name}@device") for name in names]
     else:
         with suppress(struct.error, ValueError, LookupError):
-            prefixes = [
-                stage_series(head.layout, index, stage[0], 0, 0).removesuffix("0 0")
-                for index, stage in enumerate(call_stages(head.payload)[:_MOST_PARTS])
-            ]
-            found = [_merged_stage(_alike(head, tallies, trained, mode), prefix, "") for prefix in prefixes]
-            devices = [_merged_stage(_alike(head, tallies, trained, mode), prefix, "@device") for prefix in prefixes]
-            return _spreads(found), _middles(devices)
-        return (), {}
-    return _spreads(found), _middles(devices)
+            for index, stage in enumerate(call_stages(head.payload)[:_MOST_PARTS]):
+                any_sizes = stage_series(head.layout, index, stage[0], 0, 0).removesuffix("0 0")
+                series.append({name for tally in alike for name in tally.stats if name.startswith(any_sizes)})
+    found = [_merged(alike, [name for name in names if not name.endswith("@device")]) for names in series]
+    devices = [_merged(alike, [name for name in names if name.endswith("@device")]) for names in series]
+    middles = {index: quantiles.median(counts) for index, counts in enumerate(devices)}
+    return _spreads(found), {index: middle for index, middle in middles.items() if middle is not None}
 
 
 def _alike(head: CallHead, tallies: Mapping[Key, Tally], trained: Collection[str], mode: str) -> list[Tally]:
@@ -217,22 +204,9 @@ def _merged(tallies: Iterable[Tally], names: Iterable[str]) -> Counts:
     return counts
 
 
-def _merged_stage(tallies: Sequence[Tally], prefix: str, end: str) -> Counts:
-    """The times of one stage, whatever the sizes were."""
-    names = {name for tally in tallies for name in tally.stats if name.startswith(prefix)}
-    return _merged(tallies, [name for name in names if name.endswith("@device") == bool(end)])
-
-
 def _spreads(found: Sequence[Counts]) -> tuple[Spread | None, ...]:
-    spreads: list[Spread | None] = []
+    spreads = []
     for counts in found:
         low, high = quantiles.quantiles(counts, (0.05, 0.95))
-        middle = quantiles.median(counts)
-        known = low is not None and middle is not None and high is not None
-        spreads.append(Spread(low, middle, high, sum(counts.values())) if known else None)  # type: ignore[arg-type]
+        spreads.append(_spread(low, quantiles.median(counts), high, sum(counts.values())))
     return tuple(spreads)
-
-
-def _middles(found: Sequence[Counts]) -> dict[int, float]:
-    middles = {index: quantiles.median(counts) for index, counts in enumerate(found)}
-    return {index: middle for index, middle in middles.items() if middle is not None}

@@ -78,7 +78,7 @@ class Side(NamedTuple):
     """Over all steps of the mode, whatever is compared."""
     phases: tuple[PhaseFigures, ...]
     """As in dpmon.store.figures.Figures."""
-    memory: Mapping[str, Peak]
+    memory: Mapping[str, Peak] = {}
     """By device, the most that was allocated while in this mode."""
 
     @property
@@ -128,8 +128,6 @@ class Comparison:
     cost: Ground | None = None
     """The copying that takes the largest share of the dp step."""
     missing: str | None = None
-    lacking: Mapping[str, int] = field(default_factory=dict)
-    """By mode, how many steps are missing for a verdict."""
 
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -229,15 +227,13 @@ def compare_modes(
     *,
     devices: Sequence[str] = (),
     virtual: bool = False,
-    memory: Mapping[str, Mapping[str, Peak]] | None = None,
     longest: Sequence[LongRow] = (),
     waits: Sequence[tuple[int, int]] = (),
 ) -> Comparison:
     """Compare the steps of "dp" with those of "single", of one process.
 
-    `process`: None for the first that has both; `devices`: those of dp; `memory`: by mode and device, the peak;
-    `longest`: the longest steps, which tell what makes steps unlike; `waits`: from when to when (ns) the script waited
-    for input.
+    `process`: None for the first that has both; `devices`: those of dp; `longest`: the longest steps, which tell what
+    makes steps unlike; `waits`: from when to when (ns) the script waited for input.
     """
     who = first_with_both(window) if process is None else process
     tallies = {key: tally for key, tally in window.by_process.items() if key.process == who and tally.steps}
@@ -253,13 +249,14 @@ def compare_modes(
     }
     sides = {}
     for mode in there:
+        found = figures(mode, False, taken[mode], window.rate(mode, process=who))
         seen = window.tally(mode, process=who).steps
-        speed = window.rate(mode, process=who)
-        sides[mode] = _side(mode, taken[mode], seen, speed, (memory or {}).get(mode, {}))
+        medians = found.median_ns, found.p95_ns, found.mean_ns
+        sides[mode] = Side(mode, found.steps, seen, *medians, found.rate, found.phases)
     base = Comparison(sides=sides, devices=tuple(devices), virtual=virtual)
-    lacking = {mode: MIN_STEPS - found[kind] for mode, found in kinds.items() if kind and found[kind] < MIN_STEPS}
+    lacking = {mode: MIN_STEPS - each[kind] for mode, each in kinds.items() if kind and each[kind] < MIN_STEPS}
     if len(there) < 2 or lacking:
-        return replace(base, missing=_lacking(there, lacking), lacking=lacking)
+        return replace(base, missing=_lacking(there, lacking))
     if kind is None:
         return replace(base, missing=_unlike(kinds))
     passes = sum(count for each in kinds.values() for other, count in each.items() if other.trains != kind.trains)
@@ -327,11 +324,6 @@ def _unlike(kinds: Mapping[str, Counter[_Kind]]) -> str:
     names = {NO_SAMPLES: "unknown", OTHER_SIZES: "changing numbers of"}
     sizes = ", ".join(f"{names.get(kind.batch, kind.batch)} samples a step in {mode}" for mode, kind in usual.items())
     return f"no verdict: the batches are not of the same size ({sizes})"
-
-
-def _side(mode: str, tally: Tally, seen: int, speed: Rate | None, memory: Mapping[str, Peak]) -> Side:
-    found = figures(mode, False, tally, speed)
-    return Side(mode, tally.steps, seen, found.median_ns, found.p95_ns, found.mean_ns, speed, found.phases, memory)
 
 
 def _judged(
@@ -408,6 +400,3 @@ def _by_phase(side: Side, figure: Callable[[PhaseFigures], float | None]) -> dic
             name = "forward" if phase.name in (REST, _APPLY) else phase.name
             found[name] = found.get(name, 0.0) + value
     return found
-
-
-# ------------------------------------------------------------------------------------------------ words

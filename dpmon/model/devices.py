@@ -6,15 +6,15 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from dpmon.model.members import SECOND, text_in, whole_in
 from dpmon.model.memory import Peak
+from dpmon.model.source import Rows
 from dpmon.model.state import DeviceTrack, ModeChange
-from dpmon.record.kinds import Event
 from dpmon.store.answers import Sample
 
-__all__ = ["HISTORY_S", "HostPeaks", "SampleSource", "Samples", "Visit", "device_peaks", "visits_of"]
+__all__ = ["HISTORY_S", "HostPeaks", "Samples", "Visit", "device_peaks", "visits_of"]
 
 HISTORY_S = 640
 """Seconds of samples that are kept for the charts."""
@@ -27,24 +27,6 @@ _VISITS = 16
 _MINUTE = 60 * SECOND
 _LATE_NS = 5 * SECOND
 _Values = tuple[float | None, float | None, float | None]
-
-
-class SampleSource(Protocol):
-    """What this needs of dpmon.store.as_of.AsOf."""
-
-    until_ns: int
-
-    def samples(self, span_ns: int, after_id: int = 0) -> list[Sample]:
-        """Samples of devices and host, in their order."""
-
-    def sample(self, number: int) -> Event | None:
-        """The whole sample with this id."""
-
-    def memory(self, process: int, until_ns: int | None = None) -> Event | None:
-        """What the memory of the devices of a process held when it was looked at last."""
-
-    def host_memory(self, begin_ns: int, end_ns: int) -> list[tuple[int, int]]:
-        """The most memory that the run's processes had in each minute."""
 
 
 @dataclass(slots=True)
@@ -87,7 +69,7 @@ class Samples:
     host: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=HISTORY_S))
     """When the run's processes had how many bytes of the host's memory."""
 
-    def read(self, source: SampleSource) -> None:
+    def read(self, source: Rows) -> None:
         """Take in what is new up to the time of `source`."""
         if source.until_ns < self._until_ns:
             self._tracks, self._last_id, self.began = {}, 0, self.began + 1
@@ -139,7 +121,7 @@ def visits_of(changes: Iterable[ModeChange], process: int) -> list[Visit]:
     return found
 
 
-def device_peaks(source: SampleSource, process: int, visits: Sequence[Visit]) -> dict[str, dict[str, Peak]]:
+def device_peaks(source: Rows, process: int, visits: Sequence[Visit]) -> dict[str, dict[str, Peak]]:
     """By mode and device, the most that torch had allocated: the allocator's peak never falls.
 
     A peak that came before a mode was in force says only that the mode used no more.
@@ -174,7 +156,7 @@ class HostPeaks:
     _peaks: dict[str, Peak] = field(default_factory=dict)
     _until_ns: int = -1
 
-    def read(self, source: SampleSource, samples: Samples, process: int, visits: Sequence[Visit]) -> dict[str, Peak]:
+    def read(self, source: Rows, samples: Samples, process: int, visits: Sequence[Visit]) -> dict[str, Peak]:
         """The peaks as of the time of the samples, which come after sums of whole minutes."""
         if not samples.host:
             return {}

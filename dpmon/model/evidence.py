@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dpmon.model.compare import Comparison
 from dpmon.model.memory import Held
 from dpmon.rates import Rate
 from dpmon.store.answers import GapRow
@@ -20,7 +21,6 @@ __all__ = [
     "LongStep",
     "ModeFacts",
     "ReplicaFacts",
-    "Worth",
 ]
 
 
@@ -155,15 +155,6 @@ class LoaderStart(NamedTuple):
     persistent: bool
 
 
-class Worth(NamedTuple):
-    """dp against single: the ratio of the median steps, its 95 % interval, and the verdict in a sentence."""
-
-    speedup: float
-    low: float
-    high: float
-    sentence: str
-
-
 @dataclass(frozen=True)
 class Evidence:
     """A run, as far as findings need it. Times in ns since its start."""
@@ -181,8 +172,8 @@ class Evidence:
     gaps: tuple[GapRow, ...] = ()
     """The longer times between two steps, the longest first."""
     loaders: tuple[LoaderStart, ...] = ()
-    worth: Worth | None = None
-    """None where not both modes were seen, or too little of one."""
+    compared: Comparison | None = None
+    """dp against single; None where not both modes were seen."""
     processes: int = 0
     last_step_ns: int | None = None
     end_ns: int | None = None

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from dpmon.model.evidence import Evidence
 from dpmon.model.finding import MIN_STEPS, Finding
 from dpmon.model.found_in_time import between, copies, data, drift, failed, quiet, slower, spread, stalls, transfers
-from dpmon.model.found_on_devices import fuller, idle, low_use, throttled, uneven
-from dpmon.model.found_on_host import busy
+from dpmon.model.found_on_devices import busy, fuller, idle, low_use, throttled, uneven
 
 __all__ = ["MIN_STEPS", "Finding", "findings"]
 

@@ -9,6 +9,7 @@ from dpmon.model.evidence import Evidence, LongStep, ModeFacts
 from dpmon.model.finding import MIN_STEPS, Finding, basis, clock, enough, of, of_process, times, took, under
 from dpmon.model.inputs import INPUT, SAID, waited_ns
 from dpmon.model.numbers import percent
+from dpmon.model.verdict import sentence
 from dpmon.store.answers import GapRow
 
 __all__ = ["between", "copies", "data", "drift", "failed", "quiet", "slower", "spread", "stalls", "transfers"]
@@ -84,18 +85,18 @@ def transfers(evidence: Evidence) -> Iterator[Finding]:
 
 def slower(evidence: Evidence) -> Iterator[Finding]:
     """dp that is slower than one device."""
-    worth = evidence.worth
-    if worth is not None and worth.high < 1:
+    found = evidence.compared
+    if found is not None and found.speedup is not None and found.speedup.high < 1:
+        value, low, high = found.speedup
         yield Finding(
             "slower",
-            worth.sentence,
-            f"the median step in single takes {worth.speedup:.2f} of that in dp (95 %: {worth.low:.2f} to"
-            f" {worth.high:.2f})",
+            sentence(found) or "",
+            f"the median step in single takes {value:.2f} of that in dp (95 %: {low:.2f} to {high:.2f})",
             _ON_GPUS
             if any(mode.virtual for mode in evidence.modes)
             else "one device, or DistributedDataParallel; larger batches give every copy of the model more work, but"
             " change the training itself (learning rate)",
-            1 - worth.speedup,
+            1 - value,
         )
 
 
@@ -228,7 +229,7 @@ def between(evidence: Evidence) -> Iterator[Finding]:
 def _starts_workers(evidence: Evidence, gap: GapRow) -> int:
     """How long workers were started in a gap (ns), by loaders that do so in every epoch."""
     return sum(
-        max(min(gap.end_ns, one.start_ns + one.took_ns) - max(gap.begin_ns, one.start_ns), 0)
+        waited_ns([(one.start_ns, one.start_ns + one.took_ns)], gap.begin_ns, gap.end_ns)
         for one in evidence.loaders
         if one.process == gap.process and one.workers and not one.persistent
     )

@@ -1,4 +1,4 @@
-"""What is worth a look in how the work is shared between replicas, and in their devices. Pure."""
+"""What is worth a look in how the work is shared between replicas, in their devices and in the machine. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from operator import itemgetter
 
 from dpmon.model.advice import for_low_use
-from dpmon.model.evidence import BatchFacts, Evidence, ReplicaFacts
-from dpmon.model.finding import MIN_STEPS, Finding, gib, many, times, took
+from dpmon.model.evidence import BatchFacts, DeviceFacts, Evidence, HostFacts, ReplicaFacts
+from dpmon.model.finding import MIN_STEPS, Finding, enough, gib, many, times, took
 from dpmon.model.numbers import percent
 
-__all__ = ["fuller", "idle", "low_use", "throttled", "uneven"]
+__all__ = ["busy", "fuller", "idle", "low_use", "throttled", "uneven"]
 
 IDLE_CALLS = 0.5
 """Of the calls under dp. The last batch of an epoch is often short; every other batch is not chance."""
@@ -29,6 +29,14 @@ THROTTLED = 0.05
 THROTTLE_SAMPLES = 10
 LOW_USE, USE_SAMPLES = 30.0, 20
 """Median of "any kernel ran" in per cent: most of the time the GPU had nothing to do at all."""
+HOST_SAMPLES = 10
+"""A second each: less is a start."""
+FULL_PCT = 90.0
+"""Median use of all processors; below it there is one free for whoever wants it, most of the time."""
+OTHERS_SHARE = 0.25
+"""Of the processors. A desktop, a monitor and the supervisor itself stay well below it."""
+LOAD_RATIO = 2.0
+"""Threads that want to run, by processors: then each waits as long as it runs."""
 
 
 def idle(evidence: Evidence) -> Iterator[Finding]:
@@ -137,13 +145,17 @@ def _memory_by_device(evidence: Evidence) -> list[tuple[str, float]]:
     ours = [device for device in evidence.devices if device.of_run and device.mem_run_max is not None]
     if len(ours) > 1:
         ours.sort(key=lambda device: (device.called is None, device.called or "", device.index))
-        return [(device.called or f"GPU {device.index}", device.mem_run_max or 0.0) for device in ours]
+        return [(_called(device), device.mem_run_max or 0.0) for device in ours]
     found = []
     for row in evidence.memory:
         parts = (row.model, row.gradients, row.optimizer, row.rest)
         if row.device.startswith("cuda") and all(part is not None for part in parts):
             found.append((row.device, float(sum(part or 0 for part in parts))))
     return found
+
+
+def _called(device: DeviceFacts) -> str:
+    return device.called or f"GPU {device.index}"
 
 
 def throttled(evidence: Evidence) -> Iterator[Finding]:
@@ -156,8 +168,7 @@ def throttled(evidence: Evidence) -> Iterator[Finding]:
         if share >= THROTTLED:
             yield Finding(
                 "throttled",
-                f"{device.called or f'GPU {device.index}'} ran below its clocks in {percent(share)} of the samples:"
-                f" {reason}.",
+                f"{_called(device)} ran below its clocks in {percent(share)} of the samples: {reason}.",
                 f"{count} of {device.throttle_samples} samples"
                 + (f", at most {device.temperature_max:.0f} °C" if device.temperature_max is not None else "")
                 + (f", {device.power_max:.0f} W" if device.power_max is not None else ""),
@@ -174,8 +185,44 @@ def low_use(evidence: Evidence) -> Iterator[Finding]:
         if device.util_median < LOW_USE:
             yield Finding(
                 "low use",
-                f"{device.called or f'GPU {device.index}'} had nothing to do most of the time.",
+                f"{_called(device)} had nothing to do most of the time.",
                 f"a kernel ran in {device.util_median:.0f} % of the time (median of {device.util_samples} samples)",
                 for_low_use(evidence),
                 (100 - device.util_median) / 200,
             )
+
+
+def busy(evidence: Evidence) -> Iterator[Finding]:
+    """Processors that others take, or that the run itself has too few of."""
+    host = evidence.host
+    if host is None or host.samples < HOST_SAMPLES or host.cpu_pct < FULL_PCT or not list(enough(evidence)):
+        return
+    share = host.others / host.cpus
+    if share >= OTHERS_SHARE:
+        yield Finding(
+            "busy",
+            f"The machine is busy with other work: {host.others:.1f} of its {_processors(host)} on the median.",
+            _ground(host),
+            "times on a quieter machine will be others; end what else runs there, or see who it is (top)",
+            share / 2,
+        )
+    elif host.load is not None and host.load >= LOAD_RATIO * host.cpus:
+        yield Finding(
+            "crowded",
+            f"More threads want to run than there are processors: {host.load:.0f} on {_processors(host)}.",
+            _ground(host),
+            "fewer threads (torch.set_num_threads, OMP_NUM_THREADS) or loader workers; as many as processors in all",
+            0.3,
+        )
+
+
+def _processors(host: HostFacts) -> str:
+    return "1 processor" if host.cpus == 1 else f"{host.cpus} processors"
+
+
+def _ground(host: HostFacts) -> str:
+    load = f", load {host.load:.1f}" if host.load is not None else ""
+    return (
+        f"processors {host.cpu_pct:.0f} % in use, {host.own:.1f} of {host.cpus} by this run{load} (medians of"
+        f" {host.samples:,} samples)"
+    )

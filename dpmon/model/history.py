@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from dpmon.model.members import SECOND
 from dpmon.model.process import Column, Process
 from dpmon.model.source import Tallies
 from dpmon.record.schema import PHASES, REST, STEP
@@ -15,7 +16,6 @@ __all__ = ["COLUMNS", "Columns", "Picture", "pictured", "width_of_columns"]
 
 COLUMNS = 640
 """Columns that are read at most."""
-_SECOND = 1_000_000_000
 _NICE = (1, 2, 5, 10, 15, 30, 60)
 _WIDTHS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 28800, 86400)
 """Durations of a column of the whole run, in seconds."""
@@ -72,7 +72,7 @@ def _added(tallies: Tallies, process: int, begin_s: int, end_s: int, width: int)
 
 def _column(second: int, mode: str, tally: Tally) -> Column:
     phases = tuple(tally.stat(name).total for name in _SERIES)
-    first = second * _SECOND if tally.first_ns is None else tally.first_ns
+    first = second * SECOND if tally.first_ns is None else tally.first_ns
     return Column(second, mode, tally.steps, tally.stat(STEP).total, first, phases)
 
 
@@ -114,7 +114,7 @@ def pictured(process: Process, span_s: int, width: int, over: bool = False) -> P
     seconds = next((n for n in _NICE if n * width >= span_s * 0.8), _NICE[-1])
     cells = max(width * seconds // span_s, 1)
     room = width // cells
-    origin = process.began_ns // _SECOND // seconds if process.began_ns >= 0 else process.columns[0].second // seconds
+    origin = process.began_ns // SECOND // seconds if process.began_ns >= 0 else process.columns[0].second // seconds
     # Not that of the last column: a damaged time may be later than all that follow.
     newest = max(column.second for column in process.columns) // seconds - origin
     page = 1 if over else max(room // 4, 1)
@@ -132,7 +132,7 @@ def _whole(process: Process, width: int) -> Picture:
 
 def _begin(column: Column) -> int:
     """The second in which the column's first step began."""
-    return min(column.begin_ns // _SECOND, column.second)
+    return min(column.begin_ns // SECOND, column.second)
 
 
 def _placed(columns: Iterable[Column], seconds: int, first: int) -> list[Column]:
@@ -153,7 +153,7 @@ def _placed(columns: Iterable[Column], seconds: int, first: int) -> list[Column]
         drawn = _of_slot(slots[slot], mode)
         while first + len(found) < slot:
             place = first + len(found)
-            if (place + 1) * seconds * _SECOND > drawn.begin_ns:  # the column's first step was under way
+            if (place + 1) * seconds * SECOND > drawn.begin_ns:  # the column's first step was under way
                 found.append(replace(drawn, second=place * seconds))
             else:
                 found.append(Column(place * seconds, mode or drawn.mode))

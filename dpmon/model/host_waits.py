@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Iterable
 
 from dpmon.model.finding import took
+from dpmon.store.figures import PhaseFigures
 
 __all__ = ["host_waits"]
 
@@ -15,22 +15,11 @@ SHARE, RATIO = 0.2, 2.0
 """Of the step, and host by device: where the host is behind, the device's time is as long as its own."""
 
 
-class _Phase(Protocol):
-    """The figures of a phase, of the screen's or of dpmon.store.figures."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def median_ns(self) -> float | None: ...
-    @property
-    def share(self) -> float | None: ...
-
-
-def host_waits(phases: Iterable[_Phase], device_ns: Mapping[str, float | None]) -> list[str]:
-    """A sentence for each phase that is long on the host only; `device_ns`: the median of each phase on the device."""
+def host_waits(phases: Iterable[PhaseFigures]) -> list[str]:
+    """A sentence for each phase that is long on the host only."""
     said = []
     for phase in phases:
-        device = device_ns.get(phase.name)
+        device = phase.device_ns
         if phase.name not in _WHERE or device is None or phase.median_ns is None or (phase.share or 0) < SHARE:
             continue
         if phase.median_ns >= RATIO * device:

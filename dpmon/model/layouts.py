@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dpmon.record.codec import UNTIMED
@@ -61,13 +61,30 @@ class Layouts:
     def __init__(self, shapes: Sequence[Shape], definitions: Mapping[int, Mapping[int, Any]]) -> None:
         """`definitions`: by process and number."""
         self._shapes = shapes
+        self.trained = {(one.process, one.layout, one.mode) for one in shapes if not one.kind & EVALUATION}
+        """Process, layout and mode of those with calls of training steps."""
         self._definitions = definitions
         self.processes = {shape.process for shape in shapes}
         """Those with calls."""
         self.virtual = any(shape.virtual and self._layout(shape) for shape in shapes)
         """Whether a call had virtual replicas."""
-        self.distributed = any(self._via(shape) == DDP for shape in shapes)
+        self.distributed = any(self._layout(shape).get("via") == DDP for shape in shapes)
         """Whether a call was of a DistributedDataParallel."""
+
+    def split(self) -> Iterator[tuple[Shape, Mapping[str, Any]]]:
+        """Shapes with their layouts, without those of DDP, whose ranks are no replicas."""
+        for shape in self._shapes:
+            layout = self._layout(shape)
+            if layout.get("via") != DDP and isinstance(layout.get("devices"), list):
+                yield shape, layout
+
+    def rows(self, process: int, number: int) -> int | None:
+        """Rows of a definition of sizes: the first dimension of the first tensor that has one."""
+        value = self._definition(process, number) if number else None
+        for size in value if isinstance(value, list) else ():
+            if isinstance(size, list) and len(size) > 1 and isinstance(size[1], list) and size[1]:
+                return size[1][0] if type(size[1][0]) is int else None
+        return None
 
     def calls(self, mode: str, evaluation: bool, trained: bool) -> int:
         """Calls of a mode, those in no step too; parameters as in dpmon.store.figures.merged."""
@@ -153,9 +170,6 @@ class Layouts:
                 if reason is not None:
                     found[reason] += shape.calls
         return found
-
-    def _via(self, shape: Shape) -> Any:
-        return self._layout(shape).get("via")
 
     def _layout(self, shape: Shape) -> Mapping[str, Any]:
         """The layout of a shape; empty if it is not known."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["SECOND", "number_in", "text_in", "time_of", "whole_in"]
+__all__ = ["SECOND", "finite", "ns_in", "number_in", "text_in", "whole_in"]
 
 SECOND = 1_000_000_000
 
@@ -28,8 +28,17 @@ def text_in(data: Mapping[str, Any], key: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def time_of(data: Mapping[str, Any]) -> int | None:
-    """When it was, in ns since the run's start."""
-    seconds = number_in(data, "t_s")
+def ns_in(data: Mapping[str, Any], key: str) -> int | None:
+    """A time or a duration in seconds, as ns; one that is negative or takes decades makes no sense."""
+    seconds = number_in(data, key)
     # NaN and infinity are JSON to Python.
-    return int(seconds * SECOND) if seconds is not None and abs(seconds) < 1e9 else None
+    return int(seconds * SECOND) if seconds is not None and 0 <= seconds < 1e9 else None
+
+
+def finite(value: Any) -> Any:
+    """The same without what is JSON to Python and to nobody else: NaN and infinity are None."""
+    if isinstance(value, float) and not abs(value) < 1e308:
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): finite(one) for key, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, (list, tuple)) else value

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dpmon.model.members import SECOND
 from dpmon.model.process import Process
+from dpmon.model.source import Tallies
 from dpmon.model.state import State
 from dpmon.rates import Rate
 from dpmon.record.kinds import Step
 from dpmon.record.schema import EVALUATION, STEP
-from dpmon.store.answers import TimeRow
+from dpmon.store.answers import PaceRow
 from dpmon.store.figures import rate
-from dpmon.store.tally import Key, Stat, Sum, Tally
+from dpmon.store.tally import Stat, Sum, Tally
 
-__all__ = ["WINDOW_S", "Speed", "Trained", "rate_together", "recent", "recent_of_steps", "speed"]
+__all__ = ["WINDOW_S", "Paces", "Speed", "Trained", "rate_together", "recent", "recent_of_steps", "speed"]
 
 WINDOW_S = 10
-_SECOND = 1_000_000_000
+_OPEN_S = 2
+"""Seconds before the newest step to which steps are still being added."""
+Stretch = tuple[int, int, int]
+"""Start and width in seconds, and the time (ns) of training and between steps in it."""
 
 
 class Trained(NamedTuple):
@@ -52,44 +58,83 @@ class Speed(NamedTuple):
         return None if self.rate is None else self.rate.samples_per_s
 
 
-def recent(rows: Iterable[tuple[Key, Tally]], times: Sequence[TimeRow], mode: str, trained: bool) -> Trained:
-    """The last ten seconds of a mode, from tallies of a second each in order of time and the activities of that time.
+@dataclass(slots=True)
+class Paces:
+    """Reads the newest seconds of several processes, and keeps those that are over for the next picture.
+
+    They hold as long as the store counts as many steps in them: steps are added to a second, never taken from it.
+    """
+
+    _rows: dict[int, list[PaceRow]] = field(default_factory=dict)
+    _until_s: int = 0
+
+    def read(
+        self, tallies: Tallies, processes: Sequence[int], begin_s: int, end_s: int
+    ) -> Mapping[int, Sequence[PaceRow]]:
+        """The rows of each process between two seconds, in order of time."""
+        until_s = min(self._until_s, end_s)
+        counts = tallies.step_counts(begin_s, until_s) if begin_s < until_s else {}
+        found = {number: _between(self._rows.get(number, ()), begin_s, until_s) for number in processes}
+        if any(sum([row.steps for row in rows]) != counts.get(number, 0) for number, rows in found.items()):
+            found, until_s = {number: [] for number in processes}, begin_s
+        for row in tallies.pace_rows(max(until_s, begin_s), end_s, processes if len(processes) > 1 else processes[0]):
+            found[row.process].append(row)
+        self._rows, self._until_s = found, max(end_s - _OPEN_S, 0)
+        return found
+
+
+def _between(rows: Sequence[PaceRow], begin_s: int, end_s: int) -> list[PaceRow]:
+    return [row for row in rows if begin_s <= row.start_s < end_s]
+
+
+def recent(rows: Iterable[PaceRow], spent: Iterable[Stretch], mode: str, trained: bool) -> Trained:
+    """The last ten seconds of a mode, from tallies of a second each in order of time and the time that was spent.
 
     `trained`: whether the mode has training steps at all; if not, its evaluation steps count. Steps before another
     mode was in force do not.
     """
-    taken: list[Tally] = []
-    for key, tally in rows:
-        if key.mode != mode:
+    taken: list[PaceRow] = []
+    for row in rows:
+        if row.mode != mode:
             taken.clear()
-        elif tally.steps and not (trained and key.kind & EVALUATION):
-            taken.append(tally)
-    last = max((tally.last_ns for tally in taken if tally.last_ns is not None), default=0)
-    whole = Tally()
-    for tally in taken:
-        if tally.last_ns is not None and tally.last_ns >= last - WINDOW_S * _SECOND:
-            whole.merge(tally)
-    return _trained(whole, times, trained)
+        elif row.steps and not (trained and row.kind & EVALUATION):
+            taken.append(row)
+    last = max((row.last_ns for row in taken if row.last_ns is not None), default=0)
+    return _trained(
+        [row for row in taken if row.last_ns is not None and row.last_ns >= last - WINDOW_S * SECOND], spent
+    )
 
 
-def recent_of_steps(steps: Sequence[Step], times: Sequence[TimeRow], mode: str, trained: bool) -> Trained:
+def recent_of_steps(steps: Sequence[Step], spent: Iterable[Stretch], mode: str, trained: bool) -> Trained:
     """The same of the two newest steps, the newest first, if they are of this mode: for steps of many seconds."""
     alike = [step for step in steps[:2] if step.mode == mode and step.evaluation == steps[0].evaluation]
-    whole = Tally()
+    rows = []
     for step in alike if steps and not (trained and steps[0].evaluation) else ():
-        known = {} if step.samples is None else {"samples": Sum(1, step.samples)}
-        wall = Stat()
-        wall.add([step.wall_ns])
+        known = None if step.samples is None else 1
         end = step.start_ns + step.wall_ns
-        whole.merge(Tally(1, first_ns=step.start_ns, last_ns=end, sums=known, stats={STEP: wall}))
-    return _trained(whole, times, trained)
+        started = step.start_ns // SECOND
+        rows.append(PaceRow(started, step.process, mode, 0, 1, step.start_ns, end, step.samples, known, step.wall_ns))
+    return _trained(rows, spent)
 
 
-def _trained(whole: Tally, times: Sequence[TimeRow], trained: bool) -> Trained:
-    if whole.first_ns is None or whole.last_ns is None:
+def _trained(rows: Sequence[PaceRow], spent: Iterable[Stretch]) -> Trained:
+    whole, step, samples = Tally(), Stat(), Sum()
+    firsts, lasts = [], []
+    for row in rows:
+        whole.steps += row.steps
+        step.total += row.wall_ns
+        if row.samples is not None and row.samples_n:
+            samples.count += row.samples_n
+            samples.total += row.samples
+        if row.first_ns is not None and row.last_ns is not None:
+            firsts.append(row.first_ns)
+            lasts.append(row.last_ns)
+    whole.stats[STEP], whole.sums["samples"] = step, samples
+    if not firsts:
         return Trained(whole, 0, 0)
-    counted = _counted_ns(times, whole.first_ns, whole.last_ns, trained)
-    return Trained(whole, counted, min(whole.stat(STEP).total, counted))
+    whole.first_ns, whole.last_ns = min(firsts), max(lasts)
+    counted = _counted_ns(spent, whole.first_ns, whole.last_ns)
+    return Trained(whole, counted, min(step.total, counted))
 
 
 def rate_together(found: Mapping[int, Trained]) -> Rate | None:
@@ -98,21 +143,20 @@ def rate_together(found: Mapping[int, Trained]) -> Rate | None:
     return rate(tallies, {process: (one.elapsed_ns, one.within_ns) for process, one in found.items()}, together=True)
 
 
-def _counted_ns(times: Iterable[TimeRow], begin_ns: int, end_ns: int, trained: bool) -> int:
-    """The time of training (of evaluation, if the mode never trains), and between steps, that lies between two times.
+def _counted_ns(spent: Iterable[Stretch], begin_ns: int, end_ns: int) -> int:
+    """The time of training, and between steps, that lies between two times.
 
-    The activities are known by the second: in the first second and the last, as much as has room counts. A row may
-    hold more than has room in it: the rest lies after it (dpmon.store.accounting.Spent.by_second).
+    It is known by the second: in the first second and the last, as much as has room counts. A second may hold more
+    than has room in it: the rest lies after it (dpmon.store.accounting.Spent.by_second).
     """
     found = 0
     stretches: dict[tuple[int, int], int] = {}
-    for row in times:
-        place = row.start_s, row.width_s
-        spent = row.spent["training"] + row.spent["between"] + (0 if trained else row.spent["evaluation"])
-        stretches[place] = stretches.get(place, 0) + spent
-    for (start, width), spent in stretches.items():
-        low, high = max(start * _SECOND, begin_ns), min(start * _SECOND + max(width * _SECOND, spent), end_ns)
-        found += min(max(spent, 0), max(high - low, 0))
+    for start, width, ns in spent:
+        stretches[start, width] = stretches.get((start, width), 0) + ns
+    for (start, width), ns in stretches.items():
+        low, high = max(start * SECOND, begin_ns), min(start * SECOND + max(width * SECOND, ns), end_ns)
+        if ns > 0 and high > low:
+            found += min(ns, high - low)
     return found
 
 
@@ -131,10 +175,10 @@ def speed(process: Process, state: State, now_ns: int) -> Speed:
         return Speed(None, "the training is paused")
     end = last.start_ns + last.wall_ns
     quiet = now_ns - end
-    if quiet > max(3 * _SECOND, 3 * last.wall_ns):
+    if quiet > max(3 * SECOND, 3 * last.wall_ns):
         return Speed(None, f"no step has ended for {quiet / 1e9:.0f} s")
     evaluated = end - (end if found.last_ns is None else found.last_ns)
-    if evaluated > max(3 * _SECOND, 3 * found.step_ns):
+    if evaluated > max(3 * SECOND, 3 * found.step_ns):
         return Speed(None, f"an evaluation: no training step has ended for {evaluated / 1e9:.0f} s")
     if found.rate is None:
         return Speed(None, "one step so far in this mode")

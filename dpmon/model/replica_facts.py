@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dpmon.model.evidence import BatchFacts, ReplicaFacts
-from dpmon.model.layouts import most_common, why_untimed
+from dpmon.model.layouts import Layouts, most_common, why_untimed
 from dpmon.record.schema import EVALUATION, device_series
-from dpmon.record.wire import DDP
-from dpmon.store.answers import Shape
 from dpmon.store.parts import replica_series
 from dpmon.store.tally import Key, Stat, Tally
 
 __all__ = ["batch_facts", "replica_facts"]
-
-_Definitions = Mapping[int, Mapping[int, Any]]
 
 
 @dataclass(slots=True)
@@ -31,13 +27,13 @@ class _Line:
     virtual: bool = False
 
 
-def batch_facts(shapes: Sequence[Shape], definitions: _Definitions) -> list[BatchFacts]:
+def batch_facts(layouts: Layouts) -> list[BatchFacts]:
     """How often devices went without rows under dp, by root."""
     groups: defaultdict[tuple[str, int], Counter[tuple[int, int | None]]] = defaultdict(Counter)
-    for shape, layout in _split(shapes, definitions):
+    for shape, layout in layouts.split():
         devices = len(layout["devices"])
         if devices > 1 and shape.mode == "dp":
-            rows = _rows(definitions, shape.process, shape.inputs)
+            rows = layouts.rows(shape.process, shape.inputs)
             groups[str(layout.get("root")), devices][len(shape.replicas), rows] += shape.calls
     found = []
     for (root, devices), counts in groups.items():
@@ -47,25 +43,22 @@ def batch_facts(shapes: Sequence[Shape], definitions: _Definitions) -> list[Batc
     return found
 
 
-def replica_facts(
-    shapes: Sequence[Shape], definitions: _Definitions, tallies: Mapping[Key, Tally]
-) -> list[ReplicaFacts]:
+def replica_facts(layouts: Layouts, tallies: Mapping[Key, Tally]) -> list[ReplicaFacts]:
     """Each replica with its rows and times, without evaluations where others of its layout train.
 
     `tallies`: of each process.
     """
-    trained = {(one.process, one.layout, one.mode) for one in shapes if not one.kind & EVALUATION}
     lines: dict[tuple[str, str, int, str], _Line] = {}
     splits: defaultdict[tuple[str, str], Counter[tuple[int | None, ...]]] = defaultdict(Counter)
     timed: set[tuple[int, int, str]] = set()
-    for shape, layout in _split(shapes, definitions):
+    for shape, layout in layouts.split():
         of = shape.process, shape.layout, shape.mode
-        if shape.kind & EVALUATION and of in trained:
+        if shape.kind & EVALUATION and of in layouts.trained:
             continue
         devices = layout["devices"]
         reason = why_untimed(layout, shape.untimed)
         replicas = shape.replicas[: len(devices)]
-        rows = tuple(_rows(definitions, shape.process, got) for got, _ in replicas)
+        rows = tuple(layouts.rows(shape.process, got) for got, _ in replicas)
         splits[shape.mode, str(layout.get("root"))][rows] += shape.calls
         for index in range(len(replicas)):
             line = lines.setdefault((shape.mode, str(layout.get("root")), index, str(devices[index])), _Line())
@@ -75,17 +68,9 @@ def replica_facts(
                 line.untimed[reason] += shape.calls
         if of not in timed:
             timed.add(of)
-            _add_times(lines, of, layout, _of(tallies, of, of in trained))
+            _add_times(lines, of, layout, _of(tallies, of, of in layouts.trained))
     usual = {root: counts.most_common(1)[0][0] for root, counts in splits.items()}
     return [_facts(key, lines[key], usual.get(key[:2], ())) for key in sorted(lines)]
-
-
-def _split(shapes: Iterable[Shape], definitions: _Definitions) -> Iterator[tuple[Shape, Mapping[str, Any]]]:
-    """Shapes with their layouts, without those of DDP, whose ranks are no replicas."""
-    for shape in shapes:
-        layout = definitions.get(shape.process, {}).get(shape.layout)
-        if isinstance(layout, dict) and layout.get("via") != DDP and isinstance(layout.get("devices"), list):
-            yield shape, layout
 
 
 def _of(tallies: Mapping[Key, Tally], of: tuple[int, int, str], trained: bool) -> list[Tally]:
@@ -111,15 +96,6 @@ def _add_times(
                 line = lines.setdefault((mode, str(layout.get("root")), index, str(device)), _Line())
                 line.time.merge(tally.stat(series))
                 line.on_device.merge(tally.stat(device_series(series)))
-
-
-def _rows(definitions: _Definitions, process: int, number: int) -> int | None:
-    """Rows of a definition of sizes: the first dimension of the first tensor that has one."""
-    value = definitions.get(process, {}).get(number) if number else None
-    for size in value if isinstance(value, list) else ():
-        if isinstance(size, list) and len(size) > 1 and isinstance(size[1], list) and size[1]:
-            return size[1][0] if type(size[1][0]) is int else None
-    return None
 
 
 def _facts(key: tuple[str, str, int, str], line: _Line, usual: Sequence[int | None]) -> ReplicaFacts:

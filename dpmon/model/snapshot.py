@@ -17,7 +17,7 @@ from dpmon.model.history import COLUMNS, Columns, width_of_columns
 from dpmon.model.inputs import INPUT, waited_ns
 from dpmon.model.members import SECOND
 from dpmon.model.memory import HOST
-from dpmon.model.pace import WINDOW_S, Trained, rate_together, recent, recent_of_steps
+from dpmon.model.pace import WINDOW_S, Paces, Trained, rate_together, recent, recent_of_steps
 from dpmon.model.process import ModeTrack, Process, RankFigures, Recent, Summary
 from dpmon.model.source import Rows, Tallies, Wanted
 from dpmon.model.state import State
@@ -32,8 +32,6 @@ from dpmon.store.window import Window
 
 __all__ = ["Snapshots"]
 
-RANKS_FIGURED = 64
-"""Of many processes the first ones are read, and twice as many from the first one that is shown."""
 RANK_CALLS_READ = 8
 _MINUTE_S = 60
 _SILENT_S = 40
@@ -53,6 +51,8 @@ class Snapshots:
     _samples: Samples = field(default_factory=Samples)
     _columns: Columns = field(default_factory=Columns)
     _host_peaks: HostPeaks = field(default_factory=HostPeaks)
+    _paces: Paces = field(default_factory=Paces)
+    """Of the other ranks."""
     _compared: tuple[tuple[object, ...], Comparison] | None = None
     """What the comparison that was made last depends on, and itself."""
 
@@ -104,7 +104,8 @@ class Snapshots:
             return _with_devices(replace(process, calls=tracks, newest=newest))
         end_s = _end_s(rows, process)
         begin_s = max(end_s - wanted.span_s, 0) if wanted.span_s else 0
-        ranged = Window(_OfOne(tallies, process.process), begin_s, end_s)
+        own = _OfOne(tallies, process.process)
+        ranged = Window(own, begin_s, end_s)
         mode = process.mode if any(key.mode == process.mode for key in ranged.by_process) else step.mode
         waits = said.waits_of(process.process)
         visits = visits_of(said.changes, process.process) or [Visit(mode, 0, 0)]
@@ -115,20 +116,20 @@ class Snapshots:
         found = replace(
             found,
             ranged=_summary(rows, ranged, process.process, mode, waits),
-            recent=_recent(rows, tallies, process, others, end_s),
+            recent=_recent(rows, tallies, self._paces, process, others, end_s),
             columns=self._columns.read(tallies, process.process, max(end_s - shown_s, 0), end_s, width),
             column_s=width,
             modes=self._modes(rows, found, visits, said),
         )
         if wanted.over:
-            whole = Window(_OfOne(tallies, process.process), 0, end_s)
+            whole = Window(own, 0, end_s)
             found = replace(
                 found,
                 whole=_summary(rows, whole, process.process, mode, waits),
                 mean=(whole if process.rank is None else _of_run(rows, tallies)).mean(),
             )
         if not any(via == DDP for _, via in found.calls):
-            found = replace(found, compared=self._comparison(rows, tallies, found, end_s, wanted, waits))
+            found = replace(found, compared=self._comparison(rows, own, found, end_s, wanted, waits))
         return found
 
     def _modes(self, rows: Rows, process: Process, visits: Sequence[Visit], said: Announced) -> dict[str, ModeTrack]:
@@ -147,7 +148,7 @@ class Snapshots:
     def _comparison(
         self,
         rows: Rows,
-        tallies: Tallies,
+        own: _OfOne,
         process: Process,
         end_s: int,
         wanted: Wanted,
@@ -162,9 +163,12 @@ class Snapshots:
         if self._compared is not None and self._compared[0] == key:
             found = self._compared[1]
         else:
-            window = Window(_OfOne(tallies, number), 0, end_s)
+            window = Window(own, 0, end_s)
+            both = {key.mode for key in window.by_process}.issuperset(MODES_COMPARED)
             longest = [
-                step for mode in MODES_COMPARED for step in rows.longest(number, mode, _LONG_READ, of_all=wanted.over)
+                step
+                for mode in (MODES_COMPARED if both else ())
+                for step in rows.longest(number, mode, _LONG_READ, of_all=wanted.over)
             ]
             found = compare_modes(window, number, devices=devices, virtual=virtual, longest=longest, waits=waits)
             self._compared = (key, found) if every_s > 1 else None
@@ -268,7 +272,7 @@ def _resumed(tallies: Tallies, state: State) -> dict[int, Process]:
 def _near(state: State, focus: Process, wanted: Wanted) -> list[Process]:
     """The other processes that train now and have room in a picture, by rank."""
     training = sorted(state.training(), key=lambda process: (process.rank is None, process.rank or 0))
-    shown = [*training[:RANKS_FIGURED], *training[wanted.first_rank : wanted.first_rank + 2 * RANKS_FIGURED]]
+    shown = [*training[: wanted.ranks], *training[wanted.first_rank : wanted.first_rank + wanted.ranks]]
     return list({process.process: process for process in shown if process.process != focus.process}.values())
 
 
@@ -327,7 +331,9 @@ def _summary(rows: Rows, window: Window, process: int, mode: str, waits: Sequenc
     return Summary(found, found.parts, uneven)
 
 
-def _recent(rows: Rows, tallies: Tallies, process: Process, others: Sequence[Process], end_s: int) -> Recent:
+def _recent(
+    rows: Rows, tallies: Tallies, paces: Paces, process: Process, others: Sequence[Process], end_s: int
+) -> Recent:
     """The last ten seconds of training; if there were fewer than two steps, the last two steps.
 
     `others`: what trains together with the process.
@@ -336,7 +342,7 @@ def _recent(rows: Rows, tallies: Tallies, process: Process, others: Sequence[Pro
     assert step is not None
     begin_s = max(end_s - WINDOW_S - 2, 0)
     trained = step.mode in trains(tallies.kinds())
-    own = _lately(tallies, (process.process,), begin_s, end_s, step.mode, trained)[process.process]
+    own = _lately(tallies, Paces(), (process.process,), begin_s, end_s, step.mode, trained)[process.process]
     slow = not own.enough
     if slow:
         newest = _two_steps(rows, tallies, process, end_s, step.mode, trained)
@@ -354,7 +360,7 @@ def _recent(rows: Rows, tallies: Tallies, process: Process, others: Sequence[Pro
             together[other.process] = _two_steps(rows, tallies, other, until_s, step.mode, trained)
     elif stepped:
         numbers = tuple(other.process for other in stepped)
-        together |= _lately(tallies, numbers, begin_s, until_s, step.mode, trained)
+        together |= _lately(tallies, paces, numbers, begin_s, until_s, step.mode, trained)
     return Recent(rate_together(together), last_ns, step_ns)
 
 
@@ -364,24 +370,29 @@ def _of_run(rows: Rows, tallies: Tallies) -> Window:
 
 
 def _lately(
-    tallies: Tallies, processes: tuple[int, ...], begin_s: int, end_s: int, mode: str, trained: bool
+    tallies: Tallies,
+    paces: Paces,
+    processes: tuple[int, ...],
+    begin_s: int,
+    end_s: int,
+    mode: str,
+    trained: bool,
 ) -> dict[int, Trained]:
     """The last ten seconds of processes in one mode."""
     which = processes[0] if len(processes) == 1 else processes
-    rows: dict[int, list[tuple[Key, Tally]]] = {process: [] for process in processes}
-    times: dict[int, list[TimeRow]] = {process: [] for process in processes}
-    for _, _, key, tally in tallies.tally_rows(begin_s, end_s, process=which, sketches=False, widest=1, series=(STEP,)):
-        rows[key.process].append((key, tally))
-    for row in tallies.time_rows(begin_s, end_s, process=which, widest=1):
-        times[row.process].append(row)
-    return {process: recent(rows[process], times[process], mode, trained) for process in processes}
+    rows = paces.read(tallies, processes, begin_s, end_s)
+    spent: dict[int, list[tuple[int, int, int]]] = {process: [] for process in processes}
+    for number, start, width, ns in tallies.pace_times(begin_s, end_s, which, evaluation=not trained, widest=1):
+        spent[number].append((start, width, ns))
+    return {process: recent(rows[process], spent[process], mode, trained) for process in processes}
 
 
 def _two_steps(rows: Rows, tallies: Tallies, process: Process, end_s: int, mode: str, trained: bool) -> Trained:
     """The two newest steps of a process."""
     newest = rows.steps(process.process, 2)
     begin_s = newest[-1].start_ns // SECOND
-    return recent_of_steps(newest, tallies.time_rows(begin_s, end_s, process=process.process), mode, trained)
+    times = tallies.pace_times(begin_s, end_s, process.process, evaluation=not trained)
+    return recent_of_steps(newest, [stretch[1:] for stretch in times], mode, trained)
 
 
 def _rank_figures(rows: Rows, tallies: Tallies, processes: Iterable[Process]) -> Iterator[Process]:

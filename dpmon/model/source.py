@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import NamedTuple, Protocol
 
-from dpmon.model.announced import EventSource
-from dpmon.model.calls_seen import CallSource
-from dpmon.model.devices import SampleSource
-from dpmon.record.kinds import Step
-from dpmon.store.answers import LongRow, TimeRow
+from dpmon.record.kinds import Call, Event, Step
+from dpmon.store.answers import CallHead, LongRow, PaceRow, Sample, TimeRow
 from dpmon.store.tally import Key, Tally
 from dpmon.store.window import Source
 
-__all__ = ["Rows", "Tallies", "Wanted"]
+__all__ = ["MOST_RANKS", "Rows", "Tallies", "Wanted"]
+
+
+MOST_RANKS = 64
+"""Ranks that a picture shows at most without being scrolled."""
 
 
 class Tallies(Source, Protocol):
@@ -43,6 +44,17 @@ class Tallies(Source, Protocol):
     ) -> dict[Key, Tally]:
         """By key, all of the time between two seconds."""
 
+    def pace_rows(self, begin_s: int, end_s: int, process: int | Collection[int]) -> Iterator[PaceRow]:
+        """What a rate takes of the tallies of a second each, in order of time."""
+
+    def step_counts(self, begin_s: int, end_s: int) -> dict[int, int]:
+        """By process, the steps in the tallies of a second each."""
+
+    def pace_times(
+        self, begin_s: int, end_s: int, process: int | Collection[int], *, evaluation: bool, widest: int = ...
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Process, start, width and time (ns) of training and between steps, or of evaluation too."""
+
     def time_rows(
         self,
         begin_s: int = 0,
@@ -55,11 +67,39 @@ class Tallies(Source, Protocol):
         """What each process did."""
 
 
-class Rows(CallSource, SampleSource, EventSource, Protocol):
+class Rows(Protocol):
     """What a snapshot needs of dpmon.store.as_of.AsOf."""
 
+    until_ns: int
     ranks: dict[int, int | None]
     missed: int
+
+    def lasting(self, kind: str, newest: int = -1) -> list[Event]:
+        """Events of a kind, in their order."""
+
+    def count(self, kind: str) -> int:
+        """How many events of a kind there were."""
+
+    def heads(self, process: int, most: int) -> list[CallHead]:
+        """The newest calls of a process, the newest first."""
+
+    def last_calls(self, process: int, most: int) -> list[CallHead]:
+        """The newest calls of its newest step, the newest first."""
+
+    def call(self, process: int, head: CallHead) -> Call | None:
+        """The call itself."""
+
+    def samples(self, span_ns: int, after_id: int = 0) -> list[Sample]:
+        """Samples of devices and host, in their order."""
+
+    def sample(self, number: int) -> Event | None:
+        """The whole sample with this id."""
+
+    def memory(self, process: int, until_ns: int | None = None) -> Event | None:
+        """What the memory of the devices of a process held when it was looked at last."""
+
+    def host_memory(self, begin_ns: int, end_ns: int) -> list[tuple[int, int]]:
+        """The most memory that the run's processes had in each minute."""
 
     @property
     def until_s(self) -> int | None:
@@ -85,5 +125,7 @@ class Wanted(NamedTuple):
     """Time range of the histories and figures; 0 is the whole run."""
     first_rank: int = 0
     """The first of the ranks that are shown."""
+    ranks: int = MOST_RANKS
+    """How many of them; the first ranks of the run are read, too."""
     over: bool = False
     """Whether the run is over."""

@@ -20,6 +20,7 @@ class ModeChange(NamedTuple):
     """An acknowledged answer to a request for a mode (or the mode at the start)."""
 
     process: int
+    root: str
     t_ns: int | None
     step: int | None
     mode: str
@@ -28,7 +29,6 @@ class ModeChange(NamedTuple):
     virtual: bool
     reason: str | None
     refused: str | None
-    root: str = ""
 
 
 class PauseChange(NamedTuple):

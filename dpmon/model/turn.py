@@ -2,8 +2,7 @@
 
 Calls, their phases and their replicas are recorded with their starts. The other phases, such as copies, backward and
 optimizer, are recorded with their durations only, so they are laid where they can have been: those before forward (in
-the order of a step) before the first call; the others after it, in that order, in the time that no call has. Such a
-piece is marked as placed.
+the order of a step) before the first call; the others after it, in that order, in the time that no call has.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ _BEFORE, _AFTER = STEP_PHASES[1:_FORWARD_AT], STEP_PHASES[_FORWARD_AT + 1 : -1]
 
 
 class Piece(NamedTuple):
-    """One phase in time, ns from the step's start; `placed`: its duration was recorded, where it lies was not."""
+    """One phase in time, ns from the step's start."""
 
     phase: str
     start_ns: int
     end_ns: int
-    placed: bool = False
 
 
 class Lane(NamedTuple):
@@ -92,7 +90,7 @@ def is_placed(phase: str) -> bool:
 
 def _between(phase: str, start: int, end: int, most: int) -> list[Piece]:
     """A piece that was recorded without its place, as far as there is room for it."""
-    return [Piece(phase, start, min(end, most), True)] if min(end, most) > start else []
+    return [Piece(phase, start, min(end, most))] if min(end, most) > start else []
 
 
 def _of_call(call: Call, step: Step) -> list[Piece]:
@@ -163,7 +161,7 @@ def _laid(start: int, backward: int, rest: int, others: Sequence[int]) -> list[P
     whole = max(sum(others), 1)
     pieces = []
     for name, took in zip(_AFTER, (backward, *(took * rest // whole for took in others)), strict=True):
-        pieces.append(Piece(name, start, start + took, True))
+        pieces.append(Piece(name, start, start + took))
         start += took
     return [piece for piece in pieces if piece.end_ns > piece.start_ns]
 

@@ -52,6 +52,7 @@ from __future__ import annotations
 from typing import Any
 
 from dpmon.model.evidence import DeviceFacts, Evidence, HostFacts, ModeFacts
+from dpmon.model.verdict import sentence
 from dpmon.rates import as_fields
 from dpmon.report.story import PARTS, Bin, Story
 from dpmon.store.figures import counted_as_fields
@@ -73,10 +74,7 @@ def as_object(story: Story) -> dict[str, Any]:
         },
         "end": {
             "state": story.state,
-            "status": None if how is None else how.status,
-            "signal": None if how is None else how.signal,
-            "error": None if how is None else how.error,
-            "seconds": None if how is None else how.seconds,
+            **{name: getattr(how, name, None) for name in ("status", "signal", "error", "seconds")},
         },
         "processes": [one._asdict() for one in story.processes],
         "steps": story.steps,
@@ -228,10 +226,18 @@ def _memory(story: Story) -> list[dict[str, Any]]:
 
 
 def _compared(story: Story) -> dict[str, Any] | None:
-    found = story.compared
+    found = story.evidence.compared
     if found is None:
         return None
-    return {**found._asdict(), "steps": dict(found.steps)}
+    return {
+        "sentence": sentence(found),
+        "missing": found.missing,
+        **dict(zip(("speedup", "low", "high"), found.speedup or (None, None, None), strict=True)),
+        "efficiency": found.efficiency,
+        "outcome": found.outcome,
+        "steps": {mode: side.steps for mode, side in found.sides.items()},
+        "by_mean": found.by_mean,
+    }
 
 
 def _changes(story: Story) -> list[dict[str, Any]]:
@@ -239,7 +245,8 @@ def _changes(story: Story) -> list[dict[str, Any]]:
     for change in story.changes:
         said = change._asdict()
         at = said.pop("t_ns")
-        found.append({**said, "t_s": None if at is None else at / 1e9, "devices": list(change.devices)})
+        named = {name: said[name] or None for name in ("root", "mode", "requested_by")}
+        found.append({**said, **named, "t_s": None if at is None else at / 1e9, "devices": list(change.devices)})
     return found
 
 

@@ -16,31 +16,18 @@ from collections.abc import Iterable, Sequence
 
 from dpmon.extras import how_to_plot
 from dpmon.model.memory import reasons
-from dpmon.model.numbers import UNKNOWN, duration
+from dpmon.model.numbers import UNKNOWN
+from dpmon.report import said, words
 from dpmon.report.plots import Plot, plots
-from dpmon.report.said import comparison, facts, findings_note, phase_notes, phase_table, step_rows
 from dpmon.report.story import Story
 from dpmon.report.text import MAX_ROWS
-from dpmon.report.words import (
-    FORWARD_ON_DEVICE,
-    ON_DEVICE,
-    Row,
-    device_cells,
-    ended,
-    pause_rows,
-    pauses_lost,
-    rank_rows,
-    replica_rows,
-    stage_rows,
-    time_spent,
-    with_device,
-)
 from dpmon.run.lookup import short_name
 from dpmon.text.cleaning import clean
-from dpmon.text.quantities import clock, memory, samples_rate
+from dpmon.text.quantities import clock
 
 __all__ = ["PageError", "page"]
 
+_TIMES = ("calls", "median", "p95", words.ON_DEVICE)
 _NEEDED = "the plots of --html need plotly: {command} (the text and --json do without)"
 
 _STYLE = """
@@ -132,29 +119,29 @@ def _text(text: object) -> str:
 
 def _body(story: Story, figures: Sequence[Plot]) -> Iterable[str]:
     yield f"<h1>{_text(story.info.script)} <span class=soft>{_text(short_name(story.info))}</span></h1>\n"
-    yield f'<p class="outcome {_text(story.state)}">{_text(ended(story))}</p>\n'
-    for fact in facts(story):
+    yield f'<p class="outcome {_text(story.state)}">{_text(words.ended(story))}</p>\n'
+    for fact in said.facts(story):
         yield f"<p class=soft>{_text(fact)}</p>\n"
     yield from _findings(story)
-    said = time_spent(story)
-    if said:
-        yield "<h2>Time</h2>\n" + "".join(f"<p>{_text(line)}</p>\n" for line in said)
+    spent = words.time_spent(story)
+    if spent:
+        yield "<h2>Time</h2>\n" + "".join(f"<p>{_text(line)}</p>\n" for line in spent)
     yield from _steps(story)
     by_name = {plot.name: plot for plot in figures}
     for name in ("step-time", "speed", "phases", "modes"):
         yield from _plot(by_name.get(name))
-    for title, mode in step_rows(story):
+    for title, mode in said.step_rows(story):
         yield f"<h2>Phases of a step, {_text(title)}</h2>\n"
-        head, *rows = phase_table(mode)
+        head, *rows = said.phase_table(mode)
         yield from _table(head, rows)
-        yield "".join(f"<p class=soft>{_text(note)}</p>\n" for note in phase_notes(mode))
-    if story.compared is not None:
+        yield "".join(f"<p class=soft>{_text(note)}</p>\n" for note in said.phase_notes(mode))
+    if story.evidence.compared is not None:
         yield "<h2>dp against single</h2>\n"
-        yield "".join(f"<p>{_text(line)}</p>\n" for line in comparison(story.compared))
-    yield from _sized("Replicas", replica_rows(story), ranks=False)
+        yield "".join(f"<p>{_text(line)}</p>\n" for line in said.comparison(story.evidence.compared))
+    yield from _sized("Replicas", words.replica_rows(story))
     yield from _plot(by_name.get("replicas"))
-    yield from _sized("Ranks", rank_rows(story), ranks=True)
-    yield from _sized("Stages (parts of the model on several devices)", stage_rows(story), ranks=False)
+    yield from _sized("Ranks", words.rank_rows(story), ("calls", "steps", "step", "samples/s", words.FORWARD_ON_DEVICE))
+    yield from _sized("Stages (parts of the model on several devices)", words.stage_rows(story))
     yield from _devices(story)
     for name in ("use", "memory"):
         yield from _plot(by_name.get(name))
@@ -192,7 +179,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: Seq
 def _findings(story: Story) -> Iterable[str]:
     yield "<h2>Findings</h2>\n"
     if not story.findings:
-        yield f"<p>{_text(findings_note(story))}</p>\n"
+        yield f"<p>{_text(said.findings_note(story))}</p>\n"
         return
     yield "<ol>\n"
     for finding in story.findings:
@@ -202,34 +189,26 @@ def _findings(story: Story) -> Iterable[str]:
 
 
 def _steps(story: Story) -> Iterable[str]:
-    kinds = step_rows(story)
-    if not kinds:
-        return
-    yield "<h2>Steps</h2>\n"
-    rows = [
-        (title, f"{mode.steps:,}", duration(mode.median_ns), duration(mode.p95_ns), samples_rate(mode.rate))
-        for title, mode in kinds
-    ]
-    yield from _table(("mode", "steps", "median", "p95", "samples/s"), rows)
+    rows = said.steps_table(story)
+    if rows:
+        yield "<h2>Steps</h2>\n"
+        yield from _table(rows[0], rows[1:])
 
 
-def _sized(title: str, rows: Sequence[Row], *, ranks: bool) -> Iterable[str]:
+def _sized(
+    title: str, rows: Sequence[words.Row], names: Sequence[str] = ("calls", "median", "p95", words.ON_DEVICE)
+) -> Iterable[str]:
     if not rows:
         return
     yield f"<h2>{_text(title)}</h2>\n"
-    head = ["", "device", "calls", "median", "p95", "received → returned"]
-    shown = [
-        [row.label, row.device, f"{row.calls:,}", duration(row.median_ns), duration(row.p95_ns), row.sizes]
-        for row in rows[:MAX_ROWS]
-    ]
-    if ranks:
-        head[3:5] = ["steps", "step", "samples/s"]
-        for cells, row in zip(shown, rows, strict=False):
-            cells[3:5] = [f"{row.steps:,}", duration(row.median_ns), samples_rate(row.rate)]
-    head, *shown = map(list, with_device([head, *shown], rows, FORWARD_ON_DEVICE if ranks else ON_DEVICE))
+    head, *shown = words.row_table(rows, names, "received → returned", MAX_ROWS)
     yield from _table(head, shown, (1, len(head) - 1))
-    if len(rows) > MAX_ROWS:
-        yield f"<p class=soft>and {len(rows) - MAX_ROWS:,} more; --json has them all</p>\n"
+    yield from _more(len(rows))
+
+
+def _more(count: int) -> Iterable[str]:
+    if count > MAX_ROWS:
+        yield f"<p class=soft>and {count - MAX_ROWS:,} more; --json has them all</p>\n"
 
 
 def _devices(story: Story) -> Iterable[str]:
@@ -238,15 +217,15 @@ def _devices(story: Story) -> Iterable[str]:
         yield f"<p>{_text(f'no GPU: {story.gpu_absent}' if story.gpu_absent else 'no GPU was seen')}</p>\n"
     else:
         head = ("", "use (median)", "memory at most", "this run", "°C at most", "W at most", "")
-        yield from _table(head, [device_cells(device) for device in story.evidence.devices])
+        yield from _table(head, [words.device_cells(device) for device in story.evidence.devices])
 
 
 def _memory(story: Story) -> Iterable[str]:
     held = story.evidence.memory[:MAX_ROWS]
     if held:
         yield "<h2>Memory as torch holds it</h2>\n"
-        rows = [(one.device, *(memory(part) for part in one[1:6])) for one in held]
-        yield from _table(("", "model", "gradients", "optimizer", "rest", "peak"), rows)
+        head, *rows = words.memory_table(held)
+        yield from _table(head, rows)
         for one in held:
             for names, reason in reasons(one):
                 yield f"<p class=soft>{names} of {_text(one.device)}: {_text(reason)}</p>\n"
@@ -269,12 +248,11 @@ def _changes(story: Story) -> Iterable[str]:
 
 
 def _pauses(story: Story) -> Iterable[str]:
-    rows = pause_rows(story)
+    rows = words.pause_rows(story)
     if rows:
         yield "<h2>Pauses</h2>\n"
         yield from _table(("time", "where", "how long"), rows[:MAX_ROWS], (1, 2))
-        if len(rows) > MAX_ROWS:
-            yield f"<p class=soft>and {len(rows) - MAX_ROWS:,} more; --json has them all</p>\n"
-        lost = pauses_lost(story)
+        yield from _more(len(rows))
+        lost = words.pauses_lost(story)
         if lost is not None:
             yield f"<p class=soft>{_text(lost)}</p>\n"

@@ -1,34 +1,195 @@
-"""When nothing of a run trained, since what would have was paused."""
+"""The pauses of a run: when each began, after which step, how long it took, and what all of them come to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from dpmon.report.pause_spans import Span, Stretch
+from dpmon.model.announced import pause_change
+from dpmon.model.members import SECOND
+from dpmon.model.state import PauseChange
 from dpmon.store.accounting import union
 
-__all__ = ["any_of", "together", "within"]
+if TYPE_CHECKING:
+    from dpmon.store.queries import Store
+
+__all__ = ["PauseTotals", "Paused", "Pauses", "Span", "any_of", "pauses_in", "pauses_of", "together"]
+
+KEPT = 1000
+"""Rows, those of refusals too."""
+_SLACK_NS = SECOND
+"""What is apart by no more is together: the end that a begin has and the one that its time says, or what several
+processes do at one request."""
+
+Span = tuple[int, int]
+"""Begin and end in ns since the run's start."""
 
 
-def any_of(stretches: Iterable[Stretch], end_ns: int | None) -> list[Span]:
+class Paused(NamedTuple):
+    """The training paused between two steps (or was asked to and refused); ns since the run's start."""
+
+    process: int
+    step: int | None
+    """After which it paused."""
+    start_ns: int | None
+    took_ns: int | None
+    """None for one that goes on, was refused, or whose end was not recorded."""
+    end_ns: int | None
+    """At the latest, where its end was not recorded."""
+    on: bool
+    """Whether it had not ended when the record did."""
+    reason: str | None
+    """Why it went on by itself."""
+    refused: str | None
+
+    def span(self, open_ns: int | None) -> Span | None:
+        """From when to when, as far as its begin is known; `open_ns`: the end of one that had not ended."""
+        if self.refused is not None or self.start_ns is None:
+            return None
+        if self.on:
+            return None if open_ns is None else (self.start_ns, open_ns)
+        end = self.end_ns if self.took_ns is None else self.start_ns + self.took_ns
+        return self.start_ns, max(end or 0, self.start_ns)
+
+
+class PauseTotals(NamedTuple):
+    """What a run's pauses come to. A time in which several processes were paused is one, however many they were."""
+
+    times: int = 0
+    ns: int = 0
+    """In pauses whose end is known."""
+    unended: int = 0
+    """Whose end was not recorded, though they did end."""
+    on: bool = False
+    """Whether a process was in one when the record ended."""
+    unplaced: int = 0
+    """Of which it is not known from when to when at most they were."""
+
+
+class Pauses:
+    """All pauses of a run, and requests for one that were refused, in the order of their records."""
+
+    def __init__(self, every: Sequence[Paused] = ()) -> None:
+        self.found = every[:KEPT]
+        """KEPT at most."""
+        self.refusals_left_out = sum(one.refused is not None for one in every[KEPT:])
+        self.left_out = len(every) - len(self.found) - self.refusals_left_out
+        """Beyond KEPT: refusals, and pauses."""
+        self.every = [one for one in every if one.refused is None]
+        """All but refusals."""
+
+    def total(self, end_ns: int | None = None) -> PauseTotals:
+        """What they come to; `end_ns`: when the run ended, and with it the pauses that had not."""
+        apart = [one for one in self.every if one.start_ns is None]
+        times, unplaced = len(apart), len(apart)
+        ns, unended = sum(one.took_ns or 0 for one in apart), sum(one.took_ns is None for one in apart)
+        known: list[Span] = []
+        reach, ended, on = -1, True, False
+        placed = ((span, one) for one in self.every if (span := one.span(1 << 63)) is not None)
+        for (start, end), one in sorted(placed, key=lambda each: each[0][0]):
+            if start >= reach:
+                unended += not ended
+                times, reach, ended = times + 1, start, False
+            reach, ended = max(reach, end), ended or one.on or one.took_ns is not None
+            on = on or one.on
+            unplaced += one.took_ns is None and end == start
+            if one.took_ns is not None:
+                known.append((start, end))
+            elif one.on and end_ns is not None:
+                known.append((start, end_ns))
+        ns += sum(end - start for start, end in union(known))
+        return PauseTotals(times, ns, unended + (not ended), on, unplaced)
+
+
+def pauses_in(store: Store) -> Pauses:
+    """All pauses of a run."""
+    newest_ns = max((step.start_ns for step in store.steps(1)), default=-1)
+    changes = (change for event in store.events("pause") if (change := pause_change(event.data)) is not None)
+    return pauses_of(changes, store.next_step_ns, newest_ns)
+
+
+def pauses_of(
+    changes: Iterable[PauseChange], next_step_ns: Callable[[int, int], int | None], newest_ns: int = -1
+) -> Pauses:
+    """The pauses that processes announced, those of one process in their order.
+
+    A pause whose end was not recorded is over when its process began another step, and took no longer. `next_step_ns`:
+    when a process began its first step after a time; `newest_ns`: when the newest step of any process began.
+    """
+    found: list[Paused] = []
+    opened: dict[int, int] = {}
+    """By process the place of the pause it is in."""
+
+    def over(process: int, at: int | None, reason: str | None = None) -> None:
+        """It ended, at that time at the latest (None: nobody knows when)."""
+        place = opened.pop(process)
+        found[place] = found[place]._replace(end_ns=at, on=False, reason=reason)
+
+    def stepped(process: int) -> int | None:
+        began = found[opened[process]].start_ns
+        return None if began is None else next_step_ns(process, began)
+
+    for process, at, step, paused, took, reason, refused in changes:
+        if refused is not None:
+            found.append(Paused(process, step, at, None, None, False, reason, refused))
+            continue
+        if process in opened and paused:
+            # That it ended was not recorded: it is over, and was so when a step or the next one began.
+            seen = stepped(process)
+            over(process, at if seen is None or (at is not None and at <= seen) else seen)
+        elif process in opened and _is_of_another(found[opened[process]], at, took):
+            over(process, (at or 0) - (took or 0))
+        if paused:
+            opened[process] = len(found)
+            found.append(Paused(process, step, at, None, None, True, reason, None))
+        elif process in opened:
+            began = found[opened[process]].start_ns
+            if took is None and at is not None and began is not None:
+                took = max(at - began, 0)
+            if took is None:
+                over(process, None, reason)
+            else:
+                end = None if began is None else began + took
+                place = opened.pop(process)
+                found[place] = found[place]._replace(took_ns=took, end_ns=end, on=False, reason=reason)
+        elif took is not None:  # that it began was not recorded
+            begin = None if at is None else max(at - took, 0)
+            found.append(Paused(process, step, begin, took, at, False, reason, None))
+    for process in list(opened):
+        if (seen := stepped(process)) is not None:
+            newest_ns = max(newest_ns, seen)
+            over(process, seen)
+    # What is left goes on, unless a process that was not asked began a step after it; then its own may have been killed
+    # in it, and nobody knows when.
+    for process, place in list(opened.items()):
+        began = found[place].start_ns
+        if began is None or began + _SLACK_NS < newest_ns:
+            over(process, None)
+    return Pauses(found)
+
+
+def _is_of_another(pause: Paused, at: int | None, took: int | None) -> bool:
+    """Whether an end at that time, of a pause that took so long, is none of this one."""
+    known = at is not None and took is not None and pause.start_ns is not None
+    return known and (at or 0) - (took or 0) > (pause.start_ns or 0) + _SLACK_NS
+
+
+# ------------------------------------------------------------------------------------------------ of all processes
+
+
+def any_of(pauses: Pauses, end_ns: int | None) -> list[Span]:
     """When any process was paused; a pause that has not ended goes on until `end_ns`."""
-    return union(span for spans in _by_process(stretches, end_ns).values() for span in spans)
+    return union(span for one in pauses.every if (span := one.span(end_ns)) is not None)
 
 
-def together(stretches: Iterable[Stretch], there: Mapping[int, Span], end_ns: int | None) -> list[Span]:
+def together(pauses: Pauses, there: Mapping[int, Span], end_ns: int | None) -> list[Span]:
     """When a process was paused, and no other that was there then was not."""
-    paused = {process: union(spans) for process, spans in _by_process(stretches, end_ns).items()}
-    busy = [span for process, whole in there.items() for span in _without([whole], paused.get(process, ()))]
-    return _without(union(span for spans in paused.values() for span in spans), union(busy))
-
-
-def _by_process(stretches: Iterable[Stretch], end_ns: int | None) -> dict[int, list[Span]]:
-    found: dict[int, list[Span]] = {}
-    for one in stretches:
-        end = end_ns if one.end_ns is None else one.end_ns
-        if end is not None:
-            found.setdefault(one.process, []).append((one.start_ns, end))
-    return found
+    paused: dict[int, list[Span]] = {}
+    for one in pauses.every:
+        if (span := one.span(end_ns)) is not None:
+            paused.setdefault(one.process, []).append(span)
+    busy = [span for process, whole in there.items() for span in _without([whole], union(paused.get(process, ())))]
+    return _without(any_of(pauses, end_ns), union(busy))
 
 
 def _without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
@@ -47,8 +208,3 @@ def _without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
         if begin < end:
             found.append((begin, end))
     return found
-
-
-def within(spans: Sequence[Span], begin_ns: int, end_ns: int) -> int:
-    """How much of the time from the one to the other they are, ns."""
-    return sum(max(min(end, end_ns) - max(begin, begin_ns), 0) for begin, end in spans)

@@ -248,15 +248,12 @@ def _devices(story: Story, what: str) -> Plot | None:
         if len(points) < 2:
             continue
         scale = 1 if what == "util_pct" else 1 << 30
-        line = {
-            "type": "scatter",
-            "mode": "lines",
-            "line": {"color": _LINES[number % len(_LINES)]},
-            "name": _text(name),
-        }
         traces.append(
             {
-                **line,
+                "type": "scatter",
+                "mode": "lines",
+                "line": {"color": _LINES[number % len(_LINES)]},
+                "name": _text(name),
                 "x": [round(point.t_ns / 1e9, 3) for point in points],
                 "y": [round(getattr(point, what) / scale, 3) for point in points],
             }

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from dpmon.model.compare import Comparison
 from dpmon.model.evidence import ModeFacts
 from dpmon.model.finding import many, took
 from dpmon.model.findings import MIN_STEPS
 from dpmon.model.host_waits import host_waits
 from dpmon.model.numbers import duration, percent
+from dpmon.model.verdict import sentence
 from dpmon.record.schema import STEP_PHASES
 from dpmon.record.wire import CALL_PHASES
-from dpmon.report.story import Compared, Story
+from dpmon.report.story import Story
 from dpmon.report.waits import KEPT
 from dpmon.report.words import (
     machine,
@@ -21,7 +23,7 @@ from dpmon.report.words import (
     what_ran,
 )
 from dpmon.store.figures import PhaseFigures
-from dpmon.text.quantities import quantity_words
+from dpmon.text.quantities import quantity_words, samples_rate
 
 __all__ = [
     "comparison",
@@ -31,6 +33,7 @@ __all__ = [
     "phase_rows",
     "phase_table",
     "step_rows",
+    "steps_table",
     "waited",
 ]
 
@@ -84,6 +87,15 @@ def step_rows(story: Story) -> list[tuple[str, ModeFacts]]:
     return [*rows, *((f"{mode_title(mode)}, evaluation", mode) for mode in story.evaluations)]
 
 
+def steps_table(story: Story) -> list[tuple[str, ...]]:
+    """A row a kind of steps, the first with the names of the columns; nothing if there were none."""
+    rows: list[tuple[str, ...]] = [("mode", "steps", "median", "p95", "samples/s")]
+    for title, mode in step_rows(story):
+        times = duration(mode.median_ns), duration(mode.p95_ns)
+        rows.append((title, f"{mode.steps:,}", *times, samples_rate(mode.rate)))
+    return rows if len(rows) > 1 else []
+
+
 def findings_note(story: Story) -> str:
     """What is said where there are no findings."""
     if any(mode.steps >= MIN_STEPS for mode in story.evidence.modes):
@@ -119,7 +131,7 @@ def phase_table(mode: ModeFacts) -> list[tuple[str, ...]]:
 
 def phase_notes(mode: ModeFacts) -> list[str]:
     """What is said below the phases: what has to be known of their times, and the quantities of the steps."""
-    said = host_waits(mode.phases, {phase.name: phase.device_ns for phase in mode.phases})
+    said = host_waits(mode.phases)
     timed = [phase for phase in mode.phases if phase.device_count and phase.name in STEP_PHASES]
     fewest = min(timed, key=lambda phase: phase.device_count / phase.ran, default=None)
     if fewest is not None and fewest.device_count < KNOWN * fewest.ran:
@@ -127,15 +139,14 @@ def phase_notes(mode: ModeFacts) -> list[str]:
     return said + [quantity_words(*each, mode.steps) for each in mode.counted]
 
 
-def comparison(found: Compared) -> list[str]:
+def comparison(found: Comparison) -> list[str]:
     """dp against single in sentences."""
     if found.speedup is None:
         return [found.missing or "no verdict"]
-    text = f"speed-up {found.speedup:.2f}"
-    if found.low is not None and found.high is not None:
-        text += f" (95 %: {found.low:.2f} to {found.high:.2f})"
+    value, low, high = found.speedup
+    text = f"speed-up {value:.2f} (95 %: {low:.2f} to {high:.2f})"
     if found.efficiency is not None:
         text += f", {percent(found.efficiency)} a device"
-    steps = " and ".join(f"{count:,} in {mode}" for mode, count in found.steps)
+    steps = " and ".join(f"{side.steps:,} in {mode}" for mode, side in found.sides.items())
     without = "without each mode's first after a change and those of another batch size or kind"
-    return [found.sentence or "", f"{text}; of {steps}, {without}"]
+    return [sentence(found) or "", f"{text}; of {steps}, {without}"]

@@ -1,20 +1,22 @@
-"""Everything that a report says of a run, in one frozen object. Times in ns since the run's start."""
+"""Everything that a report says of a run, in one object. Times in ns since the run's start."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dpmon.model.evidence import DeviceFacts, Evidence, ModeFacts
 from dpmon.model.findings import Finding
 from dpmon.model.layouts import ReplicaSizes, StageSizes
+from dpmon.model.state import ModeChange
 from dpmon.rates import Rate
 from dpmon.record.schema import STEP_PHASES
 from dpmon.record.wire import CALL_PHASES
-from dpmon.report.pause_spans import Paused, PauseTotals
+from dpmon.report.pauses import Paused, PauseTotals
 from dpmon.run.rundir import ExitInfo, RunInfo
 
-__all__ = ["PARTS", "Bin", "Compared", "DevicePoint", "ModeChange", "ProcessFacts", "RankLine", "Story"]
+__all__ = ["PARTS", "Bin", "DevicePoint", "ProcessFacts", "RankLine", "Story"]
 
 PARTS = (*(name for name in STEP_PHASES if name != "forward"), *CALL_PHASES, "forward")
 """What a step's time is stacked from: here `forward` is what is left of it beside the phases of its calls."""
@@ -50,21 +52,6 @@ class DevicePoint:
     mem_bytes: float | None
 
 
-class ModeChange(NamedTuple):
-    """A mode that began, or a request that was refused."""
-
-    process: int
-    root: str | None
-    t_ns: int | None
-    step: int | None
-    mode: str | None
-    requested_by: str | None
-    devices: tuple[str, ...]
-    virtual: bool
-    reason: str | None
-    refused: str | None
-
-
 class ProcessFacts(NamedTuple):
     """What a training process said of itself; None where it did not."""
 
@@ -74,27 +61,6 @@ class ProcessFacts(NamedTuple):
     pid: int | None
     python: str | None
     torch: str | None
-
-
-class Compared(NamedTuple):
-    """What the other devices are worth."""
-
-    sentence: str | None
-    """The verdict with its ground, None if there is none."""
-    missing: str | None
-    """Why there is no verdict."""
-    speedup: float | None
-    """Of dp over single, from the median steps; the next two are its 95 % interval."""
-    low: float | None
-    high: float | None
-    efficiency: float | None
-    """Speed-up a device; None for virtual replicas."""
-    outcome: str | None
-    """faster, slower or even."""
-    steps: tuple[tuple[str, int], ...]
-    """Steps that were compared, by mode."""
-    by_mean: float | None = None
-    """The ratio of the mean steps, where it is quite another than that of the medians."""
 
 
 class RankLine(NamedTuple):
@@ -119,40 +85,40 @@ class RankLine(NamedTuple):
     """Why that is not known, if the record says."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Story:
-    """One run."""
+    """One run; `dpmon.report.collect` fills it, and from then on it is only read."""
 
     directory: str
     info: RunInfo
-    exit: ExitInfo | None
-    state: str
-    """As `dpmon.run.state.run_state` says."""
-    evidence: Evidence
-    findings: tuple[Finding, ...]
-    evaluations: tuple[ModeFacts, ...] = ()
+    exit: ExitInfo | None = None
+    state: str = ""
+    """As `dpmon.run.condition.run_state` says."""
+    evidence: Evidence = field(default_factory=Evidence)
+    findings: Sequence[Finding] = ()
+    evaluations: list[ModeFacts] = field(default_factory=list)
     """Of modes whose other steps train: steps without a backward pass and an optimizer; not in the evidence."""
     steps: int = 0
     calls: int = 0
     """Those that were deleted too, and calls that are in no step."""
     bin_ns: int = 0
     """The width of a stretch, if a step of it does not take longer."""
-    bins: tuple[Bin, ...] = ()
-    points: tuple[DevicePoint, ...] = ()
-    processes: tuple[ProcessFacts, ...] = ()
-    changes: tuple[ModeChange, ...] = ()
-    pauses: tuple[Paused, ...] = ()
+    bins: Sequence[Bin] = ()
+    points: Sequence[DevicePoint] = ()
+    processes: Sequence[ProcessFacts] = ()
+    changes: list[ModeChange] = field(default_factory=list)
+    pauses: Sequence[Paused] = ()
     pauses_left_out: int = 0
     """So many more there were, which are in `paused`."""
     refusals_left_out: int = 0
     paused: PauseTotals = field(default_factory=PauseTotals)
     paused_alone_ns: int = 0
     """When a process was paused while another was there and was not: the figures of devices have that time."""
-    replicas: tuple[ReplicaSizes, ...] = ()
-    ranks: tuple[RankLine, ...] = ()
-    stages: tuple[StageSizes, ...] = ()
-    warnings: tuple[str, ...] = ()
-    last_output: tuple[str, ...] = ()
+    replicas: Sequence[ReplicaSizes] = ()
+    ranks: Sequence[RankLine] = ()
+    stages: Sequence[StageSizes] = ()
+    warnings: list[str] = field(default_factory=list)
+    last_output: Sequence[str] = ()
     """The last lines of what the script printed (of its stderr in a headless run), if it failed."""
     raised: str | None = None
     """The line of its last traceback that names the exception, if it failed and there is one."""
@@ -164,8 +130,6 @@ class Story:
     """Whether ranks train with DistributedDataParallel."""
     dropped: int = 0
     pruned: int = 0
-    compared: Compared | None = None
-    """dp against single; None where not both were seen."""
     standing: str | None = None
     """For how long nothing has moved, and where each process is; None if something moves."""
     nothing: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from dpmon.model.members import SECOND
 from dpmon.record.schema import EVALUATION, REST, STEP_PHASES
 from dpmon.record.wire import CALL_PHASES
 from dpmon.report.story import PARTS, Bin
@@ -17,7 +18,6 @@ __all__ = ["BINS", "stretches"]
 BINS = 400
 _SECONDS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
 """Widths that are easy to read, as long as they suffice."""
-_SECOND = 1_000_000_000
 _SERIES = {name: REST if name == "forward" else name for name in PARTS}
 assert set(PARTS) == {*STEP_PHASES, *CALL_PHASES}
 
@@ -39,7 +39,7 @@ def stretches(store: Store, first_ns: int, last_ns: int, median_ns: float) -> tu
     `median_ns`: of the steps; a stretch is no shorter. A stretch reaches back over the time before it in which a step
     of its kind went on. All other time without steps is a gap.
     """
-    seconds = _width(max(last_ns - first_ns, 0) / _SECOND, median_ns / _SECOND)
+    seconds = _width(max(last_ns - first_ns, 0) / SECOND, median_ns / SECOND)
     sums = _sums(store, seconds)
     found = []
     for (mode, evaluation), slots in sums.items():
@@ -50,9 +50,9 @@ def stretches(store: Store, first_ns: int, last_ns: int, median_ns: float) -> tu
             while (before := slots.get(first - 1)) is not None and not before.tally.steps and before.within_ns > 0:
                 first -= 1
                 elapsed += before.within_ns
-            begin = max(first * seconds, first_ns // _SECOND)  # tallies of deleted narrow ones reach back too far
+            begin = max(first * seconds, first_ns // SECOND)  # tallies of deleted narrow ones reach back too far
             found.append(_bin(begin, max((slot + 1) * seconds, one.end_s), mode, evaluation, one, elapsed))
-    return seconds * _SECOND, tuple(sorted(found, key=lambda one: (one.end_ns, one.mode, one.evaluation)))
+    return seconds * SECOND, tuple(sorted(found, key=lambda one: (one.end_ns, one.mode, one.evaluation)))
 
 
 def _width(span_s: float, step_s: float) -> int:
@@ -86,8 +86,8 @@ def _bin(start_s: int, end_s: int, mode: str, evaluation: bool, one: _Sum, elaps
     tally = one.tally
     samples = tally.sum("samples")
     return Bin(
-        start_ns=start_s * _SECOND,
-        end_ns=end_s * _SECOND,
+        start_ns=start_s * SECOND,
+        end_ns=end_s * SECOND,
         mode=mode,
         steps=tally.steps,
         wall_ns=tally.stat("step").total,

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from dpmon.model.evidence import ModeFacts
 from dpmon.model.memory import reasons
 from dpmon.model.numbers import UNKNOWN, duration
+from dpmon.report import said, words
 from dpmon.report.collect import collect
-from dpmon.report.layout import cut, more, sized_table, table, wrap, wrapped
-from dpmon.report.said import (
-    comparison,
-    facts,
-    findings_note,
-    phase_notes,
-    phase_table,
-    step_rows,
-)
 from dpmon.report.story import Story
-from dpmon.report.words import (
-    FORWARD_ON_DEVICE,
-    device_cells,
-    ended,
-    pause_rows,
-    pauses_lost,
-    rank_rows,
-    replica_rows,
-    stage_rows,
-    time_spent,
-    with_device,
-)
+from dpmon.report.typeset import cut, more, sized_table, table, wrap, wrapped
 from dpmon.run.lookup import short_name
 from dpmon.text.cleaning import clean
-from dpmon.text.quantities import clock, memory, memory_of, samples_rate
+from dpmon.text.quantities import clock, memory_of
 
 __all__ = ["report_text", "text_lines"]
 
@@ -40,6 +22,8 @@ NARROWEST = 40
 MAX_ROWS = 40
 MAX_WARNINGS = 8
 MAX_CHANGES = 12
+_FLOW, _STAGES = "received -> returned", "STAGES (parts of the model on several devices)"
+_OF_RANKS = ("steps", "calls", "step", "samples/s", words.FORWARD_ON_DEVICE)
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -59,11 +43,17 @@ def text_lines(story: Story, width: int = 80) -> list[str]:
         _findings(story, width),
         _time(story, width),
         _steps(story, width),
-        *(_phases(title, mode, width) for title, mode in step_rows(story)),
+        *(_phases(title, mode, width) for title, mode in said.step_rows(story)),
         _compared(story, width),
-        _replicas(story, width),
-        _ranks(story, width),
-        _stages(story, width),
+        _sized("REPLICAS", words.replica_rows(story), ("calls", "median", "p95", words.ON_DEVICE), _FLOW, width),
+        _sized(
+            "RANKS",
+            words.rank_rows(story),
+            ("steps", "calls", "step", "samples/s", words.FORWARD_ON_DEVICE),
+            _FLOW,
+            width,
+        ),
+        _sized(_STAGES, words.stage_rows(story), ("calls", "host time", words.ON_DEVICE), f"parts: {_FLOW}", width),
         _devices(story, width),
         _memory(story, width),
         _changes(story, width),
@@ -82,8 +72,8 @@ def text_lines(story: Story, width: int = 80) -> list[str]:
 
 
 def _head(story: Story, width: int) -> list[str]:
-    lines = wrap(f"{story.info.script} ({short_name(story.info)}): {ended(story)}", width, "", "  ")
-    return [*lines, *wrapped(facts(story), width)]
+    lines = wrap(f"{story.info.script} ({short_name(story.info)}): {words.ended(story)}", width, "", "  ")
+    return [*lines, *wrapped(said.facts(story), width)]
 
 
 def _findings(story: Story, width: int) -> list[str]:
@@ -93,24 +83,17 @@ def _findings(story: Story, width: int) -> list[str]:
         lines += wrap(finding.text, width, head, "    ")
         lines += wrap(f"ground: {finding.ground}", width, "    ", "      ")
         lines += wrap(f"try: {finding.advice}", width, "    ", "      ")
-    return lines if story.findings else [*lines, *wrap(findings_note(story), width)]
+    return lines if story.findings else [*lines, *wrap(said.findings_note(story), width)]
 
 
 def _steps(story: Story, width: int) -> list[str]:
-    kinds = step_rows(story)
-    if not kinds:
-        return []
-    rows = [("mode", "steps", "median", "p95", "samples/s")]
-    rows += [
-        (title, f"{mode.steps:,}", duration(mode.median_ns), duration(mode.p95_ns), samples_rate(mode.rate))
-        for title, mode in kinds
-    ]
-    return ["STEPS", *table(rows, width), *_over_time(story, width)]
+    rows = said.steps_table(story)
+    return ["STEPS", *table(rows, width), *_over_time(story, width)] if rows else []
 
 
 def _time(story: Story, width: int) -> list[str]:
-    said = time_spent(story)
-    return ["TIME", *wrapped(said, width)] if said else []
+    spent = words.time_spent(story)
+    return ["TIME", *wrapped(spent, width)] if spent else []
 
 
 def _over_time(story: Story, width: int) -> list[str]:
@@ -129,67 +112,30 @@ def _over_time(story: Story, width: int) -> list[str]:
     means = [wall / steps if steps else None for wall, steps in sums]
     top = max(mean for mean in means if mean is not None)
     bars = "".join(" " if mean is None else _BARS[min(int(mean / top * 8), 7)] for mean in means)
-    said = f"time of a step, mean over each {duration((last - first) / cells)}; the highest bar is {duration(top)}"
-    said += "; none where no step ran" if None in means else ""
+    scale = f"time of a step, mean over each {duration((last - first) / cells)}; the highest bar is {duration(top)}"
+    scale += "; none where no step ran" if None in means else ""
     ends = clock(first) + clock(last).rjust(max(cells - 8, 9))
-    return [*wrap(said, width), "  " + bars, "  " + ends]
+    return [*wrap(scale, width), "  " + bars, "  " + ends]
 
 
 def _phases(title: str, mode: ModeFacts, width: int) -> list[str]:
-    return [f"PHASES of a step, {clean(title)}", *table(phase_table(mode), width), *wrapped(phase_notes(mode), width)]
+    return [
+        f"PHASES of a step, {clean(title)}",
+        *table(said.phase_table(mode), width),
+        *wrapped(said.phase_notes(mode), width),
+    ]
 
 
 def _compared(story: Story, width: int) -> list[str]:
-    if story.compared is None:
-        return []
-    return ["DP AGAINST SINGLE", *wrapped(comparison(story.compared), width)]
+    found = story.evidence.compared
+    return [] if found is None else ["DP AGAINST SINGLE", *wrapped(said.comparison(found), width)]
 
 
-def _replicas(story: Story, width: int) -> list[str]:
-    rows = replica_rows(story)
+def _sized(title: str, rows: Sequence[words.Row], names: Sequence[str], sizes: str, width: int) -> list[str]:
+    """A table of replicas, ranks or stages."""
     if not rows:
         return []
-    lines = ["REPLICAS"]
-    head = ("", "device", "calls", "median", "p95", "received -> returned")
-    shown = [
-        (row.label, row.device, f"{row.calls:,}", duration(row.median_ns), duration(row.p95_ns), row.sizes)
-        for row in rows[:MAX_ROWS]
-    ]
-    return [*lines, *sized_table(with_device([head, *shown], rows), width), *more(len(rows), MAX_ROWS)]
-
-
-def _ranks(story: Story, width: int) -> list[str]:
-    rows = rank_rows(story)
-    if not rows:
-        return []
-    head = ("", "device", "steps", "calls", "step", "samples/s", "received -> returned")
-    shown = [
-        (
-            row.label,
-            row.device,
-            f"{row.steps:,}",
-            f"{row.calls:,}",
-            duration(row.median_ns),
-            samples_rate(row.rate),
-            row.sizes,
-        )
-        for row in rows[:MAX_ROWS]
-    ]
-    return [
-        "RANKS",
-        *sized_table(with_device([head, *shown], rows, FORWARD_ON_DEVICE), width),
-        *more(len(rows), MAX_ROWS),
-    ]
-
-
-def _stages(story: Story, width: int) -> list[str]:
-    rows = stage_rows(story)
-    if not rows:
-        return []
-    lines = ["STAGES (parts of the model on several devices)"]
-    head = ("", "device", "calls", "host time", "parts: received -> returned")
-    shown = [(row.label, row.device, f"{row.calls:,}", duration(row.median_ns), row.sizes) for row in rows[:MAX_ROWS]]
-    return [*lines, *sized_table(with_device([head, *shown], rows), width), *more(len(rows), MAX_ROWS)]
+    return [title, *sized_table(words.row_table(rows, names, sizes, MAX_ROWS), width), *more(len(rows), MAX_ROWS)]
 
 
 def _devices(story: Story, width: int) -> list[str]:
@@ -198,7 +144,7 @@ def _devices(story: Story, width: int) -> list[str]:
         reason = story.gpu_absent
         return ["DEVICES", *wrap(f"no GPU: {reason}" if reason else "no GPU was seen", width), *_host(story, width)]
     rows: list[tuple[str, ...]] = [("", "use", "memory at most", "this run", "°C", "W", "")]
-    rows += map(device_cells, devices)
+    rows += map(words.device_cells, devices)
     lines = ["DEVICES", *table(rows, width)]
     left = " that are left" if story.pruned else ""
     left += ", without those of pauses" if story.evidence.paused_ns else ""
@@ -220,9 +166,7 @@ def _memory(story: Story, width: int) -> list[str]:
     held = story.evidence.memory[:MAX_ROWS]
     if not held:
         return []
-    rows: list[tuple[str, ...]] = [("", "model", "gradients", "optimizer", "rest", "peak")]
-    rows += [(one.device, *(memory(part) for part in one[1:6])) for one in held]
-    lines = ["MEMORY as torch holds it", *table(rows, width)]
+    lines = ["MEMORY as torch holds it", *table(words.memory_table(held), width)]
     for one in held:
         for names, reason in reasons(one):
             lines += wrap(f"{names} of {one.device}: {reason}", width)
@@ -244,13 +188,13 @@ def _changes(story: Story, width: int) -> list[str]:
 
 
 def _pauses(story: Story, width: int) -> list[str]:
-    rows = pause_rows(story)
+    rows = words.pause_rows(story)
     if not rows:
         return []
     lines = ["PAUSES"]
     for row in rows[:MAX_CHANGES]:
         lines += wrap("  ".join(row), width, "  ", "      ")
-    lost = pauses_lost(story)
+    lost = words.pauses_lost(story)
     return [*lines, *more(len(rows), MAX_CHANGES), *(wrap(lost, width) if lost else ())]
 
 

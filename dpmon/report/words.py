@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dpmon.model.evidence import DeviceFacts, ModeFacts
 from dpmon.model.finding import many, took
+from dpmon.model.memory import Held
 from dpmon.model.numbers import UNKNOWN, duration, percent
+from dpmon.model.state import ModeChange
 from dpmon.rates import Rate
-from dpmon.report.pause_spans import Paused, PauseTotals
-from dpmon.report.story import ModeChange, Story
+from dpmon.report.pauses import Paused, PauseTotals
+from dpmon.report.story import Story
+from dpmon.run.rundir import ExitInfo
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.text.quantities import clock, memory, memory_of, run_time
+from dpmon.text.quantities import clock, memory, memory_of, run_time, samples_rate
 
 __all__ = [
     "ACTIVITY_NAMES",
@@ -22,18 +25,20 @@ __all__ = [
     "Row",
     "device_cells",
     "ended",
+    "how_it_ended",
     "machine",
+    "memory_table",
     "mode_title",
     "pause_rows",
     "paused",
     "pauses_lost",
     "rank_rows",
     "replica_rows",
+    "row_table",
     "stage_rows",
     "time_spent",
     "times_paused",
     "what_ran",
-    "with_device",
 ]
 
 ON_DEVICE, FORWARD_ON_DEVICE = "on device", "forward on device"
@@ -78,20 +83,21 @@ def ended(story: Story) -> str:
     how = story.exit
     if how is None:
         return _NOT_OVER.get(story.state, "how it ended is not known")
+    cause = how.cause or (story.raised if how.signal is None else None)
+    return how_it_ended(how, f": {cause}" if cause else "")
+
+
+def how_it_ended(how: ExitInfo, why: str) -> str:
+    """How a run ended, and after what time; `why`: what is said of the cause of a failure."""
     if how.error is not None:
         return how.error
     took = run_time(how.seconds)
-    # What later versions of exit.json know more.
-    cause = getattr(how, "cause", None)
-    why = f": {cause}" if cause else ""
-    if getattr(how, "stopped", False):
+    if how.stopped:
         return f"stopped by you after {took}"
     if how.status is None:
-        return f"ended after {took}, status unknown: {getattr(how, 'unknown', None) or 'nobody recorded it'}"
+        return f"ended after {took}, status unknown: {how.unknown or 'nobody recorded it'}"
     if how.signal is not None:
         return f"killed by {how.signal} after {took}{why}"
-    if story.raised is not None and not why:
-        why = f": {story.raised}"
     return f"finished in {took}" if how.status == 0 else f"exit status {how.status} after {took}{why}"
 
 
@@ -205,12 +211,31 @@ def stage_rows(story: Story) -> list[Row]:
     return rows
 
 
-def with_device(cells: Sequence[Sequence[str]], rows: Sequence[Row], title: str = ON_DEVICE) -> list[tuple[str, ...]]:
-    """A table with its head (`cells`), and before its last column one of the devices' times where one is known."""
-    if all(row.device_ns is None for row in rows):
-        return [tuple(line) for line in cells]
-    column = [title, *(duration(row.device_ns) for row in rows)]
-    return [(*line[:-1], cell, line[-1]) for line, cell in zip(cells, column, strict=False)]
+_COLUMNS: Mapping[str, Callable[[Row], str]] = {
+    "calls": lambda row: f"{row.calls:,}",
+    "steps": lambda row: f"{row.steps:,}",
+    **dict.fromkeys(("median", "step", "host time"), lambda row: duration(row.median_ns)),
+    "p95": lambda row: duration(row.p95_ns),
+    "samples/s": lambda row: samples_rate(row.rate),
+    **dict.fromkeys((ON_DEVICE, FORWARD_ON_DEVICE), lambda row: duration(row.device_ns)),
+}
+
+
+def row_table(rows: Sequence[Row], names: Sequence[str], sizes: str, most: int) -> list[tuple[str, ...]]:
+    """The first `most` rows with these columns between device and sizes; the first has the names of the columns.
+
+    That of the devices' times is left out where none is known.
+    """
+    timed = any(row.device_ns is not None for row in rows)
+    shown = [name for name in names if timed or name not in (ON_DEVICE, FORWARD_ON_DEVICE)]
+    cells = [(row.label, row.device, *(_COLUMNS[name](row) for name in shown), row.sizes) for row in rows[:most]]
+    return [("", "device", *shown, sizes), *cells]
+
+
+def memory_table(rows: Iterable[Held]) -> list[tuple[str, ...]]:
+    """What each device's memory holds; the first row has the names of the columns."""
+    head = ("", "model", "gradients", "optimizer", "rest", "peak")
+    return [head, *((one.device, *(memory(part) for part in one[1:6])) for one in rows)]
 
 
 def paused(story: Story) -> str | None:

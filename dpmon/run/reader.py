@@ -10,13 +10,14 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from dpmon.record.plainjson import load_event
 from dpmon.record.wire import mode_number, pack_event
 from dpmon.ring import RingError
 from dpmon.ring_reader import RingReader
 from dpmon.run import proc
+from dpmon.run.condition import command_alive
 from dpmon.run.lock import supervised
 from dpmon.run.rings import ProcessRing, open_ring
 from dpmon.run.rundir import (
@@ -28,12 +29,15 @@ from dpmon.run.rundir import (
     RunInfo,
     load_exit,
     load_info,
+    output_paths,
     ring_paths,
 )
 from dpmon.run.standing import newest_stage, stages
 from dpmon.run.waiting import waits_since
 
 __all__ = ["Pause", "RunReader"]
+
+Said = TypeVar("Said")
 
 POLL_BYTES = 1 << 20
 _LOOK_S = 0.1
@@ -64,48 +68,41 @@ class _Process:
 
     def alive(self) -> bool:
         """Whether the process that writes this ring runs, or did a moment ago: one look is for all that ask now."""
-        if self.activity()[0] == "ended":
-            return False
-        now = time.monotonic()
-        if now - self._seen_alive >= _LOOK_S:
-            self._seen_alive = now if proc.alive(self.ring.pid, None) else 0.0
-        return self._seen_alive > 0
+        return self.doing()[0] != "ended"
+
+    def _say(self, ask: Callable[[ProcessRing], Said], otherwise: Said) -> Said:
+        """What the ring says to a question; `otherwise` where it cannot be read."""
+        try:
+            return ask(self.ring)
+        except (RingError, OSError):
+            return otherwise
 
     def activity(self) -> tuple[str, int]:
-        try:
-            return self.ring.activity()
-        except (RingError, OSError):
-            return "ended", 0
+        return self._say(ProcessRing.activity, ("ended", 0))
 
     def doing(self) -> tuple[str, int]:
         """Its activity, of a living process."""
-        return self.activity() if self.alive() else ("ended", 0)
+        found = self.activity()
+        if found[0] == "ended":
+            return "ended", 0
+        now = time.monotonic()
+        if now - self._seen_alive >= _LOOK_S:
+            self._seen_alive = now if proc.alive(self.ring.pid, None) else 0.0
+        return found if self._seen_alive > 0 else ("ended", 0)
 
     def request(self, mode: int) -> bool:
-        try:
-            self.asked = self.ring.request(mode)
-        except (RingError, OSError):
-            return False
-        return True
+        asked = self._say(lambda ring: ring.request(mode), None)
+        self.asked = self.asked if asked is None else asked
+        return asked is not None
 
     def request_pause(self, paused: bool) -> bool:
-        try:
-            self.ring.request_pause(paused)
-        except (RingError, OSError):
-            return False
-        return True
+        return self._say(lambda ring: ring.request_pause(paused), None) is not None
 
     def pause_requests(self) -> tuple[int, int]:
-        try:
-            return self.ring.pause_requests()
-        except (RingError, OSError):
-            return 0, 0
+        return self._say(lambda ring: ring.pause_requests(), (0, 0))
 
     def waiting(self) -> bool:
-        try:
-            return self.ring.acknowledged()[0] < self.asked
-        except (RingError, OSError):
-            return False
+        return self._say(lambda ring: ring.acknowledged()[0] < self.asked, False)
 
 
 class RunReader:
@@ -204,12 +201,7 @@ class RunReader:
 
     def command_alive(self) -> bool | None:
         """Whether the command runs; None: it was not started yet."""
-        info = self.info if self.info.command_pid is not None else self.refresh()
-        if info.command_pid is None:
-            return None
-        if info.boot_id != proc.boot_id():
-            return False
-        return proc.is_running(info.command_pid, info.command_started)
+        return command_alive(self.info if self.info.command_pid is not None else self.refresh())
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -255,13 +247,12 @@ class RunReader:
         return [process for process in self._processes.values() if process.alive()]
 
     def _find_processes(self) -> None:
-        for number, path in ring_paths(self.directory):
-            if number >= 0 and path.name not in self._processes:
+        for number, path in ring_paths(self.directory, self._processes):
+            if number >= 0:
                 with contextlib.suppress(RingError, OSError):  # its header is complete a moment later
                     self._processes[path.name] = _Process(open_ring(str(path)))
 
     @property
     def output_paths(self) -> tuple[Path, ...]:
-        """The files with the script's output: one, or two for a headless run (output first, then errors)."""
-        names = ("stdout.log", "stderr.log") if self.info.headless else ("output.log",)
-        return tuple(self.directory / name for name in names)
+        """The files with the script's output (dpmon.run.rundir)."""
+        return output_paths(self.directory, self.info)

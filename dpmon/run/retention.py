@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpmon.config import ConfigError, load
+from dpmon.run.condition import goes_on, run_state
 from dpmon.run.files import open_file, remove_file
 from dpmon.run.lock import take_lock
 from dpmon.run.lookup import list_runs
 from dpmon.run.rundir import RunError, RunInfo, load_info
-from dpmon.run.state import goes_on, run_state
 
 __all__ = ["Limits", "is_kept", "keep", "limits", "prune_runs", "remove"]
 

@@ -29,6 +29,7 @@ __all__ = [
     "load_exit",
     "load_info",
     "mark_stop",
+    "output_paths",
     "ring_paths",
     "runs_directory",
     "save",
@@ -355,6 +356,12 @@ def _make(runs: Path, draft: RunInfo) -> tuple[Path, RunInfo]:
 def is_run_directory(directory: Path) -> bool:
     """Whether a directory's name and contents are those of a run; other programs also have files named run.json."""
     return ID.fullmatch(directory.name) is not None and os.path.lexists(directory / INFO_FILE)
+
+
+def output_paths(directory: Path, info: RunInfo) -> tuple[Path, ...]:
+    """The files with the script's output: one, or two for a headless run (output first, then errors)."""
+    names = ("stdout.log", "stderr.log") if info.headless else ("output.log",)
+    return tuple(directory / name for name in names)
 
 
 def ring_paths(directory: Path, known: Container[str] = ()) -> list[tuple[int, Path]]:

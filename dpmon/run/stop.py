@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpmon.run import proc
+from dpmon.run.condition import YOUNG_S
 from dpmon.run.lock import goes_on_elsewhere, supervised
 from dpmon.run.proc import Process
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info, mark_stop
 from dpmon.run.signalling import find_members, send_to_all, unproven
-from dpmon.run.state import YOUNG_S
 
 __all__ = ["GRACE_S", "NOTHING_RUNS", "STOPPED_BY", "otherwise", "stop_run"]
 

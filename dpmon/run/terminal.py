@@ -91,12 +91,9 @@ class Terminal:
         """Append to the log, which the command writes into as well; a full disk costs the echo, nothing else."""
         if self._echo is None or not echoed:
             return
-        with contextlib.suppress(OSError):
-            fd = open_file(self._echo, os.O_WRONLY | os.O_APPEND)
-            try:
-                os.write(fd, echoed)
-            finally:
-                os.close(fd)
+        flags = os.O_WRONLY | os.O_APPEND
+        with contextlib.suppress(OSError), open(open_file(self._echo, flags), "ab", buffering=0) as file:
+            file.write(echoed)
 
 
 def hides_input(pid: int) -> bool:

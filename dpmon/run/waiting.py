@@ -109,9 +109,8 @@ class InputWatch:
 
     def _write(self, since: int, seen: int) -> None:
         """In one write over what is there, which is as long: a reader finds the old or the new."""
-        with contextlib.suppress(OSError):  # a full disk: it is not told
-            fd = open_file(self._path, os.O_WRONLY | os.O_CREAT)
-            try:
-                os.write(fd, b"%020d %020d" % (since, seen))
-            finally:
-                os.close(fd)
+        flags = os.O_WRONLY | os.O_CREAT
+        with contextlib.suppress(OSError):
+            fd = open_file(self._path, flags)
+            with open(fd, "wb", buffering=0) as file:
+                file.write(b"%020d %020d" % (since, seen))  # on a full disk it is not told

@@ -191,6 +191,8 @@ class Account:
 
     def _stretch(self, activity: str, mode: str, begin: int, end: int) -> list[Spent]:
         """The time of a step, without the waits for input in it."""
+        if not self._apart:
+            return self._piece(activity, mode, begin, end)
         return self._cut(activity, mode, begin, end, [one for one in self._apart if one[0] == "input"])
 
     def _cut(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dpmon.record.wire import FAILED, GRAD, TRAINING
 
-__all__ = ["CallHead", "GapRow", "LongRow", "MinuteRow", "Sample", "Shape", "TimeRow", "TimeTogether"]
+__all__ = ["CallHead", "GapRow", "LongRow", "MinuteRow", "PaceRow", "Sample", "Shape", "TimeRow", "TimeTogether"]
 
 
 class TimeRow(NamedTuple):
@@ -28,6 +28,23 @@ class TimeTogether(NamedTuple):
     longest_ns: int
     """Time of the process that accounts for the most."""
     spent: Mapping[str, int]
+
+
+class PaceRow(NamedTuple):
+    """What a rate takes of one tally; None if it is unknown."""
+
+    start_s: int
+    process: int
+    mode: str
+    kind: int
+    steps: int
+    first_ns: int | None
+    last_ns: int | None
+    samples: int | None
+    samples_n: int | None
+    """Steps that know their samples."""
+    wall_ns: int
+    """Of all of them."""
 
 
 class GapRow(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from contextlib import suppress
+from functools import lru_cache
 
 from dpmon.record.codec import Decoder, call_head, call_replicas, call_stages
 from dpmon.record.kinds import Call, Event, RecordError, Step
@@ -57,13 +58,14 @@ class AsOf:
     def first_ns(self, process: int) -> int | None:
         """When the first call or step of a process began that has a row; None if it has none as of this time."""
         ring = self._rings.get(process)
-        found = []
-        for table, count in (("calls", ring.calls), ("steps", ring.steps)) if ring is not None else ():
-            query = (
-                f"SELECT id, start_ns, start_ns + wall_ns FROM {table} WHERE process = ? AND id BETWEEN ? AND ?"
-                " ORDER BY id LIMIT 1"
-            )
-            found += self.store.query(query, (process, *self._bounds(process))) if count else []
+        tables = [] if ring is None else [table for table in ("calls", "steps") if getattr(ring, table)]
+        first = (
+            "SELECT * FROM (SELECT id, start_ns, start_ns + wall_ns FROM {}"
+            " WHERE process = :process AND id BETWEEN :low AND :high ORDER BY id LIMIT 1)"
+        )
+        low, high = self._bounds(process)
+        values = {"process": process, "low": low, "high": high}
+        found = self.store.query(" UNION ALL ".join(map(first.format, tables)), values) if tables else []
         known = sorted(row for row in found if _whole(*row))
         return next((start for _, start, end in known if end <= self.until_ns), None)
 
@@ -178,7 +180,7 @@ class AsOf:
             f"SELECT json FROM events WHERE {LASTING} AND kind = ? AND ifnull(t_ns, 0) <= ? ORDER BY id DESC LIMIT ?"
         )
         rows = self.store.query(query, (kind, self.until_ns, newest))
-        return [event for (text,) in reversed(rows) if (event := event_in(text)) is not None]
+        return [event for (text,) in reversed(rows) if (event := _lasting(text)) is not None]
 
     def count(self, kind: str) -> int:
         """How many events of such a kind there were."""
@@ -251,6 +253,10 @@ class AsOf:
             for start, high in rows
             if type(start) is int and isinstance(high, (int, float)) and abs(high) < 1e18
         ]
+
+
+_lasting = lru_cache(maxsize=1024)(event_in)
+"""A text is always the same event: those that last are asked for in every picture."""
 
 
 def _numbers(payload: bytes) -> set[int]:

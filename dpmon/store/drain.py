@@ -28,6 +28,8 @@ COMMIT_S = 0.2
 """Between two commits while something happens."""
 MANY_RINGS = 16
 """With more rings than this there is one commit for each second of the run, so that each tally is written once."""
+TAKE_S = 0.2
+"""Between two looks into as many rings as that, unless one of them fills faster than it is read."""
 _AFTER_S = 0.1
 """Such a commit comes this long after the end of a second: the records of that second are there by then."""
 FIND_S = 0.2
@@ -118,6 +120,7 @@ class Drain:
         """Payloads that are not written yet."""
         self._next_id = 1
         self._find_at = 0.0
+        self._take_at = 0.0
         self._commit_at = 0.0
         self._retry_at = 0.0
         self.failure: Exception | None = None
@@ -137,8 +140,10 @@ class Drain:
             if now >= self._find_at:
                 self._find_at = now + FIND_S
                 self._find_rings()
-            for source in self._sources.values():
-                more = self._take(source, now) or more
+            if now >= min(self._take_at, self._commit_at):
+                for source in self._sources.values():
+                    more = self._take(source, now) or more
+                self._take_at = now + TAKE_S if len(self._sources) > MANY_RINGS and not more else now
         if now >= self._commit_at or self._bytes >= COMMIT_BYTES:
             self._write(now)
         return more and self._has_room()
@@ -153,7 +158,7 @@ class Drain:
         on with this history: also what processes that outlive the command have under way.
         """
         now = time.monotonic()
-        self._find_at = self._retry_at = 0.0
+        self._find_at = self._take_at = self._retry_at = 0.0
         for source in self._sources.values():
             source.look_at = 0.0
         for _ in range(64):
@@ -246,8 +251,8 @@ class Drain:
         """Note payloads of a ring. They are taken apart when they are written, all at once: that costs less."""
         self._taken.append((source, payloads))
         self._records += len(payloads)
+        self._bytes += sum(map(len, payloads))
         for payload in payloads:
-            self._bytes += len(payload)
             if payload.startswith(_AWAITED):
                 self._commit_at = 0.0
             elif payload.startswith(_MEMORY):

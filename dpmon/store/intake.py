@@ -269,7 +269,7 @@ class Intake:
         own = [*phases, max(0, wall - sum([took for took in phases if took >= 0]))]
         by_call, rest = _of_calls(own, calls)
         values = [took if took >= 0 else None for took in _phases_of((*own, *by_call))]
-        quantities = [_known(count) for count in counted]
+        quantities = [count if count >= 0 else None for count in counted]
         times = step_times(payload)
         device = _device_times(times, calls, by_call)
         parts = [part for call in calls for part in call.parts]
@@ -409,10 +409,6 @@ def _device_times(times: bytes | None, calls: Sequence[_Call], by_call: Sequence
     if "forward" in found and all(name in found for name in inside):
         found[REST] = max(found["forward"] - sum(found[name] for name in inside), 0)
     return found
-
-
-def _known(value: int) -> int | None:
-    return value if value >= 0 else None
 
 
 def _ns(seconds: object) -> int | None:

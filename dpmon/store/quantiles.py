@@ -10,14 +10,16 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
+from typing import TypeAlias
 
 __all__ = [
     "Counts",
+    "Packed",
     "add_values",
     "between",
     "bounds",
     "bucket",
-    "check",
+    "checked",
     "median",
     "merge",
     "middle",
@@ -30,6 +32,8 @@ __all__ = [
 
 Counts = dict[int, int]
 """Number of values by bucket."""
+Packed: TypeAlias = "array[int]"
+"""The same as it is stored: buckets and counts in turn (see `pack`)."""
 _BITS = 7
 _EXACT = 1 << _BITS + 1
 _MASK = (1 << _BITS) - 1
@@ -42,8 +46,8 @@ def bucket(value: int) -> int:
     """The bucket of a value; negative values count as 0."""
     if value < _EXACT:
         return max(value, 0)
-    size = value.bit_length()
-    return size - _BITS << _BITS | value >> size - _BITS - 1 & _MASK
+    shift = value.bit_length() - _BITS - 1
+    return (shift << _BITS) + (value >> shift)
 
 
 def middle(number: int) -> float:
@@ -69,8 +73,8 @@ def add_values(counts: Counts, values: Iterable[int]) -> None:
     for value in values:
         # As `bucket`, written out here: this runs for every number of every record.
         if value >= _EXACT:
-            size = value.bit_length()
-            number = size - _BITS << _BITS | value >> size - _BITS - 1 & _MASK
+            shift = value.bit_length() - _BITS - 1
+            number = (shift << _BITS) + (value >> shift)
         else:
             number = value if value > 0 else 0
         counts[number] = get(number, 0) + 1
@@ -91,20 +95,21 @@ def between(counts: Mapping[int, int], limits: Sequence[float]) -> list[int]:
     return found
 
 
-def check(data: bytes) -> None:
-    """ValueError unless these are bytes of `pack`."""
-    flat = array("H")
-    flat.frombytes(data)
+def checked(data: bytes) -> Packed:
+    """The numbers in bytes of `pack`; ValueError if these are none."""
+    flat = array("H", data)
     if len(flat) % 2 or max(flat[::2], default=0) > LAST_BUCKET:
         raise ValueError("a damaged sketch")
+    return flat
 
 
 def pack(counts: Mapping[int, int]) -> bytes:
     """As bytes: pairs of bucket and count, 16 bits each, by bucket; a large count takes several pairs."""
     ordered = sorted(counts.items())
-    if max(counts.values(), default=0) <= _MOST:
+    try:
         return array("H", chain.from_iterable(ordered)).tobytes()
-    flat = array("H")
+    except OverflowError:  # a count has more than 16 bits
+        flat = array("H")
     for number, count in ordered:
         while count > _MOST:
             flat.extend((number, _MOST))
@@ -119,14 +124,13 @@ def most_values(size: int) -> int:
     return size // 4 * _MOST
 
 
-def unpack(counts: Counts, data: bytes) -> None:
-    """Add what `pack` gave, of one sketch or of several in a row; ValueError if it is damaged."""
-    check(data)
-    flat = array("H")
-    flat.frombytes(data)
+def unpack(counts: Counts, sketches: Iterable[Packed]) -> None:
+    """Add the counts of packed sketches, which were checked."""
+    flat: Packed = array("H")
+    for sketch in sketches:
+        flat += sketch
     get = counts.get
-    pairs = iter(flat)
-    for number, count in zip(pairs, pairs, strict=True):
+    for number, count in zip(flat[::2], flat[1::2], strict=True):
         counts[number] = get(number, 0) + count
 
 
@@ -141,11 +145,8 @@ def quantiles(counts: Mapping[int, int], fractions: Sequence[float]) -> list[flo
     sums = list(accumulate(counts[number] for number in ordered))
     if not sums or sums[-1] <= 0:
         return [None] * len(fractions)
-    found: list[float | None] = []
-    for fraction in fractions:
-        rank = min(max(-int(-fraction * sums[-1] // 1), 1), sums[-1])
-        found.append(middle(next(number for number, upto in zip(ordered, sums, strict=True) if upto >= rank)))
-    return found
+    ranks = (min(max(-int(-fraction * sums[-1] // 1), 1), sums[-1]) for fraction in fractions)
+    return [middle(ordered[bisect_left(sums, rank)]) for rank in ranks]
 
 
 def median(counts: Mapping[int, int]) -> float | None:

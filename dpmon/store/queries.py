@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import sqlite3
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import Any
@@ -19,7 +19,7 @@ from dpmon.record.kinds import Call, Event, Record, RecordError, Step
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES
 from dpmon.store.answers import GapRow, LongRow, MinuteRow, Shape
-from dpmon.store.sums import TALLY, Parameters, Sums, whole
+from dpmon.store.sums import TALLY, TALLY_AT, Parameters, Sums, key_in, whole
 from dpmon.store.tables import (
     LASTING,
     LASTING_KINDS,
@@ -27,7 +27,7 @@ from dpmon.store.tables import (
     Bounds,
     definitions_in,
 )
-from dpmon.store.tally import Tally
+from dpmon.store.tally import Key, Tally, are_optional
 
 __all__ = ["LONG_COLUMNS", "Store", "event_in", "long_row"]
 
@@ -39,6 +39,11 @@ _COLUMNS = {"calls": "process, payload", "steps": _STEP, "events": "json"}
 _AT_ONCE = 5000
 """Ids of records that are read in one transaction."""
 _LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
+_AT = {name: index for index, name in enumerate(STEP_COLUMNS)}
+_plain_of = itemgetter(*map(_AT.__getitem__, ("process", "step", "mode", "start_ns", "wall_ns", "device")))
+_phases_of = itemgetter(*(_AT[f"{name}_ns"] for name in STEP_PHASES))
+_COUNTED = tuple(quantity.name for quantity in QUANTITIES)
+_quantities_of = itemgetter(*map(_AT.__getitem__, _COUNTED))
 LONG_COLUMNS = ", ".join(("process", "step", "mode", "kind", "start_ns", "wall_ns", *_LONG_PHASES))
 """What `long_row` takes of a step."""
 _SHAPE_CHARACTERS = 1 << 20
@@ -53,6 +58,7 @@ class Store(Sums):
         self._unreadable = 0
         """Damaged rows that `records` met."""
         self._decoders: dict[int, Decoder] = {}
+        self._ranks = {ring.process: ring.rank for ring in reversed(self.rings.values())}
 
     @property
     def dropped(self) -> int:
@@ -61,7 +67,7 @@ class Store(Sums):
 
     def rank(self, process: int) -> int | None:
         """The rank of a process; None if it has none."""
-        return next((ring.rank for ring in self.rings.values() if ring.process == process), None)
+        return self._ranks.get(process)
 
     def definitions(self, process: int, numbers: Collection[int] | None = None) -> dict[int, Any]:
         """The definitions of a process by number, or those with these numbers; damaged ones are left out."""
@@ -129,9 +135,11 @@ class Store(Sums):
         found = []
         for width, begin, end in self.cover(0, oldest // _SECOND, widest=1):
             for row in self._rows(query, (width, begin, end, *values, most)):
-                named = dict(zip(TALLY, row, strict=True))
-                with suppress(ValueError, TypeError):
-                    found.append(_longest_of(named, width, Tally.of_row(named, self._names, sketches=False)))
+                key = key_in(row)
+                with suppress(ValueError):
+                    if key is not None:
+                        tally = Tally.of_row(row[TALLY_AT:], self._names, sketches=False)
+                        found.append(_longest_of(key, (row[0] + width) * _SECOND, tally))
         return sorted(found, key=lambda step: -step.wall_ns)[:most]
 
     def steps(self, most: int, *, begin_ns: int = 0, end_ns: int = _LAST_NS, process: int | None = None) -> list[Step]:
@@ -150,32 +158,30 @@ class Store(Sums):
         found = []
         for row in self._each(query, values):
             with suppress(RecordError):
-                found.append(self._step(dict(zip(STEP_COLUMNS, row, strict=True))))
+                found.append(self._step(row))
         return found
 
-    def _step(self, row: Mapping[str, Any]) -> Step:
-        """The record in a row of steps; RecordError if it is damaged."""
-        phases = {name: row[f"{name}_ns"] for name in STEP_PHASES}
-        quantities = {quantity.name: row[quantity.name] for quantity in QUANTITIES}
-        whole = [row[name] for name in ("process", "step", "start_ns", "wall_ns")]
-        optional = [*quantities.values(), *phases.values()]
-        known = all(type(value) is int for value in whole)
-        if not known or row["mode"] not in MODES or not all(value is None or type(value) is int for value in optional):
+    def _step(self, row: Sequence[Any]) -> Step:
+        """The record in a row of STEP_COLUMNS; RecordError if it is damaged."""
+        process, number, mode, start, wall, device = _plain_of(row)
+        phases, quantities = _phases_of(row), _quantities_of(row)
+        known = type(process) is type(number) is type(start) is type(wall) is int and mode in MODES
+        if not known or not are_optional(phases) or not are_optional(quantities):
             raise RecordError("damaged row in steps")
-        process, number, start, wall = whole
+        counted = {name: count for name, count in zip(_COUNTED, quantities, strict=True) if count is not None}
         found = Step(
             process=process,
             rank=self.rank(process),
             step=number,
-            mode=row["mode"],
+            mode=mode,
             start_ns=start,
             wall_ns=wall,
-            samples=quantities.pop("samples"),
-            phases={name: took for name, took in phases.items() if took is not None},
-            quantities={name: count for name, count in quantities.items() if count is not None},
+            samples=counted.pop("samples", None),
+            phases={name: took for name, took in zip(STEP_PHASES, phases, strict=True) if took is not None},
+            quantities=counted,
         )
         try:
-            return kept_step_times(found, row["device"]) if isinstance(row["device"], bytes) else found
+            return kept_step_times(found, device) if isinstance(device, bytes) else found
         except (struct.error, ValueError, IndexError):
             raise RecordError("damaged row in steps") from None
 
@@ -229,7 +235,7 @@ class Store(Sums):
             process, payload = row
             return self.decoder(process).decode(payload)
         if table == "steps":
-            return self._step(dict(zip(STEP_COLUMNS, row, strict=True)))
+            return self._step(row)
         return event_in(row[0])
 
     def newest_ns(self) -> int:
@@ -359,16 +365,16 @@ def _only(mode: str | None, evaluation: bool | None) -> tuple[str, tuple[Any, ..
     return " AND ".join(parts), tuple(values)
 
 
-def _longest_of(row: Mapping[str, Any], width: int, tally: Tally) -> LongRow:
-    """The longest step of a tally; ValueError if it has none."""
-    process, mode, kind, start, wall = row["process"], row["mode"], row["kind"], row["start_s"], tally.high_ns
-    if mode not in MODES or wall is None or not {type(process), type(kind), type(start)} <= {int}:
+def _longest_of(key: Key, end_ns: int, tally: Tally) -> LongRow:
+    """The longest step of a tally, whose time ends at `end_ns`; ValueError if it has none."""
+    wall = tally.high_ns
+    if wall is None:
         raise ValueError("a damaged tally")
     others = max(tally.stat(STEP).total - wall, 0)
     spent = {name: tally.stat(name).total for name in STEP_PHASES}
     # As if the others had been in that phase all the time.
     least = {name: took - others for name, took in spent.items() if 2 * (took - others) > wall}
-    return LongRow(process, None, mode, kind, max((start + width) * _SECOND - wall, 0), wall, least)
+    return LongRow(key.process, None, key.mode, key.kind, max(end_ns - wall, 0), wall, least)
 
 
 def long_row(row: tuple[Any, ...]) -> LongRow | None:

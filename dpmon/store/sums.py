@@ -7,20 +7,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from dpmon.record.schema import MODES
+from dpmon.record.schema import MODES, STEP
 from dpmon.store.accounting import ACTIVITIES, LATEST_NS
-from dpmon.store.answers import TimeRow, TimeTogether
+from dpmon.store.answers import PaceRow, TimeRow, TimeTogether
 from dpmon.store.tables import (
     ACTIVITY_COLUMNS,
-    TALLY_COLUMNS,
     Bounds,
     HistoryError,
     RingRow,
     rings_in,
 )
-from dpmon.store.tally import ALL, WIDTHS, Key, Tally, known_keys
+from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, Tally, are_optional, known_keys, total_in
 
-__all__ = ["END", "TALLY", "Parameters", "Sums", "whole"]
+__all__ = ["END", "TALLY", "TALLY_AT", "Parameters", "Sums", "key_in", "whole"]
 
 END = 1 << 40
 """A second after every run."""
@@ -28,7 +27,10 @@ _LATEST_S = LATEST_NS // 1_000_000_000
 """A later second is damaged."""
 Parameters = Sequence[Any] | Mapping[str, Any]
 """Values of a query's parameters."""
-TALLY = ("start_s", "process", "mode", "kind", "batch", *TALLY_COLUMNS, "sketches")
+TALLY = ("start_s", "process", "mode", "kind", "batch", *COLUMNS)
+TALLY_AT = len(TALLY) - len(COLUMNS)
+"""Where the COLUMNS of a tally begin."""
+_PACE = ("start_s", "process", "mode", "kind", "steps", "first_ns", "last_ns", "samples_sum", "samples_n", "sketches")
 _TIME = ("start_s", "process", "mode", *ACTIVITY_COLUMNS)
 _BETWEEN = "width = :width AND start_s >= :begin AND start_s < :end"
 _STARTS = (
@@ -42,7 +44,7 @@ def _total(column: str) -> str:
     return f"CAST(total({column}) AS INTEGER)"
 
 
-_SUMS = tuple(f"{_REACH[name]}({name})" if name in _REACH else _total(name) for name in TALLY_COLUMNS)
+_SUMS = tuple(f"{_REACH[name]}({name})" if name in _REACH else _total(name) for name in COLUMNS[:-1])
 """Of the columns of several tallies."""
 _TIME_SUMS = ", ".join(map(_total, ACTIVITY_COLUMNS))
 
@@ -163,11 +165,16 @@ class Sums:
         `process`: of this one only, or of several; ALL for those of all together, which a run of one process lacks.
         `series`: read these only.
         """
+        names = self._named(series)
         for width, row in self._stretches("tallies", TALLY, begin_s, end_s, process, finest, widest):
-            with suppress(ValueError):
-                named, key = _named(row)
-                tally = Tally.of_row(named, self._names, sketches=sketches, series=series)
-                yield named["start_s"], width, key, tally
+            key = key_in(row)
+            if key is None:
+                continue
+            try:
+                tally = Tally.of_row(row[TALLY_AT:], names, sketches=sketches)
+            except ValueError:
+                continue
+            yield row[0], width, key, tally
 
     def _stretches(
         self,
@@ -198,6 +205,41 @@ class Sums:
             for row in self._each(query, values):
                 yield width, row
 
+    def pace_rows(self, begin_s: int, end_s: int, process: int | Collection[int]) -> Iterator[PaceRow]:
+        """What a rate takes of the tallies of a second each, of one process or several, in order of time."""
+        number = next((number for number, name in self._names.items() if name == STEP), None)
+        for _, row in self._stretches("tallies", _PACE, begin_s, end_s, process, widest=1):
+            start, who, mode, kind, steps, first, last, samples, known, data = row
+            whole_numbers = type(start) is type(who) is type(kind) is type(steps) is int
+            if whole_numbers and mode in MODES and are_optional(row[5:-1]):
+                try:
+                    took = total_in(data, number)
+                except ValueError:
+                    continue
+                yield PaceRow(start, who, mode, kind, steps, first, last, samples, known, took)
+
+    def step_counts(self, begin_s: int, end_s: int) -> dict[int, int]:
+        """By process, the steps in the tallies of a second each."""
+        query = (
+            f"SELECT process, {_total('steps')} FROM tallies WHERE width = ? AND start_s >= ? AND start_s < ?"
+            " AND process >= 0 GROUP BY process"
+        )
+        found: dict[int, int] = {}
+        for stretch in self.cover(begin_s, end_s, widest=1):
+            for process, steps in self._each(query, stretch):
+                found[process] = found.get(process, 0) + steps
+        return found
+
+    def pace_times(
+        self, begin_s: int, end_s: int, process: int | Collection[int], *, evaluation: bool, widest: int = WIDTHS[-1]
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Process, start, width and time (ns) of training and between steps, of `evaluation` too if it is to count."""
+        spent = "training_ns + between_ns" + " + evaluation_ns" * evaluation
+        for width, row in self._stretches("times", ("process", "start_s", spent), begin_s, end_s, process, 1, widest):
+            who, start, ns = row
+            if type(who) is type(start) is type(ns) is int:
+                yield who, start, width, ns
+
     def tallies(
         self,
         begin_s: int = 0,
@@ -209,13 +251,21 @@ class Sums:
     ) -> dict[Key, Tally]:
         """By key, all of the time between two seconds. Parameters as in `tally_rows`."""
         found: dict[Key, Tally] = {}
+        names = self._named(series)
         for _, row in self._stretches("tallies", TALLY, begin_s, end_s, process):
+            key = key_in(row)
             with suppress(ValueError):
-                named, key = _named(row)
-                tally = found.get(key) or Tally()
-                tally.add_row(named, self._names, sketches=sketches, series=series)
-                found[key] = tally
+                if key is not None:
+                    tally = found.get(key) or Tally()
+                    tally.add_row(row[TALLY_AT:], names, sketches=sketches)
+                    found[key] = tally
         return found
+
+    def _named(self, series: Collection[str] | None) -> Mapping[int, str]:
+        """The series with these names by number, or all."""
+        if series is None:
+            return self._names
+        return {number: name for number, name in self._names.items() if name in series}
 
     def of_all(self, begin_s: int = 0, end_s: int = END) -> dict[Key, Tally]:
         """As `tallies`, of all processes together, under the process ALL."""
@@ -236,8 +286,9 @@ class Sums:
                 key = Key(*row[:4])
                 with suppress(ValueError):
                     if key in self._keys:
-                        tally = Tally.of_row({**dict(zip(TALLY_COLUMNS, row[4:], strict=True)), "sketches": b""}, {})
-                        found.setdefault(key, Tally()).merge(tally)
+                        tally = found.get(key) or Tally()
+                        tally.add_row((*row[4:], b""), {})
+                        found[key] = tally
         return found
 
     def kinds(self) -> set[tuple[str, int]]:
@@ -303,13 +354,12 @@ def _second(value: object) -> int:
     return min(max(whole(value), 0), _LATEST_S)
 
 
-def _named(row: Sequence[Any]) -> tuple[dict[str, Any], Key]:
-    """A row of tallies by the names of its columns, and its key; ValueError if that is damaged."""
-    named = dict(zip(TALLY, row, strict=True))
-    whole_numbers = named["start_s"], named["process"], named["kind"], named["batch"]
-    if any(type(value) is not int for value in whole_numbers) or named["mode"] not in MODES:
-        raise ValueError("a damaged tally")
-    return named, Key(named["process"], named["mode"], named["kind"], named["batch"])
+def key_in(row: Sequence[Any]) -> Key | None:
+    """The key in a row of TALLY; None if it or the start is damaged."""
+    start, process, mode, kind, batch = row[:TALLY_AT]
+    if type(start) is type(process) is type(kind) is type(batch) is int and mode in MODES:
+        return Key(process, mode, kind, batch)
+    return None
 
 
 def whole(value: object, otherwise: int = 0) -> int:

@@ -50,7 +50,7 @@ from typing import Any
 from dpmon.record.plainjson import load_json
 from dpmon.record.schema import PHASES, QUANTITIES
 from dpmon.store.accounting import ACTIVITIES
-from dpmon.store.tally import PLAIN
+from dpmon.store.tally import COLUMNS
 
 __all__ = [
     "ACTIVITY_COLUMNS",
@@ -64,7 +64,6 @@ __all__ = [
     "SCHEMA",
     "SCHEMA_VERSION",
     "STEP_COLUMNS",
-    "TALLY_COLUMNS",
     "Bounds",
     "HistoryError",
     "RingRow",
@@ -106,7 +105,6 @@ CALL_COLUMNS: Mapping[str, str] = {
 """The columns of calls and their types."""
 LATER_RING_COLUMNS: Mapping[str, str] = {"last_call": "INTEGER", "lines": "INTEGER", "state": "TEXT"}
 """Columns of rings that a history of this schema may lack: they are added where it is written."""
-TALLY_COLUMNS = (*PLAIN, *(f"{quantity.name}_{part}" for quantity in QUANTITIES for part in ("sum", "n")))
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
 
 
@@ -151,7 +149,7 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
     step_columns=", ".join(f"{name} {kind}" for name, kind in STEP_COLUMNS.items()),
     later_ring_columns=", ".join(f"{name} {kind}" for name, kind in LATER_RING_COLUMNS.items()),
     call_columns=", ".join(f"{name} {kind}" for name, kind in CALL_COLUMNS.items()),
-    tally_columns=_whole_numbers(TALLY_COLUMNS) + ", sketches BLOB",
+    tally_columns=_whole_numbers(COLUMNS[:-1]) + ", sketches BLOB",
     activities=_whole_numbers(ACTIVITY_COLUMNS),
 )
 
@@ -226,7 +224,7 @@ class Bounds:
         for number, row in enumerate(cursor):
             if number > self.rows:
                 raise HistoryError("it has more rows than its size allows")
-            self.begin()
+            self._done = 0
             yield row
 
     def begin(self) -> None:

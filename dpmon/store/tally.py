@@ -8,17 +8,20 @@ tally.
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, itemgetter
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from dpmon.record.schema import MODES, PHASES, QUANTITIES, REST, STEP, device_series
 from dpmon.store import quantiles
-from dpmon.store.quantiles import Counts
+from dpmon.store.quantiles import Counts, Packed
 
 __all__ = [
     "ALL",
+    "COLUMNS",
     "NO_SAMPLES",
     "OTHER_SIZES",
     "WIDTHS",
@@ -28,7 +31,9 @@ __all__ = [
     "StepFacts",
     "Sum",
     "Tally",
+    "are_optional",
     "known_keys",
+    "total_in",
 ]
 
 ALL = -1
@@ -93,7 +98,7 @@ class Stat:
         self.count = 0
         self.total = 0
         self._counts: Counts = {}
-        self._packed: list[bytes] = []
+        self._packed: list[Packed] = []
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Stat):
@@ -106,7 +111,7 @@ class Stat:
     def counts(self) -> Counts:
         """The sketch."""
         if self._packed:
-            quantiles.unpack(self._counts, b"".join(self._packed))
+            quantiles.unpack(self._counts, self._packed)
             self._packed.clear()
         return self._counts
 
@@ -123,11 +128,11 @@ class Stat:
         quantiles.merge(self._counts, other._counts)
         self._packed += other._packed
 
-    def add_packed(self, count: int, total: int, packed: bytes) -> None:
-        """Add values by their number, their sum and their sketch, which was checked (dpmon.store.quantiles)."""
+    def add_packed(self, count: int, total: int, packed: Packed | None) -> None:
+        """Add values by their number, their sum and their sketch, if it is known."""
         self.count += count
         self.total = _bounded(self.total + total)
-        if packed:
+        if packed is not None:
             self._packed.append(packed)
 
     @property
@@ -222,13 +227,12 @@ class Tally:
         for phase, column in zip(PHASES, zip(*phases, strict=True), strict=True):
             self._count(phase.name, [took for took in column if took is not None])
         self._count(REST, [took for took in rests if took is not None])
-        named: dict[str, list[int]] = {}
+        named: dict[str, list[int]] = defaultdict(list)
         for times in devices:
             for name, took in times.items():
-                named.setdefault(device_series(name), []).append(took)
-        for each in parts:
-            for name, took in each:
-                named.setdefault(name, []).append(took)
+                named[device_series(name)].append(took)
+        for name, took in chain.from_iterable(parts):
+            named[name].append(took)
         for name, values in named.items():
             self._count(name, values)
 
@@ -240,13 +244,16 @@ class Tally:
             found.add(values)
 
     def _extremes(self, low: int, high: int) -> None:
-        self.low_ns = low if self.low_ns is None else min(self.low_ns, low)
-        self.high_ns = high if self.high_ns is None else max(self.high_ns, high)
+        if self.low_ns is None or low < self.low_ns:
+            self.low_ns = low
+        if self.high_ns is None or high > self.high_ns:
+            self.high_ns = high
 
-    def _reach(self, first: int | None, last: int | None) -> None:
-        if first is not None and last is not None:
-            self.first_ns = first if self.first_ns is None else min(self.first_ns, first)
-            self.last_ns = last if self.last_ns is None else max(self.last_ns, last)
+    def _reach(self, first: int, last: int) -> None:
+        if self.first_ns is None or first < self.first_ns:
+            self.first_ns = first
+        if self.last_ns is None or last > self.last_ns:
+            self.last_ns = last
 
     def merge(self, other: Tally) -> None:
         """Add all of another."""
@@ -276,7 +283,8 @@ class Tally:
             self.last_step = last_step if self.last_step is None else max(self.last_step, last_step)
         if low is not None and high is not None:
             self._extremes(low, high)
-        self._reach(first, last)
+        if first is not None and last is not None:
+            self._reach(first, last)
 
     def quantile(self, series: str, fraction: float) -> float | None:
         """A quantile of a series in ns, at most 0.4 % off; of steps never outside the shortest and the longest."""
@@ -293,14 +301,11 @@ class Tally:
 
     # ------------------------------------------------------------------------------------------ rows
 
-    def row(self, names: SeriesNames) -> dict[str, Any]:
-        """The columns of the table `tallies` beside its key."""
-        return {
-            **{name: getattr(self, name) for name in PLAIN},
-            **{f"{q.name}_sum": self.sums[q.name].total if q.name in self.sums else None for q in QUANTITIES},
-            **{f"{q.name}_n": self.sums[q.name].count if q.name in self.sums else 0 for q in QUANTITIES},
-            "sketches": b"".join(self._entries(names)),
-        }
+    def row(self, names: SeriesNames) -> tuple[Any, ...]:
+        """Its COLUMNS."""
+        sums = [self.sums.get(quantity.name) for quantity in QUANTITIES]
+        counted = ((None, 0) if one is None else (one.total, one.count) for one in sums)
+        return (*_plain_in(self), *chain.from_iterable(counted), b"".join(self._entries(names)))
 
     def _entries(self, names: SeriesNames) -> Iterator[bytes]:
         for name, stat in self.stats.items():
@@ -310,80 +315,83 @@ class Tally:
                 yield _ENTRY.pack(number, min(stat.count, _MOST_VALUES), stat.total, len(data)) + data
 
     @classmethod
-    def of_row(
-        cls,
-        row: Mapping[str, Any],
-        names: Mapping[int, str],
-        *,
-        sketches: bool = True,
-        series: Collection[str] | None = None,
-    ) -> Tally:
-        """The tally in a row; ValueError if it is damaged. Without `sketches` counts and sums only.
+    def of_row(cls, row: Sequence[Any], names: Mapping[int, str], *, sketches: bool = True) -> Tally:
+        """The tally in a row of COLUMNS; ValueError if it is damaged. Without `sketches` counts and sums only.
 
-        `series`: read these only.
+        `names`: of the series to read, by number.
         """
         found = cls()
-        found.add_row(row, names, sketches=sketches, series=series)
+        found.add_row(row, names, sketches=sketches)
         return found
 
-    def add_row(
-        self,
-        row: Mapping[str, Any],
-        names: Mapping[int, str],
-        *,
-        sketches: bool = True,
-        series: Collection[str] | None = None,
-    ) -> None:
+    def add_row(self, row: Sequence[Any], names: Mapping[int, str], *, sketches: bool = True) -> None:
         """Add the tally in a row, as `of_row` reads it. A damaged one changes nothing."""
-        steps, calls, *reach = _plain_of(row)
-        if not (_is_count(steps) and _is_count(calls) and _OPTIONAL.issuperset(map(type, reach))):
+        steps, calls, last_step, low, high, first, last, *summed, data = row
+        if not (_is_count(steps) and _is_count(calls) and are_optional(row[2:-1])):
             raise ValueError("a damaged tally")
-        sums = []
-        for name, total_in, count_in in _SUM_COLUMNS:
-            total, count = row[total_in], row[count_in]
-            if not _OPTIONAL.issuperset((type(total), type(count))) or (count is not None and not _is_count(count)):
-                raise ValueError("a damaged tally")
+        if not all(map(_is_count, filter(None, summed[1::2]))):
+            raise ValueError("a damaged tally")
+        entries = _entries_of(data, names, sketches=sketches)
+        self._extend(steps, calls, last_step, low, high, first, last)
+        for quantity, total, count in zip(QUANTITIES, summed[::2], summed[1::2], strict=True):
             if total is not None and count:
-                sums.append((name, Sum(count, total)))
-        entries = list(_entries_of(row["sketches"], names, series))
-        for *_, data in entries if sketches else ():
-            quantiles.check(data)
-        self._extend(steps, calls, *reach)
-        for name, known in sums:
-            self.sums.setdefault(name, Sum()).merge(known)
-        for name, count, total, data in entries:
+                self.sums.setdefault(quantity.name, Sum()).merge(Sum(count, total))
+        for name, count, total, packed in entries:
             found = self.stats.get(name)
             if found is None:
                 found = self.stats[name] = Stat()
-            found.add_packed(count, total, data if sketches else b"")
+            found.add_packed(count, total, packed)
 
 
-def _entries_of(
-    data: object, names: Mapping[int, str], series: Collection[str] | None
-) -> Iterator[tuple[str, int, int, bytes]]:
-    """Name, count, sum and sketch of each series in a row; ValueError if they are damaged."""
+def _entries_of(data: object, names: Mapping[int, str], *, sketches: bool) -> list[tuple[str, int, int, Packed | None]]:
+    """Name, count, sum and sketch of the series in a row that have names; ValueError if they are damaged."""
+    if not isinstance(data, bytes):
+        raise ValueError("a damaged tally")
+    found = []
+    at, end = 0, len(data)
+    try:
+        while at < end:
+            number, count, total, size = _ENTRY.unpack_from(data, at)
+            begin = at + _ENTRY.size
+            at = begin + size
+            if at > end or count > quantiles.most_values(size):
+                raise ValueError("a damaged tally")
+            name = names.get(number)
+            if name is not None:
+                found.append((name, count, total, quantiles.checked(data[begin:at]) if sketches and size else None))
+    except struct.error:
+        raise ValueError("a damaged tally") from None
+    return found
+
+
+def total_in(data: object, series: int | None) -> int:
+    """The sum of one series, by its number, in the sketches of a row; 0 if it is not there, ValueError for damage."""
     if not isinstance(data, bytes):
         raise ValueError("a damaged tally")
     at = 0
-    while at < len(data):
-        try:
-            number, count, total, size = _ENTRY.unpack_from(data, at)
-        except struct.error:
-            raise ValueError("a damaged tally") from None
-        at += _ENTRY.size + size
-        if at > len(data) or count > quantiles.most_values(size):
-            raise ValueError("a damaged tally")
-        name = names.get(number)
-        if name is not None and (series is None or name in series):
-            yield name, count, total, data[at - size : at]
+    try:
+        while at < len(data):
+            number, _, total, size = _ENTRY.unpack_from(data, at)
+            if number == series:
+                return int(total)
+            at += _ENTRY.size + size
+    except struct.error:
+        raise ValueError("a damaged tally") from None
+    return 0
 
 
 PLAIN = ("steps", "calls", "last_step", "low_ns", "high_ns", "first_ns", "last_ns")
 """Members of Tally with a column of the same name."""
-_plain_of, _plain_in = itemgetter(*PLAIN), attrgetter(*PLAIN)
+COLUMNS = (*PLAIN, *(f"{quantity.name}_{part}" for quantity in QUANTITIES for part in ("sum", "n")), "sketches")
+"""The columns of the table `tallies` beside its key; all but the last are whole numbers."""
+_plain_in = attrgetter(*PLAIN)
 _OPTIONAL = {int, type(None)}
 """SQLite holds whatever was written into a column, of any type."""
-_SUM_COLUMNS = [(quantity.name, f"{quantity.name}_sum", f"{quantity.name}_n") for quantity in QUANTITIES]
+
+
+def are_optional(values: Iterable[object]) -> bool:
+    """Whether all are whole numbers or None."""
+    return _OPTIONAL.issuperset(map(type, values))
 
 
 def _is_count(value: object) -> bool:

@@ -16,8 +16,8 @@ from itertools import pairwise
 
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.store.batch import Batch, Ended
-from dpmon.store.tables import ACTIVITY_COLUMNS, TALLY_COLUMNS
-from dpmon.store.tally import ALL, WIDTHS, Key, SeriesNames, Tally, known_keys
+from dpmon.store.tables import ACTIVITY_COLUMNS
+from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, SeriesNames, Tally, known_keys
 
 __all__ = ["TallyWriter"]
 
@@ -28,13 +28,12 @@ _SLACK_S = 2
 """A stretch is over this long after its end: processes are read one after the other."""
 _ROW_BYTES = 200
 """What a row of tallies takes beside its sketches, or a row of times; roughly."""
-_COLUMNS = (*TALLY_COLUMNS, "sketches")
 _KEY = "width = ? AND start_s = ? AND process = ? AND mode = ? AND kind = ? AND batch = ?"
 _INTO_TALLIES = (
-    f"INSERT INTO tallies (width, start_s, process, mode, kind, batch, {', '.join(_COLUMNS)})"
-    f" VALUES ({', '.join('?' * (6 + len(_COLUMNS)))})"
+    f"INSERT INTO tallies (width, start_s, process, mode, kind, batch, {', '.join(COLUMNS)})"
+    f" VALUES ({', '.join('?' * (6 + len(COLUMNS)))})"
     " ON CONFLICT (width, start_s, process, mode, kind, batch) DO UPDATE SET "
-    + ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS)
+    + ", ".join(f"{name} = excluded.{name}" for name in COLUMNS)
 )
 _ADD_TIME = (
     f"INSERT INTO times VALUES ({', '.join('?' * (4 + len(ACTIVITY_COLUMNS)))})"
@@ -106,8 +105,8 @@ class TallyWriter:
         """Remember a key. With the second process begin the tallies of all: so far they are those of the first."""
         if len(self._processes) == 1 and key.process not in self._processes:
             self._db.execute(
-                f"INSERT OR IGNORE INTO tallies (width, start_s, process, mode, kind, batch, {', '.join(_COLUMNS)})"
-                f" SELECT width, start_s, {ALL}, mode, kind, batch, {', '.join(_COLUMNS)} FROM tallies"
+                f"INSERT OR IGNORE INTO tallies (width, start_s, process, mode, kind, batch, {', '.join(COLUMNS)})"
+                f" SELECT width, start_s, {ALL}, mode, kind, batch, {', '.join(COLUMNS)} FROM tallies"
                 " WHERE process >= 0"
             )
         self._db.execute("INSERT OR IGNORE INTO keys VALUES (?,?,?,?)", key)
@@ -135,18 +134,15 @@ class TallyWriter:
 
     def _read(self, place: _Place) -> Tally:
         width, start, key = place
-        query = f"SELECT {', '.join(_COLUMNS)} FROM tallies WHERE {_KEY}"
+        query = f"SELECT {', '.join(COLUMNS)} FROM tallies WHERE {_KEY}"
         row = self._db.execute(query, (width, start, *key)).fetchone()
         with suppress(ValueError):
             if row is not None:
-                return Tally.of_row(dict(zip(_COLUMNS, row, strict=True)), self._names.by_number)
+                return Tally.of_row(row, self._names.by_number)
         return Tally()
 
     def _put(self, tallies: Mapping[_Place, Tally]) -> None:
-        rows = []
-        for (width, start, key), tally in tallies.items():
-            values = tally.row(self._names)
-            rows.append((width, start, *key, *(values[name] for name in _COLUMNS)))
+        rows = [(width, start, *key, *tally.row(self._names)) for (width, start, key), tally in tallies.items()]
         self._db.executemany(_INTO_TALLIES, rows)
         self._cache.update(tallies)
         if len(self._cache) > _CACHED:
@@ -178,7 +174,7 @@ class TallyWriter:
 
     def _merge_tallies(self, finer: int, width: int, begin: int, end: int) -> None:
         query = (
-            f"SELECT start_s, process, mode, kind, batch, {', '.join(_COLUMNS)} FROM tallies"
+            f"SELECT start_s, process, mode, kind, batch, {', '.join(COLUMNS)} FROM tallies"
             " WHERE width = ? AND start_s >= ? AND start_s < ? ORDER BY start_s"
         )
         wider: dict[_Place, Tally] = {}
@@ -190,8 +186,9 @@ class TallyWriter:
                 wider, at = {}, start
             place = width, start, Key(*row[1:5])
             with suppress(ValueError):
-                tally = Tally.of_row(dict(zip(_COLUMNS, row[5:], strict=True)), self._names.by_number)
-                wider.setdefault(place, Tally()).merge(tally)
+                tally = wider.get(place) or Tally()
+                tally.add_row(row[5:], self._names.by_number)
+                wider[place] = tally
         self._put(wider)
         for place in [place for place in self._cache if place[0] < width and place[1] < end]:
             del self._cache[place]

@@ -9,7 +9,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from dpmon.ring import RingError
 from dpmon.run import proc
@@ -20,27 +20,12 @@ from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, ring_paths
 from dpmon.run.signalling import is_named
 from dpmon.run.uncaught import uncaught_in
 
-__all__ = ["Adopted", "Child", "Command", "find_command", "last_sign"]
+__all__ = ["Adopted", "Child", "find_command", "last_sign"]
 
 PATIENCE_S = 2.0
 """How long to wait for somebody who may know more: the foreground that reaps the command, or the kernel."""
 _REAPED = "something else than its supervisor had reaped it"
 _LOST = "the supervisor that had started it was killed before it ended"
-
-
-class Command(Protocol):
-    """What a supervisor watches."""
-
-    pid: int
-
-    def over(self) -> bool:
-        """Whether it has ended."""
-
-    def ending(self, info: RunInfo) -> ExitInfo:
-        """How it ended, once it is over."""
-
-    def release(self) -> None:
-        """Reap the command, after its outcome was passed on."""
 
 
 class Child:

@@ -164,13 +164,9 @@ class Metrics:
     def _step_lines(self, window: Window, ranks: Mapping[int, int | None], run: _Labels) -> list[str]:
         found = _by_mode(window, ranks, run)
         lines = self._durations(found)
-        step_phases = [phase.name for phase in PHASES if not phase.of_call]
-        lines += self._phases("step_phase_seconds_total", "Time of the steps by phase.", found, step_phases)
-        lines += self._on_device("step", found, step_phases)
-        call_phases = [phase.name for phase in PHASES if phase.of_call]
+        lines += self._phases("step", "steps", "Time of the steps by phase.", found)
         text = "Time of the steps' calls by phase; it lies within the steps' forward."
-        lines += self._phases("call_phase_seconds_total", text, found, call_phases)
-        lines += self._on_device("call", found, call_phases)
+        lines += self._phases("call", "steps' calls", text, found)
         for quantity in QUANTITIES:
             known = [(one.labels, one.tally.sum(quantity.name)) for one in found]
             text = f"Sum over the steps that know it: {quantity.meaning}."
@@ -192,25 +188,16 @@ class Metrics:
             series.append((one.labels, buckets, self._growing((name, "sum"), one.labels, stat.total / 1e9)))
         return histogram(name, "Time of a step; the bounds of the buckets are at most 0.4 % off.", BOUNDS_S, series)
 
-    def _phases(self, name: str, text: str, found: Iterable[_Series], phases: Sequence[str]) -> list[str]:
-        values = [
-            ({**one.labels, "phase": phase}, one.tally.stats[phase].total / 1e9)
-            for one in found
-            for phase in phases
-            if phase in one.tally.stats
-        ]
-        return self._counter(name, text, values)
-
-    def _on_device(self, what: str, found: Iterable[_Series], phases: Sequence[str]) -> list[str]:
-        """Time on the devices, and of how many steps it is: without these there is no mean of it."""
-        known = [
-            ({**one.labels, "phase": phase}, one.tally.stats[device_series(phase)])
-            for one in found
-            for phase in phases
-            if device_series(phase) in one.tally.stats
-        ]
-        whose = "steps" if what == "step" else "steps' calls"
+    def _phases(self, what: str, whose: str, text: str, found: Iterable[_Series]) -> list[str]:
+        """Time by phase; that on the devices, and of how many steps it is: without these there is no mean of it."""
+        phases = [phase.name for phase in PHASES if phase.of_call == (what == "call")]
+        each = [({**one.labels, "phase": phase}, phase, one.tally.stats) for one in found for phase in phases]
+        known = [(labels, stats[name]) for labels, phase, stats in each if (name := device_series(phase)) in stats]
         return [
+            *self._counter(
+                f"{what}_phase_seconds_total", text,
+                [(labels, stats[phase].total / 1e9) for labels, phase, stats in each if phase in stats],
+            ),
             *self._counter(
                 f"{what}_phase_device_seconds_total",
                 f"Time of the slowest device by phase of the {whose}, of the steps in which it is known.",
@@ -221,7 +208,7 @@ class Metrics:
                 f"Steps in which the time on the device of the {whose} is known, by phase.",
                 [(labels, stat.count) for labels, stat in known],
             ),
-        ]
+        ]  # fmt: skip
 
     def _time_lines(self, window: Window, ranks: Mapping[int, int | None], run: _Labels) -> list[str]:
         """Where the time of each process went, what it trained in it, and its newest step."""

@@ -11,7 +11,7 @@ import dpmon
 from dpmon.run.files import open_file
 from dpmon.run.rundir import RunInfo
 from dpmon.run.terminal import Terminal
-from dpmon.supervise.sigchld import ignored_again
+from dpmon.supervise.signals import ignored_again
 
 __all__ = ["environment", "start_command"]
 

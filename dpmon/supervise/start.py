@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import dpmon
-from dpmon.run import proc
+from dpmon.run.condition import command_alive
 from dpmon.run.files import open_file
 from dpmon.run.lock import needs_supervisor, take_lock
 from dpmon.run.rundir import load_exit, load_info
 from dpmon.supervise.outcome import open_pipe
-from dpmon.supervise.sigchld import ignored_again
+from dpmon.supervise.signals import ignored_again
 
 __all__ = ["TAKE_OVER", "Started", "look_after", "start_supervisor", "take_over"]
 
@@ -90,7 +90,7 @@ def look_after(directory: Path) -> None:
         helper = take_over(directory)
     except OSError:  # a full or read-only disk: the rings are read as they are
         return
-    if info.boot_id != proc.boot_id() or not proc.is_running(info.command_pid, info.command_started):
+    if not command_alive(info):
         with contextlib.suppress(subprocess.TimeoutExpired):
             helper.wait(FINISH_S)
 

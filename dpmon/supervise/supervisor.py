@@ -13,31 +13,32 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dpmon.run import proc
+from dpmon.run.condition import YOUNG_S
 from dpmon.run.ending import exit_info, unknown_exit
 from dpmon.run.files import open_file, remove_file
 from dpmon.run.lock import needs_supervisor, take_lock
 from dpmon.run.notes import WarningsLog
-from dpmon.run.oom import OomWatch
+from dpmon.run.out_of_memory import OomWatch
 from dpmon.run.pidfd import open_pidfd
-from dpmon.run.rundir import ExitInfo, load_exit, load_info, save
-from dpmon.run.state import YOUNG_S
+from dpmon.run.rundir import ExitInfo, load_exit, load_info, output_paths, save
 from dpmon.run.terminal import INPUT_FIFO, Terminal
 from dpmon.run.uncaught import uncaught
 from dpmon.run.waiting import InputWatch
-from dpmon.supervise.adopt import Adopted, Child, Command, find_command, last_sign
+from dpmon.supervise.adopt import Adopted, Child, find_command, last_sign
 from dpmon.supervise.outcome import tell_outcome
 from dpmon.supervise.room import OutputRoom
-from dpmon.supervise.sigchld import keep_statuses
+from dpmon.supervise.signals import keep_statuses
 from dpmon.supervise.spawn import start_command
 from dpmon.supervise.start import TAKE_OVER
 
 if TYPE_CHECKING:
+    from dpmon.gpu.sampler import DeviceSampler
     from dpmon.supervise.metrics import Metrics
 
 __all__ = ["main"]
@@ -56,13 +57,6 @@ LOOK_S = 0.2
 """Between two looks at everything that changes rarely."""
 
 
-class _Sampler(Protocol):
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-    def emit(self, kind: str, data: Mapping[str, Any]) -> None: ...
-    def heard(self, payload: bytes, pid: int) -> None: ...
-
-
 class _Silent:
     """Stands in for the sampler where its ring could not be made: what it would record goes to supervisor.log."""
 
@@ -77,6 +71,11 @@ class _Silent:
 
     def heard(self, payload: bytes, pid: int) -> None:
         pass
+
+
+def _warner(sampler: DeviceSampler | _Silent) -> Callable[[str], None]:
+    """What records a warning of ours."""
+    return lambda text: sampler.emit("warning", {"process": None, "text": text})
 
 
 def _log(text: str) -> None:
@@ -209,7 +208,7 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------ watch
 
-    def _sampler(self, pid: int) -> _Sampler:
+    def _sampler(self, pid: int) -> DeviceSampler | _Silent:
         from dpmon.gpu.sampler import DeviceSampler
 
         for number in range(TAKEOVERS):
@@ -224,7 +223,7 @@ class Supervisor:
                 break
         return _Silent()
 
-    def _watch(self, command: Command, *, late: bool = False) -> None:
+    def _watch(self, command: Child | Adopted, *, late: bool = False) -> None:
         from dpmon.store.drain import Drain  # sqlite is loaded while the command loads torch, not before
         from dpmon.store.writer import LIMIT_BYTES
 
@@ -232,7 +231,7 @@ class Supervisor:
         drain = Drain(
             self._directory,
             self._info,
-            lambda text: sampler.emit("warning", {"process": None, "text": text}),
+            _warner(sampler),
             LITTLE_HISTORY if "elsewhere" in self._info.options else LIMIT_BYTES,
         )
         metrics = self._metrics(sampler)
@@ -244,7 +243,7 @@ class Supervisor:
             sampler.start()
             elsewhere = self._info.options.get("elsewhere")
             if isinstance(elsewhere, str):
-                sampler.emit("warning", {"process": None, "text": elsewhere})
+                _warner(sampler)(elsewhere)
         poller = self._poller(command.pid)
         reads = InputWatch(self._directory, command.pid, lambda *wait: self._tell_wait(sampler, command.pid, *wait))
         drain.heard = sampler.heard
@@ -255,7 +254,7 @@ class Supervisor:
                 look_at = now + LOOK_S
                 ended = command.over()
                 for text in self._warnings.new():
-                    sampler.emit("warning", {"process": None, "text": text})
+                    _warner(sampler)(text)
             busy = drain.drain(now)
             room.look(now)
             reads.look(now)
@@ -279,30 +278,28 @@ class Supervisor:
             drain.close()
             sampler.stop()
 
-    def _tell_wait(self, sampler: _Sampler, pid: int, since_ns: int, seen_ns: int) -> None:
+    def _tell_wait(self, sampler: DeviceSampler | _Silent, pid: int, since_ns: int, seen_ns: int) -> None:
         """The command has waited for a line of input: so that no step is called slow for it."""
         seconds = (since_ns - self._info.start_ns) / 1e9
         sampler.emit("input", {"pid": pid, "t_s": seconds, "waited_s": (seen_ns - since_ns) / 1e9})
 
     def _set_aside(self) -> None:
         """Hold what exit.json will need, so that how the run ended is known on a full disk too."""
+        path = self._directory / SPARE_FILE
         with contextlib.suppress(OSError):
-            fd = open_file(self._directory / SPARE_FILE, os.O_WRONLY | os.O_CREAT)
-            try:
-                os.posix_fallocate(fd, 0, SPARE_BYTES)
-            finally:
-                os.close(fd)
+            fd = open_file(path, os.O_WRONLY | os.O_CREAT)
+            with open(fd, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
 
-    def _room(self, sampler: _Sampler) -> OutputRoom:
-        names = ("stdout.log", "stderr.log") if self._info.headless else ("output.log",)
+    def _room(self, sampler: DeviceSampler | _Silent) -> OutputRoom:
         return OutputRoom(
-            [self._directory / name for name in names],
-            lambda text: sampler.emit("warning", {"process": None, "text": text}),
+            output_paths(self._directory, self._info),
+            _warner(sampler),
             # Of a headless run the foreground may have some to pass on yet.
             HEADLESS_OUTPUT if self._info.headless else SCREEN_OUTPUT,
         )
 
-    def _catch_up(self, command: Command, drain: Any, sampler: _Sampler) -> None:
+    def _catch_up(self, command: Child | Adopted, drain: Any, sampler: DeviceSampler | _Silent) -> None:
         """Take what the rings still hold from where the killed supervisor had come to, and say what is missing."""
         drain.flush()
         self._warnings.told.update(drain.warnings_kept())
@@ -313,7 +310,7 @@ class Supervisor:
         since = "" if last_ns is None else f" after {last_ns / 1e9:.0f} s"
         now = (time.monotonic_ns() - self._info.start_ns) / 1e9
         text = f"the supervisor was killed{since}; another one goes on from {now:.0f} s: no device samples between"
-        sampler.emit("warning", {"process": None, "text": text})
+        _warner(sampler)(text)
         sampler.start()
 
     def _poller(self, pid: int) -> select.poll:
@@ -324,7 +321,7 @@ class Supervisor:
             poller.register(fd, select.POLLIN)
         return poller
 
-    def _metrics(self, sampler: _Sampler) -> Metrics | None:
+    def _metrics(self, sampler: DeviceSampler | _Silent) -> Metrics | None:
         """What keeps the metrics file, if one was asked for."""
         asked = self._info.options.get("metrics")
         if not isinstance(asked, str) or "\0" in asked:
@@ -336,13 +333,9 @@ class Supervisor:
             # A directory from another machine must not make us replace a file of this one. A metrics file that this
             # run wrote gets its last update.
             return None
-        return Metrics(
-            path,
-            self._directory,
-            lambda text: sampler.emit("warning", {"process": None, "text": text}),
-        )
+        return Metrics(path, self._directory, _warner(sampler))
 
-    def _learn(self, command: Command) -> ExitInfo:
+    def _learn(self, command: Child | Adopted) -> ExitInfo:
         """How the command ended. Report it to the foreground before any work that may fail or take long."""
         how = command.ending(self._info)
         if how.cause is None:
@@ -351,7 +344,7 @@ class Supervisor:
         command.release()
         return how
 
-    def _finish(self, how: ExitInfo, drain: Any, sampler: _Sampler, metrics: Metrics | None) -> None:
+    def _finish(self, how: ExitInfo, drain: Any, sampler: DeviceSampler | _Silent, metrics: Metrics | None) -> None:
         drain.flush(over=True)
         data = {"status": how.status, "signal": how.signal, "t_s": how.seconds}
         data |= {name: text for name in ("unknown", "cause") if (text := getattr(how, name)) is not None}

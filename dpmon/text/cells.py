@@ -77,8 +77,8 @@ def cut(text: str, width: int, more: str = "…") -> str:
     return cropped(text, width - span_width(sign)) + sign
 
 
-def wrapped(text: str, width: int) -> list[str]:
-    """`text` in lines of at most `width` cells, broken between words."""
+def wrapped(text: str, width: int, most: int | None = None, more: str = "…") -> list[str]:
+    """`text` in lines of at most `width` cells, broken between words; at most `most`, then the last one is cut."""
     lines: list[str] = []
     line = ""
     for word in text.split():
@@ -87,7 +87,10 @@ def wrapped(text: str, width: int) -> list[str]:
             line = word
         else:
             line = f"{line} {word}" if line else word
-    return [cut(each, width) for each in [*lines, line]]
+    lines = [cut(each, width) for each in [*lines, line]]
+    if most is None or len(lines) <= most:
+        return lines
+    return [*lines[: most - 1], cut(" ".join(lines[most - 1 :]), width, more)]
 
 
 def right(text: str, width: int) -> str:

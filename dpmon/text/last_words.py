@@ -6,11 +6,12 @@ import re
 
 from dpmon.text.cleaning import harmless
 
-__all__ = ["READ_BYTES", "last_line_of_traceback", "last_words"]
+__all__ = ["ESCAPE", "READ_BYTES", "last_line_of_traceback", "last_words"]
 
 READ_BYTES = 1 << 17
 """Bytes from the end of an output that are enough to find them."""
-_ESCAPE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
+ESCAPE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
+"""A sequence of a terminal's, such as a colour."""
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Iteration|Warning|Fault|Timeout)\b(?:: .*)?$")
 _ANY_NAME = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?$")
 
@@ -20,7 +21,7 @@ def last_line_of_traceback(end: bytes) -> str | None:
 
     `end`: the end of the output.
     """
-    lines = _ESCAPE.sub(b"", end).decode("utf-8", "replace").replace("\r", "\n").split("\n")
+    lines = ESCAPE.sub(b"", end).decode("utf-8", "replace").replace("\r", "\n").split("\n")
     header = max((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")), default=None)
     if header is not None:
         after = next((line for line in lines[header + 1 :] if line and not line[0].isspace()), None)

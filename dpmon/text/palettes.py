@@ -95,25 +95,18 @@ LIGHT = Palette(
     ansi=("#24292f", "#c01c28", "#116329", "#7d4e00", "#0969da", "#8250df", "#1b7c83", "#57606a"),
     bright=("#57606a", "#a40e26", "#1a7f37", "#8a6100", "#0550ae", "#6639ba", "#0f6d75", "#24292f"),
 )
-COLOUR_BLIND = Palette(
+COLOUR_BLIND = replace(
+    DARK,
     name="colour-blind",
-    background="#10141a",
-    text="#d6dbe1",
-    dim="#8b949e",
-    strong="#ffffff",
-    frame="#3d4650",
-    focus="#9fb0c3",
     good="#56b4e9",
     wait="#f0e442",
     bad="#ff8a3d",
-    bar="#8fb8de",
     dp="#e69f00",
     single="#56b4e9",
     phases=(
         *("#cc79a7", "#e8dcc0", "#f0e442", "#d55e00", "#56b4e9", "#e69f00"),
         *("#b9e0f7", "#2a7fd4", "#009e73", "#8b949e"),
     ),
-    spare=("#b39ddb", "#c5b358", "#e8a0a0"),
     ansi=("#5c6370", "#ee7733", "#33b899", "#f0e442", "#56b4e9", "#cc79a7", "#99ddff", "#c9d1d9"),
     bright=("#8b949e", "#ff9e66", "#66d9bd", "#f7ef86", "#8dd0f5", "#e3a6c8", "#c2ebff", "#ffffff"),
 )

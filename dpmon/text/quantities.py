@@ -16,6 +16,7 @@ __all__ = [
     "memory",
     "memory_of",
     "quantity_words",
+    "range_words",
     "rate_words",
     "run_time",
     "samples_rate",
@@ -103,6 +104,11 @@ def run_time(seconds: float) -> str:
 
 def span_words(span_s: int) -> str:
     """A time range in words: "last 30 s", "last 2 min", "whole run"."""
-    if not span_s:
+    return f"last {range_words(span_s)}" if span_s else range_words(span_s)
+
+
+def range_words(seconds: int) -> str:
+    """How long a time range is: "30 s", "2 min", "whole run"."""
+    if seconds <= 0:
         return "whole run"
-    return f"last {span_s} s" if span_s < 60 else f"last {span_s // 60} min"
+    return f"{seconds} s" if seconds < 60 else f"{seconds // 60} min"

@@ -49,7 +49,7 @@ _NO_BACKWARD_YET = "no backward pass was seen before this was measured"
 _NO_BACKWARD = "this was measured in a step without a backward pass, and earlier gradients are gone"
 _NO_STATISTICS = "torch keeps no statistics of this device's allocator"
 _PARTS = ("model_bytes", "gradients_bytes", "optimizer_bytes")
-_ALLOCATOR = ("allocated_bytes", "rest_bytes", "reserved_bytes", "peak_bytes", "peak_after_look")
+_ALLOCATOR = ("allocated_bytes", "rest_bytes", "reserved_bytes", "peak_bytes")
 
 
 class Memory:
@@ -289,8 +289,9 @@ class Memory:
     def _one(self, name: str, held: list[int], stats: Any, absent: dict[str, str]) -> dict[str, Any]:
         one: dict[str, Any] = {"device": name, **dict(zip(_PARTS, held, strict=True))}
         if stats is None:
-            one.update(dict.fromkeys(_ALLOCATOR))
-            absent.update(dict.fromkeys(_ALLOCATOR, _NO_STATISTICS))
+            unknown_ones = (*_ALLOCATOR, "peak_after_step")
+            one.update(dict.fromkeys(unknown_ones))
+            absent.update(dict.fromkeys(unknown_ones, _NO_STATISTICS))
         else:
             allocated, reserved, peak = stats
             before, after = self._peaks.get(name, (-1, 0))
@@ -299,8 +300,8 @@ class Memory:
             self._peaks[name] = peak, after
             unknown = next((part for part in _PARTS if part in absent), None)
             rest = allocated - sum(held)
-            values = (allocated, rest if rest >= 0 and unknown is None else None, reserved, peak, after)
-            one.update(zip(_ALLOCATOR, values, strict=True))
+            values = (allocated, rest if rest >= 0 and unknown is None else None, reserved, peak)
+            one.update(zip(_ALLOCATOR, values, strict=True), peak_after_look=after)
             one.update(gpus.allocator(name))
             oom.watch(self.session)
             if unknown is not None:

@@ -155,7 +155,6 @@ class Recorder:
         """A call begins on this thread: the first of all, or one at its top level after many without a step's end."""
         if self.trains is None:
             self._found(me)
-            self.patience = self.patience or FEW_CALLS
         elif me is self.trains:
             if self.timing is not None:
                 self.timing.step_ends()
@@ -257,6 +256,8 @@ class Recorder:
                     if fetch:
                         self.idle = idle = 0 if self.calls else self.idle + 1
                         self.loose = self.calls = 0
+                        if self.trains is not None:
+                            self.patience = self.patience or FEW_CALLS
                         if (
                             idle == IDLE
                             or self.ring is None

@@ -35,6 +35,7 @@ MAX_FAULTS = 3
 MAX_KNOWN = 1 << 14
 MAX_LINES = 1 << 26
 """Bytes of lines of one process at most: what comes later has no sizes, and no event."""
+MAX_UNSAID = 64
 RETRY_NS = 1_000_000_000
 """Between two attempts to write a line, when there was no room for one."""
 MAX_PROCESSES = 512
@@ -113,6 +114,8 @@ class Session:
         """When a line may be written again (monotonic)."""
         self._torn = False
         """Whether the last line may have been written in part."""
+        self._unsaid: list[bytes] = []
+        """Events that could not be written; they come before the next line."""
         self._faults: dict[str, int] = {}
         self.ring: SpanRing | None = None
 
@@ -184,26 +187,30 @@ class Session:
 
     # ---------------------------------------------------------------- lines
 
-    def _line(self, value: Mapping[str, Any]) -> bool:
-        """Append a line to the process's file; False if it could not be written, or is too long."""
+    def _line(self, value: Mapping[str, Any], keep: bool = False) -> bool:
+        """Append a line to the process's file; False if it could not be written: then it is tried later if `keep`."""
         now = monotonic_ns()
-        if now < self._retry_ns:
-            return False
-        data = (b"\n" if self._torn else b"") + packed_json(value) + b"\n"
-        self._torn = True  # until it is known that it is not
-        try:
-            if append(self.config.directory, f"process-{self.process}.jsonl", data, MAX_LINES):
-                self._torn = False
-                return True
-        except Exception as error:  # noqa: BLE001 - a full disk, a deleted directory
-            raise_from_signal(error)
-        self._retry_ns = now + RETRY_NS
+        line = packed_json(value) + b"\n"
+        if now >= self._retry_ns:
+            data = (b"\n" if self._torn else b"") + b"".join(self._unsaid) + line
+            self._torn = True  # until it is known that it is not
+            try:
+                if append(self.config.directory, f"process-{self.process}.jsonl", data, MAX_LINES):
+                    self._torn = False
+                    self._unsaid.clear()
+                    return True
+            except Exception as error:  # noqa: BLE001 - a full disk, a deleted directory
+                raise_from_signal(error)
+            self._retry_ns = now + RETRY_NS
+        if keep and len(self._unsaid) < MAX_UNSAID:
+            self._unsaid.append(line)
         return False
 
     def say(self, **data: Any) -> None:
         """Write a line that is for the assembler only."""
         if self.ring is not None:
             with self._lock:
+                self._retry_ns = 0
                 self._line(data)
 
     def event(self, kind: str, fill: str | None = None, **data: Any) -> None:
@@ -219,7 +226,7 @@ class Session:
             if fill is not None:
                 line["fill"] = fill
             with self._lock:
-                self._line(line)
+                self._line(line, keep=True)
 
     def warn(self, text: str, fill: str | None = None) -> None:
         """Tell whoever watches; never the script."""

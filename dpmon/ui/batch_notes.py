@@ -12,7 +12,7 @@ from dpmon.model.ranks import distributed
 from dpmon.record.kinds import Call
 from dpmon.record.schema import phase_shown
 from dpmon.store.figures import PhaseFigures
-from dpmon.text.cells import cut, wrapped
+from dpmon.text.cells import wrapped
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import rate_words
 from dpmon.ui.look import Look
@@ -27,19 +27,13 @@ def notes(scene: Scene, process: Process, numbers: Summary, width: int, most: in
     said = [
         *_between(numbers),
         *unevenness(numbers),
-        *host_waits(numbers.phases, _on_device(numbers)),
+        *host_waits(numbers.phases),
         *missing(process, numbers.phases),
     ]
     if not said:
         return []
-    lines = wrapped(f" {look.glyphs.middot} ".join(said), width)
-    if len(lines) > most:
-        lines = [*lines[: most - 1], cut(" ".join(lines[most - 1 :]), width, look.glyphs.more)]
-    return [[(line, "dim")] for line in lines]
-
-
-def _on_device(numbers: Summary) -> dict[str, float | None]:
-    return {phase.name: phase.device_ns for phase in numbers.phases}
+    text = f" {look.glyphs.middot} ".join(said)
+    return [[(line, "dim")] for line in wrapped(text, width, most, look.glyphs.more)]
 
 
 def _between(numbers: Summary) -> list[str]:

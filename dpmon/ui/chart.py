@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import groupby
 
 from dpmon.model.process import PHASES, Column
 from dpmon.ui.look import LETTERS, Glyphs, Look
-from dpmon.ui.rows import Row, Span
+from dpmon.ui.rows import Row, Span, merged
 
 __all__ = ["area", "bar", "ceiling", "parts_bar", "range_bar", "resampled", "spark", "stacked", "top_of"]
 
 _NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 
 
-def bar(share: float | None, width: int, glyphs: Glyphs, style: str = "bar") -> Row:
+def bar(share: float | None, width: int, glyphs: Glyphs) -> Row:
     """A bar of `width` cells, `share` (0 to 1) of it full; dots when it is unknown. Something is never empty."""
     if share is None:
         return [(glyphs.middot * width, "dim")]
     full = min(max(round(share * width), 1 if share > 0 else 0), width)
-    return [(glyphs.bar[0] * full, style), (glyphs.bar[1] * (width - full), "dim")]
+    return [(glyphs.bar[0] * full, "bar"), (glyphs.bar[1] * (width - full), "dim")]
 
 
 def spark(values: Sequence[float | None], width: int, glyphs: Glyphs, top: float = 100.0) -> str:
@@ -196,9 +195,7 @@ def stacked(columns: Sequence[Column], width: int, height: int, top: float, look
     drawn = [_cells(tuple(c.phases), c.count, top, height, look.glyphs.cut_top, mono) for c in shown]
     rows: list[Row] = []
     for row in range(height - 1, -1, -1):
-        spans: Row = []
-        for style, group in groupby((cells[row] for cells in drawn), key=lambda cell: cell[1]):
-            spans.append(("".join(text * cells for text, _ in group), style))
+        spans = merged((text * cells, style) for text, style in (column[row] for column in drawn))
         if len(drawn) * cells < width:
             spans.append((" " * (width - len(drawn) * cells), ""))
         rows.append(spans)

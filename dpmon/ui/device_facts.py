@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dpmon.model.members import number_in
 from dpmon.model.numbers import UNKNOWN, group
 from dpmon.model.state import DeviceTrack
-from dpmon.text.cells import cut, right, span_width, wrapped
+from dpmon.text.cells import right, span_width, wrapped
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import memory, memory_of
 from dpmon.ui.chart import area, resampled
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, width_of
 
-__all__ = ["device_name", "facts", "label", "mine", "number", "reasons"]
+__all__ = ["device_name", "facts", "label", "mine", "reasons"]
 
 Data = Mapping[str, Any]
 
@@ -49,12 +50,6 @@ _WORDS = {
     "ordinals": "what the run calls it",
     "mig_devices": "MIG instances",
 }
-
-
-def number(data: Data, key: str) -> float | None:
-    """A figure of a sample, None when it is absent (or no figure)."""
-    value = data.get(key)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def device_name(data: Data) -> str:
@@ -120,7 +115,7 @@ def facts(index: int, track: DeviceTrack, width: int, tall: int, span: int, look
     rows += _processes(data, width, look)
     why = reasons([data])
     if why:
-        rows += [[("   ", ""), (line, "dim")] for line in _lines(why, width - 3, 4, look)]
+        rows += [[("   ", ""), (line, "dim")] for line in wrapped(why, width - 3, 4, look.glyphs.more)]
     return rows
 
 
@@ -130,22 +125,15 @@ def _whose(data: Data) -> str:
     return {True: "used by this run", False: "not used by this run"}.get(data.get("of_run"), "")  # type: ignore[arg-type]
 
 
-def _lines(text: str, width: int, room: int, look: Look) -> list[str]:
-    lines = wrapped(text, width)
-    return (
-        lines if len(lines) <= room else [*lines[: room - 1], cut(" ".join(lines[room - 1 :]), width, look.glyphs.more)]
-    )
-
-
 def _charts(track: DeviceTrack, width: int, tall: int, span: int, look: Look) -> list[Row]:
     """Use, memory and power side by side, each with its newest value before it."""
     data = track.data
-    limit = number(data, "power_limit_w")
+    limit = number_in(data, "power_limit_w")
     top_power = limit or max((p for p in track.power if p is not None), default=0.0)
     charts = [
-        ("util", track.util, 100.0, _unit(number(data, "util_pct"), "%")),
+        ("util", track.util, 100.0, _unit(number_in(data, "util_pct"), "%")),
         ("mem", track.mem, 100.0, _unit(track.mem[-1] if track.mem else None, "%")),
-        ("power", track.power, top_power, _unit(number(data, "power_w"), "W")),
+        ("power", track.power, top_power, _unit(number_in(data, "power_w"), "W")),
     ]
     each = (width - 3) // len(charts)
     graph = each - 8
@@ -172,24 +160,24 @@ def _all(data: Data) -> dict[str, list[tuple[str, str, str]]]:
     """By topic, word, value and style of every figure, in a fixed order."""
 
     def of(key: str, unit: str, digits: int = 0) -> str:
-        value = number(data, key)
+        value = number_in(data, key)
         return UNKNOWN if value is None else f"{value:.{digits}f} {unit}"
 
     def held_by(key: str) -> str:
-        return memory(number(data, key))
+        return memory(number_in(data, key))
 
     def speed(key: str) -> str:
-        value = number(data, key)
+        value = number_in(data, key)
         return UNKNOWN if value is None else memory(value) + "/s"
 
     def count(key: str) -> str:
-        value = number(data, key)
+        value = number_in(data, key)
         return UNKNOWN if value is None else group(int(value))
 
     def bad(key: str) -> str:
-        return "bad" if (number(data, key) or 0) > 0 else ""
+        return "bad" if (number_in(data, key) or 0) > 0 else ""
 
-    energy = number(data, "energy_j")
+    energy = number_in(data, "energy_j")
     throttle = data.get("throttle")
     down = ", ".join(clean(word, 30) for word in throttle[:8]) if isinstance(throttle, list) else UNKNOWN
     no_xid = data.get("xid") is None and _absent(data).get("xid", _NO_XID) == _NO_XID
@@ -200,7 +188,7 @@ def _all(data: Data) -> dict[str, list[tuple[str, str, str]]]:
             ("dram", of("dram_active_pct", "%"), ""),
         ],
         "memory": [
-            ("", memory_of(number(data, "mem_used_bytes"), number(data, "mem_total_bytes")), ""),
+            ("", memory_of(number_in(data, "mem_used_bytes"), number_in(data, "mem_total_bytes")), ""),
             ("this run", held_by("mem_run_bytes"), "bold"),
             ("others", held_by("mem_others_bytes"), ""),
             ("torch", held_by("mem_torch_bytes"), ""),
@@ -272,14 +260,14 @@ def _processes(data: Data, width: int, look: Look) -> list[Row]:
     listed = data.get("processes")
     if not isinstance(listed, list):
         return []
-    count = number(data, "process_count")
+    count = number_in(data, "process_count")
     total = int(count) if count is not None else len(listed)
     rows: list[Row] = []
     text: Row = [("   processes ", "dim")]
     for one in listed[:16]:
         if not isinstance(one, Mapping):
             continue
-        pid, held = number(one, "pid"), number(one, "mem_bytes")
+        pid, held = number_in(one, "pid"), number_in(one, "mem_bytes")
         whose = one.get("of_run") is True
         piece: Row = [
             (f"{UNKNOWN if pid is None else int(pid)} ", "bold" if whose else ""),

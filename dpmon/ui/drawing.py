@@ -20,7 +20,7 @@ from dpmon.ui.feed import Feed, OpenStore, Reader
 from dpmon.ui.layout import Slot
 from dpmon.ui.leaving import Leaving, terminal_gone
 from dpmon.ui.look import Look
-from dpmon.ui.paint import paint, places, scroll_room
+from dpmon.ui.paint import joined, paint, places, rank_room, scroll_room
 from dpmon.ui.rows import Row, plain
 from dpmon.ui.scene import PANELS, Scene, View
 from dpmon.ui.typed import InOrder
@@ -228,6 +228,8 @@ class Drawing(App[str]):
             return
         scene = self.scene()
         slots = places(scene, width, height)
+        if self._still is None and self.feed.has_room_for(rank_room(scene, slots)):
+            scene = self.scene()
         painted = paint(scene, self.feed.output, slots, self.look)
         # Past the compositor only while every panel stands where it stood and nothing lies over it.
         write = self._past_compositor() if slots == self.slots and len(self.screen_stack) == 1 else None
@@ -246,11 +248,7 @@ class Drawing(App[str]):
 
     def painted_rows(self) -> list[Row]:
         """What is on the screen, row by row; dialogs are not part of it."""
-        rows: list[Row] = [[] for _ in range(max((slot.y + slot.height for slot in self.slots.values()), default=0))]
-        for name, slot in sorted(self.slots.items(), key=lambda item: item[1].x):
-            for index, row in enumerate(self.panel_rows(name)):
-                rows[slot.y + index] += row
-        return rows
+        return joined(self.slots, {name: panel.rows for name, panel in self._panels.items()})
 
     def panel_rows(self, name: str) -> list[Row]:
         """The rows of one panel."""

@@ -1,4 +1,4 @@
-"""What is done beside the screen and may take its time: saving, exporting, reporting, stopping. No widget in here.
+"""What is done beside the screen and may take its time: saving, exporting, reporting. No widget in here.
 
 Files get a name that was free: nothing is ever overwritten. They go into the current directory or, where that cannot be
 written, into the run's.
@@ -11,14 +11,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from dpmon.run.rundir import RunInfo
-
-__all__ = ["ENDINGS", "ErrandError", "export", "report", "save", "stop"]
+__all__ = ["ENDINGS", "ErrandError", "export", "report", "save"]
 
 Made = TypeVar("Made")
 
@@ -130,10 +127,3 @@ def _beside(code: str, what: str, *arguments: str) -> str:
         last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
         raise ErrandError(f"{what} failed: {last or f'status {done.returncode}'}")
     return done.stdout.decode("utf-8", "replace")
-
-
-def stop(directory: Path, last_known: RunInfo | None) -> Iterator[str]:
-    """Stop the whole run and yield its progress; `last_known` as for `stop_run`."""
-    from dpmon.run.stop import stop_run
-
-    yield from stop_run(directory, last_known)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dpmon.model.ranks import toggle_refusal
-from dpmon.model.snapshot import RANKS_FIGURED, Snapshots
-from dpmon.model.source import Wanted
+from dpmon.model.snapshot import Snapshots
+from dpmon.model.source import MOST_RANKS, Wanted
 from dpmon.model.state import State
 from dpmon.model.turns import ended_of
 from dpmon.text.cleaning import clean
@@ -26,7 +26,7 @@ from dpmon.ui.tail import Tail
 if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
-__all__ = ["Feed", "OpenStore", "Reader"]
+__all__ = ["FROZEN_RANKS", "Feed", "OpenStore", "Reader"]
 
 OpenStore = Callable[[], "AbstractContextManager[Store]"]
 """Opens what is recorded so far."""
@@ -37,6 +37,10 @@ _GRACE_NS = 3_000_000_000
 _SLOW_S, _RESTS = 0.1, 10
 """A look that takes longer than this is rare (nobody writes the history of a long run): the next one comes after this
 many times as long, so that keys are answered."""
+_STRIDE = 4
+"""Ranks are read anew when the screen has been scrolled past so many."""
+FROZEN_RANKS = 2 * MOST_RANKS
+"""Ranks that are read when the picture is frozen: it can be zoomed and scrolled without being taken anew."""
 _IDLE = "no process trains now"
 
 
@@ -116,6 +120,10 @@ class Feed:
         self._alive: bool | None = None
         self._gone_ns: int | None = None
         self._ending = False
+        self._activities: Mapping[int, tuple[str, int]] = {}
+        """What each process was in when the run was last looked at, and since when (monotonic ns)."""
+        self._ranks = self._wanted.ranks
+        """Ranks that the screen has room for."""
         self._reads = any(directory.glob("process-*.ring"))
         """Whether there is something recorded that was not read yet: a run that is looked at again."""
         self._toggle: Toggle | None = None
@@ -159,6 +167,16 @@ class Feed:
         """How the run ended; None while it goes on, and until that was seen."""
         return self._ended
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come (dpmon.ui.scene.Scene.over)."""
+        return self._ended is not None or self._alive is False
+
+    @property
+    def ending(self) -> bool:
+        """Whether the command is gone, and how it ended is not yet recorded."""
+        return self._ending
+
     def now_ns(self) -> int:
         """Time since the run's start."""
         return max(self._clock() - self._facts.start_ns, 0) if self._facts.start_ns else 0
@@ -171,6 +189,7 @@ class Feed:
         if reader is None:
             return
         reader.refresh()
+        self._activities = reader.activities()
         if self._ended is None and self._exit is None:
             self._exit = reader.exit()
         self._look_alive(reader)
@@ -181,7 +200,7 @@ class Feed:
 
     def _look(self) -> None:
         """Take the state as of now; if it cannot be read, it stays as it was."""
-        wanted = self._wanted._replace(over=self._ended is not None or self._alive is False)
+        wanted = self._wanted._replace(over=self.over, ranks=self._ranks)
         began = time.perf_counter()
         if wanted == self._wanted and (began < self._rests_until or not self._is_new()):
             return
@@ -199,8 +218,7 @@ class Feed:
 
         before = self._seen
         written = stamp(self.directory, self.info)
-        ended = ended_of(self._reader.activities() if self._reader is not None else {})
-        self._seen = written and (written, ended, self._position_ns())
+        self._seen = written and (written, ended_of(self._activities), self._position_ns())
         return self._seen is None or self._seen != before
 
     def _position_ns(self) -> int | None:
@@ -212,9 +230,8 @@ class Feed:
         from dpmon.store.as_of import AsOf
         from dpmon.store.tables import HistoryError
 
-        activities = self._reader.activities() if self._reader is not None else {}
         with suppress(HistoryError, RunError), self._recorded() as store:
-            return snapshots.take(AsOf(store, t_ns), store, wanted, ended_of(activities))
+            return snapshots.take(AsOf(store, t_ns), store, wanted, ended_of(self._activities))
         return None
 
     def _recorded(self) -> AbstractContextManager[Store]:
@@ -267,8 +284,7 @@ class Feed:
 
     def _idle(self) -> bool:
         """Whether every process that has trained is at its end: the command may start another one."""
-        activities = self._reader.activities() if self._reader is not None else {}
-        return at_its_end(self.state, activities)
+        return at_its_end(self.state, self._activities)
 
     def toggle(self) -> None:
         """Ask for the other mode; pending from this moment on."""
@@ -361,7 +377,8 @@ class Feed:
         reader = self._reader
         if reader is None:
             return Scene(self.state, 0, self._facts, view, reading=self._reads)
-        if self._wanted != (wanted := _wanted(view, self._wanted)):
+        wanted = _wanted(view, self._wanted._replace(ranks=max(self._ranks, self._wanted.ranks)))
+        if self._wanted != wanted:
             self._wanted, self._rests_until, self._seen = wanted, 0.0, None
             self._look()
         start = self._facts.start_ns
@@ -374,7 +391,7 @@ class Feed:
             view,
             stage=None if stage is None else (stage[0], max(stage[1] - start, 0)),
             reads_since_ns=None if reads is None else max(reads - start, 0),
-            activities={p: (what, since - start if since else 0) for p, (what, since) in reader.activities().items()},
+            activities={p: (what, since - start if since else 0) for p, (what, since) in self._activities.items()},
             alive=self._alive,
             ended=self._ended,
             toggle=self._toggle,
@@ -388,9 +405,14 @@ class Feed:
             reading=self._reads,
         )
 
+    def has_room_for(self, ranks: int) -> bool:
+        """Note how many ranks the screen has room for; whether they are more than the state has figures of."""
+        self._ranks = ranks + _STRIDE
+        return self._ranks > self._wanted.ranks
+
     def still(self, scene: Scene, view: View) -> Scene:
         """A scene of a time at which the screen was frozen, with another view of it."""
-        before, wanted = _wanted(scene.view, Wanted()), _wanted(view, Wanted())
+        before, wanted = (_wanted(each, Wanted(ranks=FROZEN_RANKS), FROZEN_RANKS // 2) for each in (scene.view, view))
         if before != wanted:
             wanted = wanted._replace(over=scene.over)
             state = self._taken(self._still, wanted, scene.now_ns)
@@ -398,8 +420,6 @@ class Feed:
         return replace(scene, view=view, scrolled_back=self.output.top is not None)
 
 
-def _wanted(view: View, before: Wanted) -> Wanted:
-    """What a view asks of the state."""
-    return before._replace(
-        span_s=view.span_s, first_rank=view.scrolled.get("replicas", 0) // RANKS_FIGURED * RANKS_FIGURED
-    )
+def _wanted(view: View, before: Wanted, stride: int = _STRIDE) -> Wanted:
+    """What a view asks of the state; `stride`: ranks that can be scrolled past before others are asked for."""
+    return before._replace(span_s=view.span_s, first_rank=view.scrolled.get("replicas", 0) // stride * stride)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dpmon.ui.rows import Row, plain
+from dpmon.text.last_words import ESCAPE
+from dpmon.ui.rows import Row, merged, plain
 from dpmon.ui.tail import Tail
 from dpmon.ui.terminal_text import interpret
 
 __all__ = ["Hunt", "found_in", "marked"]
 
 _PIECE = 1 << 20
-_SEQUENCE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
 
 
 def _folded(text: str, needle: str) -> str:
@@ -40,17 +39,8 @@ def marked(row: Row, needle: str) -> Row:
     while at >= 0:
         inside[at : at + len(needle)] = [True] * len(needle)
         at = folded.find(needle, at + len(needle))
-    out: Row = []
-    index = 0
-    for part, style in row:
-        for char in part:
-            shown = "found" if inside[index] else style
-            index += 1
-            if out and out[-1][1] == shown:
-                out[-1] = (out[-1][0] + char, shown)
-            else:
-                out.append((char, shown))
-    return out
+    cells = ((char, style) for part, style in row for char in part)
+    return merged((char, "found" if hit else style) for (char, style), hit in zip(cells, inside, strict=True))
 
 
 @dataclass(frozen=True)
@@ -109,7 +99,7 @@ class Hunt:
 
     def _candidates(self, data: bytes) -> list[tuple[int, bytes]]:
         """Lines of a piece, with their place in it, in which the word may stand."""
-        bare = _SEQUENCE.sub(b"", data) if b"\x1b" in data else data
+        bare = ESCAPE.sub(b"", data) if b"\x1b" in data else data
         if found_in(bare.decode("utf-8", "replace"), self.needle) < 0:
             return []
         raw = data.split(b"\n")

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from textual.binding import Binding, BindingType
 
+from dpmon.text.quantities import range_words
 from dpmon.ui.layout import Slot
 from dpmon.ui.panel_replicas import choices
 from dpmon.ui.scene import NAMES, PANELS, RANGES, Scene, View
@@ -48,8 +49,6 @@ class Deed(NamedTuple):
     """What the footer calls it now; None while it is not possible, "" where it has no place in the footer."""
     says: str
     """What help and palette say."""
-    group: str = ""
-    """Help shows deeds of one group in one line, under this."""
 
 
 def _always(word: str) -> Callable[[Scene], str | None]:
@@ -282,13 +281,6 @@ def other_range(view: View, by: int) -> View:
     """The next longer (or shorter) time range; the last one stays."""
     here = RANGES.index(view.span_s) if view.span_s in RANGES else 0
     return replace(view, span_s=RANGES[min(max(here + by, 0), len(RANGES) - 1)])
-
-
-def range_words(seconds: int) -> str:
-    """A time range as people say it: "2 min", "whole run"."""
-    if seconds <= 0:
-        return "whole run"
-    return f"{seconds} s" if seconds < 60 else f"{seconds // 60} min"
 
 
 def other_period(period: float, by: int) -> float:

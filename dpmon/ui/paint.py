@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import ModuleType
 
+from dpmon.model.source import MOST_RANKS
 from dpmon.ui import panel_batch, panel_compare, panel_devices, panel_output, panel_ranks, panel_replicas, panel_stages
 from dpmon.ui.find import marked
 from dpmon.ui.footer import footer
@@ -17,7 +18,7 @@ from dpmon.ui.scene import PANELS, Scene
 from dpmon.ui.timeline import timeline
 from dpmon.ui.toast import laid_over, toast
 
-__all__ = ["paint", "places", "scroll_room", "whole"]
+__all__ = ["joined", "paint", "places", "rank_room", "scroll_room", "whole"]
 
 _PINNED = {"replicas": 1}
 """Rows of a panel that stay when it is scrolled: the names of its columns."""
@@ -84,6 +85,13 @@ def _one(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -> li
     )
 
 
+def rank_room(scene: Scene, slots: Mapping[str, Slot]) -> int:
+    """For how many ranks a picture has room at most."""
+    table = slots["replicas"].height if "replicas" in slots and panel_ranks.applies(scene) else 0
+    last_step = slots["batch"].height - panel_batch.WITHOUT_RANKS if "batch" in slots else 0
+    return min(max(table, last_step), MOST_RANKS)
+
+
 def scroll_room(panel: str, scene: Scene, slot: Slot, look: Look) -> int:
     """How far a panel other than the output can be scrolled where it stands, in rows."""
     inside = slot.height - 2
@@ -126,9 +134,13 @@ def _content(panel: str, scene: Scene, output: Output, slot: Slot, look: Look) -
 def whole(scene: Scene, output: Output, width: int, height: int, look: Look) -> list[Row]:
     """The screen as it would be drawn, row by row: for tests, and for looking at it without a terminal."""
     slots = places(scene, width, height)
-    painted = paint(scene, output, slots, look)
-    rows: list[Row] = [[] for _ in range(height)]
+    return joined(slots, paint(scene, output, slots, look))
+
+
+def joined(slots: Mapping[str, Slot], painted: Mapping[str, list[Row]]) -> list[Row]:
+    """The rows of the screen, from those of each place."""
+    rows: list[Row] = [[] for _ in range(max((slot.y + slot.height for slot in slots.values()), default=0))]
     for panel, slot in sorted(slots.items(), key=lambda item: item[1].x):
         for index, row in enumerate(painted[panel]):
-            rows[slot.y + index].extend(row)
+            rows[slot.y + index] += row
     return rows

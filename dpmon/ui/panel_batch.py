@@ -8,7 +8,7 @@ from dpmon.model.history import Picture, pictured
 from dpmon.model.numbers import duration, group, percent
 from dpmon.model.process import Process, Summary
 from dpmon.model.ranks import distributed, training
-from dpmon.model.turn import Turn, is_placed, last_turn
+from dpmon.model.turn import is_placed, last_turn
 from dpmon.record.schema import phase_shown
 from dpmon.store.figures import PhaseFigures
 from dpmon.text.cells import cut, right
@@ -20,8 +20,10 @@ from dpmon.ui.rows import Row, width_of
 from dpmon.ui.scene import NAMES, SECOND, Scene, mode_words
 from dpmon.ui.waterfall import REST, waterfall
 
-__all__ = ["batch", "figures", "title", "wanted_rows"]
+__all__ = ["WITHOUT_RANKS", "batch", "figures", "title", "wanted_rows"]
 
+WITHOUT_RANKS = 8
+"""Rows of its place in which the panel never shows a rank: those of its frame, its table and its history."""
 _RANKS_DRAWN = 64
 _LEAST = 4
 """Rows up to which the figures and the last step take all there is."""
@@ -95,14 +97,13 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     return [*table, *history, *below, *blank, *said]
 
 
-def _others(scene: Scene) -> list[tuple[str, Turn]]:
-    """The last steps of the other ranks, by rank; of a run of one process none."""
-    found = []
-    for process in training(scene.state)[:_RANKS_DRAWN]:
-        turn = last_turn(process) if process is not scene.process and process.rank is not None else None
-        if turn is not None:
-            found.append((f"rank {process.rank}", turn))
-    return found
+def _others(scene: Scene) -> list[Process]:
+    """The other ranks with a step, in order; of a run of one process none."""
+    return [
+        process
+        for process in training(scene.state)[:_RANKS_DRAWN]
+        if process is not scene.process and process.rank is not None and process.last_step is not None
+    ]
 
 
 def _told(numbers: Summary, width: int, look: Look) -> Row:

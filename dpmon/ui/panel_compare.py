@@ -108,9 +108,6 @@ class _Table:
         row += [(right(values.get(mode, UNKNOWN), self.cell), style) for mode in _MODES]
         return [*row, ("  ", ""), *note] if note and width_of(note) <= self.room else row
 
-    def of(self, show: str) -> dict[str, Side]:
-        return {mode: side for mode, side in self.found.sides.items() if getattr(side, show) is not None}
-
     def head(self) -> Row:
         count = len(self.found.devices)
         dp = f"dp {self.look.glyphs.times}{count}" if count else "dp"
@@ -235,10 +232,8 @@ def _said(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
     text = sentence(found)
     refused = _refused(scene)
     if refused:
-        lines = wrapped(refused, width)
-        if len(lines) > _REFUSED_ROWS and scene.view.zoom != "compare":
-            lines = [*lines[: _REFUSED_ROWS - 1], cut(" ".join(lines[_REFUSED_ROWS - 1 :]), width, look.glyphs.more)]
-        rows += [[(line, "wait")] for line in lines]
+        most = None if scene.view.zoom == "compare" else _REFUSED_ROWS
+        rows += [[(line, "wait")] for line in wrapped(refused, width, most, look.glyphs.more)]
     if text is not None:
         rows += [[(line, "bold")] for line in wrapped(text, width)]
     elif len(found.sides) == 1 and refused:
@@ -257,7 +252,7 @@ def _said(scene: Scene, found: Comparison, width: int, look: Look) -> list[Row]:
         if found.virtual:
             short = scene.view.zoom != "compare" and len(_VIRTUAL) > width
             rows += [[(line, "dim")] for line in wrapped(_VIRTUAL_SHORT if short else _VIRTUAL, width)]
-        text = _of(found) if scene.view.zoom == "compare" else _of_in_short(found)
+        text = _of(found) if scene.view.zoom == "compare" else "; ".join([*_no_memory(found), *_left_out(found)])
         rows += [[(line, "dim")] for line in wrapped(text, width) if line]
     return rows
 
@@ -281,11 +276,6 @@ def _refused(scene: Scene) -> str:
         head.replace("{}", f" for {', '.join(roots)}" if several and all(roots) else "", 1)
         for head, roots in said.items()
     )
-
-
-def _of_in_short(found: Comparison) -> str:
-    """What is compared, where it is not all, in few words."""
-    return "; ".join([*_no_memory(found), *_left_out(found)])
 
 
 def _no_memory(found: Comparison) -> list[str]:

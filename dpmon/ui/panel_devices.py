@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dpmon.model.members import number_in
 from dpmon.model.memory import Held, held
 from dpmon.model.memory import reasons as reasons_of_memory
 from dpmon.model.numbers import UNKNOWN
@@ -18,16 +19,21 @@ from dpmon.text.cells import cut, right, span_width
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import memory, memory_of
 from dpmon.ui.chart import bar, parts_bar, resampled, spark
-from dpmon.ui.device_facts import device_name, facts, label, mine, number, reasons
+from dpmon.ui.device_facts import device_name, facts, label, mine, reasons
 from dpmon.ui.look import Look
 from dpmon.ui.panel_host import host
 from dpmon.ui.rows import Row, fit, width_of
 from dpmon.ui.scene import NAMES, Scene
 
-__all__ = ["devices", "number", "title", "wanted_rows", "zoomed"]
+__all__ = ["devices", "title", "wanted_rows", "zoomed"]
 
 _SHOWN = ("util_pct", "mem_used_bytes", "mem_total_bytes", "temperature_c", "power_w", "sm_clock_mhz", "of_run")
 """What the small panel shows of a GPU, and gives reasons for."""
+_THIRD = (
+    *(("sm_active_pct", "SM"), ("tensor_active_pct", "tensor")),
+    *(("mem_run_bytes", "run"), ("mem_others_bytes", "others"), ("dram_active_pct", "dram")),
+)
+"""What a GPU's third row shows, shares only where they are known."""
 _MEMORY = 15
 _GRID = 52
 """Cells that two GPUs in a row need."""
@@ -63,7 +69,7 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
             many = f"{len(tracks)} {look.glyphs.times} " if len(tracks) > 1 else ""
             head.append((f"{dot}{many}{cut(name, 24, look.glyphs.more)}", ""))
         return head, [("util ", "dim"), (_uses(tracks), "")]
-    cpu = number(scene.state.host.data, "cpu_pct")
+    cpu = number_in(scene.state.host.data, "cpu_pct")
     return [(NAMES["devices"], "title"), (f"{dot}host", "")], [
         ("cpu ", "dim"),
         (right(UNKNOWN if cpu is None else f"{cpu:.0f} %", 5), ""),
@@ -73,10 +79,10 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
 def _uses(tracks: Sequence[tuple[int, DeviceTrack]]) -> str:
     """The use of each GPU; of many, of the run's, between what it lies."""
     if len(tracks) <= 4:
-        values = [number(track.data, "util_pct") for _, track in tracks]
+        values = [number_in(track.data, "util_pct") for _, track in tracks]
         return " ".join((UNKNOWN if u is None else f"{u:.0f}").rjust(3) for u in values) + " %"
     ours = [track for _, track in tracks if mine(track.data)] or [track for _, track in tracks]
-    known = [u for track in ours if (u := number(track.data, "util_pct")) is not None]
+    known = [u for track in ours if (u := number_in(track.data, "util_pct")) is not None]
     return f"{min(known):3.0f} to {max(known):3.0f} %" if known else UNKNOWN
 
 
@@ -186,8 +192,8 @@ class _Table:
     def first(self, index: int, track: DeviceTrack, each: int) -> Row:
         data = track.data
         ours = mine(data)
-        used, total = number(data, "mem_used_bytes"), number(data, "mem_total_bytes")
-        util = number(data, "util_pct")
+        used, total = number_in(data, "mem_used_bytes"), number_in(data, "mem_total_bytes")
+        util = number_in(data, "util_pct")
         row: Row = [(label(index, data).ljust(self.head), "bold" if ours else "dim")]
         if self.name:
             row += fit([(device_name(data), "" if ours else "dim")], self.name + 1, self.look.glyphs.more)
@@ -200,7 +206,7 @@ class _Table:
             row += [*_memory_bar(data, self.bar, self.look)]
         row.append((right(memory_of(used, total), _MEMORY), "" if ours else "dim"))
         if self.figures and each == 1:
-            row += _short_figures(data, "" if ours else "dim", self.clock)
+            row += _figures(data, "" if ours else "dim", (9, 8, 10))[: 3 if self.clock else 2]
         return row
 
     def second(self, track: DeviceTrack) -> Row:
@@ -214,7 +220,7 @@ class _Table:
             (self._history(track.mem, track.second + 1), "bar" if not ours else "dim"),
             (right(UNKNOWN if share is None else f"{share:.0f} %", 6), ours),
         ]
-        figures = _figures(data, ours)
+        figures = _figures(data, ours, (11, 7, 9), limited=True)
         return [*row, *figures] if width_of(row) + width_of(figures) <= self.width else [*row, *figures[:2]]
 
     def third(self, track: DeviceTrack) -> Row:
@@ -222,15 +228,11 @@ class _Table:
         data = track.data
         row: Row = [(" " * self.head, "")]
         parts: list[Row] = []
-        for key, word in (("sm_active_pct", "SM"), ("tensor_active_pct", "tensor")):
-            value = number(data, key)
-            if value is not None:
-                parts.append([(f"{word} ", "dim"), (right(f"{value:.0f} %", 5) + " ", "")])
-        for key, word in (("mem_run_bytes", "run"), ("mem_others_bytes", "others")):
-            parts.append([(f"{word} ", "dim"), (right(memory(number(data, key)), 8) + " ", "")])
-        dram = number(data, "dram_active_pct")
-        if dram is not None:
-            parts.append([("dram ", "dim"), (right(f"{dram:.0f} %", 5) + " ", "")])
+        for key, word in _THIRD:
+            value, share = number_in(data, key), key.endswith("_pct")
+            if value is not None or not share:
+                figure = right(f"{value:.0f} %", 5) if share else right(memory(value), 8)
+                parts.append([(f"{word} ", "dim"), (figure + " ", "")])
         for part in parts:
             if width_of(row) + width_of(part) - 1 <= self.width:
                 row += part
@@ -239,7 +241,7 @@ class _Table:
 
 def _memory_bar(data: Mapping[str, Any], width: int, look: Look) -> Row:
     """The memory in use: this run's full, what others hold broken; full where it is not known whose it is."""
-    used, total, ours = (number(data, key) for key in ("mem_used_bytes", "mem_total_bytes", "mem_run_bytes"))
+    used, total, ours = (number_in(data, key) for key in ("mem_used_bytes", "mem_total_bytes", "mem_run_bytes"))
     if used is None or not total:
         return bar(None, width, look.glyphs)
     if ours is None and mine(data):
@@ -248,29 +250,16 @@ def _memory_bar(data: Mapping[str, Any], width: int, look: Look) -> Row:
     return parts_bar((own / total, (used - own) / total), width, look.glyphs)
 
 
-def _short_figures(data: Mapping[str, Any], style: str, clock: bool) -> Row:
-    """Power and temperature, and the clock if it has room, in fixed widths."""
-    power, heat, megahertz = (number(data, key) for key in ("power_w", "temperature_c", "sm_clock_mhz"))
-    row: Row = [
-        (right(f"{UNKNOWN if power is None else format(power, '.0f')} W", 9), style),
-        (right(UNKNOWN if heat is None else f"{heat:.0f} °C", 8), style),
-    ]
-    if clock:
-        row.append((right(UNKNOWN if megahertz is None else f"{megahertz:.0f} MHz", 10), style))
-    return row
-
-
-def _figures(data: Mapping[str, Any], style: str) -> Row:
-    """Power with its limit, temperature, clock; in fixed widths."""
+def _figures(data: Mapping[str, Any], style: str, widths: tuple[int, int, int], *, limited: bool = False) -> Row:
+    """Power (`limited`: with its limit), temperature, clock; in fixed widths."""
     power, limit, heat, megahertz = (
-        number(data, key) for key in ("power_w", "power_limit_w", "temperature_c", "sm_clock_mhz")
+        number_in(data, key) for key in ("power_w", "power_limit_w", "temperature_c", "sm_clock_mhz")
     )
-    watts = UNKNOWN if power is None else f"{power:.0f}"
-    of = "" if limit is None else f"/{limit:.0f}"
+    watts = (UNKNOWN if power is None else f"{power:.0f}") + (f"/{limit:.0f}" if limited and limit is not None else "")
     return [
-        (right(f"{watts}{of} W", 11), style),
-        (right(UNKNOWN if heat is None else f"{heat:.0f} °C", 7), style),
-        (right(UNKNOWN if megahertz is None else f"{megahertz:.0f} MHz", 9), style),
+        (right(f"{watts} W", widths[0]), style),
+        (right(UNKNOWN if heat is None else f"{heat:.0f} °C", widths[1]), style),
+        (right(UNKNOWN if megahertz is None else f"{megahertz:.0f} MHz", widths[2]), style),
     ]
 
 
@@ -284,7 +273,7 @@ def _grid(tracks: Sequence[tuple[int, DeviceTrack]], width: int, scene: Scene, l
 
     def one(index: int, track: DeviceTrack) -> Row:
         style = "" if mine(track.data) else "dim"
-        util = number(track.data, "util_pct")
+        util = number_in(track.data, "util_pct")
         share = track.mem[-1] if track.mem else None
         shown = resampled(track.util, track.second + 1, scene.view.span_s or 600, graph)
         return [

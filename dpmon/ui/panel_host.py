@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dpmon.model.members import number_in
 from dpmon.model.numbers import UNKNOWN
-from dpmon.text.cells import cut, right, wrapped
+from dpmon.text.cells import right, wrapped
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import memory, memory_of
 from dpmon.ui.chart import area, bar, parts_bar, resampled, spark
-from dpmon.ui.device_facts import number, reasons
+from dpmon.ui.device_facts import reasons
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import Scene
@@ -33,8 +34,8 @@ def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) 
     data = track.data
     if not data:
         return [[("no sample yet", "dim")]]
-    cpu, used, total = (number(data, key) for key in ("cpu_pct", "mem_used_bytes", "mem_total_bytes"))
-    own, held = number(data, "run_cpu_pct"), number(data, "run_mem_bytes")
+    cpu, used, total = (number_in(data, key) for key in ("cpu_pct", "mem_used_bytes", "mem_total_bytes"))
+    own, held = number_in(data, "run_cpu_pct"), number_in(data, "run_mem_bytes")
     span = scene.view.span_s or 600
     figures = 23
     graph = max(min(width - 9 - figures, 120 if tall else 60), 6)
@@ -76,7 +77,5 @@ def host(scene: Scene, width: int, height: int, look: Look, tall: bool = False) 
 
 def _said(text: str, width: int, room: int, look: Look) -> list[Row]:
     """A reason in at most `room` rows; the last one is cut with a sign when there is more."""
-    lines = wrapped(text, width) if text and room > 0 else []
-    if len(lines) > room:
-        lines = [*lines[: room - 1], cut(" ".join(lines[room - 1 :]), width, look.glyphs.more)]
+    lines = wrapped(text, width, room, look.glyphs.more) if text and room > 0 else []
     return [[(line, "dim")] for line in lines]

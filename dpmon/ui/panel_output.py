@@ -10,7 +10,7 @@ from dpmon.model.numbers import group
 from dpmon.text.cells import span_width
 from dpmon.ui.find import Hunt, found_in
 from dpmon.ui.look import Look
-from dpmon.ui.rows import Row, plain, width_of
+from dpmon.ui.rows import Row, cropped, plain, width_of
 from dpmon.ui.scene import NAMES, Scene
 from dpmon.ui.scrollback import Scrollback
 from dpmon.ui.tail import Tail
@@ -195,24 +195,5 @@ def shifted(rows: Sequence[Row], left: int, more: str = "…") -> list[Row]:
     """The rows without their first `left` cells, with a sign where something is hidden there."""
     if left <= 0:
         return list(rows)
-    return [_without(row, left, more) for row in rows]
-
-
-def _without(row: Row, left: int, more: str) -> Row:
-    if not width_of(row):
-        return []
-    rest: Row = []
-    skip = left + span_width(more)
-    for text, style in row:
-        size = span_width(text)
-        if skip >= size:
-            skip -= size
-            continue
-        kept = text
-        while skip > 0 and kept:
-            skip -= span_width(kept[0])
-            kept = kept[1:]
-        # Half of a wide character is a blank.
-        rest.append((" " * -skip + kept, style))
-        skip = 0
-    return [(more, "dim"), *rest]
+    first = left + span_width(more)
+    return [[(more, "dim"), *cropped(row, first, width)] if (width := width_of(row)) else [] for row in rows]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dpmon.model.numbers import UNKNOWN, duration, group
-from dpmon.model.ranks import RankRow, rank_rows, training
+from dpmon.model.process import CallTrack, Process
+from dpmon.model.ranks import training, world
 from dpmon.record.kinds import rows_of
 from dpmon.record.wire import DDP
-from dpmon.text.cells import cut, right, span_width, wrapped
+from dpmon.text.cells import right, span_width, wrapped
 from dpmon.text.cleaning import clean
 from dpmon.ui.look import Look
-from dpmon.ui.panel_replicas import kind, shown, size_line, size_text
+from dpmon.ui.panel_replicas import every_size, kind, shown, size_text
 from dpmon.ui.rows import Row, fit
 from dpmon.ui.scene import Scene
 
@@ -27,12 +28,14 @@ def applies(scene: Scene) -> bool:
     return track is None or len(track.last.replicas) <= 1
 
 
-def _rows(scene: Scene, room: int) -> tuple[list[RankRow], int]:
-    """At most `room` rows, and how many processes there are."""
+def _rows(scene: Scene, room: int) -> tuple[list[tuple[Process, CallTrack | None]], int]:
+    """At most `room` processes, each with its calls of the root that is shown, or else its newest; and their number."""
     processes = training(scene.state)
     track = shown(scene)
-    key = (track.last.root, track.last.via) if track is not None else None
-    return rank_rows(processes[: max(room, 1)], key), len(processes)
+    key = (track.last.root, track.last.via) if track is not None else ("", None)
+    own = [process.calls.get(process.newest) if process.newest is not None else None for process in processes]
+    rows = [(process, process.calls.get(key, newest)) for process, newest in zip(processes, own, strict=True)]
+    return rows[: max(room, 1)], len(processes)
 
 
 def wanted_rows(scene: Scene) -> int:
@@ -59,9 +62,9 @@ def title(scene: Scene, look: Look) -> tuple[Row, Row]:
 def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame: a header, a row a rank, what is not told apart and why."""
     rows, count = _rows(scene, max(height, 2) + 1 + scene.view.scrolled.get("replicas", 0))
-    ins = [size_text(row.track.last.inputs) if row.track else UNKNOWN for row in rows]
-    outs = [size_text(row.track.last.outputs) if row.track else UNKNOWN for row in rows]
-    device = min(max([span_width(_device(row)) for row in rows] + [6]), 10)
+    ins = [size_text(track.last.inputs) if track else UNKNOWN for _, track in rows]
+    outs = [size_text(track.last.outputs) if track else UNKNOWN for _, track in rows]
+    device = min(max([span_width(_device(track)) for _, track in rows] + [6]), 10)
     cell = 9 if width >= 5 + device + 2 + 6 + 9 * 3 + 18 else 8
     count_room = 6 if cell == 9 else 5
     # Times are never cut: sizes have the room that is left, each cut with a sign of it.
@@ -72,7 +75,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     more = look.glyphs.more
     drawn: list[Row] = [
         [
-            (("rank " if rows and rows[0].rank is not None else "proc "), "dim"),
+            (("rank " if rows and rows[0][0].rank is not None else "proc "), "dim"),
             ("device".ljust(device) + " ", "dim"),
             *fit([("input", "dim")], given, more),
             (" ", ""),
@@ -81,40 +84,40 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
             *((right(word, cell), "dim") for word in ("forward", "backward" if cell == 9 else "backwd", "step")),
         ]
     ]
-    for row, got, result in zip(rows, ins, outs, strict=True):
-        number = row.process if row.rank is None else row.rank
-        batch = rows_of(row.track.last.inputs) if row.track else None
+    for (process, track), got, result in zip(rows, ins, outs, strict=True):
+        number = process.process if process.rank is None else process.rank
+        batch = rows_of(track.last.inputs) if track else None
         drawn.append(
             [
                 (right(str(number), 4) + " ", "bold"),
-                *fit([(_device(row), "")], device, more),
+                *fit([(_device(track), "")], device, more),
                 (" ", ""),
                 *fit([(got, "")], given, more),
                 (" ", ""),
                 *fit([(result, "")], gave, more),
                 (right(UNKNOWN if batch is None else str(batch), count_room), ""),
-                (right(duration(row.forward_ns), cell), ""),
-                (right(duration(row.backward_ns), cell), ""),
-                (right(duration(row.step_ns), cell), "bold"),
+                (right(duration(process.figures.forward_ns), cell), ""),
+                (right(duration(process.figures.backward_ns), cell), ""),
+                (right(duration(process.figures.step_ns), cell), "bold"),
             ]
         )
     drawn += [[] for _ in range(count - len(rows))]  # not drawn, but counted by the frame
-    drawn += _missing(rows, count)
-    if any(row.track is not None and row.track.last.via == DDP for row in rows):
+    drawn += _missing([process for process, _ in rows], count)
+    if any(track is not None and track.last.via == DDP for _, track in rows):
         drawn += [[(line, "dim")] for line in wrapped(_NOT_APART, width)]
     return drawn
 
 
-def _missing(rows: list[RankRow], count: int) -> list[Row]:
+def _missing(processes: list[Process], count: int) -> list[Row]:
     """A row that says so, if fewer ranks train than there should be."""
-    world = max((row.world for row in rows if row.world is not None), default=count)
-    if world <= count or any(row.rank is None for row in rows):
+    wanted = max((ranks for process in processes if (ranks := world(process)) is not None), default=count)
+    if wanted <= count or any(process.rank is None for process in processes):
         return []
-    return [[(f"{count} of {world} ranks train in this run", "wait")]]
+    return [[(f"{count} of {wanted} ranks train in this run", "wait")]]
 
 
-def _device(row: RankRow) -> str:
-    devices = row.track.last.devices if row.track is not None else ()
+def _device(track: CallTrack | None) -> str:
+    devices = track.last.devices if track is not None else ()
     return clean(devices[0], 20) if devices else UNKNOWN
 
 
@@ -123,15 +126,11 @@ def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     drawn = table(scene, width, height, look)
     rows, _ = _rows(scene, height)
     drawn.append([])
-    for row in rows:
-        pid = next((p.info.get("pid") for p in training(scene.state) if p.process == row.process), None)
-        who = f"process {row.process}" if row.rank is None else f"rank {row.rank} of {row.world or UNKNOWN}"
-        drawn.append([(f"{who}  {_device(row)}", "bold"), (f"  pid {pid if isinstance(pid, int) else UNKNOWN}", "dim")])
-        if row.track is None:
-            continue
-        for word, sizes in (("in ", row.track.last.inputs), ("out", row.track.last.outputs)):
-            if sizes is None:
-                drawn.append([(f"   {word}  {UNKNOWN}  not seen", "dim")])
-            for size in sizes or ():
-                drawn.append([(f"   {word}  ", "dim"), (cut(size_line(size, look), width - 8, look.glyphs.more), "")])
+    for process, track in rows:
+        pid, ranks = process.info.get("pid"), world(process) or UNKNOWN
+        who = f"process {process.process}" if process.rank is None else f"rank {process.rank} of {ranks}"
+        drawn.append(
+            [(f"{who}  {_device(track)}", "bold"), (f"  pid {pid if isinstance(pid, int) else UNKNOWN}", "dim")]
+        )
+        drawn += every_size(track.last.inputs, track.last.outputs, width, look) if track is not None else []
     return drawn

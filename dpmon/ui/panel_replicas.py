@@ -21,10 +21,10 @@ __all__ = [
     "choices",
     "chosen",
     "device_time",
+    "every_size",
+    "host_time",
     "kind",
-    "replicas",
     "shown",
-    "size_line",
     "size_text",
     "table",
     "title",
@@ -104,7 +104,7 @@ def kind(call: Call, look: Look) -> Row:
     return [(f" {look.glyphs.middot} ", ""), (word, "wait")] if word else []
 
 
-def replicas(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
+def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel's rows, inside its frame: a header, a row a replica, what is idle, what is absent and why."""
     track = shown(scene)
     if track is None:
@@ -124,9 +124,6 @@ def replicas(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     if process is not None and call.virtual and len(rows) < height:
         rows.append([("virtual: the replicas share this machine's processor", "dim")] if process.mode == "dp" else [])
     return rows
-
-
-table = replicas
 
 
 class _Table:
@@ -201,10 +198,16 @@ class _Table:
             *fit([(size_text(replica.outputs), "")], self.output, look.glyphs.more),
             (right(UNKNOWN if count is None else str(count), 6), ""),
             *([(" ", ""), *bar(share, self.bar, look.glyphs)] if self.bar else []),
-            (right(duration(None if times is None else times.middle), 10), "bold"),
+            (right(host_time(self.track, replica.replica), 10), "bold"),
             (right(device_time(self.track, replica.replica), 10) if self.on_device else "", "bold"),
             (spread, "bar"),
         ]
+
+
+def host_time(track: CallTrack, index: int) -> str:
+    """The median of what a replica or stage took on the host."""
+    times = track.times[index] if index < len(track.times) else None
+    return duration(None if times is None else times.middle)
 
 
 def device_time(track: CallTrack, index: int) -> str:
@@ -222,7 +225,20 @@ def size_text(sizes: tuple[Size, ...] | None) -> str:
     return first if len(sizes) == 1 else f"{first} +{len(sizes) - 1}"
 
 
-def size_line(size: Size, look: Look) -> str:
+def every_size(
+    inputs: tuple[Size, ...] | None, outputs: tuple[Size, ...] | None, width: int, look: Look, unseen: str = "not seen"
+) -> list[Row]:
+    """A row a size that went in or came out."""
+    rows: list[Row] = []
+    for word, sizes in (("in ", inputs), ("out", outputs)):
+        if sizes is None:
+            rows.append([(f"   {word}  {UNKNOWN}  {unseen}", "dim")])
+        for size in sizes or ():
+            rows.append([(f"   {word}  ", "dim"), (cut(_size_line(size), width - 8, look.glyphs.more), "")])
+    return rows
+
+
+def _size_line(size: Size) -> str:
     """Everything about one size: "0.mask [16, 512] float32 32.0 KiB"; clean."""
     name = clean(size.path, 80) + " " if size.path else ""
     shape = "[" + ", ".join(str(n) for n in size.shape[:32]) + "]"
@@ -256,7 +272,7 @@ def _what_times(track: CallTrack) -> str:
 
 def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel at full size: the table, then every size of every replica by its path."""
-    rows = replicas(scene, width, height, look)
+    rows = table(scene, width, height, look)
     track = shown(scene)
     if track is None:
         return rows
@@ -266,9 +282,5 @@ def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     rows.append([])
     for replica in track.last.replicas:
         rows.append([(f"{right(str(replica.replica), 2)} {clean(replica.device, 40)}", "bold")])
-        for word, sizes in (("in ", replica.inputs), ("out", replica.outputs)):
-            if sizes is None:
-                rows.append([(f"   {word}  {UNKNOWN}  not seen by a forward hook", "dim")])
-            for size in sizes or ():
-                rows.append([(f"   {word}  ", "dim"), (cut(size_line(size, look), width - 8, look.glyphs.more), "")])
+        rows += every_size(replica.inputs, replica.outputs, width, look, "not seen by a forward hook")
     return rows

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dpmon.model.numbers import UNKNOWN, duration
-from dpmon.model.process import CallTrack
-from dpmon.record.kinds import Stage
 from dpmon.text.cells import cut, right, span_width, wrapped
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import memory
 from dpmon.ui.look import Look
-from dpmon.ui.panel_replicas import device_time, shown, size_line, size_text
+from dpmon.ui.panel_replicas import device_time, every_size, host_time, shown, size_text
 from dpmon.ui.panel_replicas import title as replicas_title
 from dpmon.ui.rows import Row, fit
 from dpmon.ui.scene import Scene
@@ -71,7 +68,7 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
                 *fit([(cut(got, given, more), "")], given + 2, more),
                 *fit([(cut(result, gave, more), "")], gave, more),
                 (right("" if stage.stage == 0 else memory(stage.crossed), 10), ""),
-                (right(duration(_middle(track, stage)), 10), "bold"),
+                (right(host_time(track, stage.stage), 10), "bold"),
                 (right(device_time(track, stage.stage), 10) if track.device_ns else "", "bold"),
             ]
         )
@@ -84,24 +81,12 @@ def table(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     return rows
 
 
-def _middle(track: CallTrack, stage: Stage) -> float | None:
-    times = track.times[stage.stage] if stage.stage < len(track.times) else None
-    return None if times is None else times.middle
-
-
 def zoomed(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     """The panel at full size: the table, then every size of every stage by its path."""
     rows = [*table(scene, width, height, look), []]
     track = shown(scene)
     for stage in track.last.stages if track is not None else ():
-        rows.append([(f"{right(str(stage.stage), 2)} {clean(stage.device, 40)}  ", "bold"), (_names(stage, width), "")])
-        for word, sizes in (("in ", stage.inputs), ("out", stage.outputs)):
-            if sizes is None:
-                rows.append([(f"   {word}  {UNKNOWN}  not seen", "dim")])
-            for size in sizes or ():
-                rows.append([(f"   {word}  ", "dim"), (cut(size_line(size, look), width - 8, look.glyphs.more), "")])
+        names = clean(", ".join(stage.parts), max(width - 20, 10))
+        rows.append([(f"{right(str(stage.stage), 2)} {clean(stage.device, 40)}  ", "bold"), (names, "")])
+        rows += every_size(stage.inputs, stage.outputs, width, look)
     return rows
-
-
-def _names(stage: Stage, width: int) -> str:
-    return clean(", ".join(stage.parts), max(width - 20, 10))

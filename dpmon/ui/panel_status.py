@@ -9,9 +9,9 @@ from dpmon.model.ranks import world
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock, compact, within_words
-from dpmon.ui.answers import answer
 from dpmon.ui.look import Look
 from dpmon.ui.panel_batch import figures
+from dpmon.ui.replies import answer
 from dpmon.ui.rows import Row, columns, fit, plain, width_of
 from dpmon.ui.scene import READING, SECOND, Life, Scene, life, mode_words
 
@@ -108,15 +108,19 @@ def _rates(scene: Scene) -> Row:
     """Step and speeds in a fixed width; nothing before the first step, so that there is room to say what happens."""
     if scene.over:
         return _means(scene)
-    step, steps, samples = _numbers(scene)
     if scene.process is None or scene.process.last_step is None:
         return []
+    return _counting(scene, "  step", 8)
+
+
+def _counting(scene: Scene, head: str, width: int) -> Row:
+    step, steps, samples = _numbers(scene)
     return [
-        ("  step", "dim"),
+        (head, "dim"),
         (right(step, 10), "bold"),
-        (right(steps, 8), "bold"),
+        (right(steps, width), "bold"),
         (" steps/s", "dim"),
-        (right(samples, 8), "bold"),
+        (right(samples, width), "bold"),
         (" samples/s", "dim"),
     ]
 
@@ -156,7 +160,6 @@ def _median(scene: Scene) -> Row:
 
 
 def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
-    step, steps, samples = _numbers(scene)
     mode: Row = [*_mode(scene, look), (" ", "")]
     clock_text = "  " + clock(scene.elapsed_ns) + "  "
     said = span_width(alive.word) + 14
@@ -177,14 +180,7 @@ def _narrow(scene: Scene, alive: Life, width: int, look: Look) -> list[Row]:
     ]
     if scene.over:
         return [first, _narrow_means(scene, width)]
-    second: Row = [
-        (" step", "dim"),
-        (right(step, 10), "bold"),
-        (right(steps, 9), "bold"),
-        (" steps/s", "dim"),
-        (right(samples, 9), "bold"),
-        (" samples/s", "dim"),
-    ]
+    second = _counting(scene, " step", 9)
     step_time: Row = [("   median", "dim"), (right(duration(figures(scene).median_ns), 9), "bold")]
     for more in (_within(scene, True), step_time):  # each one complete or not at all
         second = [*second, *more] if width_of(second) + width_of(more) <= width else second

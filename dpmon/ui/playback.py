@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from textual.binding import Binding, BindingType
 
 from dpmon.run.reader import Pause
-from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info
+from dpmon.run.rundir import ExitInfo, RunError, RunInfo, load_exit, load_info, output_paths
 from dpmon.run.standing import newest_stage, stages
 from dpmon.store.as_of import AsOf
 from dpmon.store.opened import open_store
@@ -22,14 +22,13 @@ from dpmon.ui.feed import Feed, Reader
 from dpmon.ui.keys import PLAYED
 from dpmon.ui.look import Look
 from dpmon.ui.monitor import Monitor
-from dpmon.ui.scene import Playing, Scene, View
+from dpmon.ui.scene import SECOND, Playing, Scene, View
 from dpmon.ui.timeline import position_at
 from dpmon.ui.view import PanelView
 
 __all__ = ["SPEEDS", "Playback", "Player"]
 
 SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0)
-_SECOND = 1_000_000_000
 
 
 class Player:
@@ -152,8 +151,7 @@ class Player:
     @property
     def output_paths(self) -> tuple[Path, ...]:
         """The script's output, all of it: when each line was printed is not in the record."""
-        names = ("stdout.log", "stderr.log") if self.info.headless else ("output.log",)
-        return tuple(self.directory / name for name in names)
+        return output_paths(self.directory, self.info)
 
 
 class _PlaybackFeed(Feed):
@@ -234,11 +232,14 @@ class Playback(Monitor):
     def _player(self) -> Player | None:
         return self._playing_feed.player if not self._dialog_open else None
 
-    def _moved(self) -> None:
-        """Draw at once what is to be seen now; what was said is of another time."""
-        self.view = replace(self.view, message=None)
-        self.feed.tick()
-        self.draw()
+    def _have(self, do: Callable[[Player], None]) -> None:
+        """Have the player do this, and draw at once what is to be seen now; what was said is of another time."""
+        player = self._player
+        if player is not None:
+            do(player)
+            self.view = replace(self.view, message=None)
+            self.feed.tick()
+            self.draw()
 
     def on_panel_view_picked(self, event: PanelView.Picked) -> None:
         """A click on the time line sets the clock; elsewhere as ever."""
@@ -254,38 +255,23 @@ class Playback(Monitor):
 
     def action_play(self) -> None:
         """Go on or stop; at the end from the beginning."""
-        player = self._player
-        if player is not None:
-            player.play(not player.playing)
-            self._moved()
+        self._have(lambda player: player.play(not player.playing))
 
     def action_step(self, by: int) -> None:
         """To the next step of the training, or the one before."""
-        player = self._player
-        if player is not None:
-            player.step(by)
-            self._moved()
+        self._have(lambda player: player.step(by))
 
     def action_faster(self, by: int) -> None:
         """Faster or slower."""
-        player = self._player
-        if player is not None:
-            player.faster(by)
-            self._moved()
+        self._have(lambda player: player.faster(by))
 
     def action_seek(self, seconds: int) -> None:
         """So many seconds further, or back."""
-        player = self._player
-        if player is not None:
-            player.seek(player.position_ns + seconds * _SECOND)
-            self._moved()
+        self._have(lambda player: player.seek(player.position_ns + seconds * SECOND))
 
     def action_seek_to(self, fraction: float) -> None:
         """To a part of the whole, from 0.0 to 1.0."""
-        player = self._player
-        if player is not None:
-            player.seek(int(player.length_ns * fraction))
-            self._moved()
+        self._have(lambda player: player.seek(int(player.length_ns * fraction)))
 
     def action_freeze(self) -> None:
         """There is nothing that would go on behind a frozen picture."""

@@ -6,8 +6,10 @@ A row is a list of spans (text, style name); the style names are those of `dpmon
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
-from dpmon.text.cells import cropped, span_width
+from dpmon.text.cells import cropped as cropped_text
+from dpmon.text.cells import span_width
 from dpmon.ui.look import Glyphs
 
 __all__ = [
@@ -15,7 +17,9 @@ __all__ = [
     "Span",
     "box",
     "columns",
+    "cropped",
     "fit",
+    "merged",
     "plain",
     "width_of",
 ]
@@ -37,6 +41,11 @@ def plain(row: Iterable[Span]) -> str:
     return "".join(text for text, _ in row)
 
 
+def merged(cells: Iterable[Span]) -> Row:
+    """The same text in as few spans as its styles allow."""
+    return [("".join(text for text, _ in same), style) for style, same in groupby(cells, key=lambda cell: cell[1])]
+
+
 def fit(row: Sequence[Span], width: int, more: str = "…") -> Row:
     """The row in exactly `width` cells: padded with spaces, or cut with a sign of it."""
     total = width_of(row)
@@ -49,12 +58,33 @@ def fit(row: Sequence[Span], width: int, more: str = "…") -> Row:
     for text, style in row:
         size = span_width(text)
         if size > room:
-            fitted.append((cropped(text, room), style))
+            fitted.append((cropped_text(text, room), style))
             break
         fitted.append((text, style))
         room -= size
     fitted.append((more, "dim"))
     return fitted
+
+
+def cropped(row: Iterable[Span], start: int, end: int) -> Row:
+    """The cells of `row` from `start` up to `end`; of a wide character that is cut in two a blank is left."""
+    found: Row = []
+    at = 0
+    for text, style in row:
+        part = ""
+        if text.isascii():
+            part = text[max(start - at, 0) : max(end - at, 0)]
+            at += len(text)
+        for char in text if not text.isascii() else "":
+            size = span_width(char)
+            if start <= at and at + size <= end:
+                part += char
+            elif at < end and at + size > start:
+                part += " " * (min(at + size, end) - max(at, start))
+            at += size
+        if part:
+            found.append((part, style))
+    return found
 
 
 def columns(left: Sequence[Span], right_part: Sequence[Span], width: int, more: str = "…") -> Row:

@@ -9,9 +9,9 @@ from functools import partial
 from textual.timer import Timer
 
 from dpmon.text.cleaning import clean
-from dpmon.ui import errands
 from dpmon.ui.dialogs import Choice, Dialog
 from dpmon.ui.drawing import Drawing
+from dpmon.ui.feed import FROZEN_RANKS
 from dpmon.ui.scene import View
 
 __all__ = ["Stopping"]
@@ -55,7 +55,11 @@ class Stopping(Drawing):
         if self._still is None and self.scene().over:
             self._say("there is nothing to freeze: the run is over")
             return
-        self._still = None if self._still is not None else self.feed.scene(self.view)
+        if self._still is None:
+            self.feed.has_room_for(FROZEN_RANKS)
+            self._still = self.feed.scene(self.view)
+        else:
+            self._still = None
         self._see(replace(self.view, frozen=self._still is not None))
 
     def _let_go(self) -> None:
@@ -109,8 +113,10 @@ class Stopping(Drawing):
 
     def _stop(self) -> None:
         """On a thread of its own: stop the whole run, telling how it goes."""
+        from dpmon.run.stop import stop_run
+
         try:
-            for progress in errands.stop(self.feed.directory, self.feed.info):
+            for progress in stop_run(self.feed.directory, self.feed.info):
                 self.from_thread(self._stopped_so_far, clean(progress, 200))
             self.from_thread(self._stopped)
         except Exception as error:  # noqa: BLE001  whatever went wrong is shown; the screen goes on
@@ -125,17 +131,17 @@ class Stopping(Drawing):
 
     def after_tick(self) -> None:
         """Tell dialogs that the run ended. After all signals were sent, leave, or report which processes are left."""
-        scene = self.feed.scene(self.view)
-        if scene.over and not self._told_of_end:
+        over = self.feed.over
+        if over and not self._told_of_end:
             self._told_of_end = True
             for screen in self.screen_stack:
                 if isinstance(screen, Dialog):
                     screen.over()
         if not self._stop_done:
             return
-        if scene.over:
+        if over:
             self.exit("stopped")
-        elif not scene.ending:
+        elif not self.feed.ending:
             self._stop_done = False
             self._stop_failed(self._stopping or "it still runs")
 

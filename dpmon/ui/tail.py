@@ -31,7 +31,6 @@ class Tail:
         self.size = 0
         """Bytes of the file at the last refresh."""
         self._fd = -1
-        self._inode = 0
         self._before = array("Q", [0])
         self._indexed = 0
         self._newlines = 0
@@ -42,15 +41,15 @@ class Tail:
             os.close(self._fd)
             self._fd = -1
 
-    def refresh(self, budget: int = _BUDGET) -> bool:
-        """Look at the file again and index at most `budget` bytes more; whether its size or identity changed."""
+    def refresh(self) -> None:
+        """Look at the file again and index at most so many bytes more."""
+        budget = _BUDGET
         try:
             if self._fd < 0:
                 self._fd = open_file(self.path)
             size = os.fstat(self._fd).st_size
         except OSError:
-            return False
-        changed = size != self.size
+            return
         if size < self._indexed:  # truncated under us: begin again
             self._before, self._indexed, self._newlines = array("Q", [0]), 0, 0
         self.size = size
@@ -65,20 +64,6 @@ class Tail:
             self._before.append(self._newlines)
             self._indexed += _BLOCK
             budget -= _BLOCK
-        return changed
-
-    @property
-    def complete(self) -> bool:
-        """Whether the index reaches the last block of the file."""
-        return self.size - self._indexed < _BLOCK
-
-    def lines(self) -> int:
-        """Lines in the indexed part; an unfinished last line counts."""
-        rest = self.read(self._indexed, min(self.size - self._indexed, _BLOCK))
-        count = self._newlines + rest.count(b"\n")
-        if self.complete and self.size and not (rest or self.read(self.size - 1, 1)).endswith(b"\n"):
-            count += 1
-        return count
 
     def read(self, start: int, count: int) -> bytes:
         if self._fd < 0 or count <= 0:
@@ -97,21 +82,9 @@ class Tail:
         return self._before[block] + self.read(start, offset - start).count(b"\n")
 
     def end(self) -> bytes:
-        """The end of the file, as much of it as its last words and its last lines need."""
+        """The end of the file, as much of it as its last words need."""
         start = max(self.size - READ_BYTES, 0)
         return self.read(start, self.size - start)
-
-    def last(self, count: int) -> list[bytes]:
-        """The last `count` lines (fewer if they are very long), the unfinished one included."""
-        data = self.end()
-        if self.size > READ_BYTES:
-            _, found, rest = data.partition(b"\n")
-            # A line longer than what was read: only its end can be shown.
-            data = rest if found and rest else data
-        parts = data.split(b"\n")
-        if parts and not parts[-1]:
-            parts.pop()
-        return [_shortened(part) for part in parts[-count:]] if count > 0 else []
 
     def at(self, first: int, count: int) -> list[bytes]:
         """`count` lines from number `first` (0 is the first) on, as far as there are any."""

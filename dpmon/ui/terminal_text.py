@@ -14,11 +14,10 @@ import codecs
 import re
 import unicodedata
 from collections.abc import Sequence
-from itertools import groupby
 
 from dpmon.text.cells import char_width
 from dpmon.text.cleaning import visible
-from dpmon.ui.rows import Row
+from dpmon.ui.rows import Row, merged
 from dpmon.ui.sgr import Sgr
 
 __all__ = ["COLUMNS", "HEIGHT", "Line", "Page", "interpret"]
@@ -114,9 +113,7 @@ class Line:
         if self._plain is not None:
             return [(self._plain, "")] if self._plain else []
         if self._row is None:
-            row: Row = []
-            for style, group in groupby(zip(self._styles, self.cells, strict=True), key=lambda pair: pair[0]):
-                row.append(("".join(cell for _, cell in group), style))
+            row = merged(zip(self.cells, self._styles, strict=True))
             if row and not row[-1][1]:
                 row[-1] = (row[-1][0].rstrip(" "), "")
             if self.cut and row and row[-1][0]:

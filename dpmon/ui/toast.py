@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dpmon.text.cells import cut, span_width, wrapped
-from dpmon.ui.answers import answer
+from dpmon.text.cells import wrapped
 from dpmon.ui.layout import Slot
 from dpmon.ui.look import Look
 from dpmon.ui.panel_status import cut_answer
-from dpmon.ui.rows import Row, box, plain, width_of
+from dpmon.ui.replies import answer
+from dpmon.ui.rows import Row, box, cropped, plain, width_of
 from dpmon.ui.scene import Scene
 
-__all__ = ["cropped", "laid_over", "toast"]
+__all__ = ["laid_over", "toast"]
 
 _WIDEST = 84
 _SHARE = 2
@@ -24,10 +24,8 @@ def toast(scene: Scene, width: int, height: int, look: Look) -> list[Row]:
     if not cut_answer(scene, width, look):
         return []
     across = min(width, _WIDEST)
-    lines = wrapped(plain(answer(scene, look)), across - 4)
     room = max(height // _SHARE - 2, 1)
-    if len(lines) > room:
-        lines = [*lines[: room - 1], cut(" ".join(lines[room - 1 :]), across - 4, look.glyphs.more)]
+    lines = wrapped(plain(answer(scene, look)), across - 4, room, look.glyphs.more)
     rows: list[Row] = [[(line, "")] for line in lines]
     return box([("in full", "wait")], [], rows, across, len(rows) + 2, look.glyphs, focused=True)
 
@@ -40,21 +38,3 @@ def laid_over(painted: dict[str, list[Row]], slots: Mapping[str, Slot], rows: Se
                 covered = cropped(row, slot.x, slot.x + slot.width)
                 left = cropped(painted[panel][index], width_of(covered), slot.width)
                 painted[panel][index] = [*covered, *left]
-
-
-def cropped(row: Sequence[tuple[str, str]], start: int, end: int) -> Row:
-    """The cells of `row` from `start` up to `end`; of a wide character that is cut in two a blank is left."""
-    found: Row = []
-    at = 0
-    for text, style in row:
-        part = ""
-        for char in text:
-            size = span_width(char)
-            if start <= at and at + size <= end:
-                part += char
-            elif at < end and at + size > start:
-                part += " " * (min(at + size, end) - max(at, start))
-            at += size
-        if part:
-            found.append((part, style))
-    return found

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from dpmon.model.numbers import duration, group
-from dpmon.model.turn import Lane, Piece, Turn
+from dpmon.model.process import Process
+from dpmon.model.turn import Lane, Piece, Turn, last_turn
 from dpmon.record.schema import phase_shown
 from dpmon.text.cells import cut, right, span_width
 from dpmon.text.cleaning import clean
 from dpmon.ui.chart import ceiling
 from dpmon.ui.look import LETTERS, Glyphs, Look, letter_in
-from dpmon.ui.rows import Row, Span, fit
+from dpmon.ui.rows import Row, Span, fit, merged
 
 __all__ = ["REST", "lane_row", "main_row", "waterfall"]
 
@@ -32,11 +33,11 @@ def waterfall(
     height: int,
     look: Look,
     usual_ns: float | None,
-    others: Sequence[tuple[str, Turn]] = (),
+    others: Sequence[Process] = (),
 ) -> list[Row]:
     """At most `height` rows of `width` cells. `usual_ns`: a step that few exceed, so that the scale stands still.
 
-    `others`: the same step of other ranks, with their names; they stand in place of the lanes.
+    `others`: other ranks; their last steps stand in place of the lanes.
     """
     if height <= 0:
         return []
@@ -49,45 +50,43 @@ def waterfall(
         return []
     top = ceiling(max(turn.wall_ns, usual_ns or 0))
     name = "last step" if height > 1 or not several else f"last of {turn.calls}"
-    rows: list[Row] = [
-        [
-            *fit([(name, "dim")], label, look.glyphs.more),
-            *main_row(turn.main, room, top, look, turn.wall_ns),
-            (right(duration(turn.wall_ns), _TOOK), "bold"),
-        ]
-    ]
+    rows = [_main(name, turn, label, room, top, look)]
     shown, hidden = _chosen(turn.lanes, height - 1)
     for lane in shown:
         rows.append(_lane(lane, turn, label, room, top, look))
     if hidden:
-        rows.append(_condensed(hidden, label, width, look))
+        times = [lane.took_ns for lane in hidden if lane.pieces]
+        rows.append(_condensed(times, len(hidden) - len(times), label, width, look))
     return rows
 
 
+def _main(name: str, turn: Turn, label: int, room: int, top: float, look: Look, late: int = 0) -> Row:
+    """The row of a main thread that began its step `late` ns after the scale does."""
+    pieces = [piece._replace(start_ns=piece.start_ns + late, end_ns=piece.end_ns + late) for piece in turn.main]
+    return [
+        *fit([(name, "dim")], label, look.glyphs.more),
+        *main_row(pieces, room, top, look, 0 if late else turn.wall_ns),
+        (right(duration(turn.wall_ns), _TOOK), "bold"),
+    ]
+
+
 def _ranks(
-    turn: Turn, others: Sequence[tuple[str, Turn]], width: int, height: int, look: Look, usual_ns: float | None
+    turn: Turn, others: Sequence[Process], width: int, height: int, look: Look, usual_ns: float | None
 ) -> list[Row]:
     """A row a rank, the first one `turn`; what fits, and how many more there are."""
     label = 10
     room = width - label - _TOOK
     if room < 8:
         return []
-    every = [("last step", turn), *others]
-    shown = every if len(every) <= height else every[: max(height - 1, 1)]
+    fit_in = len(others) if len(others) < height else max(height - 2, 0)
+    shown = [("last step", turn)]
+    shown += [(f"rank {one.rank}", found) for one in others[:fit_in] if (found := last_turn(one)) is not None]
     late = {name: _late(turn, other) for name, other in shown}
     top = ceiling(max(usual_ns or 0, *(late[name] + other.wall_ns for name, other in shown)))
-    rows: list[Row] = []
-    for name, other in shown:
-        by = late[name]
-        pieces = [piece._replace(start_ns=piece.start_ns + by, end_ns=piece.end_ns + by) for piece in other.main]
-        drawn = main_row(pieces, room, top, look, by + other.wall_ns if not by else 0)
-        rows.append(
-            [*fit([(name, "dim")], label, look.glyphs.more), *drawn, (right(duration(other.wall_ns), _TOOK), "bold")]
-        )
-    if len(shown) < len(every) and height > 1:
-        times = [other.wall_ns for _, other in every[len(shown) :]]
-        text = f"{group(len(times))} more {look.glyphs.down}  {duration(min(times))} to {duration(max(times))}"
-        rows.append([(" " * label, ""), (cut(text, width - label, look.glyphs.more), "dim")])
+    rows = [_main(name, other, label, room, top, look, late[name]) for name, other in shown]
+    times = [one.last_step.wall_ns for one in others[fit_in:] if one.last_step is not None]
+    if times and height > 1:
+        rows.append(_condensed(times, 0, label, width, look))
     return rows
 
 
@@ -119,11 +118,9 @@ def _lane(lane: Lane, turn: Turn, label: int, room: int, top: float, look: Look)
     return [*head, (" ", ""), *lane_row(lane.pieces, room, top, look), (right(duration(lane.took_ns), _TOOK), "")]
 
 
-def _condensed(lanes: Sequence[Lane], label: int, width: int, look: Look) -> Row:
-    """One row for the lanes that have none: how many, and between what their times lie."""
-    times = [lane.took_ns for lane in lanes if lane.pieces]
-    idle = len(lanes) - len(times)
-    text = f"{group(len(lanes))} more {look.glyphs.down}"
+def _condensed(times: Sequence[int], idle: int, label: int, width: int, look: Look) -> Row:
+    """One row for those that have none: how many, and between what their times (ns) lie."""
+    text = f"{group(len(times) + idle)} more {look.glyphs.down}"
     if times:
         text += f"  {duration(min(times))} to {duration(max(times))}"
     if idle:
@@ -161,7 +158,7 @@ def _main_row(
     dot = "." if glyphs.ascii else glyphs.middot  # a dash goes on with a phase's name
     cells[:end] = [(dot, "dim") if cell[0] == " " else cell for cell in cells[:end]]
     _name(cells, blocks, colour)
-    return tuple(_row(cells))
+    return tuple(merged(cells))
 
 
 def lane_row(pieces: Sequence[Piece], width: int, top: float, look: Look) -> Row:
@@ -240,13 +237,3 @@ def _text(phase: str, room: int, blocks: bool) -> str:
             named = word if letter == "." else word[:at] + letter + word[at + 1 :]
             return (" " + named if blocks and room > len(word) else named).ljust(room, " " if blocks else "-")
     return letter.ljust(room, " " if blocks else "-")
-
-
-def _row(cells: Sequence[Span]) -> Row:
-    row: Row = []
-    for char, style in cells:
-        if row and row[-1][1] == style:
-            row[-1] = (row[-1][0] + char, style)
-        else:
-            row.append((char, style))
-    return row

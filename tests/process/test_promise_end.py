@@ -14,7 +14,7 @@ from running import Dpmon, wait_for
 from sizes import reached
 
 from dpmon.run import proc
-from dpmon.run.oom import OomWatch
+from dpmon.run.out_of_memory import OomWatch
 from dpmon.run.reader import RunReader
 
 ENDING = """

@@ -13,7 +13,7 @@ from running import Dpmon, Result
 from sidebyside import ROOT, of_kind
 from stored import state_in
 
-from dpmon.model.ranks import rank_rows, training
+from dpmon.model.ranks import training, world
 
 EXAMPLE = ROOT / "examples" / "ddp.py"
 SPAWNED = Path(__file__).resolve().parent / "scripts" / "spawned_ranks.py"
@@ -85,13 +85,15 @@ def test_torchrun(dpmon: Dpmon) -> None:
     assert "rank 0 of 2 cpu  [30, 5] -> [30, 2]  20 calls, 20 steps" in result.errors
     assert "rank 1 of 2 cpu  [30, 5] -> [30, 2]  20 calls, 20 steps" in result.errors
 
-    rows = rank_rows(training(state_in(dpmon.last(), over=True)), None)
-    assert [(row.rank, row.world, row.step) for row in rows] == [(0, 2, 20), (1, 2, 20)]
-    for row in rows:
-        assert row.step_ns is not None
-        assert row.forward_ns is not None
-        assert row.backward_ns is not None
-        assert row.step_ns >= row.forward_ns
+    ranks = training(state_in(dpmon.last(), over=True))
+    assert [(each.rank, world(each)) for each in ranks] == [(0, 2), (1, 2)]
+    for each in ranks:
+        assert each.last_step is not None
+        assert each.last_step.step == 20
+        assert each.figures.step_ns is not None
+        assert each.figures.forward_ns is not None
+        assert each.figures.backward_ns is not None
+        assert each.figures.step_ns >= each.figures.forward_ns
 
 
 def test_mp_spawn_with_batches_of_different_sizes(dpmon: Dpmon, tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ GUARDS = {
     "tracer.roots._RootCall.__get__",
     "tracer.session.Session.inputs",
     "tracer.split.Split._fall_back",
-    "tracer.split.Split._functional",
     "tracer.split.Split._let_go",
     "tracer.split.Split._remember",
     "tracer.split.Split._root",

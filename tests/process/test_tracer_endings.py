@@ -24,12 +24,7 @@ def check(run: Traced, pid: int, finished: int) -> None:
     """The calls that were finished, without gaps, each but the last with its turn."""
     process = run.process_of(pid)
     calls, steps = run.calls(process=process), run.steps(process)
-    turns = run.held[process] // 2
-    if finished < FIRST_TURNS:
-        assert turns == 0
-    assert turns <= MAX_HELD
-    # Killed between the call and what it told of it; a call whose turn would have been held is not kept for itself.
-    assert finished - turns - (finished > FIRST_TURNS) <= len(calls) <= finished - turns + 1
+    assert finished <= len(calls) <= finished + 1  # killed between the call and what it told of it
     numbers = list(range(1, len(calls) + 1))
     assert [call.call for call in calls] == [call.step for call in calls] == numbers
     assert [step.step for step in steps] in (numbers, numbers[:-1])
@@ -83,52 +78,19 @@ os._exit(0)
 """
 
 
-def test_turns_that_were_held_back_are_counted(tmp_path: Path) -> None:
-    """Thousands of turns of a fraction of a millisecond, and a sudden end: the last few are lost, not silently."""
+def test_short_steps_are_there_to_the_last(tmp_path: Path) -> None:
+    """Thousands of steps of a fraction of a millisecond, and a sudden end."""
     run = traced(tmp_path, QUICKLY, 3000)
     assert run.status == -signal.SIGKILL
-    turns = run.held[0] // 2
-    assert [step.step for step in run.steps()] == list(range(1, 3000 - turns))
-    assert len(run.calls()) - len(run.steps()) in (0, 1)
-
-
-SEVERAL = """
-import os, signal, time
-import sys
-import torch
-from torch.utils.data import DataLoader
-for name in ("steps", "plain"):
-    sys.modules["dpmon.tracer." + name].QUICK_NS = 200_000_000  # on a slow machine these turns would be none
-model = torch.nn.Linear(4, 1)
-for number, x in enumerate(DataLoader(torch.randn(4000, 4), batch_size=None), 1):
-    for call in range({calls}):
-        if number == 600 and call == min(2, {calls} - 1):
-            time.sleep({pause})
-        loss = model(x)
-    loss.sum().backward()
-    if number == 600:
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.parametrize(("calls", "pause", "most"), [(3, 0, 36), (17, 0, 52), (4, 0.3, 0), (1, 0.3, 0)])
-def test_further_calls_of_a_turn_are_held_back_too(tmp_path: Path, calls: int, pause: float, most: int) -> None:
-    """In their order and counted; a bounded number of them, and none once the turn has become a long one."""
-    run = traced(tmp_path, SEVERAL.format(calls=calls, pause=pause))
-    assert run.status == -signal.SIGKILL
-    found = run.calls()
-    assert [call.call for call in found] == list(range(1, len(found) + 1))
-    assert {call.step for call in found} - {step.step for step in run.steps()} <= {found[-1].step}
-    assert bool(most) <= run.held[0] <= most
-    assert len(found) + len(run.steps()) + run.held[0] == 600 * calls + 599
+    assert [step.step for step in run.steps()] == list(range(1, 3001))
+    assert [call.step for call in run.calls()] == list(range(1, 3001))
+    assert run.missed == 0
 
 
 MIXED = """
-import os, signal, sys
+import os, signal
 import torch
 from torch.utils.data import DataLoader
-for name in ("steps", "plain", "lane"):
-    sys.modules["dpmon.tracer." + name].QUICK_NS = 1 << 40  # on a slow machine these turns would be none
 over = torch.nn.DataParallel(torch.nn.Linear(4, 1))
 alone = torch.nn.Linear(4, 1)
 for number, x in enumerate(DataLoader(torch.randn(4000, 4), batch_size=8), 1):
@@ -142,7 +104,7 @@ for number, x in enumerate(DataLoader(torch.randn(4000, 4), batch_size=8), 1):
 """
 
 
-def test_calls_over_replicas_are_held_back_too(tmp_path: Path) -> None:
+def test_calls_over_replicas_are_there_to_the_last(tmp_path: Path) -> None:
     """With others between them, in their order, whole and counted."""
     run = traced(tmp_path, MIXED)
     assert run.status == -signal.SIGKILL
@@ -151,7 +113,7 @@ def test_calls_over_replicas_are_held_back_too(tmp_path: Path) -> None:
         ("DataParallel", None, "DataParallel") if number % 3 else (None, "DataParallel") for number in range(1, 302)
     ]
     whole = [(number, via) for number, vias in enumerate(turns, 1) for via in vias]
-    assert [(call.step, call.via) for call in found] == whole[: len(found)]
+    assert [(call.step, call.via) for call in found] == whole
     assert [call.call for call in found] == list(range(1, len(found) + 1))
     for call in found:
         if call.via is not None:
@@ -160,13 +122,12 @@ def test_calls_over_replicas_are_held_back_too(tmp_path: Path) -> None:
     steps = [step.step for step in run.steps()]
     assert steps == list(range(1, len(steps) + 1))
     assert run.missed == 0
-    assert 0 < run.held[0] < 40
-    assert len(found) + len(steps) + run.held[0] == len(whole) + 300
+    assert len(steps) in (300, 301)
 
 
-def test_none_is_held_back_when_the_loader_is_at_its_end(tmp_path: Path) -> None:
+def test_a_loader_that_comes_to_its_end(tmp_path: Path) -> None:
     run = traced(tmp_path, QUICKLY, 0)
-    assert (run.status, run.held[0]) == (0, 0)
+    assert run.status == 0
     assert len(run.calls()) == len(run.steps()) == 4000
 
 
@@ -320,9 +281,9 @@ train(DataLoader(torch.randn(500, 4), batch_size=None), 403)
 
 
 def test_a_loader_within_a_loader_and_a_loop_that_is_left(tmp_path: Path) -> None:
-    """The inner loader's end is no turn's, and what was held back is written though no fetch came after it."""
+    """The inner loader's end is no step's."""
     run = traced(tmp_path, THROUGH)
-    assert (run.status, run.held[0]) == (0, 0)
+    assert run.status == 0
     assert (
         [step.step for step in run.steps()] == [call.step for call in run.calls()] == list(range(1, 20 * 7 + 403 + 1))
     )

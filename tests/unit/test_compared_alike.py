@@ -43,20 +43,23 @@ def judged(feed: Feed) -> tuple[Comparison, str]:
 
 
 def test_a_run_that_has_ended_and_its_playback_are_judged_as_in_the_report(long: Path) -> None:
-    said = collect(long).compared
+    said = collect(long).evidence.compared
     assert said is not None
     assert said.speedup is not None
-    assert dict(said.steps) == {"single": 5000 + 4500 - 10, "dp": 500 + 3000 - 10}
+    assert {mode: side.steps for mode, side in said.sides.items()} == {
+        "single": 5000 + 4500 - 10,
+        "dp": 500 + 3000 - 10,
+    }
     for feed in (Feed(long, lambda: RunReader(long)), _PlaybackFeed(long, lambda: Player(long))):
         feed.start()
         feed.tick()
         assert feed.ended is not None
         found, text = judged(feed)
         assert (found.devices, found.virtual) == (("cpu:0", "cpu:1"), True), "though the last calls are all single"
-        assert sentence(found) == said.sentence
+        assert sentence(found) == sentence(said)
         assert sentence(found) in text
         assert found.speedup is not None
-        assert found.speedup.value == said.speedup
+        assert found.speedup == said.speedup
         feed.close()
 
 

@@ -168,7 +168,7 @@ def test_a_damaged_column_is_a_damaged_row(state: Path) -> None:
 def test_the_screen_shows_host_and_device_side_by_side() -> None:
     state = state_of(training())
     scene = Scene(state, 3 * SECOND, Facts(script="x.py"), alive=True)
-    head, first, second, *_ = (plain(row) for row in panel_replicas.replicas(scene, 100, 10, LOOK))
+    head, first, second, *_ = (plain(row) for row in panel_replicas.table(scene, 100, 10, LOOK))
     assert "host time on device" in head
     assert "1.50 ms" in first
     assert "1.75 ms" in second
@@ -187,6 +187,6 @@ def test_the_screen_shows_host_and_device_side_by_side() -> None:
 def test_the_screen_without_devices_times_has_no_column_for_them() -> None:
     made = Training()
     scene = Scene(state_of([*made.begin(), *made.run(20)]), 3 * SECOND, Facts(script="x.py"), alive=True)
-    assert "on device" not in plain(panel_replicas.replicas(scene, 100, 10, LOOK)[0])
+    assert "on device" not in plain(panel_replicas.table(scene, 100, 10, LOOK)[0])
     rows = panel_batch.batch(scene, 120, 14, LOOK, panel_batch.figures(scene))
     assert not any(plain(row).startswith("device") for row in rows)

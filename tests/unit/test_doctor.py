@@ -15,7 +15,7 @@ import pytest
 
 from dpmon import extras
 from dpmon.cli import doctor as command
-from dpmon.cli.checks import installed, machine, terminal, trial
+from dpmon.cli.checks import installed, machine, screen, trial
 from dpmon.cli.checks.check import STATES, Check, ok, problem, warning
 
 Usage = namedtuple("Usage", "total used free")
@@ -36,7 +36,7 @@ def test_what_is_wrong_has_a_remedy_and_what_is_well_has_none() -> None:
 def at_terminal(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int] = (120, 40), **env: str) -> dict[str, Check]:
     monkeypatch.setattr(os, "isatty", lambda fd: True)
     monkeypatch.setattr(shutil, "get_terminal_size", lambda fallback: os.terminal_size(size))
-    return by_name(terminal.terminal(env))
+    return by_name(screen.terminal(env))
 
 
 def test_a_terminal_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,10 +66,10 @@ def test_a_poor_terminal_is_a_warning(
 
 def test_without_a_terminal_dpmon_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "isatty", lambda fd: fd == 0)
-    found = by_name(terminal.terminal({"TERM": "xterm"}))
+    found = by_name(screen.terminal({"TERM": "xterm"}))
     assert (found["terminal"].state, "stdout, stderr" in found["terminal"].found) == ("ok", True)
     monkeypatch.setattr("locale.getpreferredencoding", lambda _: "ANSI_X3.4-1968")
-    assert by_name(terminal.terminal({}))["characters"].state == "warning"
+    assert by_name(screen.terminal({}))["characters"].state == "warning"
 
 
 # ------------------------------------------------------------------------------------------------ machine

@@ -12,12 +12,13 @@ from dpmon.store.figures import PhaseFigures
 MS = 1e6
 
 
-def phase(name: str, ms: float | None, share: float | None) -> PhaseFigures:
-    return PhaseFigures(name, 100, None if ms is None else ms * MS, None, None, share)
+def phase(name: str, ms: float | None, share: float | None, device_ms: float | None = None) -> PhaseFigures:
+    middle, on_device = (None if took is None else took * MS for took in (ms, device_ms))
+    return PhaseFigures(name, 100, middle, None, None, share, on_device)
 
 
 def test_a_copy_that_waits_for_the_gpu_is_told_with_its_own_time() -> None:
-    found = host_waits([phase("data", 1, 0.3), phase("copy", 13.4, 0.7)], {"data": 0.0, "copy": 0.342 * MS})
+    found = host_waits([phase("data", 1, 0.3, 0.0), phase("copy", 13.4, 0.7, 0.342)])
     assert found == ["in copy the host waits for the GPU's earlier work: its own time there is 342 µs"]
 
 
@@ -34,7 +35,7 @@ def test_a_copy_that_waits_for_the_gpu_is_told_with_its_own_time() -> None:
     ],
 )
 def test_what_is_no_wait_is_not_told(name: str, ms: float, share: float, device_ms: float | None) -> None:
-    assert host_waits([phase(name, ms, share)], {name: None if device_ms is None else device_ms * MS}) == []
+    assert host_waits([phase(name, ms, share, device_ms)]) == []
 
 
 @pytest.mark.parametrize(("known", "said"), [(100, []), (90, []), (89, ["on device: of 89 of the 100 steps"]), (0, [])])

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from dpmon.model.evidence import BatchFacts, DeviceFacts, Evidence, HostFacts, LongStep, ModeFacts, ReplicaFacts, Worth
+from dpmon.model.compare import Comparison, Interval
+from dpmon.model.evidence import BatchFacts, DeviceFacts, Evidence, HostFacts, LongStep, ModeFacts, ReplicaFacts
 from dpmon.model.finding import MIN_STEPS, took
 from dpmon.model.findings import findings
 from dpmon.model.memory import Held
@@ -159,7 +160,7 @@ def test_nothing_stands_out_in_a_healthy_run() -> None:
 
 
 SHOWN = {
-    "slower": replace(HEALTHY, worth=Worth(0.61, 0.58, 0.65, "DataParallel over 2 is 0.61× one device.")),
+    "slower": replace(HEALTHY, compared=Comparison(speedup=Interval(0.61, 0.58, 0.65))),
     "data": replace(HEALTHY, modes=(mode(data=0.43, forward=0.3, backward=0.27),)),
     "replicate": replace(HEALTHY, modes=(mode(data=0.02, forward=0.7, replicate=0.48, backward=0.28),)),
     "transfer": replace(HEALTHY, modes=(mode(forward=0.7, scatter=0.15, gather=0.15, backward=0.3),)),
@@ -219,8 +220,8 @@ def test_no_finding_from_too_few_steps(kind: str) -> None:
         replace(HEALTHY, end_ns=None),
         replace(HEALTHY, end_ns=1000 * SECOND, last_step_ns=960 * SECOND),
         replace(HEALTHY, last_step_ns=None),
-        replace(HEALTHY, worth=Worth(0.9, 0.7, 1.2, "No difference.")),
-        replace(HEALTHY, worth=Worth(1.7, 1.6, 1.8, "Faster.")),
+        replace(HEALTHY, compared=Comparison(speedup=Interval(0.9, 0.7, 1.2))),
+        replace(HEALTHY, compared=Comparison(speedup=Interval(1.7, 1.6, 1.8))),
     ],
 )
 def test_a_run_that_does_not_show_it(evidence: Evidence) -> None:

@@ -48,8 +48,8 @@ def test_a_call_s_phases_lie_where_they_were_recorded_and_forward_has_the_rest()
         Piece("forward", 62, 64),
         Piece("gather", 64, 68),
         Piece("forward", 68, 72),
-        Piece("backward", 72, 122, True),
-        Piece("optimizer", 122, 142, True),
+        Piece("backward", 72, 122),
+        Piece("optimizer", 122, 142),
     )
     assert [(lane.number, lane.device, lane.pieces) for lane in turn.lanes] == [
         (0, "cuda:0", (Piece("apply", 33, 53),)),

@@ -23,15 +23,15 @@ from dpmon.record.schema import SETTLING_STEPS
 from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
-from dpmon.report.devices import Devices
+from dpmon.report.device_totals import Devices
 from dpmon.report.page import page
 from dpmon.report.plots import plots
 from dpmon.report.story import PARTS
 from dpmon.report.stretches import BINS
 from dpmon.report.text import text_lines
+from dpmon.run.condition import run_state
 from dpmon.run.lookup import short_name
 from dpmon.run.rundir import ExitInfo, load_exit, load_info, save
-from dpmon.run.state import run_state
 from dpmon.store.answers import MinuteRow
 from dpmon.store.opened import can_be_opened
 from dpmon.store.tables import BEFORE_S
@@ -494,17 +494,14 @@ def test_a_loader_record_that_makes_no_sense_is_survived(state: Path) -> None:
 
 
 def test_a_verdict_stands_in_the_report_with_its_uncertainty(both: Path) -> None:
-    pytest.importorskip("dpmon.model.compare", reason="the comparison is not there yet")
-    found = collect(both).compared
+    found = collect(both).evidence.compared
     assert found is not None
     assert found.speedup is not None
-    assert found.low is not None
-    assert found.high is not None
-    assert found.low < found.speedup < found.high
-    assert dict(found.steps).keys() == {"dp", "single"}
+    assert found.speedup.low < found.speedup.value < found.speedup.high
+    assert found.sides.keys() == {"dp", "single"}
     lines = section(report_text(both, 80), "DP AGAINST SINGLE")
     assert lines[0].startswith("  DataParallel over 2 virtual replicas")
-    assert f"speed-up {found.speedup:.2f}" in " ".join(lines)
+    assert f"speed-up {found.speedup.value:.2f}" in " ".join(lines)
     assert as_object(collect(both))["compared"]["outcome"] in ("faster", "slower", "even")
 
 

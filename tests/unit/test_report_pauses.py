@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from kept import keep
 from synthetic import SECOND, Training, device_event
 
 from dpmon.cli.summary import summary_lines
+from dpmon.model.inputs import waited_ns
+from dpmon.model.state import PauseChange
 from dpmon.record.wire import pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
-from dpmon.report.devices import Devices
+from dpmon.report.device_totals import Devices
 from dpmon.report.page import page
-from dpmon.report.pause_spans import Pauses, PauseTotals, Span
-from dpmon.report.pauses import any_of, together, within
+from dpmon.report.pauses import Pauses, PauseTotals, Span, any_of, pauses_of, together
 from dpmon.report.plots import plots
 from dpmon.run.rundir import load_exit
 
@@ -109,14 +111,23 @@ def test_a_pause_without_an_end_and_one_that_was_refused(state: Path) -> None:
     assert "paused" not in " ".join(lines[:6]).replace("PAUSES", "")
 
 
-def paused_ones(*pauses: tuple[int, float, float | None]) -> Pauses:
-    """Pauses of a process, from a time to another (s); None: its end is not in the record."""
-    found = Pauses()
+def changed(process: int, at_s: float, took_s: float | None = None) -> PauseChange:
+    """The beginning of a pause, or with `took_s` the end."""
+    took = None if took_s is None else int(took_s * SECOND)
+    return PauseChange(process, int(at_s * SECOND), 1, took_s is None, took, None, None)
+
+
+def paused_ones(*pauses: tuple[int, float, float | None], steps: Sequence[tuple[int, float]] = ()) -> Pauses:
+    """Pauses of a process, from a time to another (s); None: its end is not in the record. `steps`: process, begin."""
+    begun = [(process, int(at * SECOND)) for process, at in steps]
+    changes = []
     for process, begin, end in pauses:
-        found.event({"process": process, "t_s": begin, "step": 1, "paused": True, "paused_s": None})
-        if end is not None:
-            found.event({"process": process, "t_s": end, "step": 1, "paused": False, "paused_s": end - begin})
-    return found
+        changes += [changed(process, begin), *([changed(process, end, end - begin)] if end is not None else [])]
+
+    def next_step_ns(process: int, after_ns: int) -> int | None:
+        return min((at for who, at in begun if who == process and at >= after_ns), default=None)
+
+    return pauses_of(changes, next_step_ns, max((at for _, at in begun), default=-1))
 
 
 def there(*seconds: tuple[float, float]) -> dict[int, Span]:
@@ -130,47 +141,41 @@ def in_s(spans: list[Span]) -> list[tuple[float, float]]:
 def test_only_what_all_processes_paused_together_is_no_time_of_the_run() -> None:
     pauses = paused_ones((0, 10, 30), (1, 20, 50), (0, 60, 61))
     both = there((0, 100), (0, 100))
-    assert in_s(together(pauses.stretches, both, None)) == [(20, 30)]
-    assert in_s(any_of(pauses.stretches, None)) == [(10, 50), (60, 61)]
-    assert in_s(together(pauses.stretches, there((0, 5)), None)) == [(10, 50), (60, 61)], "nobody is there any more"
-    assert within(together(pauses.stretches, both, None), 25 * SECOND, 100 * SECOND) == 5 * SECOND
+    assert in_s(together(pauses, both, None)) == [(20, 30)]
+    assert in_s(any_of(pauses, None)) == [(10, 50), (60, 61)]
+    assert in_s(together(pauses, there((0, 5)), None)) == [(10, 50), (60, 61)], "nobody is there any more"
+    assert waited_ns(together(pauses, both, None), 25 * SECOND, 100 * SECOND) == 5 * SECOND
 
 
 def test_who_is_not_there_yet_or_any_more_holds_no_pause_up() -> None:
     """Two trainings in turn, the second of them paused; and one that begins in another's pause."""
     pauses = paused_ones((1, 200, 800))
-    assert in_s(together(pauses.stretches, there((0, 100), (110, 900)), None)) == [(200, 800)]
-    assert in_s(together(pauses.stretches, there((300, 400), (110, 900)), None)) == [(200, 300), (400, 800)]
-    assert in_s(together(pauses.stretches, there((0, 900), (110, 900)), None)) == []
+    assert in_s(together(pauses, there((0, 100), (110, 900)), None)) == [(200, 800)]
+    assert in_s(together(pauses, there((300, 400), (110, 900)), None)) == [(200, 300), (400, 800)]
+    assert in_s(together(pauses, there((0, 900), (110, 900)), None)) == []
 
 
 def test_a_pause_whose_end_was_lost_is_over_when_the_next_begins() -> None:
-    pauses = paused_ones((0, 10, None), (0, 50, 60))
-    for at in range(60, 900, 10):
-        pauses.step(0, at * SECOND)
-    pauses.settle()
+    pauses = paused_ones((0, 10, None), (0, 50, 60), steps=[(0, at) for at in range(60, 900, 10)])
     first, second = pauses.found
     assert (first.took_ns, first.end_ns, first.on) == (None, 50 * SECOND, False)
     assert (second.took_ns, second.on) == (10 * SECOND, False)
-    assert in_s(together(pauses.stretches, there((0, 900)), 1000 * SECOND)) == [(10, 60)]
+    assert in_s(together(pauses, there((0, 900)), 1000 * SECOND)) == [(10, 60)]
     assert pauses.total(1000 * SECOND) == PauseTotals(2, 10 * SECOND, 1)
     two = paused_ones((0, 10, None), (0, 50, 60))
-    assert in_s(together(two.stretches, there((0, 900), (0, 900)), 1000 * SECOND)) == [], "the other never paused"
+    assert in_s(together(two, there((0, 900), (0, 900)), 1000 * SECOND)) == [], "the other never paused"
 
 
 def test_an_end_whose_begin_was_lost_is_not_that_of_the_pause_before() -> None:
-    pauses = paused_ones((0, 10, None))
-    pauses.event({"process": 0, "t_s": 60.0, "step": 9, "paused": False, "paused_s": 10.0})
+    pauses = pauses_of([changed(0, 10), changed(0, 60, 10)], lambda process, after_ns: None)
     assert [(one.start_ns, one.took_ns) for one in pauses.found] == [(10 * SECOND, None), (50 * SECOND, 10 * SECOND)]
-    assert in_s(any_of(pauses.stretches, 1000 * SECOND)) == [(10, 60)]
+    assert in_s(any_of(pauses, 1000 * SECOND)) == [(10, 60)]
 
 
 def test_a_process_that_was_killed_in_a_pause_does_not_pause_those_that_come_after_it() -> None:
-    pauses = paused_ones((0, 10, None))
-    pauses.step(1, 300 * SECOND)
-    pauses.settle()
+    pauses = paused_ones((0, 10, None), steps=[(1, 300)])
     assert pauses.found[0].on is False
-    assert in_s(together(pauses.stretches, there((0, 10), (300, 900)), 1000 * SECOND)) == []
+    assert in_s(together(pauses, there((0, 10), (300, 900)), 1000 * SECOND)) == []
     assert pauses.total(1000 * SECOND) == PauseTotals(1, 0, 1, unplaced=1)
 
 
@@ -190,17 +195,12 @@ def test_what_several_pause_at_once_is_one_pause(
     assert paused_ones(*pauses).total(100 * SECOND) == total
 
 
-def test_more_pauses_than_are_kept_are_added_up_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_pauses_than_are_kept_are_added_up_all_the_same() -> None:
     many = [(0, 100 + number, 100.5 + number) for number in range(2000)]
-    pauses = paused_ones(*many, (0, 5000, None))
+    pauses = paused_ones(*many, (0, 5000, None), steps=[(0, 5007)])
     assert (len(pauses.found), pauses.left_out, pauses.refusals_left_out) == (1000, 1001, 0)
-    pauses.step(0, 5007 * SECOND)
     assert pauses.total() == PauseTotals(2001, 1000 * SECOND, 1)
-    assert len(together(pauses.stretches, there((0, 6000)), None)) == 2001
-    monkeypatch.setattr("dpmon.report.pause_spans.STRETCHES", 50)
-    found = paused_ones(*many, (0, 5000, None))
-    assert len(found.stretches) == 50
-    assert found.total() == PauseTotals(2001, 1000 * SECOND, 1, unplaced=1951)
+    assert len(together(pauses, there((0, 6000)), None)) == 2001
 
 
 def test_refusals_are_no_pauses_however_many_there_were(state: Path) -> None:

@@ -502,7 +502,7 @@ def test_lines_that_are_damaged_cost_only_themselves(reader: SpanReader, path: s
     lines = [part for each in bad for part in (each, b'{"good":1}')]
     Path(lines_path(path)).write_bytes(b"\n".join(lines) + b"\n")
     assert heard(reader) == [{"good": 1}] * len(bad)
-    assert reader.damaged_lines == len(bad)
+    assert reader.damaged_lines == len(bad) - 1, "an empty line is none"
 
 
 @pytest.mark.parametrize("length", [10, 63, 64, 65, 127, 1000])

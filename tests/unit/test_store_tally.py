@@ -7,7 +7,7 @@ import random
 import pytest
 from written import OneStep, some_steps
 
-from dpmon.store.tally import SeriesNames, Stat, Tally
+from dpmon.store.tally import COLUMNS, SeriesNames, Stat, Tally
 
 
 def of_steps(steps: list[OneStep]) -> Tally:
@@ -41,7 +41,6 @@ def test_parts_add_up_in_any_order_and_grouping(seed: int) -> None:
     first.merge(one)
     first.merge(right)
     assert left == first == whole
-    assert left.row(SeriesNames()).keys() == whole.row(SeriesNames()).keys()
     for series in whole.stats:
         assert left.quantile(series, 0.95) == whole.quantile(series, 0.95)
         assert left.median(series) == whole.median(series)
@@ -85,7 +84,7 @@ def test_an_empty_tally_is_an_empty_row() -> None:
 
 def test_damage_is_noticed() -> None:
     names = SeriesNames()
-    row = of_steps(some_steps(random.Random(1), 10, 10)).row(names)
+    row = dict(zip(COLUMNS, of_steps(some_steps(random.Random(1), 10, 10)).row(names), strict=True))
     data = row["sketches"]
     damaged = [
         *({**row, name: "x"} for name in ("steps", "low_ns", "first_ns", "samples_sum", "copied_bytes_n", "sketches")),
@@ -95,7 +94,7 @@ def test_damage_is_noticed() -> None:
     ]
     for each in damaged:
         with pytest.raises(ValueError, match="damaged"):
-            Tally.of_row(each, names.by_number)
+            Tally.of_row(tuple(each.values()), names.by_number)
 
 
 def test_sums_beyond_reason_are_cut() -> None:
@@ -106,7 +105,7 @@ def test_sums_beyond_reason_are_cut() -> None:
     assert (stat.count, stat.total) == (6, largest)
     below = Stat()
     for _ in range(2):
-        below.add_packed(1, -largest, b"")
+        below.add_packed(1, -largest, None)
     assert below.total == -largest
 
 

@@ -19,7 +19,7 @@ from dpmon.ui.scene import Scene, View
 
 def test_replicas_show_the_sizes_of_the_seeds() -> None:
     scene = scene_of(Training(devices=("cpu:0", "cpu:1", "cpu:2"), batch=30), 1)
-    rows = rows_text(panel_replicas.replicas(scene, 70, 9, LOOK))
+    rows = rows_text(panel_replicas.table(scene, 70, 9, LOOK))
     *names, low, high = rows[0].replace("5-95%", "").split()
     assert names == ["#", "device", "input", "output", "rows", "share", "host", "time"]
     assert low.endswith("µs")
@@ -32,7 +32,7 @@ def test_replicas_show_the_sizes_of_the_seeds() -> None:
 def test_idle_devices_are_shown_idle_with_the_reason() -> None:
     training = Training(devices=[f"cpu:{i}" for i in range(8)])
     scene = Scene(state_of([*training.begin(), *training.step(rows=10)]), training.now, FACTS, alive=True)
-    rows = rows_text(panel_replicas.replicas(scene, 70, 12, LOOK))
+    rows = rows_text(panel_replicas.table(scene, 70, 12, LOOK))
     assert rows[6:9] == [f" {i} cpu:{i}  idle: a batch of 10 makes 5 chunks" for i in (5, 6, 7)]
 
 
@@ -41,7 +41,7 @@ def test_a_replica_whose_sizes_were_not_seen_has_dashes() -> None:
     (track,) = focused(scene).calls.values()
     blind = tuple(r._replace(inputs=None, outputs=None) for r in track.last.replicas)
     scene = with_call(scene, replicas=blind, absent={"sizes": "not seen by a forward hook"})
-    rows = rows_text(panel_replicas.replicas(scene, 70, 9, LOOK))
+    rows = rows_text(panel_replicas.table(scene, 70, 9, LOOK))
     assert rows[1].split()[:5] == ["0", "cpu:0", "–", "–", "–"]
     assert "not seen by a forward hook" in rows
 
@@ -51,7 +51,7 @@ def test_several_inputs_are_counted_and_listed_when_zoomed() -> None:
     (track,) = focused(scene).calls.values()
     sizes = (Size("0", (8, 5), "float32", 160), Size("1.mask", (8,), "bool", 8), Size("labels", (8,), "int64", 64))
     scene = with_call(scene, replicas=tuple(r._replace(inputs=sizes) for r in track.last.replicas))
-    assert any("[8, 5] +2" in row for row in rows_text(panel_replicas.replicas(scene, 70, 9, LOOK)))
+    assert any("[8, 5] +2" in row for row in rows_text(panel_replicas.table(scene, 70, 9, LOOK)))
     zoomed = rows_text(panel_replicas.zoomed(scene, 100, 40, LOOK))
     assert "   in   1.mask [8] bool 8 B" in zoomed
     assert "   in   labels [8] int64 64 B" in zoomed
@@ -81,12 +81,12 @@ def scaled(header: str) -> bool:
 
 def test_the_share_and_the_spread_have_room_at_120_columns() -> None:
     scene = scene_of(Training(devices=[f"cpu:{i}" for i in range(4)], batch=26))
-    rows = rows_text(panel_replicas.replicas(scene, 56, 9, LOOK))
+    rows = rows_text(panel_replicas.table(scene, 56, 9, LOOK))
     assert [row.split()[6] for row in rows[1:5]] == ["7", "7", "7", "5"]
     assert all("┼" in row and "├" in row for row in rows[1:5])
     assert scaled(rows[0])
     for width in range(40, 120):
-        header, row, *_ = rows_text(panel_replicas.replicas(scene, width, 9, LOOK))
+        header, row, *_ = rows_text(panel_replicas.table(scene, width, 9, LOOK))
         assert ("━" in row) == ("share" in header), "no column without its heading"
         assert ("├" in row) == scaled(header)
 
@@ -96,7 +96,7 @@ def test_the_spread_has_a_scale_and_full_screen_says_what_the_times_are() -> Non
     (track,) = focused(scene).calls.values()
     times = [spread for spread in track.times if spread is not None]
     slowest = max(spread.high for spread in times)
-    header = rows_text(panel_replicas.replicas(scene, 90, 9, LOOK))[0]
+    header = rows_text(panel_replicas.table(scene, 90, 9, LOOK))[0]
     fastest = min(spread.low for spread in times)
     low, what, high = header.split()[-3:]
     assert (what, high) == ("5-95%", duration(slowest, ""))
@@ -135,7 +135,7 @@ def test_several_calls_of_a_step_and_several_roots_can_be_chosen() -> None:
     for root in range(4):
         shown = replace(scene, view=View(root=root))
         titles.append(plain(panel_replicas.title(shown, LOOK)[0]))
-        rows = rows_text(panel_replicas.replicas(shown, 70, 9, LOOK))
+        rows = rows_text(panel_replicas.table(shown, 70, 9, LOOK))
         assert rows[1].split()[6] == {0: "32", 1: "15", 2: "6", 3: "32"}[root]
     assert titles[0] == "2 Replicas · newest of 3 · Generator · DataParallel"
     assert titles[2] == "2 Replicas · 2 of 3 · call 2 of 2 a step · Critic · DataParallel"
@@ -150,7 +150,7 @@ def test_a_call_that_steps_no_longer_make_cannot_be_chosen_any_more() -> None:
 def test_a_call_with_no_replicas_says_so() -> None:
     call = Call(0, None, 1, 1, "Net", None, "single", False, True, True, False, 0, 10, ("cpu",), {}, (), None, None)
     state = state_of([call])
-    rows = rows_text(panel_replicas.replicas(Scene(state, 0, FACTS), 60, 6, LOOK))
+    rows = rows_text(panel_replicas.table(Scene(state, 0, FACTS), 60, 6, LOOK))
     assert "the replicas of this call were not seen" in rows
 
 
@@ -182,7 +182,7 @@ def test_sizes_of_an_evaluation_say_that_they_are() -> None:
     evaluated = scene_of(Training(), 1, state=state_of(records + later))
     assert told(evaluated) == "2 Replicas · evaluation · Model · DataParallel"
     assert "evaluation" in text_of(evaluated, 80, 24)
-    rows = rows_text(panel_replicas.replicas(evaluated, 70, 9, LOOK))
+    rows = rows_text(panel_replicas.table(evaluated, 70, 9, LOOK))
     assert "[4, 5]" in rows[1]
     assert float(rows[1].split()[8]) > 2.0, "its own times, not the median of fifty steps of the training"
     frozen = [replace(each, grad=False) if isinstance(each, Call) else each for each in more(1)]

@@ -240,7 +240,7 @@ PIECES = (
     Piece("data", 0, 10),
     Piece("scatter", 12, 14),
     Piece("replicate", 14, 50),
-    Piece("backward", 60, 90, True),
+    Piece("backward", 60, 90),
 )
 
 

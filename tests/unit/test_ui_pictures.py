@@ -17,10 +17,9 @@ from dpmon.ui.look import Look
 from dpmon.ui.paint import whole
 from dpmon.ui.panel_output import Output
 from dpmon.ui.panel_status import status
-from dpmon.ui.rows import plain, width_of
+from dpmon.ui.rows import cropped, plain, width_of
 from dpmon.ui.scene import Ended, Pausing, Scene, Toggle, View, devices_in_short, life
 from dpmon.ui.tail import Tail
-from dpmon.ui.toast import cropped
 
 SIZES = [
     (80, 24),

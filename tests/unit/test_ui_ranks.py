@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,19 +10,22 @@ from stored import Recording
 from synthetic import SECOND, Training
 
 from dpmon.model.pace import speed
-from dpmon.model.ranks import rank_rows, toggle_refusal, training
+from dpmon.model.ranks import toggle_refusal, training, world
+from dpmon.model.snapshot import Snapshots
+from dpmon.model.source import MOST_RANKS
 from dpmon.model.state import State
 from dpmon.record.codec import kind_of
 from dpmon.record.plainjson import load_event
 from dpmon.record.wire import mode_number, pack_event, pack_step
+from dpmon.store.as_of import AsOf
 from dpmon.store.window import Window
 from dpmon.ui import panel_batch, panel_compare, panel_ranks
 from dpmon.ui.look import COLOUR, UNICODE, Look
-from dpmon.ui.paint import whole
+from dpmon.ui.paint import places, rank_room, whole
 from dpmon.ui.panel_output import Output
 from dpmon.ui.panel_status import status
 from dpmon.ui.rows import plain, width_of
-from dpmon.ui.scene import Facts, Scene, mode_words
+from dpmon.ui.scene import Facts, Scene, View, mode_words
 
 LOOK = Look(UNICODE, COLOUR, True)
 FACTS = Facts("20261120-141502-ddp-7f3a", "examples/ddp.py", SECOND, "auto", "/usr/bin/python3")
@@ -85,9 +89,10 @@ def test_a_process_without_a_rank_is_numbered_and_not_counted() -> None:
 def test_each_rank_has_a_row_with_its_own_sizes_and_times() -> None:
     scene = scene_of(3)
     assert panel_ranks.applies(scene)
-    rows = rank_rows(training(scene.state), None)
-    assert [(row.rank, row.world, row.step) for row in rows] == [(0, 3, 200), (1, 3, 200), (2, 3, 200)]
-    fast, _, slow = (row.step_ns or 0 for row in rows)
+    ranks = training(scene.state)
+    assert [(each.rank, world(each)) for each in ranks] == [(0, 3), (1, 3), (2, 3)]
+    assert {each.last_step.step for each in ranks if each.last_step is not None} == {200}
+    fast, _, slow = (each.figures.step_ns or 0 for each in ranks)
     assert 1.5 < slow / fast < 2.5
     text = [plain(row) for row in panel_ranks.table(scene, 100, 10, LOOK)]
     assert [line.split()[:2] for line in text[1:4]] == [["0", "cuda:0"], ["1", "cuda:1"], ["2", "cuda:2"]]
@@ -105,6 +110,41 @@ def test_the_screen_shows_ranks_in_place_of_replicas(size: tuple[int, int]) -> N
         rows = whole(scene, Output(), *size, LOOK)
         assert {width_of(row) for row in rows} == {size[0]}
         assert any("2 Ranks" in plain(row) for row in rows)
+
+
+@pytest.mark.parametrize("zoom", [None, "replicas", "batch"])
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (100, 44), (130, 28), (200, 60), (220, 100)])
+def test_ranks_without_room_need_not_be_read(size: tuple[int, int], zoom: str | None) -> None:
+    run, scene = recorded(70, steps=12)
+    scene = replace(scene, view=View(zoom=zoom))
+    room = rank_room(scene, places(scene, *size))
+    assert room <= size[1]
+    few = replace(scene, state=run.state(ranks=room))
+    assert sum(bool(process.calls) for process in few.state.processes.values()) == min(room, MOST_RANKS)
+    assert whole(few, Output(), *size, LOOK) == whole(scene, Output(), *size, LOOK)
+
+
+def test_the_rate_of_ranks_is_the_same_whatever_was_read_before() -> None:
+    """Also where the records of a rank come late, or the time goes back."""
+    chance = random.Random(3)
+    run = Recording()
+    ranks = [
+        Training(process=rank, rank=rank, devices=("cuda:0",), virtual=False, mode="single", step_ns=SECOND // 4)
+        for rank in range(4)
+    ]
+    late: list[list[bytes]] = [one.begin() for one in ranks]
+    for _ in range(40):
+        for rank, one in enumerate(ranks):
+            late[rank] += one.run(4)
+            if chance.random() < 0.5:
+                run.add(late[rank], rank, rank)
+                late[rank] = []
+        for t_ns in (None, None, chance.randrange(1, max(one.now for one in ranks))):
+            shown = run.state(t_ns).focus()
+            with_nothing = Snapshots().take(AsOf(run.store(), t_ns), run.store()).focus()
+            assert shown is not None
+            assert with_nothing is not None
+            assert shown.recent == with_nothing.recent
 
 
 def test_the_status_says_ddp_and_adds_the_samples_of_all_ranks() -> None:

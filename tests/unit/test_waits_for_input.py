@@ -26,7 +26,7 @@ from dpmon.record.wire import pack_event
 from dpmon.report import collect, report_text
 from dpmon.report.asjson import as_object
 from dpmon.report.said import waited
-from dpmon.report.waits import KEPT, Inputs
+from dpmon.report.waits import KEPT, waits_in
 from dpmon.store.as_of import AsOf
 from dpmon.store.batch import Batch
 from dpmon.store.writer import History
@@ -121,8 +121,8 @@ def test_a_verdict_by_the_mean_step_says_why_it_is_another(state: Path) -> None:
     assert found is not None
     assert "(waiting for input)" in (sentence(found) or "")
     story = collect(keep({0: payloads, -1: told(waits)}, seconds=training.now / SECOND))
-    assert story.compared is not None
-    assert "(waiting for input)" in (story.compared.sentence or "")
+    assert story.evidence.compared is not None
+    assert "(waiting for input)" in (sentence(story.evidence.compared) or "")
 
 
 def test_a_report_blames_nobody_for_a_wait(state: Path) -> None:
@@ -185,16 +185,13 @@ def test_a_script_that_waits_all_day_does_not_fill_its_history(
 
 
 def test_of_very_many_waits_the_longest_are_known_and_there_were_at_least_so_many() -> None:
-    found = Inputs()
-    found.process({"process": 3, "pid": PID})
+    events = [Event("process", {"process": 3, "pid": PID})]
     for number in range(2 * KEPT):
-        found.event({"pid": PID, "t_s": 2.0 * number, "waited_s": 1.0 + number % 2 / 2})
-    spans = found.spans()
-    assert [span for _, span in spans] == [
-        (2 * number * SECOND, (2 * number) * SECOND + 3 * SECOND // 2) for number in range(1, 2 * KEPT, 2)
+        events.append(Event("input", {"pid": PID, "t_s": 2.0 * number, "waited_s": 1.0 + number % 2 / 2}))
+    waits = waits_in(events)
+    assert waits == [
+        (3, 2 * number * SECOND, (2 * number) * SECOND + 3 * SECOND // 2) for number in range(1, 2 * KEPT, 2)
     ]
-    assert {who for who, _ in spans} == {3}
-    waits = [(process, *span) for process, span in spans]
     assert waited(waits).startswith("waited for a line of input at least 1,000 times, for 25 min 00 s: step times")
     assert waited(waits[1:]).startswith("waited for a line of input 999 times, for 24 min 58 s in all: ")
 
@@ -207,9 +204,7 @@ NAMES = ("pid", "t_s", "waited_s")
 )
 def test_what_makes_no_sense_is_no_wait(values: tuple[object, ...]) -> None:
     data = dict(zip(NAMES, values, strict=False))
-    found = Inputs()
-    found.event(data)
-    assert [who for who, _ in found.spans() if who is not None] == []
+    assert [who for who, _, _ in waits_in([Event("input", data)]) if who is not None] == []
     recording = Recording().add(with_waits()[1]).add([Event("input", data)], -1)
     assert Announced.read(AsOf(recording.store())).waits_of(0) == ()
 

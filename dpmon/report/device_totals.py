@@ -12,7 +12,7 @@ from typing import Any
 
 from dpmon.model.evidence import DeviceFacts, HostFacts
 from dpmon.model.stats import median
-from dpmon.report.pause_spans import Span
+from dpmon.report.pauses import Span
 from dpmon.report.story import DevicePoint
 from dpmon.store.answers import MinuteRow
 from dpmon.store.tables import BEFORE_S

@@ -1,0 +1,55 @@
+"""Signals of the foreground and of the supervisor before a command runs; light, since the command waits for it.
+
+Where dpmon was started with SIGCHLD ignored, the kernel reaps children itself, and no status is left. A handler that
+does nothing makes the kernel keep the status. What dpmon starts is given the signal ignored again, as it would have it
+alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import signal
+from collections.abc import Callable
+
+__all__ = ["FORWARDED", "become_reaper", "ignored_again", "keep_statuses", "remember_signals"]
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""What a foreground without a screen passes on to the command; a hang-up only ends the foreground."""
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def become_reaper() -> None:
+    """Have orphans among this process's descendants become its children; does nothing where that is not known."""
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def remember_signals(early: list[int]) -> None:
+    """Keep what is sent to the command before there is one: a quick Ctrl-C must not leave it running."""
+    for number in FORWARDED:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: early.append(number))
+
+
+_was_ignored = False
+
+
+def keep_statuses() -> None:
+    """Have the statuses of this process's children kept, from now on; in the main thread."""
+    global _was_ignored
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        _was_ignored = True
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+
+def ignored_again() -> Callable[[], None] | None:
+    """What a child calls before it becomes another program (`preexec_fn`); None where nothing needs doing.
+
+    Only for a process without threads: between fork and exec others could hold locks.
+    """
+    return _ignore if _was_ignored else None
+
+
+def _ignore() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)

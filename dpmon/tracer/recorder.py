@@ -448,6 +448,7 @@ class Recorder:
         self.calls = 0
         if self.idle == IDLE:
             self.on_idle()
+        self._boundary = self._boundary or number
         if number in self._cycle:
             self._boundary = self._cycle[-1]
             self._only = number if len(self._cycle) == 1 else 0

@@ -375,7 +375,7 @@ _DROPPED = RecordKind(
     "dropped",
     "what the record lacks; it comes before the exit",
     (
-        Field("count", "integer", "records that were lost"),
+        Field("count", "integer", "spans and records that were lost"),
         Field("pruned", "integer", "older records that were deleted to bound the history"),
     ),
 )

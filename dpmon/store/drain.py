@@ -37,7 +37,7 @@ FIND_S = 0.2
 GONE_S = 1.0
 """Between two looks whether a process is still there."""
 COMMIT_BYTES = 1 << 19
-"""Written at the latest when this much has gathered: an eighth of a ring, so a kill in between loses nothing."""
+"""Written at the latest when this much has gathered: less than a large ring holds, so that a kill loses nothing."""
 HOLD_BYTES = 32 << 20
 """Memory of what is held at most while the history cannot be written, roughly; the rings keep what is newer."""
 _RECORD_BYTES = 1024

@@ -46,7 +46,7 @@ EDITS: tuple[tuple[str, str, str], ...] = (
         "tracer/recorder.py",
         "                    number = self.put(head, began, took, 0)\n",
         "                    number = self.put(head, began, took, 0)\n"
-        "                    if not fetch:\n"
+        "                    if kind == Kind.BACKWARD:\n"
         "                        began = clock()\n"
         "                        while clock() < began + 1_000_000:\n"
         "                            pass\n"

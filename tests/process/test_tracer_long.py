@@ -10,8 +10,7 @@ import pytest
 from tracing import Script, ScriptRing, Traced, text_of
 
 from dpmon.record.codec import Decoder
-from dpmon.record.kinds import Call, Record, RecordError, Step
-from dpmon.ring_reader import RingReader
+from dpmon.record.kinds import Call, Record, Step
 
 CALLS = 57_000
 
@@ -37,7 +36,7 @@ def test_a_reader_that_reads_along_sees_everything(tailed: tuple[Traced, list[Re
     run, found, reader = tailed
     assert run.status == 0, run.err
     assert reader.missed() == 0
-    assert reader.laps() > 2  # it went round
+    assert reader.laps() > 1  # it went round
     calls = [record for record in found if isinstance(record, Call) and record.root == "Model"]
     steps = [record for record in found if isinstance(record, Step)]
     assert [call.call for call in calls] == list(range(1, CALLS + 1))
@@ -48,21 +47,14 @@ def test_a_reader_that_reads_along_sees_everything(tailed: tuple[Traced, list[Re
 
 
 def test_a_reader_that_comes_late_finds_what_it_needs(tailed: tuple[Traced, list[Record], ScriptRing]) -> None:
-    """Only of the oldest quarter of the ring it may be that the shapes were said before."""
-    run, _, _ = tailed
-    reader = RingReader(str(run.directory / "process-0.ring"))
-    decoder = Decoder(0)
-    read = last_unreadable = 0
-    while payloads := reader.read():
-        for payload in payloads:
-            read += len(payload) + 16
-            try:
-                decoder.decode(payload)
-            except RecordError:
-                last_unreadable = read
-    reader.close()
-    assert read > reader.capacity / 2
-    assert last_unreadable < 0.3 * reader.capacity
+    """Definitions are never overwritten: all that is still in the ring can be read."""
+    run, found, _ = tailed
+    assert run.unreadable == ()
+    assert run.missed > 0, "the ring went round"
+    calls = [record for record in run.records if isinstance(record, Call) and record.root == "Model"]
+    assert len(calls) > 10_000
+    seen = [record for record in found if isinstance(record, Call) and record.root == "Model"][-len(calls) + 1 :]
+    assert [call.inputs for call in calls[1:]] == [call.inputs for call in seen]
 
 
 def test_nothing_of_the_scripts_is_kept(tailed: tuple[Traced, list[Record], ScriptRing]) -> None:

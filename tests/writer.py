@@ -79,7 +79,7 @@ def main(records: int, rate: float, replicas: int, after: Callable[[int], object
     lines.put(end=True, uncaught=False)
     ring.words[Word.ENDED] = 1
     # In one write: other threads of the tests' scripts print, too.
-    print(f"{written + 1}", flush=True)
+    print(f"sent {written + 1}", flush=True)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def test_a_flood_is_seen_or_counted(dpmon: Dpmon) -> None:
     wait_for(lambda: not proc.alive(info["command_pid"], info["command_started"]))
     os.kill(info["supervisor_pid"], signal.SIGCONT)
     assert dpmon.exit()["status"] == 0
-    sent = int((dpmon.last() / "output.log").read_text())
+    sent = int((dpmon.last() / "output.log").read_text().removeprefix("sent "))
     db = sqlite3.connect(dpmon.last() / "history.sqlite")
     row = db.execute("SELECT sequence, missed, calls, steps FROM rings WHERE process = 0").fetchone()
     sequence, missed, calls, steps = row

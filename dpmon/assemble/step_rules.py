@@ -33,6 +33,10 @@ Closed: TypeAlias = Callable[[Mark, list[Item], bool], None]
 _OPENS = (Kind.SCATTER, Kind.REPLICATE)
 
 
+MOST_BESIDE = 16
+"""Calls of a step that is made of calls only; with more, the model that began it is not called any more."""
+
+
 class StepRules:
     """The steps of one process."""
 
@@ -131,8 +135,9 @@ class StepRules:
 
     def _go_on_in(self, part: Sequence[Any] | None) -> None:
         if part is not None:
-            saved, self._calls, self._only_looks, self._backward, *modules, self._first_call, looked = part
-            self._module, self._look = modules
+            saved, self._calls, self._only_looks, self._backward, self._module, self._look, self._first_call, looked = (
+                part
+            )
             self._looked, self._part = set(looked), StepTotals.restored(saved)
 
     def _hold(self, item: Item) -> None:
@@ -338,7 +343,8 @@ class StepRules:
             if self._rule == BY_OPTIMIZER or (self._rule == BY_BACKWARD and not self._backward):
                 return
             trains_now = self._only_looks and learns
-            if self._rule == BY_CALL and not trains_now and self._known.module(block[1][0].site) != self._module:
+            others = self._calls <= MOST_BESIDE and self._known.module(block[1][0].site) != self._module
+            if self._rule == BY_CALL and others and not trains_now:
                 return
         self._cut(at, self._last if self._only_looks and learns else start, start)
 

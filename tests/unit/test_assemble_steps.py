@@ -330,6 +330,15 @@ def evaluation_first(script: Script) -> None:
         script.learn(net)
 
 
+def one_model_after_the_other(script: Script) -> None:
+    """Nothing is trained: that the first one is not called any more turns out after some calls of the second."""
+    first, second = script.model(), script.model()
+    for _ in range(3):
+        script.look(first)
+    for _ in range(30):
+        script.look(second)
+
+
 def evaluation_before_each_step(script: Script) -> None:
     net = script.model()
     script.makes_optimizer()
@@ -508,6 +517,7 @@ EVALUATED = [(8, LEARN, 1)] + [(8, LOOK, 1)] * 2
         (a_teacher_from_a_loader, [(8, FETCHED, 2)] * 4),
         (a_teacher_and_an_evaluation, ([(8, LOOK, 2)] * 3 + [(8, LEARN, 2)] * 3) * 2),
         (evaluation_first, [(8, LOOK, 1)] * 2 + [(8, LEARN, 1)] * 3),
+        (one_model_after_the_other, [(8, LOOK, 1)] * 2 + [(8, LOOK, 17)] + [(8, LOOK, 1)] * 14),
         (evaluation_before_each_step, EVALUATED * 3),
         (evaluation_of_the_bare_model, [(8, LEARN, 1), (8, LOOK, 1)] * 3),
         (evaluation_of_the_bare_model_from_loaders, ([(8, FETCHED, 1)] * 3 + [(8, "df", 1)] * 2) * 2),

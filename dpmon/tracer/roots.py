@@ -204,6 +204,7 @@ class Roots:
         except Exception:  # noqa: BLE001 - a class may refuse in any way; then the watch simply goes on
             if called:
                 self._always = True
+                self.watch()  # it may just have ended
             else:
                 del self._classes[key]
 

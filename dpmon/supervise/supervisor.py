@@ -286,8 +286,10 @@ class Supervisor:
     def _set_aside(self) -> None:
         """Hold what exit.json will need, so that how the run ended is known on a full disk too."""
         path = self._directory / SPARE_FILE
-        with contextlib.suppress(OSError), open(open_file(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
+        with contextlib.suppress(OSError):
+            fd = open_file(path, os.O_WRONLY | os.O_CREAT)
+            with open(fd, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, SPARE_BYTES)
 
     def _room(self, sampler: DeviceSampler | _Silent) -> OutputRoom:
         return OutputRoom(

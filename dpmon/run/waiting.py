@@ -110,5 +110,7 @@ class InputWatch:
     def _write(self, since: int, seen: int) -> None:
         """In one write over what is there, which is as long: a reader finds the old or the new."""
         flags = os.O_WRONLY | os.O_CREAT
-        with contextlib.suppress(OSError), open(open_file(self._path, flags), "wb", buffering=0) as file:
-            file.write(b"%020d %020d" % (since, seen))  # on a full disk it is not told
+        with contextlib.suppress(OSError):
+            fd = open_file(self._path, flags)
+            with open(fd, "wb", buffering=0) as file:
+                file.write(b"%020d %020d" % (since, seen))  # on a full disk it is not told

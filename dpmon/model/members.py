@@ -36,7 +36,7 @@ def ns_in(data: Mapping[str, Any], key: str) -> int | None:
 
 
 def finite(value: Any) -> Any:
-    """The same without what is JSON to Python and to nobody else: NaN and infinity are None."""
+    """The value with None in place of NaN and infinity, which only Python accepts as JSON."""
     if isinstance(value, float) and not abs(value) < 1e308:
         return None
     if isinstance(value, Mapping):

@@ -77,7 +77,7 @@ class Paces:
         found = {number: _between(self._rows.get(number, ()), begin_s, until_s) for number in processes}
         if any(sum([row.steps for row in rows]) != counts.get(number, 0) for number, rows in found.items()):
             found, until_s = {number: [] for number in processes}, begin_s
-        for row in tallies.pace_rows(max(until_s, begin_s), end_s, processes if len(processes) > 1 else processes[0]):
+        for row in tallies.pace_rows(max(until_s, begin_s), end_s, processes):
             found[row.process].append(row)
         self._rows, self._until_s = found, max(end_s - _OPEN_S, 0)
         return found

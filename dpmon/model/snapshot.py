@@ -379,10 +379,9 @@ def _lately(
     trained: bool,
 ) -> dict[int, Trained]:
     """The last ten seconds of processes in one mode."""
-    which = processes[0] if len(processes) == 1 else processes
     rows = paces.read(tallies, processes, begin_s, end_s)
     spent: dict[int, list[tuple[int, int, int]]] = {process: [] for process in processes}
-    for number, start, width, ns in tallies.pace_times(begin_s, end_s, which, evaluation=not trained, widest=1):
+    for number, start, width, ns in tallies.pace_times(begin_s, end_s, processes, evaluation=not trained, widest=1):
         spent[number].append((start, width, ns))
     return {process: recent(rows[process], spent[process], mode, trained) for process in processes}
 
@@ -391,7 +390,7 @@ def _two_steps(rows: Rows, tallies: Tallies, process: Process, end_s: int, mode:
     """The two newest steps of a process."""
     newest = rows.steps(process.process, 2)
     begin_s = newest[-1].start_ns // SECOND
-    times = tallies.pace_times(begin_s, end_s, process.process, evaluation=not trained)
+    times = tallies.pace_times(begin_s, end_s, (process.process,), evaluation=not trained)
     return recent_of_steps(newest, [stretch[1:] for stretch in times], mode, trained)
 
 

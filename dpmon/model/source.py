@@ -44,16 +44,16 @@ class Tallies(Source, Protocol):
     ) -> dict[Key, Tally]:
         """By key, all of the time between two seconds."""
 
-    def pace_rows(self, begin_s: int, end_s: int, process: int | Collection[int]) -> Iterator[PaceRow]:
-        """What a rate takes of the tallies of a second each, in order of time."""
+    def pace_rows(self, begin_s: int, end_s: int, processes: Collection[int]) -> Iterator[PaceRow]:
+        """The tallies of a second each as a rate needs them, in order of time."""
 
     def step_counts(self, begin_s: int, end_s: int) -> dict[int, int]:
         """By process, the steps in the tallies of a second each."""
 
     def pace_times(
-        self, begin_s: int, end_s: int, process: int | Collection[int], *, evaluation: bool, widest: int = ...
+        self, begin_s: int, end_s: int, processes: Collection[int], *, evaluation: bool, widest: int = ...
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Process, start, width and time (ns) of training and between steps, or of evaluation too."""
+        """Process, start, width, and time (ns) of training and between steps; with `evaluation`, of evaluation too."""
 
     def time_rows(
         self,

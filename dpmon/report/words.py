@@ -88,7 +88,7 @@ def ended(story: Story) -> str:
 
 
 def how_it_ended(how: ExitInfo, why: str) -> str:
-    """How a run ended, and after what time; `why`: what is said of the cause of a failure."""
+    """How a run ended, and how long it took; `why` follows a failure."""
     if how.error is not None:
         return how.error
     took = run_time(how.seconds)

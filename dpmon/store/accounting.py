@@ -180,9 +180,9 @@ class Account:
         return spent
 
     def _gap(self, activity: str, mode: str, until: int) -> tuple[list[Spent], int]:
-        """The time up to `until`, in order; and how much of it is none of the pauses and waits.
+        """The time up to `until`, in order, and the sum (ns) of its parts that are neither pause nor wait.
 
-        `activity` "": what is no pause and no wait is left out.
+        `activity` "": only pauses and waits are returned.
         """
         if not self._apart:
             return self._piece(activity, mode, self._at, until), max(until - self._at, 0)

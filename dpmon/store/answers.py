@@ -31,7 +31,7 @@ class TimeTogether(NamedTuple):
 
 
 class PaceRow(NamedTuple):
-    """What a rate takes of one tally; None if it is unknown."""
+    """The columns of a tally that a rate needs; None for an unknown value."""
 
     start_s: int
     process: int
@@ -44,7 +44,7 @@ class PaceRow(NamedTuple):
     samples_n: int | None
     """Steps that know their samples."""
     wall_ns: int
-    """Of all of them."""
+    """Sum over the steps."""
 
 
 class GapRow(NamedTuple):

@@ -29,7 +29,7 @@ COMMIT_S = 0.2
 MANY_RINGS = 16
 """With more rings than this there is one commit for each second of the run, so that each tally is written once."""
 TAKE_S = 0.2
-"""Between two looks into as many rings as that, unless one of them fills faster than it is read."""
+"""Seconds between two reads with more than MANY_RINGS rings, unless one fills faster than it is read."""
 _AFTER_S = 0.1
 """Such a commit comes this long after the end of a second: the records of that second are there by then."""
 FIND_S = 0.2

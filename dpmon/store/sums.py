@@ -188,6 +188,8 @@ class Sums:
     ) -> Iterator[tuple[int, tuple[Any, ...]]]:
         """Width and columns of the rows of tallies or times between two seconds, in order of time."""
         names = ", ".join(columns)
+        if isinstance(process, Collection) and len(process) == 1:
+            (process,) = process
         for width, begin, end in self.cover(begin_s, end_s, finest, widest):
             values = {"width": width, "begin": begin, "end": end}
             if not isinstance(process, int):
@@ -205,13 +207,13 @@ class Sums:
             for row in self._each(query, values):
                 yield width, row
 
-    def pace_rows(self, begin_s: int, end_s: int, process: int | Collection[int]) -> Iterator[PaceRow]:
-        """What a rate takes of the tallies of a second each, of one process or several, in order of time."""
+    def pace_rows(self, begin_s: int, end_s: int, processes: Collection[int]) -> Iterator[PaceRow]:
+        """The tallies of a second each as a rate needs them, in order of time."""
         number = next((number for number, name in self._names.items() if name == STEP), None)
-        for _, row in self._stretches("tallies", _PACE, begin_s, end_s, process, widest=1):
+        for _, row in self._stretches("tallies", _PACE, begin_s, end_s, processes, widest=1):
             start, who, mode, kind, steps, first, last, samples, known, data = row
             whole_numbers = type(start) is type(who) is type(kind) is type(steps) is int
-            if whole_numbers and mode in MODES and are_optional(row[5:-1]):
+            if whole_numbers and mode in MODES and are_optional((first, last, samples, known)):
                 try:
                     took = total_in(data, number)
                 except ValueError:
@@ -231,11 +233,11 @@ class Sums:
         return found
 
     def pace_times(
-        self, begin_s: int, end_s: int, process: int | Collection[int], *, evaluation: bool, widest: int = WIDTHS[-1]
+        self, begin_s: int, end_s: int, processes: Collection[int], *, evaluation: bool, widest: int = WIDTHS[-1]
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Process, start, width and time (ns) of training and between steps, of `evaluation` too if it is to count."""
+        """Process, start, width, and time (ns) of training and between steps; with `evaluation`, of evaluation too."""
         spent = "training_ns + between_ns" + " + evaluation_ns" * evaluation
-        for width, row in self._stretches("times", ("process", "start_s", spent), begin_s, end_s, process, 1, widest):
+        for width, row in self._stretches("times", ("process", "start_s", spent), begin_s, end_s, processes, 1, widest):
             who, start, ns = row
             if type(who) is type(start) is type(ns) is int:
                 yield who, start, width, ns

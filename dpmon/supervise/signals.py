@@ -26,7 +26,7 @@ def become_reaper() -> None:
 
 
 def remember_signals(early: list[int]) -> None:
-    """Keep what is sent to the command before there is one: a quick Ctrl-C must not leave it running."""
+    """Keep the signals that arrive before the command is started: a quick Ctrl-C must not leave it running."""
     for number in FORWARDED:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, _: early.append(number))

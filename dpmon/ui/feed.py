@@ -38,7 +38,7 @@ _SLOW_S, _RESTS = 0.1, 10
 """A look that takes longer than this is rare (nobody writes the history of a long run): the next one comes after this
 many times as long, so that keys are answered."""
 _STRIDE = 4
-"""Ranks are read anew when the screen has been scrolled past so many."""
+"""Ranks that can be scrolled past before others are read."""
 FROZEN_RANKS = 2 * MOST_RANKS
 """Ranks that are read when the picture is frozen: it can be zoomed and scrolled without being taken anew."""
 _IDLE = "no process trains now"

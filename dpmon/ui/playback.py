@@ -233,7 +233,7 @@ class Playback(Monitor):
         return self._playing_feed.player if not self._dialog_open else None
 
     def _have(self, do: Callable[[Player], None]) -> None:
-        """Have the player do this, and draw at once what is to be seen now; what was said is of another time."""
+        """Have the player do this, and draw at once. The message is cleared: it belongs to another time."""
         player = self._player
         if player is not None:
             do(player)

@@ -42,7 +42,7 @@ class Tail:
             self._fd = -1
 
     def refresh(self) -> None:
-        """Look at the file again and index at most so many bytes more."""
+        """Look at the file again and index a bounded number of new bytes."""
         budget = _BUDGET
         try:
             if self._fd < 0:

@@ -43,7 +43,7 @@ def answers(store: Store) -> list[Any]:
         store.tallies(process=0),
         store.of_all(0, 100),
         list(store.pace_rows(0, 10, [0, 1])),
-        list(store.pace_times(0, 10, 0, evaluation=True)),
+        list(store.pace_times(0, 10, [0], evaluation=True)),
         store.time_rows(0, 10),
         store.time_rows(process=1, finest=60),
         store.gaps(10),

@@ -132,14 +132,18 @@ _STAND_IN = """\
 import os, sys
 if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-import json, resource, signal, socket
+import _thread, json, resource, signal, socket
+handed_on = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect({path!r})
 request = {{"argv": sys.argv[1:], "cwd": os.getcwd(), "env": dict(os.environ), "session": True}}
 socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
 pid = int(server.recv(100))
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
-    signal.signal(number, lambda number, _: os.kill(pid, number))
+def hand_on():
+    while True:
+        os.kill(pid, signal.sigwait(handed_on))
+_thread.start_new_thread(hand_on, ())
 for number in range(3):
     os.close(number)
 status = int(server.recv(100))
@@ -147,10 +151,15 @@ if status < 0:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if -status != signal.SIGKILL:
         signal.signal(-status, signal.SIG_DFL)
-    os.kill(os.getpid(), -status)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handed_on)
+    signal.raise_signal(-status)
 os._exit(status)
 """
-"""A Python for scripts, in a process that is not theirs: it asks for a fork, hands signals on, and ends as that did."""
+"""A Python for scripts, in a process that is not theirs: it asks for a fork, hands signals on, and ends as that did.
+
+Signals are blocked from the start and taken one by one: a handler that is set later, or that runs between two system
+calls, would miss one that comes at once.
+"""
 
 
 class _Server:

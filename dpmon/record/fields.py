@@ -153,8 +153,9 @@ _STEP = RecordKind(
         Field(
             "spans",
             "list",
-            "each time that a phase ran on the thread that trains: phase, start_ms (after the step's start), ms; in"
-            f" order of start, nested ones after the one around them; the first {MAX_SPANS}",
+            "each time that a phase ran on the thread that trains: phase, start_ms (after the step's start), ms (with"
+            f" what lies within it); in order of start, nested ones after the one around them; the first {MAX_SPANS}",
+            "ms",
         ),
         Field("missing_spans", "integer", f"how many spans came after the first {MAX_SPANS}; missing if none did"),
         _ABSENT,

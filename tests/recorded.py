@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 from synthetic import decoded
 
-from dpmon.record.kinds import Call, Event, Record, Step
+from dpmon.record.kinds import Call, Event, PhaseSpan, Record, Step
 
 _FILE = Path(__file__).parent / "data" / "linear.records"
 
@@ -30,7 +31,19 @@ def linear_run() -> list[Record]:
         payloads[source].append(body[at + 5 : at + 5 + length])
         at += 5 + length
     records = [record for each in payloads for record in decoded(each, origin_ns=start_ns)]
-    return sorted(records, key=_end_ns)
+    calls = {record.step: record for record in records if isinstance(record, Call)}
+    with_spans = (_with_spans(one, calls[one.step]) if isinstance(one, Step) else one for one in records)
+    return sorted(with_spans, key=_end_ns)
+
+
+def _with_spans(step: Step, call: Call) -> Step:
+    """The step as it is recorded today: backward and optimizer follow the call."""
+    at = call.start_ns - step.start_ns
+    spans = [PhaseSpan("data", 0, step.phases["data"])]
+    for name in ("forward", "backward", "optimizer"):
+        spans.append(PhaseSpan(name, at, step.phases[name]))
+        at += step.phases[name]
+    return replace(step, spans=tuple(spans))
 
 
 def _end_ns(record: Record) -> float:

@@ -159,17 +159,20 @@ class Training:
         self.lines.put(optimizer=0)
         self.steps = 0
 
-    def phase(self, kind: int, sizes: int = 0, **parts: int) -> None:
-        """Go through a phase, as the tracer writes it."""
-        began = self._clock()
+    def now(self) -> int:
+        return self._clock()
+
+    def phase(self, kind: int, sizes: int = 0, began: int | None = None, **parts: int) -> None:
+        """Go through a phase, as the tracer writes it; `began`: earlier, and what was written since lies within it."""
+        began = self._clock() if began is None else began
         self.ring.words[Word.UNDER_WAY] = began
         self.ring.kinds[0] = kind
         now = self._clock()
         self.ring.put(head(kind, **parts), began, now - began, sizes)
         self.ring.kinds[0] = 0
 
-    def call(self, flags: int = Flag.TRAINING | Flag.GRAD | Flag.SINGLE) -> None:
-        self.phase(Kind.CALL, 2 | 3 << 32, site=1, flags=flags)
+    def call(self, flags: int = Flag.TRAINING | Flag.GRAD | Flag.SINGLE, inside: int = 0) -> None:
+        self.phase(Kind.CALL, 2 | 3 << 32, site=1, flags=flags, inside=inside)
 
     def step(self, calls: int = 1) -> None:
         self.phase(Kind.FETCH)

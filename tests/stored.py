@@ -14,6 +14,7 @@ from dpmon.model.state import State
 from dpmon.record.codec import UNTIMED, kind_of
 from dpmon.record.kinds import Call, Record, RecordError, Size, Step
 from dpmon.record.plainjson import load_event
+from dpmon.record.schema import SPAN_PHASES
 from dpmon.record.wire import (
     BODY_PHASES,
     CALL_PHASES,
@@ -26,6 +27,7 @@ from dpmon.record.wire import (
     pack_event,
     pack_step,
     pack_timed,
+    span_words,
     with_extras,
 )
 from dpmon.store.as_of import AsOf
@@ -210,10 +212,18 @@ class _Packer:
         return [*out, pack_timed(payload, times, 0) if timed else payload]
 
 
+def _spans(step: Step) -> list[int]:
+    if step.spans is None:
+        return []
+    spans = [(SPAN_PHASES.index(name), step.start_ns + begin, took) for name, begin, took in step.spans]
+    return span_words(spans, step.start_ns, step.wall_ns, step.missing_spans)
+
+
 def _step(step: Step) -> bytes:
     took = [step.phases.get(name, -1) for name in BODY_PHASES]
     samples = -1 if step.samples is None else step.samples
-    payload = pack_step(mode_number(step.mode), step.step, step.start_ns, step.wall_ns, samples, took)
+    numbers = step.step, step.start_ns, step.wall_ns, samples
+    payload = pack_step(mode_number(step.mode), *numbers, took, _spans(step))
     known = {**step.phases, **step.quantities}
     extras = {name: value for name in STEP_EXTRAS if (value := known.get(name)) is not None}
     payload = with_extras(payload, extras) if extras else payload

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from dpmon.record.codec import Decoder
 from dpmon.record.kinds import Record
-from dpmon.record.wire import CALL_PHASES, call_flags, mode_number, pack_call, pack_definition, pack_event, pack_step
+from dpmon.record.wire import (
+    CALL_PHASES,
+    call_flags,
+    mode_number,
+    pack_call,
+    pack_definition,
+    pack_event,
+    pack_step,
+    span_words,
+)
 
 SECOND = 1_000_000_000
 
@@ -23,6 +32,14 @@ def chunks(rows: int, devices: int) -> list[int]:
     """Rows a replica as torch.chunk cuts them."""
     size = -(-rows // devices)
     return [min(size, rows - start) for start in range(0, rows, size)]
+
+
+def one_after_the_other(start_ns: int, took: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """The spans of a step whose phases (as `pack_step` takes them) follow each other directly."""
+    for phase, ns in enumerate(took):
+        if ns >= 0:
+            yield phase, start_ns, ns
+            start_ns += ns
 
 
 class Training:
@@ -166,7 +183,8 @@ class Training:
         )
         wall = int((took["data"] + forward + took["backward"] + took["optimizer"]) * 1.01)
         parts = [took["data"], forward, took["backward"], took["optimizer"]]
-        out.append(pack_step(number, self.steps, self.now, wall, rows, parts))
+        spans = span_words(list(one_after_the_other(self.now, parts)), self.now, wall)
+        out.append(pack_step(number, self.steps, self.now, wall, rows, parts, spans))
         self.now += wall
         return out
 

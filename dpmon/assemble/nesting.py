@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from dpmon.record.schema import SPAN_PHASES
 from dpmon.record.spans import COUNTED, DOING, Flag, Kind, Span
-from dpmon.record.wire import BODY_PHASES, STEP_EXTRAS
+from dpmon.record.wire import MAX_SPANS, STEP_EXTRAS
 
 __all__ = [
     "BACKWARD",
@@ -20,7 +21,6 @@ __all__ = [
     "EDGE",
     "FORWARD",
     "OPTIMIZER",
-    "PHASES",
     "PHASE_OF",
     "QUANTITIES",
     "QUANTITY_OF",
@@ -30,15 +30,13 @@ __all__ = [
     "block_of",
 ]
 
-PHASES = (*BODY_PHASES, *(name for name in STEP_EXTRAS if name in DOING.values()))
-"""Phases of a step, in the order in which records have them."""
 DATA, FORWARD, BACKWARD, OPTIMIZER, COPY = range(5)
-"""Indices in PHASES and in dpmon.record.wire.TIMED_PHASES."""
-QUANTITIES = tuple(name for name in STEP_EXTRAS if name not in PHASES)
+"""Indices in SPAN_PHASES and in dpmon.record.wire.TIMED_PHASES."""
+QUANTITIES = tuple(name for name in STEP_EXTRAS if name not in SPAN_PHASES)
 """Quantities of a step that spans count, in the order in which records have them."""
 _PARTS = (Kind.REPLICA, Kind.STAGE, Kind.AGAIN)
 PHASE_OF = tuple(
-    PHASES.index(DOING[kind]) if DOING.get(kind) in PHASES and kind not in _PARTS else -1
+    SPAN_PHASES.index(DOING[kind]) if DOING.get(kind) in SPAN_PHASES and kind not in _PARTS else -1
     for kind in range(max(DOING) + 1)
 )
 """The phase of a step that a kind of span counts as, -1 for none."""
@@ -54,15 +52,22 @@ EDGE = (Kind.PAUSE, Kind.LOOK)
 class Inner:
     """What lies within a block."""
 
-    __slots__ = ("backward", "counts", "first", "hand", "looks", "parts", "skipped", "timed", "times", "untimed_copies")
+    __slots__ = (
+        *("backward", "counts", "first", "hand", "looks", "missing_spans", "parts", "skipped", "spans", "timed"),
+        *("times", "untimed_copies"),
+    )
 
     def __init__(self, first: int) -> None:
         self.first = first
         """The lowest number of its spans."""
-        self.times = [-1] * len(PHASES)
+        self.times = [-1] * len(SPAN_PHASES)
         """Exclusive ns of each phase, -1 for one that did not run."""
         self.counts = [-1] * len(QUANTITIES)
         """Of each quantity, -1 for one that no span counts."""
+        self.spans: list[tuple[int, int, int]] = []
+        """Phase, start and duration of each time that a phase ran, in order of start, enclosing before enclosed."""
+        self.missing_spans = 0
+        """How many came after the first MAX_SPANS."""
         self.backward = False
         self.parts: dict[int, list[Span]] = {}
         """By the number of a call: its phases, replicas and stages."""
@@ -112,6 +117,11 @@ class _Reading:
         self._add(span)
         found = self.found
         found.timed += [(number, phase, -1) for _, _, phase, number in self._within if number >= 0]
+        spans = found.spans
+        spans.reverse()  # of those of the same time, the enclosing one ended last
+        spans.sort(key=lambda one: (one[1], -one[2]))
+        found.missing_spans = max(len(spans) - MAX_SPANS, 0)
+        del spans[MAX_SPANS:]
         return span, self._calls, [site for _, site in self._stepped], found
 
     def _add(self, span: Span) -> None:
@@ -125,6 +135,7 @@ class _Reading:
                 return
             self._primitive(span)
             if span.inside in CALLS:  # its time is that call's
+                self.found.spans.append((FORWARD, span.start, span.took))
                 return
         elif kind in CALLS:
             self._call(span)
@@ -193,6 +204,7 @@ class _Reading:
         within.append((start, span.took, phase, span.number if timed and phase >= 0 else -1))
         if phase >= 0:
             found.times[phase] = max(found.times[phase], 0) + max(own, 0)
+            found.spans.append((phase, start, span.took))
 
 
 def _cut_from(found: list[tuple[int, int]], start: int) -> None:

@@ -16,7 +16,7 @@ from dpmon.assemble.sampling import Sampling
 from dpmon.assemble.step_mark import Mark
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
-from dpmon.record.wire import PLAIN_TAG, PLAIN_WORDS, Untimed, pack_timed
+from dpmon.record.wire import MAX_SPANS, PLAIN_TAG, PLAIN_WORDS, Untimed, pack_timed
 
 __all__ = ["LEARNS", "Item", "Recorder", "before_edge"]
 
@@ -75,7 +75,7 @@ class Recorder:
     def part(self, totals: StepTotals, items: Iterable[Item]) -> None:
         """Record items of the step under way."""
         self._totals, self._step = totals, self.number + 1
-        times, thread = totals.times, self.thread
+        times, spans, thread = totals.times, totals.spans, self.thread
         for item in items:
             if isinstance(item, Event):
                 self.event(item, self.number + 1)
@@ -88,6 +88,7 @@ class Recorder:
                 elif (phase := PHASE_OF[kind]) >= 0:
                     took = times[phase]
                     times[phase] = span[7] if took < 0 else took + span[7]
+                    spans.append((phase, span[6], span[7]))
                     if kind in QUANTITY_OF:
                         totals.count(QUANTITY_OF[kind], span[8] | span[9] << 32)
                     if span[2] & Flag.TIMED:
@@ -102,6 +103,8 @@ class Recorder:
                 self._calls(span, calls, (), inner)
             if kind == Kind.BACKWARD or (inner is not None and inner.backward):
                 totals.backwards += 1
+        if len(spans) > MAX_SPANS:
+            totals.bound_spans()
         self._composer.flush_all()
 
     def _add_inner(self, totals: StepTotals, inner: Inner) -> None:
@@ -112,6 +115,8 @@ class Recorder:
         for quantity, value in enumerate(inner.counts):
             if value >= 0:
                 totals.count(quantity, value)
+        totals.spans += inner.spans
+        totals.missing_spans += inner.missing_spans
         totals.timed += inner.timed
         totals.skipped = totals.skipped or inner.skipped
         for around in inner.untimed_copies:

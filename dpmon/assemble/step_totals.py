@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpmon.assemble.device_waits import Payload, Pending, Slots
-from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, PHASES, QUANTITIES
-from dpmon.record.wire import BODY_PHASES, STEP_TAG, STEP_WORDS, Untimed, pack_timed, with_extras
+from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, QUANTITIES
+from dpmon.record.schema import SPAN_PHASES
+from dpmon.record.wire import BODY_PHASES, MAX_SPANS, Untimed, pack_step, pack_timed, span_words, with_extras
 
 __all__ = ["StepTotals"]
 
-_STEP = struct.Struct(STEP_WORDS)
-_EXTRAS = (*PHASES[len(BODY_PHASES) :], *QUANTITIES)
+_EXTRAS = (*SPAN_PHASES[len(BODY_PHASES) :], *QUANTITIES)
 _LARGEST = (1 << 62) - 1
 _MOST_TIMED = 4096
 """Spans of one step with device times."""
 _SAVED = (
     *("times", "counts", "learned", "looked", "mode", "learns"),
-    *("failed", "backwards", "passes", "module", "crowded", "skipped"),
+    *("failed", "backwards", "passes", "module", "crowded", "skipped", "spans", "missing_spans"),
 )
 
 
@@ -29,7 +29,7 @@ class StepTotals:
     __slots__ = (*_SAVED, "mixed", "timed")
 
     def __init__(self) -> None:
-        self.times = [-1] * len(PHASES)
+        self.times = [-1] * len(SPAN_PHASES)
         """ns of each phase, -1 for one that did not run."""
         self.counts = [-1] * len(QUANTITIES)
         """Of each quantity, -1 for one that no span counts."""
@@ -46,6 +46,9 @@ class StepTotals:
         """As many had been at the last call that learns."""
         self.module = 0
         """That of this call."""
+        self.spans: list[tuple[int, int, int]] = []
+        """As in dpmon.assemble.nesting.Inner, and `missing_spans`."""
+        self.missing_spans = 0
         self.timed: list[tuple[int, int, int]] = []
         """As in dpmon.assemble.nesting.Inner."""
         self.crowded = False
@@ -73,6 +76,11 @@ class StepTotals:
         """Add to a quantity."""
         self.counts[quantity] = max(self.counts[quantity], 0) + value
 
+    def bound_spans(self) -> None:
+        """Forget spans beyond the first ones."""
+        self.missing_spans += len(self.spans[MAX_SPANS:])
+        del self.spans[MAX_SPANS:]
+
     def untimed_copy(self, around: int) -> None:
         """A copy is not timed on its device; `around`: the phase around it, -1 for none."""
         self.mixed |= {COPY, around}
@@ -87,11 +95,13 @@ class StepTotals:
         """The step's payload."""
         data, forward, backward, optimizer, *others = self.times
         samples = self.learned if self.learned >= 0 else self.looked
-        values = step, start, min(wall, _LARGEST), min(samples, _LARGEST), data, forward, backward, optimizer
+        spans = span_words(self.spans, start, wall, self.missing_spans)
+        phases = data, forward, backward, optimizer
+        wall, samples = min(wall, _LARGEST), min(samples, _LARGEST)
         try:
-            payload = _STEP.pack(STEP_TAG | self.mode << 8, *values)
+            payload = pack_step(self.mode, step, start, wall, samples, phases, spans)
         except struct.error:
-            payload = _STEP.pack(STEP_TAG | self.mode << 8, *(min(value, _LARGEST) for value in values))
+            payload = pack_step(self.mode, step, start, wall, samples, [min(took, _LARGEST) for took in phases], spans)
         found = zip(_EXTRAS, others + self.counts, strict=True)
         extras = {name: min(value, _LARGEST) for name, value in found if value >= 0}
         if extras:
@@ -129,4 +139,5 @@ class StepTotals:
         for name, value in zip(_SAVED, saved, strict=True):
             setattr(found, name, value)
         found.times, found.counts = list(found.times), list(found.counts)
+        found.spans = [(phase, start, took) for phase, start, took in found.spans]
         return found

@@ -6,7 +6,7 @@ killed) takes what is there.
 
 - a training process is a process; its threads are the steps, the calls (their phases below them), and one track a
   replica or stage. Calls that ran at the same time, on several threads of the script, have tracks of their own.
-- the phases of a step are counters: how long each took is recorded, not when, since they may take turns. So are the
+- the phases of a step are slices below it. The times that they took on its devices are counters, and so are the
   quantities that only some steps have.
 - a GPU and the host are processes with counters only. A value that stops to be known is marked by an instant: a counter
   would show its last value on and on.
@@ -164,16 +164,34 @@ class _Trace:
         phases = {name: took / 1e6 for name, took in step.phases.items()}
         args: dict[str, Any] = {"mode": step.mode or None, "samples": step.samples, "phases_ms": phases}
         args |= step.quantities
+        if step.missing_spans:
+            args["missing_spans"] = step.missing_spans
         if step.device_ms is not None:
             args["device_ms"] = dict(step.device_ms)
         self._slice(process, tid, f"step {step.step}", step.start_ns, step.wall_ns, args)
         if step.start_ns >= 0 and step.wall_ns >= 0:
+            self._spans(process, tid, step)
             at = (step.start_ns + step.wall_ns) / 1e3
-            self._counter(process, "step phases (ms)", at, phases)
             on_device = {name: took for name, took in (step.device_ms or {}).items() if took is not None}
             self._counter(process, "step phases on the device (ms)", at, on_device)
             for name, count in step.quantities.items():
                 self._counter(process, f"step {name}", at, {"value": count})
+
+    def _spans(self, process: _Process, tid: int, step: Step) -> None:
+        """A slice each time that a phase ran.
+
+        One that reaches out of another, or comes too late, is damaged: it would tear the track.
+        """
+        ends, latest = [step.wall_ns], 0
+        for name, begin, took in step.spans or ():
+            if begin < latest:
+                continue
+            latest = begin
+            while len(ends) > 1 and ends[-1] <= begin:
+                ends.pop()
+            if begin + took <= ends[-1]:
+                ends.append(begin + took)
+                self._slice(process, tid, name, step.start_ns + begin, took)
 
     def _call(self, call: Call) -> None:
         process = self._training(call.process, call.rank)

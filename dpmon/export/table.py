@@ -2,7 +2,8 @@
 
 An empty cell is unknown or did not run (`absent` says which). Lists stand in one cell: names and numbers with a space
 between them, sizes as `path:30x5:float32:600` (path, shape, dtype, bytes), a replica's or stage's with ` | ` between
-them. What has no column of its own is in the last one, `more`, as JSON: nothing is lost on the way.
+them, spans as `forward:0.25:1.5` (phase, start and duration in ms). What has no column of its own is in the last one,
+`more`, as JSON: nothing is lost on the way.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, TextIO
 from dpmon.export.records import kind
 from dpmon.record.fields import COLUMNS, RECORDS
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Call, Record, Size, Step, rows_of
+from dpmon.record.kinds import Call, PhaseSpan, Record, Size, Step, rows_of
 from dpmon.record.wire import MORE
 
 __all__ = ["Tables", "row"]
@@ -90,8 +91,13 @@ def _step(step: Step) -> dict[str, Any]:
     return {
         **{f"{name}_ms": took / 1e6 for name, took in step.phases.items()},
         **on_device,
+        "spans": None if step.spans is None else " ".join(map(_span, step.spans)),
         "absent": as_json(step)["absent"] or None,
     }
+
+
+def _span(span: PhaseSpan) -> str:
+    return f"{span.phase}:{span.offset_ns / 1e6!r}:{span.host_ns / 1e6!r}"
 
 
 def _call(call: Call) -> dict[str, Any]:

@@ -1,25 +1,20 @@
 """The last step of a process laid out in time: what its main thread did when, and each replica beside it. Pure.
 
-Calls, their phases and their replicas are recorded with their starts. The other phases, such as copies, backward and
-optimizer, are recorded with their durations only, so they are laid where they can have been: those before forward (in
-the order of a step) before the first call; the others after it, in that order, in the time that no call has.
+The step is recorded with the times at which its phases ran; nested ones are shown in place of the one around them. The
+phases of its calls are shown in place of forward. A step that an earlier version recorded has the times of its calls
+only: phases at unknown times are named, and not shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from dpmon.model.process import Process
-from dpmon.record.kinds import Call, Step
+from dpmon.record.kinds import Call, PhaseSpan, Step
 from dpmon.record.schema import STEP_PHASES, phase_named
-from dpmon.record.wire import CALL_PHASES
 
-__all__ = ["Lane", "Piece", "Turn", "is_placed", "last_turn"]
-
-_FORWARD_AT = STEP_PHASES.index("forward")
-_BEFORE, _AFTER = STEP_PHASES[1:_FORWARD_AT], STEP_PHASES[_FORWARD_AT + 1 : -1]
-"""Phases without a start of their own: between the data and the first call, and after it."""
+__all__ = ["Lane", "Piece", "Turn", "last_turn"]
 
 
 class Piece(NamedTuple):
@@ -56,6 +51,10 @@ class Turn(NamedTuple):
     lanes: tuple[Lane, ...]
     staged: bool = False
     """The lanes are stages."""
+    unplaced: tuple[str, ...] = ()
+    """Phases that ran at times that are not known."""
+    missing_spans: int = 0
+    """How often phases ran after those in `main`."""
 
 
 def last_turn(process: Process) -> Turn | None:
@@ -64,120 +63,95 @@ def last_turn(process: Process) -> Turn | None:
     if step is None:
         return None
     calls = sorted(process.last_calls, key=lambda call: call.start_ns)
-    main: list[Piece] = []
-    data = step.phases.get("data", -1)
-    if data > 0:
-        main.append(Piece("data", 0, min(data, step.wall_ns)))
-    first = min((call.start_ns - step.start_ns for call in calls), default=step.wall_ns)
-    at = max(data, 0)
-    for name in _BEFORE:
-        took = max(step.phases.get(name, 0), 0)
-        main += _between(name, at, at + took, min(first, step.wall_ns))
-        at += took
-    for call in calls:
-        main += _of_call(call, step)
-    main = _apart(main)
-    main += _placed(step, main, calls)
+    spans = _known(step, calls) if step.spans is None else step.spans
+    ran = _innermost((Piece(name, start, start + took) for name, start, took in spans), step.wall_ns)
     lanes, staged = _lanes(calls, step)
-    main.sort(key=lambda piece: piece.start_ns)
-    return Turn(step.step, step.mode, step.start_ns, step.wall_ns, len(calls), tuple(main), lanes, staged)
-
-
-def is_placed(phase: str) -> bool:
-    """Whether the phase is recorded with its duration only."""
-    return phase in _BEFORE or phase in _AFTER
-
-
-def _between(phase: str, start: int, end: int, most: int) -> list[Piece]:
-    """A piece that was recorded without its place, as far as there is room for it."""
-    return [Piece(phase, start, min(end, most))] if min(end, most) > start else []
-
-
-def _of_call(call: Call, step: Step) -> list[Piece]:
-    """The call's phases, and as forward what of it they leave."""
-    begin = call.start_ns - step.start_ns
-    end = begin + call.wall_ns
-    phases = sorted(
-        (begin + phase.offset_ns, begin + phase.offset_ns + phase.host_ns, phase_named(name).shown)
-        for name in CALL_PHASES
-        if (phase := call.phases.get(name)) is not None
+    return Turn(
+        step.step,
+        step.mode,
+        step.start_ns,
+        step.wall_ns,
+        len(calls),
+        tuple(_over_forward(ran, _innermost(_phases(calls, spans, step), step.wall_ns))),
+        lanes,
+        staged,
+        _unplaced(step) if step.spans is None else (),
+        step.missing_spans,
     )
-    found: list[Piece] = []
-    at = begin
-    for start, stop, name in phases:
-        if start > at:
-            found.append(Piece("forward", at, start))
-        found.append(Piece(name, start, stop))
-        at = max(at, stop)
-    if at < end:
-        found.append(Piece("forward", at, end))
-    clipped = (Piece(p.phase, max(p.start_ns, 0), min(p.end_ns, step.wall_ns)) for p in found)
-    return [piece for piece in clipped if piece.end_ns > piece.start_ns]
 
 
-def _apart(pieces: Iterable[Piece]) -> list[Piece]:
-    """In order of time, each from where the one before it ends: calls of several threads may overlap."""
+def _known(step: Step, calls: Sequence[Call]) -> list[PhaseSpan]:
+    """What is known of a step without spans: it begins with its data, and calls have their own times."""
+    forward = [PhaseSpan("forward", call.start_ns - step.start_ns, call.wall_ns) for call in calls]
+    return [PhaseSpan("data", 0, step.phases.get("data", 0)), *forward]
+
+
+def _unplaced(step: Step) -> tuple[str, ...]:
+    """The phases of a step without spans that ran at times that are not known."""
+    return tuple(name for name in STEP_PHASES[:-1] if step.phases.get(name, 0) > 0 and name not in ("data", "forward"))
+
+
+def _phases(calls: Iterable[Call], spans: Iterable[PhaseSpan], step: Step) -> Iterator[Piece]:
+    """The phases of the calls of the thread that trains: each of these begins as a forward of the step does."""
+    begun = {span.offset_ns for span in spans if span.phase == "forward"}
+    for call in calls:
+        begin = call.start_ns - step.start_ns
+        for name, (offset, took, _) in call.phases.items() if begin in begun else ():
+            yield Piece(phase_named(name).shown, begin + offset, begin + offset + took)
+
+
+def _innermost(pieces: Iterable[Piece], wall_ns: int) -> list[Piece]:
+    """Pieces apart from each other, in order of time: where some overlap, the one that began last is left."""
+    inside = (piece._replace(start_ns=max(piece.start_ns, 0), end_ns=min(piece.end_ns, wall_ns)) for piece in pieces)
     found: list[Piece] = []
+    around: list[Piece] = []
     at = 0
-    for piece in sorted(pieces, key=lambda piece: piece.start_ns):
-        start = max(piece.start_ns, at)
-        if piece.end_ns > start:
-            found.append(piece._replace(start_ns=start))
-            at = piece.end_ns
+
+    def until(end: int) -> None:
+        """The last of `around` runs up to `end`."""
+        nonlocal at
+        phase = around[-1].phase
+        if end <= at:
+            return
+        if found and found[-1].phase == phase and found[-1].end_ns == at:
+            found[-1] = found[-1]._replace(end_ns=end)
+        else:
+            found.append(Piece(phase, at, end))
+        at = end
+
+    for piece in sorted(inside, key=lambda piece: (piece.start_ns, -piece.end_ns)):
+        while around and around[-1].end_ns <= piece.start_ns:
+            until(around[-1].end_ns)
+            around.pop()
+        if around:
+            until(piece.start_ns)
+        at = max(at, piece.start_ns)
+        around.append(piece)
+    while around:
+        until(around[-1].end_ns)
+        around.pop()
     return found
 
 
-def _placed(step: Step, main: Sequence[Piece], calls: Sequence[Call]) -> list[Piece]:
-    """The phases after forward in the time after the first call that no call has.
-
-    Each gap gets its part of the backward. The optimizer, and what follows it, comes in the last gap, if there is room
-    for it.
-    """
-    backward, *others = (max(step.phases.get(name, 0), 0) for name in _AFTER)
-    optimizer = sum(others)
-    gaps = _gaps(step, main, calls)
-    room = sum(end - start for start, end in gaps)
-    if not room or not backward + optimizer:
-        return []
-    last = gaps[-1][1] - gaps[-1][0]
-    # All of it behind the last call where it fits: how a step of one call goes, and one of an evaluation before it.
-    if backward + optimizer <= last:
-        start = gaps[-1][0]
-        return _laid(start, backward, optimizer, others)
-    found: list[Piece] = []
-    scale = min(1.0, room / (backward + optimizer))
-    late = optimizer if optimizer <= last else 0
-    rest = max(room - late, 1)
-    for index, (start, end) in enumerate(gaps):
-        here = end - start - (late if index == len(gaps) - 1 else 0)
-        ours = int(backward * scale * here / rest)
-        then = late if late and index == len(gaps) - 1 else 0 if late else int(optimizer * scale * here / rest)
-        found += _laid(start, min(ours, end - start), min(then, max(end - start - ours, 0)), others)
-    return found
-
-
-def _laid(start: int, backward: int, rest: int, others: Sequence[int]) -> list[Piece]:
-    """From `start` on the backward, then `rest` ns of the phases after it, in proportion to all of their time."""
-    whole = max(sum(others), 1)
-    pieces = []
-    for name, took in zip(_AFTER, (backward, *(took * rest // whole for took in others)), strict=True):
-        pieces.append(Piece(name, start, start + took))
-        start += took
-    return [piece for piece in pieces if piece.end_ns > piece.start_ns]
-
-
-def _gaps(step: Step, main: Sequence[Piece], calls: Sequence[Call]) -> list[tuple[int, int]]:
-    """The spans from the end of the first call on that are nobody's."""
-    first = min((call.start_ns + call.wall_ns - step.start_ns for call in calls), default=0)
-    gaps: list[tuple[int, int]] = []
-    at = max(first, 0)
-    for piece in main:
-        if piece.start_ns > at:
-            gaps.append((at, piece.start_ns))
-        at = max(at, piece.end_ns)
-    if at < step.wall_ns:
-        gaps.append((at, step.wall_ns))
-    return gaps
+def _over_forward(ran: Iterable[Piece], phases: Sequence[Piece]) -> Iterator[Piece]:
+    """The pieces of a step, with the phases of its calls in place of forward where they ran."""
+    first = 0
+    for piece in ran:
+        if piece.phase != "forward":
+            yield piece
+            continue
+        at = piece.start_ns
+        while first < len(phases) and phases[first].end_ns <= at:
+            first += 1
+        for phase in phases[first:]:
+            if phase.start_ns >= piece.end_ns:
+                break
+            if phase.start_ns > at:
+                yield piece._replace(start_ns=at, end_ns=phase.start_ns)
+            start, at = max(phase.start_ns, at), min(phase.end_ns, piece.end_ns)
+            yield phase._replace(start_ns=start, end_ns=at)
+        if at < piece.end_ns:
+            yield piece._replace(start_ns=at)
 
 
 def _lanes(calls: Sequence[Call], step: Step) -> tuple[tuple[Lane, ...], bool]:

@@ -12,9 +12,21 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from dpmon.record.kinds import Call, Event, PartTimes, Phase, Record, RecordError, Replica, Size, Stage, Step
+from dpmon.record.kinds import (
+    Call,
+    Event,
+    PartTimes,
+    Phase,
+    PhaseSpan,
+    Record,
+    RecordError,
+    Replica,
+    Size,
+    Stage,
+    Step,
+)
 from dpmon.record.plainjson import load_event, load_json
-from dpmon.record.schema import QUANTITIES, STEP_PHASES
+from dpmon.record.schema import QUANTITIES, SPAN_PHASES, STEP_PHASES
 from dpmon.record.wire import (
     BODY_PHASES,
     CALL_FORMAT,
@@ -26,9 +38,14 @@ from dpmon.record.wire import (
     EVENT_TAG,
     FAILED,
     GRAD,
+    MAX_SPANS,
     MODES,
     PLAIN_FORMAT,
     PLAIN_TAG,
+    SPAN_HEAD,
+    SPAN_HEAD_WIDE,
+    SPAN_PHASE,
+    SPAN_WORD,
     STEP_BODY,
     STEP_EXTRA,
     STEP_EXTRAS,
@@ -54,6 +71,7 @@ __all__ = [
     "call_stages",
     "definition",
     "is_timed",
+    "kept_spans",
     "kept_step_times",
     "kind_of",
     "known_times",
@@ -232,7 +250,8 @@ class Decoder:
         return Stage(index, device, parts, offset, ended, self._known(got), self._known(gave))
 
     def _step(self, payload: bytes) -> Step:
-        mode, step, start, wall, phases, quantities = step_fields(payload)
+        mode, step, start, wall, phases, quantities, packed = step_fields(payload)
+        spans, missing = kept_spans(packed) if packed else (None, 0)
         known = {name: took for name, took in zip(STEP_PHASES, phases, strict=False) if took >= 0}
         known["other"] = max(0, wall - sum(known.values()))
         counted = {name: count for name, count in zip(_QUANTITY_NAMES, quantities, strict=True) if count >= 0}
@@ -246,6 +265,8 @@ class Decoder:
             samples=counted.pop("samples", None),
             phases=known,
             quantities=counted,
+            spans=spans,
+            missing_spans=missing,
         )
 
 
@@ -408,6 +429,8 @@ class StepFields(NamedTuple):
     """In the order of STEP_PHASES, without the last."""
     quantities: tuple[int, ...]
     """In the order of dpmon.record.schema.QUANTITIES."""
+    spans: bytes
+    """For `kept_spans`; empty if they are not known."""
 
 
 _IN_STEP = ("samples", *BODY_PHASES, *STEP_EXTRAS)
@@ -419,17 +442,41 @@ _NO_EXTRAS = (-1,) * len(STEP_EXTRAS)
 def step_fields(payload: bytes) -> StepFields:
     """A step's numbers; struct.error if it is damaged."""
     payload = bare(payload)
-    _, mode, count, _, step, start, wall, *numbers = STEP_BODY.unpack_from(payload)
-    numbers += _extras(payload, count) if count or len(payload) != STEP_BODY.size else _NO_EXTRAS
-    return StepFields(mode, step, start, wall, _phases_in(numbers), _quantities_in(numbers))
+    _, mode, count, words, step, start, wall, *numbers = STEP_BODY.unpack_from(payload)
+    after_spans = STEP_BODY.size + 8 * words
+    numbers += _extras(payload, after_spans, count) if count or len(payload) != after_spans else _NO_EXTRAS
+    spans = payload[STEP_BODY.size : after_spans]
+    return StepFields(mode, step, start, wall, _phases_in(numbers), _quantities_in(numbers), spans)
 
 
-def _extras(payload: bytes, count: int) -> list[int]:
+def kept_spans(packed: bytes) -> tuple[tuple[PhaseSpan, ...], int]:
+    """The spans of a step and how many are missing, from what `step_fields` gave; struct.error if they are damaged."""
+    if len(packed) % 8 or len(packed) > 8 * (1 + 2 * MAX_SPANS):
+        raise struct.error("spans of a step are cut off, or too many")
+    words = struct.unpack(f"<{len(packed) // 8}Q", packed)
+    wide, missing = 0, 0
+    if words and words[0] & SPAN_PHASE == SPAN_PHASE:
+        wide, missing = words[0] & SPAN_HEAD_WIDE, words[0] >> SPAN_HEAD
+        words = words[1:]
+    if wide:
+        starts, durations = words[::2], words[1::2]
+    else:
+        starts = tuple([word & _SPAN_START for word in words])
+        durations = tuple([word >> 4 + SPAN_WORD for word in words])
+    pairs = zip(starts, durations, strict=True)
+    return tuple([_made(PhaseSpan, (SPAN_PHASES[at & SPAN_PHASE], at >> 4, took)) for at, took in pairs]), missing
+
+
+_SPAN_START = (1 << 4 + SPAN_WORD) - 1
+"""Of a word of spans: phase and start."""
+
+
+def _extras(payload: bytes, begin: int, count: int) -> list[int]:
     """The extras of a step in the order of STEP_EXTRAS, -1 for one that it lacks; struct.error if they are damaged."""
-    if len(payload) != STEP_BODY.size + count * STEP_EXTRA.size:
+    if len(payload) != begin + count * STEP_EXTRA.size:
         raise struct.error("a step is cut off")
     found = list(_NO_EXTRAS)
-    for number, value in STEP_EXTRA.iter_unpack(memoryview(payload)[STEP_BODY.size :]):
+    for number, value in STEP_EXTRA.iter_unpack(memoryview(payload)[begin:]):
         if number >= len(found) or found[number] >= 0 or value < 0:
             raise struct.error("an extra of a step is unknown, repeated or negative")
         found[number] = value

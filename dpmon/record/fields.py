@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dpmon.record.schema import QUANTITIES, STEP_PHASES
-from dpmon.record.wire import CALL_PHASES, TIMED_PHASES
+from dpmon.record.wire import CALL_PHASES, MAX_SPANS, TIMED_PHASES
 
 __all__ = ["COLUMNS", "RECORDS", "Field", "RecordKind", "metrics_of"]
 
@@ -150,6 +150,14 @@ _STEP = RecordKind(
             "ms",
             tuple(f"{name}_device_ms" for name in STEP_PHASES if name in TIMED_PHASES),
         ),
+        Field(
+            "spans",
+            "list",
+            "each time that a phase ran on the thread that trains: phase, start_ms (after the step's start), ms (with"
+            f" what lies within it); in order of start, nested ones after the one around them; the first {MAX_SPANS}",
+            "ms",
+        ),
+        Field("missing_spans", "integer", f"how many spans came after the first {MAX_SPANS}; missing if none did"),
         _ABSENT,
     ),
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpmon.record.kinds import Call, Record, Size, Stage, Step
-from dpmon.record.schema import QUANTITIES, STEP_PHASES
+from dpmon.record.kinds import Call, PhaseSpan, Record, Size, Stage, Step
+from dpmon.record.schema import NO_SPANS, QUANTITIES, STEP_PHASES
 from dpmon.record.wire import MORE
 
 __all__ = ["as_json"]
@@ -105,7 +105,17 @@ def _step_json(step: Step) -> dict[str, Any]:
         found["device_ms"] = {name: step.device_ms[name] for name in STEP_PHASES if name in step.device_ms}
         if step.untimed is not None:
             absent["device_ms"] = step.untimed
+    found["spans"] = None if step.spans is None else [_span_json(span) for span in step.spans]
+    if step.spans is None:
+        absent["spans"] = NO_SPANS
+    if step.missing_spans:
+        found["missing_spans"] = step.missing_spans
+        absent["spans"] = f"only the first {len(step.spans or ())} of a step are recorded"
     return {**found, "absent": absent}
+
+
+def _span_json(span: PhaseSpan) -> dict[str, Any]:
+    return {"phase": span.phase, "start_ms": _ms(span.offset_ns), "ms": _ms(span.host_ns)}
 
 
 def as_json(record: Record) -> dict[str, Any]:

@@ -11,6 +11,7 @@ __all__ = [
     "Event",
     "PartTimes",
     "Phase",
+    "PhaseSpan",
     "Record",
     "RecordError",
     "Replica",
@@ -42,6 +43,14 @@ class Phase(NamedTuple):
     offset_ns: int
     host_ns: int
     device_ms: float | None = None
+
+
+class PhaseSpan(NamedTuple):
+    """One time that a phase of a step ran: start after the step's start and duration, in ns."""
+
+    phase: str
+    offset_ns: int
+    host_ns: int
 
 
 class Replica(NamedTuple):
@@ -148,6 +157,10 @@ class Step:
     """Why one of those is missing."""
     quantities: Mapping[str, int] = field(default_factory=dict)
     """The quantities that it has beside its samples, by name."""
+    spans: tuple[PhaseSpan, ...] | None = None
+    """When its phases ran, in order of start, enclosing before enclosed; None: an earlier version recorded it."""
+    missing_spans: int = 0
+    """How many came after those."""
 
     def quantity(self, name: str) -> int | None:
         """One of dpmon.record.schema.QUANTITIES; None if it is not known."""

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dpmon.record.wire import BODY_PHASES, CALL_PHASES, MODES, STEP_EXTRAS
+from dpmon.record.wire import BODY_PHASES, CALL_PHASES, MODES, SPAN_PHASE, STEP_EXTRAS
 
 __all__ = [
     "EVALUATION",
     "KINDS",
     "MODES",
+    "NO_SPANS",
     "PHASES",
     "QUANTITIES",
     "REST",
     "SERIES",
     "SETTLING",
     "SETTLING_STEPS",
+    "SPAN_PHASES",
     "STEP",
     "STEP_PHASES",
     "Phase",
@@ -134,6 +136,8 @@ PHASES = (
 """In the order of a step. The phases of the calls lie within `forward`; the others add up to the step."""
 STEP_PHASES = tuple(phase.name for phase in PHASES if not phase.of_call)
 """Those of a step's own, which add up to it; the last is what the others leave."""
+NO_SPANS = "an earlier version of dpmon recorded the step"
+"""Why a step has no spans."""
 QUANTITIES = (
     Quantity(
         "samples",
@@ -155,8 +159,11 @@ QUANTITIES = (
 )
 
 _BY_NAME = {phase.name: phase for phase in PHASES}
+SPAN_PHASES = (*BODY_PHASES, *(name for name in STEP_EXTRAS if name in _BY_NAME))
+"""The phases that a step records, by their numbers in its spans: what is new comes last."""
 _BY_LABEL = {phase.shown: phase for phase in PHASES}
 assert tuple(phase.name for phase in PHASES if phase.of_call) == CALL_PHASES, "schema and wire differ in call phases"
+assert len(SPAN_PHASES) <= SPAN_PHASE, "a word of spans has no room for so many phases"
 assert {"samples", *STEP_PHASES, *(quantity.name for quantity in QUANTITIES)} == {
     *("samples", *BODY_PHASES, *STEP_EXTRAS, "other")
 }, "schema and wire differ in the phases and quantities of a step"

@@ -27,17 +27,21 @@ __all__ = [
     "FAILED",
     "GRAD",
     "MAX_JSON",
+    "MAX_SPANS",
     "MODES",
     "MORE",
     "PLAIN_FORMAT",
     "PLAIN_TAG",
     "PLAIN_WORDS",
+    "SPAN_HEAD",
+    "SPAN_HEAD_WIDE",
+    "SPAN_PHASE",
+    "SPAN_WORD",
     "STEP_BODY",
     "STEP_EXTRA",
     "STEP_EXTRAS",
     "STEP_FORMAT",
     "STEP_TAG",
-    "STEP_WORDS",
     "TIMED_HEAD",
     "TIMED_PHASES",
     "TIMED_TAG",
@@ -54,6 +58,7 @@ __all__ = [
     "pack_timed",
     "packed_json",
     "shortened",
+    "span_words",
     "with_extras",
 ]
 
@@ -91,14 +96,25 @@ inputs | outputs << 32."""
 CALL_FORMAT = PLAIN_FORMAT + "qq" * len(CALL_PHASES)
 CALL_STAGE = struct.Struct("<IIIxxxxqq")
 STEP_FORMAT = "<BBBxIQqqqqqqq"
-"""STEP_TAG, mode, number of extras, 0, step, start, wall, samples, BODY_PHASES: see pack_step."""
-STEP_WORDS = "<QQqqqqqqq"
-"""The same bytes as fewer numbers: tag | mode << 8, then step and the others."""
+"""STEP_TAG, mode, number of extras, number of words of spans, step, start, wall, samples, BODY_PHASES: see pack_step.
+The words of its spans follow, then its extras."""
+_STEP_WORDS = "<QQqqqqqqq"
+"""The same bytes as fewer numbers: tag | mode << 8 | words of spans << 32, then step and the others."""
 STEP_BODY = struct.Struct(STEP_FORMAT)
 STEP_EXTRA = struct.Struct("<Bq")
-"""One extra, behind the phases: its number in STEP_EXTRAS, then ns of a phase or the value of a quantity."""
+"""One extra: its number in STEP_EXTRAS, then ns of a phase or the value of a quantity."""
+MAX_SPANS = 256
+"""Spans of one step that are recorded: the first ones."""
+SPAN_PHASE = 15
+"""Of a word of spans: the bits of its phase. This value itself is none, and marks a head."""
+SPAN_WORD = 30
+"""Bits of a start and of a duration where both are in one word: phase | start << 4 | duration << 34."""
+SPAN_HEAD, SPAN_HEAD_WIDE = 8, 16
+"""A head comes first if something is unusual: SPAN_PHASE | wide | spans that are missing << SPAN_HEAD. Where `wide` is
+SPAN_HEAD_WIDE, each span has two words: phase | start << 4, and its duration."""
 _EXTRA_NUMBERS = {name: number for number, name in enumerate(STEP_EXTRAS)}
 _call_structs: dict[int, struct.Struct] = {}
+_step_structs: dict[int, struct.Struct] = {}
 _time_structs: dict[int, struct.Struct] = {}
 _NAN = float("nan")
 
@@ -202,12 +218,53 @@ def pack_call(
     return head + b"".join(CALL_STAGE.pack(*stages[5 * i : 5 * i + 5]) for i in range(last))
 
 
-def pack_step(mode: int, step: int, start_ns: int, wall_ns: int, samples: int, phases: Sequence[int]) -> bytes:
+def pack_step(
+    mode: int,
+    step: int,
+    start_ns: int,
+    wall_ns: int,
+    samples: int,
+    phases: Sequence[int],
+    spans: Sequence[int] = (),
+) -> bytes:
     """A step without extras; `samples` -1 if unknown.
 
-    `phases`: ns for each of BODY_PHASES, -1 for one that did not run.
+    `phases`: ns for each of BODY_PHASES, -1 for one that did not run. `spans`: as `span_words` makes them; empty if
+    they are not known.
     """
-    return STEP_BODY.pack(STEP_TAG, mode, 0, 0, step, start_ns, wall_ns, samples, *phases)
+    count = len(spans)
+    packer = _step_structs.get(count)
+    if packer is None:
+        packer = _step_structs[count] = struct.Struct(f"{_STEP_WORDS}{count}Q")
+    head = STEP_TAG | mode << 8 | count << 32
+    return packer.pack(head, step, start_ns, wall_ns, samples, *phases, *spans)
+
+
+def span_words(spans: Sequence[Sequence[int]], start_ns: int, wall_ns: int, missing: int = 0) -> list[int]:
+    """The spans of a step's phases, for `pack_step`: one word a span, or two in a step that is longer than a second.
+
+    `spans`: phase, start (monotonic ns) and duration of each, in order of start, enclosing before enclosed, at most
+    MAX_SPANS. A phase is an index in dpmon.record.schema.SPAN_PHASES. `missing`: how many more there were.
+    """
+    words = []
+    bits = 0
+    for phase, start, took in spans:
+        start -= start_ns
+        bits |= start | took
+        words.append(phase | start << 4 | took << 34)
+    if bits >> SPAN_WORD:  # a large number, or a negative one
+        words = _wide_words(spans, start_ns, wall_ns)
+        return [SPAN_PHASE | SPAN_HEAD_WIDE | missing << SPAN_HEAD, *words]
+    return [SPAN_PHASE | missing << SPAN_HEAD, *words] if missing or not words else words
+
+
+def _wide_words(spans: Sequence[Sequence[int]], start_ns: int, wall_ns: int) -> list[int]:
+    """Two words a span. What reaches out of the step, because the spans are damaged, is cut off."""
+    words: list[int] = []
+    for phase, start, took in spans:
+        begin = min(max(start - start_ns, 0), wall_ns)
+        words += (phase | begin << 4, min(took, wall_ns - begin))
+    return words
 
 
 def with_extras(step: bytes, extras: Mapping[str, int]) -> bytes:

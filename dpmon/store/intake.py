@@ -259,7 +259,7 @@ class Intake:
     # ------------------------------------------------------------------------------------------ steps
 
     def _step(self, batch: Batch, number: int, payload: bytes) -> None:
-        mode_number, step, start, wall, phases, counted = step_fields(payload)
+        mode_number, step, start, wall, phases, counted, spans = step_fields(payload)
         mode = MODES[mode_number]
         began = start - self._start_ns
         _check(began, wall, step)
@@ -281,7 +281,7 @@ class Intake:
         if gap is not None and gap.ns >= GAP_NS:
             batch.gaps.append((process, *gap))
         named = number, process, step, mode, began, wall, kind, len(calls)
-        batch.steps.append((*named, *quantities, *values, rest, times))
+        batch.steps.append((*named, *quantities, *values, rest, times, spans or None))
         self._place(number)
         self._note_held()
         self.row.steps += 1

@@ -14,7 +14,7 @@ from contextlib import suppress
 from operator import itemgetter
 from typing import Any
 
-from dpmon.record.codec import Decoder, kept_step_times
+from dpmon.record.codec import Decoder, kept_spans, kept_step_times
 from dpmon.record.kinds import Call, Event, Record, RecordError, Step
 from dpmon.record.plainjson import load_event, load_json
 from dpmon.record.schema import EVALUATION, MODES, QUANTITIES, SETTLING, STEP, STEP_PHASES
@@ -25,6 +25,7 @@ from dpmon.store.tables import (
     LASTING_KINDS,
     STEP_COLUMNS,
     Bounds,
+    columns_of,
     definitions_in,
 )
 from dpmon.store.tally import Key, Tally, are_optional
@@ -33,14 +34,12 @@ __all__ = ["LONG_COLUMNS", "Store", "event_in", "long_row"]
 
 _LAST_NS = (1 << 63) - 1
 _SECOND = 1_000_000_000
-_STEP = ", ".join(STEP_COLUMNS)
-_COLUMNS = {"calls": "process, payload", "steps": _STEP, "events": "json"}
-"""Of each table, what a record is made from."""
+_TABLES = ("calls", "steps", "events")
 _AT_ONCE = 5000
 """Ids of records that are read in one transaction."""
 _LONG_PHASES = tuple(f"{name}_ns" for name in STEP_PHASES)
 _AT = {name: index for index, name in enumerate(STEP_COLUMNS)}
-_plain_of = itemgetter(*map(_AT.__getitem__, ("process", "step", "mode", "start_ns", "wall_ns", "device")))
+_plain_of = itemgetter(*map(_AT.__getitem__, ("process", "step", "mode", "start_ns", "wall_ns", "device", "spans")))
 _phases_of = itemgetter(*(_AT[f"{name}_ns"] for name in STEP_PHASES))
 _COUNTED = tuple(quantity.name for quantity in QUANTITIES)
 _quantities_of = itemgetter(*map(_AT.__getitem__, _COUNTED))
@@ -59,6 +58,8 @@ class Store(Sums):
         """Damaged rows that `records` met."""
         self._decoders: dict[int, Decoder] = {}
         self._ranks = {ring.process: ring.rank for ring in reversed(self.rings.values())}
+        there = columns_of(db, "steps")
+        self._step_columns = ", ".join(name if name in there else f"NULL AS {name}" for name in STEP_COLUMNS)
 
     @property
     def dropped(self) -> int:
@@ -146,12 +147,12 @@ class Store(Sums):
         """The newest steps that ended between two times, the newest first; damaged ones are left out."""
         who, values = ("", ()) if process is None else (" AND process = ?", (process,))
         ended = "start_ns + wall_ns"
-        query = f"SELECT {_STEP} FROM steps WHERE {ended} > ? AND {ended} <= ?{who}"
+        query = f"SELECT {self._step_columns} FROM steps WHERE {ended} > ? AND {ended} <= ?{who}"
         return self._steps(f"{query} ORDER BY id DESC LIMIT ?", (begin_ns, end_ns, *values, most))
 
     def steps_until(self, last_id: int, process: int, most: int) -> list[Step]:
         """The newest steps of a process up to an id, the newest first; damaged ones are left out."""
-        query = f"SELECT {_STEP} FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT ?"
+        query = f"SELECT {self._step_columns} FROM steps WHERE process = ? AND id <= ? ORDER BY id DESC LIMIT ?"
         return self._steps(query, (process, last_id, most))
 
     def _steps(self, query: str, values: Parameters) -> list[Step]:
@@ -163,24 +164,27 @@ class Store(Sums):
 
     def _step(self, row: Sequence[Any]) -> Step:
         """The record in a row of STEP_COLUMNS; RecordError if it is damaged."""
-        process, number, mode, start, wall, device = _plain_of(row)
+        process, number, mode, start, wall, device, packed = _plain_of(row)
         phases, quantities = _phases_of(row), _quantities_of(row)
         known = type(process) is type(number) is type(start) is type(wall) is int and mode in MODES
         if not known or not are_optional(phases) or not are_optional(quantities):
             raise RecordError("damaged row in steps")
         counted = {name: count for name, count in zip(_COUNTED, quantities, strict=True) if count is not None}
-        found = Step(
-            process=process,
-            rank=self.rank(process),
-            step=number,
-            mode=mode,
-            start_ns=start,
-            wall_ns=wall,
-            samples=counted.pop("samples", None),
-            phases={name: took for name, took in zip(STEP_PHASES, phases, strict=True) if took is not None},
-            quantities=counted,
-        )
         try:
+            spans, missing = kept_spans(packed) if isinstance(packed, bytes) else (None, 0)
+            found = Step(
+                process=process,
+                rank=self.rank(process),
+                step=number,
+                mode=mode,
+                start_ns=start,
+                wall_ns=wall,
+                samples=counted.pop("samples", None),
+                phases={name: took for name, took in zip(STEP_PHASES, phases, strict=True) if took is not None},
+                quantities=counted,
+                spans=spans,
+                missing_spans=missing,
+            )
             return kept_step_times(found, device) if isinstance(device, bytes) else found
         except (struct.error, ValueError, IndexError):
             raise RecordError("damaged row in steps") from None
@@ -201,7 +205,7 @@ class Store(Sums):
 
     def _ids(self, least: int) -> tuple[int, int]:
         """The lowest and the highest id from `least` on; without any, the last possible one and 0."""
-        queries = (f"SELECT min(id), max(id) FROM {table} WHERE id >= ?" for table in _COLUMNS)
+        queries = (f"SELECT min(id), max(id) FROM {table} WHERE id >= ?" for table in _TABLES)
         found = [row for query in queries for row in self._rows(query, (least,))]
         known = [row for row in found if type(row[0]) is type(row[1]) is int]
         return min((low for low, _ in known), default=_LAST_NS), max((high for _, high in known), default=0)
@@ -210,7 +214,7 @@ class Store(Sums):
         """The records with these ids."""
         tables = (
             self._rows(f"SELECT id, '{table}', {names} FROM {table} WHERE id >= ? AND id < ? ORDER BY id", (first, end))
-            for table, names in _COLUMNS.items()
+            for table, names in zip(_TABLES, ("process, payload", self._step_columns, "json"), strict=True)
         )
         for _, table, *row in heapq.merge(*tables, key=itemgetter(0)):
             try:

@@ -8,7 +8,8 @@
     calls        id, process, call, step, mode, start_ns, wall_ns, rows, payload (as in the ring: dpmon.record.codec)
     steps        id, process, step, mode, start_ns, wall_ns, kind (dpmon.record.schema.KINDS), calls, each quantity,
                  the ns of each phase (NULL: did not run; those of its calls are sums), rest_ns (what the phases of its
-                 calls leave of its forward), device (NULL, or its device times: dpmon.record.codec.step_times)
+                 calls leave of its forward), device (NULL, or its device times: dpmon.record.codec.step_times), spans
+                 (when its phases ran: dpmon.record.codec.kept_spans; NULL: an earlier version recorded it)
     events       id, process (NULL: the supervisor), kind, t_ns, json
     series       number, name: what the sketches of the tallies are of (dpmon.record.schema, and the replicas and
                  stages of calls: dpmon.store.parts)
@@ -60,7 +61,7 @@ __all__ = [
     "LARGEST",
     "LASTING",
     "LASTING_KINDS",
-    "LATER_RING_COLUMNS",
+    "LATER_COLUMNS",
     "SCHEMA",
     "SCHEMA_VERSION",
     "STEP_COLUMNS",
@@ -69,6 +70,7 @@ __all__ = [
     "RingRow",
     "check_schema",
     "check_whole",
+    "columns_of",
     "definitions_in",
     "last_ids",
     "rings_in",
@@ -92,6 +94,7 @@ STEP_COLUMNS: Mapping[str, str] = {
     **dict.fromkeys((f"{phase.name}_ns" for phase in PHASES), "INTEGER"),
     "rest_ns": "INTEGER",
     "device": "BLOB",
+    "spans": "BLOB",
 }
 """The columns of steps and their types."""
 CALL_COLUMNS: Mapping[str, str] = {
@@ -103,8 +106,11 @@ CALL_COLUMNS: Mapping[str, str] = {
     **dict.fromkeys((f"{phase.name}_ns" for phase in PHASES if phase.of_call), "INTEGER"),
 }
 """The columns of calls and their types."""
-LATER_RING_COLUMNS: Mapping[str, str] = {"last_call": "INTEGER", "lines": "INTEGER", "state": "TEXT"}
-"""Columns of rings that a history of this schema may lack: they are added where it is written."""
+LATER_COLUMNS: Mapping[str, Mapping[str, str]] = {
+    "rings": {"last_call": "INTEGER", "lines": "INTEGER", "state": "TEXT"},
+    "steps": {"spans": STEP_COLUMNS["spans"]},
+}
+"""Columns that a table may lack in a history of this schema: they are added where it is written."""
 ACTIVITY_COLUMNS = tuple(f"{name}_ns" for name in ACTIVITIES)
 
 
@@ -147,7 +153,7 @@ CREATE INDEX IF NOT EXISTS memory ON events (process, t_ns) WHERE kind = 'memory
 """.format(
     lasting=LASTING,
     step_columns=", ".join(f"{name} {kind}" for name, kind in STEP_COLUMNS.items()),
-    later_ring_columns=", ".join(f"{name} {kind}" for name, kind in LATER_RING_COLUMNS.items()),
+    later_ring_columns=", ".join(f"{name} {kind}" for name, kind in LATER_COLUMNS["rings"].items()),
     call_columns=", ".join(f"{name} {kind}" for name, kind in CALL_COLUMNS.items()),
     tally_columns=_whole_numbers(COLUMNS[:-1]) + ", sketches BLOB",
     activities=_whole_numbers(ACTIVITY_COLUMNS),
@@ -279,6 +285,11 @@ def check_whole(db: sqlite3.Connection) -> None:
         raise HistoryError(f"it has no table {min(missing)}")
 
 
+def columns_of(db: sqlite3.Connection, table: str) -> frozenset[str]:
+    """The names of the columns that a table has."""
+    return frozenset(row[1] for row in db.execute(f"PRAGMA table_info({table})"))
+
+
 def last_ids(db: sqlite3.Connection) -> list[int]:
     """The highest id in each of the three tables that share them."""
     query = " UNION ALL ".join(f"SELECT max(id) FROM {table}" for table in ("calls", "steps", "events"))
@@ -296,7 +307,7 @@ def definitions_in(rows: Iterable[tuple[Any, ...]]) -> dict[int, Any]:
 
 def rings_in(db: sqlite3.Connection) -> dict[str, RingRow]:
     """How far each ring was taken over, by its file's name; damaged rows are left out."""
-    there = {row[1] for row in db.execute("PRAGMA table_info(rings)")}
+    there = columns_of(db, "rings")
     members = fields(RingRow)
     # A history of an earlier version lacks some.
     columns = ", ".join(member.name if member.name in there else "NULL" for member in members)

@@ -18,7 +18,7 @@ from dpmon.store.tables import (
     CALL_COLUMNS,
     HISTORY_FILE,
     LASTING,
-    LATER_RING_COLUMNS,
+    LATER_COLUMNS,
     SCHEMA,
     SCHEMA_VERSION,
     STEP_COLUMNS,
@@ -26,6 +26,7 @@ from dpmon.store.tables import (
     HistoryError,
     RingRow,
     check_schema,
+    columns_of,
     definitions_in,
     last_ids,
     rings_in,
@@ -113,9 +114,9 @@ class History:
         run("PRAGMA journal_size_limit=4194304")
         run("PRAGMA cache_size=-2000")
         self._db.executescript(SCHEMA)
-        there = {row[1] for row in run("PRAGMA table_info(rings)")}
-        for name in LATER_RING_COLUMNS.keys() - there:
-            run(f"ALTER TABLE rings ADD COLUMN {name} {LATER_RING_COLUMNS[name]}")
+        for table, later in LATER_COLUMNS.items():
+            for name in later.keys() - columns_of(self._db, table):
+                run(f"ALTER TABLE {table} ADD COLUMN {name} {later[name]}")
         rows = {"schema": SCHEMA_VERSION, "limit_bytes": self._limit, "pruned": 0, **meta}
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", rows.items())
         self._tallies = TallyWriter(self._db)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpmon.model.inputs import INPUT, SAID
-from dpmon.model.numbers import percent
+from dpmon.model.numbers import group, percent
 from dpmon.model.phase_notes import host_waits, partly_timed
 from dpmon.model.process import PHASES, Process, Summary
 from dpmon.model.ranks import distributed
+from dpmon.model.turn import Turn
 from dpmon.record.kinds import Call
-from dpmon.record.schema import phase_shown
+from dpmon.record.schema import NO_SPANS, phase_shown
+from dpmon.record.wire import MAX_SPANS
 from dpmon.store.figures import PhaseFigures
 from dpmon.text.cells import wrapped
 from dpmon.text.cleaning import clean
@@ -22,16 +24,19 @@ from dpmon.ui.scene import Scene
 __all__ = ["missing", "notes", "unevenness"]
 
 
-def notes(scene: Scene, process: Process, numbers: Summary, width: int, most: int, look: Look) -> list[Row]:
-    """At most `most` rows: what has to be said of the figures, or nothing."""
+def notes(
+    scene: Scene, process: Process, numbers: Summary, turn: Turn | None, width: int, most: int, look: Look
+) -> list[Row]:
+    """At most `most` rows: what has to be said of the figures and of the last step, or nothing."""
     said = [
         *_between(numbers),
         *unevenness(numbers),
         *host_waits(numbers.phases),
         *partly_timed(numbers.phases),
         *missing(process, numbers.phases),
+        *(_not_drawn(turn) if turn is not None else ()),
     ]
-    if not said:
+    if not said or not most:
         return []
     text = f" {look.glyphs.middot} ".join(said)
     return [[(line, "dim")] for line in wrapped(text, width, most, look.glyphs.more)]
@@ -64,6 +69,17 @@ def missing(process: Process, phases: Sequence[PhaseFigures]) -> list[str]:
         if not phase.ran and not phase_shown(phase.name).optional:
             reasons.setdefault(_why(process, call, phase.name), []).append(phase.name)
     return [f"no {_names(names)}: {reason}" for reason, names in reasons.items()]
+
+
+def _not_drawn(turn: Turn) -> list[str]:
+    """What the last step lacks in its row."""
+    said = []
+    if turn.unplaced:
+        said.append(f"when {' and '.join(turn.unplaced)} ran is not known: {NO_SPANS}")
+    if turn.missing_spans:
+        more = group(turn.missing_spans)
+        said.append(f"the row of the last step lacks {more} spans: only the first {MAX_SPANS} of a step are recorded")
+    return said
 
 
 def _names(names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from dpmon.model.history import Picture, pictured
 from dpmon.model.numbers import duration, group, percent
 from dpmon.model.process import Process, Summary
 from dpmon.model.ranks import distributed, training
-from dpmon.model.turn import is_placed, last_turn
+from dpmon.model.turn import last_turn
 from dpmon.record.schema import phase_shown
 from dpmon.store.figures import PhaseFigures
 from dpmon.text.cells import cut, right
@@ -73,7 +73,9 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     if process is None or not numbers.steps:
         return [[(scene.lack("no step was traced", "no step has ended yet"), "dim")]]
     # What has room, the most telling first: shares, medians, the last step, the history, what has to be known of them.
-    said = notes(scene, process, numbers, width, 1 if height < _TALL else 2, look) if height > _LEAST else []
+    turn = last_turn(process)
+    most = 0 if height <= _LEAST else 1 if height < _TALL else 2
+    said = notes(scene, process, numbers, turn, width, most, look)
     height -= len(said)
     table = _table(numbers, width, look, with_median=height >= 3, with_tail=height >= _TALL - 1)
     if any(phase.device_count for phase in numbers.phases) and height >= 6 and _widths(width, 0)[0]:
@@ -84,7 +86,6 @@ def batch(scene: Scene, width: int, height: int, look: Look, numbers: Summary) -
     if scene.view.zoom == "batch":
         table.append(_told(numbers, width, look))
     room = height - len(table)
-    turn = last_turn(process)
     below: list[Row] = []
     if turn is not None and room >= 1 and room != 2:
         others = _others(scene)
@@ -107,10 +108,8 @@ def _others(scene: Scene) -> list[Process]:
 
 
 def _told(numbers: Summary, width: int, look: Look) -> Row:
-    """What the figures are of, and what in the waterfall was recorded and what was laid."""
-    *others, last = [phase.name for phase in _shown(numbers) if is_placed(phase.name)]
-    laid = f"{', '.join(others)} and {last}"
-    text = f"{group(numbers.steps)} steps; in the last step {laid} are laid in their order"
+    """How many steps the figures are of."""
+    text = f"{group(numbers.steps)} steps"
     if not look.colour or look.glyphs.ascii:
         text += "; a small letter: too short for a cell"
     return [(cut(text, width, look.glyphs.more), "dim")]

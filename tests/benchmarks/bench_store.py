@@ -29,10 +29,12 @@ from yardstick import Yardstick
 TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 
+from synthetic import one_after_the_other  # noqa: E402
+
 from dpmon.model.snapshot import Snapshots  # noqa: E402
 from dpmon.model.source import Wanted  # noqa: E402
 from dpmon.record.schema import PHASES  # noqa: E402
-from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step  # noqa: E402
+from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step, span_words  # noqa: E402
 from dpmon.ring import Ring  # noqa: E402
 from dpmon.run import proc  # noqa: E402
 from dpmon.run.rundir import RunInfo, save  # noqa: E402
@@ -100,7 +102,8 @@ class Process:
         else:
             self.ring.write(pack_call(2, 6, 1, self._step, self._step, start, call, 2, 4, (-1, 0) * 4, (2, 4, 0, call)))
         phases = (wall // 50, call + call // 50, int(wall * 0.3 * wobble), wall // 50)
-        self.ring.write(pack_step(1 if self._replicas else 2, self._step, start, wall, 64, phases))
+        spans = span_words(list(one_after_the_other(start, phases)), start, wall)
+        self.ring.write(pack_step(1 if self._replicas else 2, self._step, start, wall, 64, phases, spans))
 
 
 def share(directory: Path, ranks: int, per_second: float, replicas: int, seconds: int) -> float:

@@ -97,6 +97,9 @@ def test_one_slow_device(tmp_path: Path, gpus: Simulated, side: int) -> None:
     each([call.replicas[0].device_ms for call in run.calls()], truth, stretches(truth, "forward"), (0,))
     each(steps_of(run, "copy"), truth, stretches(truth, "copy"), (0,))
     assert median([one for one in steps_of(run, "copy") if one is not None]) == pytest.approx(0.5, rel=0.01)
+    for step in run.steps()[FIRST:]:
+        assert step.spans is not None
+        assert [span.phase for span in step.spans] == ["data", "copy", "forward", "backward", "optimizer"]
     forwards = [one for one in steps_of(run, "forward") if one is not None]
     assert median(forwards) == pytest.approx(6 * SLOW[1] / 1e3)  # a product a layer, and nothing of the host's
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,9 @@ from test_takeover_exact import evaluation
 
 from dpmon.cli.summary import summary_lines
 from dpmon.export.records import history
+from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Event, Step
+from dpmon.record.schema import NO_SPANS
 from dpmon.record.wire import pack_event, pack_timed
 from dpmon.run.rundir import load_info
 from dpmon.store.drain import Drain
@@ -53,14 +58,19 @@ def read(directory: Path) -> dict[str, Any]:
         return everything(store)
 
 
+def without_spans(step: Step) -> Step:
+    return replace(step, spans=None)
+
+
 @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION))
 def test_all_is_read_and_nothing_is_written(state: Path, version: int) -> None:
     directory = keep(payloads(100, timed=version > 1))
     whole, records = read(directory), list(history(directory))
+    whole["steps"] = {process: [without_spans(step) for step in steps] for process, steps in whole["steps"].items()}
     as_earlier(directory / HISTORY_FILE, version)
     before = (directory / HISTORY_FILE).read_bytes()
     alike(read(directory), whole)
-    assert list(history(directory)) == records
+    assert list(history(directory)) == [without_spans(one) if isinstance(one, Step) else one for one in records]
     assert (directory / HISTORY_FILE).read_bytes() == before
 
 
@@ -71,7 +81,7 @@ def test_figures_begin_where_deleted_rows_end_and_the_time_before_counts_as_miss
     as_earlier(directory / HISTORY_FILE, rows_from=400)
     left = [record for record in history(directory) if isinstance(record, Step) and record.process == 0]
     assert 0 < len(left) < len(rows)
-    assert left == rows[-len(left) :]
+    assert left == [without_spans(step) for step in rows[-len(left) :]]
     with open_store(directory) as store:
         assert store.damaged is not None
         assert "an earlier version of dpmon deleted" in store.damaged
@@ -83,6 +93,20 @@ def test_figures_begin_where_deleted_rows_end_and_the_time_before_counts_as_miss
         assert sum(one["missed"] for one in spent) == left[0].start_ns - began
         assert sum(one["startup"] for one in spent) == 0
     assert "an earlier version of dpmon deleted" in " ".join(summary_lines(directory, None))
+
+
+def test_a_history_that_lacks_the_column_of_spans_says_why_a_step_has_none(state: Path) -> None:
+    directory = keep(payloads(20))
+    rows = [one for one in history(directory) if isinstance(one, Step)]
+    assert any(step.spans for step in rows)
+    with closing(sqlite3.connect(directory / HISTORY_FILE)) as db:
+        db.execute("ALTER TABLE steps DROP COLUMN spans")
+        db.commit()
+    read(directory)
+    found = [one for one in history(directory) if isinstance(one, Step)]
+    assert found == [without_spans(step) for step in rows]
+    said = as_json(found[0])
+    assert (said["spans"], said["absent"]["spans"]) == (None, NO_SPANS)
 
 
 def test_a_supervisor_leaves_it_alone_and_it_is_read_all_the_same(state: Path) -> None:

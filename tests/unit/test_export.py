@@ -27,7 +27,7 @@ from dpmon.gpu.device import DeviceSample
 from dpmon.gpu.host import HostSample
 from dpmon.record.codec import Decoder
 from dpmon.record.fields import COLUMNS
-from dpmon.record.kinds import Call, Event, Record, Step
+from dpmon.record.kinds import Call, Event, PhaseSpan, Record, Step
 from dpmon.record.wire import pack_event
 from dpmon.run.rundir import load_info
 
@@ -98,6 +98,10 @@ def test_csv_is_a_table_a_kind_with_a_row_a_record(directory: Path, tmp_path: Pa
     assert steps[0]["samples"] == "30"
     assert float(steps[0]["wall_ms"]) == pytest.approx(sum(float(steps[0][f"{p}_ms"]) for p in
         ("data", "forward", "backward", "optimizer", "other")))  # fmt: skip
+    spans = [span.split(":") for span in steps[0]["spans"].split(" ")]
+    assert [name for name, _, _ in spans] == ["data", "forward", "backward", "optimizer"]
+    assert [took for _, _, took in spans] == [steps[0][f"{name}_ms"] for name, _, _ in spans]
+    assert (spans[0][1], spans[1][1], steps[0]["missing_spans"]) == ("0.0", spans[0][2], "")
     lost = table(directory, "device", where)[-1]
     assert (lost["util_pct"], lost["absent"]) == ("", '{"util_pct":"the GPU is lost"}')
     memory = table(directory, "memory", where)
@@ -170,7 +174,11 @@ def test_a_trace_has_a_track_a_replica_and_all_that_happened(directory: Path) ->
     trace = read(trace_of(directory))
     assert trace.tracks("process 0") == ["calls", "replica 0 cpu:0", "replica 1 cpu:1", "steps"]
     steps = trace.slices["process 0", "steps"]
-    assert [event["name"] for event in steps] == [f"step {n}" for n in range(1, 26)]
+    phases = ["data", "forward", "backward", "optimizer"]
+    assert [event["name"] for event in steps] == [name for n in range(1, 26) for name in (f"step {n}", *phases)]
+    took = steps[0]["args"]["phases_ms"]
+    assert [event["dur"] / 1e3 for event in steps[1:5]] == pytest.approx([took[name] for name in phases])
+    assert ("process 0", "step phases (ms)") not in trace.counters
     assert steps[0]["ts"] == 2e6, "the first began two seconds after the run's start"
     assert len(trace.slices["process 0", "replica 0 cpu:0"]) == 25
     assert len(trace.slices["process 0", "replica 1 cpu:1"]) == 20, "the last five ran on one device"
@@ -222,17 +230,41 @@ def test_calls_at_the_same_time_do_not_tear_each_other(state: Path) -> None:
 
 
 def test_steps_that_touch_each_other_do_not_overlap_for_perfetto(state: Path) -> None:
-    """A step begins in the very ns in which the one before ended; times in µs are no whole numbers in binary."""
+    """A step begins in the very ns in which the one before ended; times in µs are no whole numbers in binary.
+
+    The phases in it may begin and end with it, and with each other.
+    """
     chance, at, steps = random.Random(5), 2 * SECOND, []
     for number in range(1, 3001):
         took = chance.randrange(1000, 50_000_000)
-        steps.append(Step(0, None, number, "dp", at, took, 4, {"forward": took // 3}))
+        within = chance.randrange(took)
+        spans = [("optimizer", 0, took), ("forward", 0, within), ("copy", within // 2, within - within // 2)]
+        spans += [("backward", within, took - within), ("backward", took, 0)]
+        phases = {"forward": took // 3}
+        steps.append(Step(0, None, number, "dp", at, took, 4, phases, spans=tuple(PhaseSpan(*one) for one in spans)))
         at += took
     file = io.StringIO()
     write_trace(load_info(keep({})), steps, file)
     found = read(file.getvalue()).slices["process 0", "steps"]
-    assert [int(event["ts"] * 1000.0) for event in found] == [step.start_ns for step in steps]
-    assert [int(event["dur"] * 1000.0) for event in found] == [step.wall_ns for step in steps]
+    wanted: list[tuple[str, int, int]] = []
+    for step in steps:
+        wanted.append((f"step {step.step}", step.start_ns, step.wall_ns))
+        wanted += [(name, step.start_ns + begin, ran) for name, begin, ran in step.spans or ()]
+    assert [(one["name"], int(one["ts"] * 1000.0), int(one["dur"] * 1000.0)) for one in found] == wanted
+
+
+def test_damaged_spans_do_not_tear_a_step(state: Path) -> None:
+    chance = random.Random(3)
+    steps = []
+    for number in range(300):
+        spans = [PhaseSpan("forward", chance.randrange(120), chance.randrange(60)) for _ in range(chance.randrange(9))]
+        phases = {"forward": 1}
+        steps.append(Step(0, None, number, "dp", 200 * number, 100, 4, phases, spans=tuple(spans), missing_spans=7))
+    file = io.StringIO()
+    write_trace(load_info(keep({})), steps, file)
+    found = read(file.getvalue()).slices["process 0", "steps"]
+    assert sum(one["name"] == "forward" for one in found) > 100
+    assert found[0]["args"]["missing_spans"] == 7
 
 
 def test_a_damaged_phase_is_left_out_of_the_trace(state: Path) -> None:

@@ -1,4 +1,4 @@
-"""The last step in time: where calls, phases and replicas lie, and where what has no start is laid."""
+"""The last step in time: where phases, those of calls, and replicas lie."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from synthetic import Training
 
 from dpmon.model.calls_seen import STEP_CALLS_READ
 from dpmon.model.turn import Piece, Turn, last_turn
-from dpmon.record.kinds import Call, Phase, Record, Replica, Stage, Step
+from dpmon.record.kinds import Call, Phase, PhaseSpan, Record, Replica, Stage, Step
 
-STEP = Step(0, None, 7, "dp", 1000, 200, 8, {"data": 10, "forward": 60, "backward": 50, "optimizer": 20, "other": 60})
+TOOK = {"data": 10, "forward": 60, "backward": 50, "optimizer": 20, "other": 60}
+EARLIER = Step(0, None, 7, "dp", 1000, 200, 8, TOOK)
+"""As an earlier version recorded it."""
+SPANS = (
+    *(PhaseSpan("data", 0, 10), PhaseSpan("forward", 12, 60), PhaseSpan("backward", 80, 50)),
+    PhaseSpan("optimizer", 140, 20),
+)
+STEP = replace(EARLIER, spans=SPANS)
 PHASES = {
     "scatter": Phase(0, 5),
     "replicate": Phase(5, 15),
@@ -48,8 +55,8 @@ def test_a_call_s_phases_lie_where_they_were_recorded_and_forward_has_the_rest()
         Piece("forward", 62, 64),
         Piece("gather", 64, 68),
         Piece("forward", 68, 72),
-        Piece("backward", 72, 122),
-        Piece("optimizer", 122, 142),
+        Piece("backward", 80, 130),
+        Piece("optimizer", 140, 160),
     )
     assert [(lane.number, lane.device, lane.pieces) for lane in turn.lanes] == [
         (0, "cuda:0", (Piece("apply", 33, 53),)),
@@ -59,23 +66,77 @@ def test_a_call_s_phases_lie_where_they_were_recorded_and_forward_has_the_rest()
     assert (turn.step, turn.wall_ns, turn.calls) == (7, 200, 1)
 
 
-def test_several_calls_share_the_lanes_and_backward_gets_the_gaps() -> None:
-    """As a GAN's: forward, backward, forward, backward. The optimizer comes last."""
+def spans_of(*spans: tuple[str, int, int]) -> Step:
+    """The step with these spans: phase, start, end."""
+    return replace(STEP, spans=tuple(PhaseSpan(name, start, end - start) for name, start, end in spans))
+
+
+def test_several_calls_share_the_lanes() -> None:
+    """As a GAN's: forward, backward, forward, backward, optimizer."""
     plain = {"phases": {}, "replicas": (Replica(0, "cuda:0", 0, 40, None, None),), "mode": "single", "wall_ns": 40}
     first, second = a_call(start_ns=1010, **plain), a_call(start_ns=1110, call=8, **plain)
-    step = replace(STEP, phases={"data": 10, "forward": 80, "backward": 70, "optimizer": 20, "other": 20})
-    turn = turn_of(first, second, step)
+    pieces = (
+        *(Piece("data", 0, 10), Piece("forward", 10, 50), Piece("backward", 55, 100), Piece("forward", 110, 150)),
+        *(Piece("backward", 151, 170), Piece("optimizer", 180, 200)),
+    )
+    turn = turn_of(first, second, spans_of(*pieces))
     assert turn.calls == 2
-    assert [piece.phase for piece in turn.main] == [
-        "data", "forward", "backward", "forward", "backward", "optimizer",
-    ]  # fmt: skip
-    took: dict[str, int] = {}
-    for piece in turn.main:
-        took[piece.phase] = took.get(piece.phase, 0) + piece.end_ns - piece.start_ns
-    assert took["optimizer"] == 20
-    assert 68 <= took["backward"] <= 70
+    assert turn.main == pieces
     (lane,) = turn.lanes
     assert [(piece.start_ns, piece.end_ns) for piece in lane.pieces] == [(10, 50), (110, 150)]
+
+
+def test_what_lies_within_another_phase_is_drawn_over_it() -> None:
+    """An optimizer with a closure, a forward with a copy and a gradient in it."""
+    step = spans_of(
+        *(("optimizer", 10, 190), ("forward", 20, 100), ("copy", 30, 40), ("backward", 50, 70), ("backward", 60, 65)),
+        *(("backward", 100, 150), ("forward", 160, 170), ("forward", 160, 170)),
+    )
+    assert turn_of(step).main == (
+        *(Piece("optimizer", 10, 20), Piece("forward", 20, 30), Piece("copy", 30, 40), Piece("forward", 40, 50)),
+        *(Piece("backward", 50, 70), Piece("forward", 70, 100), Piece("backward", 100, 150)),
+        *(Piece("optimizer", 150, 160), Piece("forward", 160, 170), Piece("optimizer", 170, 190)),
+    )
+
+
+def test_phases_of_a_call_are_drawn_over_its_forward_only() -> None:
+    """A lone replica runs on the thread that trains, and so do a copy and a gradient in it."""
+    step = spans_of(("data", 0, 10), ("forward", 12, 72), ("copy", 35, 40), ("backward", 50, 66))
+    assert turn_of(a_call(), step).main == (
+        *(Piece("data", 0, 10), Piece("scatter", 12, 17), Piece("replicate", 17, 32), Piece("apply", 32, 35)),
+        *(Piece("copy", 35, 40), Piece("apply", 40, 50), Piece("backward", 50, 66), Piece("gather", 66, 68)),
+        Piece("forward", 68, 72),
+    )
+
+
+def test_a_call_composed_by_hand_has_its_phases() -> None:
+    """Each primitive is a forward of the step; what the script does between them is its own."""
+    step = spans_of(("forward", 12, 17), ("forward", 20, 32), ("forward", 40, 60), ("backward", 61, 90))
+    phases = {"scatter": Phase(0, 5), "replicate": Phase(8, 12), "parallel_apply": Phase(28, 20)}
+    assert turn_of(a_call(phases=phases, wall_ns=48), step).main == (
+        *(Piece("scatter", 12, 17), Piece("replicate", 20, 32), Piece("apply", 40, 60), Piece("backward", 61, 90)),
+    )
+
+
+def test_calls_of_other_threads_are_not_in_the_main_row() -> None:
+    beside = a_call(start_ns=1020, call=8)
+    alone, both = turn_of(a_call(), STEP), turn_of(a_call(), beside, STEP)
+    assert both.main == alone.main
+    assert [len(lane.pieces) for lane in both.lanes] == [2, 2, 0]
+
+
+def test_of_a_step_of_an_earlier_version_its_data_and_its_calls_are_known() -> None:
+    turn = turn_of(a_call(), replace(EARLIER, phases={**TOOK, "copy": 3}))
+    assert turn.main == (
+        *(Piece("data", 0, 10), Piece("scatter", 12, 17), Piece("replicate", 17, 32), Piece("apply", 32, 62)),
+        *(Piece("forward", 62, 64), Piece("gather", 64, 68), Piece("forward", 68, 72)),
+    )
+    assert turn.unplaced == ("copy", "backward", "optimizer")
+    assert turn_of(a_call(), STEP).unplaced == ()
+
+
+def test_how_much_is_missing_is_said() -> None:
+    assert turn_of(replace(STEP, missing_spans=9)).missing_spans == 9
 
 
 def test_the_stages_of_a_spread_model_have_lanes() -> None:
@@ -88,7 +149,7 @@ def test_the_stages_of_a_spread_model_have_lanes() -> None:
 def test_calls_of_other_steps_are_not_in_it() -> None:
     turn = turn_of(a_call(step=6), STEP)
     assert turn.calls == 0
-    assert [piece.phase for piece in turn.main] == ["data", "backward", "optimizer"]
+    assert [piece.phase for piece in turn.main] == ["data", "forward", "backward", "optimizer"]
     assert turn.lanes == ()
 
 
@@ -117,7 +178,13 @@ def test_whatever_the_numbers_nothing_overlaps_or_leaves_the_step(seed: int) -> 
         for index in range(chance.randint(0, 4))
     ]
     phases = {name: max(number(), 0) for name in ("data", "forward", "backward", "optimizer", "other")}
-    turn = turn_of(*calls, replace(STEP, phases=phases))
+    names = chance.choices(["data", "forward", "forward", "backward", "optimizer"], k=chance.randrange(9))
+    spans = tuple(PhaseSpan(name, max(number(), 0), max(number(), 0)) for name in names)
+    process = state_of([*calls, STEP]).focus()
+    assert process is not None
+    step = replace(STEP, phases=phases, spans=spans if seed % 4 else None)
+    turn = last_turn(replace(process, last_step=step))
+    assert turn is not None
     at = 0
     for piece in turn.main:
         assert at <= piece.start_ns < piece.end_ns <= turn.wall_ns

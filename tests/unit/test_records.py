@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import struct
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from dpmon.record.codec import (
     call_head,
     call_replicas,
     definition,
+    kept_spans,
     kept_step_times,
     kind_of,
     known_times,
@@ -24,13 +26,17 @@ from dpmon.record.codec import (
     step_times,
 )
 from dpmon.record.jsonl import as_json
-from dpmon.record.kinds import Call, Event, Phase, Record, RecordError, Replica, Size, Step
+from dpmon.record.kinds import Call, Event, Phase, PhaseSpan, Record, RecordError, Replica, Size, Step
+from dpmon.record.schema import NO_SPANS, SPAN_PHASES
 from dpmon.record.wire import (
     CALL_PHASES,
     FAILED,
     GRAD,
+    MAX_SPANS,
     PLAIN_FORMAT,
     PLAIN_TAG,
+    SPAN_HEAD_WIDE,
+    SPAN_PHASE,
     STEP_EXTRA,
     STEP_EXTRAS,
     TRAINING,
@@ -42,6 +48,7 @@ from dpmon.record.wire import (
     pack_event,
     pack_step,
     pack_timed,
+    span_words,
     with_extras,
 )
 from dpmon.ring import BLOCK_BYTES, Ring
@@ -176,7 +183,7 @@ def test_a_step() -> None:
         phases={"data": 100, "forward": 200, "backward": 300, "optimizer": 50, "other": 350},
     )
     assert kind_of(payload) == "step"
-    assert step_fields(payload) == (DP, 12, ORIGIN + 5, 1000, (100, -1, 200, 300, 50), (30, -1))
+    assert step_fields(payload) == (DP, 12, ORIGIN + 5, 1000, (100, -1, 200, 300, 50), (30, -1), b"")
 
 
 COPIED = {"copy": 40, "copied_bytes": 1 << 20}
@@ -190,7 +197,7 @@ def test_a_step_that_has_copied() -> None:
     assert list(step.phases) == list(STEP_PHASES)
     assert (step.quantities, kind_of(payload)) == ({"copied_bytes": 1 << 20}, "step")
     assert (step.quantity("copied_bytes"), step.quantity("samples")) == (1 << 20, 30)
-    assert step_fields(payload) == (DP, 12, ORIGIN, 1000, (100, 40, 200, 300, 50), (30, 1 << 20))
+    assert step_fields(payload) == (DP, 12, ORIGIN, 1000, (100, 40, 200, 300, 50), (30, 1 << 20), b"")
     timed = pack_timed(payload, [1.0, 2.0, 3.0, 4.0, 0.5], 0)
     times = {"data": 1.0, "forward": 2.0, "backward": 3.0, "optimizer": 4.0, "copy": 0.5}
     found, kept = read(timed), step_times(timed)
@@ -237,6 +244,69 @@ def test_a_step_that_has_copied_nothing_says_nothing_of_copies() -> None:
     step = read(pack_step(DP, 12, ORIGIN, 1000, 30, (100, 200, 300, 50)))
     assert isinstance(step, Step)
     assert (step.quantities, "copy" in step.phases, "copied_bytes" in as_json(step)) == ({}, False, False)
+
+
+SHORT = ((0, 0, 100), (1, 100, 250), (4, 120, 40), (2, 360, 300), (2, 660, 0), (3, 700, 50))
+"""Phase, start after the step's start, duration."""
+SECONDS = tuple((phase, at * 10**7, took * 10**7) for phase, at, took in SHORT)
+
+
+def with_spans(
+    spans: Sequence[tuple[int, int, int]], wall: int, missing: int = 0, start: int = ORIGIN, **more: int
+) -> bytes:
+    words = span_words([(phase, start + at, took) for phase, at, took in spans], start, wall, missing)
+    payload = pack_step(DP, 12, start, wall, 30, (100, 200, 300, 50), words)
+    return with_extras(payload, more) if more else payload
+
+
+@pytest.mark.parametrize("missing", [0, 1, 70_000])
+@pytest.mark.parametrize("more", [{}, COPIED])
+@pytest.mark.parametrize("spans", [(), SHORT, SHORT * 40, SECONDS, SECONDS * 40])
+def test_the_spans_of_a_step(spans: tuple[tuple[int, int, int], ...], more: dict[str, int], missing: int) -> None:
+    payload = with_spans(spans, 10**10, missing, **more)
+    for one in (payload, pack_timed(payload, [None] * 5, 3)):
+        step = read(one)
+        assert isinstance(step, Step)
+        assert step.spans == tuple(PhaseSpan(SPAN_PHASES[phase], at, took) for phase, at, took in spans)
+        assert step.missing_spans == missing
+        assert (step.wall_ns, step.phases["backward"], step.quantities) == (
+            *(10**10, 300),
+            {name: value for name, value in more.items() if name not in step.phases},
+        )
+        kept = step_fields(one).spans
+        assert kept_spans(kept) == (step.spans, missing)
+    narrow = spans is not SECONDS and spans != SECONDS * 40
+    assert len(kept) == 8 * (len(spans) * (1 if narrow else 2) + (not narrow or missing > 0 or not spans))
+
+
+def test_spans_at_the_edge_of_what_a_word_holds() -> None:
+    for at in (0, (1 << 30) - 1, 1 << 30, 1 << 57):
+        for took in (0, (1 << 30) - 1, 1 << 30, 1 << 57):
+            step = read(with_spans([(4, at, took)], 1 << 58, start=0))
+            assert isinstance(step, Step)
+            assert step.spans == (PhaseSpan("copy", at, took),)
+
+
+def test_spans_that_reach_out_of_the_step_end_with_it() -> None:
+    words = span_words([(1, 90, 1 << 40), (2, 150, 20), (3, 1 << 50, 7)], 100, 60)
+    step = read(pack_step(DP, 1, 100, 60, 4, (-1,) * 4, words))
+    assert isinstance(step, Step)
+    assert step.spans == (PhaseSpan("forward", 0, 60), PhaseSpan("backward", 50, 10), PhaseSpan("optimizer", 60, 0))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [14],
+        [1, SPAN_PHASE],
+        [1] * (2 + 2 * MAX_SPANS),
+        [SPAN_PHASE | SPAN_HEAD_WIDE, 1],
+        [SPAN_PHASE | SPAN_HEAD_WIDE, 7, 5],
+    ],
+)
+def test_damaged_spans_are_no_record(words: list[int]) -> None:
+    with pytest.raises(RecordError):
+        Decoder(7).decode(pack_step(DP, 12, ORIGIN, 1000, 30, (100, 200, 300, 50), words))
 
 
 @pytest.mark.parametrize("ran", range(16))
@@ -316,7 +386,7 @@ CALL_KEYS = [
     "devices", "phases", "replicas", "inputs", "outputs",
 ]  # fmt: skip
 """What PRODUCT.md shows, to which how long it took and what is absent are added."""
-STEP_KEYS = ["kind", "process", "rank", "step", "mode", "start_s", "wall_ms", "samples", "phases"]
+STEP_KEYS = ["kind", "process", "rank", "step", "mode", "start_s", "wall_ms", "samples", "phases", "spans"]
 
 
 def test_the_json_of_a_call() -> None:
@@ -365,12 +435,26 @@ def test_a_call_that_failed_says_so() -> None:
 
 
 def test_the_json_of_a_step() -> None:
-    found = as_json(read(pack_step(DP, 12, ORIGIN + 2_000_000, 1_000_000, 30, (1000, 2000, -1, -1))))
+    spans = [(0, ORIGIN + 2_000_000, 1000), (1, ORIGIN + 2_001_250, 2000)]
+    words = span_words(spans, ORIGIN + 2_000_000, 1_000_000)
+    found = as_json(read(pack_step(DP, 12, ORIGIN + 2_000_000, 1_000_000, 30, (1000, 2000, -1, -1), words)))
     assert set(found) == {*STEP_KEYS, "absent"}
+    assert found["spans"] == [
+        {"phase": "data", "start_ms": 0.0, "ms": 0.001},
+        {"phase": "forward", "start_ms": 0.00125, "ms": 0.002},
+    ]
     assert (found["kind"], found["process"], found["rank"], found["step"]) == ("step", 7, 2, 12)
     assert (found["mode"], found["start_s"], found["wall_ms"], found["samples"]) == ("dp", 0.002, 1.0, 30)
     assert found["phases"] == {"data": 0.001, "forward": 0.002, "other": 0.997}
     assert found["absent"] == {}
+
+
+def test_spans_that_are_missing_are_counted_and_said() -> None:
+    found = as_json(read(with_spans(SHORT, 1000, 44)))
+    assert (len(found["spans"]), found["missing_spans"]) == (len(SHORT), 44)
+    assert found["absent"] == {"spans": f"only the first {len(SHORT)} of a step are recorded"}
+    without = as_json(read(pack_step(DP, 12, ORIGIN, 1000, 30, (100, 200, 300, 50))))
+    assert (without["spans"], without["absent"], "missing_spans" in without) == (None, {"spans": NO_SPANS}, False)
 
 
 def test_samples_that_are_unknown_are_null_with_a_reason() -> None:
@@ -448,6 +532,8 @@ def test_real_records_with_bytes_changed() -> None:
         call(),
         call(replicas=(3, 4, 330, 3000) * 8),
         pack_step(DP, 12, ORIGIN, 1000, 30, (100, 200, 300, 50)),
+        with_spans(SHORT, 1000),
+        with_spans(SECONDS, 10**10, 3, **COPIED),
         pack_event("mode", {"process": 0, "mode": "dp", "devices": ["cpu"]}),
         *(pack_definition(number, value) for number, value in enumerate((LAYOUT, IN, SHARE, OUT), 1)),
     ]

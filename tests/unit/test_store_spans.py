@@ -19,6 +19,7 @@ from everything import everything as everything_in
 from sizes import reached, size
 from spans import Children, Training, everything, opened
 
+from dpmon.assemble import step_rules
 from dpmon.assemble.assembler import Assembler
 from dpmon.export.records import history
 from dpmon.record.codec import kind_of, step_fields
@@ -31,7 +32,7 @@ from dpmon.span_ring import Word
 from dpmon.store import drain as drain_module
 from dpmon.store.drain import COMMIT_S, GONE_S, Drain
 from dpmon.store.opened import open_store
-from dpmon.store.tables import LATER_RING_COLUMNS
+from dpmon.store.tables import LATER_COLUMNS
 from dpmon.store.writer import History
 
 WRITER = Path(__file__).resolve().parent.parent / "spans.py"
@@ -231,6 +232,14 @@ def varied(training: Training, chance: random.Random) -> Iterator[None]:
                 yield
                 training.phase(Kind.BACKWARD)
             training.phase(Kind.OPTIMIZER, site=0)
+        elif what < 0.4:  # a closure
+            training.phase(Kind.FETCH)
+            began = training.now()
+            for _ in range(chance.choice([1, 3])):
+                yield
+                training.call(inside=Kind.OPTIMIZER)
+                training.phase(Kind.BACKWARD, inside=Kind.OPTIMIZER)
+            training.phase(Kind.OPTIMIZER, began=began, site=0)
         else:
             training.phase(Kind.FETCH)
             for _ in range(chance.choice([1, 1, 1, 5])):
@@ -243,8 +252,11 @@ def varied(training: Training, chance: random.Random) -> Iterator[None]:
     training.end()
 
 
+@pytest.mark.parametrize("held", [3, step_rules.MOST_HELD])
 @pytest.mark.parametrize("seed", range(size(4, 40)))
-def test_takeovers_leave_no_trace(state: Path, seed: int) -> None:
+def test_takeovers_leave_no_trace(state: Path, monkeypatch: pytest.MonkeyPatch, seed: int, held: int) -> None:
+    """Also where steps are recorded in parts."""
+    monkeypatch.setattr(step_rules, "MOST_HELD", held)
     chance = random.Random(seed)
     runs = Run(), Run()
 
@@ -276,6 +288,8 @@ def test_takeovers_leave_no_trace(state: Path, seed: int) -> None:
             stores.append(everything_in(store))
     wanted, found = stores
     assert wanted["shapes"]
+    phases = {tuple(span.phase for span in step.spans) for process in (0, 1) for step in wanted["steps"][process]}
+    assert phases > {("data", "forward", "backward", "optimizer"), ("data", "optimizer", "forward", "backward")}
     alike(found, wanted)
 
 
@@ -498,8 +512,9 @@ def test_a_history_without_the_columns_of_spans_is_gone_on_with(run: Run) -> Non
     run.look()
     run.drain.close()
     with closing(sqlite3.connect(run.directory / "history.sqlite")) as db:
-        for name in LATER_RING_COLUMNS:
-            db.execute(f"ALTER TABLE rings DROP COLUMN {name}")
+        for table, later in LATER_COLUMNS.items():
+            for name in later:
+                db.execute(f"ALTER TABLE {table} DROP COLUMN {name}")
         db.execute("DELETE FROM rings")
         db.execute("DELETE FROM events")
         db.commit()

@@ -158,5 +158,6 @@ def test_takeovers_leave_no_trace(state: Path, seed: int, when: str) -> None:
     wanted, found = stores
     assert wanted["gaps"]
     assert wanted["shapes"]
+    assert any(step.spans for step in wanted["steps"][0])
     assert {row.mode for row in wanted["tallies"][0]} == {"dp", "single"}
     alike(found, wanted)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from situations import FACTS, LOOK, MONO_ASCII, focused, rows_text, scene_of, state_of, text_of, with_call
+from situations import FACTS, LOOK, MONO_ASCII, focused, rows_text, scene_of, state_of, text_of, with_call, with_process
 from stored import Recording
 from synthetic import Training
 from timed import GPUS, timed
@@ -158,6 +158,24 @@ def test_why_a_phase_has_a_dash_is_what_the_record_says() -> None:
     text = said(mode="single", absent={"gather": reason + "\x1b[2J"})
     assert f"no scatter to apply: one device | no gather: {reason}" in text
     assert "\x1b" not in text
+
+
+def test_what_the_last_step_lacks_is_said() -> None:
+    scene = scene_of(Training(), 40)
+    step = focused(scene).last_step
+    assert step is not None
+
+    def said(**changes: Any) -> str:
+        one = with_process(scene, last_step=replace(step, **changes))
+        rows = rows_text(panel_batch.batch(one, 200, 14, LOOK, panel_batch.figures(one)))
+        return rows[-1]
+
+    assert said().startswith("r1")
+    earlier = "when backward and optimizer ran is not known: an earlier version of dpmon recorded the step"
+    assert said(spans=None) == earlier
+    assert said(spans=None, phases={"data": 5, "forward": 9, "other": 1}).startswith("r1")
+    lacks = "the row of the last step lacks 1,044 spans: only the first 256 of a step are recorded"
+    assert said(missing_spans=1044) == lacks
 
 
 def test_the_history_stacks_phases_in_their_order_and_marks_modes() -> None:

@@ -9,7 +9,7 @@ and taken anew when the rule turns out to be another one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.event_queue import Event
@@ -29,10 +29,7 @@ MOST_HELD = 1 << 14
 """Blocks of a step that are held; a longer one is recorded in parts, and cannot be taken anew."""
 
 BY_OPTIMIZER, BY_BACKWARD, BY_CALL = range(3)
-Closed: TypeAlias = Callable[[Mark, list[Item], bool], None]
 _OPENS = (Kind.SCATTER, Kind.REPLICATE)
-
-
 MOST_BESIDE = 16
 """Calls of a step that is made of calls only; with more, the model that began it is not called any more."""
 

@@ -263,11 +263,8 @@ class Originals:
         self.parallel_apply = data_parallel.parallel_apply
         self.gather = data_parallel.gather
         self.data_parallel = data_parallel.data_parallel
-        names = ("scatter", "replicate", "parallel_apply", "gather")
-        self.methods: dict[str, Any] = {name: data_parallel.DataParallel.__dict__[name] for name in names}
-        """DataParallel's own, one for each of VERBS; AttributeError or KeyError if it has none."""
-        self.functions = importlib.import_module("torch.nn.parallel._functions")
-        functions: Any = self.functions
+        functions: Any = importlib.import_module("torch.nn.parallel._functions")
+        self.functions = functions
         self.all: tuple[Callable[..., Any], ...] = (
             self.scatter_kwargs,
             self.replicate,

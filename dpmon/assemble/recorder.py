@@ -54,7 +54,7 @@ class Recorder:
         self._peaks: set[int] = set()
         self._totals = StepTotals()
         self._step = 1
-        self._composer = Composer(known, self._composed)
+        self._composer = Composer(known, self._made)
         self._known: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
         """By layout, inputs and outputs of a plain call: words of its payload, module, rows."""
 
@@ -210,9 +210,6 @@ class Recorder:
             self.dropped += 1
         elif span.thread == self.thread:
             self._count(span.flags, layout.module, self.known.rows(inputs, layout.dim, layout.first))
-
-    def _composed(self, call: Made, _: int) -> None:
-        self._made(call)
 
     def _count(self, flags: int, module: int, rows: int) -> None:
         """Count the rows of a call of the thread that trains."""

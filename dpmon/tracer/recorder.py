@@ -170,7 +170,7 @@ class Recorder:
         """Forget that this thread is in a call, if an interrupt has left that behind."""
         me = self.thread()
         if not any(frame.f_code.co_filename in OF_CALLS for frame in outwards(sys._getframe(1))):
-            me.inside, me.split, me.root, me.verb = 0, None, None, False
+            me.inside, me.split, me.root = 0, None, None
 
     # ---------------------------------------------------------------- writing
 
@@ -233,10 +233,51 @@ class Recorder:
 
     # ---------------------------------------------------------------- phases
 
+    def within(
+        self,
+        me: Thread,
+        head: int,
+        mark: Mark | None,
+        sizes: Callable[[Any], int] | None,
+        original: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Call a function within a span of its own, which begins here.
+
+        `head`: the span's first word. `mark`: its times on devices. `sizes` finds what the span is to say of the
+        result's sizes; None for nothing. The caller takes our frames out of a traceback.
+        """
+        inside, kind = me.inside, head & 0xFF
+        began = monotonic_ns()
+        self.words[me.word] = began
+        self.kinds[me.number] = kind
+        try:
+            me.inside = kind
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            me.inside = inside
+            self.failed(me, head, began, 0, error, mark)
+            raise
+        me.inside = inside
+        took = 0
+        try:
+            took = monotonic_ns() - began
+            self.kinds[me.number] = inside
+            if mark is not None:
+                head |= mark.end()
+            number = self.put(head, began, took, 0 if sizes is None else sizes(result))
+            if mark is not None:
+                mark.written(number)
+        except BaseException as error:
+            if self.again(head, began, took or monotonic_ns() - began, 0, error):
+                raise
+        return result
+
     def phase(self, kind: int, original: Callable[..., Any]) -> Callable[..., Any]:
         """The traced form of a function that is one phase: a fetch, or a backward pass."""
         session, threads, new = self.session, self.threads, self.thread
-        is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
+        is_compiling, clock, within = torch.compiler.is_dynamo_compiling, monotonic_ns, self.within
         fetch = kind == Kind.FETCH
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -250,7 +291,6 @@ class Recorder:
                     inside = self.inside_of(me)
                 if inside == Kind.BACKWARD:  # what is recomputed is a part of it
                     return original(*args, **kwargs)
-                head = kind | inside << INSIDE_AT | me.head
                 mark = None
                 try:
                     if fetch:
@@ -272,39 +312,20 @@ class Recorder:
                         mark = self.timing.begin(me, kind)
                 except Exception as error:  # noqa: BLE001 - ours must not reach the script
                     session.fault("phase", error)
-                began = clock()
-                self.words[me.word] = began
-                self.kinds[me.number] = kind
+                result = within(me, kind | inside << INSIDE_AT | me.head, mark, None, original, args, kwargs)
                 try:
-                    me.inside = kind
-                    result = original(*args, **kwargs)
-                except BaseException as error:
-                    me.inside = inside
-                    self.failed(me, head, began, 0, error, mark)
-                    self._ended_by(me, kind, error)
-                    raise
-                me.inside = inside
-                took = 0
-                try:
-                    took = clock() - began
-                    self.kinds[me.number] = inside
-                    if mark is not None:
-                        head |= mark.end()
-                    number = self.put(head, began, took, 0)
-                    if mark is not None:
-                        mark.written(number)
-                    if fetch:
-                        if me.noted:
-                            self._first_fetched(me, None)
-                    elif self.on_backward is not None and me is self.trains:
+                    if me.noted:
+                        self._first_fetched(me, None)
+                    if not fetch and self.on_backward is not None and me is self.trains:
                         self.on_backward()
-                except BaseException as error:
-                    if self.again(head, began, took or clock() - began, 0, error):
-                        raise
+                except Exception as error:  # noqa: BLE001 - the phase is over, whatever we make of it
+                    session.fault("phase", error)
                 return result
             except BaseException as error:
                 if me is not None:  # an interrupt may have come between any two lines
                     me.inside = inside
+                    if fetch:
+                        self._fetch_raised(me, error)
                 drop_frames(error)
                 args, kwargs, result = (), {}, None
                 raise
@@ -327,12 +348,12 @@ class Recorder:
         me.noted = False
         self.on_first_fetched(error)
 
-    def _ended_by(self, me: Thread, kind: int, error: BaseException) -> None:
-        """A phase ended by an exception, which is on its way. Never raises."""
+    def _fetch_raised(self, me: Thread, error: BaseException) -> None:
+        """A fetch ended by an exception, which is on its way. Never raises."""
         try:
             if me.noted:
                 self._first_fetched(me, error)
-            if kind == Kind.FETCH and me.inside == 0 and (me is self.trains or self.trains is None):
+            if me.inside == 0 and (me is self.trains or self.trains is None):
                 self.on_loop_over()
         except Exception as fault:  # noqa: BLE001 - the script's exception goes first
             self._count_fault(fault)

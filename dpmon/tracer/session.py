@@ -305,14 +305,14 @@ class Session:
             count = self._faults[where] = self._faults.get(where, 0) + 1
             if len(self._faults) == count == 1:  # the first of all: what follows mostly follows from it
                 self.warn(
-                    f"dpmon's tracer failed while it {_doing(where)}: {in_a_line(error)}."
+                    f"dpmon's tracer failed while it {_DOING[where]}: {in_a_line(error)}."
                     " The training is not affected; the record may be incomplete"
                 )
             if fatal and count >= MAX_FAULTS and not self.off:
                 self.off = True
                 self.on_off()
                 self.warn(
-                    f"dpmon's tracer gave up after it failed {count} times while it {_doing(where)}:"
+                    f"dpmon's tracer gave up after it failed {count} times while it {_DOING[where]}:"
                     " nothing more is recorded"
                 )
         except Exception:  # noqa: BLE001 - nothing more can be done, and the script must not notice
@@ -320,6 +320,8 @@ class Session:
 
 
 _DOING = {
+    "phase": "noted the beginning of a phase",
+    "span": "noted the end of a phase",
     "begin": "noted the beginning of a call",
     "before": "noted the beginning of a call",
     "end": "noted the end of a call",
@@ -347,10 +349,6 @@ _DOING = {
     "exit": "wrote the last step at the end of the process",
 }
 """What the tracer did, for each place that reports a fault."""
-
-
-def _doing(where: str) -> str:
-    return _DOING.get(where, f"followed the training ({where})")
 
 
 def raise_from_signal(error: BaseException) -> None:

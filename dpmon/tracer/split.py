@@ -286,7 +286,7 @@ class Split:
     def _fall_back(self, run: Run, me: Thread, module: Any, why: Exception | str, final: bool) -> None:
         """dp did not work for this call: note why, and let it run as the script alone would. Never raises."""
         watch, run.watch, run.share, run.verbs = run.watch, None, None, 0
-        me.inside, me.verb = run.site.kind, False  # a lone replica runs on this thread, and did not say that it ended
+        me.inside = run.site.kind  # a lone replica runs on this thread, and did not say that it ended
         try:
             self.recorder.write(Kind.AGAIN | me.head | run.site.kind << INSIDE_AT, monotonic_ns(), 0)
             if run.before is not None:

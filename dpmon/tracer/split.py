@@ -17,7 +17,8 @@ from dpmon.record.spans import INSIDE_AT, Kind
 from dpmon.record.wire import CALL_PHASES
 from dpmon.tracer import sizes
 from dpmon.tracer.errors import in_a_line
-from dpmon.tracer.modes import DP, SINGLE, Modes, Plan
+from dpmon.tracer.modes import Modes
+from dpmon.tracer.plans import DP, SINGLE, Plan
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.replicas import ROWS, Unsuited, Watch
 from dpmon.tracer.session import Session

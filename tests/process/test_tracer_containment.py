@@ -26,6 +26,7 @@ GUARDS = {
     "tracer.recorder.Recorder.within",
     "tracer.roots.Roots._other",
     "tracer.roots._RootCall.__get__",
+    "tracer.session.Session._looked_at",
     "tracer.session.Session.inputs",
     "tracer.split.Split._fall_back",
     "tracer.split.Split._let_go",

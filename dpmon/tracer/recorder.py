@@ -11,7 +11,6 @@ A signal handler of the script may raise at any call of a function: what is to b
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from dpmon.record.spans import FLAGS_AT, INSIDE_AT, MAX_SITE, SITE_AT, Flag, Kind
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, Flag, Kind
 from dpmon.span_ring import HEADER_BYTES, THREADS, SpanRing, Word
 from dpmon.tracer.frames import OF_CALLS, drop_frames, named_like, outwards
 from dpmon.tracer.session import Session
@@ -43,17 +42,14 @@ MAX_EARLY = 256
 """Spans that are kept before the first call, which opens the ring: those of a loader's first batches."""
 IDLE = 4
 """Fetches, or steps of an optimizer, without a call after which somebody should look where the calls are."""
-UNSEEN = 3
-"""Steps of an optimizer before the first call after which somebody should say so."""
 _AROUND_STEPS = frozenset(
     code for code in _code_within(torch.optim.Optimizer.profile_hook_step.__code__) if code.co_name == "wrapper"
 )
 """torch's function around every step of an optimizer, which calls the hooks."""
 STALE = 64
 """Steps of the optimizer without a fetch, after which a loader no longer counts (a script that keeps one batch)."""
-FEW_CALLS, MANY_CALLS = 64, 4096
-"""Calls without a fetch or a step of an optimizer after which a call may be where a step begins; many, once an
-optimizer has stepped."""
+FEW_CALLS = 64
+"""Calls without a fetch or a step of an optimizer after which a call may be where a step begins."""
 PAUSE, PAUSED, TRAINS = Word.PAUSE, Word.PAUSED, Word.TRAINS
 
 
@@ -67,7 +63,6 @@ class Recorder:
         self.timing: Timing | None = None
         """Once a call runs on a GPU: what devices take."""
         self.on_idle: Callable[[], None] = lambda: None
-        self.on_unseen: Callable[[], None] = lambda: None
         self.on_loop_over: Callable[[], None] = lambda: None
         """Called when a loader has come to its end."""
         self.on_first_fetch: Callable[[Any], bool] = lambda iterator: False
@@ -77,13 +72,9 @@ class Recorder:
         """Called between two steps, when a reader has asked for a pause or its end."""
         self.on_look: Callable[[int], int] = lambda now: 1 << 62
         """Called between two steps when `due` has come; returns when to call again (monotonic ns)."""
-        self.on_step: Callable[[Any], None] = lambda optimizer: None
-        """Called with an optimizer when it steps for the first time, and often afterwards."""
         self.on_backward: Callable[[], None] | None = None
         """Called when a backward pass is over."""
         self._parents: list[object] = []
-        self._optimizers: dict[int, tuple[Any, int]] = {}
-        """Weak reference and number, by id. The wrappers hold this very object."""
         self.reset()
 
     def reset(self) -> None:
@@ -98,8 +89,6 @@ class Recorder:
         """The ring's header, once there is a ring."""
         self.kinds: Any = memoryview(bytearray(THREADS))
         self._early: list[tuple[int, int, int, int]] = []
-        self._optimizers.clear()
-        self._optimizer_numbers = count(1)
         self.trains: Thread | None = None
         """The thread that trains, as far as can be told here."""
         self.learns = False
@@ -108,17 +97,11 @@ class Recorder:
         """When somebody wants to look between two steps (monotonic ns)."""
         self.idle = 0
         """Fetches and steps of optimizers since the last call."""
-        self.unseen = 0
         self.loose = STALE
         """Steps of optimizers since the last fetch."""
         self.calls = 0
         """Calls since the last fetch or step of an optimizer."""
         self.patience = 0
-        self._cycle: list[int] = []
-        """Optimizers that have stepped since one of them stepped a second time: the last one ends the loop's turn."""
-        self._boundary = 0
-        self._only = 0
-        """The optimizer that ends every turn of the loop, if no other one steps."""
         self.paused = 0
         """The last request for a pause that was acted upon."""
         self.put: Callable[[int, int, int, int], int] = self._keep
@@ -367,65 +350,6 @@ class Recorder:
             if me is not self.trains:  # the thread that was taken for it never went backward
                 self._found(me)
 
-    # ---------------------------------------------------------------- optimizer
-
-    def optimizer_hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
-        """torch's hooks around every step of an optimizer.
-
-        A step that raises has no end: `inside_of` finds that out. (A wrapper would see it, and be compiled with it.)
-        """
-        threads, new, optimizers = self.threads, self.thread, self._optimizers
-        is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
-        fault = self.session.fault
-
-        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if is_compiling():
-                return
-            try:
-                me = threads.get(get_ident()) or new()
-                if me.steps:
-                    self.inside_of(me, 1)
-                inside = me.inside
-                known = optimizers.get(id(optimizer))
-                if known is None or known[0]() is not optimizer:
-                    known = self._numbered(optimizer)
-                head = Kind.OPTIMIZER | inside << INSIDE_AT | me.head | known[1] << SITE_AT
-                mark = None if self.timing is None else self.timing.begin(me, Kind.OPTIMIZER)
-                began = clock()
-                self.words[me.word] = began
-                self.kinds[me.number] = Kind.OPTIMIZER
-                me.steps.append((inside, head, began, mark, known[1]))
-                me.inside = Kind.OPTIMIZER
-            except Exception as error:  # noqa: BLE001 - ours must not reach the script
-                fault("optimizer", error)
-
-        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if is_compiling():
-                return
-            try:
-                me = threads.get(get_ident())
-                if me is None or not me.steps:
-                    return
-                if len(me.steps) > 1:
-                    self.inside_of(me)
-                took = clock()
-                inside, head, began, mark, number = me.steps.pop()
-                me.inside = inside
-                took -= began
-                self.kinds[me.number] = inside
-                if mark is not None:
-                    head |= mark.end()
-                slot = self.put(head, began, took, 0)
-                if mark is not None:
-                    mark.written(slot)
-                self.loose += 1
-                if self.loose > STALE or number != self._only:
-                    self._stepped(me, optimizer, number)
-            except Exception as error:  # noqa: BLE001 - the step is done, whatever we make of it
-                fault("optimizer", error)
-
-        return before, after
-
     def inside_of(self, me: Thread, fewer: int = 0) -> int:
         """What this thread is in, without the optimizers that have begun to step and raised.
 
@@ -440,47 +364,6 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - ours must not reach the script
             self.session.fault("optimizer", error)
         return me.inside
-
-    def _numbered(self, optimizer: Any) -> tuple[Any, int]:
-        """A weak reference to an optimizer, and its number as long as it lives."""
-        number, key, known = next(self._optimizer_numbers) & MAX_SITE, id(optimizer), self._optimizers
-
-        def gone(_: Any) -> None:
-            known.pop(key, None)
-            if number == self._only:
-                self._only = 0
-            with suppress(Exception):  # at the interpreter's end, say
-                self.write(Kind.GONE | self.thread().head | number << SITE_AT, monotonic_ns(), 0)
-
-        known[key] = weakref.ref(optimizer, gone), number
-        return known[key]
-
-    def _stepped(self, me: Thread, optimizer: Any, number: int) -> None:
-        """An optimizer has stepped that may end a step, or is not the only one."""
-        self.on_step(optimizer)
-        if self.ring is None:
-            self.unseen += 1
-            if self.unseen == UNSEEN:
-                self.on_unseen()
-        if me.inside or me is not self.trains:
-            return
-        self.patience = MANY_CALLS
-        self.idle = 0 if self.calls else self.idle + 1
-        self.calls = 0
-        if self.idle == IDLE:
-            self.on_idle()
-        self._boundary = self._boundary or number
-        if number in self._cycle:
-            self._boundary = self._cycle[-1]
-            self._only = number if len(self._cycle) == 1 else 0
-            self._cycle.clear()
-        self._cycle.append(number)
-        if self.loose > STALE and number == self._boundary:
-            if self.timing is not None:
-                self.timing.step_ends()
-            words = self.words
-            if words[PAUSE] != self.paused or monotonic_ns() >= self.due:
-                self.between(me)
 
     # ---------------------------------------------------------------- between two steps
 

@@ -19,6 +19,7 @@ __all__ = [
     "DATA",
     "EDGE",
     "FORWARD",
+    "LEARNS",
     "OPTIMIZER",
     "PHASES",
     "PHASE_OF",
@@ -47,6 +48,8 @@ QUANTITY_OF = {kind: QUANTITIES.index(name) for kind, name in COUNTED.items()}
 VERBS = {Kind.SCATTER: 0, Kind.REPLICATE: 1, Kind.PARALLEL_APPLY: 2, Kind.GATHER: 3}
 """Kinds of span by their index in dpmon.record.wire.CALL_PHASES."""
 CALLS = (Kind.CALL, Kind.WRAPPED)
+LEARNS = Flag.TRAINING | Flag.GRAD
+"""Flags of calls that train or record gradients."""
 EDGE = (Kind.PAUSE, Kind.LOOK)
 """Time that is ours: at the edge of a step it is in no step."""
 

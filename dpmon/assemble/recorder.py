@@ -11,17 +11,16 @@ from dpmon.assemble.composed import Composer
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import Payload, Pending, Said
 from dpmon.assemble.event_queue import Event, EventQueue
-from dpmon.assemble.nesting import COPY, EDGE, PHASE_OF, QUANTITY_OF, VERBS, Block, Inner
+from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, QUANTITY_OF, VERBS, Block, Inner
 from dpmon.assemble.sampling import Sampling
 from dpmon.assemble.step_mark import Mark
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
 from dpmon.record.wire import PLAIN_TAG, PLAIN_WORDS, Untimed, pack_timed
 
-__all__ = ["LEARNS", "Item", "Recorder", "before_edge"]
+__all__ = ["Item", "Recorder", "before_edge"]
 
 Item: TypeAlias = "Block | Event"
-LEARNS = Flag.TRAINING | Flag.GRAD
 _SLOW = Flag.TIMED | Flag.SKIPPED | Flag.FAILED
 _PLAIN = struct.Struct(PLAIN_WORDS)
 _MOST_KNOWN = 1 << 15

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpmon.errors import DpmonError
+
 __all__ = ["THEMES", "ConfigError", "Settings", "config_path", "home", "load"]
 
 THEMES = ("dark", "light", "colour-blind", "mono", "ascii")
@@ -41,7 +43,7 @@ _UNITS = {
 }
 
 
-class ConfigError(Exception):
+class ConfigError(DpmonError):
     """A setting that means nothing, or a file that cannot be read; the text is one sentence for a person."""
 
 

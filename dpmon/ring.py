@@ -24,6 +24,7 @@ import struct
 from threading import Lock
 
 from dpmon.allocation import NoSizeSignal, write_in_place
+from dpmon.errors import DpmonError
 
 __all__ = ["Ring", "RingError"]
 
@@ -42,7 +43,7 @@ HEAD, CLAIM, LOST = 16, 17, 18
 WORDS = struct.Struct("=3Q")  # bytes 128..152: words 16..18
 
 
-class RingError(Exception):
+class RingError(DpmonError):
     """A file that is not a usable ring: foreign, truncated, of another version."""
 
 

@@ -23,9 +23,8 @@ def main(words: Sequence[str]) -> int:
         return 2
     if command == "help":
         return 2
-    from dpmon.config import ConfigError, Settings, load
-    from dpmon.run.rundir import RunError
-    from dpmon.supervise.program import CommandError, NotFoundError
+    from dpmon.config import Settings, load
+    from dpmon.errors import DpmonError
 
     try:
         # Whoever lists or stops runs is not held up by a theme that does not exist.
@@ -52,7 +51,8 @@ def main(words: Sequence[str]) -> int:
             "keep": commands.keep,
             "rm": commands.rm,
         }[command](options)
-    except (CommandError, ConfigError, RunError) as error:
+    except DpmonError as error:
+        from dpmon.supervise.program import NotFoundError
         from dpmon.text.cleaning import clean
 
         near = meant(error.word) if isinstance(error, NotFoundError) else None

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import dpmon
+from dpmon.errors import DpmonError
 
 __all__ = ["COMMANDS", "UsageError", "meant", "parse"]
 
@@ -33,7 +34,7 @@ Everything after the script's name belongs to the script. RUN is a name, an id, 
 """
 
 
-class UsageError(Exception):
+class UsageError(DpmonError):
     """A command line that means nothing; the text is one sentence for a person."""
 
 

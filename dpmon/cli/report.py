@@ -64,9 +64,6 @@ def _text(directory: Path, output: str | None) -> str:
 
 def _page(directory: Path) -> str:
     from dpmon.report.collect import collect
-    from dpmon.report.page import PageError, page
+    from dpmon.report.page import page
 
-    try:
-        return page(collect(directory))
-    except PageError as error:
-        raise RunError(str(error)) from None
+    return page(collect(directory))

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TextIO
 
+from dpmon.errors import DpmonError
 from dpmon.export.perfetto import write_trace
 from dpmon.export.records import history, kind, write_jsonl
 from dpmon.export.table import Tables
@@ -18,7 +19,7 @@ from dpmon.run.rundir import load_info
 __all__ = ["ExportError", "export"]
 
 
-class ExportError(Exception):
+class ExportError(DpmonError):
     """What was asked for cannot be written; the text is one sentence for a person."""
 
 

@@ -14,6 +14,7 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 
+from dpmon.errors import DpmonError
 from dpmon.extras import how_to_plot
 from dpmon.model.memory import reasons
 from dpmon.model.numbers import UNKNOWN
@@ -65,7 +66,7 @@ Promise.all(drawn).then(() => { document.documentElement.dataset.drawn = String(
 """
 
 
-class PageError(Exception):
+class PageError(DpmonError):
     """The page cannot be made; the text is one sentence for a person."""
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.config import home
+from dpmon.errors import DpmonError
 from dpmon.run import proc
 from dpmon.run.files import add_file, open_file, read_file, remove_file, replace_file
 
@@ -56,7 +57,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 ID = re.compile(rf"\d{{8}}-\d{{6}}-{_NAME.pattern}-[0-9a-f]{{4}}")
 
 
-class RunError(Exception):
+class RunError(DpmonError):
     """There is no such run, or its directory cannot be used; the text is one sentence for a person."""
 
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpmon.errors import DpmonError
+
 __all__ = ["Command", "CommandError", "NotFoundError", "resolve"]
 
 PROBE_S = 20.0
@@ -21,7 +23,7 @@ _PROBE = (
 )
 
 
-class CommandError(Exception):
+class CommandError(DpmonError):
     """The command cannot be run as it was given; the text is one sentence for a person."""
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from dpmon.errors import DpmonError
+
 __all__ = ["ENDINGS", "ErrandError", "export", "report", "save"]
 
 Made = TypeVar("Made")
@@ -41,7 +43,7 @@ ENDINGS = {"jsonl": "jsonl", "csv": "csv", "perfetto": "trace.json"}
 _HOME = str(Path(__file__).resolve().parent.parent.parent)
 
 
-class ErrandError(Exception):
+class ErrandError(DpmonError):
     """It could not be done; the text is one sentence for a person."""
 
 

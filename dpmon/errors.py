@@ -6,7 +6,7 @@
     ├── CommandError     a command that cannot be run                     dpmon.supervise.program
     │   └── NotFoundError
     ├── RunError         no such run, or a directory that is of no use    dpmon.run.rundir
-    ├── RingError        a file that is no usable ring                    dpmon.ring
+    ├── RingError        a file that is no usable ring                    dpmon.ring_file
     ├── HistoryError     a history that cannot be read or written         dpmon.store.tables
     ├── RecordError      bytes that are no record                         dpmon.record.kinds
     ├── ExportError      what cannot be exported                          dpmon.export.command

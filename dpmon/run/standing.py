@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.ring import RingError
+from dpmon.ring_file import RingError
 from dpmon.run import proc
 from dpmon.run.notes import read_notes
 from dpmon.run.rings import ProcessRing

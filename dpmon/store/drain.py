@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dpmon.record.kinds import RecordError
 from dpmon.record.wire import pack_event
-from dpmon.ring import RingError
+from dpmon.ring_file import RingError
 from dpmon.run.files import remove_file
 from dpmon.run.proc import alive
 from dpmon.run.rundir import RunInfo, ring_paths

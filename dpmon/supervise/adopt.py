@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.ring import RingError
+from dpmon.ring_file import RingError
 from dpmon.run import proc
 from dpmon.run.ending import exit_info, unknown_exit
 from dpmon.run.pidfd import open_pidfd, wait_status

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, Flag, Kind
-from dpmon.span_ring import HEADER_BYTES, THREADS, SpanRing, Word
+from dpmon.ring_file import HEADER_BYTES
+from dpmon.span_ring import THREADS, SpanRing, Word
 from dpmon.tracer.frames import OF_CALLS, drop_frames, named_like, outwards
 from dpmon.tracer.session import Session
 from dpmon.tracer.threads import Thread

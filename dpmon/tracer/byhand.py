@@ -23,12 +23,10 @@ from dpmon.tracer.sites import Site, Sites
 from dpmon.tracer.sizes import leaves
 from dpmon.tracer.tables import trains
 from dpmon.tracer.threads import Thread
-from dpmon.tracer.virtual import GATHER, PARALLEL_APPLY, REPLICATE, SCATTER
 
 __all__ = ["ByHand"]
 
 MAX_SITES = 256
-_KINDS = (Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER)
 _OUTSIDE = frozenset((0, Kind.FETCH, Kind.CALL, Kind.OPTIMIZER, Kind.COPY))
 """Spans in which the script's own code runs."""
 
@@ -52,7 +50,7 @@ class ByHand:
         """Start afresh, as after a fork."""
         self._sites.clear()
 
-    def verb(self, me: Thread, number: int, verb: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def verb(self, me: Thread, number: int, kind: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a primitive that the script called itself; the caller takes our frames out of a traceback."""
         session, recorder = self.session, self.recorder
         inside = me.inside
@@ -62,7 +60,7 @@ class ByHand:
             or torch._C._get_tracing_state() is not None
         ):
             return original(*args, **kwargs)
-        function, watch, mark, kind = original, None, None, _KINDS[verb]
+        function, watch, mark = original, None, None
         head = kind | me.head | inside << INSIDE_AT | Flag.HAND << FLAGS_AT
         records = not session.off
         try:
@@ -70,7 +68,7 @@ class ByHand:
             virtual = self.modes.hand_devices()
             if virtual is not None:
                 function = virtual.verbs[number]
-            if records and verb == PARALLEL_APPLY:
+            if records and kind == Kind.PARALLEL_APPLY:
                 records = False
                 found = self._begins(me, virtual, args, kwargs) if session.ready() else None
                 if found is not None:
@@ -85,7 +83,7 @@ class ByHand:
             session.fault("by hand", error)
         try:
             if records:
-                sizes = partial(self._sizes, me, number, verb, args, kwargs)
+                sizes = partial(self._sizes, me, number, kind, args, kwargs)
                 return recorder.within(me, head, mark, sizes, function, args, kwargs)
             me.inside = kind
             return function(*args, **kwargs)
@@ -94,14 +92,14 @@ class ByHand:
             if watch is not None:
                 watch.close()
 
-    def _sizes(self, me: Thread, number: int, verb: int, args: Any, kwargs: Any, result: Any) -> int:
+    def _sizes(self, me: Thread, number: int, kind: int, args: Any, kwargs: Any, result: Any) -> int:
         """What the span of a primitive that has run says of sizes; keeps the devices that it was given."""
-        if verb == GATHER:
+        if kind == Kind.GATHER:
             return self.session.outputs(result, Memo()) << 32
-        if verb == SCATTER:
+        if kind == Kind.SCATTER:
             given, me.hand = _scattered(number, args, kwargs)
             return self.session.sizes("0", tuple(given))
-        if verb == REPLICATE and me.hand is None:
+        if kind == Kind.REPLICATE and me.hand is None:
             position = 0 if number == 6 else 1  # Broadcast.apply(devices, *tensors); replicate(module, devices)
             me.hand = _several(args[position] if len(args) > position else kwargs.get("devices"))
         return 0

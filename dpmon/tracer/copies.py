@@ -23,6 +23,7 @@ from dpmon.record.spans import INSIDE_AT, Kind
 from dpmon.tracer.frames import drop_frames
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session, raise_from_signal
+from dpmon.tracer.tables import parts_of
 
 __all__ = ["Copies", "where_cuda", "where_to"]
 
@@ -32,13 +33,6 @@ _GPU = "cuda"
 _WITHIN = frozenset((Kind.COPY, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER))
 """Spans that bring tensors to devices themselves."""
 _PYTHON: Any = torch._C.DispatchKey.Python
-_COLUMNS, _ROWS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
-_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _COLUMNS),
-    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _ROWS),
-}
-"""Methods that give what a sparse tensor is made of: its own elements are all that it stands for."""
 
 
 class Copies:
@@ -156,9 +150,7 @@ def _bytes(copied: Any) -> int:
     """How many bytes a copy has brought: those of its result, since the host converts the dtype; 0 if unknown."""
     try:
         with torch._C.DisableTorchFunction():
-            parts = _PARTS.get(copied.layout)
-            held = [copied] if parts is None else [getattr(copied, name)() for name in parts]
-            return sum(part.nelement() * part.element_size() for part in held)
+            return sum(part.nelement() * part.element_size() for part in parts_of(copied))
     except Exception as error:  # noqa: BLE001 - the copy is there
         raise_from_signal(error)
         return 0

@@ -25,7 +25,7 @@ from dpmon.tracer.session import Session
 from dpmon.tracer.sites import Functional, Site, Sites
 from dpmon.tracer.tables import buffers_of
 from dpmon.tracer.threads import Thread
-from dpmon.tracer.virtual import Originals
+from dpmon.tracer.virtual import PRIMITIVES, Originals
 
 __all__ = ["Run", "Split"]
 
@@ -65,8 +65,8 @@ class Run:
         """The run on this thread that it is within, None for none."""
         self.watch: Watch | None = None
         """Hooks on what is run in parallel."""
-        self.verbs = 0
-        """Phases that have run, one bit each."""
+        self.verbs: set[int] = set()
+        """Phases that have run, as kinds of spans."""
         self.share: Any = None
         """What scatter gave to replica 0, where torch runs the module itself: (args, kwargs), and when it was over."""
         self.before: Before | None = None
@@ -159,8 +159,8 @@ class Split:
         site, absent = run.site, {}
         if run.plan.mode == DP:
             own = ", ".join(site.own)
-            for index, name in enumerate(CALL_PHASES):
-                if not run.verbs & 1 << index:
+            for kind, name in zip(PRIMITIVES, CALL_PHASES, strict=True):
+                if kind not in run.verbs:
                     absent[name] = f"{site.via} has its own {own} and does not use torch's {name}"
             if run.watch is None or not run.watch.ran:
                 absent["replicas"] = f"{site.via} has its own {own}: no replica was made or run by torch's functions"
@@ -286,7 +286,7 @@ class Split:
 
     def _fall_back(self, run: Run, me: Thread, module: Any, why: Exception | str, final: bool) -> None:
         """dp did not work for this call: note why, and let it run as the script alone would. Never raises."""
-        watch, run.watch, run.share, run.verbs = run.watch, None, None, 0
+        watch, run.watch, run.share, run.verbs = run.watch, None, None, set()
         me.inside = run.site.kind  # a lone replica runs on this thread, and did not say that it ended
         try:
             self.recorder.write(Kind.AGAIN | me.head | run.site.kind << INSIDE_AT, monotonic_ns(), 0)

@@ -28,14 +28,12 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from dpmon.record.spans import Kind
 from dpmon.tracer.cores import available_cores
 from dpmon.tracer.workers import ReplicaThread
 
 __all__ = [
-    "GATHER",
-    "PARALLEL_APPLY",
-    "REPLICATE",
-    "SCATTER",
+    "PRIMITIVES",
     "VERBS",
     "Originals",
     "VirtualDevices",
@@ -44,7 +42,8 @@ __all__ = [
 
 VERBS = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
 """What DataParallel's phases are called in the module that its code looks them up in."""
-SCATTER, REPLICATE, PARALLEL_APPLY, GATHER = range(len(VERBS))
+PRIMITIVES = (Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER)
+"""The same as kinds of spans."""
 
 _NOWHERE = nullcontext()
 

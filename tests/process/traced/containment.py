@@ -31,7 +31,7 @@ MODULES = (
     "tracer.append", "tracer.calls", "tracer.cores", "tracer.frames", "tracer.loaders", "tracer.modes",
     "tracer.optimizers", "tracer.patch", "tracer.plans", "tracer.recorder", "tracer.replicas", "tracer.roots",
     "tracer.session", "tracer.sites", "tracer.sizes", "tracer.split", "tracer.tables", "tracer.verbs",
-    "tracer.virtual", "tracer.inject", "span_ring", "record.wire",
+    "tracer.virtual", "tracer.inject", "span_ring", "ring_file", "record.wire",
 )  # fmt: skip
 BY_HAND = ("tracer.byhand", "tracer.memory", "tracer.pause", "tracer.stages", "tracer.storages")
 DEVICES = ("tracer.timing", "tracer.events")

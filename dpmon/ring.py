@@ -22,8 +22,6 @@ from threading import Lock
 
 from dpmon.ring_file import HEADER_BYTES, RingFormat
 
-__all__ = ["Ring"]
-
 FORMAT = RingFormat(b"DPMONRNG", version=1, unit=1)
 BLOCK_BYTES = 1 << 16
 DEFAULT_CAPACITY = 1 << 22

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from dpmon.allocation import NoSizeSignal, write_in_place
 from dpmon.errors import DpmonError
 
-__all__ = ["HEADER_BYTES", "Header", "RingError", "RingFormat"]
-
 HEADER_BYTES = 4096
 _HEAD = struct.Struct("=8sIIQIiiiq")
 

@@ -7,8 +7,6 @@ import os
 from dpmon.ring import BLOCK_BYTES, CLAIM, FORMAT, FRAME, FRAME_BYTES, HEAD, LOST, PAD_LENGTH, WORDS
 from dpmon.ring_file import HEADER_BYTES, RingError
 
-__all__ = ["RingReader"]
-
 
 class RingReader:
     """The reading end: never blocks the writer, never trusts the file."""

@@ -13,8 +13,6 @@ from dpmon.record.spans import LAP_AT, Span, unpacked
 from dpmon.ring_file import HEADER_BYTES, RingError
 from dpmon.span_ring import FORMAT, KINDS_AT, SLOT, SLOT_BYTES, THREADS, Word
 
-__all__ = ["SpanReader", "holds_spans", "lines_path", "under_way_in"]
-
 HOLE_NS = 100_000_000
 """An empty slot is waited for this long if later ones are there: an interrupt may leave one empty for good."""
 MAX_LINES = 1 << 20

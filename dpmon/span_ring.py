@@ -31,8 +31,6 @@ from itertools import count
 from dpmon.record.spans import LAP_AT
 from dpmon.ring_file import HEADER_BYTES, RingFormat
 
-__all__ = ["SpanRing", "Word"]
-
 SLOT = struct.Struct("=5Q")
 SLOT_BYTES = SLOT.size
 FORMAT = RingFormat(b"DPMSPANS", version=1, unit=SLOT_BYTES)

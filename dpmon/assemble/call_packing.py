@@ -11,8 +11,6 @@ from dpmon.assemble.nesting import VERBS
 from dpmon.record.spans import Flag, Kind, Span
 from dpmon.record.wire import CALL_PHASES, FAILED, GRAD, TRAINING, VIRTUAL, Untimed, pack_call
 
-__all__ = ["WIRE_FLAGS", "Made", "mode_of", "pack_made", "parts_of"]
-
 WIRE_FLAGS = tuple(
     TRAINING * bool(flags & Flag.TRAINING)
     | GRAD * bool(flags & Flag.GRAD)

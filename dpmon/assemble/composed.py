@@ -12,8 +12,6 @@ from dpmon.assemble.call_packing import Made, parts_of
 from dpmon.assemble.definitions import Definitions
 from dpmon.record.spans import Flag, Kind, Span
 
-__all__ = ["Composer"]
-
 _NOT_SCATTERED = "the script did not scatter in this turn of its loop"
 _NO_INPUTS = "nothing was scattered: only what the replicas were given is known"
 _NOT_REPLICATED = "the script did not replicate in this turn of its loop"

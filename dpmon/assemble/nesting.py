@@ -12,25 +12,6 @@ from typing import TypeAlias
 from dpmon.record.spans import COUNTED, DOING, Flag, Kind, Span
 from dpmon.record.wire import BODY_PHASES, STEP_EXTRAS
 
-__all__ = [
-    "BACKWARD",
-    "CALLS",
-    "COPY",
-    "DATA",
-    "EDGE",
-    "FORWARD",
-    "LEARNS",
-    "OPTIMIZER",
-    "PHASES",
-    "PHASE_OF",
-    "QUANTITIES",
-    "QUANTITY_OF",
-    "VERBS",
-    "Block",
-    "Inner",
-    "block_of",
-]
-
 PHASES = (*BODY_PHASES, *(name for name in STEP_EXTRAS if name in DOING.values()))
 """Phases of a step, in the order in which records have them."""
 DATA, FORWARD, BACKWARD, OPTIMIZER, COPY = range(5)

@@ -9,8 +9,6 @@ from dpmon.assemble.nesting import LEARNS
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Span
 
-__all__ = ["OpenStep"]
-
 _SAVED = ("calls", "only_looks", "backward", "module", "look", "first_call")
 
 

@@ -18,8 +18,6 @@ from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
 from dpmon.record.wire import PLAIN_TAG, PLAIN_WORDS, Untimed, pack_timed
 
-__all__ = ["Item", "Recorder", "before_edge"]
-
 Item: TypeAlias = "Block | Event"
 _SLOW = Flag.TIMED | Flag.SKIPPED | Flag.FAILED
 _PLAIN = struct.Struct(PLAIN_WORDS)

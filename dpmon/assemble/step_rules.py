@@ -21,8 +21,6 @@ from dpmon.assemble.step_mark import Mark
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
 
-__all__ = ["StepRules"]
-
 STALE_STEPS = 64
 """Optimizer steps without a fetch after which a loader no longer counts."""
 MOST_HELD = 1 << 14

@@ -10,8 +10,6 @@ from dpmon.assemble.device_waits import Payload, Pending, Slots
 from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, PHASES, QUANTITIES
 from dpmon.record.wire import BODY_PHASES, STEP_TAG, STEP_WORDS, Untimed, pack_timed, with_extras
 
-__all__ = ["StepTotals"]
-
 _STEP = struct.Struct(STEP_WORDS)
 _EXTRAS = (*PHASES[len(BODY_PHASES) :], *QUANTITIES)
 _LARGEST = (1 << 62) - 1

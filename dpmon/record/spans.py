@@ -16,20 +16,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = [
-    "COUNTED",
-    "DOING",
-    "FLAGS_AT",
-    "INSIDE_AT",
-    "LAP_AT",
-    "SITE_AT",
-    "THREAD_AT",
-    "Flag",
-    "Kind",
-    "Span",
-    "unpacked",
-]
-
 
 class Kind:
     """What a span is of, as the lowest byte of w0; 0 is none."""

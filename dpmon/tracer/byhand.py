@@ -24,8 +24,6 @@ from dpmon.tracer.sizes import leaves
 from dpmon.tracer.tables import trains
 from dpmon.tracer.threads import Thread
 
-__all__ = ["ByHand"]
-
 MAX_SITES = 256
 _OUTSIDE = frozenset((0, Kind.FETCH, Kind.CALL, Kind.OPTIMIZER, Kind.COPY))
 """Spans in which the script's own code runs."""

@@ -25,8 +25,6 @@ from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session, raise_from_signal
 from dpmon.tracer.tables import parts_of
 
-__all__ = ["Copies", "where_cuda", "where_to"]
-
 _Original = Callable[..., Any]
 _Where = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _GPU = "cuda"

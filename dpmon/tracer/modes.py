@@ -30,8 +30,6 @@ from dpmon.tracer.session import Session
 from dpmon.tracer.threads import Thread
 from dpmon.tracer.virtual import Originals, VirtualDevices
 
-__all__ = ["Modes"]
-
 DEFAULT_VIRTUAL = 2
 MAX_EVENTS = 64
 MAX_FAILURES = 3

@@ -17,8 +17,6 @@ from dpmon.span_ring import Word
 from dpmon.tracer.recorder import IDLE, STALE, Recorder
 from dpmon.tracer.threads import Thread
 
-__all__ = ["OptimizerSteps"]
-
 UNSEEN = 3
 """Steps of an optimizer before the first call after which somebody should say so."""
 MANY_CALLS = 4096

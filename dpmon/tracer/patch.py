@@ -54,9 +54,6 @@ from dpmon.tracer.timing import coming
 from dpmon.tracer.verbs import Verbs
 from dpmon.tracer.virtual import VERBS, Originals
 
-__all__ = ["install"]
-
-
 _installed = False
 """Whether the tracer is installed in this process. A second installation would record every call twice."""
 

@@ -11,21 +11,6 @@ from dpmon.tracer.names import class_name
 from dpmon.tracer.tables import buffers_of, modules_of, parameters_of
 from dpmon.tracer.virtual import VirtualDevices
 
-__all__ = [
-    "DP",
-    "HOLDS",
-    "SINGLE",
-    "Plan",
-    "default_device",
-    "device_of",
-    "on_one",
-    "overrides",
-    "refused",
-    "uncopyable",
-    "unreplicable",
-    "unsplittable",
-]
-
 DP, SINGLE = 1, 2
 HOLDS = "it holds a"
 """How the reason begins where a bare root cannot be split because of a wrapper in it."""

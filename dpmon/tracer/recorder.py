@@ -29,8 +29,6 @@ from dpmon.tracer.session import Session
 from dpmon.tracer.threads import Thread
 from dpmon.tracer.timing import Mark, Timing, usable
 
-__all__ = ["Recorder"]
-
 
 def _code_within(code: CodeType) -> Iterator[CodeType]:
     yield code

@@ -27,8 +27,6 @@ from dpmon.tracer import sizes
 from dpmon.tracer.append import append, note
 from dpmon.tracer.errors import in_a_line
 
-__all__ = ["Config", "Memo", "Session", "raise_from_signal", "rank_and_world"]
-
 Tensor = torch.Tensor
 
 MAX_FAULTS = 3

@@ -19,8 +19,6 @@ from dpmon.tracer.stages import Stages, stages_of
 from dpmon.tracer.tables import MODULES, Place, modules_of
 from dpmon.tracer.timing import gpus_of, may_be_used
 
-__all__ = ["Functional", "Site", "Sites", "weights_given"]
-
 MAX_SITES = 1024
 MAX_NUMBERS = 1 << 14
 MAX_KIN, MAX_PARTS = 16, 10_000

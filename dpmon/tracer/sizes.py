@@ -16,17 +16,6 @@ import torch
 from dpmon.record.wire import MORE, shortened
 from dpmon.tracer.names import class_name
 
-__all__ = [
-    "MAX_PATH",
-    "first_rows",
-    "gathers",
-    "leaves",
-    "signature_of_call",
-    "signature_of_value",
-    "spell_out",
-    "tensors_in",
-]
-
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 

@@ -27,8 +27,6 @@ from dpmon.tracer.tables import buffers_of
 from dpmon.tracer.threads import Thread
 from dpmon.tracer.virtual import PRIMITIVES, Originals
 
-__all__ = ["Run", "Split"]
-
 _OVERLAID = frozenset(("device_ids", "src_device_obj", "output_device", "dim"))
 
 

@@ -16,8 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dpmon.tracer.names import class_name
 from dpmon.tracer.tables import BUFFERS, PARAMETERS, modules_of, parts_of, values_of
 
-__all__ = ["GRADIENTS", "MAX_TENSORS", "MODEL", "STATES", "Walk"]
-
 MAX_TENSORS = 20_000
 AT_ONCE = 256
 """Tensors, or entries of an optimizer's state, between two looks at the clock."""

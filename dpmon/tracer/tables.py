@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Place", "buffers_of", "modules_of", "parameters_of", "parts_of", "trains", "values_of"]
-
 _WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
 _COLUMNS, _ROWS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")

@@ -7,8 +7,6 @@ from typing import Any
 from dpmon.record.spans import THREAD_AT
 from dpmon.span_ring import Word
 
-__all__ = ["Thread"]
-
 
 class Thread:
     """What one thread is in."""

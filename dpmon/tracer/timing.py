@@ -19,8 +19,6 @@ from dpmon.record.wire import Untimed
 from dpmon.tracer.events import DeviceTimes, Events, Span, TorchEvents
 from dpmon.tracer.threads import Thread
 
-__all__ = ["Mark", "Timing", "coming", "gpu_of", "gpus_of", "may_be_used", "usable"]
-
 MAX_STEPS = 64
 """Steps after which a time is not waited for any longer."""
 MAX_COPIES = 16

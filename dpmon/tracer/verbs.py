@@ -16,8 +16,6 @@ from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.replicas import ODD, Unsuited
 from dpmon.tracer.virtual import PRIMITIVES, Originals
 
-__all__ = ["Verbs"]
-
 KIND_OF = (*PRIMITIVES, Kind.SCATTER, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER)
 """Which phase each of `Originals.all` is."""
 SCATTER_KWARGS, REPLICATE = 0, 1

@@ -32,14 +32,6 @@ from dpmon.record.spans import Kind
 from dpmon.tracer.cores import available_cores
 from dpmon.tracer.workers import ReplicaThread
 
-__all__ = [
-    "PRIMITIVES",
-    "VERBS",
-    "Originals",
-    "VirtualDevices",
-    "with_globals",
-]
-
 VERBS = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
 """What DataParallel's phases are called in the module that its code looks them up in."""
 PRIMITIVES = (Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER)

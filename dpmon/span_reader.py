@@ -13,8 +13,9 @@ from dpmon.record.spans import LAP_AT, Span, unpacked
 from dpmon.ring_file import HEADER_BYTES, RingError
 from dpmon.span_ring import FORMAT, KINDS_AT, SLOT, SLOT_BYTES, THREADS, Word
 
-HOLE_NS = 100_000_000
-"""An empty slot is waited for this long if later ones are there: an interrupt may leave one empty for good."""
+HOLE_NS = 1_000_000_000
+"""An empty slot is waited for this long if later ones are there: an interrupt may leave one empty for good. A thread
+that has taken a slot may stand still for some time on a busy machine before it writes."""
 MAX_LINES = 1 << 20
 """Bytes of lines that are read at once, and the length of the longest line."""
 _MOST_LINES = 64 << 20

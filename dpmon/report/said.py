@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 from dpmon.model.compare import Comparison
 from dpmon.model.evidence import ModeFacts
-from dpmon.model.finding import many, took
+from dpmon.model.finding import took
 from dpmon.model.findings import MIN_STEPS
-from dpmon.model.host_waits import host_waits
 from dpmon.model.numbers import duration, percent
+from dpmon.model.phase_notes import host_waits, partly_timed
 from dpmon.model.verdict import sentence
-from dpmon.record.schema import STEP_PHASES
 from dpmon.record.wire import CALL_PHASES
 from dpmon.report.story import Story
 from dpmon.report.waits import KEPT
@@ -36,10 +35,6 @@ __all__ = [
     "steps_table",
     "waited",
 ]
-
-
-KNOWN = 0.9
-"""Of the steps: where the devices' times are known of fewer, that is said."""
 
 
 def facts(story: Story) -> list[str]:
@@ -131,11 +126,7 @@ def phase_table(mode: ModeFacts) -> list[tuple[str, ...]]:
 
 def phase_notes(mode: ModeFacts) -> list[str]:
     """What is said below the phases: what has to be known of their times, and the quantities of the steps."""
-    said = host_waits(mode.phases)
-    timed = [phase for phase in mode.phases if phase.device_count and phase.name in STEP_PHASES]
-    fewest = min(timed, key=lambda phase: phase.device_count / phase.ran, default=None)
-    if fewest is not None and fewest.device_count < KNOWN * fewest.ran:
-        said.append(f"on device: of {fewest.device_count:,} of the {many(fewest.ran, 'step')}, as far as it is known")
+    said = [*host_waits(mode.phases), *partly_timed(mode.phases)]
     return said + [quantity_words(*each, mode.steps) for each in mode.counted]
 
 

@@ -28,7 +28,7 @@ Those that were deleted to save room began before meta's `pruned_1`, `pruned_10`
 is recorded late is added to every tally of its time.
 
 When the database reaches its size limit, the oldest rows are deleted: calls, steps and events first, except a run's
-processes, modes, warnings, loaders and exit. Tallies stay longer: those of each width may take a third of the limit.
+processes, modes, warnings, loaders and exit. Tallies stay longer: those of each width may take their part of the limit.
 The oldest device_rollups are deleted in the same way and added to rows that start at -1.
 
 Times are ns since the run's start. Ids come from one counter, so they give the order across the three tables. A ring's

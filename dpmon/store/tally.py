@@ -40,7 +40,7 @@ ALL = -1
 """The process number of the tallies of all processes together."""
 NO_SAMPLES, OTHER_SIZES = -1, -2
 """Batch sizes in a key: the samples are unknown; a size beyond the first of a process."""
-WIDTHS = (1, 10, 60, 600, 3600, 86_400)
+WIDTHS = (1, 10, 60, 600, 3600, 14_400, 86_400)
 """Seconds that a tally covers."""
 _ENTRY = struct.Struct("<HIqI")
 """Number of the series, values, their sum, bytes of the sketch that follows."""

@@ -22,7 +22,7 @@ from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, SeriesNames, Tally, kno
 __all__ = ["TallyWriter"]
 
 _CACHED = 4096
-_PARTS = dict(zip(WIDTHS, (4, 8, 8, 8, 8), strict=False))
+_PARTS = dict(zip(WIDTHS, (4, 8, 8, 8, 16, 16), strict=False))
 """By width, the part of the limit that its tallies and times may take. Those of days stay."""
 _SLACK_S = 2
 """A stretch is over this long after its end: processes are read one after the other."""

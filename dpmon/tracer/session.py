@@ -310,8 +310,6 @@ class Session:
 
 
 _DOING = {
-    "phase": "noted the beginning of a phase",
-    "span": "noted the end of a phase",
     "begin": "noted the beginning of a call",
     "before": "noted the beginning of a call",
     "end": "noted the end of a call",
@@ -325,6 +323,8 @@ _DOING = {
     "sizes": "noted the sizes of inputs and outputs",
     "stages": "noted the stages of a model that lies on several devices",
     "loader": "noted the start of a loader",
+    "phase": "noted the beginning of a phase of the step",
+    "span": "noted the end of a phase of the step",
     "optimizer": "noted a step of an optimizer",
     "optimizers": "looked for the script's optimizers",
     "memory": "measured the memory of the devices",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dpmon.model.host_waits import host_waits
 from dpmon.model.inputs import INPUT, SAID
 from dpmon.model.numbers import percent
+from dpmon.model.phase_notes import host_waits, partly_timed
 from dpmon.model.process import PHASES, Process, Summary
 from dpmon.model.ranks import distributed
 from dpmon.record.kinds import Call
@@ -28,6 +28,7 @@ def notes(scene: Scene, process: Process, numbers: Summary, width: int, most: in
         *_between(numbers),
         *unevenness(numbers),
         *host_waits(numbers.phases),
+        *partly_timed(numbers.phases),
         *missing(process, numbers.phases),
     ]
     if not said:

@@ -67,7 +67,9 @@ def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, list):
         return isinstance(found, list) and len(found) == len(expected) and all(map(same, found, expected))
     if isinstance(expected, float):
-        return isinstance(found, float) and (math.isnan(found) or abs(found - expected) < 1e-5)
+        return isinstance(found, float) and (
+            math.isnan(found) or math.isclose(found, expected, rel_tol=1e-5, abs_tol=1e-5)
+        )
     return bool(found == expected)
 
 

@@ -10,9 +10,11 @@ import pytest
 from situations import FACTS, LOOK, MONO_ASCII, focused, rows_text, scene_of, state_of, text_of, with_call
 from stored import Recording
 from synthetic import Training
+from timed import GPUS, timed
 
 from dpmon.model.history import pictured
 from dpmon.model.process import PHASES, Column
+from dpmon.record.wire import Untimed
 from dpmon.ui import panel_batch
 from dpmon.ui.batch_notes import missing
 from dpmon.ui.chart import stacked
@@ -121,6 +123,17 @@ def test_every_dash_of_panel_3_has_its_reason_on_the_last_line(size: tuple[int, 
     assert "–" in "".join(lines)
     assert "no scatter to gather: one device" in lines[-2]
     assert "uneven" not in lines[-2]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+def test_panel_3_says_of_how_many_steps_the_devices_times_are(size: tuple[int, int]) -> None:
+    training = Training(devices=GPUS, virtual=False)
+    payloads = training.begin()
+    for index in range(64):
+        known = (1.0, 1.5, 0.7, 0.1) if index % 8 == 3 else (None,) * 4
+        payloads += timed(training.run(1), of_step=known, why=Untimed.SAMPLED)
+    scene = Scene(state_of(payloads), training.now, FACTS, alive=True)
+    assert "of 8 of the 64 steps (1 in 8)" in text_of(scene, *size)
 
 
 def test_why_a_phase_has_a_dash_is_what_the_record_says() -> None:

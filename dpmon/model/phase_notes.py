@@ -1,16 +1,19 @@
-"""Where the host stands still in a phase until the GPU has done what was queued before: time that is not its own."""
+"""What has to be known of phases' times: where the host waits for the GPU, and how many steps a device timed. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dpmon.model.finding import took
+from dpmon.model.finding import many, took
+from dpmon.record.schema import STEP_PHASES
 from dpmon.store.figures import PhaseFigures
 
-__all__ = ["host_waits"]
+__all__ = ["host_waits", "partly_timed"]
 
 _WHERE = ("copy", "forward", "backward", "optimizer")
 """A loader that is waited for is another matter: the GPU may be at work meanwhile."""
+KNOWN = 0.9
+"""Of the steps: where the devices' times are known of fewer, that is said."""
 SHARE, RATIO = 0.2, 2.0
 """Of the step, and host by device: where the host is behind, the device's time is as long as its own."""
 
@@ -26,3 +29,13 @@ def host_waits(phases: Iterable[PhaseFigures]) -> list[str]:
             own = f"its own time there is {took(device)}"
             said.append(f"in {phase.name} the host waits for the GPU's earlier work: {own}")
     return said
+
+
+def partly_timed(phases: Iterable[PhaseFigures]) -> list[str]:
+    """Of how many steps the devices' times are, if these are not nearly all; of the phase that has the fewest."""
+    timed = [phase for phase in phases if phase.device_count and phase.name in STEP_PHASES]
+    fewest = min(timed, key=lambda phase: phase.device_count / phase.ran, default=None)
+    if fewest is None or fewest.device_count >= KNOWN * fewest.ran:
+        return []
+    count, ran = fewest.device_count, fewest.ran
+    return [f"times on the device: of {count:,} of the {many(ran, 'step')} (1 in {ran / count:.3g})"]

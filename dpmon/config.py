@@ -25,8 +25,6 @@ from typing import Any
 
 from dpmon.errors import DpmonError
 
-__all__ = ["THEMES", "ConfigError", "Settings", "config_path", "home", "load"]
-
 THEMES = ("dark", "light", "colour-blind", "mono", "ascii")
 _MAX_BYTES = 1 << 16
 _UNITS = {

@@ -19,8 +19,6 @@ an answer that NVML did not give, and dpmon.tracer.replicas.Unsuited, which ends
 
 from __future__ import annotations
 
-__all__ = ["DpmonError"]
-
 
 class DpmonError(Exception):
     """The base of them all."""

@@ -23,8 +23,6 @@ from dpmon.supervise.guard import looked_after
 from dpmon.supervise.start import look_after
 from dpmon.text.cleaning import clean
 
-__all__ = ["attach", "export", "keep", "ls", "rm", "stop"]
-
 _LAST_OUTPUT = 4096
 
 

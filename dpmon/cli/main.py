@@ -7,8 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-__all__ = ["entry", "main"]
-
 
 def main(words: Sequence[str]) -> int:
     """Do what the command line says; the exit status. 2 with one sentence on stderr for what cannot be done."""

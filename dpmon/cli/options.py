@@ -11,8 +11,6 @@ from typing import NoReturn
 import dpmon
 from dpmon.errors import DpmonError
 
-__all__ = ["COMMANDS", "UsageError", "meant", "parse"]
-
 COMMANDS = ("run", "attach", "ls", "stop", "report", "export", "doctor", "keep", "rm")
 MAX_REPLICAS = 4096
 

@@ -14,8 +14,6 @@ from dpmon.run.lookup import find_run, short_name
 from dpmon.run.rundir import RunError, load_info
 from dpmon.text.ascii import in_stream
 
-__all__ = ["report"]
-
 WIDTH_NO_TERMINAL = 80
 WIDEST = 120
 

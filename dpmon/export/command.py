@@ -16,8 +16,6 @@ from dpmon.record.fields import RECORDS
 from dpmon.run.destination import check_replaceable, replaced
 from dpmon.run.rundir import load_info
 
-__all__ = ["ExportError", "export"]
-
 
 class ExportError(DpmonError):
     """What was asked for cannot be written; the text is one sentence for a person."""

@@ -26,8 +26,6 @@ from dpmon.run.lookup import short_name
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock
 
-__all__ = ["PageError", "page"]
-
 _TIMES = ("calls", "median", "p95", words.ON_DEVICE)
 _NEEDED = "the plots of --html need plotly: {command} (the text and --json do without)"
 

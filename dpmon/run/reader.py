@@ -35,8 +35,6 @@ from dpmon.run.rundir import (
 from dpmon.run.standing import newest_stage, stages
 from dpmon.run.waiting import waits_since
 
-__all__ = ["Pause", "RunReader"]
-
 Said = TypeVar("Said")
 
 POLL_BYTES = 1 << 20

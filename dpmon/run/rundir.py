@@ -19,24 +19,6 @@ from dpmon.errors import DpmonError
 from dpmon.run import proc
 from dpmon.run.files import add_file, open_file, read_file, remove_file, replace_file
 
-__all__ = [
-    "MAX_SECONDS",
-    "MAX_STATUS",
-    "ExitInfo",
-    "RunError",
-    "RunInfo",
-    "create_run",
-    "is_run_directory",
-    "load_exit",
-    "load_info",
-    "mark_stop",
-    "output_paths",
-    "ring_paths",
-    "runs_directory",
-    "save",
-    "stand_ins",
-]
-
 INFO_FILE = "run.json"
 EXIT_FILE = "exit.json"
 STOP_FILE = "stop-asked"

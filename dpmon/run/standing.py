@@ -16,18 +16,6 @@ from dpmon.run.rundir import ExitInfo, RunInfo, ring_paths
 from dpmon.run.uncaught import every_uncaught
 from dpmon.run.waiting import waits_since
 
-__all__ = [
-    "IDLE",
-    "Standing",
-    "activities",
-    "how_it_stands",
-    "newest_stage",
-    "stages",
-    "standing",
-    "standings",
-    "why_nothing",
-]
-
 QUIET_NS = 10_000_000_000
 """Time without progress after which it is reported."""
 IMPORTING, IMPORTED, IN_SCRIPT = "importing torch", "torch imported", "in the script"

@@ -22,8 +22,6 @@ from dpmon.store.sources import FrameSource, open_source
 from dpmon.store.tables import HistoryError, RingRow
 from dpmon.store.writer import LIMIT_BYTES, History
 
-__all__ = ["Drain"]
-
 COMMIT_S = 0.2
 """Between two commits while something happens."""
 MANY_RINGS = 16

@@ -38,8 +38,6 @@ from dpmon.store.tables import (
 )
 from dpmon.store.writer import History
 
-__all__ = ["can_be_opened", "open_store", "stamp"]
-
 STALE_S = 3.0
 """A supervisor that can write does so every second, because it samples the host."""
 _MEMORY = ":memory:"

@@ -16,8 +16,6 @@ from dpmon.span_reader import SpanReader, holds_spans, under_way_in
 from dpmon.span_ring import Word
 from dpmon.store.tables import RingRow
 
-__all__ = ["FrameSource", "Source", "SpanSource", "holds_more", "open_source"]
-
 _MUCH = 8
 """When this part of a ring was read at once, its process may be filling it faster than it is read."""
 _ENDED = ""

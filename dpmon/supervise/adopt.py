@@ -20,8 +20,6 @@ from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, ring_paths
 from dpmon.run.signalling import is_named
 from dpmon.run.uncaught import uncaught_in
 
-__all__ = ["Adopted", "Child", "find_command", "last_sign"]
-
 PATIENCE_S = 2.0
 """How long to wait for somebody who may know more: the foreground that reaps the command, or the kernel."""
 _REAPED = "something else than its supervisor had reaped it"

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from dpmon.errors import DpmonError
 
-__all__ = ["Command", "CommandError", "NotFoundError", "resolve"]
-
 PROBE_S = 20.0
 """How long a Python may take to say whether it has torch (a cold network file system is slow)."""
 _PROBE = (

@@ -19,8 +19,6 @@ from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import Scene
 
-__all__ = ["missing", "notes", "unevenness"]
-
 
 def notes(scene: Scene, process: Process, numbers: Summary, width: int, most: int, look: Look) -> list[Row]:
     """At most `most` rows: what has to be said of the figures, or nothing."""

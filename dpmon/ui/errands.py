@@ -17,8 +17,6 @@ from typing import TypeVar
 
 from dpmon.errors import DpmonError
 
-__all__ = ["ENDINGS", "ErrandError", "export", "report", "save"]
-
 Made = TypeVar("Made")
 
 _TRIES = 100

@@ -10,6 +10,8 @@ import torch
 
 _WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
+_TRACED = "_actual_script_module"
+"""Where what torch.jit.trace returns has its tables."""
 _COLUMNS, _ROWS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -19,9 +21,17 @@ _SPARSE = {
 """Methods that give what a sparse tensor is made of: its own elements are all that it stands for."""
 
 
+def _table(module: Any, name: str) -> Any:
+    """A dict, or what looks like one (TorchScript); None for a module whose `__init__` has not run."""
+    own = module.__dict__
+    if name not in own and _TRACED in own:
+        own = own[_TRACED].__dict__
+    return own.get(name)
+
+
 def values_of(module: Any, table: str) -> list[Any]:
-    """What one of a module's own tables holds; nothing for a module whose `__init__` has not run."""
-    found = module.__dict__.get(table)  # a dict, or what looks like one (TorchScript)
+    """What one of a module's own tables holds."""
+    found = _table(module, table)
     return [] if found is None else [value for value in list(found.values()) if value is not None]
 
 
@@ -79,7 +89,7 @@ class Place:
         """A torch.device; None for a module without tensors."""
         for table in (PARAMETERS, BUFFERS):
             for module in modules_of(root):
-                found = module.__dict__.get(table)
+                found = _table(module, table)
                 for name, tensor in [] if found is None else list(found.items()):
                     if tensor is not None:
                         self._module, self._table, self._name = weakref.ref(module), table, name
@@ -91,7 +101,7 @@ class Place:
         if self.device is None:
             return False
         module = self._module()
-        table = None if module is None else module.__dict__.get(self._table)
+        table = None if module is None else _table(module, self._table)
         with torch._C.DisableTorchFunction():  # the script's modes and subclasses see nothing of it
             tensor = table[self._name] if table is not None and self._name in table else None
             return tensor is None or bool(tensor.device != self.device)

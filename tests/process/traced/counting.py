@@ -848,6 +848,16 @@ def scripted(count):
 
 
 @loop
+def recorded(count):
+    """What torch.jit.trace returns; it calls the model itself, too, which is recorded if it checks the result."""
+    module = torch.jit.trace(Net(), torch.randn(3, 4), check_trace=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    for _ in range(6):
+        count.back(called(count, module, data()[0]).mean())
+        count.step(optimizer)
+
+
+@loop
 def with_other_weights(count):
     model = count.watch(Net())
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}

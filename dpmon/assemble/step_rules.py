@@ -65,6 +65,8 @@ class StepRules:
         """1 while what was held is taken anew, 2 while it is for the second time."""
         self._another = False
         """Whether the cycle of optimizers turned out to be another one meanwhile."""
+        self._divides = False
+        """Whether a step of evaluations only is taken anew, so that each call begins one."""
         self._step = OpenStep()
 
     # ------------------------------------------------------------------------------------------ marks
@@ -304,11 +306,12 @@ class StepRules:
                 at -= 1
                 start = item[0].start
         if not (self._step.only_looks and self._step.look in self._learned):
-            if self._rule == BY_OPTIMIZER or (self._rule == BY_BACKWARD and not self._step.backward):
+            rule = BY_CALL if self._divides else self._rule
+            if rule == BY_OPTIMIZER or (rule == BY_BACKWARD and not self._step.backward):
                 return
             trains_now = self._step.only_looks and learns
             others = self._step.calls <= MOST_BESIDE and self._known.module(block[1][0].site) != self._step.module
-            if self._rule == BY_CALL and others and not trains_now:
+            if rule == BY_CALL and others and not trains_now:
                 return
         self._cut(at, self._last if self._step.only_looks and learns else start, start)
 
@@ -387,8 +390,14 @@ class StepRules:
 
     def _settle(self) -> None:
         """Nothing that is still to come can say by which rule the open step is to be divided."""
-        if self._step.calls and not self._fetched and self._rule == BY_OPTIMIZER and self._cycle.ends < 0:
+        if not self._step.calls or self._fetched:
+            return
+        if self._rule == BY_OPTIMIZER and self._cycle.ends < 0:
             self._look_for_another_rule()
+        if self._rule != BY_CALL and self._step.only_looks:  # of a model that does not learn: it taught nobody
+            self._divides = True
+            self._take_anew()
+            self._divides = False
 
     def _look_for_another_rule(self) -> bool:
         """Take the open step anew by the rule that its blocks suggest; False if there is no other."""

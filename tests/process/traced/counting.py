@@ -418,6 +418,44 @@ def evaluation_of_the_average(count):
 
 
 @loop
+def another_model_is_evaluated_last(count):
+    """What was saved is loaded again, and tested: without a loader or an optimizer."""
+    model = count.watch(Net())
+    for _ in range(20):
+        count.back(model(data()[0]).mean())
+        count.end()
+    best = count.watch(Other())
+    for _ in range(9):
+        look(count, best, torch.randn(7, 4))
+
+
+@loop
+def another_model_is_evaluated_after_an_optimizer(count):
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for _ in range(20):
+        learn(count, model, optimizer, *data())
+    best, worst = count.watch(Other(), Cell())
+    worst.eval()
+    for _ in range(9):
+        look(count, best, torch.randn(7, 4), ends=False)
+        with torch.no_grad():
+            worst(torch.randn(5, 4), torch.randn(5, 4))
+        count.end()
+
+
+@loop
+def another_model_is_evaluated_between_epochs(count):
+    model, average = count.watch(Net(), Other())
+    optimizer = sgd(model)
+    for _ in range(2):
+        for x, y in count.batches(loader()):
+            learn(count, model, optimizer, x, y, ends=False)
+        for _ in range(5):
+            look(count, average, torch.randn(7, 4))
+
+
+@loop
 def a_teacher(count):
     teacher, student = count.watch(Other(), Net())
     teacher.eval()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-WITHOUT_OPTIMIZER = 64, 5_000_000_000
-WITH_OPTIMIZER = 4096, 60_000_000_000
-"""Calls, and ns since the first of them."""
+FEW_CALLS, MANY_CALLS = 64, 4096
+SOON_NS, LATE_NS = 5_000_000_000, 60_000_000_000
+"""Since the first call."""
 TIMES = 4
 """As many times as long as the last step took."""
 MAX_PACE = 3_600_000_000_000
@@ -26,11 +26,10 @@ class Patience:
         self.pace = min(max(end - (self.ended or start), 0), MAX_PACE)
         self.ended = end
 
-    def too_many(self, made: bool, calls: int) -> bool:
-        """Whether a step has more calls than are waited for; `made`: there is an optimizer."""
-        return calls > (WITH_OPTIMIZER if made else WITHOUT_OPTIMIZER)[0]
+    def too_many(self, calls: int, many: bool) -> bool:
+        """Whether a step has more calls than are waited for; `many`: what they are for may come after many of them."""
+        return calls > (MANY_CALLS if many else FEW_CALLS)
 
-    def is_over(self, made: bool, calls: int, took: int) -> bool:
-        """Whether a step waits no longer, whose calls took so long (ns) together."""
-        longest = (WITH_OPTIMIZER if made else WITHOUT_OPTIMIZER)[1]
-        return self.too_many(made, calls) or took > max(longest, TIMES * self.pace)
+    def too_long(self, took: int, made: bool) -> bool:
+        """Whether the calls of a step took longer (ns) than is waited for; `made`: there is an optimizer."""
+        return took > max(LATE_NS if made else SOON_NS, TIMES * self.pace)

@@ -381,10 +381,13 @@ class StepRules:
 
     def _be_patient(self) -> None:
         """Wait for an optimizer's step, but not for ever."""
+        step, patience = self._step, self._patience
         made = bool(self._known.optimizers) or self._cycle.ends >= 0
-        if not self._patience.is_over(made, self._step.calls, self._last - self._step.first_call):
+        learns = not (step.only_looks or step.backward)  # a backward pass may follow
+        too_many = patience.too_many(step.calls, made or learns)
+        if not too_many and not patience.too_long(self._last - step.first_call, made):
             return
-        if not self._look_for_another_rule() and self._patience.too_many(made, self._step.calls):
+        if not self._look_for_another_rule() and too_many:
             self._close(self._last)
             self._open, self._start = True, self._last
 

@@ -113,6 +113,14 @@ def no_optimizer(script: Script) -> None:
         script.backward()
 
 
+def hundreds_of_calls_and_no_optimizer(script: Script) -> None:
+    net = script.model()
+    for _ in range(3):
+        for _ in range(300):
+            script.call(net, rows=1, ms=0.1)
+        script.backward()
+
+
 def two_calls_and_no_optimizer(script: Script) -> None:
     one, two = script.model("One"), script.model("Two")
     for _ in range(50):
@@ -491,6 +499,7 @@ EVALUATED = [(8, LEARN, 1)] + [(8, LOOK, 1)] * 2
         (without_a_loader, [(8, LEARN, 1)] * 4),
         (accumulation_without_a_loader, [(8, LEARN, 3)] * 4),
         (hundreds_of_calls, [(64, LEARN, 301)] * 3),
+        (hundreds_of_calls_and_no_optimizer, [(1, "fb", 300)] * 3),
         (hundreds_of_looks_and_one_that_learns, [(64, LEARN, 201)] * 3),
         (no_optimizer, [(8, "fb", 1)] * 100),
         (two_calls_and_no_optimizer, [(8, "fb", 2)] * 50),

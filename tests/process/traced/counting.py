@@ -251,6 +251,21 @@ def a_target_network(count):
             target.load_state_dict(model.state_dict())
 
 
+@loop
+def another_policy_plays(count):
+    """As in PPO: the calls of the old policy are a part of the first step that learns from them."""
+    policy, old = count.watch(Net(), Other())
+    old.eval()
+    optimizer = sgd(policy)
+    for _ in range(4):
+        with torch.no_grad():
+            for _ in range(120):
+                old(torch.randn(1, 4))
+        for _ in range(5):
+            learn(count, policy, optimizer, *data(64))
+        old.load_state_dict(policy.state_dict())
+
+
 # ------------------------------------------------------------------------------------------ no optimizer
 
 
@@ -288,6 +303,45 @@ def by_hand(count):
             for p in model.parameters():
                 p -= 0.01 * p.grad
         count.end()
+
+
+@loop
+def recurrent_by_hand(count):
+    """Hundreds of calls for each backward pass."""
+    model = count.watch(Cell())
+    for length in (100, 30, 300, 64, 65):
+        count.back(unrolled(count, model, length))
+        count.end()
+
+
+@loop
+def by_hand_after_an_optimizer(count):
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for _ in range(10):
+        learn(count, model, optimizer, *data())
+    del optimizer
+    gc.collect()
+    for _ in range(100):
+        count.back(model(data()[0]).mean())
+        count.end()
+
+
+@loop
+def calls_with_gradients_and_no_more(count):
+    """An evaluation that forgets no_grad() and eval()."""
+    model = count.watch(Net())
+    for _ in range(100):
+        model(torch.randn(3, 4))
+        count.end()
+
+
+@loop
+def two_models_that_only_infer(count):
+    first, second = count.watch(Net(), Other())
+    for _ in range(100):
+        look(count, first, torch.randn(3, 4), ends=False)
+        look(count, second, torch.randn(3, 4))
 
 
 @loop
@@ -375,6 +429,31 @@ def evaluation_in_the_middle_of_an_epoch(count):
             if number % 3 == 2:
                 for z, _ in count.batches(loader(rows=14, batch=7)):
                     look(count, model, z, ends=False)
+
+
+@loop
+def generation_after_each_epoch(count):
+    """Token by token, as an evaluation without a loader."""
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for _ in range(3):
+        for x, y in count.batches(loader()):
+            learn(count, model, optimizer, x, y, ends=False)
+        for _ in range(100):
+            look(count, model, torch.randn(1, 4))
+
+
+@loop
+def with_and_without_a_loader(count):
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    for _ in range(2):
+        for x, y in count.batches(loader()):
+            learn(count, model, optimizer, x, y, ends=False)
+        for _ in range(10):
+            learn(count, model, optimizer, *data())
+        for _ in range(3):
+            look(count, model, torch.randn(5, 4))
 
 
 @loop
@@ -500,6 +579,27 @@ def a_second_optimizer_beside_the_first(count):
 
 
 @loop
+def three_models_in_turn(count):
+    """Each learns, and is evaluated; the last one's optimizer dies; the first goes on learning."""
+    first, second, third = count.watch(Net(), Other(), Cell())
+    one, two = sgd(first), sgd(second)
+    for model, optimizer in ((first, one), (second, two)):
+        for _ in range(5):
+            learn(count, model, optimizer, *data())
+        for _ in range(5):
+            look(count, model, torch.randn(5, 4))
+    three = sgd(third)
+    for _ in range(5):
+        count.back(unrolled(count, third, 80))
+        count.step(three)
+    del three
+    for _ in range(70):
+        look(count, first, torch.randn(5, 4))
+    for _ in range(5):
+        learn(count, first, one, *data())
+
+
+@loop
 def an_optimizer_an_epoch(count):
     model = count.watch(Net())
     for _ in range(5):
@@ -613,6 +713,19 @@ def a_search_along_a_line(count):
 
 
 @loop
+def a_search_along_a_line_at_last(count):
+    """As for physics-informed networks: after another optimizer."""
+    model = count.watch(Net())
+    optimizer = torch.optim.Adam(model.parameters())
+    x, y = data()
+    for _ in range(30):
+        learn(count, model, optimizer, x, y)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+    for _ in range(7):
+        count.step(optimizer, closed(count, model, optimizer, x, y))
+
+
+@loop
 def a_search_along_a_line_from_a_loader(count):
     model = count.watch(Net())
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
@@ -720,6 +833,34 @@ def loaders_side_by_side(count):
         optimizer.zero_grad()
         count.back((model(x) - y).pow(2).mean() + model(z).mean())
         count.step(optimizer, ends=False)
+
+
+@loop
+def a_loader_within_another_ones_step(count):
+    """Unlabelled batches beside the labelled ones; their loader is made anew when it is over."""
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    more = iter(loader(rows=60, batch=20))
+    for x, y in count.batches(loader(rows=100, batch=10)):
+        try:
+            z, _ = next(more)
+        except StopIteration:
+            more = iter(loader(rows=60, batch=20))
+            z, _ = next(more)
+        optimizer.zero_grad()
+        count.back((model(x) - y).pow(2).mean() + model(z).mean())
+        count.step(optimizer, ends=False)
+
+
+@loop
+def one_batch_again_and_again(count):
+    """From a loader that is asked once."""
+    model = count.watch(Net())
+    optimizer = sgd(model)
+    x, y = next(iter(loader()))
+    count.did("data")
+    for _ in range(200):
+        learn(count, model, optimizer, x, y)
 
 
 class Stream(IterableDataset):

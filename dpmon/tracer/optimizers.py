@@ -32,6 +32,8 @@ class OptimizerSteps:
         """Called when optimizers step, and no call was seen."""
         self.on_step: Callable[[Any], None] = lambda optimizer: None
         """Called with an optimizer when it steps for the first time, and often afterwards."""
+        self.on_another: Callable[[], None] = lambda: None
+        """Called when an optimizer has stepped for the first time: what the loop does may be new."""
         self._known: dict[int, tuple[Any, int]] = {}
         """Weak reference and number, by id. The hooks hold this very object."""
         self.reset()
@@ -43,7 +45,7 @@ class OptimizerSteps:
         self._unseen = 0
         self._cycle: list[int] = []
         """Optimizers that have stepped since one of them stepped a second time: the last one ends the loop's turn."""
-        self._boundary = 0
+        self._boundary = self._newest = 0
         self._only = 0
         """The optimizer that ends every turn of the loop, if no other one steps."""
 
@@ -146,3 +148,6 @@ class OptimizerSteps:
                 recorder.timing.step_ends()
             if recorder.words[Word.PAUSE] != recorder.paused or monotonic_ns() >= recorder.due:
                 recorder.between(me)
+        if number > self._newest:
+            self._newest = number
+            self.on_another()

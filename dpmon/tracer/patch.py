@@ -94,15 +94,15 @@ def install() -> None:
         recorder.heal()
         roots.watch(missed=True)
 
-    def another() -> None:  # a loop is over; an optimizer or a module was made; an optimizer has stepped
-        if roots.expect():
+    def another(missed: bool = False) -> None:  # a loop is over, or an optimizer or a module was made
+        if roots.expect(missed):
             recorder.soon()
 
     session.on_off = recorder.given_up
     recorder.on_idle, optimizers.on_unseen = idle, roots.unseen
     recorder.on_loop_over = memory.on_optimizer = roots.on_made = another
     recorder.on_look = lambda now: min(roots.look(now), memory.look(now))
-    optimizers.on_step, optimizers.on_another = memory.stepped, another
+    optimizers.on_step, optimizers.on_another = memory.stepped, lambda: another(missed=True)
     recorder.on_pause = Pause(session, recorder).wait
     sites.on_site = memory.new_model
     sites.on_gpus = recorder.times_devices

@@ -265,15 +265,15 @@ class Roots:
             self._watching = False
             torch.nn.Module.__call__ = self.original  # type: ignore[method-assign]
 
-    def expect(self) -> bool:
-        """Watch for a turn, for another model may come; whether that watch begins now."""
+    def expect(self, missed: bool = False) -> bool:
+        """Watch for a turn, for another model may come; whether that watch begins now. `missed`: as in `watch`."""
         now = monotonic_ns()
         often = self._expected >= EXPECTED and now - self._expected_ns < EXPECT_NS
         if self._watching or self.session.off or often:
             return False
         self._expected += 1
         self._expected_ns = now
-        self.watch()
+        self.watch(missed)
         self._left = 1
         return self._watching
 

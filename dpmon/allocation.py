@@ -10,8 +10,6 @@ import fcntl
 import signal
 import struct
 
-__all__ = ["NoSizeSignal", "write_in_place"]
-
 _LONG = struct.calcsize("l")
 _GET_FLAGS, _SET_FLAGS = 2 << 30 | _LONG << 16 | 0x6601, 1 << 30 | _LONG << 16 | 0x6602
 """ioctl FS_IOC_GETFLAGS and FS_IOC_SETFLAGS (linux/fs.h)."""

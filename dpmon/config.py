@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["THEMES", "ConfigError", "Settings", "config_path", "home", "load"]
+from dpmon.errors import DpmonError
 
 THEMES = ("dark", "light", "colour-blind", "mono", "ascii")
 _MAX_BYTES = 1 << 16
@@ -41,7 +41,7 @@ _UNITS = {
 }
 
 
-class ConfigError(Exception):
+class ConfigError(DpmonError):
     """A setting that means nothing, or a file that cannot be read; the text is one sentence for a person."""
 
 

@@ -6,8 +6,6 @@ import shlex
 import sys
 from pathlib import Path
 
-__all__ = ["how_to_plot"]
-
 
 def how_to_plot() -> str:
     """The command that installs what the plots of a report need into the Python that dpmon runs with.

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Rate", "as_fields", "span_rate"]
-
 BESIDE = 0.03
 """The rate within steps is shown if it differs from the rate by more than this share."""
 

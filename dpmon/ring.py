@@ -2,7 +2,7 @@
 
 Layout of a ring file (native byte order; a run never leaves its machine)::
 
-    0      magic, version, sizes, pid, process index, rank, world size, start     written once
+    0      magic, version, sizes, pid, process, rank, world size, start           written once (dpmon.ring_file)
     128    head, claim, lost                                                      written by the writer
     4096   the data area: a whole number of blocks; a frame never crosses a block's end
 
@@ -12,27 +12,19 @@ taken modulo the capacity. The writer moves *claim* to a block's end before it w
 frame, so what lies in ``[claim - capacity, head)`` is whole; a reader that was lapped jumps to the next block's start,
 and the sequence numbers tell it how many records it missed.
 
-The writer maps the file, so that a record survives the death of its process and a full disk. Readers use pread: a file
-that is truncated under them is a short read, not a SIGBUS.
+The writer maps the file, so that a record survives the death of its process and a full disk.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import struct
 from threading import Lock
 
-from dpmon.allocation import NoSizeSignal, write_in_place
+from dpmon.ring_file import HEADER_BYTES, RingFormat
 
-__all__ = ["Ring", "RingError"]
-
-MAGIC = b"DPMONRNG"
-VERSION = 1
-HEADER_BYTES = 4096
+FORMAT = RingFormat(b"DPMONRNG", version=1, unit=1)
 BLOCK_BYTES = 1 << 16
 DEFAULT_CAPACITY = 1 << 22
-HEAD_STRUCT = struct.Struct("=8sIIQIiiiq")  # magic version header capacity pid process rank world start_ns
 FRAME = struct.Struct("<IIQ")
 FRAME_BYTES = FRAME.size
 PAD_LENGTH = 0xFFFFFFFF
@@ -40,10 +32,6 @@ MAX_PAYLOAD = BLOCK_BYTES - FRAME_BYTES
 HEAD, CLAIM, LOST = 16, 17, 18
 """Indices of the 64-bit words that change while the ring is in use."""
 WORDS = struct.Struct("=3Q")  # bytes 128..152: words 16..18
-
-
-class RingError(Exception):
-    """A file that is not a usable ring: foreign, truncated, of another version."""
 
 
 class Ring:
@@ -59,26 +47,11 @@ class Ring:
         start_ns: int = 0,
         capacity: int = DEFAULT_CAPACITY,
     ) -> None:
-        """Create `path` (which must not exist), `capacity` bytes of it for records (whole blocks of 64 KiB).
-
-        Raises FileExistsError if the name is taken and OSError if the disk has no room: the whole file is allocated
-        here, since a page that cannot be had later would kill the process with SIGBUS.
-        """
+        """Create `path`, with `capacity` bytes for records (whole blocks of 64 KiB); raises as RingFormat.create."""
         if capacity < 2 * BLOCK_BYTES or capacity % BLOCK_BYTES:
             raise ValueError(f"capacity must be at least two blocks of {BLOCK_BYTES} bytes, whole: {capacity}")
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(path, flags, 0o600)
-        try:
-            try:
-                write_in_place(fd)
-                with NoSizeSignal():
-                    os.posix_fallocate(fd, 0, HEADER_BYTES + capacity)
-            except BaseException:  # an interrupt must not leave an incomplete ring either
-                os.unlink(path)
-                raise
-            self._map = mmap.mmap(fd, HEADER_BYTES + capacity)
-        finally:
-            os.close(fd)
+        about = {"process": process, "rank": rank, "world": world, "start_ns": start_ns}
+        self._map = FORMAT.create(path, capacity, **about)
         self.capacity = capacity
         self._lock = Lock()
         self._sequence = 0
@@ -87,11 +60,6 @@ class Ring:
         self._block_end = 0
         """Where the block under way ends, as an offset like head; 0 before the first."""
         self._words = memoryview(self._map)[:HEADER_BYTES].cast("Q")
-        # The magic comes last: a reader that sees it sees a complete header.
-        HEAD_STRUCT.pack_into(
-            self._map, 0, bytes(8), VERSION, HEADER_BYTES, capacity, os.getpid(), process, rank, world, start_ns
-        )
-        self._map[0:8] = MAGIC
 
     def write(self, payload: bytes) -> bool:
         """Append a record; False, and counted as lost, if it is too large."""

@@ -3,25 +3,9 @@
 from __future__ import annotations
 
 import os
-import stat
 
-from dpmon.ring import (
-    BLOCK_BYTES,
-    CLAIM,
-    FRAME,
-    FRAME_BYTES,
-    HEAD,
-    HEAD_STRUCT,
-    HEADER_BYTES,
-    LOST,
-    MAGIC,
-    PAD_LENGTH,
-    VERSION,
-    WORDS,
-    RingError,
-)
-
-__all__ = ["RingReader"]
+from dpmon.ring import BLOCK_BYTES, CLAIM, FORMAT, FRAME, FRAME_BYTES, HEAD, LOST, PAD_LENGTH, WORDS
+from dpmon.ring_file import HEADER_BYTES, RingError
 
 
 class RingReader:
@@ -33,29 +17,12 @@ class RingReader:
         With `live`, start at what is still in the ring and do not count what was overwritten before as missed.
         Raises RingError if the file is not a ring of this user, OSError if it cannot be opened.
         """
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            info = os.fstat(self._fd)
-            if not stat.S_ISREG(info.st_mode):
-                raise RingError(f"{path}: not a regular file")
-            if info.st_uid != os.getuid():
-                raise RingError(f"{path}: belongs to another user")
-            raw = os.pread(self._fd, HEAD_STRUCT.size, 0)
-            if len(raw) < HEAD_STRUCT.size or raw[:8] != MAGIC:
-                raise RingError(f"{path}: not a ring")
-            _, version, header, capacity, pid, process, rank, world, start = HEAD_STRUCT.unpack(raw)
-            if version != VERSION or header != HEADER_BYTES:
-                raise RingError(f"{path}: ring of another version ({version})")
-            if capacity < 2 * BLOCK_BYTES or capacity % BLOCK_BYTES or header + capacity != info.st_size:
-                raise RingError(f"{path}: size does not match its header")
-        except BaseException:
-            os.close(self._fd)
-            raise
+        self._fd, about = FORMAT.open(path)
+        if about.units < 2 * BLOCK_BYTES or about.units % BLOCK_BYTES:
+            self.close()
+            raise RingError(f"{path}: size does not match its header")
         self.path = path
-        self.pid, self.process, self.start_ns = pid, process, start
-        self.rank = rank if rank >= 0 else None
-        self.world = world if world >= 0 else None
-        self.capacity = capacity
+        self.capacity, self.pid, self.process, self.rank, self.world, self.start_ns = about
         self.position = position
         self.sequence = sequence
         self.missed = 0

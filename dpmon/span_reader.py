@@ -10,10 +10,8 @@ from typing import Any
 
 from dpmon.record.plainjson import load_json
 from dpmon.record.spans import LAP_AT, Span, unpacked
-from dpmon.ring import RingError
-from dpmon.span_ring import HEAD_STRUCT, HEADER_BYTES, KINDS_AT, MAGIC, SLOT, SLOT_BYTES, THREADS, VERSION, Word
-
-__all__ = ["SpanReader", "holds_spans", "lines_path", "under_way_in"]
+from dpmon.ring_file import HEADER_BYTES, RingError
+from dpmon.span_ring import FORMAT, KINDS_AT, SLOT, SLOT_BYTES, THREADS, Word
 
 HOLE_NS = 1_000_000_000
 """An empty slot is waited for this long if later ones are there: an interrupt may leave one empty for good. A thread
@@ -42,7 +40,7 @@ def holds_spans(path: str) -> bool:
     """Whether the file begins as a ring of spans does. Raises OSError if it cannot be opened."""
     fd = _opened(path, os.O_RDONLY)
     try:
-        return stat.S_ISREG(os.fstat(fd).st_mode) and os.pread(fd, len(MAGIC), 0) == MAGIC
+        return stat.S_ISREG(os.fstat(fd).st_mode) and os.pread(fd, 8, 0) == FORMAT.magic
     finally:
         os.close(fd)
 
@@ -57,33 +55,13 @@ class SpanReader:
         """
         self.path = path
         try:
-            self._fd = _opened(path, os.O_RDWR)
+            self._fd, about = FORMAT.open(path, os.O_RDWR)
         except PermissionError:
-            self._fd = _opened(path, os.O_RDONLY)
-        try:
-            info = os.fstat(self._fd)
-            if not stat.S_ISREG(info.st_mode):
-                raise RingError(f"{path}: not a regular file")
-            if info.st_uid != os.getuid():
-                raise RingError(f"{path}: belongs to another user")
-            raw = os.pread(self._fd, HEAD_STRUCT.size, 0)
-            if len(raw) < HEAD_STRUCT.size or raw[:8] != MAGIC:
-                raise RingError(f"{path}: not a ring of spans")
-            _, version, header, slots, pid, process, rank, world, start_ns = HEAD_STRUCT.unpack(raw)
-            if version != VERSION or header != HEADER_BYTES:
-                raise RingError(f"{path}: ring of another version ({version})")
-            if slots == 0 or header + slots * SLOT_BYTES != info.st_size or process < 0:
-                raise RingError(f"{path}: size does not match its header")
-        except BaseException:
+            self._fd, about = FORMAT.open(path)
+        if about.process < 0:
             os.close(self._fd)
-            self._fd = -1
-            raise
-        self.slots: int = slots
-        self.pid: int = pid
-        self.process: int = process
-        self.rank: int | None = rank if rank >= 0 else None
-        self.world: int | None = world if world >= 0 else None
-        self.start_ns: int = start_ns
+            raise RingError(f"{path}: not the ring of a training process")
+        self.slots, self.pid, self.process, self.rank, self.world, self.start_ns = about
         self.position = 0
         """Number of the span that is due."""
         self.seen = 0

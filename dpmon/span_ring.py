@@ -2,7 +2,7 @@
 
 Layout of a ring file (native byte order; a run never leaves its machine)::
 
-    0      magic, version, sizes, pid, process, rank, world size, start           written once
+    0      magic, version, sizes, pid, process, rank, world size, start           written once (dpmon.ring_file)
     128    lost, thread that trains, whether the process has ended,
            acknowledged serial, mode in force, pause acted upon                   written by the process
     192    serial, mode and pause that are asked for, one step in how many is
@@ -16,8 +16,8 @@ first word. So a reader knows a slot that is not there yet by its number, and on
 What is long or rare is in files of JSON lines beside the ring: definitions, to which spans refer by number, and events.
 Nothing of them is ever overwritten.
 
-The writer maps the ring, so that a span costs no system call and survives the death of its process. Readers use pread:
-a file that is truncated under them is a short read, not a SIGBUS. The numbering of slots is for builds with the GIL.
+The writer maps the ring, so that a span costs no system call and survives the death of its process. The numbering of
+slots is for builds with the GIL.
 """
 
 from __future__ import annotations
@@ -28,19 +28,14 @@ import struct
 from collections.abc import Callable
 from itertools import count
 
-from dpmon.allocation import NoSizeSignal, write_in_place
 from dpmon.record.spans import LAP_AT
+from dpmon.ring_file import HEADER_BYTES, RingFormat
 
-__all__ = ["SpanRing", "Word"]
-
-MAGIC = b"DPMSPANS"
-VERSION = 1
-HEADER_BYTES = 4096
 SLOT = struct.Struct("=5Q")
 SLOT_BYTES = SLOT.size
+FORMAT = RingFormat(b"DPMSPANS", version=1, unit=SLOT_BYTES)
 SLOTS = 32 << 10
 """1.25 MiB: about 7,000 usual steps. Touched pages count as the training's memory, so not more."""
-HEAD_STRUCT = struct.Struct("=8sIIQIiiiq")  # magic version header slots pid process rank world start_ns
 THREADS = 384
 KINDS_AT = 3584
 """Offset of the byte of thread 0 that holds the kind of the span that it is in, 0 for none; the others follow."""
@@ -69,33 +64,19 @@ class SpanRing:
     ) -> None:
         """Create `path`, which must not exist, with room for `slots` spans, a power of two.
 
-        Raises FileExistsError if the name is taken and OSError if the disk has no room: the whole file is allocated
-        here, since a page that cannot be had later would kill the process with SIGBUS.
+        Raises as RingFormat.create.
         """
         if slots & (slots - 1):
             raise ValueError(f"the number of slots must be a power of two: {slots}")
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(path, flags, 0o600)
+        self.map = FORMAT.create(path, slots, process=process, rank=rank, world=world, start_ns=start_ns)
         try:
-            try:
-                write_in_place(fd)
-                with NoSizeSignal():
-                    os.posix_fallocate(fd, 0, HEADER_BYTES + slots * SLOT_BYTES)
-                self.map = mmap.mmap(fd, HEADER_BYTES + slots * SLOT_BYTES)
-            finally:
-                os.close(fd)
             self.words = memoryview(self.map)[:HEADER_BYTES].cast("Q")
             self.kinds = memoryview(self.map)[KINDS_AT : KINDS_AT + THREADS]
             self.next = count().__next__
             """Gives the number of the next slot."""
             self.put = _putter(self.map, slots, self.next)
             """Writes a span of which the words w0 (without the lap) to w3 are given, and returns its number."""
-            # The magic comes last: a reader that sees it sees a complete header.
-            HEAD_STRUCT.pack_into(
-                self.map, 0, bytes(8), VERSION, HEADER_BYTES, slots, os.getpid(), process, rank, world, start_ns
-            )
-            self.map[0:8] = MAGIC
-        except BaseException:  # an interrupt must not leave an incomplete ring either
+        except BaseException:  # an interrupt must not leave a ring that nobody writes
             os.unlink(path)
             raise
 

@@ -16,7 +16,7 @@ import pytest
 
 from dpmon.record.codec import Decoder
 from dpmon.record.kinds import Event
-from dpmon.ring import RingError
+from dpmon.ring_file import RingError
 from dpmon.ring_reader import RingReader
 
 __all__ = ["CUDA", "FOREVER", "Asked", "FakeNvml", "GpuRing", "compiler", "library"]

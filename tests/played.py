@@ -15,6 +15,7 @@ from dpmon.assemble import Assembler
 from dpmon.record.spans import FLAGS_AT, INSIDE_AT, SITE_AT, Flag, Kind, unpacked
 from dpmon.record.wire import Untimed
 from dpmon.span_ring import Word
+from dpmon.tracer.optimizers import OptimizerSteps
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.timing import Timing
 
@@ -66,7 +67,7 @@ class _Optimizer(torch.optim.Optimizer):
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__([torch.zeros(1)], {})
-        before, after = recorder.optimizer_hooks()
+        before, after = OptimizerSteps(recorder).hooks()
         self.register_step_pre_hook(before)
         self.register_step_post_hook(after)
 

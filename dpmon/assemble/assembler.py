@@ -18,8 +18,6 @@ from dpmon.assemble.step_rules import StepRules
 from dpmon.record.spans import DOING, Flag, Kind, Span
 from dpmon.record.wire import Untimed
 
-__all__ = ["Assembler"]
-
 MOST_NESTED = 1 << 14
 """Spans that wait for the ones around them."""
 MOST_EARLY = 256

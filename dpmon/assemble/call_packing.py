@@ -11,8 +11,6 @@ from dpmon.assemble.nesting import VERBS
 from dpmon.record.spans import Flag, Kind, Span
 from dpmon.record.wire import CALL_PHASES, FAILED, GRAD, TRAINING, VIRTUAL, Untimed, pack_call
 
-__all__ = ["WIRE_FLAGS", "Made", "add_phase", "mode_of", "pack_made", "parts_of", "replicas_of"]
-
 WIRE_FLAGS = tuple(
     TRAINING * bool(flags & Flag.TRAINING)
     | GRAD * bool(flags & Flag.GRAD)
@@ -63,7 +61,7 @@ def pack_made(call: Made, step: int, number: int) -> bytes:
 
 
 def parts_of(known: Definitions, span: Span, layout: int, parts: Sequence[Span]) -> Made:
-    """A call that torch's own code or the module's ran; its layout is known."""
+    """A call with the spans of its parts, whoever ran it; `layout` is known."""
     phases, slots = list(_NO_PHASES), [[] for _ in CALL_PHASES]  # type: list[int], Slots
     shares: dict[int, Span] = {}
     stages: list[int] = []
@@ -74,12 +72,12 @@ def parts_of(known: Definitions, span: Span, layout: int, parts: Sequence[Span])
         elif one.kind == Kind.STAGE:
             if len(of_stages) < _MOST_STAGES and known.is_stage(one.site):
                 stages += _stage(known, one, span.start)
-                of_stages.append(timed(one))
+                of_stages.append(_timed(one))
         elif one.kind in VERBS:
-            add_phase(phases, slots, one, span.start)
+            _add_phase(phases, slots, one, span.start)
     inputs, outputs = known.known_sizes(span.inputs), known.known_sizes(span.outputs)
     failed = span.flags & Flag.FAILED
-    replicas, of_replicas = replicas_of(known, shares, layout, span.start)
+    replicas, of_replicas = _replicas_of(known, shares, layout, span.start)
     if not (of_replicas or of_stages or phases[2 * VERBS[Kind.PARALLEL_APPLY]] >= 0):
         replicas, of_replicas = _whole(known, span, layout, phases, slots, parts)
     elif of_replicas == [[]] and phases[2 * VERBS[Kind.PARALLEL_APPLY]] < 0:
@@ -101,21 +99,21 @@ def parts_of(known: Definitions, span: Span, layout: int, parts: Sequence[Span])
     )
 
 
-def timed(span: Span) -> list[tuple[int, int]]:
+def _timed(span: Span) -> list[tuple[int, int]]:
     """The slot of a time that is one span's; empty if it is not timed on devices."""
     return [(span.number, 1)] if span.flags & Flag.TIMED else []
 
 
-def add_phase(phases: list[int], slots: Slots, span: Span, start: int) -> None:
+def _add_phase(phases: list[int], slots: Slots, span: Span, start: int) -> None:
     """Add a phase of a call that began at `start`: a subclass may run one twice."""
     at = VERBS[span.kind]
     if phases[2 * at] < 0:
         phases[2 * at] = max(span.start - start, 0)
     phases[2 * at + 1] += span.took
-    slots[at] += timed(span)
+    slots[at] += _timed(span)
 
 
-def replicas_of(known: Definitions, shares: dict[int, Span], layout: int, start: int) -> tuple[list[int], Slots]:
+def _replicas_of(known: Definitions, shares: dict[int, Span], layout: int, start: int) -> tuple[list[int], Slots]:
     """Four numbers a replica, by their indices, and the slots of their times; one that is missing has zeros."""
     flat: list[int] = []
     slots: Slots = []
@@ -127,7 +125,7 @@ def replicas_of(known: Definitions, shares: dict[int, Span], layout: int, start:
             continue
         outputs = 0 if one.flags & Flag.FAILED else known.known_sizes(one.outputs)
         flat += (known.known_sizes(one.inputs), outputs, max(one.start - start, 0), one.took)
-        slots.append(timed(one))
+        slots.append(_timed(one))
     return flat, slots
 
 
@@ -149,7 +147,7 @@ def _whole(
 
 def _after_scatter(span: Span, slots: Slots) -> list[tuple[int, int]]:
     """The slot of the time of a call without its scatter."""
-    slot = timed(span)
+    slot = _timed(span)
     return slot and slot + [(number, -sign) for number, sign in slots[0]]
 
 

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from dpmon.assemble.call_packing import WIRE_FLAGS, Made, add_phase, mode_of, replicas_of
+from dpmon.assemble.call_packing import Made, parts_of
 from dpmon.assemble.definitions import Definitions
-from dpmon.assemble.device_waits import Slots
 from dpmon.record.spans import Flag, Kind, Span
-from dpmon.record.wire import CALL_PHASES, Untimed
-
-__all__ = ["Composer"]
 
 _NOT_SCATTERED = "the script did not scatter in this turn of its loop"
 _NO_INPUTS = "nothing was scattered: only what the replicas were given is known"
@@ -36,9 +32,9 @@ class _Hand:
 
 
 class Composer:
-    """Puts the calls of one process together; `finish` is given each call, with its thread, when it is complete."""
+    """Puts the calls of one process together; `finish` is given each call when it is complete."""
 
-    def __init__(self, known: Definitions, finish: Callable[[Made, int], None]) -> None:
+    def __init__(self, known: Definitions, finish: Callable[[Made], None]) -> None:
         self._known = known
         self._finish = finish
         self._hands: dict[int, _Hand] = {}
@@ -75,7 +71,7 @@ class Composer:
         """No gather comes for what a thread has composed."""
         hand = self._hands.pop(thread, None)
         if hand is not None and hand.apply is not None and hand.apply.site in self._known.layouts:
-            self._finish(self._made(hand, hand.apply), thread)
+            self._finish(self._made(hand, hand.apply))
 
     def flush_all(self) -> None:
         """The step is over."""
@@ -102,34 +98,14 @@ class Composer:
         return self._known.add_sizes(leaves[:_MOST_LEAVES])
 
     def _made(self, hand: _Hand, apply: Span) -> Made:
-        phases: list[int] = [-1, 0] * len(CALL_PHASES)
-        slots: Slots = [[] for _ in CALL_PHASES]
-        start = hand.verbs[0].start
-        for one in hand.verbs:
-            add_phase(phases, slots, one, start)
-        failed = bool(apply.flags & Flag.FAILED)
-        last = hand.verbs[-1]
+        start, last = hand.verbs[0].start, hand.verbs[-1]
         outputs = self._known.known_sizes(last.outputs) if last.kind == Kind.GATHER else 0
-        layout = self._known.with_absent(apply.site, _absent(hand, bool(outputs), failed))
-        shares: dict[int, Span] = {}
-        for one in hand.replicas:
-            if one.kind == Kind.REPLICA:
-                shares.setdefault(one.site, one)
-        replicas, of_replicas = replicas_of(self._known, shares, layout, start)
-        return Made(
-            mode_of(apply.flags),
-            WIRE_FLAGS[apply.flags & 15],
-            layout,
-            start,
-            max(last.end - start, 0),
-            self._inputs(hand),
-            outputs,
-            phases,
-            replicas,
-            (),
-            [*slots, *of_replicas],
-            Untimed.SAMPLED if apply.flags & Flag.SKIPPED else Untimed.NONE,
-        )
+        absent = _absent(hand, bool(outputs), bool(apply.flags & Flag.FAILED))
+        layout = self._known.with_absent(apply.site, absent)
+        took = max(last.end - start, 0)
+        whole = apply._replace(start=start, took=took, inputs=self._inputs(hand), outputs=outputs)
+        replicas = [one for one in hand.replicas if one.kind == Kind.REPLICA]
+        return parts_of(self._known, whole, layout, [*hand.verbs, *replicas])
 
 
 def _absent(hand: _Hand, gathered: bool, failed: bool) -> dict[str, str]:

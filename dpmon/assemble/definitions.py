@@ -13,8 +13,6 @@ from zlib import crc32
 
 from dpmon.record.wire import pack_definition
 
-__all__ = ["OWN", "Definitions", "Layout"]
-
 OWN = 1 << 31
 MOST = 1 << 15
 """Definitions of each sort that are remembered: half of what a decoder remembers, so that it knows each of these."""

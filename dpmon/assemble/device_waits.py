@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, TypeAlias
 from dpmon.record.spans import Span
 from dpmon.record.wire import Untimed, pack_timed
 
-__all__ = ["DeviceWaits", "Payload", "Pending", "Said", "Slots"]
-
 MAX_STEPS = 64
 MOST = 1 << 16
 """Spans whose times are remembered."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from dpmon.record.wire import pack_event
 
-__all__ = ["NEVER", "Event", "EventQueue"]
-
 NEVER = 1 << 64
 """Later than any span ends."""
 _TEXTS = ("text", "reason")

@@ -13,23 +13,6 @@ from dpmon.record.schema import SPAN_PHASES
 from dpmon.record.spans import COUNTED, DOING, Flag, Kind, Span
 from dpmon.record.wire import MAX_SPANS, STEP_EXTRAS
 
-__all__ = [
-    "BACKWARD",
-    "CALLS",
-    "COPY",
-    "DATA",
-    "EDGE",
-    "FORWARD",
-    "OPTIMIZER",
-    "PHASE_OF",
-    "QUANTITIES",
-    "QUANTITY_OF",
-    "VERBS",
-    "Block",
-    "Inner",
-    "block_of",
-]
-
 DATA, FORWARD, BACKWARD, OPTIMIZER, COPY = range(5)
 """Indices in SPAN_PHASES and in dpmon.record.wire.TIMED_PHASES."""
 QUANTITIES = tuple(name for name in STEP_EXTRAS if name not in SPAN_PHASES)
@@ -45,6 +28,8 @@ QUANTITY_OF = {kind: QUANTITIES.index(name) for kind, name in COUNTED.items()}
 VERBS = {Kind.SCATTER: 0, Kind.REPLICATE: 1, Kind.PARALLEL_APPLY: 2, Kind.GATHER: 3}
 """Kinds of span by their index in dpmon.record.wire.CALL_PHASES."""
 CALLS = (Kind.CALL, Kind.WRAPPED)
+LEARNS = Flag.TRAINING | Flag.GRAD
+"""Flags of calls that train or record gradients."""
 EDGE = (Kind.PAUSE, Kind.LOOK)
 """Time that is ours: at the edge of a step it is in no step."""
 

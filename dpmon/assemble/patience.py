@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Patience"]
-
 WITHOUT_OPTIMIZER = 64, 5_000_000_000
 WITH_OPTIMIZER = 4096, 60_000_000_000
 """Calls, and ns since the first of them."""

@@ -11,17 +11,14 @@ from dpmon.assemble.composed import Composer
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.device_waits import Payload, Pending, Said
 from dpmon.assemble.event_queue import Event, EventQueue
-from dpmon.assemble.nesting import COPY, EDGE, PHASE_OF, QUANTITY_OF, VERBS, Block, Inner
+from dpmon.assemble.nesting import COPY, EDGE, LEARNS, PHASE_OF, QUANTITY_OF, VERBS, Block, Inner
 from dpmon.assemble.sampling import Sampling
 from dpmon.assemble.step_mark import Mark
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
 from dpmon.record.wire import MAX_SPANS, PLAIN_TAG, PLAIN_WORDS, Untimed, pack_timed
 
-__all__ = ["LEARNS", "Item", "Recorder", "before_edge"]
-
 Item: TypeAlias = "Block | Event"
-LEARNS = Flag.TRAINING | Flag.GRAD
 _SLOW = Flag.TIMED | Flag.SKIPPED | Flag.FAILED
 _PLAIN = struct.Struct(PLAIN_WORDS)
 _MOST_KNOWN = 1 << 15
@@ -54,7 +51,7 @@ class Recorder:
         self._peaks: set[int] = set()
         self._totals = StepTotals()
         self._step = 1
-        self._composer = Composer(known, self._composed)
+        self._composer = Composer(known, self._made)
         self._known: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
         """By layout, inputs and outputs of a plain call: words of its payload, module, rows."""
 
@@ -215,9 +212,6 @@ class Recorder:
             self.dropped += 1
         elif span.thread == self.thread:
             self._count(span.flags, layout.module, self.known.rows(inputs, layout.dim, layout.first))
-
-    def _composed(self, call: Made, _: int) -> None:
-        self._made(call)
 
     def _count(self, flags: int, module: int, rows: int) -> None:
         """Count the rows of a call of the thread that trains."""

@@ -6,8 +6,6 @@ from collections import deque
 from math import ceil
 from statistics import median
 
-__all__ = ["MOST", "Sampling"]
-
 COST_NS = 12_000
 """Of one time of one device: two events are recorded, asked for and read (tests/benchmarks/bench_inside.py)."""
 SHARE = 0.01

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Mark"]
-
 
 class Mark(NamedTuple):
     """The state of the recorder and of the rules before that block."""

@@ -9,19 +9,17 @@ and taken anew when the rule turns out to be another one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
 
 from dpmon.assemble.definitions import Definitions
 from dpmon.assemble.event_queue import Event
-from dpmon.assemble.nesting import EDGE, PHASE_OF, VERBS, Block
+from dpmon.assemble.nesting import EDGE, LEARNS, PHASE_OF, VERBS, Block
+from dpmon.assemble.open_step import OpenStep
 from dpmon.assemble.optimizer_cycle import OptimizerCycle
 from dpmon.assemble.patience import Patience
-from dpmon.assemble.recorder import LEARNS, Item, Recorder, before_edge
+from dpmon.assemble.recorder import Item, Recorder, before_edge
 from dpmon.assemble.step_mark import Mark
 from dpmon.assemble.step_totals import StepTotals
 from dpmon.record.spans import Flag, Kind, Span
-
-__all__ = ["StepRules"]
 
 STALE_STEPS = 64
 """Optimizer steps without a fetch after which a loader no longer counts."""
@@ -29,10 +27,7 @@ MOST_HELD = 1 << 14
 """Blocks of a step that are held; a longer one is recorded in parts, and cannot be taken anew."""
 
 BY_OPTIMIZER, BY_BACKWARD, BY_CALL = range(3)
-Closed: TypeAlias = Callable[[Mark, list[Item], bool], None]
 _OPENS = (Kind.SCATTER, Kind.REPLICATE)
-
-
 MOST_BESIDE = 16
 """Calls of a step that is made of calls only; with more, the model that began it is not called any more."""
 
@@ -70,20 +65,7 @@ class StepRules:
         """1 while what was held is taken anew, 2 while it is for the second time."""
         self._another = False
         """Whether the cycle of optimizers turned out to be another one meanwhile."""
-        self._part: StepTotals | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        """The next step has no calls yet."""
-        self._calls = 0
-        self._only_looks = True
-        """Whether it has nothing but calls that neither train nor record gradients."""
-        self._backward = False
-        self._module = self._look = 0
-        """Modules of its first call and of the last one that neither trains nor records gradients."""
-        self._first_call = 0
-        self._looked: set[int] = set()
-        self._part = None
+        self._step = OpenStep()
 
     # ------------------------------------------------------------------------------------------ marks
 
@@ -114,12 +96,8 @@ class StepRules:
             cycle.ends,
             tuple(cycle.since) if cycle.since else (),
             dict(cycle.once) if cycle.once else {},
-            None if self._part is None else self._saved_part(self._part),
+            self._step.saved(),
         )
-
-    def _saved_part(self, part: StepTotals) -> list[Any]:
-        state = self._calls, self._only_looks, self._backward, self._module, self._look, self._first_call
-        return [part.saved(), *state, sorted(self._looked)]
 
     def go_on(self, mark: Mark) -> None:
         """Go on from a predecessor's mark."""
@@ -130,15 +108,7 @@ class StepRules:
         self._since_fetch, self._patience = mark.since_fetch, Patience(mark.pace, mark.paced)
         self._learned = frozenset(mark.learned)
         self._cycle = OptimizerCycle(mark.ends, mark.since, {int(site): last for site, last in mark.once.items()})
-        self._forget()
-        self._go_on_in(mark.part)
-
-    def _go_on_in(self, part: Sequence[Any] | None) -> None:
-        if part is not None:
-            saved, self._calls, self._only_looks, self._backward, self._module, self._look, self._first_call, looked = (
-                part
-            )
-            self._looked, self._part = set(looked), StepTotals.restored(saved)
+        self._step = OpenStep.restored(mark.part)
 
     def _hold(self, item: Item) -> None:
         if not self.held:
@@ -170,9 +140,9 @@ class StepRules:
     def place(self, event: Event) -> None:
         """An event happened after all that was taken so far."""
         self._placed = event.number + 1
-        if event.pauses and self._calls:
+        if event.pauses and self._step.calls:
             self._settle()
-            if self._calls:
+            if self._step.calls:
                 self._close(event.at)
                 self._open = self._fetched = False
         if self.held and event.fill in ("next", "last"):
@@ -183,13 +153,13 @@ class StepRules:
 
     def fetches(self, since: int) -> None:
         """A fetch is under way at the top level: it ends the open step, whenever it ends itself."""
-        if self._open and self._calls and since >= self._last:
+        if self._open and self._step.calls and since >= self._last:
             self._close_at_fetch(since)
 
     def moves(self, thread: int) -> None:
         """Another thread turns out to be the one that trains."""
         self._settle()
-        if self._calls:
+        if self._step.calls:
             self._close(self._last)
         self._drop_open()
         self._recorder.thread = thread
@@ -200,16 +170,16 @@ class StepRules:
         `cut_off`: not one that was to learn, and did not come to it.
         """
         self._settle()
-        if not self._calls:
+        if not self._step.calls:
             self._drop_open()
             return
         items, self.held = self.held, []
-        totals = self._part or StepTotals()
+        totals = self._step.part or StepTotals()
         self._recorder.part(totals, items)
         if not totals.failed and not (cut_off and totals.unfinished):
             self._recorder.step(totals, (), self._start, self._last)
         self._closed(self._snapshot(), [], True)
-        self._forget()
+        self._step = OpenStep()
         self._open = False
 
     # ------------------------------------------------------------------------------------------ with a loader
@@ -217,7 +187,7 @@ class StepRules:
     def _fetch(self, block: Block) -> None:
         span = block[0]
         failed = span.flags & (Flag.FAILED | Flag.OVER)
-        if self._open and self._calls:
+        if self._open and self._step.calls:
             self._close_at_fetch(span.start)
         if self._open and self._fetched and not failed:
             self._hold(block)
@@ -244,7 +214,7 @@ class StepRules:
             self._close(before_edge(self.held, start))
         else:
             self._settle()
-            if self._calls:
+            if self._step.calls:
                 self._close(self._last)
         self._drop_open()
 
@@ -262,7 +232,7 @@ class StepRules:
                 recorder.of_others(item)
             elif item[0].kind == Kind.LOOK:
                 recorder.look(item[0].site, recorder.number)
-        self._forget()
+        self._step = OpenStep()
         self._closed(mark, items, False)
 
     # ------------------------------------------------------------------------------------------ without a loader
@@ -284,9 +254,9 @@ class StepRules:
     def _take(self, block: Block) -> None:
         span, calls, stepped, inner = block
         kind, start = span[1], span[6]
-        if self._calls and calls and not self._fetched:
+        if self._step.calls and calls and not self._fetched:
             self._before_call(block)
-        if not self.held and kind in EDGE and not self._calls:
+        if not self.held and kind in EDGE and not self._step.calls:
             self._start = max(self._start, start + span[7])
             self._outside(block)
             return
@@ -298,8 +268,8 @@ class StepRules:
         if calls and self._called(calls):
             return
         if kind == Kind.BACKWARD or (inner is not None and inner.backward):
-            self._backward = self.trains = True
-            self._only_looks = False
+            self._step.backward = self.trains = True
+            self._step.only_looks = False
             if self._rule == BY_CALL:
                 self._rule = BY_BACKWARD
         elif kind == Kind.GONE:
@@ -312,20 +282,14 @@ class StepRules:
 
     def _called(self, calls: Sequence[Span]) -> bool:
         """These calls belong to the open step; True if it was taken anew."""
-        fresh = False
+        step, fresh = self._step, False
         for call in calls:
             module = self._known.module(call[5])
-            if not self._calls:
-                self._module, self._first_call = module, call[6]
-            self._calls += 1
-            if not call[2] & LEARNS:
-                self._look = module
-                self._looked.add(module)
+            if not step.called(call, module):
                 continue
-            self._only_looks = False
             if module not in self._learned:
                 self._learned |= {module}
-                fresh = fresh or module in self._looked
+                fresh = fresh or module in step.looked
         if not fresh or self._fetched or self._anew:
             return False
         self._take_anew()
@@ -339,14 +303,14 @@ class StepRules:
             while at and isinstance(item := self.held[at - 1], tuple) and item[0].kind in _OPENS:
                 at -= 1
                 start = item[0].start
-        if not (self._only_looks and self._look in self._learned):
-            if self._rule == BY_OPTIMIZER or (self._rule == BY_BACKWARD and not self._backward):
+        if not (self._step.only_looks and self._step.look in self._learned):
+            if self._rule == BY_OPTIMIZER or (self._rule == BY_BACKWARD and not self._step.backward):
                 return
-            trains_now = self._only_looks and learns
-            others = self._calls <= MOST_BESIDE and self._known.module(block[1][0].site) != self._module
+            trains_now = self._step.only_looks and learns
+            others = self._step.calls <= MOST_BESIDE and self._known.module(block[1][0].site) != self._step.module
             if self._rule == BY_CALL and others and not trains_now:
                 return
-        self._cut(at, self._last if self._only_looks and learns else start, start)
+        self._cut(at, self._last if self._step.only_looks and learns else start, start)
 
     def _cut(self, at: int, end: int, start: int) -> None:
         """The open step ends at `end` with the first `at` items; the others begin the next one, at `start`."""
@@ -358,7 +322,7 @@ class StepRules:
 
     def _stepped(self, sites: Sequence[int], number: int, end: int) -> None:
         """Optimizers have stepped in a block, the span with this number, that ended at `end`."""
-        self._only_looks = False
+        self._step.only_looks = False
         self.trains = True
         outcomes = [self._cycle.stepped(site, number) for site in sites]
         anew = None in outcomes
@@ -371,7 +335,7 @@ class StepRules:
                 self._take_anew()
             return
         self._rule = BY_OPTIMIZER
-        if not ended or not self._calls:
+        if not ended or not self._step.calls:
             return
         if anew and self._anew < 2:
             self._another = True
@@ -393,8 +357,7 @@ class StepRules:
         self._open, self._start, self._last = mark.opened, mark.start, mark.last
         if self._cycle.ends == mark.ends:
             self._cycle.since = dict.fromkeys(mark.since)
-        self._forget()
-        self._go_on_in(mark.part)
+        self._step = OpenStep.restored(mark.part)
         placed, self._placed = self._placed, mark.placed
         self._another = False
         self._anew += 1
@@ -416,23 +379,23 @@ class StepRules:
     def _be_patient(self) -> None:
         """Wait for an optimizer's step, but not for ever."""
         made = bool(self._known.optimizers) or self._cycle.ends >= 0
-        if not self._patience.is_over(made, self._calls, self._last - self._first_call):
+        if not self._patience.is_over(made, self._step.calls, self._last - self._step.first_call):
             return
-        if not self._look_for_another_rule() and self._patience.too_many(made, self._calls):
+        if not self._look_for_another_rule() and self._patience.too_many(made, self._step.calls):
             self._close(self._last)
             self._open, self._start = True, self._last
 
     def _settle(self) -> None:
         """Nothing that is still to come can say by which rule the open step is to be divided."""
-        if self._calls and not self._fetched and self._rule == BY_OPTIMIZER and self._cycle.ends < 0:
+        if self._step.calls and not self._fetched and self._rule == BY_OPTIMIZER and self._cycle.ends < 0:
             self._look_for_another_rule()
 
     def _look_for_another_rule(self) -> bool:
         """Take the open step anew by the rule that its blocks suggest; False if there is no other."""
         if self._rule == BY_OPTIMIZER:
             if not self._cycle.decide():
-                self._rule = BY_BACKWARD if self._backward else BY_CALL
-        elif self._rule == BY_BACKWARD and not self._backward:
+                self._rule = BY_BACKWARD if self._step.backward else BY_CALL
+        elif self._rule == BY_BACKWARD and not self._step.backward:
             self._rule = BY_CALL
         else:
             return False
@@ -444,17 +407,17 @@ class StepRules:
     def _close(self, end: int) -> None:
         items, self.held = self.held, []
         mark = self._mark if items and self._mark is not None else self._snapshot()
-        self._recorder.step(self._part or StepTotals(), items, self._start, end)
+        self._recorder.step(self._step.part or StepTotals(), items, self._start, end)
         self._closed(mark, items, True)
-        self._forget()
+        self._step = OpenStep()
 
     def _bound(self) -> None:
         """Record a part of a step that is too long to be held."""
         if len(self.held) <= MOST_HELD:
             return
         items, self.held = self.held, []
-        self._part = self._part or StepTotals()
-        self._recorder.part(self._part, items)
-        self._part.keep_no_times()
+        self._step.part = self._step.part or StepTotals()
+        self._recorder.part(self._step.part, items)
+        self._step.part.keep_no_times()
         if self._mark is not None:
             self._closed(self._mark, items, False)

@@ -11,8 +11,6 @@ from dpmon.assemble.nesting import BACKWARD, COPY, DATA, OPTIMIZER, QUANTITIES
 from dpmon.record.schema import SPAN_PHASES
 from dpmon.record.wire import BODY_PHASES, MAX_SPANS, Untimed, pack_step, pack_timed, span_words, with_extras
 
-__all__ = ["StepTotals"]
-
 _EXTRAS = (*SPAN_PHASES[len(BODY_PHASES) :], *QUANTITIES)
 _LARGEST = (1 << 62) - 1
 _MOST_TIMED = 4096

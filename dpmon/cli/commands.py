@@ -23,8 +23,6 @@ from dpmon.supervise.guard import looked_after
 from dpmon.supervise.start import look_after
 from dpmon.text.cleaning import clean
 
-__all__ = ["attach", "export", "keep", "ls", "rm", "stop"]
-
 _LAST_OUTPUT = 4096
 
 
@@ -83,13 +81,9 @@ def stop(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     """Write a run's records to a file or to standard output."""
-    from dpmon.export import ExportError
     from dpmon.export import export as write
 
-    try:
-        write(find_run(options.run), options.format, options.output, options.kind)
-    except ExportError as error:
-        raise RunError(str(error)) from None
+    write(find_run(options.run), options.format, options.output, options.kind)
     return 0
 
 

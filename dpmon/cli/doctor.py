@@ -17,8 +17,6 @@ from dpmon.cli.checks.trial import trial
 from dpmon.text.ascii import in_stream
 from dpmon.text.cleaning import clean
 
-__all__ = ["doctor"]
-
 WIDTH = 80
 _NAME = 13
 _STATE = max(map(len, STATES)) + 2

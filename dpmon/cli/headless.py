@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from dpmon.cli.lines import LineFile, Lines
     from dpmon.cli.progress import Progress
 
-__all__ = ["Follower", "Stream"]
 
 CHUNK = 1 << 18
 IDLE_S = 0.03

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from dpmon.cli.lines import LineFile
     from dpmon.supervise.guard import Guard
 
-__all__ = ["has_screen", "json_lines", "run"]
 
 REFRESH_S = 1.0
 _START_S = 5.0

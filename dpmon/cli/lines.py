@@ -49,8 +49,6 @@ from dpmon.store.figures import Figures, counted_as_fields
 from dpmon.store.opened import open_store
 from dpmon.store.tables import HistoryError
 
-__all__ = ["EVERY_S", "LineFile", "Lines"]
-
 EVERY_S = 1.0
 _RATES = tuple(as_fields(None))
 _FIGURES = ("step_ms", "phases", "call_phases", "quantities")

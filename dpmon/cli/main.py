@@ -7,8 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-__all__ = ["entry", "main"]
-
 
 def main(words: Sequence[str]) -> int:
     """Do what the command line says; the exit status. 2 with one sentence on stderr for what cannot be done."""
@@ -23,9 +21,8 @@ def main(words: Sequence[str]) -> int:
         return 2
     if command == "help":
         return 2
-    from dpmon.config import ConfigError, Settings, load
-    from dpmon.run.rundir import RunError
-    from dpmon.supervise.program import CommandError, NotFoundError
+    from dpmon.config import Settings, load
+    from dpmon.errors import DpmonError
 
     try:
         # Whoever lists or stops runs is not held up by a theme that does not exist.
@@ -52,7 +49,8 @@ def main(words: Sequence[str]) -> int:
             "keep": commands.keep,
             "rm": commands.rm,
         }[command](options)
-    except (CommandError, ConfigError, RunError) as error:
+    except DpmonError as error:
+        from dpmon.supervise.program import NotFoundError
         from dpmon.text.cleaning import clean
 
         near = meant(error.word) if isinstance(error, NotFoundError) else None

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import dpmon
-
-__all__ = ["COMMANDS", "UsageError", "meant", "parse"]
+from dpmon.errors import DpmonError
 
 COMMANDS = ("run", "attach", "ls", "stop", "report", "export", "doctor", "keep", "rm")
 MAX_REPLICAS = 4096
@@ -33,7 +32,7 @@ Everything after the script's name belongs to the script. RUN is a name, an id, 
 """
 
 
-class UsageError(Exception):
+class UsageError(DpmonError):
     """A command line that means nothing; the text is one sentence for a person."""
 
 

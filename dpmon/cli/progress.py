@@ -18,8 +18,6 @@ from dpmon.store.tables import HistoryError
 from dpmon.store.tally import Key, Sum, Tally
 from dpmon.text.quantities import compact, within_words
 
-__all__ = ["Progress"]
-
 _SHOWN_NS = 1_000_000_000
 _NOTHING = (0, 0)
 

@@ -14,8 +14,6 @@ from dpmon.run.lookup import find_run, short_name
 from dpmon.run.rundir import RunError, load_info
 from dpmon.text.ascii import in_stream
 
-__all__ = ["report"]
-
 WIDTH_NO_TERMINAL = 80
 WIDEST = 120
 
@@ -64,9 +62,6 @@ def _text(directory: Path, output: str | None) -> str:
 
 def _page(directory: Path) -> str:
     from dpmon.report.collect import collect
-    from dpmon.report.page import PageError, page
+    from dpmon.report.page import page
 
-    try:
-        return page(collect(directory))
-    except PageError as error:
-        raise RunError(str(error)) from None
+    return page(collect(directory))

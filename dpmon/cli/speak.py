@@ -12,8 +12,6 @@ from dpmon.run.rundir import ExitInfo, RunError
 from dpmon.text.ascii import in_stream
 from dpmon.text.cleaning import clean
 
-__all__ = ["closing", "error_words", "speak"]
-
 UNKNOWN_STATUS = 2
 _HEAD = "dpmon: "
 _PROMPTS = 3

@@ -31,8 +31,6 @@ from dpmon.text.cleaning import clean
 from dpmon.text.last_words import READ_BYTES, last_words
 from dpmon.text.quantities import memory, quantity_words, rate_words
 
-__all__ = ["Line", "ending_line", "fitted", "summary", "summary_lines"]
-
 _MAX_REPLICA_LINES = 40
 _MAX_SIZES = 3
 """Sizes told of one replica, those of most calls."""

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TextIO
 
+from dpmon.errors import DpmonError
 from dpmon.export.perfetto import write_trace
 from dpmon.export.records import history, kind, write_jsonl
 from dpmon.export.table import Tables
@@ -15,10 +16,8 @@ from dpmon.record.fields import RECORDS
 from dpmon.run.destination import check_replaceable, replaced
 from dpmon.run.rundir import load_info
 
-__all__ = ["ExportError", "export"]
 
-
-class ExportError(Exception):
+class ExportError(DpmonError):
     """What was asked for cannot be written; the text is one sentence for a person."""
 
 

@@ -29,8 +29,6 @@ from dpmon.record.kinds import Call, Event, Record, Step
 from dpmon.run.lookup import short_name
 from dpmon.run.rundir import RunInfo
 
-__all__ = ["write_trace"]
-
 MAX_LANES = 64
 MAX_TRACKS = 100_000
 _SUPERVISOR = "dpmon"

@@ -13,8 +13,6 @@ from dpmon.run.rundir import load_exit
 from dpmon.store.opened import open_store
 from dpmon.store.tables import HistoryError
 
-__all__ = ["history", "kind", "write_jsonl"]
-
 
 def history(directory: Path) -> Iterator[Record]:
     """All records of the run in `directory`, then {"kind": "dropped", "count": n}, then the exit if it has ended.

@@ -20,8 +20,6 @@ from dpmon.record.jsonl import as_json
 from dpmon.record.kinds import Call, PhaseSpan, Record, Size, Step, rows_of
 from dpmon.record.wire import MORE
 
-__all__ = ["Tables", "row"]
-
 _SPREAD = ("kind", *(one.name for one in RECORDS["step"].fields if one.in_csv != (one.name,)))
 """Members of a step in JSON that have other columns, or none."""
 _OTHER = ("kind",)

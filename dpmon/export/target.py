@@ -10,8 +10,6 @@ from typing import TextIO
 
 from dpmon.run.destination import is_stream, open_stream, replaced
 
-__all__ = ["opened", "stdout"]
-
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[TextIO]:

@@ -17,8 +17,6 @@ from dpmon.gpu.failure import GPU_IS_LOST, Failure, Missing
 from dpmon.gpu.questions import Question
 from dpmon.gpu.share import Run, bare
 
-__all__ = ["RETRY_S", "SILENT_S", "Asker", "Card"]
-
 RETRY_S = 5.0
 """After this long a GPU that was lost, or a library that did not start, is tried again."""
 SILENT_S = 3.0

@@ -8,8 +8,6 @@ from typing import Any
 from dpmon.gpu.device import VALUES, DeviceSample
 from dpmon.gpu.share import Run, bare, of_processes, of_torch
 
-__all__ = ["compose"]
-
 NOT_ASKED = "not asked yet"
 _OF_PROCESSES = ("of_run", "mem_run_bytes", "mem_others_bytes", "processes", "process_count")
 _NO_SUCH_LIST = ("not supported", "this driver does not offer it")

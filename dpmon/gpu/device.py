@@ -6,8 +6,6 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["DeviceSample", "pids_are_shared", "without_values"]
-
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # the kernel's fixed inode number for it (include/linux/proc_ns.h)
 
 

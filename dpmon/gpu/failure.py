@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["GPU_IS_LOST", "NO_START", "UNINITIALIZED", "Failure", "Missing", "call", "words_of"]
-
 # NVML's own numbers (nvml.h); a driver may answer with any other.
 UNINITIALIZED, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION = 1, 2, 3, 4
 _DRIVER_NOT_LOADED, _LIBRARY_NOT_FOUND, _FUNCTION_NOT_FOUND = 9, 12, 13

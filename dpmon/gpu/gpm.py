@@ -7,8 +7,6 @@ from typing import Any
 
 from dpmon.gpu.failure import Failure, Missing, words_of
 
-__all__ = ["GPM_FIELDS", "gpm", "nvlink"]
-
 # By NVML's metric numbers (nvmlGpmMetricId_t): percent, then MiB/s.
 _PERCENT = {"sm_active_pct": 2, "tensor_active_pct": 5, "dram_active_pct": 10}
 _MIB_S = {"pcie_tx_bytes_s": 20, "pcie_rx_bytes_s": 21, "nvlink_rx_bytes_s": 60, "nvlink_tx_bytes_s": 61}

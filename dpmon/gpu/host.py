@@ -12,8 +12,6 @@ import psutil
 
 from dpmon.gpu.proportional import ProportionalMemory
 
-__all__ = ["HostSample", "HostSampler"]
-
 _SCAN_SHARE = 0.01
 """Looking for new processes reads every process of the machine; it may take this share of one core."""
 

@@ -15,8 +15,6 @@ from typing import Any
 
 from dpmon.gpu.failure import NO_START, UNINITIALIZED, Failure, call
 
-__all__ = ["NO_GPU", "Nvml", "leave"]
-
 NO_GPU = "the NVIDIA driver is loaded but sees no GPU"
 
 

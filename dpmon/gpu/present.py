@@ -8,8 +8,6 @@ import threading
 from dpmon.gpu.failure import NO_START, Failure
 from dpmon.gpu.nvml import NO_GPU, Nvml
 
-__all__ = ["missing"]
-
 WAIT_S = 3.0
 """For a driver that does not answer: then nothing is known."""
 _NONE = (NO_GPU, NO_START[9], NO_START[12])

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["ProportionalMemory", "read_pss"]
-
 BUDGET_SHARE = 0.01
 """Share of one core that readings may take in the long run."""
 BUDGET_MOST_S = 1.0

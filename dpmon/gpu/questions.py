@@ -13,8 +13,6 @@ from typing import Any
 from dpmon.gpu.failure import Failure, Missing, call
 from dpmon.gpu.gpm import GPM_FIELDS, gpm, nvlink
 
-__all__ = ["CHEAP", "CHEAP_CALLS", "DEAR", "DEAR_CALLS", "OPENING_CALLS", "Question", "Way"]
-
 CHEAP_CALLS, DEAR_CALLS = 5, 3
 """Most library calls for one GPU in one second by the thread that asks; 8 for all threads.
 

@@ -29,8 +29,6 @@ from dpmon.record.kinds import Event, RecordError
 from dpmon.record.wire import pack_event
 from dpmon.ring import Ring
 
-__all__ = ["DeviceSampler"]
-
 RING_BYTES = 1 << 20
 SAME_WARNING_S = 60.0
 """What keeps going wrong is said once in this time."""

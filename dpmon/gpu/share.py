@@ -6,8 +6,6 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["MAX_PROCESSES", "Run", "TorchUse", "bare", "of_processes", "of_torch", "uses_of"]
-
 MAX_PROCESSES = 16
 MAX_USES = 256
 NO_PIDS_IN_CONTAINER = "inside a container the driver's process ids cannot be matched to ours"

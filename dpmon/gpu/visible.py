@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from dpmon.gpu.share import bare
 
-__all__ = ["Gpu", "cuda_order", "visible_gpus"]
-
 _NUMBER = re.compile(r"[+-]?[0-9]+")
 MAX_ENTRIES = 1024
 

@@ -15,8 +15,6 @@ from dpmon.gpu.failure import Failure
 from dpmon.gpu.nvml import NO_GPU, Nvml
 from dpmon.gpu.questions import CHEAP, CHEAP_CALLS, DEAR, DEAR_CALLS, OPENING_CALLS
 
-__all__ = ["NVML_PERIOD_S", "Watch"]
-
 NVML_PERIOD_S = 1.0
 """NVML is asked no more often, whatever the interval: drivers answer under a lock that training needs too."""
 FIRST_S = 0.5

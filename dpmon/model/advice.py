@@ -10,8 +10,6 @@ from dpmon.model.evidence import Evidence, HostFacts, ModeFacts
 from dpmon.model.finding import enough, took
 from dpmon.model.numbers import percent
 
-__all__ = ["DATA_SHARE", "for_data", "for_low_use", "for_spread", "room"]
-
 DATA_SHARE = 0.2
 """Share of the step. A loader that keeps up takes a few per cent (a queue's get); a fifth justifies another worker."""
 WORTH_A_WORKER_NS = 1_000_000

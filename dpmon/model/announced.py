@@ -16,8 +16,6 @@ from dpmon.model.state import ModeChange, PauseChange, WarningText
 from dpmon.record.kinds import Event
 from dpmon.record.wire import MODES
 
-__all__ = ["Announced", "InForce", "mode_change", "pause_change"]
-
 CHANGES_READ = 500
 """Changes of mode that are looked at; older ones say nothing of what is in force."""
 TEXTS_READ = 100

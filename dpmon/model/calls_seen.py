@@ -19,8 +19,6 @@ from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.quantiles import Counts
 from dpmon.store.tally import Key, Tally
 
-__all__ = ["Calls", "call_tracks"]
-
 Root = tuple[str, str | None]
 HEADS_READ = 256
 STEP_CALLS_READ = 64

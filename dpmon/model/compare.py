@@ -26,19 +26,6 @@ from dpmon.store.quantiles import Counts, bounds, median, middle
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, Tally
 from dpmon.store.window import Window
 
-__all__ = [
-    "MIN_STEPS",
-    "MODES_COMPARED",
-    "Comparison",
-    "Ground",
-    "Interval",
-    "Side",
-    "compare_modes",
-    "first_with_both",
-    "median_interval",
-    "ratio",
-]
-
 MODES_COMPARED = ("single", "dp")
 MIN_STEPS = 20
 """Steps of each mode below which no verdict is given."""

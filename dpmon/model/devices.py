@@ -14,8 +14,6 @@ from dpmon.model.source import Rows
 from dpmon.model.state import DeviceTrack, ModeChange
 from dpmon.store.answers import Sample
 
-__all__ = ["HISTORY_S", "HostPeaks", "Samples", "Visit", "device_peaks", "visits_of"]
-
 HISTORY_S = 640
 """Seconds of samples that are kept for the charts."""
 _DEVICES = 256

@@ -12,17 +12,6 @@ from dpmon.rates import Rate
 from dpmon.store.answers import GapRow
 from dpmon.store.figures import Counted, PhaseFigures
 
-__all__ = [
-    "BatchFacts",
-    "DeviceFacts",
-    "Evidence",
-    "HostFacts",
-    "LoaderStart",
-    "LongStep",
-    "ModeFacts",
-    "ReplicaFacts",
-]
-
 
 class ModeFacts(NamedTuple):
     """The steps of one mode, over all processes; ns. `phases`: of the step, and of its calls (part of forward)."""

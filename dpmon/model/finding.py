@@ -8,21 +8,6 @@ from typing import NamedTuple
 from dpmon.model.evidence import Evidence, LongStep, ModeFacts
 from dpmon.model.numbers import duration, group, minutes
 
-__all__ = [
-    "MIN_STEPS",
-    "Finding",
-    "basis",
-    "clock",
-    "enough",
-    "gib",
-    "many",
-    "of",
-    "of_process",
-    "times",
-    "took",
-    "under",
-]
-
 MIN_STEPS = 30
 """Below this a median says little, and start-up (caches, allocator, loader workers) still weighs."""
 

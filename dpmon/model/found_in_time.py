@@ -12,8 +12,6 @@ from dpmon.model.numbers import percent
 from dpmon.model.verdict import sentence
 from dpmon.store.answers import GapRow
 
-__all__ = ["between", "copies", "data", "drift", "failed", "quiet", "slower", "spread", "stalls", "transfers"]
-
 COPY_SHARE = 0.2
 """Of the step, for copies to the device; for replicate, or for scatter and gather: what DataParallel itself costs, and
 DDP mostly does not."""

@@ -10,8 +10,6 @@ from dpmon.model.evidence import BatchFacts, DeviceFacts, Evidence, HostFacts, R
 from dpmon.model.finding import MIN_STEPS, Finding, enough, gib, many, times, took
 from dpmon.model.numbers import percent
 
-__all__ = ["busy", "fuller", "idle", "low_use", "throttled", "uneven"]
-
 IDLE_CALLS = 0.5
 """Of the calls under dp. The last batch of an epoch is often short; every other batch is not chance."""
 ROWS_RATIO = 0.75

@@ -12,8 +12,6 @@ from dpmon.model.source import Tallies
 from dpmon.record.schema import PHASES, REST, STEP
 from dpmon.store.tally import WIDTHS, Tally
 
-__all__ = ["COLUMNS", "Columns", "Picture", "pictured", "width_of_columns"]
-
 COLUMNS = 640
 """Columns that are read at most."""
 _NICE = (1, 2, 5, 10, 15, 30, 60)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["INPUT", "SAID", "is_wait", "waited_ns"]
-
 INPUT = "input"
 """Stands where else the phase stands that a step is longer by."""
 SAID = "waiting for input"

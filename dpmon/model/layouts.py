@@ -13,8 +13,6 @@ from dpmon.store.answers import Shape
 from dpmon.store.parts import stage_series
 from dpmon.store.tally import Key, Stat, Tally
 
-__all__ = ["Layouts", "ProcessSizes", "ReplicaSizes", "StageSizes", "most_common", "why_untimed"]
-
 _TENSORS_NAMED = 4
 
 

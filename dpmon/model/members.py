@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["SECOND", "finite", "ns_in", "number_in", "text_in", "whole_in"]
-
 SECOND = 1_000_000_000
 
 

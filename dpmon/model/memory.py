@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["HOST", "Held", "Peak", "held", "reasons"]
-
 HOST = "host"
 """The key in a mode's peaks for the sampled memory of all processes of the run."""
 MAX_DEVICES = 256

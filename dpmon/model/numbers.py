@@ -5,8 +5,6 @@ Three digits and the unit that makes them 1 to 999; counts in full, with a comma
 
 from __future__ import annotations
 
-__all__ = ["UNKNOWN", "duration", "group", "minutes", "percent", "three", "times"]
-
 UNKNOWN = "–"
 _UNITS = ((1e3, "µs"), (1e6, "ms"), (1e9, "s"))
 

@@ -17,8 +17,6 @@ from dpmon.store.answers import PaceRow
 from dpmon.store.figures import rate
 from dpmon.store.tally import Stat, Sum, Tally
 
-__all__ = ["WINDOW_S", "Paces", "Speed", "Trained", "rate_together", "recent", "recent_of_steps", "speed"]
-
 WINDOW_S = 10
 _OPEN_S = 2
 """Seconds before the newest step to which steps are still being added."""

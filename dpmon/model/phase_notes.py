@@ -8,8 +8,6 @@ from dpmon.model.finding import many, took
 from dpmon.record.schema import STEP_PHASES
 from dpmon.store.figures import PhaseFigures
 
-__all__ = ["host_waits", "partly_timed"]
-
 _WHERE = ("copy", "forward", "backward", "optimizer")
 """A loader that is waited for is another matter: the GPU may be at work meanwhile."""
 KNOWN = 0.9

@@ -17,20 +17,6 @@ from dpmon.record.kinds import Call, Step
 from dpmon.record.schema import PHASES as SCHEMA
 from dpmon.store.figures import Figures, PhaseFigures
 
-__all__ = [
-    "NO_STEPS",
-    "PHASES",
-    "CallTrack",
-    "Column",
-    "ModeTrack",
-    "Process",
-    "RankFigures",
-    "Recent",
-    "Refusal",
-    "Spread",
-    "Summary",
-]
-
 PHASES = tuple(phase.shown for phase in SCHEMA)
 """Phases of a step as shown: the phases of its calls take their part out of `forward`, which keeps the rest."""
 NO_STEPS = tuple(PhaseFigures(name, 0, None, None, None, None) for name in PHASES)

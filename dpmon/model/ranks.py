@@ -7,13 +7,6 @@ from dpmon.model.process import Process
 from dpmon.model.state import State
 from dpmon.record.wire import DDP
 
-__all__ = [
-    "distributed",
-    "toggle_refusal",
-    "training",
-    "world",
-]
-
 
 def training(state: State) -> list[Process]:
     """The processes that train now (`State.training`), by rank, the newest of each.

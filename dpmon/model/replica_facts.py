@@ -13,8 +13,6 @@ from dpmon.record.schema import EVALUATION, device_series
 from dpmon.store.parts import replica_series
 from dpmon.store.tally import Key, Stat, Tally
 
-__all__ = ["batch_facts", "replica_facts"]
-
 
 @dataclass(slots=True)
 class _Line:

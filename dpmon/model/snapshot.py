@@ -30,8 +30,6 @@ from dpmon.store.figures import merged, trains
 from dpmon.store.tally import ALL, Key, Tally
 from dpmon.store.window import Window
 
-__all__ = ["Snapshots"]
-
 RANK_CALLS_READ = 8
 _MINUTE_S = 60
 _SILENT_S = 40

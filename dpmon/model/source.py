@@ -10,9 +10,6 @@ from dpmon.store.answers import CallHead, LongRow, PaceRow, Sample, TimeRow
 from dpmon.store.tally import Key, Tally
 from dpmon.store.window import Source
 
-__all__ = ["MOST_RANKS", "Rows", "Tallies", "Wanted"]
-
-
 MOST_RANKS = 64
 """Ranks that a picture shows at most without being scrolled."""
 

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from dpmon.model.process import Process
 from dpmon.model.turns import standing_for, taking_turns
 
-__all__ = ["DeviceTrack", "ModeChange", "PauseChange", "State", "WarningText"]
-
 
 class ModeChange(NamedTuple):
     """An acknowledged answer to a request for a mode (or the mode at the start)."""

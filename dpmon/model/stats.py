@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["median", "percentile"]
-
 
 def median(values: Iterable[float]) -> float | None:
     """The middle value (the mean of the two middle ones), None of nothing."""

@@ -12,8 +12,6 @@ from typing import NamedTuple, Protocol
 
 from dpmon.model.process import Process
 
-__all__ = ["Seen", "ended_of", "last_resumption", "some_are_silent", "standing_for", "taking_turns"]
-
 _LATELY_NS = 30_000_000_000
 _TURN_NS, _TURN_STEPS = 2_000_000_000, 3
 """So long, and so many of its steps, a process is silent before another one that began since stands for the run."""

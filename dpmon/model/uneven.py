@@ -11,8 +11,6 @@ from dpmon.store.answers import LongRow
 from dpmon.store.quantiles import middle
 from dpmon.store.tally import Tally
 
-__all__ = ["Uneven", "uneven_steps"]
-
 _APART = 1.25
 """By so much, either way, mean and median may differ without a word."""
 

@@ -6,8 +6,6 @@ from dpmon.model.compare import COPIES, WORTH, Comparison
 from dpmon.model.inputs import INPUT, SAID
 from dpmon.model.numbers import duration, percent, times
 
-__all__ = ["sentence"]
-
 
 def sentence(found: Comparison) -> str | None:
     """The verdict with its ground, in one sentence; None when there is none."""

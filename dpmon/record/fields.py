@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from dpmon.record.schema import QUANTITIES, STEP_PHASES
 from dpmon.record.wire import CALL_PHASES, MAX_SPANS, TIMED_PHASES
 
-__all__ = ["COLUMNS", "RECORDS", "Field", "RecordKind", "metrics_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Field:

@@ -8,8 +8,6 @@ from dpmon.record.kinds import Call, PhaseSpan, Record, Size, Stage, Step
 from dpmon.record.schema import NO_SPANS, QUANTITIES, STEP_PHASES
 from dpmon.record.wire import MORE
 
-__all__ = ["as_json"]
-
 
 def _ms(ns: int) -> float:
     return ns / 1e6

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from dpmon.errors import DpmonError
+
 __all__ = [
     "Call",
     "Event",
@@ -23,7 +25,7 @@ __all__ = [
 ]
 
 
-class RecordError(Exception):
+class RecordError(DpmonError):
     """Bytes that are no record of ours, or refer to a definition that was not seen."""
 
 

@@ -9,8 +9,6 @@ import json
 import re
 from typing import Any
 
-__all__ = ["load_event", "load_json"]
-
 _ODD = re.compile(r"[0-9]{19}|[eE][+]?[0-9]{2}|NaN|Infinity")
 _NESTED = 16
 """Number of brackets above which their nesting is checked."""

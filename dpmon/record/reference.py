@@ -8,8 +8,6 @@ from dpmon.record.fields import RECORDS, Field, RecordKind
 from dpmon.record.schema import PHASES, QUANTITIES
 from dpmon.record.wire import TIMED_PHASES
 
-__all__ = ["reference"]
-
 _HEAD = """\
 # Records
 

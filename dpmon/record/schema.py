@@ -19,7 +19,6 @@ __all__ = [
     "PHASES",
     "QUANTITIES",
     "REST",
-    "SERIES",
     "SETTLING",
     "SETTLING_STEPS",
     "SPAN_PHASES",
@@ -27,7 +26,6 @@ __all__ = [
     "STEP_PHASES",
     "Phase",
     "Quantity",
-    "Series",
     "device_series",
     "phase_named",
     "phase_shown",
@@ -179,17 +177,8 @@ def phase_shown(label: str) -> Phase:
     return _BY_LABEL[label]
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    """Durations of which the store keeps counts, sums and quantiles, one value a step."""
-
-    name: str
-    phase: Phase | None = None
-
-
 STEP, REST = "step", "rest"
 """The whole step; and what the phases of its calls leave of its forward."""
-SERIES = (Series(STEP), *(Series(phase.name, phase) for phase in PHASES), Series(REST))
 
 
 EVALUATION, SETTLING = 1, 2

@@ -6,7 +6,7 @@
     w3   definitions of the inputs (lower half) and the outputs (upper half), 0: not known
     w4   number of the slot plus one
 
-A training process writes a span when a phase ends, and draws no conclusion from it: dpmon.supervise.assemble does. A
+A training process writes a span when a phase ends, and draws no conclusion from it: dpmon.assemble does. A
 span that lies within another one on its thread comes before it, and names its kind as the enclosing one.
 
 Standard library only: this module is imported into the training process.
@@ -15,20 +15,6 @@ Standard library only: this module is imported into the training process.
 from __future__ import annotations
 
 from typing import NamedTuple
-
-__all__ = [
-    "COUNTED",
-    "DOING",
-    "FLAGS_AT",
-    "INSIDE_AT",
-    "LAP_AT",
-    "SITE_AT",
-    "THREAD_AT",
-    "Flag",
-    "Kind",
-    "Span",
-    "unpacked",
-]
 
 
 class Kind:

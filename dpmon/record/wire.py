@@ -1,10 +1,9 @@
-"""How a training process packs its records: the bytes that it writes into its ring.
+"""How records are packed: the bytes that dpmon.assemble makes of a process's spans, and the supervisor of its samples.
 
-On its hot path the tracer fills the formats itself. What does not change from batch to batch (names, devices, shapes)
-is sent once as a *definition* and referred to by number, so that a call over 8 replicas takes 304 bytes. What these
-bytes mean to everybody else is in dpmon.record.codec.
+What does not change from batch to batch (names, devices, shapes) is sent once as a *definition* and referred to by
+number, so that a call over 8 replicas takes 304 bytes. What these bytes mean is in dpmon.record.codec.
 
-Standard library only, and little of that: this module is imported into the training process.
+Standard library only, and little of that: the training process imports this module for its names and its JSON.
 """
 
 from __future__ import annotations

@@ -57,8 +57,6 @@ from dpmon.rates import as_fields
 from dpmon.report.story import PARTS, Bin, Story
 from dpmon.store.figures import counted_as_fields
 
-__all__ = ["as_object"]
-
 _GAPS = 100
 
 

@@ -38,8 +38,6 @@ from dpmon.store.tally import ALL, WIDTHS, Tally
 from dpmon.store.window import Window, accounted
 from dpmon.text.last_words import READ_BYTES, last_words
 
-__all__ = ["collect"]
-
 LINES_KEPT = 12
 CHANGES_KEPT = 1000
 LONGEST = 64

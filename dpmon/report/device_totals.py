@@ -17,8 +17,6 @@ from dpmon.report.story import DevicePoint
 from dpmon.store.answers import MinuteRow
 from dpmon.store.tables import BEFORE_S
 
-__all__ = ["HOST", "Devices"]
-
 HOST = -1
 """The host's index among devices."""
 POINTS = 400

@@ -11,8 +11,6 @@ from dpmon.store.figures import Figures
 from dpmon.store.tally import Tally
 from dpmon.store.window import thirds
 
-__all__ = ["mode_facts"]
-
 _LEAST = 30
 """Steps of a third below which it is not compared with another one."""
 

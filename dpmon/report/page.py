@@ -14,6 +14,7 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 
+from dpmon.errors import DpmonError
 from dpmon.extras import how_to_plot
 from dpmon.model.memory import reasons
 from dpmon.model.numbers import UNKNOWN
@@ -24,8 +25,6 @@ from dpmon.report.text import MAX_ROWS
 from dpmon.run.lookup import short_name
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock
-
-__all__ = ["PageError", "page"]
 
 _TIMES = ("calls", "median", "p95", words.ON_DEVICE)
 _NEEDED = "the plots of --html need plotly: {command} (the text and --json do without)"
@@ -65,7 +64,7 @@ Promise.all(drawn).then(() => { document.documentElement.dataset.drawn = String(
 """
 
 
-class PageError(Exception):
+class PageError(DpmonError):
     """The page cannot be made; the text is one sentence for a person."""
 
 

@@ -13,7 +13,6 @@ from dpmon.store.accounting import union
 if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
-__all__ = ["PauseTotals", "Paused", "Pauses", "Span", "any_of", "pauses_in", "pauses_of", "together"]
 
 KEPT = 1000
 """Rows, those of refusals too."""

@@ -15,8 +15,6 @@ from dpmon.report.words import mode_title
 from dpmon.text.cleaning import clean
 from dpmon.text.palettes import LIGHT
 
-__all__ = ["Plot", "plots"]
-
 # As on the screen; the page is light.
 _COLOURS = {phase.name: LIGHT.by_phase[phase.shown] for phase in PHASES}
 _MODE_COLOURS = {"dp": LIGHT.dp, "single": LIGHT.single}

@@ -24,18 +24,6 @@ from dpmon.report.words import (
 from dpmon.store.figures import PhaseFigures
 from dpmon.text.quantities import quantity_words, samples_rate
 
-__all__ = [
-    "comparison",
-    "facts",
-    "findings_note",
-    "phase_notes",
-    "phase_rows",
-    "phase_table",
-    "step_rows",
-    "steps_table",
-    "waited",
-]
-
 
 def facts(story: Story) -> list[str]:
     """What is to be known before everything else: when and what ran, and what the record lacks."""

@@ -16,8 +16,6 @@ from dpmon.record.wire import CALL_PHASES
 from dpmon.report.pauses import Paused, PauseTotals
 from dpmon.run.rundir import ExitInfo, RunInfo
 
-__all__ = ["PARTS", "Bin", "DevicePoint", "ProcessFacts", "RankLine", "Story"]
-
 PARTS = (*(name for name in STEP_PHASES if name != "forward"), *CALL_PHASES, "forward")
 """What a step's time is stacked from: here `forward` is what is left of it beside the phases of its calls."""
 

@@ -13,8 +13,6 @@ from dpmon.store.queries import Store
 from dpmon.store.sums import END
 from dpmon.store.tally import ALL, WIDTHS, Tally
 
-__all__ = ["BINS", "stretches"]
-
 BINS = 400
 _SECONDS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
 """Widths that are easy to read, as long as they suffice."""

@@ -16,8 +16,6 @@ from dpmon.run.lookup import short_name
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock, memory_of
 
-__all__ = ["report_text", "text_lines"]
-
 NARROWEST = 40
 MAX_ROWS = 40
 MAX_WARNINGS = 8

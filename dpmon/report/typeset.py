@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from dpmon.text.cleaning import clean
 
-__all__ = ["cut", "more", "sized_table", "table", "wrap", "wrapped"]
-
 
 def wrap(text: str, width: int, first: str = "  ", rest: str | None = None) -> list[str]:
     rest = first if rest is None else rest

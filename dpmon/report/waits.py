@@ -8,8 +8,6 @@ from heapq import nlargest
 from dpmon.model.members import ns_in
 from dpmon.record.kinds import Event
 
-__all__ = ["KEPT", "waits_in"]
-
 KEPT = 1000
 """The longest waits: where there were more, they are what a step can have been long by."""
 

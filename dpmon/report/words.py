@@ -18,29 +18,6 @@ from dpmon.run.rundir import ExitInfo
 from dpmon.store.accounting import ACTIVITIES
 from dpmon.text.quantities import clock, memory, memory_of, run_time, samples_rate
 
-__all__ = [
-    "ACTIVITY_NAMES",
-    "FORWARD_ON_DEVICE",
-    "ON_DEVICE",
-    "Row",
-    "device_cells",
-    "ended",
-    "how_it_ended",
-    "machine",
-    "memory_table",
-    "mode_title",
-    "pause_rows",
-    "paused",
-    "pauses_lost",
-    "rank_rows",
-    "replica_rows",
-    "row_table",
-    "stage_rows",
-    "time_spent",
-    "times_paused",
-    "what_ran",
-]
-
 ON_DEVICE, FORWARD_ON_DEVICE = "on device", "forward on device"
 """Titles of columns."""
 

@@ -11,8 +11,6 @@ from dpmon.run.lock import goes_on_elsewhere, supervised
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit
 from dpmon.run.standing import activities
 
-__all__ = ["YOUNG_S", "command_alive", "goes_on", "is_paused", "run_state"]
-
 YOUNG_S = 60.0
 """A run that is no older may be about to start its command, however slow the machine."""
 

@@ -18,8 +18,6 @@ from typing import TextIO
 
 from dpmon.run.files import not_a_file, open_file
 
-__all__ = ["check_replaceable", "is_stream", "open_stream", "open_truncated", "remove_parts", "replaced"]
-
 _DESCRIPTOR = re.compile(r"/dev/(?:std(?:in|out|err)|fd/\d+)|/proc/(?:self|thread-self|\d+)(?:/task/\d+)?/fd/\d+")
 _LONGEST_NAME = 100
 """Bytes of the file's name that its temporary name contains."""

@@ -7,8 +7,6 @@ import time
 
 from dpmon.run.rundir import ExitInfo, RunInfo
 
-__all__ = ["exit_info", "outcome", "unknown_exit"]
-
 
 def exit_info(info: RunInfo, returncode: int, by: str, error: str | None = None, *, drained: bool = True) -> ExitInfo:
     """How the run ended just now, from a return code as subprocess gives it (negative: the signal's number)."""

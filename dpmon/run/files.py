@@ -14,19 +14,6 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = [
-    "add_file",
-    "check_database",
-    "file_kind",
-    "not_a_file",
-    "open_fifo",
-    "open_file",
-    "read_file",
-    "read_tail",
-    "remove_file",
-    "replace_file",
-]
-
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _KINDS = (
     (stat.S_ISREG, "a regular file"),

@@ -12,8 +12,6 @@ from dpmon.run import proc
 from dpmon.run.files import open_file
 from dpmon.run.rundir import ExitInfo, RunInfo
 
-__all__ = ["goes_on_elsewhere", "needs_supervisor", "supervised", "take_lock"]
-
 _LOCK_FILE = "supervisor.lock"
 UNSUPPORTED = -1
 SILENT_S = 86400.0

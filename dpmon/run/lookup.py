@@ -8,8 +8,6 @@ from pathlib import Path
 
 from dpmon.run.rundir import ID, INFO_FILE, RunError, RunInfo, check_directory, load_info, runs_directory, stand_ins
 
-__all__ = ["find_run", "list_runs", "newest_run", "short_name"]
-
 _IDS_NAMED = 8
 
 

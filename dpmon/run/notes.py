@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from dpmon.run.files import open_file, read_file, read_tail
 
-__all__ = ["Note", "WarningsLog", "parse_notes", "read_notes"]
-
 _MOST_WARNINGS = 1 << 16
 """Bytes of warnings.log that are read at once."""
 _NOTE = re.compile(r"([0-9]{1,10}) ([0-9]{1,19}) (.+)")

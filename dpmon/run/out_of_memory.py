@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["OomWatch"]
-
 
 class OomWatch:
     """Counts the processes that the kernel has killed for want of memory since this was made.

@@ -6,8 +6,6 @@ import fcntl
 import os
 import struct
 
-__all__ = ["open_pidfd", "wait_status"]
-
 # ioctl PIDFD_GET_INFO, struct pidfd_info and PIDFD_INFO_EXIT: linux/pidfd.h; the exit is told from Linux 6.15 on.
 _INFO = struct.Struct("=QQ11Ii")
 _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11

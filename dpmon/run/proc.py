@@ -11,22 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "TICK_S",
-    "Process",
-    "alive",
-    "boot_id",
-    "every_process",
-    "host",
-    "is_running",
-    "run_of",
-    "same_start",
-    "started",
-    "status_of_dead",
-    "tree",
-    "with_descendants",
-]
-
 _TICKS = os.sysconf("SC_CLK_TCK")
 TICK_S = 1 / _TICKS
 """Resolution of the start times of processes, in seconds."""

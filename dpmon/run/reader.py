@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from dpmon.record.plainjson import load_event
 from dpmon.record.wire import mode_number, pack_event
-from dpmon.ring import RingError
+from dpmon.ring_file import RingError
 from dpmon.ring_reader import RingReader
 from dpmon.run import proc
 from dpmon.run.condition import command_alive
@@ -34,8 +34,6 @@ from dpmon.run.rundir import (
 )
 from dpmon.run.standing import newest_stage, stages
 from dpmon.run.waiting import waits_since
-
-__all__ = ["Pause", "RunReader"]
 
 Said = TypeVar("Said")
 

@@ -20,8 +20,6 @@ from dpmon.run.lock import take_lock
 from dpmon.run.lookup import list_runs
 from dpmon.run.rundir import RunError, RunInfo, load_info
 
-__all__ = ["Limits", "is_kept", "keep", "limits", "prune_runs", "remove"]
-
 _KEEP_FILE = "keep"
 _GONE = ".gone-"
 NEWEST = 5

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dpmon.record.spans import DOING
 from dpmon.span_reader import SpanReader
 
-__all__ = ["ProcessRing"]
-
 
 class ProcessRing:
     """The ring of one training process, without what it has recorded (dpmon.store.sources)."""

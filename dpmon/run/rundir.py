@@ -15,26 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from dpmon.config import home
+from dpmon.errors import DpmonError
 from dpmon.run import proc
 from dpmon.run.files import add_file, open_file, read_file, remove_file, replace_file
-
-__all__ = [
-    "MAX_SECONDS",
-    "MAX_STATUS",
-    "ExitInfo",
-    "RunError",
-    "RunInfo",
-    "create_run",
-    "is_run_directory",
-    "load_exit",
-    "load_info",
-    "mark_stop",
-    "output_paths",
-    "ring_paths",
-    "runs_directory",
-    "save",
-    "stand_ins",
-]
 
 INFO_FILE = "run.json"
 EXIT_FILE = "exit.json"
@@ -56,7 +39,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 ID = re.compile(rf"\d{{8}}-\d{{6}}-{_NAME.pattern}-[0-9a-f]{{4}}")
 
 
-class RunError(Exception):
+class RunError(DpmonError):
     """There is no such run, or its directory cannot be used; the text is one sentence for a person."""
 
 

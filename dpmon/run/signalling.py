@@ -20,8 +20,6 @@ from dpmon.run import proc
 from dpmon.run.proc import Process
 from dpmon.run.rundir import RunInfo
 
-__all__ = ["command_of", "find_members", "is_named", "send", "send_to_all", "send_to_group", "unproven"]
-
 _PROCESS_GROUP = 1 << 2
 """PIDFD_SIGNAL_PROCESS_GROUP (linux/pidfd.h), Linux 6.9 and later."""
 _NO_PIDFD = (errno.ENOSYS, errno.EPERM)

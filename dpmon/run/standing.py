@@ -8,25 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.ring import RingError
+from dpmon.ring_file import RingError
 from dpmon.run import proc
 from dpmon.run.notes import read_notes
 from dpmon.run.rings import ProcessRing
 from dpmon.run.rundir import ExitInfo, RunInfo, ring_paths
 from dpmon.run.uncaught import every_uncaught
 from dpmon.run.waiting import waits_since
-
-__all__ = [
-    "IDLE",
-    "Standing",
-    "activities",
-    "how_it_stands",
-    "newest_stage",
-    "stages",
-    "standing",
-    "standings",
-    "why_nothing",
-]
 
 QUIET_NS = 10_000_000_000
 """Time without progress after which it is reported."""

@@ -14,8 +14,6 @@ from dpmon.run.proc import Process
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info, mark_stop
 from dpmon.run.signalling import find_members, send_to_all, unproven
 
-__all__ = ["GRACE_S", "NOTHING_RUNS", "STOPPED_BY", "otherwise", "stop_run"]
-
 GRACE_S = 5.0
 NOTHING_RUNS = "nothing runs"
 STOPPED_BY = "stopped by "

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from dpmon.run.files import open_fifo, open_file
 
-__all__ = ["INPUT_FIFO", "Terminal", "hides_input", "send_input"]
-
 INPUT_FIFO = "input.fifo"
 _CHUNK = 4096
 _CONTROLS = {code: f"^{chr(code ^ 64)}".encode() for code in (*range(32), 127) if chr(code) not in "\t\n"}

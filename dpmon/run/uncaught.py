@@ -10,8 +10,6 @@ from dpmon.record.plainjson import load_json
 from dpmon.run.notes import read_notes
 from dpmon.run.rundir import RunInfo
 
-__all__ = ["Uncaught", "every_uncaught", "last_lines", "uncaught", "uncaught_in"]
-
 _MOST_BYTES = 1 << 18
 _UNCAUGHT_STATUS = 1
 """With which Python ends when an exception was not caught."""

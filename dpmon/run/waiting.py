@@ -15,8 +15,6 @@ from pathlib import Path
 
 from dpmon.run.files import open_file, read_file, remove_file
 
-__all__ = ["FILE", "InputWatch", "reads_input", "waits_since"]
-
 FILE = "waits-for-input"
 """There while it waits; since when, and when that was last so (monotonic ns, both of 20 digits), is in it."""
 _READ_CALL = {"x86_64": 0, "aarch64": 63, "riscv64": 63, "ppc64le": 3, "s390x": 3}.get(os.uname().machine)

@@ -22,8 +22,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["ACTIVITIES", "LATEST_NS", "Account", "Gap", "Spent", "union"]
-
 ACTIVITIES = ("startup", "training", "evaluation", "between", "paused", "input", "missed")
 _PIECES = 1024
 """Stretches of time in which a late wait for input is looked for: the newest."""

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from dpmon.record.wire import FAILED, GRAD, TRAINING
 
-__all__ = ["CallHead", "GapRow", "LongRow", "MinuteRow", "PaceRow", "Sample", "Shape", "TimeRow", "TimeTogether"]
-
 
 class TimeRow(NamedTuple):
     """What one process did in one stretch of time, in one mode: ns by activity."""

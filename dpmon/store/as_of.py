@@ -18,8 +18,6 @@ from dpmon.store.answers import CallHead, LongRow, Sample
 from dpmon.store.queries import LONG_COLUMNS, Store, event_in, long_row
 from dpmon.store.tables import LASTING
 
-__all__ = ["AsOf"]
-
 _LAST = (1 << 63) - 1
 _SECOND = 1_000_000_000
 _SAMPLED = ", ".join(

@@ -11,8 +11,6 @@ from dpmon.store.accounting import Spent
 from dpmon.store.tables import RingRow
 from dpmon.store.tally import Key, StepFacts
 
-__all__ = ["GAP_NS", "Batch", "Ended", "ShapeKey"]
-
 GAP_NS = 20_000_000
 """Shorter times between two steps get no row."""
 _SECOND = 1_000_000_000

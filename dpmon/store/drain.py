@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dpmon.record.kinds import RecordError
 from dpmon.record.wire import pack_event
-from dpmon.ring import RingError
+from dpmon.ring_file import RingError
 from dpmon.run.files import remove_file
 from dpmon.run.proc import alive
 from dpmon.run.rundir import RunInfo, ring_paths
@@ -21,8 +21,6 @@ from dpmon.store.resume import resume_accounts, resume_intake
 from dpmon.store.sources import FrameSource, open_source
 from dpmon.store.tables import HistoryError, RingRow
 from dpmon.store.writer import LIMIT_BYTES, History
-
-__all__ = ["Drain"]
 
 COMMIT_S = 0.2
 """Between two commits while something happens."""

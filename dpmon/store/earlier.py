@@ -34,8 +34,6 @@ from dpmon.store.intake import Accounts, Intake
 from dpmon.store.tables import Bounds, HistoryError, RingRow, rings_in
 from dpmon.store.writer import History
 
-__all__ = ["take_in"]
-
 _SUPERVISOR = -1
 _AT_ONCE = 5000
 """Rows in one transaction."""

@@ -15,19 +15,6 @@ from dpmon.record.schema import EVALUATION, PHASES, QUANTITIES, REST, SETTLING, 
 from dpmon.store.answers import TimeRow
 from dpmon.store.tally import Key, Sum, Tally
 
-__all__ = [
-    "Counted",
-    "Figures",
-    "PhaseFigures",
-    "counted_as_fields",
-    "elapsed",
-    "figures",
-    "merged",
-    "modes_of",
-    "rate",
-    "trains",
-]
-
 Counted = tuple[tuple[Quantity, Sum], ...]
 """Quantities with their sums over the steps that know them."""
 

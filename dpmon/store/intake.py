@@ -43,8 +43,6 @@ from dpmon.store.parts import replica_series, stage_series
 from dpmon.store.tables import RingRow
 from dpmon.store.tally import NO_SAMPLES, OTHER_SIZES, Key, StepFacts
 
-__all__ = ["Accounts", "Intake"]
-
 BATCH_SIZES = 16
 """Batch sizes of a process that have tallies of their own; the others share OTHER_SIZES."""
 SHAPES = 2000

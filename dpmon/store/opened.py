@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from dpmon.ring import RingError
+from dpmon.ring_file import RingError
 from dpmon.run.files import check_database
 from dpmon.run.lock import supervised
 from dpmon.run.rundir import RunError, RunInfo, load_exit, load_info, ring_paths
@@ -37,8 +37,6 @@ from dpmon.store.tables import (
     version_of,
 )
 from dpmon.store.writer import History
-
-__all__ = ["can_be_opened", "open_store", "stamp"]
 
 STALE_S = 3.0
 """A supervisor that can write does so every second, because it samples the host."""

@@ -12,24 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import TypeAlias
 
-__all__ = [
-    "Counts",
-    "Packed",
-    "add_values",
-    "between",
-    "bounds",
-    "bucket",
-    "checked",
-    "median",
-    "merge",
-    "middle",
-    "most_values",
-    "pack",
-    "quantile",
-    "quantiles",
-    "unpack",
-]
-
 Counts = dict[int, int]
 """Number of values by bucket."""
 Packed: TypeAlias = "array[int]"

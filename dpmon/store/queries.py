@@ -30,8 +30,6 @@ from dpmon.store.tables import (
 )
 from dpmon.store.tally import Key, Tally, are_optional
 
-__all__ = ["LONG_COLUMNS", "Store", "event_in", "long_row"]
-
 _LAST_NS = (1 << 63) - 1
 _SECOND = 1_000_000_000
 _TABLES = ("calls", "steps", "events")

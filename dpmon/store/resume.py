@@ -16,8 +16,6 @@ from dpmon.store.tables import LASTING, RingRow
 from dpmon.store.tally import known_keys
 from dpmon.store.writer import History
 
-__all__ = ["resume_accounts", "resume_intake"]
-
 _RECENT = 10_000
 """Steps in which a wait for input may lie that is recorded after them."""
 _LAST_ID = (1 << 63) - 1

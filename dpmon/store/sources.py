@@ -9,14 +9,12 @@ from typing import Protocol
 from dpmon.assemble.assembler import CAUGHT_UP, Assembler
 from dpmon.record.codec import call_head, kind_of, step_fields
 from dpmon.record.spans import Span
-from dpmon.ring import RingError
+from dpmon.ring_file import RingError
 from dpmon.ring_reader import RingReader
 from dpmon.run.proc import alive
 from dpmon.span_reader import SpanReader, holds_spans, under_way_in
 from dpmon.span_ring import Word
 from dpmon.store.tables import RingRow
-
-__all__ = ["FrameSource", "Source", "SpanSource", "holds_more", "open_source"]
 
 _MUCH = 8
 """When this part of a ring was read at once, its process may be filling it faster than it is read."""

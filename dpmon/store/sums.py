@@ -19,8 +19,6 @@ from dpmon.store.tables import (
 )
 from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, Tally, are_optional, known_keys, total_in
 
-__all__ = ["END", "TALLY", "TALLY_AT", "Parameters", "Sums", "key_in", "whole"]
-
 END = 1 << 40
 """A second after every run."""
 _LATEST_S = LATEST_NS // 1_000_000_000

@@ -48,6 +48,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dpmon.errors import DpmonError
 from dpmon.record.plainjson import load_json
 from dpmon.record.schema import PHASES, QUANTITIES
 from dpmon.store.accounting import ACTIVITIES
@@ -172,7 +173,7 @@ _SMALLEST_ROW = 8
 _LONGEST_VALUE = 64 << 20
 
 
-class HistoryError(Exception):
+class HistoryError(DpmonError):
     """The history cannot be written or read: no room, damaged, not ours."""
 
 

@@ -19,23 +19,6 @@ from dpmon.record.schema import MODES, PHASES, QUANTITIES, REST, STEP, device_se
 from dpmon.store import quantiles
 from dpmon.store.quantiles import Counts, Packed
 
-__all__ = [
-    "ALL",
-    "COLUMNS",
-    "NO_SAMPLES",
-    "OTHER_SIZES",
-    "WIDTHS",
-    "Key",
-    "SeriesNames",
-    "Stat",
-    "StepFacts",
-    "Sum",
-    "Tally",
-    "are_optional",
-    "known_keys",
-    "total_in",
-]
-
 ALL = -1
 """The process number of the tallies of all processes together."""
 NO_SAMPLES, OTHER_SIZES = -1, -2

@@ -19,8 +19,6 @@ from dpmon.store.batch import Batch, Ended
 from dpmon.store.tables import ACTIVITY_COLUMNS
 from dpmon.store.tally import ALL, COLUMNS, WIDTHS, Key, SeriesNames, Tally, known_keys
 
-__all__ = ["TallyWriter"]
-
 _CACHED = 4096
 _PARTS = dict(zip(WIDTHS, (4, 8, 8, 8, 16, 16), strict=False))
 """By width, the part of the limit that its tallies and times may take. Those of days stay."""

@@ -17,8 +17,6 @@ from dpmon.store.answers import TimeRow, TimeTogether
 from dpmon.store.figures import Figures, elapsed, figures, merged, modes_of, rate, trains
 from dpmon.store.tally import Key, Tally
 
-__all__ = ["Source", "Window", "accounted", "shared_out", "thirds"]
-
 _SECOND = 1_000_000_000
 
 

@@ -35,8 +35,6 @@ from dpmon.store.tables import (
 )
 from dpmon.store.tally_writer import TallyWriter
 
-__all__ = ["LIMIT_BYTES", "History"]
-
 LIMIT_BYTES = 256 << 20
 _PRUNE_PART = 16
 _LASTING_KEPT = 10_000

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from dpmon.ring import RingError
+from dpmon.ring_file import RingError
 from dpmon.run import proc
 from dpmon.run.ending import exit_info, unknown_exit
 from dpmon.run.pidfd import open_pidfd, wait_status
@@ -19,8 +19,6 @@ from dpmon.run.rings import ProcessRing
 from dpmon.run.rundir import ExitInfo, RunInfo, load_exit, ring_paths
 from dpmon.run.signalling import is_named
 from dpmon.run.uncaught import uncaught_in
-
-__all__ = ["Adopted", "Child", "find_command", "last_sign"]
 
 PATIENCE_S = 2.0
 """How long to wait for somebody who may know more: the foreground that reaps the command, or the kernel."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["MAX_LABEL", "histogram", "metric"]
-
 MAX_LABEL = 200
 
 _Labels = Mapping[str, str]

@@ -28,8 +28,6 @@ from dpmon.run.signalling import command_of, find_members, send, send_to_all, se
 from dpmon.supervise.outcome import read_outcome
 from dpmon.supervise.start import Started, take_over
 
-__all__ = ["Guard", "Successors", "looked_after"]
-
 SUCCESSORS = 3
 BETWEEN_S = 1.0
 """Between two tries: time for a new supervisor, whoever started it, to say in run.json that it is there."""

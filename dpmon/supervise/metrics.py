@@ -32,8 +32,6 @@ from dpmon.store.tally import Tally
 from dpmon.store.window import Window
 from dpmon.supervise.exposition import histogram, metric
 
-__all__ = ["EVERY_S", "Metrics", "is_of_run", "metrics_path"]
-
 EVERY_S = 5.0
 """Seconds between two files; Prometheus asks every 15 to 60."""
 _SHARE = 0.01

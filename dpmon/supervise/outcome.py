@@ -14,8 +14,6 @@ from dataclasses import asdict, replace
 
 from dpmon.run.rundir import ExitInfo
 
-__all__ = ["open_pipe", "read_outcome", "tell_outcome"]
-
 _MAX_TEXT = 200
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Command", "CommandError", "NotFoundError", "resolve"]
+from dpmon.errors import DpmonError
 
 PROBE_S = 20.0
 """How long a Python may take to say whether it has torch (a cold network file system is slow)."""
@@ -21,7 +21,7 @@ _PROBE = (
 )
 
 
-class CommandError(Exception):
+class CommandError(DpmonError):
     """The command cannot be run as it was given; the text is one sentence for a person."""
 
 

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from dpmon.run.files import open_file
 
-__all__ = ["OutputRoom"]
-
 AHEAD = 16 << 20
 AHEAD_LITTLE = 2 << 20
 PLENTY = 1 << 30

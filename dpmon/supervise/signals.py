@@ -12,8 +12,6 @@ import ctypes
 import signal
 from collections.abc import Callable
 
-__all__ = ["FORWARDED", "become_reaper", "ignored_again", "keep_statuses", "remember_signals"]
-
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """What a foreground without a screen passes on to the command; a hang-up only ends the foreground."""
 _PR_SET_CHILD_SUBREAPER = 36

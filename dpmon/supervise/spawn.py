@@ -13,8 +13,6 @@ from dpmon.run.rundir import RunInfo
 from dpmon.run.terminal import Terminal
 from dpmon.supervise.signals import ignored_again
 
-__all__ = ["environment", "start_command"]
-
 _SITE = Path(dpmon.__file__).resolve().parent / "tracer" / "site"
 
 

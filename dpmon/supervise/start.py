@@ -18,8 +18,6 @@ from dpmon.run.rundir import load_exit, load_info
 from dpmon.supervise.outcome import open_pipe
 from dpmon.supervise.signals import ignored_again
 
-__all__ = ["TAKE_OVER", "Started", "look_after", "start_supervisor", "take_over"]
-
 FINISH_S = 10.0
 """How long to wait for the record of a run to be completed; a few milliseconds a megabyte are usual."""
 

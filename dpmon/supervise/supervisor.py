@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from dpmon.gpu.sampler import DeviceSampler
     from dpmon.supervise.metrics import Metrics
 
-__all__ = ["main"]
 
 LEAVE_S = 2.0
 TAKEOVERS = 1000

@@ -10,8 +10,6 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ascii_for", "ascii_text", "in_stream", "knows_only_ascii"]
-
 _SIGNS = {
     "–": "-",
     "µ": "u",

@@ -9,8 +9,6 @@ from __future__ import annotations
 import unicodedata
 from functools import lru_cache
 
-__all__ = ["char_width", "cropped", "cut", "kept_width", "right", "span_width", "wrapped"]
-
 _KEPT_BELOW = 512
 """Longer texts are measured again each time: the cache holds the texts themselves."""
 

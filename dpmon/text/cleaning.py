@@ -8,8 +8,6 @@ from __future__ import annotations
 import unicodedata
 from functools import lru_cache
 
-__all__ = ["LIMIT", "clean", "harmless", "visible"]
-
 LIMIT = 4096
 """Characters that `clean` returns at most."""
 _MARKS_IN_A_ROW = 2

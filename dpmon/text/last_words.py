@@ -6,8 +6,6 @@ import re
 
 from dpmon.text.cleaning import harmless
 
-__all__ = ["ESCAPE", "READ_BYTES", "last_line_of_traceback", "last_words"]
-
 READ_BYTES = 1 << 17
 """Bytes from the end of an output that are enough to find them."""
 ESCAPE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")

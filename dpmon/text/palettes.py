@@ -13,8 +13,6 @@ from itertools import cycle
 
 from dpmon.record.schema import PHASES
 
-__all__ = ["FEW", "LIGHT", "PALETTES", "Palette", "named"]
-
 _COLOURED = ("data", "copy", "scatter", "replicate", "apply", "gather", "forward", "backward", "optimizer", "other")
 """Phases with a colour of their own, by their names on the screen."""
 Ansi = tuple[str, str, str, str, str, str, str, str]

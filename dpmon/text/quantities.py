@@ -10,20 +10,6 @@ from dpmon.rates import Rate
 from dpmon.record.schema import Quantity
 from dpmon.store.tally import Sum
 
-__all__ = [
-    "clock",
-    "compact",
-    "memory",
-    "memory_of",
-    "quantity_words",
-    "range_words",
-    "rate_words",
-    "run_time",
-    "samples_rate",
-    "span_words",
-    "within_words",
-]
-
 
 def compact(number: float | None) -> str:
     """Three digits and a thousands letter: 412, 12.4k, 3.10M, 0.52."""

@@ -9,8 +9,6 @@ import os
 import stat
 from time import monotonic_ns
 
-__all__ = ["append", "note"]
-
 
 def note(text: str, file: str = "stages.log") -> None:
     """Append a line to a file of the run's directory: for what happens before the ring exists, not on the hot path."""

@@ -7,7 +7,7 @@ not be torch's replicas: whatever parallel_apply is given to call is a replica h
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import monotonic_ns
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +23,8 @@ from dpmon.tracer.sites import Site, Sites
 from dpmon.tracer.sizes import leaves
 from dpmon.tracer.tables import trains
 from dpmon.tracer.threads import Thread
-from dpmon.tracer.virtual import GATHER, PARALLEL_APPLY, SCATTER
-
-__all__ = ["ByHand"]
 
 MAX_SITES = 256
-_KINDS = (Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER)
 _OUTSIDE = frozenset((0, Kind.FETCH, Kind.CALL, Kind.OPTIMIZER, Kind.COPY))
 """Spans in which the script's own code runs."""
 
@@ -52,7 +48,7 @@ class ByHand:
         """Start afresh, as after a fork."""
         self._sites.clear()
 
-    def verb(self, me: Thread, number: int, verb: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def verb(self, me: Thread, number: int, kind: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a primitive that the script called itself; the caller takes our frames out of a traceback."""
         session, recorder = self.session, self.recorder
         inside = me.inside
@@ -63,14 +59,14 @@ class ByHand:
         ):
             return original(*args, **kwargs)
         function, watch, mark = original, None, None
-        head = _KINDS[verb] | me.head | inside << INSIDE_AT | Flag.HAND << FLAGS_AT
+        head = kind | me.head | inside << INSIDE_AT | Flag.HAND << FLAGS_AT
         records = not session.off
         try:
             # Also once the tracer has given up: the script could not go on without.
             virtual = self.modes.hand_devices()
             if virtual is not None:
                 function = virtual.verbs[number]
-            if records and verb == PARALLEL_APPLY:
+            if records and kind == Kind.PARALLEL_APPLY:
                 records = False
                 found = self._begins(me, virtual, args, kwargs) if session.ready() else None
                 if found is not None:
@@ -80,54 +76,31 @@ class ByHand:
                     args, kwargs = watch.around(args, kwargs)
             timing = recorder.timing
             if records and timing is not None:
-                mark = timing.begin(me, _KINDS[verb]) if watch is None else timing.call_begins(me, watch.site.gpus)
+                mark = timing.begin(me, kind) if watch is None else timing.call_begins(me, watch.site.gpus)
         except Exception as error:  # noqa: BLE001 - the script's function is run all the same
             session.fault("by hand", error)
-        began = monotonic_ns()
-        recorder.words[me.word] = began
-        recorder.kinds[me.number] = _KINDS[verb]
         try:
-            if verb == PARALLEL_APPLY:
-                me.inside = Kind.PARALLEL_APPLY
-            me.verb = verb != PARALLEL_APPLY
-            result = function(*args, **kwargs)
-        except BaseException as error:
             if records:
-                recorder.failed(me, head, began, 0, error, mark)
-            raise
+                sizes = partial(self._sizes, me, number, kind, args, kwargs)
+                return recorder.within(me, head, mark, sizes, function, args, kwargs)
+            me.inside = kind
+            return function(*args, **kwargs)
         finally:
+            me.inside = inside
             if watch is not None:
                 watch.close()
-        me.verb, me.inside = False, inside
-        if records:
-            self._ran(me, number, verb, head, began, mark, args, kwargs, result)
-        return result
 
-    def _ran(
-        self, me: Thread, number: int, verb: int, head: int, began: int, mark: Any, args: Any, kwargs: Any, result: Any
-    ) -> None:
-        """A primitive has run: write its span."""
-        session = self.session
-        try:
-            took = monotonic_ns() - began
-            self.recorder.kinds[me.number] = me.inside
-            if mark is not None:
-                head |= mark.end()
-            sizes = 0
-            if verb == GATHER:
-                sizes = session.outputs(result, Memo()) << 32
-            elif verb == SCATTER:
-                given, devices = _scattered(number, args, kwargs)
-                sizes = session.sizes("0", tuple(given))
-                me.hand = devices
-            elif verb != PARALLEL_APPLY and me.hand is None:
-                position = 0 if number == 6 else 1  # Broadcast.apply(devices, *tensors); replicate(module, devices)
-                me.hand = _several(args[position] if len(args) > position else kwargs.get("devices"))
-            slot = self.recorder.write(head, began, took, sizes)
-            if mark is not None:
-                mark.written(slot)
-        except Exception as error:  # noqa: BLE001 - the result is torch's, whatever we make of it
-            session.fault("by hand", error)
+    def _sizes(self, me: Thread, number: int, kind: int, args: Any, kwargs: Any, result: Any) -> int:
+        """What the span of a primitive that has run says of sizes; keeps the devices that it was given."""
+        if kind == Kind.GATHER:
+            return self.session.outputs(result, Memo()) << 32
+        if kind == Kind.SCATTER:
+            given, me.hand = _scattered(number, args, kwargs)
+            return self.session.sizes("0", tuple(given))
+        if kind == Kind.REPLICATE and me.hand is None:
+            position = 0 if number == 6 else 1  # Broadcast.apply(devices, *tensors); replicate(module, devices)
+            me.hand = _several(args[position] if len(args) > position else kwargs.get("devices"))
+        return 0
 
     def _begins(self, me: Thread, virtual: Any, args: Any, kwargs: Any) -> tuple[Watch, int] | None:
         """A parallel_apply begins: what watches it, and what its span says; None if it is not recorded."""

@@ -26,8 +26,6 @@ from dpmon.tracer.tables import trains
 from dpmon.tracer.threads import Thread
 from dpmon.tracer.timing import Mark
 
-__all__ = ["Calls"]
-
 REQUEST = Word.REQUEST
 _LEARNS = (Flag.TRAINING | Flag.GRAD) << FLAGS_AT
 _HIDING = frozenset(kind for kind in range(32) if kind not in (0, Kind.FETCH, Kind.OPTIMIZER, Kind.COPY))

@@ -13,8 +13,6 @@ from typing import Any
 
 from dpmon.tracer.frames import drop_frames, named_like
 
-__all__ = ["Captures"]
-
 
 class Captures:
     """True while a graph is being captured. Any thread may begin and end one."""

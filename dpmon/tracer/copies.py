@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import get_ident
-from time import monotonic_ns
 from types import MethodDescriptorType, MethodType
 from typing import Any
 
@@ -24,9 +23,7 @@ from dpmon.record.spans import INSIDE_AT, Kind
 from dpmon.tracer.frames import drop_frames
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session, raise_from_signal
-from dpmon.tracer.threads import Thread
-
-__all__ = ["Copies", "where_cuda", "where_to"]
+from dpmon.tracer.tables import parts_of
 
 _Original = Callable[..., Any]
 _Where = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -34,13 +31,6 @@ _GPU = "cuda"
 _WITHIN = frozenset((Kind.COPY, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER))
 """Spans that bring tensors to devices themselves."""
 _PYTHON: Any = torch._C.DispatchKey.Python
-_COLUMNS, _ROWS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
-_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _COLUMNS),
-    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _ROWS),
-}
-"""Methods that give what a sparse tensor is made of: its own elements are all that it stands for."""
 
 
 class Copies:
@@ -70,40 +60,13 @@ class Copies:
                 gpu = -1 if session.off else self._gpu(tensor, where, args, kwargs)
                 if gpu < 0:
                     return original(tensor, *args, **kwargs)
-                return copied(me, gpu, tensor, args, kwargs)
+                mark = recorder.timing.copy_begins(me, gpu)
+                head = Kind.COPY | me.head | me.inside << INSIDE_AT
+                return recorder.within(me, head, mark, _bytes, original, (tensor, *args), kwargs)
             except BaseException as error:
                 drop_frames(error)
                 tensor, args, kwargs = None, (), {}
                 raise
-
-        def copied(me: Thread, gpu: int, tensor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            inside, timing = me.inside, recorder.timing
-            head = Kind.COPY | me.head | inside << INSIDE_AT
-            mark = None if timing is None else timing.copy_begins(me, gpu)
-            began = monotonic_ns()
-            recorder.words[me.word] = began
-            recorder.kinds[me.number] = Kind.COPY
-            try:
-                me.inside = Kind.COPY
-                result = original(tensor, *args, **kwargs)
-            except BaseException as error:
-                me.inside = inside
-                recorder.failed(me, head, began, 0, error, mark)
-                raise
-            me.inside = inside
-            took = 0
-            try:
-                took = monotonic_ns() - began
-                recorder.kinds[me.number] = inside
-                if mark is not None:
-                    head |= mark.end()
-                number = recorder.write(head, began, took, self._bytes(result))
-                if mark is not None:
-                    mark.written(number)
-            except BaseException as error:
-                if recorder.again(head, began, took or monotonic_ns() - began, 0, error):
-                    raise
-            return result
 
         method.__module__, method.__name__, method.__qualname__ = "torch", name, f"Tensor.{name}"
         return _Method(original, method, recorder)
@@ -130,17 +93,6 @@ class Copies:
         except Exception as error:  # noqa: BLE001 - the original says what is wrong with its arguments
             raise_from_signal(error)
             return -1
-
-    def _bytes(self, copied: Any) -> int:
-        """How many bytes a copy has brought: those of its result, since the host converts the dtype; 0 if unknown."""
-        try:
-            with torch._C.DisableTorchFunction():
-                parts = _PARTS.get(copied.layout)
-                held = [copied] if parts is None else [getattr(copied, name)() for name in parts]
-                return sum(part.nelement() * part.element_size() for part in held)
-        except Exception as error:  # noqa: BLE001 - the copy is there
-            raise_from_signal(error)
-            return 0
 
 
 class _Method:
@@ -190,6 +142,16 @@ class _Method:
 
     def __reduce__(self) -> str:
         return self.__qualname__  # where pickle finds it in torch, with dpmon and without
+
+
+def _bytes(copied: Any) -> int:
+    """How many bytes a copy has brought: those of its result, since the host converts the dtype; 0 if unknown."""
+    try:
+        with torch._C.DisableTorchFunction():
+            return sum(part.nelement() * part.element_size() for part in parts_of(copied))
+    except Exception as error:  # noqa: BLE001 - the copy is there
+        raise_from_signal(error)
+        return 0
 
 
 def where_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

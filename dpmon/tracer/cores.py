@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["available_cores", "limit_this_thread"]
-
 _CGROUPS = Path("/sys/fs/cgroup")
 
 

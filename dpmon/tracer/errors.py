@@ -11,8 +11,6 @@ from typing import Any
 
 from dpmon.record.wire import shortened
 
-__all__ = ["in_a_line", "uncaught"]
-
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")

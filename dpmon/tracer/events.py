@@ -22,8 +22,6 @@ import torch
 from dpmon.record.wire import Untimed
 from dpmon.tracer.captures import Captures
 
-__all__ = ["POOL_EVENTS", "DeviceTimes", "Events", "Span", "TorchEvents"]
-
 POOL_EVENTS = 256
 """For each device."""
 _cuda: Any = torch.cuda  # its hints differ from version to version

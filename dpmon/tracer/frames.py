@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["OF_CALLS", "drop_frames", "first_argument", "hide_from_dynamo", "named_like", "outwards", "with_own_code"]
-
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 OF_CALLS = frozenset(f"{_HERE}{name}.py" for name in ("calls", "split", "byhand", "roots"))
 """Files whose functions are on the stack while a call is traced."""

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["allocator", "uuid_of"]
-
 _uuids: dict[int, str | None] = {}
 _COUNTS = {"alloc_retries": "num_alloc_retries", "ooms": "num_ooms"}
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-__all__ = ["arm"]
-
 
 class _Loader:
     """Runs torch's own loader, then the tracer's installation; gone from the module before its code runs."""

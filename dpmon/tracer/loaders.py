@@ -22,8 +22,6 @@ from dpmon.tracer.frames import drop_frames, named_like
 from dpmon.tracer.names import class_name
 from dpmon.tracer.session import Session, raise_from_signal
 
-__all__ = ["Loaders"]
-
 EVERY_NS = 1_000_000_000
 """Starts of loaders with the same facts are recorded once in this time."""
 MAX_RECENT = 8

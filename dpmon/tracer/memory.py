@@ -24,8 +24,6 @@ from dpmon.tracer.session import Session
 from dpmon.tracer.sites import Functional, Sites
 from dpmon.tracer.storages import GRADIENTS, MAX_TENSORS, MODEL, STATES, Walk
 
-__all__ = ["Memory"]
-
 FIRST_TURNS = 3
 """Turns before the first look: by then the optimizers have made their states."""
 EVERY_NS = 5_000_000_000

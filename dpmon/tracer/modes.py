@@ -6,7 +6,6 @@ A `Plan` says how calls of one module run. It is made when the module is first c
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,46 +13,26 @@ import torch
 from dpmon.record.wire import MODES
 from dpmon.span_ring import Word
 from dpmon.tracer.names import class_name
+from dpmon.tracer.plans import (
+    DP,
+    HOLDS,
+    SINGLE,
+    Plan,
+    default_device,
+    device_of,
+    on_one,
+    refused,
+    uncopyable,
+    unreplicable,
+    unsplittable,
+)
 from dpmon.tracer.session import Session
-from dpmon.tracer.tables import buffers_of, modules_of, parameters_of
 from dpmon.tracer.threads import Thread
 from dpmon.tracer.virtual import Originals, VirtualDevices
 
-__all__ = ["DP", "SINGLE", "Modes", "Plan", "overrides"]
-
-DP, SINGLE = 1, 2
 DEFAULT_VIRTUAL = 2
 MAX_EVENTS = 64
 MAX_FAILURES = 3
-
-_HOST_ONLY = "the devices are CPUs: host time is all there is"
-_HOLDS = "it holds a"
-_NO_EVENTS = "it was not timed: only calls of the thread that trains are"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How calls of one module run."""
-
-    mode: int
-    devices: tuple[str, ...]
-    """Names of the devices offered, as records show them."""
-    device_ids: tuple[int, ...] | None = None
-    """What torch's code is given instead of the script's own; None leaves the call as it is written."""
-    virtual: VirtualDevices | None = None
-    reason: str | None = None
-    """Why it is this and not what was asked for, or why the replicas are virtual."""
-    refused: bool = False
-
-    @property
-    def absent(self) -> dict[str, str]:
-        """Reasons for what a record of such a call lacks."""
-        return {"device_ms": _HOST_ONLY if self.on_cpu else _NO_EVENTS}
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether no accelerator takes part."""
-        return all(name.startswith("cpu") for name in self.devices)
 
 
 class Modes:
@@ -122,7 +101,7 @@ class Modes:
         """Make the plan for `module`: a DataParallel (`wrapper`) or a bare root."""
         plan = self._for_wrapper(module) if wrapper else self._for_root(module)
         root = module.module if wrapper else module
-        holds = plan.refused and not wrapper and (plan.reason or "").startswith(_HOLDS)
+        holds = plan.refused and not wrapper and (plan.reason or "").startswith(HOLDS)
         (self.doubtful if holds else self.unannounced).append((class_name(root), plan))
         return plan
 
@@ -131,7 +110,7 @@ class Modes:
         tensor = next((value for value in weights if isinstance(value, torch.Tensor)), None)
         here = (str(torch.device("cpu") if tensor is None else tensor.device),)
         if self.chosen == DP and not self.locked:
-            plan = Plan(SINGLE, here, None, None, "its weights are arguments of each call", True)
+            plan = refused(here[0], "its weights are arguments of each call")
         else:
             plan = Plan(SINGLE, here)
         self.unannounced.append((class_name(module), plan))
@@ -151,7 +130,7 @@ class Modes:
             return None
         text = f"dp was not possible for call {{call}}, which ran on one device: {reason}"
         me.tried = text, id(module), known
-        return Plan(SINGLE, (str(_device_of(module) or "cpu"),), None, None, reason, True)
+        return refused(device_of(module) or "cpu", reason)
 
     def tried(self, me: Thread, failed: bool) -> None:
         """The call that ran on one device after dp had failed is over; `failed` says that it raised there too.
@@ -221,24 +200,24 @@ class Modes:
         return plan if plan.virtual is not None else None
 
     def _for_functional(self, module: torch.nn.Module, device_ids: Any) -> Plan:
-        inner = _device_of(module) or _default_device()
+        inner = device_of(module) or default_device()
         here = (str(inner),)
         if self.locked or inner.type not in ("cpu", "cuda"):
             return Plan(DP, here)
         if inner.type == "cpu":
             if torch.cuda.is_available():
                 return Plan(DP, here)  # torch says what is wrong with it
-            refusal = _unreplicable(module)
+            refusal = unreplicable(module)
             if refusal is not None:
                 return Plan(SINGLE, here, (0,), self._shared(1, inner), refusal, True)
             if self.chosen == SINGLE:
                 return Plan(SINGLE, here, (0,), self._shared(1, inner))
             if device_ids is None or self.session.config.explicit:
-                return self._spread(inner, False)
+                return self._spread(inner)
             return self._share(len(device_ids), inner, "no GPU: replicas share the CPU")
         if self.session.config.explicit and self.chosen != SINGLE:
-            plan = self._spread(inner, False)
-            if plan.virtual is None or _unreplicable(module) is None:
+            plan = self._spread(inner)
+            if plan.virtual is None or unreplicable(module) is None:
                 return plan
         count = torch.cuda.device_count()
         ids = [torch._utils._get_device_index(i, True) for i in device_ids] if device_ids is not None else range(count)
@@ -283,61 +262,59 @@ class Modes:
     def _for_wrapper(self, module: Any) -> Plan:
         own = tuple(f"{module.src_device_obj.type}:{i}" for i in module.device_ids)
         # A module without parameters, such as a loss, runs on the devices of its inputs.
-        inner = _device_of(module.module) or (module.src_device_obj if own else _default_device())
+        inner = device_of(module.module) or (module.src_device_obj if own else default_device())
         here = (str(inner),)
         if self.locked:
             mode = DP if len(own) > 1 else SINGLE
             return Plan(mode, own or here)
         mode = self.chosen or DP
         if mode == SINGLE:
-            return _on_one(module, own) if len(own) > 1 else Plan(SINGLE, own or here)
+            return on_one(module, own) if len(own) > 1 else Plan(SINGLE, own or here)
         refusal = self._refusal(module)
         if refusal is None and not own and self.dim_of(module) is None:
             refusal = "this DataParallel was copied or loaded: its dim is not known"
         if refusal is None and not own:
-            refusal = _unreplicable(module.module)
+            refusal = unreplicable(module.module)
         if refusal is not None:
             return Plan(SINGLE, own[:1] or here, tuple(module.device_ids[:1]) if own else None, None, refusal, True)
         if own and not self.session.config.explicit and (len(own) > 1 or not self.by_user):
             return Plan(DP, own)
-        finalised = _finalised(module)
-        if finalised is not None:
-            return Plan(DP if len(own) > 1 else SINGLE, own or here, None, None, finalised, True)
-        plan = self._spread(inner, False)
+        unfit = uncopyable(module)
+        if unfit is not None:
+            return Plan(DP if len(own) > 1 else SINGLE, own or here, None, None, unfit, True)
+        plan = self._spread(inner)
         if plan.refused and len(own) > 1:  # as it is written it would run on all of its own
-            return _on_one(module, own, plan.reason)
+            return on_one(module, own, plan.reason)
         return plan
 
     def _for_root(self, module: torch.nn.Module) -> Plan:
-        inner = _device_of(module)
+        inner = device_of(module)
         here = (str(inner or "cpu"),)
         if self.locked:
             return Plan(SINGLE, here)
         mode = self.chosen or (DP if self.session.config.explicit else SINGLE)
         if mode == SINGLE:
             return Plan(SINGLE, here)
-        refusal = self._refusal(module) or _unsplittable(module)
+        refusal = self._refusal(module) or unsplittable(module)
         if self.splits_itself(module):
             refusal = "its forward runs a part of it data-parallel itself"
         if refusal is not None:
-            return Plan(SINGLE, here, None, None, refusal, True)
-        return self._spread(inner, True)
+            return refused(here[0], refusal)
+        return self._spread(inner)
 
-    def _spread(self, base: torch.device | None, bare: bool) -> Plan:
+    def _spread(self, base: torch.device | None) -> Plan:
         """dp over what was asked for, else over all there is."""
         if base is None:
-            return Plan(SINGLE, ("cpu",), None, None, "the module has no parameters", True)
+            return refused("cpu", "the module has no parameters")
         config = self.session.config
         devices = [torch.device(name) for name in config.devices]
         if devices:
             if len(set(devices)) == len(devices) and all(device.type != "cpu" for device in devices):
                 return self._real([d.index or 0 for d in devices], base)
             if len({(d.type, d.index or 0) for d in devices}) > 1:
-                reason = "virtual replicas share one device; --devices names several"
-                return Plan(SINGLE, (str(base),), None, None, reason, True)
+                return refused(base, "virtual replicas share one device; --devices names several")
             if devices[0].type != base.type or (base.type == "cuda" and (devices[0].index or 0) != (base.index or 0)):
-                reason = f"--devices says {devices[0]}, but the module is on {base}"
-                return Plan(SINGLE, (str(base),), None, None, reason, True)
+                return refused(base, f"--devices says {devices[0]}, but the module is on {base}")
             return self._share(len(devices), base, "asked for by --devices")
         if base.type == "cuda":
             count = torch.cuda.device_count()
@@ -348,24 +325,21 @@ class Modes:
                 return self._real([first, *others][:wanted], base)
             if config.replicas:
                 return self._share(config.replicas, base, f"{config.replicas} replicas on {count} GPU(s)")
-            return Plan(
-                SINGLE, (str(base),), None, None, "there is only one GPU; --replicas N makes virtual ones", True
-            )
+            return refused(base, "there is only one GPU; --replicas N makes virtual ones")
         if base.type != "cpu":
-            return Plan(SINGLE, (str(base),), None, None, f"DataParallel does not run on {base.type}", True)
+            return refused(base, f"DataParallel does not run on {base.type}")
         if torch.cuda.is_available() and not config.replicas:
-            return Plan(SINGLE, (str(base),), None, None, "the module is on the CPU of a machine with GPUs", True)
+            return refused(base, "the module is on the CPU of a machine with GPUs")
         reason = "no GPU" if not torch.cuda.is_available() else "the module is on the CPU"
         return self._share(config.replicas or DEFAULT_VIRTUAL, base, f"{reason}: replicas share the CPU")
 
     def _real(self, ids: list[int], base: torch.device) -> Plan:
         if ids[0] != (base.index or 0) or base.type != "cuda":
-            reason = f"the module is on {base}, the first of the devices is cuda:{ids[0]}"
-            return Plan(SINGLE, (str(base),), None, None, reason, True)
+            return refused(base, f"the module is on {base}, the first of the devices is cuda:{ids[0]}")
         count = torch.cuda.device_count()  # CUDA_VISIBLE_DEVICES may leave fewer than the machine has
         if max(ids) >= count:
             reason = f"there is no cuda:{max(ids)} for this process, it has {count} GPU{'s' if count > 1 else ''}"
-            return Plan(SINGLE, (str(base),), None, None, reason, True)
+            return refused(base, reason)
         return Plan(DP, tuple(f"cuda:{i}" for i in ids), tuple(ids))
 
     def _share(self, count: int, base: torch.device, reason: str) -> Plan:
@@ -378,74 +352,3 @@ class Modes:
         if virtual is None:
             virtual = self._virtual[key] = VirtualDevices(count, base, self.originals)
         return virtual
-
-
-def _on_one(module: Any, own: tuple[str, ...], reason: str | None = None) -> Plan:
-    """A DataParallel over several devices of its own on the first of them; `reason`: why, if that was not asked for."""
-    finalised = _finalised(module)
-    if finalised is not None:
-        return Plan(DP, own, None, None, finalised, True)
-    for name in ("forward", "scatter"):
-        if overrides(type(module), name):
-            odd = f"{class_name(module)} has its own {name}, which may not work on one device"
-            return Plan(DP, own, None, None, odd, True)
-    return Plan(SINGLE, own[:1], tuple(module.device_ids[:1]), None, reason, reason is not None)
-
-
-def overrides(kind: type, name: str) -> bool:
-    """Whether a subclass of DataParallel has its own method of that name."""
-    return next(base for base in kind.__mro__ if name in base.__dict__) is not torch.nn.DataParallel
-
-
-def _device_of(module: torch.nn.Module) -> torch.device | None:
-    tensor: torch.Tensor | None = next(parameters_of(module), None)
-    if tensor is None:
-        tensor = next(buffers_of(module), None)
-    return None if tensor is None else tensor.device
-
-
-def _default_device() -> torch.device:
-    """The device on which torch's data parallelism runs a module without parameters and buffers."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _unsplittable(module: torch.nn.Module) -> str | None:
-    """Why a bare root cannot be run by data_parallel; None if it can."""
-    unfit = _unreplicable(module)
-    if unfit is not None:
-        return unfit
-    for inner in modules_of(module):
-        if isinstance(inner, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-            return f"{_HOLDS} {class_name(inner)} of its own"
-    devices = {str(tensor.device) for tensor in parameters_of(module)}
-    devices |= {str(tensor.device) for tensor in buffers_of(module)}
-    if len(devices) > 1:
-        return f"its parameters are spread over {', '.join(sorted(devices))}"
-    return None
-
-
-def _finalised(module: Any) -> str | None:
-    """Why dpmon must not make short-lived copies of this module; None if it may.
-
-    A copy shares the module's attributes. Its finaliser could close the module's files, or count one module several
-    times.
-    """
-    if not hasattr(type(module), "__del__"):
-        return None
-    return f"{class_name(module)} has a __del__, which every copy would also run"
-
-
-def _unreplicable(module: torch.nn.Module) -> str | None:
-    """Why virtual replicas of a module cannot be made; None if they can."""
-    for inner in modules_of(module):
-        finalised = _finalised(inner)
-        if finalised is not None:
-            return finalised
-        compiled = getattr(inner, "_compiled_call_impl", None) is not None
-        # On the instance (its forward is compiled, and bound to the one module) or on the class.
-        compiled |= getattr(getattr(inner, "forward", None), "_torchdynamo_orig_callable", None) is not None
-        if compiled or type(inner).__module__.startswith("torch._dynamo"):
-            return "a module compiled by torch.compile cannot be replicated"
-        if isinstance(inner, torch.jit.ScriptModule):
-            return "a TorchScript module is not replicated virtually"
-    return None

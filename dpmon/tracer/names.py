@@ -8,8 +8,6 @@ import torch
 
 from dpmon.record.wire import shortened
 
-__all__ = ["class_name", "name_of"]
-
 _own_name = type.__dict__["__name__"].__get__
 
 

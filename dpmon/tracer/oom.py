@@ -11,8 +11,6 @@ import torch
 
 from dpmon.tracer.session import Session
 
-__all__ = ["watch"]
-
 MAX_TOLD = 16
 """A script that tries smaller batches until one fits is not to fill the record."""
 

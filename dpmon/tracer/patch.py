@@ -25,7 +25,7 @@ import atexit
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from dpmon.tracer.frames import drop_frames, hide_from_dynamo, named_like
 from dpmon.tracer.loaders import Loaders
 from dpmon.tracer.memory import Memory
 from dpmon.tracer.modes import Modes
+from dpmon.tracer.optimizers import OptimizerSteps
 from dpmon.tracer.pause import Pause
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.roots import Roots
@@ -52,9 +53,6 @@ from dpmon.tracer.startup import Startup
 from dpmon.tracer.timing import coming
 from dpmon.tracer.verbs import Verbs
 from dpmon.tracer.virtual import VERBS, Originals
-
-__all__ = ["install"]
-
 
 _installed = False
 """Whether the tracer is installed in this process. A second installation would record every call twice."""
@@ -80,6 +78,7 @@ def install() -> None:
     session = Session(Config.from_environment())
     _installed = True
     recorder = Recorder(session)
+    optimizers = OptimizerSteps(recorder)
     modes = Modes(session, originals)
     sites = Sites(session, modes)
     calls = Calls(session, recorder, modes, sites, Split(session, recorder, modes, sites, originals))
@@ -100,10 +99,10 @@ def install() -> None:
             recorder.soon()
 
     session.on_off = recorder.given_up
-    recorder.on_idle, recorder.on_unseen = idle, roots.unseen
+    recorder.on_idle, optimizers.on_unseen = idle, roots.unseen
     recorder.on_loop_over = memory.on_optimizer = roots.on_made = another
     recorder.on_look = lambda now: min(roots.look(now), memory.look(now))
-    recorder.on_step = memory.stepped
+    optimizers.on_step = memory.stepped
     recorder.on_pause = Pause(session, recorder).wait
     sites.on_site = memory.new_model
     sites.on_gpus = recorder.times_devices
@@ -121,7 +120,7 @@ def install() -> None:
     across = sys.modules.get("torch.distributed.autograd")  # a build without RPC has no such function
     if hasattr(across, "backward"):
         across.backward = recorder.phase(Kind.BACKWARD, across.backward)  # type: ignore[union-attr]
-    before_step, after_step = recorder.optimizer_hooks()
+    before_step, after_step = optimizers.hooks()
     optimizer.register_optimizer_step_pre_hook(before_step)
     optimizer.register_optimizer_step_post_hook(after_step)
     optimizer.Optimizer.__init__ = memory.constructing(optimizer.Optimizer.__init__)
@@ -135,7 +134,8 @@ def install() -> None:
     queued = getattr(torch.cuda, "_queued_calls", None)  # run when CUDA comes up
     if isinstance(queued, list):
         queued += [(coming.set, []), (sites.all_may_move, [])]
-    _at_the_end(session, recorder, modes, sites, by_hand, memory, loaders)
+    parts = (recorder, optimizers, modes, sites, by_hand, memory, loaders)
+    _at_the_end(session, recorder, memory, loaders, [part.reset for part in parts])
     try:
         hide_from_dynamo()
     except Exception as error:  # noqa: BLE001 - then a compiled model that breaks its graph is tried once more often
@@ -171,14 +171,10 @@ def _constructing(original: Callable[..., Any], modes: Modes, calls: Calls) -> C
 
 
 def _at_the_end(
-    session: Session,
-    recorder: Recorder,
-    modes: Modes,
-    sites: Sites,
-    by_hand: ByHand,
-    memory: Memory,
-    loaders: Loaders,
+    session: Session, recorder: Recorder, memory: Memory, loaders: Loaders, resets: Sequence[Callable[[], None]]
 ) -> None:
+    """See to the process's end, and to its children; `resets` let everything start afresh in a forked child."""
+
     def at_exit() -> None:
         for end in (loaders.at_exit, recorder.at_exit):
             try:
@@ -211,11 +207,7 @@ def _at_the_end(
 
     def forked() -> None:
         session.after_fork()
-        recorder.reset()
-        modes.reset()
-        sites.reset()
-        by_hand.reset()
-        memory.reset()
-        loaders.reset()
+        for reset in resets:
+            reset()
 
     os.register_at_fork(after_in_child=forked)

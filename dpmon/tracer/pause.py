@@ -19,8 +19,6 @@ from dpmon.span_ring import SpanRing, Word
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.session import Session
 
-__all__ = ["Pause"]
-
 POLL_S = 0.025
 LOOK_NS = 500_000_000
 """Between two looks whether the supervisor lives."""

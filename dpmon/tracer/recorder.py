@@ -11,7 +11,6 @@ A signal handler of the script may raise at any call of a function: what is to b
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
@@ -22,14 +21,13 @@ from typing import Any
 
 import torch
 
-from dpmon.record.spans import FLAGS_AT, INSIDE_AT, MAX_SITE, SITE_AT, Flag, Kind
-from dpmon.span_ring import HEADER_BYTES, THREADS, SpanRing, Word
+from dpmon.record.spans import FLAGS_AT, INSIDE_AT, Flag, Kind
+from dpmon.ring_file import HEADER_BYTES
+from dpmon.span_ring import THREADS, SpanRing, Word
 from dpmon.tracer.frames import OF_CALLS, drop_frames, named_like, outwards
 from dpmon.tracer.session import Session
 from dpmon.tracer.threads import Thread
 from dpmon.tracer.timing import Mark, Timing, usable
-
-__all__ = ["Recorder"]
 
 
 def _code_within(code: CodeType) -> Iterator[CodeType]:
@@ -43,17 +41,14 @@ MAX_EARLY = 256
 """Spans that are kept before the first call, which opens the ring: those of a loader's first batches."""
 IDLE = 4
 """Fetches, or steps of an optimizer, without a call after which somebody should look where the calls are."""
-UNSEEN = 3
-"""Steps of an optimizer before the first call after which somebody should say so."""
 _AROUND_STEPS = frozenset(
     code for code in _code_within(torch.optim.Optimizer.profile_hook_step.__code__) if code.co_name == "wrapper"
 )
 """torch's function around every step of an optimizer, which calls the hooks."""
 STALE = 64
 """Steps of the optimizer without a fetch, after which a loader no longer counts (a script that keeps one batch)."""
-FEW_CALLS, MANY_CALLS = 64, 4096
-"""Calls without a fetch or a step of an optimizer after which a call may be where a step begins; many, once an
-optimizer has stepped."""
+FEW_CALLS = 64
+"""Calls without a fetch or a step of an optimizer after which a call may be where a step begins."""
 PAUSE, PAUSED, TRAINS = Word.PAUSE, Word.PAUSED, Word.TRAINS
 
 
@@ -67,7 +62,6 @@ class Recorder:
         self.timing: Timing | None = None
         """Once a call runs on a GPU: what devices take."""
         self.on_idle: Callable[[], None] = lambda: None
-        self.on_unseen: Callable[[], None] = lambda: None
         self.on_loop_over: Callable[[], None] = lambda: None
         """Called when a loader has come to its end."""
         self.on_first_fetch: Callable[[Any], bool] = lambda iterator: False
@@ -77,13 +71,9 @@ class Recorder:
         """Called between two steps, when a reader has asked for a pause or its end."""
         self.on_look: Callable[[int], int] = lambda now: 1 << 62
         """Called between two steps when `due` has come; returns when to call again (monotonic ns)."""
-        self.on_step: Callable[[Any], None] = lambda optimizer: None
-        """Called with an optimizer when it steps for the first time, and often afterwards."""
         self.on_backward: Callable[[], None] | None = None
         """Called when a backward pass is over."""
         self._parents: list[object] = []
-        self._optimizers: dict[int, tuple[Any, int]] = {}
-        """Weak reference and number, by id. The wrappers hold this very object."""
         self.reset()
 
     def reset(self) -> None:
@@ -98,8 +88,6 @@ class Recorder:
         """The ring's header, once there is a ring."""
         self.kinds: Any = memoryview(bytearray(THREADS))
         self._early: list[tuple[int, int, int, int]] = []
-        self._optimizers.clear()
-        self._optimizer_numbers = count(1)
         self.trains: Thread | None = None
         """The thread that trains, as far as can be told here."""
         self.learns = False
@@ -108,17 +96,11 @@ class Recorder:
         """When somebody wants to look between two steps (monotonic ns)."""
         self.idle = 0
         """Fetches and steps of optimizers since the last call."""
-        self.unseen = 0
         self.loose = STALE
         """Steps of optimizers since the last fetch."""
         self.calls = 0
         """Calls since the last fetch or step of an optimizer."""
         self.patience = 0
-        self._cycle: list[int] = []
-        """Optimizers that have stepped since one of them stepped a second time: the last one ends the loop's turn."""
-        self._boundary = 0
-        self._only = 0
-        """The optimizer that ends every turn of the loop, if no other one steps."""
         self.paused = 0
         """The last request for a pause that was acted upon."""
         self.put: Callable[[int, int, int, int], int] = self._keep
@@ -170,7 +152,7 @@ class Recorder:
         """Forget that this thread is in a call, if an interrupt has left that behind."""
         me = self.thread()
         if not any(frame.f_code.co_filename in OF_CALLS for frame in outwards(sys._getframe(1))):
-            me.inside, me.split, me.root, me.verb = 0, None, None, False
+            me.inside, me.split, me.root = 0, None, None
 
     # ---------------------------------------------------------------- writing
 
@@ -233,10 +215,51 @@ class Recorder:
 
     # ---------------------------------------------------------------- phases
 
+    def within(
+        self,
+        me: Thread,
+        head: int,
+        mark: Mark | None,
+        sizes: Callable[[Any], int] | None,
+        original: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Call a function within a span of its own, which begins here.
+
+        `head`: the span's first word. `mark`: its times on devices. `sizes` finds what the span is to say of the
+        result's sizes; None for nothing. The caller takes our frames out of a traceback.
+        """
+        inside, kind = me.inside, head & 0xFF
+        began = monotonic_ns()
+        self.words[me.word] = began
+        self.kinds[me.number] = kind
+        try:
+            me.inside = kind
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            me.inside = inside
+            self.failed(me, head, began, 0, error, mark)
+            raise
+        me.inside = inside
+        took = 0
+        try:
+            took = monotonic_ns() - began
+            self.kinds[me.number] = inside
+            if mark is not None:
+                head |= mark.end()
+            number = self.put(head, began, took, 0 if sizes is None else sizes(result))
+            if mark is not None:
+                mark.written(number)
+        except BaseException as error:
+            if self.again(head, began, took or monotonic_ns() - began, 0, error):
+                raise
+        return result
+
     def phase(self, kind: int, original: Callable[..., Any]) -> Callable[..., Any]:
         """The traced form of a function that is one phase: a fetch, or a backward pass."""
         session, threads, new = self.session, self.threads, self.thread
-        is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
+        is_compiling, clock, within = torch.compiler.is_dynamo_compiling, monotonic_ns, self.within
         fetch = kind == Kind.FETCH
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -250,7 +273,6 @@ class Recorder:
                     inside = self.inside_of(me)
                 if inside == Kind.BACKWARD:  # what is recomputed is a part of it
                     return original(*args, **kwargs)
-                head = kind | inside << INSIDE_AT | me.head
                 mark = None
                 try:
                     if fetch:
@@ -272,39 +294,20 @@ class Recorder:
                         mark = self.timing.begin(me, kind)
                 except Exception as error:  # noqa: BLE001 - ours must not reach the script
                     session.fault("phase", error)
-                began = clock()
-                self.words[me.word] = began
-                self.kinds[me.number] = kind
+                result = within(me, kind | inside << INSIDE_AT | me.head, mark, None, original, args, kwargs)
                 try:
-                    me.inside = kind
-                    result = original(*args, **kwargs)
-                except BaseException as error:
-                    me.inside = inside
-                    self.failed(me, head, began, 0, error, mark)
-                    self._ended_by(me, kind, error)
-                    raise
-                me.inside = inside
-                took = 0
-                try:
-                    took = clock() - began
-                    self.kinds[me.number] = inside
-                    if mark is not None:
-                        head |= mark.end()
-                    number = self.put(head, began, took, 0)
-                    if mark is not None:
-                        mark.written(number)
-                    if fetch:
-                        if me.noted:
-                            self._first_fetched(me, None)
-                    elif self.on_backward is not None and me is self.trains:
+                    if me.noted:
+                        self._first_fetched(me, None)
+                    if not fetch and self.on_backward is not None and me is self.trains:
                         self.on_backward()
-                except BaseException as error:
-                    if self.again(head, began, took or clock() - began, 0, error):
-                        raise
+                except Exception as error:  # noqa: BLE001 - the phase is over, whatever we make of it
+                    session.fault("phase", error)
                 return result
             except BaseException as error:
                 if me is not None:  # an interrupt may have come between any two lines
                     me.inside = inside
+                    if fetch:
+                        self._fetch_raised(me, error)
                 drop_frames(error)
                 args, kwargs, result = (), {}, None
                 raise
@@ -327,12 +330,12 @@ class Recorder:
         me.noted = False
         self.on_first_fetched(error)
 
-    def _ended_by(self, me: Thread, kind: int, error: BaseException) -> None:
-        """A phase ended by an exception, which is on its way. Never raises."""
+    def _fetch_raised(self, me: Thread, error: BaseException) -> None:
+        """A fetch ended by an exception, which is on its way. Never raises."""
         try:
             if me.noted:
                 self._first_fetched(me, error)
-            if kind == Kind.FETCH and me.inside == 0 and (me is self.trains or self.trains is None):
+            if me.inside == 0 and (me is self.trains or self.trains is None):
                 self.on_loop_over()
         except Exception as fault:  # noqa: BLE001 - the script's exception goes first
             self._count_fault(fault)
@@ -345,65 +348,6 @@ class Recorder:
             self.learns = True
             if me is not self.trains:  # the thread that was taken for it never went backward
                 self._found(me)
-
-    # ---------------------------------------------------------------- optimizer
-
-    def optimizer_hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
-        """torch's hooks around every step of an optimizer.
-
-        A step that raises has no end: `inside_of` finds that out. (A wrapper would see it, and be compiled with it.)
-        """
-        threads, new, optimizers = self.threads, self.thread, self._optimizers
-        is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
-        fault = self.session.fault
-
-        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if is_compiling():
-                return
-            try:
-                me = threads.get(get_ident()) or new()
-                if me.steps:
-                    self.inside_of(me, 1)
-                inside = me.inside
-                known = optimizers.get(id(optimizer))
-                if known is None or known[0]() is not optimizer:
-                    known = self._numbered(optimizer)
-                head = Kind.OPTIMIZER | inside << INSIDE_AT | me.head | known[1] << SITE_AT
-                mark = None if self.timing is None else self.timing.begin(me, Kind.OPTIMIZER)
-                began = clock()
-                self.words[me.word] = began
-                self.kinds[me.number] = Kind.OPTIMIZER
-                me.steps.append((inside, head, began, mark, known[1]))
-                me.inside = Kind.OPTIMIZER
-            except Exception as error:  # noqa: BLE001 - ours must not reach the script
-                fault("optimizer", error)
-
-        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if is_compiling():
-                return
-            try:
-                me = threads.get(get_ident())
-                if me is None or not me.steps:
-                    return
-                if len(me.steps) > 1:
-                    self.inside_of(me)
-                took = clock()
-                inside, head, began, mark, number = me.steps.pop()
-                me.inside = inside
-                took -= began
-                self.kinds[me.number] = inside
-                if mark is not None:
-                    head |= mark.end()
-                slot = self.put(head, began, took, 0)
-                if mark is not None:
-                    mark.written(slot)
-                self.loose += 1
-                if self.loose > STALE or number != self._only:
-                    self._stepped(me, optimizer, number)
-            except Exception as error:  # noqa: BLE001 - the step is done, whatever we make of it
-                fault("optimizer", error)
-
-        return before, after
 
     def inside_of(self, me: Thread, fewer: int = 0) -> int:
         """What this thread is in, without the optimizers that have begun to step and raised.
@@ -419,47 +363,6 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - ours must not reach the script
             self.session.fault("optimizer", error)
         return me.inside
-
-    def _numbered(self, optimizer: Any) -> tuple[Any, int]:
-        """A weak reference to an optimizer, and its number as long as it lives."""
-        number, key, known = next(self._optimizer_numbers) & MAX_SITE, id(optimizer), self._optimizers
-
-        def gone(_: Any) -> None:
-            known.pop(key, None)
-            if number == self._only:
-                self._only = 0
-            with suppress(Exception):  # at the interpreter's end, say
-                self.write(Kind.GONE | self.thread().head | number << SITE_AT, monotonic_ns(), 0)
-
-        known[key] = weakref.ref(optimizer, gone), number
-        return known[key]
-
-    def _stepped(self, me: Thread, optimizer: Any, number: int) -> None:
-        """An optimizer has stepped that may end a step, or is not the only one."""
-        self.on_step(optimizer)
-        if self.ring is None:
-            self.unseen += 1
-            if self.unseen == UNSEEN:
-                self.on_unseen()
-        if me.inside or me is not self.trains:
-            return
-        self.patience = MANY_CALLS
-        self.idle = 0 if self.calls else self.idle + 1
-        self.calls = 0
-        if self.idle == IDLE:
-            self.on_idle()
-        self._boundary = self._boundary or number
-        if number in self._cycle:
-            self._boundary = self._cycle[-1]
-            self._only = number if len(self._cycle) == 1 else 0
-            self._cycle.clear()
-        self._cycle.append(number)
-        if self.loose > STALE and number == self._boundary:
-            if self.timing is not None:
-                self.timing.step_ends()
-            words = self.words
-            if words[PAUSE] != self.paused or monotonic_ns() >= self.due:
-                self.between(me)
 
     # ---------------------------------------------------------------- between two steps
 

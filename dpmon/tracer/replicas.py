@@ -19,8 +19,6 @@ from dpmon.tracer.sites import Site
 from dpmon.tracer.sizes import gathers
 from dpmon.tracer.threads import Thread
 
-__all__ = ["KEY", "ODD", "ROWS", "Probe", "Unsuited", "Watch"]
-
 KEY = -7061
 """torch counts hooks up from 0, so a negative number is nobody else's."""
 ROWS = "return one row per input row, and compute the loss outside the model"

@@ -28,8 +28,6 @@ from dpmon.tracer.sites import Site
 from dpmon.tracer.tables import MODULES, modules_of, parameters_of, values_of
 from dpmon.tracer.threads import Thread
 
-__all__ = ["Roots"]
-
 Module = torch.nn.Module
 
 WATCH_STEPS = 16

@@ -27,8 +27,6 @@ from dpmon.tracer import sizes
 from dpmon.tracer.append import append, note
 from dpmon.tracer.errors import in_a_line
 
-__all__ = ["Config", "Memo", "Session", "raise_from_signal", "rank_and_world"]
-
 Tensor = torch.Tensor
 
 MAX_FAULTS = 3
@@ -239,39 +237,31 @@ class Session:
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], memo: Memo) -> int:
         """The number of the definition of these arguments' sizes; 0 if they could not be read."""
-        try:
-            if torch._C._len_torch_function_stack():
-                with torch._C.DisableTorchFunction():  # a mode of the script's would see us look
-                    return self.sizes("0", sizes.signature_of_call(args, kwargs))
-            if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
-                return self._lone("0", args[0], memo)
-            return self.sizes("0", sizes.signature_of_call(args, kwargs))
-        except Exception as error:  # noqa: BLE001 - anything may be passed to a module
-            self.fault("sizes", error, fatal=False)
-            return 0
+        lone = args[0] if len(args) == 1 and not kwargs else None
+        return self._looked_at("0", lone, memo, lambda: sizes.signature_of_call(args, kwargs))
 
     def outputs(self, value: Any, memo: Memo) -> int:
         """The number of the definition of this result's sizes; 0 if they could not be read."""
+        return self._looked_at("", value, memo, lambda: sizes.signature_of_value(value))
+
+    def _looked_at(self, lone_path: str, lone: Any, memo: Memo, signature: Callable[[], Any]) -> int:
+        """As `sizes`; the memo remembers `lone`, if that is a tensor and all that there is."""
         try:
             if torch._C._len_torch_function_stack():
-                with torch._C.DisableTorchFunction():
-                    return self.sizes("", sizes.signature_of_value(value))
-            if type(value) is Tensor:
-                return self._lone("", value, memo)
-            return self.sizes("", sizes.signature_of_value(value))
-        except Exception as error:  # noqa: BLE001 - anything may be returned by a module
+                with torch._C.DisableTorchFunction():  # a mode of the script's would see us look
+                    return self.sizes(lone_path, signature())
+            if type(lone) is not Tensor:
+                return self.sizes(lone_path, signature())
+            shape, dtype = lone.shape, lone.dtype
+            if shape != memo.shape or dtype is not memo.dtype:
+                number = self.sizes(lone_path, (shape, dtype))
+                if not number:
+                    return 0
+                memo.shape, memo.dtype, memo.number = shape, dtype, number
+            return memo.number
+        except Exception as error:  # noqa: BLE001 - anything may be passed to a module, and returned by it
             self.fault("sizes", error, fatal=False)
             return 0
-
-    def _lone(self, path: str, tensor: Any, memo: Memo) -> int:
-        """As `sizes`, for one tensor, which the memo remembers."""
-        shape, dtype = tensor.shape, tensor.dtype
-        if shape != memo.shape or dtype is not memo.dtype:
-            number = self.sizes(path, (shape, dtype))
-            if not number:
-                return 0
-            memo.shape, memo.dtype, memo.number = shape, dtype, number
-        return memo.number
 
     def sizes(self, lone_path: str, signature: Any) -> int:
         """The number of the definition of a signature (see dpmon.tracer.sizes)."""
@@ -305,14 +295,14 @@ class Session:
             count = self._faults[where] = self._faults.get(where, 0) + 1
             if len(self._faults) == count == 1:  # the first of all: what follows mostly follows from it
                 self.warn(
-                    f"dpmon's tracer failed while it {_doing(where)}: {in_a_line(error)}."
+                    f"dpmon's tracer failed while it {_DOING[where]}: {in_a_line(error)}."
                     " The training is not affected; the record may be incomplete"
                 )
             if fatal and count >= MAX_FAULTS and not self.off:
                 self.off = True
                 self.on_off()
                 self.warn(
-                    f"dpmon's tracer gave up after it failed {count} times while it {_doing(where)}:"
+                    f"dpmon's tracer gave up after it failed {count} times while it {_DOING[where]}:"
                     " nothing more is recorded"
                 )
         except Exception:  # noqa: BLE001 - nothing more can be done, and the script must not notice
@@ -349,10 +339,6 @@ _DOING = {
     "exit": "wrote the last step at the end of the process",
 }
 """What the tracer did, for each place that reports a fault."""
-
-
-def _doing(where: str) -> str:
-    return _DOING.get(where, f"followed the training ({where})")
 
 
 def raise_from_signal(error: BaseException) -> None:

@@ -11,14 +11,13 @@ import torch
 
 from dpmon.record.spans import FLAGS_AT, SITE_AT, Flag, Kind
 from dpmon.record.wire import DDP
-from dpmon.tracer.modes import DP, SINGLE, Modes, Plan, overrides
+from dpmon.tracer.modes import Modes
 from dpmon.tracer.names import class_name
+from dpmon.tracer.plans import DP, SINGLE, Plan, overrides
 from dpmon.tracer.session import Memo, Session
 from dpmon.tracer.stages import Stages, stages_of
 from dpmon.tracer.tables import MODULES, Place, modules_of
 from dpmon.tracer.timing import gpus_of, may_be_used
-
-__all__ = ["Functional", "Site", "Sites", "weights_given"]
 
 MAX_SITES = 1024
 MAX_NUMBERS = 1 << 14
@@ -149,13 +148,13 @@ class Sites:
         """Of a bare root, which `args` are given to."""
         weights = weights_given(type(module))
         if weights and args and isinstance(args[0], (list, tuple)):
-            site = self._keep(module, self.modes.stateless(module, args[0]), None)
+            site = self._new(module, self.modes.stateless(module, args[0]), None)
             site.first = weights
             site.root = class_name(getattr(module, "stateless_model", module))
             return site
         plan = self.modes.plan(module, False)
         ddp = isinstance(module, torch.nn.parallel.DistributedDataParallel)
-        site = self._keep(module, plan, DDP if ddp else None)
+        site = self._new(module, plan, DDP if ddp else None)
         site.root = class_name(module.module if ddp else module)
         site.place = Place(module)
         if plan.mode == SINGLE:
@@ -167,7 +166,7 @@ class Sites:
 
     def of_wrapper(self, module: Any) -> Site:
         """Of a DataParallel."""
-        site = self._keep(module, self.modes.plan(module, True), class_name(module))
+        site = self._new(module, self.modes.plan(module, True), class_name(module))
         site.root = class_name(module.module)
         site.dim = self.modes.dim_of(module) or 0
         site.own = own_methods(type(module))
@@ -185,22 +184,20 @@ class Sites:
     def of_functional(self, functional: Functional) -> Site:
         """Of a module that data_parallel is called with."""
         module = functional.module
-        site = self._keep(functional, self.modes.functional(module, functional.given[0]), "data_parallel")
+        site = self._new(functional, self.modes.functional(module, functional.given[0]), "data_parallel")
         site.root = class_name(module)
         site.dim = functional.given[2]
         site.place = Place(module)
         return site
 
-    def _keep(self, module: Any, plan: Plan, via: str | None) -> Site:
-        if len(self.known) >= MAX_SITES:
-            self.known.clear()
+    def _new(self, module: Any, plan: Plan, via: str | None) -> Site:
         key, known = id(module), self.known
-        site = self.known[key] = Site(module, plan, via, lambda _: known.pop(key, None))
+        site = Site(module, plan, via, lambda _: known.pop(key, None))
         self.on_site()
         return site
 
     def ready(self, site: Site) -> Site | None:
-        """The site, once its layout is defined; None if that cannot be written."""
+        """Define the site's layout and let calls find the site, on any thread; None if it cannot be written."""
         module = site.module()
         site.number = self.number(module.module if isinstance(module, Functional) else module)
         device = None if site.place is None else site.place.device
@@ -210,10 +207,13 @@ class Sites:
             self.modes.announce()
         if site.gpus:
             self.on_gpus()
-        if site.head >> SITE_AT:
-            return site
         self.known.pop(id(module), None)
-        return None
+        if not site.head >> SITE_AT:
+            return None
+        if len(self.known) >= MAX_SITES:
+            self.known.clear()
+        self.known[id(module)] = site
+        return site
 
     def number(self, module: Any) -> int:
         """The number of a model, as long as it lives: the same for a part of it that is called, and for a wrapper."""

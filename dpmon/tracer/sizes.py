@@ -16,17 +16,6 @@ import torch
 from dpmon.record.wire import MORE, shortened
 from dpmon.tracer.names import class_name
 
-__all__ = [
-    "MAX_PATH",
-    "first_rows",
-    "gathers",
-    "leaves",
-    "signature_of_call",
-    "signature_of_value",
-    "spell_out",
-    "tensors_in",
-]
-
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
@@ -179,15 +168,8 @@ def gathers(value: Any, depth: int = 0) -> bool:
     return isinstance(value, (list, tuple)) and all(gathers(child, depth + 1) for child in value)
 
 
-def first_rows(signature: Any, dim: int = 0, first: int = 0) -> int:
-    """Rows of the first tensor that has dimension `dim`, from argument number `first` on; -1 if there is none."""
-    if len(signature) == 2 and isinstance(signature[1], torch.dtype):
-        shape = signature[0]
-        return shape[dim] if -len(shape) <= dim < len(shape) else -1
-    for path, shape, _ in signature:
-        argument = path.partition(".")[0]
-        if argument.isdecimal() and int(argument) < first:
-            continue
-        if -len(shape) <= dim < len(shape):
-            return int(shape[dim])
-    return -1
+def first_rows(signature: Any) -> int:
+    """Rows of the first tensor that has any; -1 if there is none."""
+    lone = len(signature) == 2 and isinstance(signature[1], torch.dtype)
+    shapes = [signature[0]] if lone else [shape for _, shape, _ in signature]
+    return next((int(shape[0]) for shape in shapes if shape), -1)

@@ -17,16 +17,15 @@ from dpmon.record.spans import INSIDE_AT, Kind
 from dpmon.record.wire import CALL_PHASES
 from dpmon.tracer import sizes
 from dpmon.tracer.errors import in_a_line
-from dpmon.tracer.modes import DP, SINGLE, Modes, Plan
+from dpmon.tracer.modes import Modes
+from dpmon.tracer.plans import DP, SINGLE, Plan
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.replicas import ROWS, Unsuited, Watch
 from dpmon.tracer.session import Session
 from dpmon.tracer.sites import Functional, Site, Sites
 from dpmon.tracer.tables import buffers_of
 from dpmon.tracer.threads import Thread
-from dpmon.tracer.virtual import Originals
-
-__all__ = ["Run", "Split"]
+from dpmon.tracer.virtual import PRIMITIVES, Originals
 
 _OVERLAID = frozenset(("device_ids", "src_device_obj", "output_device", "dim"))
 
@@ -64,8 +63,8 @@ class Run:
         """The run on this thread that it is within, None for none."""
         self.watch: Watch | None = None
         """Hooks on what is run in parallel."""
-        self.verbs = 0
-        """Phases that have run, one bit each."""
+        self.verbs: set[int] = set()
+        """Phases that have run, as kinds of spans."""
         self.share: Any = None
         """What scatter gave to replica 0, where torch runs the module itself: (args, kwargs), and when it was over."""
         self.before: Before | None = None
@@ -158,8 +157,8 @@ class Split:
         site, absent = run.site, {}
         if run.plan.mode == DP:
             own = ", ".join(site.own)
-            for index, name in enumerate(CALL_PHASES):
-                if not run.verbs & 1 << index:
+            for kind, name in zip(PRIMITIVES, CALL_PHASES, strict=True):
+                if kind not in run.verbs:
                     absent[name] = f"{site.via} has its own {own} and does not use torch's {name}"
             if run.watch is None or not run.watch.ran:
                 absent["replicas"] = f"{site.via} has its own {own}: no replica was made or run by torch's functions"
@@ -285,8 +284,8 @@ class Split:
 
     def _fall_back(self, run: Run, me: Thread, module: Any, why: Exception | str, final: bool) -> None:
         """dp did not work for this call: note why, and let it run as the script alone would. Never raises."""
-        watch, run.watch, run.share, run.verbs = run.watch, None, None, 0
-        me.inside, me.verb = run.site.kind, False  # a lone replica runs on this thread, and did not say that it ended
+        watch, run.watch, run.share, run.verbs = run.watch, None, None, set()
+        me.inside = run.site.kind  # a lone replica runs on this thread, and did not say that it ended
         try:
             self.recorder.write(Kind.AGAIN | me.head | run.site.kind << INSIDE_AT, monotonic_ns(), 0)
             if run.before is not None:

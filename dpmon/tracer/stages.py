@@ -26,8 +26,6 @@ from dpmon.tracer.tables import buffers_of, modules_of, parameters_of
 from dpmon.tracer.threads import Thread
 from dpmon.tracer.timing import Mark, Timing, gpu_of
 
-__all__ = ["Stages", "stages_of"]
-
 KEY = -7062
 """torch counts hooks up from 0, so a negative number is nobody else's."""
 MAX_STAGES = 64

@@ -18,8 +18,6 @@ from dpmon.tracer.frames import drop_frames, named_like
 from dpmon.tracer.names import class_name
 from dpmon.tracer.session import Session
 
-__all__ = ["Startup"]
-
 IN_SCRIPT = "in the script"
 MAX_LOADERS = 16
 """Number of loaders whose first batch is noted: a script may read many before it calls a model."""

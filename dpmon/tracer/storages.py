@@ -14,9 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpmon.tracer.names import class_name
-from dpmon.tracer.tables import BUFFERS, PARAMETERS, modules_of, values_of
-
-__all__ = ["GRADIENTS", "MAX_TENSORS", "MODEL", "STATES", "Walk"]
+from dpmon.tracer.tables import BUFFERS, PARAMETERS, modules_of, parts_of, values_of
 
 MAX_TENSORS = 20_000
 AT_ONCE = 256
@@ -26,8 +24,6 @@ MAX_TYPES = 4
 """Most types of tensors of unknown size that are named."""
 MODEL, GRADIENTS, STATES = range(3)
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
-_COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
-_COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 
 class Walk:
@@ -182,12 +178,6 @@ def _parts(tensor: Any) -> tuple[Any, ...]:
         return tuple(part for one in inner if isinstance(one, torch.Tensor) for part in _parts(one))
     if torch._is_functional_tensor(tensor):
         return _parts(torch._from_functional_tensor(tensor))
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in _COMPRESSED_ROWS:
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in _COMPRESSED_COLUMNS:
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     if tensor.is_quantized and tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
         return tensor, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-    return (tensor,)
+    return parts_of(tensor)

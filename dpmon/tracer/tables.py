@@ -8,16 +8,27 @@ from typing import Any
 
 import torch
 
-__all__ = ["Place", "buffers_of", "modules_of", "parameters_of", "trains", "values_of"]
-
 _WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
+_COLUMNS, _ROWS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _COLUMNS),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _ROWS),
+}
+"""Methods that give what a sparse tensor is made of: its own elements are all that it stands for."""
 
 
 def values_of(module: Any, table: str) -> list[Any]:
     """What one of a module's own tables holds; nothing for a module whose `__init__` has not run."""
     found = module.__dict__.get(table)  # a dict, or what looks like one (TorchScript)
     return [] if found is None else [value for value in list(found.values()) if value is not None]
+
+
+def parts_of(tensor: Any) -> tuple[Any, ...]:
+    """The dense tensors that a tensor of torch's own is made of: itself, or several for a sparse one."""
+    names = _SPARSE.get(tensor.layout)
+    return (tensor,) if names is None else tuple(getattr(tensor, name)() for name in names)
 
 
 def modules_of(root: Any) -> Iterator[Any]:

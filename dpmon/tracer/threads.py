@@ -7,13 +7,11 @@ from typing import Any
 from dpmon.record.spans import THREAD_AT
 from dpmon.span_ring import Word
 
-__all__ = ["Thread"]
-
 
 class Thread:
     """What one thread is in."""
 
-    __slots__ = ("hand", "head", "inside", "noted", "number", "root", "split", "steps", "tried", "verb", "word")
+    __slots__ = ("hand", "head", "inside", "noted", "number", "root", "split", "steps", "tried", "word")
 
     def __init__(self, number: int) -> None:
         self.head = number << THREAD_AT
@@ -28,8 +26,6 @@ class Thread:
         self.steps: list[tuple[int, int, int, Any, int]] = []
         """Optimizers that have begun to step: what each is within, its span's first word, when it began, its times on
         devices and its number."""
-        self.verb = False
-        """Whether it is in scatter, replicate or gather: what these call of each other is no phase of its own."""
         self.hand: Any = None
         """The devices that the script has given to the primitives it calls itself: see dpmon.tracer.byhand."""
         self.tried: Any = None

@@ -19,8 +19,6 @@ from dpmon.record.wire import Untimed
 from dpmon.tracer.events import DeviceTimes, Events, Span, TorchEvents
 from dpmon.tracer.threads import Thread
 
-__all__ = ["Mark", "Timing", "coming", "gpu_of", "gpus_of", "may_be_used", "usable"]
-
 MAX_STEPS = 64
 """Steps after which a time is not waited for any longer."""
 MAX_COPIES = 16
@@ -62,18 +60,24 @@ class Mark:
 
     def end(self) -> int:
         """The phase ends; returns what to add to the head of its span."""
-        self._timing.end(self.spans, self._shares)
+        timing = self._timing
+        for span in self.spans:
+            timing.times.end(span)
+            if self._shares:
+                timing.last[span.device] = span
         return _TIMED
 
     def lap(self) -> None:
         """It may have ended here: this is taken for its end if no later lap is."""
-        self._timing.lap(self.spans)
+        for span in self.spans:
+            self._timing.times.lap(span)
 
     def raised(self) -> int:
         """The phase raised; returns what to add to the head of its span."""
         if self._kind in _COUNT_ANYWAY:
             return self.end()
-        self._timing.abandon(self.spans)
+        for span in self.spans:
+            self._timing.times.abandon(span)
         return 0 if self._kind in _VERBS else _TIMED
 
     def written(self, number: int) -> None:
@@ -137,7 +141,7 @@ class Timing:
         self._waiting: deque[Mark] = deque()
         self._steps = 0
         self._copies = 0
-        self._last: dict[int, Span] = {}
+        self.last: dict[int, Span] = {}
         """Of each device: the phase of the call under way that ended last."""
 
     def _failed(self, error: BaseException) -> None:
@@ -160,7 +164,7 @@ class Timing:
             if gpus != self._used:
                 self._used = tuple(dict.fromkeys((*self._used, *gpus)))
                 self.gpus = tuple(dict.fromkeys((*self.gpus, *gpus)))
-        self._last.clear()
+        self.last.clear()
         return self._begin(me, Kind.CALL, gpus)
 
     def verb_begins(self, me: Thread, gpus: tuple[int, ...], kind: int) -> Mark | None:
@@ -190,25 +194,8 @@ class Timing:
         if self._skips:
             return _LEFT_OUT
         begin = self.times.begin
-        last = self._last if shares else {}
+        last = self.last if shares else {}
         return Mark(self, kind, [begin(gpu, last.get(gpu)) for gpu in gpus], shares)
-
-    def end(self, spans: Sequence[Span], shares: bool) -> None:
-        """A phase ends on its devices."""
-        for span in spans:
-            self.times.end(span)
-            if shares:
-                self._last[span.device] = span
-
-    def lap(self, spans: Sequence[Span]) -> None:
-        """A phase may have ended."""
-        for span in spans:
-            self.times.lap(span)
-
-    def abandon(self, spans: Sequence[Span]) -> None:
-        """A phase has raised."""
-        for span in spans:
-            self.times.abandon(span)
 
     # ---------------------------------------------------------------- what the devices say
 

@@ -14,14 +14,14 @@ from dpmon.tracer.byhand import ByHand
 from dpmon.tracer.frames import drop_frames, named_like
 from dpmon.tracer.recorder import Recorder
 from dpmon.tracer.replicas import ODD, Unsuited
-from dpmon.tracer.virtual import GATHER, PARALLEL_APPLY, REPLICATE, SCATTER, Originals
+from dpmon.tracer.virtual import PRIMITIVES, Originals
 
-__all__ = ["Verbs"]
-
-VERB_OF = (SCATTER, REPLICATE, PARALLEL_APPLY, GATHER, SCATTER, SCATTER, REPLICATE, GATHER)
+KIND_OF = (*PRIMITIVES, Kind.SCATTER, Kind.SCATTER, Kind.REPLICATE, Kind.GATHER)
 """Which phase each of `Originals.all` is."""
-KIND_OF = (Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER)
+SCATTER_KWARGS, REPLICATE = 0, 1
+"""Indices in it of those that DataParallel's own methods call."""
 _OURS = frozenset((Kind.CALL, Kind.WRAPPED))
+_MOVING = frozenset((Kind.SCATTER, Kind.REPLICATE, Kind.GATHER))
 
 
 class Verbs:
@@ -35,68 +35,47 @@ class Verbs:
     def traced(self, number: int) -> Callable[..., Any]:
         """The traced form of one of `Originals.all`."""
         recorder, by_hand = self.recorder, self.by_hand
-        original, verb = self.originals.all[number], VERB_OF[number]
-        kind = KIND_OF[verb]
+        original, kind = self.originals.all[number], KIND_OF[number]
         fault = recorder.session.fault
-        is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
+        is_compiling = torch.compiler.is_dynamo_compiling
 
         def phase(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(*args, **kwargs)
-            me, inside, within = None, 0, False
+            me, inside = None, 0
             try:
                 me = recorder.threads.get(get_ident()) or recorder.thread()
-                run, inside, within = me.split, me.inside, me.verb
-                if within:
+                run, inside = me.split, me.inside
+                if inside in _MOVING:  # what these call of each other is no phase of its own
                     return original(*args, **kwargs)
                 if run is None or inside not in _OURS:
-                    return by_hand.verb(me, number, verb, original, args, kwargs)
+                    return by_hand.verb(me, number, kind, original, args, kwargs)
+                if kind == Kind.GATHER and run.watch is not None and run.watch.odd:
+                    raise Unsuited(ODD)
+                if kind == Kind.PARALLEL_APPLY and run.watch is not None and not run.watch.hooked:
+                    try:
+                        args, kwargs = run.watch.around(args, kwargs)
+                    except Exception as error:  # noqa: BLE001 - sizes are not worth a training
+                        fault("replicas", error)
+                virtual = run.plan.virtual
+                function = original if virtual is None else virtual.verbs[number]
+                timing = recorder.timing
+                mark = None if timing is None else timing.verb_begins(me, run.site.gpus, kind)
                 head = kind | me.head | inside << INSIDE_AT
-                began = 0
-                mark: Any = None
+                result = recorder.within(me, head, mark, None, function, args, kwargs)
+                run.verbs.add(kind)
                 try:
-                    if verb == GATHER and run.watch is not None and run.watch.odd:
-                        raise Unsuited(ODD)
-                    if verb == PARALLEL_APPLY and run.watch is not None and not run.watch.hooked:
-                        try:
-                            args, kwargs = run.watch.around(args, kwargs)
-                        except Exception as error:  # noqa: BLE001 - sizes are not worth a training
-                            fault("replicas", error)
-                    virtual = run.plan.virtual
-                    if recorder.timing is not None:
-                        mark = recorder.timing.verb_begins(me, run.site.gpus, kind)
-                    began = clock()
-                    recorder.words[me.word] = began
-                    recorder.kinds[me.number] = kind
-                    me.verb = verb != PARALLEL_APPLY
-                    result = (original if virtual is None else virtual.verbs[number])(*args, **kwargs)
-                except BaseException as error:
-                    if began:
-                        recorder.failed(me, head, began, 0, error, mark)
-                    raise
-                me.verb = False
-                me.inside = inside  # a lone replica runs on this thread
-                try:
-                    ended = clock()
-                    recorder.kinds[me.number] = inside
-                    if mark is not None:
-                        head |= mark.end()
-                    slot = recorder.put(head, began, ended - began, 0)
-                    if mark is not None:
-                        mark.written(slot)
-                    run.verbs |= 1 << verb
                     if number == REPLICATE and run.watch is not None and "parallel_apply" in run.site.own:
                         run.watch.expect(result)  # what runs them is not torch's
-                    elif number == SCATTER and len(run.plan.devices) == 1:
-                        run.share = result[0][0], result[1][0], ended
+                    elif number == SCATTER_KWARGS and len(run.plan.devices) == 1:
+                        run.share = result[0][0], result[1][0], monotonic_ns()
                         me.inside = Kind.REPLICA  # torch runs the module itself now, until the call is over
-                except BaseException as error:
-                    if recorder.again(head, began, clock() - began, 0, error):
-                        raise
+                except Exception as error:  # noqa: BLE001 - the result is torch's, whatever we make of it
+                    fault("replicas", error)
                 return result
             except BaseException as error:
                 if me is not None:  # an interrupt may have come between any two lines
-                    me.inside, me.verb = inside, within
+                    me.inside = inside
                 drop_frames(error)
                 args, kwargs, run, virtual, result = (), {}, None, None, None
                 raise

@@ -28,23 +28,14 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from dpmon.record.spans import Kind
 from dpmon.tracer.cores import available_cores
 from dpmon.tracer.workers import ReplicaThread
 
-__all__ = [
-    "GATHER",
-    "PARALLEL_APPLY",
-    "REPLICATE",
-    "SCATTER",
-    "VERBS",
-    "Originals",
-    "VirtualDevices",
-    "with_globals",
-]
-
 VERBS = ("scatter_kwargs", "replicate", "parallel_apply", "gather")
 """What DataParallel's phases are called in the module that its code looks them up in."""
-SCATTER, REPLICATE, PARALLEL_APPLY, GATHER = range(len(VERBS))
+PRIMITIVES = (Kind.SCATTER, Kind.REPLICATE, Kind.PARALLEL_APPLY, Kind.GATHER)
+"""The same as kinds of spans."""
 
 _NOWHERE = nullcontext()
 
@@ -263,11 +254,8 @@ class Originals:
         self.parallel_apply = data_parallel.parallel_apply
         self.gather = data_parallel.gather
         self.data_parallel = data_parallel.data_parallel
-        names = ("scatter", "replicate", "parallel_apply", "gather")
-        self.methods: dict[str, Any] = {name: data_parallel.DataParallel.__dict__[name] for name in names}
-        """DataParallel's own, one for each of VERBS; AttributeError or KeyError if it has none."""
-        self.functions = importlib.import_module("torch.nn.parallel._functions")
-        functions: Any = self.functions
+        functions: Any = importlib.import_module("torch.nn.parallel._functions")
+        self.functions = functions
         self.all: tuple[Callable[..., Any], ...] = (
             self.scatter_kwargs,
             self.replicate,

@@ -23,8 +23,6 @@ import torch
 
 from dpmon.tracer.cores import limit_this_thread
 
-__all__ = ["ReplicaThread"]
-
 _ACTIVE: dict[int, Any] = getattr(threading, "_active", {})
 """Python's table of threads by id. A worker gets an entry if its replica asks for the current thread."""
 

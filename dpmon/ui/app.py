@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dpmon.run.rundir import ExitInfo
 
-__all__ = ["ScreenClosed", "prepare", "run_screen"]
 
 _COLOUR_SYSTEMS = ("auto", "standard", "256", "truecolor")
 

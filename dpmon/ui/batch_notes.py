@@ -21,8 +21,6 @@ from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import Scene
 
-__all__ = ["missing", "notes", "unevenness"]
-
 
 def notes(
     scene: Scene, process: Process, numbers: Summary, turn: Turn | None, width: int, most: int, look: Look

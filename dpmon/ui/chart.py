@@ -9,8 +9,6 @@ from dpmon.model.process import PHASES, Column
 from dpmon.ui.look import LETTERS, Glyphs, Look
 from dpmon.ui.rows import Row, Span, merged
 
-__all__ = ["area", "bar", "ceiling", "parts_bar", "range_bar", "resampled", "spark", "stacked", "top_of"]
-
 _NICE = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 
 

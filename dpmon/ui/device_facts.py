@@ -15,8 +15,6 @@ from dpmon.ui.chart import area, resampled
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, width_of
 
-__all__ = ["device_name", "facts", "label", "mine", "reasons"]
-
 Data = Mapping[str, Any]
 
 _NO_XID = "no XID error since the run's start"

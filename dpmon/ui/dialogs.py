@@ -16,8 +16,6 @@ from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, box, width_of
 from dpmon.ui.view import PanelView
 
-__all__ = ["LINE_MOST", "Choice", "Commands", "Dialog", "Line", "Pages", "key_name"]
-
 LINE_MOST = 4000
 """Most bytes of a typed line. With its end it is written in one piece (PIPE_BUF), and a terminal accepts it (N_TTY)."""
 

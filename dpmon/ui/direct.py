@@ -16,8 +16,6 @@ from dpmon.text.cells import char_width, span_width
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Span, width_of
 
-__all__ = ["Cell", "cells_of", "patch", "patch_row"]
-
 Cell = tuple[str, str]
 """What stands in one cell and its style's name; the right half of a wide character is empty."""
 _GAP = 5

@@ -26,8 +26,6 @@ from dpmon.ui.scene import PANELS, Scene, View
 from dpmon.ui.typed import InOrder
 from dpmon.ui.view import PanelView
 
-__all__ = ["Drawing"]
-
 _PLACES = ("status", *PANELS, "footer", "timeline", "small")
 _REPAINT_S = 60.0
 _QUEUED_WRITES = 2

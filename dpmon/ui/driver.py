@@ -24,8 +24,6 @@ from textual.message import Message
 from dpmon.ui.keyboard import Keyboard
 from dpmon.ui.typed import INTERRUPTS
 
-__all__ = ["Driver"]
-
 _MOUSE = ("\x1b[?1000h", "\x1b[?1006h")
 """Report clicks and the wheel, in a format that can express every column."""
 _MODES = f"\x1b[?1049h{''.join(_MOUSE)}\x1b[?25l\x1b[?1004h\x1b[?2004h\x1b[?7l"

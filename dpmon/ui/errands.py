@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["ENDINGS", "ErrandError", "export", "report", "save"]
+from dpmon.errors import DpmonError
 
 Made = TypeVar("Made")
 
@@ -41,7 +41,7 @@ ENDINGS = {"jsonl": "jsonl", "csv": "csv", "perfetto": "trace.json"}
 _HOME = str(Path(__file__).resolve().parent.parent.parent)
 
 
-class ErrandError(Exception):
+class ErrandError(DpmonError):
     """It could not be done; the text is one sentence for a person."""
 
 

@@ -26,7 +26,6 @@ from dpmon.ui.tail import Tail
 if TYPE_CHECKING:
     from dpmon.store.queries import Store
 
-__all__ = ["FROZEN_RANKS", "Feed", "OpenStore", "Reader"]
 
 OpenStore = Callable[[], "AbstractContextManager[Store]"]
 """Opens what is recorded so far."""

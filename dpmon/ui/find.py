@@ -10,8 +10,6 @@ from dpmon.ui.rows import Row, merged, plain
 from dpmon.ui.tail import Tail
 from dpmon.ui.terminal_text import interpret
 
-__all__ = ["Hunt", "found_in", "marked"]
-
 _PIECE = 1 << 20
 
 

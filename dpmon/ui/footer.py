@@ -14,8 +14,6 @@ from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, fit
 from dpmon.ui.scene import Scene
 
-__all__ = ["at", "footer", "keys"]
-
 _LAST = ("?", "q", ":")
 """There at every width; the one called "more" has whatever has no room."""
 _ORDER = ("esc", "d", "p", "end", "space", "n", "N", "/", "x", "enter", "1-5", "w", "i", "[ ]", "r", "e", "s", "t", "o")

@@ -9,8 +9,6 @@ from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import NAMES
 
-__all__ = ["help_rows"]
-
 _PANELS = (
     (NAMES["devices"], "what each GPU does, once a second; without a GPU what this machine's processor does, and why."),
     (

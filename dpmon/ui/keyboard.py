@@ -21,8 +21,6 @@ from textual._keyboard_protocol import FUNCTIONAL_KEYS
 from textual._xterm_parser import XTermParser
 from textual.message import Message
 
-__all__ = ["PASTE_MOST", "Keyboard"]
-
 ESC = "\x1b"
 PASTE_MOST = 1 << 16
 """Most bytes of a paste; the rest is dropped."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["MIN_HEIGHT", "MIN_WIDTH", "Slot", "arrange", "is_wide"]
-
 MIN_WIDTH, MIN_HEIGHT = 40, 10
 _WIDE = 110
 _BATCH = 9

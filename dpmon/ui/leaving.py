@@ -18,8 +18,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-__all__ = ["Leaving"]
-
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PATIENCE_S = 1.0
 _WISHED_PATIENCE_S = 5.0

@@ -13,8 +13,6 @@ from dpmon.text.ascii import knows_only_ascii
 from dpmon.text.palettes import PALETTES, named
 from dpmon.ui.themes import MONO_STYLES, composed, styles_of
 
-__all__ = ["ASCII", "COLOUR", "LETTERS", "MONO", "UNICODE", "Glyphs", "Look", "choose", "letter_in", "look"]
-
 LETTERS: Mapping[str, str] = {phase.shown: phase.letter for phase in PHASES}
 """A letter a phase; what is left over has a dot."""
 

@@ -24,8 +24,6 @@ from dpmon.ui.scene import PANELS, View
 from dpmon.ui.stopping import Stopping
 from dpmon.ui.view import PanelView
 
-__all__ = ["Monitor"]
-
 _FORMS = [
     ("j", "jsonl", "JSON, one object a line: every record"),
     ("c", "csv", "CSV: a directory with a table a kind"),

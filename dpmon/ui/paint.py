@@ -18,8 +18,6 @@ from dpmon.ui.scene import PANELS, Scene
 from dpmon.ui.timeline import timeline
 from dpmon.ui.toast import laid_over, toast
 
-__all__ = ["joined", "paint", "places", "rank_room", "scroll_room", "whole"]
-
 _PINNED = {"replicas": 1}
 """Rows of a panel that stay when it is scrolled: the names of its columns."""
 

@@ -20,8 +20,6 @@ from dpmon.ui.rows import Row, width_of
 from dpmon.ui.scene import NAMES, SECOND, Scene, mode_words
 from dpmon.ui.waterfall import REST, waterfall
 
-__all__ = ["WITHOUT_RANKS", "batch", "figures", "title", "wanted_rows"]
-
 WITHOUT_RANKS = 8
 """Rows of its place in which the panel never shows a rank: those of its frame, its table and its history."""
 _RANKS_DRAWN = 64

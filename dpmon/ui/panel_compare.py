@@ -22,8 +22,6 @@ from dpmon.ui.rows import Row, width_of
 from dpmon.ui.scene import NAMES, Scene
 from dpmon.ui.waterfall import main_row
 
-__all__ = ["compare", "figures", "title"]
-
 _MODES = ("single", "dp")
 _REFUSED_ROWS = 3
 """Rows at most for what was refused, where the panel is not in full screen."""

@@ -25,8 +25,6 @@ from dpmon.ui.panel_host import host
 from dpmon.ui.rows import Row, fit, width_of
 from dpmon.ui.scene import NAMES, Scene
 
-__all__ = ["devices", "title", "wanted_rows", "zoomed"]
-
 _SHOWN = ("util_pct", "mem_used_bytes", "mem_total_bytes", "temperature_c", "power_w", "sm_clock_mhz", "of_run")
 """What the small panel shows of a GPU, and gives reasons for."""
 _THIRD = (

@@ -15,8 +15,6 @@ from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import Scene
 
-__all__ = ["host"]
-
 
 def _of_run(own: float | None, held: float | None) -> Row:
     """What the run's processes take of the host."""

@@ -15,8 +15,6 @@ from dpmon.ui.scene import NAMES, Scene
 from dpmon.ui.scrollback import Scrollback
 from dpmon.ui.tail import Tail
 
-__all__ = ["Output", "narrowed", "shifted", "title"]
-
 
 @dataclass
 class Output:

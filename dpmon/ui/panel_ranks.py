@@ -14,8 +14,6 @@ from dpmon.ui.panel_replicas import every_size, kind, shown, size_text
 from dpmon.ui.rows import Row, fit
 from dpmon.ui.scene import Scene
 
-__all__ = ["applies", "table", "title", "wanted_rows", "zoomed"]
-
 _NOT_APART = "the ranks average their gradients within the backward pass: a rank that waits for another waits there"
 
 

@@ -16,22 +16,6 @@ from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, fit
 from dpmon.ui.scene import NAMES, Scene, mode_words
 
-__all__ = [
-    "Choice",
-    "choices",
-    "chosen",
-    "device_time",
-    "every_size",
-    "host_time",
-    "kind",
-    "shown",
-    "size_text",
-    "table",
-    "title",
-    "wanted_rows",
-    "zoomed",
-]
-
 
 class Choice(NamedTuple):
     """What the panel can show: a root, or one of the calls that a step makes of it."""

@@ -11,8 +11,6 @@ from dpmon.ui.panel_replicas import title as replicas_title
 from dpmon.ui.rows import Row, fit
 from dpmon.ui.scene import Scene
 
-__all__ = ["applies", "table", "title", "wanted_rows", "zoomed"]
-
 
 def applies(scene: Scene) -> bool:
     """Whether the root that is shown lies on several devices."""

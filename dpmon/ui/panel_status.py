@@ -15,8 +15,6 @@ from dpmon.ui.replies import answer
 from dpmon.ui.rows import Row, columns, fit, plain, width_of
 from dpmon.ui.scene import READING, SECOND, Life, Scene, life, mode_words
 
-__all__ = ["cut_answer", "status"]
-
 WARNING_SHOWN_NS = 60 * SECOND
 _ALL_OF_IT = "  w: all of it "
 _WIDE = 140

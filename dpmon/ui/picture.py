@@ -14,8 +14,6 @@ from dpmon.text.palettes import named
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
 
-__all__ = ["svg"]
-
 _CELL = 8.43
 """Width of a cell in pixels: that of DejaVu Sans Mono at the size below; other fonts are stretched to it."""
 _LINE = 16.4

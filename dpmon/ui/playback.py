@@ -26,8 +26,6 @@ from dpmon.ui.scene import SECOND, Playing, Scene, View
 from dpmon.ui.timeline import position_at
 from dpmon.ui.view import PanelView
 
-__all__ = ["SPEEDS", "Playback", "Player"]
-
 SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0)
 
 

@@ -8,8 +8,6 @@ from dpmon.ui.look import Look
 from dpmon.ui.rows import Row
 from dpmon.ui.scene import SECOND, Scene
 
-__all__ = ["answer"]
-
 DONE_SHOWN_NS = 15 * SECOND
 
 

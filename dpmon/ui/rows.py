@@ -12,18 +12,6 @@ from dpmon.text.cells import cropped as cropped_text
 from dpmon.text.cells import span_width
 from dpmon.ui.look import Glyphs
 
-__all__ = [
-    "Row",
-    "Span",
-    "box",
-    "columns",
-    "cropped",
-    "fit",
-    "merged",
-    "plain",
-    "width_of",
-]
-
 Span = tuple[str, str]
 Row = list[Span]
 

@@ -14,25 +14,6 @@ from dpmon.run.standing import IDLE
 from dpmon.text.cleaning import clean
 from dpmon.text.quantities import clock
 
-__all__ = [
-    "NAMES",
-    "PANELS",
-    "RANGES",
-    "READING",
-    "Ended",
-    "Facts",
-    "Life",
-    "Pausing",
-    "Playing",
-    "Scene",
-    "Toggle",
-    "View",
-    "at_its_end",
-    "devices_in_short",
-    "life",
-    "mode_words",
-]
-
 PANELS = ("devices", "replicas", "batch", "compare", "output")
 NAMES = {
     "devices": "1 Devices",

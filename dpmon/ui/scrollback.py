@@ -11,8 +11,6 @@ from dpmon.ui.rows import Row, plain
 from dpmon.ui.tail import Tail
 from dpmon.ui.terminal_text import HEIGHT, Page, interpret
 
-__all__ = ["ROWS", "Scrollback"]
-
 ROWS = 5000
 _CHARACTERS = 4_000_000
 """Kept rows and the characters in them, at most."""

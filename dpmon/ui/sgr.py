@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-__all__ = ["Sgr"]
-
 _ATTRIBUTES = {1: "b", 2: "d", 3: "i", 4: "u", 7: "r", 9: "s"}
 _OFF = {22: "bd", 23: "i", 24: "u", 27: "r", 29: "s"}
 

@@ -14,8 +14,6 @@ from dpmon.ui.drawing import Drawing
 from dpmon.ui.feed import FROZEN_RANKS
 from dpmon.ui.scene import View
 
-__all__ = ["Stopping"]
-
 _STOPS = "stop the training: interrupt, then terminate, then kill"
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from dpmon.run.files import open_file
 from dpmon.text.last_words import READ_BYTES
 
-__all__ = ["Tail"]
-
 _BLOCK = 1 << 16
 _LONG = 1 << 16
 """Of a longer line only its beginning and its end are read."""

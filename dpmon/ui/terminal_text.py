@@ -20,8 +20,6 @@ from dpmon.text.cleaning import visible
 from dpmon.ui.rows import Row, merged
 from dpmon.ui.sgr import Sgr
 
-__all__ = ["COLUMNS", "HEIGHT", "Line", "Page", "interpret"]
-
 COLUMNS = 4000
 """Cells of a line that are kept; what is written beyond is dropped, with a sign."""
 HEIGHT = 100

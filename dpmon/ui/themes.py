@@ -10,8 +10,6 @@ from rich.style import Style
 from dpmon.model.process import PHASES
 from dpmon.text.palettes import Palette, named
 
-__all__ = ["MONO_STYLES", "composed", "styles_of"]
-
 
 def styles_of(palette: Palette) -> dict[str, Style]:
     """The styles by name, each with its background: the terminal's own colours play no part."""

@@ -8,8 +8,6 @@ from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, fit, width_of
 from dpmon.ui.scene import Playing
 
-__all__ = ["position_at", "timeline"]
-
 _KEYS = (("space", "play"), (", .", "step"), ("b f", "10 s"), ("< >", "speed"), ("g G", "ends"))
 _DONE, _REST = "━", "─"
 _LEAST, _TALL = 7, 20

@@ -12,8 +12,6 @@ from dpmon.ui.replies import answer
 from dpmon.ui.rows import Row, box, cropped, plain, width_of
 from dpmon.ui.scene import Scene
 
-__all__ = ["laid_over", "toast"]
-
 _WIDEST = 84
 _SHARE = 2
 """At most one row in so many is the note's."""

@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable
 
 from textual import events
 
-__all__ = ["INTERRUPTS", "InOrder"]
-
 INTERRUPTS = frozenset(("ctrl+c", "ctrl+q"))
 """Keys that do not wait: they drop the keys typed before them, as a terminal does (termios(3): INTR)."""
 _MOST = 1000

@@ -17,8 +17,6 @@ from dpmon.ui.direct import patch_row
 from dpmon.ui.look import Look
 from dpmon.ui.rows import Row, plain, width_of
 
-__all__ = ["PanelView", "in_ascii"]
-
 
 class PanelView(Widget):
     """Shows rows that are exactly as wide as the widget. Compares them with the last ones, redraws what differs."""

@@ -19,8 +19,6 @@ from dpmon.ui.chart import ceiling
 from dpmon.ui.look import LETTERS, Glyphs, Look, letter_in
 from dpmon.ui.rows import Row, Span, fit, merged
 
-__all__ = ["REST", "lane_row", "main_row", "waterfall"]
-
 REST = ("forward rest", "fwd rest", "rest")
 """Names, from long to short, for the rest of the forward when the call's phases are shown separately."""
 _LEFT = " ▏▎▍▌▋▊▉█"

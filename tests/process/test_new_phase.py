@@ -44,14 +44,14 @@ EDITS: tuple[tuple[str, str, str], ...] = (
     ("record/spans.py", "COUNTED = {", 'COUNTED = {Kind.SYNC: "tokens", '),
     (
         "tracer/recorder.py",
-        "                    number = self.put(head, began, took, 0)\n",
-        "                    number = self.put(head, began, took, 0)\n"
-        "                    if kind == Kind.BACKWARD:\n"
-        "                        began = clock()\n"
-        "                        while clock() < began + 1_000_000:\n"
-        "                            pass\n"
-        "                        tokens = self._tokens = getattr(self, '_tokens', 0) + 5\n"
-        "                        self.put(Kind.SYNC | me.head, began, clock() - began, tokens)\n",
+        "                try:\n                    if me.noted:\n",
+        "                if kind == Kind.BACKWARD:\n"
+        "                    began = clock()\n"
+        "                    while clock() < began + 1_000_000:\n"
+        "                        pass\n"
+        "                    tokens = self._tokens = getattr(self, '_tokens', 0) + 5\n"
+        "                    self.put(Kind.SYNC | me.head, began, clock() - began, tokens)\n"
+        "                try:\n                    if me.noted:\n",
     ),
 )  # fmt: skip
 """File, what it says, and what it says instead."""

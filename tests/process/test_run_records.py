@@ -19,7 +19,7 @@ from running import Dpmon, wait_for
 
 from dpmon.model.numbers import duration
 from dpmon.record.spans import Kind
-from dpmon.ring import RingError
+from dpmon.ring_file import RingError
 from dpmon.run import proc
 from dpmon.run.rundir import load_info
 from dpmon.span_reader import SpanReader

@@ -15,17 +15,18 @@ FEW = 8
 """Warnings that one broken function may cause, those of calls that could not be split included."""
 
 GUARDS = {
-    "tracer.byhand.ByHand._ran",
     "tracer.byhand.ByHand.verb",
     "tracer.calls.Calls._bound",
     "tracer.frames.drop_frames",
     "tracer.loaders.Loaders.at_exit",
     "tracer.modes.Modes.hand_devices",
-    "tracer.recorder.Recorder._ended_by",
+    "tracer.recorder.Recorder._fetch_raised",
     "tracer.recorder.Recorder.failed",
     "tracer.recorder.Recorder.inside_of",
+    "tracer.recorder.Recorder.within",
     "tracer.roots.Roots._other",
     "tracer.roots._RootCall.__get__",
+    "tracer.session.Session._looked_at",
     "tracer.session.Session.inputs",
     "tracer.split.Split._fall_back",
     "tracer.split.Split._let_go",

@@ -24,7 +24,7 @@ from warm import Piped
 import dpmon
 from dpmon.record.codec import Decoder
 from dpmon.record.kinds import Call, Event, Record, RecordError, Step
-from dpmon.ring import RingError
+from dpmon.ring_file import RingError
 from dpmon.run.rings import ProcessRing
 from dpmon.store.sources import open_source
 from dpmon.store.tables import RingRow

@@ -72,7 +72,15 @@ def test_the_training_process_loads_only_the_standard_library() -> None:
 
 
 def test_the_tracer_loads_of_dpmon_only_itself_its_ring_and_records() -> None:
-    ours = ("dpmon.tracer", "dpmon.span_ring", "dpmon.allocation", "dpmon.record.spans", "dpmon.record.wire")
+    ours = (
+        "dpmon.tracer",
+        "dpmon.span_ring",
+        "dpmon.ring_file",
+        "dpmon.allocation",
+        "dpmon.errors",
+        "dpmon.record.spans",
+        "dpmon.record.wire",
+    )
     added = loaded_by("import dpmon.tracer.patch", beyond="import torch")
     assert added >= set(ours)
     for name in added:

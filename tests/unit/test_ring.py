@@ -15,7 +15,8 @@ import pytest
 from rings import SMALL, everything, number_of, numbered, opened
 
 import dpmon.ring
-from dpmon.ring import BLOCK_BYTES, MAX_PAYLOAD, Ring, RingError
+from dpmon.ring import BLOCK_BYTES, MAX_PAYLOAD, Ring
+from dpmon.ring_file import RingError
 from dpmon.ring_reader import RingReader
 
 ROOT = Path(dpmon.ring.__file__).resolve().parents[1]

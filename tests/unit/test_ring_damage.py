@@ -19,7 +19,8 @@ import dpmon.ring
 from dpmon.record.codec import Decoder
 from dpmon.record.kinds import RecordError
 from dpmon.record.wire import pack_call, pack_definition, pack_event, pack_step
-from dpmon.ring import BLOCK_BYTES, HEADER_BYTES, Ring, RingError
+from dpmon.ring import BLOCK_BYTES, Ring
+from dpmon.ring_file import HEADER_BYTES, RingError
 from dpmon.ring_reader import RingReader
 
 ROOT = Path(dpmon.ring.__file__).resolve().parents[1]

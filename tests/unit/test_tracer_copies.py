@@ -176,7 +176,7 @@ def test_our_own_fault_stops_no_copy(setting: Setting, monkeypatch: pytest.Monke
     def fails(*_: Any) -> int:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(setting.copies, "_bytes", fails)
+    monkeypatch.setattr("dpmon.tracer.copies._bytes", fails)
     batch = torch.zeros(1)
     assert setting.to(batch, "cuda:0") is batch
     assert [what[0] for what in setting.faults] == ["span"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["OK", "PROBLEM", "STATES", "WARNING", "Check", "ok", "problem", "warning"]
-
 OK, WARNING, PROBLEM = STATES = ("ok", "warning", "problem")
 """ok; warning: dpmon works, with less; problem: it does not."""
 

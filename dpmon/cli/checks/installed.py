@@ -10,8 +10,6 @@ import dpmon
 from dpmon.cli.checks.check import Check, ok, problem, warning
 from dpmon.extras import how_to_plot
 
-__all__ = ["installed"]
-
 _TESTED_TEXTUAL = "8.2."
 _PIP = f"{sys.executable} -m pip install"
 """Into the Python that dpmon runs with, wherever it came from."""

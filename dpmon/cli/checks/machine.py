@@ -18,8 +18,6 @@ from dpmon.cli.checks.check import Check, ok, problem, warning
 from dpmon.run.rundir import RunError, runs_directory, stand_ins
 from dpmon.text.quantities import memory
 
-__all__ = ["limits", "logout", "state_directory"]
-
 LITTLE_SPACE = 300 << 20
 """Below this the history of one run (256 MiB at most) may not fit."""
 SOME_SPACE = 2 << 30

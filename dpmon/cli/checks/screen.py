@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 
 from dpmon.cli.checks.check import Check, ok, warning
 
-__all__ = ["SMALLEST", "terminal"]
-
 SMALLEST = (80, 24)
 
 

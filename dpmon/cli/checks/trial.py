@@ -29,8 +29,6 @@ from dpmon.store.tables import HistoryError
 from dpmon.supervise.program import CommandError, choose_python
 from dpmon.supervise.spawn import environment
 
-__all__ = ["CHILD_S", "trial"]
-
 CHILD_S = 120.0
 """How long the child may take: importing torch from a cold network file system does."""
 NVML_S = 10.0

@@ -28,9 +28,10 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 MODULES = (
-    "tracer.append", "tracer.calls", "tracer.cores", "tracer.frames", "tracer.loaders", "tracer.modes", "tracer.patch",
-    "tracer.recorder", "tracer.replicas", "tracer.roots", "tracer.session", "tracer.sites", "tracer.sizes",
-    "tracer.split", "tracer.tables", "tracer.verbs", "tracer.virtual", "tracer.inject", "span_ring", "record.wire",
+    "tracer.append", "tracer.calls", "tracer.cores", "tracer.frames", "tracer.loaders", "tracer.modes",
+    "tracer.optimizers", "tracer.patch", "tracer.plans", "tracer.recorder", "tracer.replicas", "tracer.roots",
+    "tracer.session", "tracer.sites", "tracer.sizes", "tracer.split", "tracer.tables", "tracer.verbs",
+    "tracer.virtual", "tracer.inject", "span_ring", "ring_file", "record.wire",
 )  # fmt: skip
 BY_HAND = ("tracer.byhand", "tracer.memory", "tracer.pause", "tracer.stages", "tracer.storages")
 DEVICES = ("tracer.timing", "tracer.events")
@@ -327,7 +328,7 @@ elif sys.argv[1:]:
     jobs = {"nothing": (nothing, train_by_hand, nothing)}
     for name in ever:
         target = targets[name]
-        if not name.startswith((*BY_HAND, "tracer.calls.", "tracer.modes.")):
+        if not name.startswith((*BY_HAND, "tracer.calls.", "tracer.modes.", "tracer.plans.")):
             continue  # what others have in common with these is tried without an argument
         if name not in late or name.startswith(BY_HAND):
             jobs[f"{name} from the start"] = (lambda target=target: breaking(target), train_by_hand, nothing)

@@ -1,0 +1,95 @@
+"""The file of a ring: a header that is written once, words that change while it is in use, and room for records.
+
+The writer maps the file. Readers use pread: a file that is truncated under them is a short read, not a SIGBUS.
+
+Standard library only: this module is imported into the training process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import struct
+from typing import NamedTuple
+
+from dpmon.allocation import NoSizeSignal, write_in_place
+from dpmon.errors import DpmonError
+
+HEADER_BYTES = 4096
+_HEAD = struct.Struct("=8sIIQIiiiq")
+
+
+class RingError(DpmonError):
+    """A file that is not a usable ring: foreign, truncated, of another version."""
+
+
+class Header(NamedTuple):
+    """What a ring says of itself."""
+
+    units: int
+    """How much room there is, in units of the format."""
+    pid: int
+    process: int
+    rank: int | None
+    world: int | None
+    start_ns: int
+
+
+class RingFormat(NamedTuple):
+    """A kind of ring."""
+
+    magic: bytes
+    version: int
+    unit: int
+    """Bytes."""
+
+    def create(self, path: str, units: int, *, process: int, rank: int, world: int, start_ns: int) -> mmap.mmap:
+        """Make the file, which must not exist, and map it; `rank` and `world` are -1 for a process that is no rank.
+
+        Raises FileExistsError if the name is taken and OSError if the disk has no room: the whole file is allocated
+        here, since a page that cannot be had later would kill the process with SIGBUS.
+        """
+        size = HEADER_BYTES + units * self.unit
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            try:
+                write_in_place(fd)
+                with NoSizeSignal():
+                    os.posix_fallocate(fd, 0, size)
+                made = mmap.mmap(fd, size)
+            finally:
+                os.close(fd)
+            # The magic comes last: a reader that sees it sees a complete header.
+            about = self.version, HEADER_BYTES, units, os.getpid(), process, rank, world, start_ns
+            _HEAD.pack_into(made, 0, bytes(8), *about)
+            made[:8] = self.magic
+        except BaseException:  # an interrupt must not leave an incomplete ring either
+            os.unlink(path)
+            raise
+        return made
+
+    def open(self, path: str, access: int = os.O_RDONLY) -> tuple[int, Header]:
+        """Open the file; the descriptor and the header.
+
+        Raises RingError if it is not a ring of this format and of this user, OSError if it cannot be opened.
+        """
+        fd = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode):
+                raise RingError(f"{path}: not a regular file")
+            if info.st_uid != os.getuid():
+                raise RingError(f"{path}: belongs to another user")
+            raw = os.pread(fd, _HEAD.size, 0)
+            if len(raw) < _HEAD.size or not raw.startswith(self.magic):
+                raise RingError(f"{path}: not a ring")
+            _, version, header, units, pid, process, rank, world, start_ns = _HEAD.unpack(raw)
+            if version != self.version or header != HEADER_BYTES:
+                raise RingError(f"{path}: ring of another version ({version})")
+            if units == 0 or header + units * self.unit != info.st_size:
+                raise RingError(f"{path}: size does not match its header")
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd, Header(units, pid, process, rank if rank >= 0 else None, world if world >= 0 else None, start_ns)

@@ -1,0 +1,148 @@
+"""Steps of optimizers: their spans, and which of them ends a turn of a loop without a loader."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from threading import get_ident
+from time import monotonic_ns
+from typing import Any
+
+import torch
+
+from dpmon.record.spans import INSIDE_AT, MAX_SITE, SITE_AT, Kind
+from dpmon.span_ring import Word
+from dpmon.tracer.recorder import IDLE, STALE, Recorder
+from dpmon.tracer.threads import Thread
+
+UNSEEN = 3
+"""Steps of an optimizer before the first call after which somebody should say so."""
+MANY_CALLS = 4096
+"""Calls without a step of an optimizer, once one has stepped, after which a call may be where a step begins."""
+
+
+class OptimizerSteps:
+    """Those of one process."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.on_unseen: Callable[[], None] = lambda: None
+        """Called when optimizers step, and no call was seen."""
+        self.on_step: Callable[[Any], None] = lambda optimizer: None
+        """Called with an optimizer when it steps for the first time, and often afterwards."""
+        self._known: dict[int, tuple[Any, int]] = {}
+        """Weak reference and number, by id. The hooks hold this very object."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Start afresh, as after a fork."""
+        self._known.clear()
+        self._numbers = count(1)
+        self._unseen = 0
+        self._cycle: list[int] = []
+        """Optimizers that have stepped since one of them stepped a second time: the last one ends the loop's turn."""
+        self._boundary = 0
+        self._only = 0
+        """The optimizer that ends every turn of the loop, if no other one steps."""
+
+    def hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        """torch's hooks around every step of an optimizer.
+
+        A step that raises has no end: `inside_of` finds that out. (A wrapper would see it, and be compiled with it.)
+        """
+        recorder, known_ones = self._recorder, self._known
+        threads, new = recorder.threads, recorder.thread
+        is_compiling, clock = torch.compiler.is_dynamo_compiling, monotonic_ns
+        fault = recorder.session.fault
+
+        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if is_compiling():
+                return
+            try:
+                me = threads.get(get_ident()) or new()
+                if me.steps:
+                    recorder.inside_of(me, 1)
+                inside = me.inside
+                known = known_ones.get(id(optimizer))
+                if known is None or known[0]() is not optimizer:
+                    known = self._numbered(optimizer)
+                head = Kind.OPTIMIZER | inside << INSIDE_AT | me.head | known[1] << SITE_AT
+                mark = None if recorder.timing is None else recorder.timing.begin(me, Kind.OPTIMIZER)
+                began = clock()
+                recorder.words[me.word] = began
+                recorder.kinds[me.number] = Kind.OPTIMIZER
+                me.steps.append((inside, head, began, mark, known[1]))
+                me.inside = Kind.OPTIMIZER
+            except Exception as error:  # noqa: BLE001 - ours must not reach the script
+                fault("optimizer", error)
+
+        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if is_compiling():
+                return
+            try:
+                me = threads.get(get_ident())
+                if me is None or not me.steps:
+                    return
+                if len(me.steps) > 1:
+                    recorder.inside_of(me)
+                took = clock()
+                inside, head, began, mark, number = me.steps.pop()
+                me.inside = inside
+                took -= began
+                recorder.kinds[me.number] = inside
+                if mark is not None:
+                    head |= mark.end()
+                slot = recorder.put(head, began, took, 0)
+                if mark is not None:
+                    mark.written(slot)
+                recorder.loose += 1
+                if recorder.loose > STALE or number != self._only:
+                    self._stepped(me, optimizer, number)
+            except Exception as error:  # noqa: BLE001 - the step is done, whatever we make of it
+                fault("optimizer", error)
+
+        return before, after
+
+    def _numbered(self, optimizer: Any) -> tuple[Any, int]:
+        """A weak reference to an optimizer, and its number as long as it lives."""
+        recorder, known = self._recorder, self._known
+        number, key = next(self._numbers) & MAX_SITE, id(optimizer)
+
+        def gone(_: Any) -> None:
+            known.pop(key, None)
+            if number == self._only:
+                self._only = 0
+            with suppress(Exception):  # at the interpreter's end, say
+                recorder.write(Kind.GONE | recorder.thread().head | number << SITE_AT, monotonic_ns(), 0)
+
+        known[key] = weakref.ref(optimizer, gone), number
+        return known[key]
+
+    def _stepped(self, me: Thread, optimizer: Any, number: int) -> None:
+        """An optimizer has stepped that may end a step, or is not the only one."""
+        recorder = self._recorder
+        self.on_step(optimizer)
+        if recorder.ring is None:
+            self._unseen += 1
+            if self._unseen == UNSEEN:
+                self.on_unseen()
+        if me.inside or me is not recorder.trains:
+            return
+        recorder.patience = MANY_CALLS
+        recorder.idle = 0 if recorder.calls else recorder.idle + 1
+        recorder.calls = 0
+        if recorder.idle == IDLE:
+            recorder.on_idle()
+        self._boundary = self._boundary or number
+        if number in self._cycle:
+            self._boundary = self._cycle[-1]
+            self._only = number if len(self._cycle) == 1 else 0
+            self._cycle.clear()
+        self._cycle.append(number)
+        if recorder.loose > STALE and number == self._boundary:
+            if recorder.timing is not None:
+                recorder.timing.step_ends()
+            if recorder.words[Word.PAUSE] != recorder.paused or monotonic_ns() >= recorder.due:
+                recorder.between(me)

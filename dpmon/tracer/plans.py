@@ -1,0 +1,119 @@
+"""How calls of one module run, and whether a module can be run over several devices at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dpmon.tracer.names import class_name
+from dpmon.tracer.tables import buffers_of, modules_of, parameters_of
+from dpmon.tracer.virtual import VirtualDevices
+
+DP, SINGLE = 1, 2
+HOLDS = "it holds a"
+"""How the reason begins where a bare root cannot be split because of a wrapper in it."""
+_HOST_ONLY = "the devices are CPUs: host time is all there is"
+_NO_EVENTS = "it was not timed: only calls of the thread that trains are"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How calls of one module run."""
+
+    mode: int
+    devices: tuple[str, ...]
+    """Names of the devices offered, as records show them."""
+    device_ids: tuple[int, ...] | None = None
+    """What torch's code is given instead of the script's own; None leaves the call as it is written."""
+    virtual: VirtualDevices | None = None
+    reason: str | None = None
+    """Why it is this and not what was asked for, or why the replicas are virtual."""
+    refused: bool = False
+
+    @property
+    def absent(self) -> dict[str, str]:
+        """Reasons for what a record of such a call lacks."""
+        return {"device_ms": _HOST_ONLY if self.on_cpu else _NO_EVENTS}
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether no accelerator takes part."""
+        return all(name.startswith("cpu") for name in self.devices)
+
+
+def refused(device: object, reason: str) -> Plan:
+    """The plan of a call that runs on one device although dp was asked for."""
+    return Plan(SINGLE, (str(device),), None, None, reason, True)
+
+
+def on_one(module: Any, own: tuple[str, ...], reason: str | None = None) -> Plan:
+    """A DataParallel over several devices of its own on the first of them; `reason`: why, if that was not asked for."""
+    unfit = uncopyable(module)
+    if unfit is not None:
+        return Plan(DP, own, None, None, unfit, True)
+    for name in ("forward", "scatter"):
+        if overrides(type(module), name):
+            odd = f"{class_name(module)} has its own {name}, which may not work on one device"
+            return Plan(DP, own, None, None, odd, True)
+    return Plan(SINGLE, own[:1], tuple(module.device_ids[:1]), None, reason, reason is not None)
+
+
+def overrides(kind: type, name: str) -> bool:
+    """Whether a subclass of DataParallel has its own method of that name."""
+    return next(base for base in kind.__mro__ if name in base.__dict__) is not torch.nn.DataParallel
+
+
+def device_of(module: torch.nn.Module) -> torch.device | None:
+    tensor: torch.Tensor | None = next(parameters_of(module), None)
+    if tensor is None:
+        tensor = next(buffers_of(module), None)
+    return None if tensor is None else tensor.device
+
+
+def default_device() -> torch.device:
+    """The device on which torch's data parallelism runs a module without parameters and buffers."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def unsplittable(module: torch.nn.Module) -> str | None:
+    """Why a bare root cannot be run by data_parallel; None if it can."""
+    unfit = unreplicable(module)
+    if unfit is not None:
+        return unfit
+    for inner in modules_of(module):
+        if isinstance(inner, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+            return f"{HOLDS} {class_name(inner)} of its own"
+    devices = {str(tensor.device) for tensor in parameters_of(module)}
+    devices |= {str(tensor.device) for tensor in buffers_of(module)}
+    if len(devices) > 1:
+        return f"its parameters are spread over {', '.join(sorted(devices))}"
+    return None
+
+
+def uncopyable(module: Any) -> str | None:
+    """Why dpmon must not make short-lived copies of this module; None if it may.
+
+    A copy shares the module's attributes. Its finaliser could close the module's files, or count one module several
+    times.
+    """
+    if not hasattr(type(module), "__del__"):
+        return None
+    return f"{class_name(module)} has a __del__, which every copy would also run"
+
+
+def unreplicable(module: torch.nn.Module) -> str | None:
+    """Why virtual replicas of a module cannot be made; None if they can."""
+    for inner in modules_of(module):
+        unfit = uncopyable(inner)
+        if unfit is not None:
+            return unfit
+        compiled = getattr(inner, "_compiled_call_impl", None) is not None
+        # On the instance (its forward is compiled, and bound to the one module) or on the class.
+        compiled |= getattr(getattr(inner, "forward", None), "_torchdynamo_orig_callable", None) is not None
+        if compiled or type(inner).__module__.startswith("torch._dynamo"):
+            return "a module compiled by torch.compile cannot be replicated"
+        if isinstance(inner, torch.jit.ScriptModule):
+            return "a TorchScript module is not replicated virtually"
+    return None

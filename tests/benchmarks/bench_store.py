@@ -222,6 +222,25 @@ class Live:
         return took
 
 
+class Busy:
+    """A run of an hour at a thousand steps a second, all of them recorded by a process and a drain; it goes on."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._process = Process(directory, 0, 1, 0)
+        self._drain = Drain(directory, info_of(directory), print)
+        self._second = 0
+        for _ in range(3600):
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Record a second more."""
+        for part in range(1000):
+            self._process.step(self._second * SECOND + part * SECOND // 1000, SECOND * 98 // 100 // 1000)
+        self._second += 1
+        self._drain.flush()
+
+
 def reading(turns: int) -> None:
     """Print a table."""
     print("\nthe queries of a refresh, ms: median and longest")

@@ -218,8 +218,11 @@ def test_a_long_look_takes_several_turns_and_is_in_none_of_them(tmp_path: Path) 
         if after.start_ns != before.start_ns + before.wall_ns
     }
     begun = found["step"] - found["turns"]  # the last step before the look
-    first = [gaps.pop(step) for step in range(begun + 1, found["step"] + 1)]
     assert begun >= 1
-    of_gradients = dict(steps[begun].phases)["other"]  # after the backward pass of the next step
-    assert sum(first) + of_gradients >= 0.99e6 * found["took_ms"] > 0
+    turns = range(begun + 1, found["step"] + 1)
+    between = [step for step in turns if step in gaps]
+    # The gradients come first, after the backward pass of a step; on a slow machine in more than one.
+    assert between == list(range(between[0], found["step"] + 1))
+    of_gradients = sum(step.phases["other"] for step in steps if begun < step.step <= between[0])
+    assert sum(gaps.pop(step) for step in between) + of_gradients >= 0.99e6 * found["took_ms"] > 0
     assert len(gaps) <= 2 + sum(step.wall_ns for step in steps) // 5_000_000_000  # of a later look

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,6 @@ class Traced:
     """Lines of warnings.log, without process and time."""
     stages: tuple[str, ...]
     directory: Path
-    held: Mapping[int, int] = field(default_factory=dict)
-    """By process, the records that were held back and not written any more."""
 
     @property
     def said(self) -> Any:
@@ -210,7 +208,6 @@ class Script:
             warnings=_lines(self.directory / "warnings.log"),
             stages=_lines(self.directory / "stages.log"),
             directory=self.directory,
-            held=_held(self.directory),
         )
 
 
@@ -249,12 +246,8 @@ class ScriptRing(ProcessRing):
             found += self.read(gone=True)
         return found
 
-    def held(self) -> int:
-        """Records that are held back; a ring of spans has none."""
-        return 0
-
     def missed(self) -> int:
-        """Records or spans that were not read or could not be written, without those that are held back."""
+        """Records or spans that were not read or could not be written."""
         return self._source.note(self._row) + self._ring.lost()
 
     def laps(self) -> float:
@@ -265,16 +258,6 @@ class ScriptRing(ProcessRing):
     def close(self) -> None:
         self._source.close()
         super().close()
-
-
-def _held(directory: Path) -> dict[int, int]:
-    found = {}
-    for path in directory.glob("process-*.ring"):
-        with contextlib.suppress(RingError):  # cut off by a test
-            reader = ScriptRing(path)
-            found[reader.process] = reader.held()
-            reader.close()
-    return found
 
 
 def read_run(directory: Path, origin_ns: int = 0) -> tuple[list[Record], int, list[str]]:

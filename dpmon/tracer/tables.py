@@ -1,4 +1,4 @@
-"""What a module consists of, read from its own tables: a script may have overridden `parameters` and its like."""
+"""The contents of a module, read from its own tables: a script may override `parameters` and similar methods."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _SPARSE = {
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _COLUMNS),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _ROWS),
 }
-"""Methods that give what a sparse tensor is made of: its own elements are all that it stands for."""
+"""Methods that return the dense parts of a sparse tensor."""
 
 
 def values_of(module: Any, table: str) -> list[Any]:
-    """What one of a module's own tables holds; nothing for a module whose `__init__` has not run."""
-    found = module.__dict__.get(table)  # a dict, or what looks like one (TorchScript)
+    """The values in one of a module's own tables; none for a module without a completed `__init__`."""
+    found = module.__dict__.get(table)  # a dict, or similar (TorchScript)
     return [] if found is None else [value for value in list(found.values()) if value is not None]
 
 
 def parts_of(tensor: Any) -> tuple[Any, ...]:
-    """The dense tensors that a tensor of torch's own is made of: itself, or several for a sparse one."""
+    """The dense tensors of one of torch's own tensors: itself, or several if it is sparse."""
     names = _SPARSE.get(tensor.layout)
     return (tensor,) if names is None else tuple(getattr(tensor, name)() for name in names)
 
 
 def modules_of(root: Any) -> Iterator[Any]:
-    """The module and all that it consists of, each once, a module before its parts."""
+    """The module and all its submodules, each once, parents before children."""
     seen = {id(root)}
     waiting = [root]
     while waiting:
@@ -55,21 +55,21 @@ def trains(module: Any) -> bool:
 
 
 def parameters_of(root: Any) -> Iterator[Any]:
-    """All its parameters; one that is shared comes more than once."""
+    """All parameters; a shared one appears more than once."""
     for module in modules_of(root):
         yield from values_of(module, PARAMETERS)
 
 
 def buffers_of(root: Any) -> Iterator[Any]:
-    """All its buffers; one that is shared comes more than once."""
+    """All buffers; a shared one appears more than once."""
     for module in modules_of(root):
         yield from values_of(module, BUFFERS)
 
 
 class Place:
-    """Where a module lies, as one of its parameters says, or one of its buffers.
+    """The device of a module, from one of its parameters or buffers.
 
-    The tensor is looked up by its name each time: torch does not swap tensors that somebody refers to weakly.
+    The tensor is looked up by name each time: torch does not swap tensors that have weak references.
     """
 
     __slots__ = ("_module", "_name", "_table", "device")
@@ -87,11 +87,11 @@ class Place:
                         return
 
     def left(self) -> bool:
-        """Whether the module lies elsewhere by now, or that tensor is gone."""
+        """Whether the module has moved, or the tensor is gone."""
         if self.device is None:
             return False
         module = self._module()
         table = None if module is None else module.__dict__.get(self._table)
-        with torch._C.DisableTorchFunction():  # the script's modes and subclasses see nothing of it
+        with torch._C.DisableTorchFunction():  # hides our look from the script's modes and subclasses
             tensor = table[self._name] if table is not None and self._name in table else None
             return tensor is None or bool(tensor.device != self.device)
